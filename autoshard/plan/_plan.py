@@ -1,0 +1,94 @@
+"""The answer: specs, predictions and where they came from; saved as JSON."""
+
+import dataclasses
+from typing import Any
+
+from autoshard.plan._spec import Spec
+
+
+SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collective:
+    """Predicted communication of one kind over one set of mesh axes, summed over the step."""
+
+    kind: str
+    """`all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all` or `collective-permute`."""
+    axes: tuple[str, ...]
+    count: int
+    """Executions in one step (loop trips counted)."""
+    wire_bytes: int
+    """Bytes that one device puts on the wire in one step."""
+    seconds: float
+    hidden: bool
+    cause: str = ""
+    """Name of the tensor or op that causes most of it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the cost model says of one set of specs. Times in seconds, sizes in bytes of one device."""
+
+    step_time_s: float
+    compute_s: float
+    hidden_comm_s: float
+    exposed_comm_s: float
+    mfu: float | None
+    peak_bytes: int
+    memory: dict[str, int]
+    """Bytes by kind at the peak: parameters, optimizer_state, batch, gradients, activations, temporaries, gathered."""
+    fits: bool
+    wire_bytes: dict[str, int]
+    """Bytes that one device puts on the wire in one step, by mesh axis."""
+    collectives: tuple[Collective, ...] = ()
+    peak_at: str = ""
+    """The op at which memory peaks."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pin:
+    """One intermediate value whose spec propagation alone would not find.
+
+    `op` counts the ops of the inlined module in pre-order (see `graph.number_ops`); the value is
+    result `index` of that op. `operand` is None to constrain the value for all its uses, or
+    `(user_op, operand_number)` to constrain it for that one use (a reshard in front of one consumer).
+    """
+
+    op: int
+    index: int
+    spec: Spec
+    operand: tuple[int, int] | None = None
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """A sharding for every argument, result and chosen intermediate of one program on one mesh."""
+
+    program_name: str
+    program_fingerprint: str
+    topology: str
+    mesh: dict[str, int]
+    """Axis names and sizes, major first."""
+    device_order: tuple[int, ...]
+    """Device ids (positions in the topology's own order) laid out row-major over the mesh."""
+    memory_limit_bytes: int
+    arguments: dict[str, Spec]
+    results: dict[str, Spec]
+    pins: tuple[Pin, ...]
+    prediction: Prediction
+    baselines: dict[str, Prediction]
+    objective: int
+    """Picoseconds, of the Problem that was solved."""
+    lower_bound: int
+    solver_gap: float
+    plan_gap: float
+    words: tuple[str, ...]
+    """The plan in words, by dim group."""
+    warnings: tuple[str, ...]
+    provenance: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    """Shape of every argument by name."""
+    dtypes: dict[str, str]
+    roles: dict[str, str]

@@ -1,0 +1,69 @@
+"""The record every source produces: one StableHLO module with named, shaped arguments."""
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any
+
+
+class Role(enum.StrEnum):
+    """What an argument is for; decides what baselines do with it."""
+
+    PARAMETER = "parameter"
+    OPTIMIZER_STATE = "optimizer_state"
+    BATCH = "batch"
+    OTHER = "other"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Argument:
+    """One flat argument of the module, in module order."""
+
+    name: str
+    """Pytree path or torch parameter name, unique; a stacked layer parameter is `model.layers.*.mlp.up_proj.weight`."""
+    shape: tuple[int, ...]
+    dtype: str
+    """numpy/ml_dtypes name: `float32`, `bfloat16`, `int32`, ..."""
+    role: Role
+    result: int | None = None
+    """Index of the result that replaces it: updated state, whether or not its buffer is donated."""
+    donated: bool = False
+    """True if the argument's buffer is donated to `result` (or to no particular result)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """One flat result of the module, in module order."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    argument: int | None = None
+    """Index of the argument it replaces; its spec must equal that argument's."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """One step (training or inference), canonical, as it will be planned, run and compiled."""
+
+    name: str
+    fn: Callable[..., Any]
+    """The canonical JAX function; `fn(*args)` takes and returns pytrees."""
+    args: tuple[Any, ...]
+    """Pytrees of `jax.ShapeDtypeStruct` (or arrays), one per positional argument of `fn`."""
+    donate_argnums: tuple[int, ...]
+    arguments: tuple[Argument, ...]
+    results: tuple[Result, ...]
+    module: bytes
+    """StableHLO as MLIR bytecode, lowered without shardings, `keep_unused=True`: its arguments are `arguments`."""
+    fingerprint: str
+    """sha256 (hex) over the module without locations, and over names and roles of the arguments."""
+    training: bool = False
+    model_flops: float | None = None
+    """FLOPs of one step counted the MFU way: 6 (training) or 2 (inference) x matmul parameters x tokens,
+    plus attention with causal counted half; no recompute. None if the source cannot know it."""
+    tokens: int | None = None
+    make_args: Callable[[int], tuple[Any, ...]] | None = None
+    """`make_args(seed)` gives concrete host arrays for `args`: plausible initial values, valid ids."""
+    notes: tuple[str, ...] = ()
+    """Sentences about what the source changed or assumed; shown in reports."""

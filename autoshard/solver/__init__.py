@@ -1,0 +1,1 @@
+"""Choosing: `Problem` in, `Solution` out. Knows nothing of machine learning."""

@@ -1,0 +1,32 @@
+"""The one place where bytes and seconds are turned into text for people."""
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("", "k", "M", "G", "T", "P", "E")
+
+
+def format_bytes(size: float) -> str:
+    """`1536` -> `1.50 KiB`."""
+    value = float(size)
+    for unit in _BINARY:
+        if abs(value) < 1024 or unit == _BINARY[-1]:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_seconds(seconds: float) -> str:
+    """`0.0123` -> `12.3 ms`."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return "0 s" if seconds == 0 else f"{seconds / 1e-12:.3g} ps"
+
+
+def format_count(value: float, unit: str = "") -> str:
+    """`1.5e12, "FLOP"` -> `1.50 TFLOP`; decimal prefixes."""
+    number = float(value)
+    for prefix in _DECIMAL:
+        if abs(number) < 1000 or prefix == _DECIMAL[-1]:
+            return f"{number:.3g} {prefix}{unit}".rstrip()
+        number /= 1000
+    raise AssertionError("unreachable")
