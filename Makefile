@@ -1,0 +1,38 @@
+# The virtual environment is made once, and again when pyproject.toml changes.
+VENV ?= .venv
+PYTHON ?= python3
+EXTRAS ?= dev,xla,tpu
+WORKERS ?= 2
+RUN := $(VENV)/bin
+STAMP := $(VENV)/.autoshard-installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# A program that wants another environment's packages is not ours.
+unexport PYTHONPATH
+
+.PHONY: demo test lint bench clean
+
+demo: $(STAMP)
+	mkdir -p build
+	$(RUN)/autoshard plan hf:llama3-8b --train --remat full --batch 64 --seq 8192 \
+		--topology v5p:4x8x8 --mesh data=32,model=8 --out build/llama3-8b.plan.json
+	$(RUN)/autoshard measure hf:llama-tiny --train --batch 8 --seq 128 --dtype float32 \
+		--topology cpu:8 --mesh data=4,model=2 --check
+
+test: lint
+	$(RUN)/pytest -n $(WORKERS) --dist loadfile
+
+lint: $(STAMP)
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/pyright
+
+bench: $(STAMP)
+	for script in experiments/*.py; do $(RUN)/python $$script || exit 1; done
+
+clean:
+	rm -rf build
+
+$(STAMP): pyproject.toml
+	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	touch $@

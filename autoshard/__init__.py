@@ -1,0 +1,48 @@
+"""Plan how to split every tensor of a step over many accelerators, before any accelerator is rented.
+
+Names are loaded when they are first used, so that `import autoshard` costs next to nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from autoshard.errors import InfeasibleError as InfeasibleError, UserError as UserError
+
+
+if TYPE_CHECKING:
+    from autoshard._api import load as load, plan as plan
+    from autoshard.plan import Plan as Plan, Spec as Spec
+    from autoshard.program import Argument as Argument, Program as Program, Role as Role, trace as trace
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Argument": "autoshard.program",
+    "Plan": "autoshard.plan",
+    "Program": "autoshard.program",
+    "Role": "autoshard.program",
+    "Spec": "autoshard.plan",
+    "load": "autoshard._api",
+    "trace": "autoshard.program",
+}
+"""Where each public name lives."""
+
+_ROOMS = ("cost", "exec", "graph", "plan", "program", "report", "solver")
+
+__all__ = ["InfeasibleError", "UserError", "__version__", "plan", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name in _ROOMS:
+        # `autoshard.plan` is the room and, because that module is callable, also the function.
+        value = importlib.import_module(f"autoshard.{name}")
+    else:
+        raise AttributeError(f"module 'autoshard' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})
