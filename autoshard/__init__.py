@@ -29,8 +29,6 @@ _HOMES = {
 
 _ROOMS = ("cost", "exec", "graph", "plan", "program", "report", "solver")
 
-__all__ = ["InfeasibleError", "UserError", "__version__", "plan", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
-
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
@@ -45,4 +43,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ROOMS})
+    return sorted({*globals(), *_HOMES, *_ROOMS})
