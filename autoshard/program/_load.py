@@ -1,0 +1,139 @@
+"""Opening what a user names on the command line: a program file, or a model configuration."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.program._program import Program
+from autoshard.program._trace import trace
+
+
+def open_source(text: str, *, entry: str = "program", **options: Any) -> Program:
+    """The program that `text` names: `hf:CONFIG` (with its options) or the path of a Python file.
+
+    Raises `UserError` if it names neither, or if `options` are given to a source that takes none.
+    """
+    if text.startswith("hf:"):
+        from autoshard.program._hf import from_config
+
+        return from_config(text[3:], **options)
+    path = Path(text)
+    given = [key for key, value in options.items() if value is not None and value is not False]
+    if path.suffix == ".py" or path.is_file():
+        if path.is_file() and path.suffix != ".py":
+            raise UserError(
+                f"`{text}` is not a source autoshard knows; give a Python file (`model.py`) or `hf:CONFIG`."
+            )
+        if given:
+            flags = ", ".join(f"`--{key.replace('_', '-')}`" for key in given)
+            raise UserError(f"{flags} only apply to `hf:CONFIG`; `{text}` says itself what it runs.")
+        return load_program(path, entry)
+    if path.is_dir():
+        raise UserError(f"`{text}` is a directory; give the Python file that offers the program.")
+    raise UserError(f"`{text}` is neither an existing Python file nor `hf:CONFIG`; check the path.")
+
+
+def load_program(path: str | Path, entry: str = "program") -> Program:
+    """Run a Python file and take the program it offers under the name `entry`.
+
+    `entry` is a `Program`, or a function without arguments that returns a `Program`, `(fn, args)` for JAX, or
+    `(module, example_inputs)` for torch with an optional third dict of keyword inputs. The file may import its neighbours.
+
+    Raises `UserError` if the file is missing, raises, or offers something else.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"there is no file `{path}`; give the path of a Python file that offers `{entry}`.")
+    folder = str(file.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        module = _run(file)
+        offered = _offered(module, file, entry)
+        return _as_program(offered, file, entry)
+    finally:
+        sys.path.remove(folder)
+
+
+def _run(file: Path) -> ModuleType:
+    name = f"_autoshard_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"`{file}` cannot be loaded as Python; give a file that ends in `.py`.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # the user's own code runs here
+        sys.modules.pop(name, None)
+        raise UserError(f"`{file}` raised {_place(error, file)}.") from error
+    return module
+
+
+def _offered(module: ModuleType, file: Path, entry: str) -> Any:
+    if hasattr(module, entry):
+        return getattr(module, entry)
+    names = sorted(
+        key
+        for key, value in vars(module).items()
+        if not key.startswith("_") and (isinstance(value, Program) or (callable(value) and _is_own(value, module)))
+    )
+    there = ", ".join(f"`{name}`" for name in names) if names else "no function"
+    raise UserError(
+        f"`{file}` offers no `{entry}`; it has {there}; define `{entry}()` or name another one with --entry."
+    )
+
+
+def _as_program(offered: Any, file: Path, entry: str) -> Program:
+    if callable(offered) and not isinstance(offered, Program) and not _is_module(offered):
+        try:
+            offered = offered()
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:  # the user's own code runs here
+            raise UserError(f"`{entry}()` in `{file}` raised {_place(error, file)}.") from error
+    if isinstance(offered, Program):
+        return offered
+    if isinstance(offered, (tuple, list)) and len(offered) in (2, 3):
+        if _is_module(offered[0]):
+            from autoshard.program._torch import from_torch
+
+            kwargs = offered[2] if len(offered) == 3 else {}
+            return from_torch(offered[0], offered[1], kwargs, name=file.stem)
+        if len(offered) == 2 and callable(offered[0]):
+            return trace(offered[0], offered[1], name=file.stem)
+    found = (
+        f"{type(offered).__name__} of {len(offered)}" if isinstance(offered, (tuple, list)) else type(offered).__name__
+    )
+    raise UserError(
+        f"`{entry}` in `{file}` gave {_article(found)}; expected an autoshard.Program, `(function, arguments)` for JAX, "
+        "or `(torch module, example inputs)`."
+    )
+
+
+def _is_module(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def _is_own(value: Any, module: ModuleType) -> bool:
+    return getattr(value, "__module__", None) == module.__name__
+
+
+def _place(error: BaseException, file: Path) -> str:
+    """`ValueError: text (line 12)`, the line being the deepest one inside the user's file."""
+    line = error.lineno if isinstance(error, SyntaxError) else None
+    step = error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_filename == str(file):
+            line = step.tb_lineno
+        step = step.tb_next
+    reason = str(error.msg if isinstance(error, SyntaxError) else error).strip().splitlines()
+    text = f"{type(error).__name__}: {reason[0].rstrip('.')}" if reason else type(error).__name__
+    return f"{text} (line {line})" if line else text
+
+
+def _article(text: str) -> str:
+    return f"an {text}" if text[:1].lower() in "aeiou" else f"a {text}"

@@ -1,0 +1,80 @@
+"""Readable, unique names for the leaves of pytrees."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_WRAPPER_KEYS = {"value", "raw_value"}
+
+
+def key_text(key: Any) -> str:
+    """The text of one pytree key: dict key, attribute name, or index."""
+    for attribute in ("name", "key", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def is_index(key: Any) -> bool:
+    """True if the key is a position in a sequence."""
+    return hasattr(key, "idx")
+
+
+def is_attribute(key: Any) -> bool:
+    """True if the key is a field of a named tuple, dataclass or module."""
+    return hasattr(key, "name")
+
+
+def positional_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
+    """The names of the first `count` positional parameters of `fn`, `arg<i>` where it does not say."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names: list[str] = []
+    for position in range(count):
+        if position < len(parameters) and parameters[position].kind in (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        ):
+            names.append(parameters[position].name)
+        else:
+            names.append(f"arg{position}")
+    return tuple(names)
+
+
+def leaf_names(prefix: str, paths: Sequence[tuple[Any, ...]]) -> list[str]:
+    """`prefix.key.key` for every path, without the keys that only wrap another one.
+
+    An index into a tuple of named records (an optax chain) and the trailing `value` of a variable are left out
+    as long as the names stay unique.
+    """
+    full = [_join(prefix, path) for path in paths]
+    short = [_join(prefix, _without_wrappers(path)) for path in paths]
+    return short if len(set(short)) == len(short) else full
+
+
+def unique(names: Sequence[str], taken: set[str]) -> list[str]:
+    """`names` with `_2`, `_3`, ... appended where one repeats or is in `taken`, which is extended."""
+    result: list[str] = []
+    for name in names:
+        candidate, number = name, 1
+        while candidate in taken:
+            number += 1
+            candidate = f"{name}_{number}"
+        taken.add(candidate)
+        result.append(candidate)
+    return result
+
+
+def _join(prefix: str, path: Sequence[Any]) -> str:
+    parts = [prefix, *(key_text(key) for key in path)]
+    return ".".join(part for part in parts if part) or "value"
+
+
+def _without_wrappers(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    kept = [key for key, after in zip(path, path[1:], strict=False) if not (is_index(key) and is_attribute(after))]
+    kept.extend(path[-1:])
+    if len(kept) > 1 and key_text(kept[-1]) in _WRAPPER_KEYS:
+        kept.pop()
+    return tuple(kept)

@@ -1,0 +1,90 @@
+"""What each argument is for: said by the user, or guessed from structure and names."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.program._program import Role
+
+Roles = Mapping[str, Role | str] | Callable[[str], Role | str | None]
+
+_OPTIMIZER = re.compile(
+    r"(^|[._])(opt|optim|optimizer|opt_state|mu|nu|adam|momentum|trace)([._]|$|_?state)", re.IGNORECASE
+)
+_CACHE = re.compile(r"(^|[._])(cache|kv|carry|key|rng|step|count|buffers?|batch_stats)([._]|$|_)", re.IGNORECASE)
+_BATCH = re.compile(
+    r"^(x|y|batch|inputs?|input_ids|tokens?|ids|labels?|targets?|images?|pixel_values|data|mask|attention_mask"
+    r"|position_ids|segment_ids|example|features?|xs|ys)([._]|$|\d)",
+    re.IGNORECASE,
+)
+_PARAMETER = re.compile(
+    r"(^|[._])(params?|weights?|kernel|bias|scale|embedding|theta|model|variables|w|b|w\d|b\d|w_.*|b_.*)([._]|$|\d)",
+    re.IGNORECASE,
+)
+
+
+def said(roles: Roles | None, name: str) -> Role | None:
+    """The role the user gives to `name`: the longest matching prefix of a mapping, or what a callable returns.
+
+    Raises `UserError` for a role that does not exist.
+    """
+    if roles is None:
+        return None
+    if callable(roles):
+        return _checked(roles(name), name)
+    hits = [
+        p for p in roles if p == "" or name == p or name.startswith(p + ".") or (p.endswith(".") and name.startswith(p))
+    ]
+    return _checked(roles[max(hits, key=len)], name) if hits else None
+
+
+def check_used(roles: Roles | None, names: Sequence[str]) -> None:
+    """Refuse a prefix that names no argument: it is nearly always a typing mistake."""
+    if roles is None or callable(roles):
+        return
+    for prefix in roles:
+        if not any(said({prefix: roles[prefix]}, name) for name in names):
+            shown = ", ".join(f"`{n}`" for n in names[:8]) + (", ..." if len(names) > 8 else "")
+            raise UserError(f"roles: no argument is called `{prefix}` or starts with it; the arguments are {shown}.")
+
+
+def guess(
+    name: str, position_name: str, leaf: Any, *, optax: bool, tied: bool, any_state: bool, container: bool
+) -> Role:
+    """The role of one leaf, from where it stands.
+
+    `optax`: inside an optax state; `tied`: the function returns it updated; `any_state`: some argument is tied,
+    so what is not tied is data; `container`: it is part of a pytree, not a positional argument by itself.
+    """
+    dtype = str(leaf.dtype)
+    floating = dtype.startswith(("float", "bfloat", "complex"))
+    if optax or (tied and _OPTIMIZER.search(name)):
+        return Role.OPTIMIZER_STATE
+    if dtype.startswith("key<"):
+        return Role.OTHER
+    if tied:
+        return Role.PARAMETER if floating and leaf.shape != () and not _CACHE.search(name) else Role.OTHER
+    if _CACHE.search(name) and not _BATCH.match(position_name):
+        return Role.OTHER
+    if any_state and not re.match(r"(?i)^(params?|weights?|model|variables|frozen)", position_name):
+        return Role.BATCH if leaf.shape else Role.OTHER
+    if leaf.shape == ():
+        return Role.OTHER
+    if _BATCH.match(position_name) or not floating:
+        return Role.BATCH
+    if container or _PARAMETER.search(name):
+        return Role.PARAMETER
+    return Role.BATCH
+
+
+def _checked(role: Role | str | None, name: str) -> Role | None:
+    if role is None:
+        return None
+    try:
+        return Role(role)
+    except ValueError:
+        allowed = ", ".join(f"`{r.value}`" for r in Role)
+        raise UserError(
+            f"roles: `{name}` is given the role `{role}`, which does not exist; use one of {allowed}."
+        ) from None

@@ -1,0 +1,201 @@
+"""A JAX function and the shapes of its arguments become a `Program`."""
+
+import hashlib
+import io
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.program import _names, _roles, _ties, _values
+from autoshard.program._program import Argument, Program, Result, Role
+
+
+def trace(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    name: str | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    roles: _roles.Roles | None = None,
+    training: bool | None = None,
+    model_flops: float | None = None,
+    tokens: int | None = None,
+    make_args: Callable[[int], tuple[Any, ...]] | None = None,
+    arg_names: Sequence[str] | None = None,
+    notes: Sequence[str] = (),
+) -> Program:
+    """Lower `fn(*args)` without shardings and name everything that goes in and comes out.
+
+    `args` are pytrees of arrays or `jax.ShapeDtypeStruct`, one per positional argument; nothing is allocated for the
+    latter. A leaf is named by its path (`params.layers.w`); `arg_names` replaces the names of the positional
+    arguments, and an empty one leaves the prefix out. State that the function returns updated is tied to its result.
+    Roles are guessed (optax states, updated state, data) and overridden by `roles`: a mapping from name prefixes, or a
+    callable from a name to a role or None. `model_flops` and `tokens` are the caller's figures for one step.
+
+    Raises `UserError` if `fn` cannot be traced, a shape is dynamic, or a leaf is not an array.
+    """
+    import jax
+
+    if not callable(fn):
+        raise UserError(f"trace: the program must be a callable, got {type(fn).__name__}.")
+    if not isinstance(args, (tuple, list)):
+        raise UserError(f"trace: `args` must be a tuple of the positional arguments, got {type(args).__name__}.")
+    label = name or getattr(fn, "__name__", type(fn).__name__)
+    donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    for number in donate:
+        if not 0 <= number < len(args):
+            raise UserError(
+                f"donate_argnums: {number} is not one of the {len(args)} positional arguments of `{label}`."
+            )
+    positions = tuple(arg_names) if arg_names is not None else _names.positional_names(fn, len(args))
+    if len(positions) != len(args):
+        raise UserError(f"arg_names: {len(positions)} names were given for {len(args)} arguments of `{label}`.")
+
+    names: list[str] = []
+    taken: set[str] = set()
+    treedefs: list[Any] = []
+    leaves: list[Any] = []
+    owner: list[int] = []
+    for position, (prefix, arg) in enumerate(zip(positions, args, strict=True)):
+        flat, treedef = jax.tree_util.tree_flatten_with_path(arg)
+        names.extend(_names.unique(_names.leaf_names(prefix, [path for path, _ in flat]), taken))
+        treedefs.append(treedef)
+        leaves.extend(leaf for _, leaf in flat)
+        owner.extend([position] * len(flat))
+    leaves = [_abstract(leaf, leaf_name) for leaf, leaf_name in zip(leaves, names, strict=True)]
+    abstract, start = [], 0
+    for treedef in treedefs:
+        abstract.append(treedef.unflatten(leaves[start : start + treedef.num_leaves]))
+        start += treedef.num_leaves
+
+    lowered = _lower(fn, tuple(abstract), donate, label)
+    out_paths, out_tree = jax.tree_util.tree_flatten_with_path(lowered.out_info)
+    avals = [_aval(leaf) for leaf in leaves]
+    out_avals = [_aval(leaf) for _, leaf in out_paths]
+    donated = [position in donate for position in range(len(args))]
+    ties = _ties.tie(positions, treedefs, donated, avals, out_tree, out_avals)
+
+    _roles.check_used(roles, names)
+    in_optax = [mark for arg in args for mark in _optax_marks(arg)]
+    chosen: list[Role] = []
+    for index, leaf in enumerate(leaves):
+        guessed = _roles.guess(
+            names[index],
+            positions[owner[index]],
+            leaf,
+            optax=in_optax[index],
+            tied=index in ties,
+            any_state=bool(ties),
+            container=bool(treedefs[owner[index]].children()),
+        )
+        chosen.append(_roles.said(roles, names[index]) or guessed)
+
+    arguments = tuple(
+        Argument(names[i], avals[i][0], avals[i][1], chosen[i], ties.get(i), donated[owner[i]])
+        for i in range(len(names))
+    )
+    back = {result: argument for argument, result in ties.items()}
+    free = _names.leaf_names("", [path for path, _ in out_paths]) if out_paths else []
+    free = [_result_name(text, len(out_paths)) for text in free]
+    out_taken = {names[i] for i in ties}
+    result_names = [names[back[i]] if i in back else _names.unique([free[i]], out_taken)[0] for i in range(len(free))]
+    results = tuple(
+        Result(text, aval[0], aval[1], back.get(i))
+        for i, (text, aval) in enumerate(zip(result_names, out_avals, strict=True))
+    )
+    if training is None:
+        training = any(
+            a.role is Role.OPTIMIZER_STATE or (a.role is Role.PARAMETER and a.result is not None) for a in arguments
+        )
+    module, fingerprint = serialise(lowered.compiler_ir("stablehlo"), arguments)
+    if make_args is None:
+        limit = _values.smallest_table([a.shape for a in arguments if a.role is Role.PARAMETER])
+        make_args = _values.fill(tuple(args), names, chosen, lambda _: limit)
+    return Program(
+        name=label,
+        fn=fn,
+        args=tuple(args),
+        donate_argnums=donate,
+        arguments=arguments,
+        results=results,
+        module=module,
+        fingerprint=fingerprint,
+        training=training,
+        model_flops=model_flops,
+        tokens=tokens,
+        make_args=make_args,
+        notes=tuple(notes),
+    )
+
+
+def serialise(ir_module: Any, arguments: Sequence[Argument]) -> tuple[bytes, str]:
+    """MLIR bytecode of a module, and the sha256 over its text without locations and over argument names and roles."""
+    operation = ir_module.operation
+    buffer = io.BytesIO()
+    operation.write_bytecode(buffer)
+    text = operation.get_asm(enable_debug_info=False, binary=False)
+    digest = hashlib.sha256(text.encode())
+    digest.update(json.dumps([[a.name, a.role.value] for a in arguments]).encode())
+    return buffer.getvalue(), digest.hexdigest()
+
+
+def _lower(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...], label: str) -> Any:
+    import jax
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        try:
+            return jax.jit(fn, keep_unused=True, donate_argnums=donate).lower(*args)
+        except UserError:
+            raise
+        except Exception as error:  # the user's own code runs here
+            reason = str(error).strip().splitlines()
+            text = reason[0] if reason else "no message"
+            raise UserError(f"`{label}` could not be traced by JAX: {type(error).__name__}: {text}") from error
+
+
+def _abstract(leaf: Any, name: str) -> Any:
+    import jax
+    import numpy as np
+
+    if isinstance(leaf, (bool, int, float, complex)):
+        return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.result_type(leaf)), weak_type=True)
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise UserError(f"argument `{name}` is a {type(leaf).__name__}, expected an array or a jax.ShapeDtypeStruct.")
+    for size in leaf.shape:
+        if not isinstance(size, (int, np.integer)):
+            raise UserError(
+                f"argument `{name}` has the dynamic shape ({', '.join(map(str, leaf.shape))}); "
+                "a plan is made for fixed sizes, so give each dim a number."
+            )
+    dtype = leaf.dtype
+    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    weak = bool(getattr(leaf, "weak_type", False))
+    return jax.ShapeDtypeStruct(tuple(int(size) for size in leaf.shape), dtype, weak_type=weak)
+
+
+def _aval(leaf: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(int(size) for size in leaf.shape), str(leaf.dtype)
+
+
+def _optax_marks(arg: Any) -> list[bool]:
+    """For every leaf of `arg`: whether it stands inside a state of optax."""
+    import jax
+
+    def state(node: Any) -> bool:
+        return isinstance(node, tuple) and type(node).__module__.split(".")[0] == "optax"
+
+    marks: list[bool] = []
+    for node in jax.tree_util.tree_leaves(arg, is_leaf=state):
+        inside = state(node)
+        marks.extend([inside] * len(jax.tree_util.tree_leaves(node)))
+    return marks
+
+
+def _result_name(path: str, count: int) -> str:
+    if path == "value" and count == 1:
+        return "result"
+    return f"result.{path}"
