@@ -6,13 +6,19 @@ Names are loaded when they are first used, so that `import autoshard` costs next
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from autoshard.errors import InfeasibleError as InfeasibleError, UserError as UserError
+from autoshard.errors import InfeasibleError as InfeasibleError
+from autoshard.errors import UserError as UserError
 
 
 if TYPE_CHECKING:
-    from autoshard._api import load as load, plan as plan
-    from autoshard.plan import Plan as Plan, Spec as Spec
-    from autoshard.program import Argument as Argument, Program as Program, Role as Role, trace as trace
+    from autoshard._api import load as load
+    from autoshard._api import plan as plan
+    from autoshard.plan import Plan as Plan
+    from autoshard.plan import Spec as Spec
+    from autoshard.program import Argument as Argument
+    from autoshard.program import Program as Program
+    from autoshard.program import Role as Role
+    from autoshard.program import trace as trace
 
 __version__ = "0.1.0"
 
