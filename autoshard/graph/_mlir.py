@@ -42,7 +42,7 @@ def new_context() -> Any:
     return mlir.make_ir_context()
 
 
-def parse_module(source: bytes | str, context: Any | None = None) -> Any:
+def parse_module(source: bytes | str, context: Any = None) -> Any:
     """Parse MLIR text, bytecode or a StableHLO portable artifact into an `ir.Module`.
 
     Raises `UserError` with the parser's first complaint when it is none of these.
@@ -50,7 +50,7 @@ def parse_module(source: bytes | str, context: Any | None = None) -> Any:
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
-    context = context or new_context()
+    context = new_context() if context is None else context
     try:
         if isinstance(source, bytes) and source[4:].startswith(b"StableHLO_v"):
             return stablehlo.deserialize_portable_artifact(context, source)
@@ -251,7 +251,7 @@ def canonical_text(module: Any) -> str:
     with module.context:
         copy = ir.Module.parse(to_bytes(module), module.context)
         strip(copy)
-        return copy.operation.get_asm(enable_debug_info=False)
+        return str(copy.operation.get_asm(enable_debug_info=False))
 
 
 def strip(module: Any) -> Any:

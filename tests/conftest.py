@@ -1,0 +1,11 @@
+"""Eight CPU devices for every test: set before anything imports jax."""
+
+import os
+
+
+_COUNT = "--xla_force_host_platform_device_count"
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+if _COUNT not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_COUNT}=8".strip()
