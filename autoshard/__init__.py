@@ -11,10 +11,10 @@ from autoshard.errors import UserError as UserError
 
 
 if TYPE_CHECKING:
-    from autoshard._api import load as load
-    from autoshard._api import plan as plan
     from autoshard.plan import Plan as Plan
     from autoshard.plan import Spec as Spec
+    from autoshard.plan import load_plan as load
+    from autoshard.plan._call import plan as plan
     from autoshard.program import Argument as Argument
     from autoshard.program import Program as Program
     from autoshard.program import Role as Role
@@ -23,22 +23,23 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Argument": "autoshard.program",
-    "Plan": "autoshard.plan",
-    "Program": "autoshard.program",
-    "Role": "autoshard.program",
-    "Spec": "autoshard.plan",
-    "load": "autoshard._api",
-    "trace": "autoshard.program",
+    "Argument": ("autoshard.program", "Argument"),
+    "Plan": ("autoshard.plan", "Plan"),
+    "Program": ("autoshard.program", "Program"),
+    "Role": ("autoshard.program", "Role"),
+    "Spec": ("autoshard.plan", "Spec"),
+    "load": ("autoshard.plan", "load_plan"),
+    "trace": ("autoshard.program", "trace"),
 }
-"""Where each public name lives."""
+"""Public name -> the module and the name where it lives."""
 
 _ROOMS = ("cost", "exec", "graph", "plan", "program", "report", "solver")
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
+        module, attribute = _HOMES[name]
+        value = getattr(importlib.import_module(module), attribute)
     elif name in _ROOMS:
         # `autoshard.plan` is the room and, because that module is callable, also the function.
         value = importlib.import_module(f"autoshard.{name}")

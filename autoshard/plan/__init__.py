@@ -1,1 +1,26 @@
+"""Strategies, the Problem, baselines, and the `Plan` that comes out.
 
+The room is also the function that users call: `autoshard.plan(program, topology=...)`. Importing a submodule
+binds it as an attribute of its package, so a function of the same name there would be there or not by the order
+of imports; a callable module is always both.
+"""
+
+import inspect
+import sys
+from types import ModuleType
+
+from autoshard.plan._call import plan as _plan
+from autoshard.plan._plan import SCHEMA as SCHEMA
+from autoshard.plan._plan import Collective as Collective
+from autoshard.plan._plan import Pin as Pin
+from autoshard.plan._plan import Plan as Plan
+from autoshard.plan._plan import Prediction as Prediction
+from autoshard.plan._spec import Spec as Spec
+
+
+class _Room(ModuleType):
+    __call__ = staticmethod(_plan)
+
+
+__signature__ = inspect.signature(_plan)
+sys.modules[__name__].__class__ = _Room

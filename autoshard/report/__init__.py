@@ -1,1 +1,6 @@
+"""Turning a plan and measurements into something to look at."""
 
+from autoshard.report._figures import best_baseline as best_baseline
+from autoshard.report._figures import plan_figures as plan_figures
+from autoshard.report._progress import Progress as Progress
+from autoshard.report._terminal import terminal_report as terminal_report

@@ -1,12 +1,12 @@
-"""The two public functions that cross rooms: plan a program, load a plan."""
+"""`autoshard.plan(program, ...)`: the public function."""
 
 from collections.abc import Callable, Mapping
-from os import PathLike
 from typing import TYPE_CHECKING
+
+from autoshard.plan._plan import Plan
 
 
 if TYPE_CHECKING:
-    from autoshard.plan import Plan
     from autoshard.program import Program
 
 
@@ -19,7 +19,7 @@ def plan(
     time_limit: float = 60.0,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
-) -> "Plan":
+) -> Plan:
     """Choose a sharding for every tensor of `program` on `topology`.
 
     `program` is a `Program` (see `autoshard.trace`) or what the command takes (`"model.py"`, `"hf:gpt2"`).
@@ -45,10 +45,3 @@ def plan(
         progress=progress,
         save_problem=None,
     ).plan
-
-
-def load(path: "str | PathLike[str]") -> "Plan":
-    """Read a plan that `plan.save(path)` or `autoshard plan --out` wrote; `UserError` if it cannot be used."""
-    from autoshard.plan import load_plan
-
-    return load_plan(path)

@@ -1,0 +1,47 @@
+"""What holds a plan back, in sentences."""
+
+from autoshard.plan import Plan
+from autoshard.units import format_bytes, format_seconds
+
+
+def what_binds(plan: Plan) -> tuple[str, ...]:
+    """What limits the step time, what limits memory, and how much room the bound leaves."""
+    return (*_time(plan), *_memory(plan), *_gaps(plan))
+
+
+def _time(plan: Plan) -> list[str]:
+    prediction = plan.prediction
+    total = prediction.compute_s + prediction.exposed_comm_s
+    if total <= 0:
+        return []
+    share = prediction.exposed_comm_s / total
+    if share < 0.005:
+        return ["Compute sets the step time: hardly any communication is exposed."]
+    exposed = [c for c in prediction.collectives if not c.hidden]
+    worst = max(exposed, key=lambda c: c.seconds, default=None)
+    sentence = f"Exposed communication is {share:.0%} of the step"
+    if worst is not None:
+        cause = f" for {worst.cause}" if worst.cause else ""
+        sentence += (
+            f"; most of it is {worst.kind} over {' x '.join(worst.axes)}{cause} ({format_seconds(worst.seconds)})"
+        )
+    return [sentence + "."]
+
+
+def _memory(plan: Plan) -> list[str]:
+    prediction = plan.prediction
+    if not prediction.memory:
+        return []
+    kind, size = max(prediction.memory.items(), key=lambda item: item[1])
+    where = f" at {prediction.peak_at}" if prediction.peak_at else ""
+    room = plan.memory_limit_bytes - prediction.peak_bytes
+    left = f"{format_bytes(room)} is left" if room >= 0 else f"{format_bytes(-room)} is missing"
+    return [f"Memory peaks{where}, where {kind.replace('_', ' ')} hold most ({format_bytes(size)}); {left}."]
+
+
+def _gaps(plan: Plan) -> list[str]:
+    solver = "is optimal" if plan.solver_gap <= 0 else f"is within {plan.solver_gap:.2%} of optimal (solver gap)"
+    return [
+        f"The solution of the Problem {solver}; the predicted step time is within {plan.plan_gap:.1%} of a certified "
+        "lower bound for every plan on this mesh (plan gap)."
+    ]

@@ -1,0 +1,53 @@
+"""The figures of a plan as plain values: what `--json` prints, and what every report is made of."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from autoshard.plan import Plan, Prediction
+
+
+def plan_figures(plan: Plan, wall_s: Mapping[str, float]) -> dict[str, Any]:
+    """The object that `autoshard plan --json` prints. Times in seconds, sizes in bytes of one device.
+
+    `wall_s` is how long each phase of planning took. What is unknown or unbounded is `None`.
+    """
+    return {
+        "program": plan.program_name,
+        "topology": plan.topology,
+        "mesh": dict(plan.mesh),
+        **prediction_figures(plan.prediction),
+        "memory_limit_bytes": plan.memory_limit_bytes,
+        "solver_gap": _finite(plan.solver_gap),
+        "plan_gap": _finite(plan.plan_gap),
+        "objective": plan.objective,
+        "lower_bound": plan.lower_bound,
+        "wall_s": {phase: round(seconds, 4) for phase, seconds in wall_s.items()},
+        "words": list(plan.words),
+        "baselines": {name: prediction_figures(baseline) for name, baseline in plan.baselines.items()},
+        "warnings": list(plan.warnings),
+    }
+
+
+def prediction_figures(prediction: Prediction) -> dict[str, Any]:
+    return {
+        "step_time_s": _finite(prediction.step_time_s),
+        "compute_s": _finite(prediction.compute_s),
+        "hidden_comm_s": _finite(prediction.hidden_comm_s),
+        "exposed_comm_s": _finite(prediction.exposed_comm_s),
+        "mfu": _finite(prediction.mfu),
+        "peak_bytes": prediction.peak_bytes,
+        "fits": prediction.fits,
+        "memory": dict(prediction.memory),
+        "wire_bytes": dict(prediction.wire_bytes),
+    }
+
+
+def best_baseline(plan: Plan) -> tuple[str, Prediction] | None:
+    """The fastest baseline that fits; if none fits, none."""
+    fitting = [(name, baseline) for name, baseline in plan.baselines.items() if baseline.fits]
+    return min(fitting, key=lambda item: item[1].step_time_s, default=None)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,33 @@
+"""Names that a user chose, made safe and short enough to show."""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+_NUMBER = re.compile(r"(?<![^.\[\]/_])\d+(?![^.\[\]/_])")
+
+
+def clean(name: str, width: int | None = None) -> str:
+    """`name` without anything that could move a cursor or turn the text around, and not longer than `width`.
+
+    A name that is too long loses its middle: both its module and its last word tell it from others.
+    """
+    text = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in name)
+    if width is None or len(text) <= width:
+        return text
+    head = (width - 1) // 3
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+def pattern(name: str) -> str:
+    """`layers.3.mlp.weight` -> `layers.*.mlp.weight`: what the repeats of one block have in common."""
+    return _NUMBER.sub("*", name)
+
+
+def fold(names: Iterable[str], key: Callable[[str], Any]) -> list[tuple[str, list[str]]]:
+    """Names grouped where their patterns and `key` agree, in order of first appearance: (shown name, members)."""
+    groups: dict[tuple[str, Any], list[str]] = {}
+    for name in names:
+        groups.setdefault((pattern(name), key(name)), []).append(name)
+    return [(shown if len(members) > 1 else members[0], members) for (shown, _), members in groups.items()]
