@@ -1,6 +1,7 @@
 """The answer: specs, predictions and where they came from; saved as JSON."""
 
 import dataclasses
+import os
 from typing import Any
 
 from autoshard.plan._spec import Spec
@@ -92,3 +93,11 @@ class Plan:
     """Shape of every argument by name."""
     dtypes: dict[str, str]
     roles: dict[str, str]
+    module_hash: str = ""
+    """`graph.structure_hash` of the program's inlined module: pins are positions in it. Empty if there are no pins."""
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON; see `save_plan`."""
+        from autoshard.plan._store import save_plan
+
+        save_plan(self, path)
