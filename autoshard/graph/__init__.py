@@ -1,1 +1,12 @@
+"""What a program does: ops, tensors, loops, sharding rules. Knows no meshes and no chips."""
 
+from autoshard.graph._read import read_graph as read_graph
+from autoshard.graph._read import replace_names as replace_names
+from autoshard.graph._records import Carry as Carry
+from autoshard.graph._records import FactorKind as FactorKind
+from autoshard.graph._records import Loop as Loop
+from autoshard.graph._records import Op as Op
+from autoshard.graph._records import OpClass as OpClass
+from autoshard.graph._records import OpGraph as OpGraph
+from autoshard.graph._records import Rule as Rule
+from autoshard.graph._records import Tensor as Tensor

@@ -1,0 +1,29 @@
+"""FLOPs of the ops that a matrix unit runs."""
+
+import math
+from collections.abc import Sequence
+
+from autoshard.graph._records import FactorKind, Rule, Tensor
+
+
+def op_flops(kind: str, rule: Rule | None, operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
+    """Multiply-adds counted as two; 0 for ops that only the vector unit runs."""
+    if kind in ("dot_general", "dot") and rule is not None:
+        contracted = math.prod(s for s, k in zip(rule.sizes, rule.kinds, strict=True) if k is FactorKind.REDUCTION)
+        return 2 * results[0].elements * contracted
+    if kind == "convolution" and rule is not None:
+        kernel = operands[1]
+        out_features = _kernel_output_features(rule, kernel)
+        return 2 * results[0].elements * kernel.elements // max(1, out_features)
+    return 0
+
+
+def _kernel_output_features(rule: Rule, kernel: Tensor) -> int:
+    """Size of the kernel dim whose factor also stands in the result (output features)."""
+    in_result = {factor for dim in rule.results[0] for factor in dim}
+    sizes = [
+        size
+        for size, factors in zip(kernel.shape, rule.operands[1], strict=True)
+        if factors and all(f in in_result for f in factors)
+    ]
+    return math.prod(sizes)

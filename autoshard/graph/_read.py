@@ -1,0 +1,249 @@
+"""From an inlined StableHLO module to an `OpGraph`.
+
+Works on the objects that `_mlir` hands out and never imports MLIR itself.
+"""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+from autoshard.graph import _mlir
+from autoshard.graph._flops import op_flops
+from autoshard.graph._records import Carry, Constraint, FactorKind, Loop, Op, OpClass, OpGraph, Rule, Tensor
+from autoshard.graph._rules import parse_rule
+
+
+_TENSOR = re.compile(r"tensor<(?:(.*)x)?([a-zA-Z0-9]+)(?:,.*)?>")
+_DTYPES = {
+    "f64": ("float64", 8), "f32": ("float32", 4), "f16": ("float16", 2), "bf16": ("bfloat16", 2),
+    "i1": ("bool", 1), "i4": ("int4", 1), "ui4": ("uint4", 1), "i8": ("int8", 1), "ui8": ("uint8", 1),
+    "i16": ("int16", 2), "ui16": ("uint16", 2), "i32": ("int32", 4), "ui32": ("uint32", 4),
+    "i64": ("int64", 8), "ui64": ("uint64", 8), "f8E4M3FN": ("float8_e4m3fn", 1), "f8E5M2": ("float8_e5m2", 1),
+}  # fmt: skip
+_GENERATED = frozenset({"constant", "iota"})
+_ALIASES = frozenset({"optimization_barrier", "sharding_constraint", "propagation_barrier"})
+_REDUCERS = frozenset({"reduce"})
+_RESHAPES = frozenset({"reshape", "broadcast_in_dim"})
+
+
+def read_graph(module: bytes) -> OpGraph:
+    """The graph of a lowered module (StableHLO bytecode or text), calls inlined and rules populated."""
+    with _mlir.new_context() as context:
+        parsed = _mlir.parse_module(module, context)
+        _mlir.populate_rules(_mlir.inline_calls(parsed))
+        reader = _Reader()
+        reader.read_main(_mlir.main_block(parsed))
+        return reader.graph()
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.ops: list[Op] = []
+        self.loops: list[Loop | None] = []
+        self.constraints: list[Constraint] = []
+        self.without_rule: list[int] = []
+        self.arguments: list[int] = []
+        self.results: list[int] = []
+        self.ids: dict[Any, int] = {}
+        self.free: set[int] = set()
+        self.constants: dict[int, int] = {}
+        self.number = -1
+
+    def graph(self) -> OpGraph:
+        loops = tuple(loop for loop in self.loops if loop is not None)
+        return OpGraph(
+            tuple(self.tensors), tuple(self.ops), loops, tuple(self.arguments), tuple(self.results),
+            tuple(self.constraints), tuple(self.without_rule),
+        )  # fmt: skip
+
+    def read_main(self, block: Any) -> None:
+        for position, value in enumerate(block.arguments):
+            self.arguments.append(self.new_tensor(value, -1, -1, (-1, position)))
+        self.results = self.read_block(block, -1)
+
+    def new_tensor(self, value: Any, producer: int, loop: int, where: tuple[int, int], name: str = "") -> int:
+        shape, dtype, size = parse_type(str(value.type))
+        tensor = Tensor(len(self.tensors), shape, dtype, math.prod(shape) * size, producer, loop, where, name)
+        self.tensors.append(tensor)
+        self.ids[value] = tensor.id
+        return tensor.id
+
+    def read_block(self, block: Any, loop: int) -> list[int]:
+        """Reads the ops of a block; gives the tensors its terminator returns."""
+        for handle in block.operations:
+            op = handle.operation
+            self.number += 1
+            kind = op.name.rpartition(".")[2]
+            if kind == "return":
+                return [self.ids[value] for value in op.operands]
+            if kind == "while":
+                self.read_while(op, loop)
+            elif kind in _ALIASES:
+                self.read_alias(op, kind)
+            else:
+                self.read_op(op, kind, loop)
+        return []
+
+    def read_alias(self, op: Any, kind: str) -> None:
+        for operand, result in zip(op.operands, op.results, strict=True):
+            self.ids[result] = self.ids[operand]
+        if kind == "sharding_constraint":
+            self.constraints.append(Constraint(self.ids[op.operands[0]], str(op.attributes["sharding"])))
+
+    def read_op(self, op: Any, kind: str, loop: int) -> None:
+        number, op_id = self.number, len(self.ops)
+        name = _mlir.location_name(op.location)
+        for region in op.regions:
+            if kind in ("case", "if"):
+                for block in region.blocks:
+                    self.read_block(block, loop)
+        operands = tuple(self.ids[value] for value in op.operands)
+        results = tuple(
+            self.new_tensor(value, op_id, loop, (number, index), name) for index, value in enumerate(op.results)
+        )
+        rule = parse_rule(str(op.attributes["sdy.sharding_rule"])) if "sdy.sharding_rule" in op.attributes else None
+        if kind in _GENERATED or (operands and all(t in self.free for t in operands) and rule is not None):
+            self.free.update(results)
+            op_class = OpClass.FREE
+            if kind == "constant" and self.tensors[results[0]].shape == ():
+                self.note_constant(op, results[0])
+        else:
+            op_class = classify(kind, rule, [self.tensors[t] for t in operands], [self.tensors[t] for t in results])
+            if rule is None and any(self.tensors[t].elements > 1 for t in (*operands, *results)):
+                self.without_rule.append(op_id)
+        flops = op_flops(kind, rule, [self.tensors[t] for t in operands], [self.tensors[t] for t in results])
+        self.ops.append(
+            Op(op_id, number, kind, op_class, operands, results, rule, loop, flops, name, tuple(range(len(operands))))
+        )
+
+    def note_constant(self, op: Any, tensor: int) -> None:
+        match = re.search(r"dense<(-?\d+)>", str(op.attributes["value"]))
+        if match:
+            self.constants[tensor] = int(match[1])
+
+    def read_while(self, op: Any, parent: int) -> None:
+        number, loop_id = self.number, len(self.loops)
+        self.loops.append(None)
+        condition, body = (region.blocks[0] for region in op.regions)
+        invariant = [body.operations[len(body.operations) - 1].operation.operands[k] == argument
+                     for k, argument in enumerate(body.arguments)]  # fmt: skip
+        inits = [self.ids[value] for value in op.operands]
+        carried = []
+        for k, (argument, init) in enumerate(zip(body.arguments, inits, strict=True)):
+            self.ids[condition.arguments[k]] = init
+            if invariant[k]:
+                self.ids[argument] = init
+                carried.append(init)
+            else:
+                carried.append(self.new_tensor(argument, -1, loop_id, (number, len(inits) + k), self.tensors[init].name))
+        bound = self.read_condition(condition)
+        start = len(self.ops)
+        updates = self.read_block(body, loop_id)
+        stop = len(self.ops)
+        carries = []
+        for k, result in enumerate(op.results):
+            if invariant[k]:
+                self.ids[result] = inits[k]
+                continue
+            out = self.new_tensor(result, -1, parent, (number, k), self.tensors[inits[k]].name)
+            carries.append(Carry(inits[k], carried[k], updates[k], out))
+        trips = self.count_trips(bound, inits, carried, updates)
+        self.loops[loop_id] = Loop(
+            loop_id, number, parent, trips or 1, trips is not None, tuple(carries), start, stop
+        )
+
+    def read_condition(self, block: Any) -> tuple[int, int] | None:
+        """(counter's tensor as seen by the condition, limit) of `counter < limit`."""
+        found = None
+        for handle in block.operations:
+            op = handle.operation
+            self.number += 1
+            kind = op.name.rpartition(".")[2]
+            if kind == "constant":
+                tensor = self.new_tensor(op.results[0], -1, -1, (self.number, 0))
+                self.free.add(tensor)
+                self.note_constant(op, tensor)
+            elif kind == "compare" and "LT" in str(op.attributes["comparison_direction"]):
+                left, right = (self.ids.get(value) for value in op.operands)
+                if left is not None and right in self.constants:
+                    found = (left, self.constants[right])
+            else:
+                for value in op.results:
+                    self.ids.setdefault(value, -1)
+        return found
+
+    def count_trips(
+        self, bound: tuple[int, int] | None, inits: list[int], carried: list[int], updates: list[int]
+    ) -> int | None:
+        if bound is None or bound[0] not in inits:
+            return None
+        # Several carries may start from one shared zero: the counter is the one whose update adds a constant.
+        for k, init in enumerate(inits):
+            if init != bound[0] or init not in self.constants:
+                continue
+            producer = self.tensors[updates[k]].producer
+            if producer < 0 or self.ops[producer].kind != "add":
+                continue
+            terms = self.ops[producer].operands
+            step = next((self.constants[t] for t in terms if t in self.constants), None)
+            if carried[k] in terms and step:
+                return max(0, -(-(bound[1] - self.constants[init]) // step))
+        return None
+
+
+def parse_type(text: str) -> tuple[tuple[int, ...], str, int]:
+    """Shape, dtype name and bytes per element of an MLIR tensor type; tokens and tuples count nothing."""
+    match = _TENSOR.match(text)
+    if match is None:
+        return (), "token", 0
+    dims, element = match.groups()
+    shape = tuple(int(d) for d in dims.split("x")) if dims else ()
+    if element not in _DTYPES:
+        return shape, element, 8 if element == "complex" else 1
+    dtype, size = _DTYPES[element]
+    return shape, dtype, size
+
+
+def classify(kind: str, rule: Rule | None, operands: list[Tensor], results: list[Tensor]) -> OpClass:
+    if rule is None or not results:
+        return OpClass.HEAVY
+    if kind in _RESHAPES or kind in _REDUCERS:
+        return OpClass.VIEW
+    if kind in ("dynamic_slice", "dynamic_update_slice") and _one_slice(operands, results, kind):
+        return OpClass.LAYER
+    special = [s for s, k in zip(rule.sizes, rule.kinds, strict=True) if k is not FactorKind.PARALLEL and s > 1]
+    if special:
+        return OpClass.HEAVY
+    return OpClass.POINTWISE if _dims_agree(rule, operands, results) else OpClass.HEAVY
+
+
+def _one_slice(operands: list[Tensor], results: list[Tensor], kind: str) -> bool:
+    """True if exactly the leading dim is cut to one slice (a layer of a stack)."""
+    whole, part = (operands[0], results[0]) if kind == "dynamic_slice" else (operands[0], operands[1])
+    return bool(whole.shape) and part.shape[0] == 1 and whole.shape[1:] == part.shape[1:] and whole.shape[0] > 1
+
+
+def _dims_agree(rule: Rule, operands: list[Tensor], results: list[Tensor]) -> bool:
+    """True if every non-scalar operand and result has the same factors, one per dim, in any order."""
+    wanted = None
+    for tensor, dims in zip((*operands, *results), (*rule.operands, *rule.results), strict=True):
+        if tensor.elements == 1:
+            continue
+        factors = [dim for dim, size in zip(dims, tensor.shape, strict=True) if size > 1]
+        if any(len(dim) != 1 for dim in factors):
+            return False
+        present = sorted(dim[0] for dim in factors)
+        if wanted is not None and present != wanted:
+            return False
+        wanted = present
+    return True
+
+
+def replace_names(graph: OpGraph, names: list[str]) -> OpGraph:
+    """The same graph with argument tensors named as the program names them."""
+    tensors = list(graph.tensors)
+    for tensor, name in zip(graph.arguments, names, strict=True):
+        tensors[tensor] = dataclasses.replace(tensors[tensor], name=name)
+    return dataclasses.replace(graph, tensors=tuple(tensors))

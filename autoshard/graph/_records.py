@@ -1,0 +1,146 @@
+"""Immutable records of one program's ops, tensors, loops and sharding rules."""
+
+import dataclasses
+import enum
+import math
+
+
+class FactorKind(enum.StrEnum):
+    """What may happen to a factor that a mesh axis splits (Shardy's op sharding rule)."""
+
+    PARALLEL = "parallel"
+    REDUCTION = "reduction"
+    NEED_REPLICATION = "need_replication"
+    PERMUTATION = "permutation"
+
+
+class OpClass(enum.StrEnum):
+    """How the planner treats an op."""
+
+    FREE = "free"
+    """Constants, iota and what is derived from them alone: generated in any spec at no cost."""
+    POINTWISE = "pointwise"
+    """All operands and results share their dims; merged with its neighbours into a cluster."""
+    VIEW = "view"
+    """Reshape with merged or split dims, broadcast, reduce: maps one spec to another, chosen by its neighbours."""
+    LAYER = "layer"
+    """Takes one slice of, or writes one slice into, a stacked tensor."""
+    HEAVY = "heavy"
+    """Everything else (matmuls, convolutions, gathers, concatenations ...): strategies of its own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """Factors of one op, and the factors (major first) that make up each dim of each operand and result."""
+
+    sizes: tuple[int, ...]
+    kinds: tuple[FactorKind, ...]
+    operands: tuple[tuple[tuple[int, ...], ...], ...]
+    results: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tensor:
+    """One value of the program."""
+
+    id: int
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    producer: int
+    """Op that makes it, -1 for an argument or a loop's carried value."""
+    loop: int
+    """Loop whose body it lives in, -1 for the top level."""
+    value: tuple[int, int]
+    """(op number, result index) in the inlined module; (-1, argument number) for an argument of the module;
+    (op number of the loop, number of its results + k) for the k-th carried value inside the body."""
+    name: str = ""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Op:
+    """One op of the program, in program order."""
+
+    id: int
+    number: int
+    """Position in the inlined module (`number_ops`)."""
+    kind: str
+    """`dot_general`, `reduce`, ...: the op's name without its dialect."""
+    op_class: OpClass
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    rule: Rule | None
+    loop: int
+    flops: int
+    name: str
+    """The source's own name for it (JAX name stack or torch module path), may be empty."""
+    operand_numbers: tuple[int, ...]
+    """Position of each of `operands` among the op's operands in the module."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Carry:
+    """One carried value of a loop; all four tensors must have one spec and share one buffer."""
+
+    init: int
+    body: int
+    update: int
+    result: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loop:
+    """A `while` with a known or assumed number of trips."""
+
+    id: int
+    number: int
+    parent: int
+    trips: int
+    known: bool
+    """False if the number of trips could not be read from the program; it is then counted as one."""
+    carries: tuple[Carry, ...]
+    start: int
+    """First op of the body, as op id."""
+    stop: int
+    """One past the last op of the body."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Constraint:
+    """A sharding constraint that the program itself carries."""
+
+    tensor: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpGraph:
+    """The whole step: ops in program order with loops' bodies inlined once."""
+
+    tensors: tuple[Tensor, ...]
+    ops: tuple[Op, ...]
+    loops: tuple[Loop, ...]
+    arguments: tuple[int, ...]
+    """Tensor of every argument, in module order."""
+    results: tuple[int, ...]
+    """Tensor of every result, in module order."""
+    constraints: tuple[Constraint, ...]
+    without_rule: tuple[int, ...]
+    """Ops planned as replicated, for lack of a rule."""
+
+    def trips(self, loop: int) -> int:
+        """Executions in one step of an op whose loop is `loop`."""
+        count = 1
+        while loop >= 0:
+            count *= self.loops[loop].trips
+            loop = self.loops[loop].parent
+        return count
+
+    @property
+    def flops(self) -> int:
+        """Matmul and convolution FLOPs of one step, loop trips counted, unsharded."""
+        return sum(op.flops * self.trips(op.loop) for op in self.ops)
