@@ -13,12 +13,14 @@ from autoshard.errors import UserError as UserError
 if TYPE_CHECKING:
     from autoshard.plan import Plan as Plan
     from autoshard.plan import Spec as Spec
-    from autoshard.plan import load_plan as load
+    from autoshard.plan import load_plan
     from autoshard.plan._call import plan as plan
     from autoshard.program import Argument as Argument
     from autoshard.program import Program as Program
     from autoshard.program import Role as Role
     from autoshard.program import trace as trace
+
+    load = load_plan
 
 __version__ = "0.1.0"
 

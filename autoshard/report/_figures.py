@@ -1,6 +1,7 @@
 """The figures of a plan as plain values: what `--json` prints, and what every report is made of."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,6 +48,13 @@ def best_baseline(plan: Plan) -> tuple[str, Prediction] | None:
     """The fastest baseline that fits; if none fits, none."""
     fitting = [(name, baseline) for name, baseline in plan.baselines.items() if baseline.fits]
     return min(fitting, key=lambda item: item[1].step_time_s, default=None)
+
+
+def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    """Size of a whole tensor; `bfloat16` is 2 bytes an element, `int4` half of one, `bool` one."""
+    digits = re.search(r"\d+", dtype)
+    bits = int(digits.group()) if digits else 8
+    return math.ceil(math.prod(shape) * bits / 8)
 
 
 def _finite(value: float | None) -> float | None:

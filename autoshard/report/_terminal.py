@@ -1,17 +1,18 @@
 """A plan on one screen."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan import Plan, Prediction
+from autoshard.plan import Plan, Prediction, Spec
 from autoshard.report._binding import what_binds
-from autoshard.report._figures import best_baseline
+from autoshard.report._figures import best_baseline, tensor_bytes
 from autoshard.report._names import clean, fold
 from autoshard.units import format_bytes, format_seconds
 
@@ -19,26 +20,38 @@ from autoshard.units import format_bytes, format_seconds
 BAR = 46
 """Characters in a full bar; with its label it stays within 80 columns."""
 
+PARAMETERS = 8
+COLLECTIVES = 6
+"""Rows that are shown; the rest is summed up."""
+
 
 def terminal_report(plan: Plan, wall_s: Mapping[str, float] | None = None) -> RenderableType:
     """The plan as a rich renderable for 80 columns and more: the verdict first, details by weight after it.
 
     `wall_s` is how long each phase of planning took, if it is to be shown.
     """
-    parts: list[RenderableType] = [_verdict(plan)]
-    parts += _section("Plan", Text("\n").join(Text(f"  {clean(line)}") for line in plan.words))
-    parts += _section("Largest parameters", _parameters(plan))
-    parts += _section("Step time", _time(plan.prediction))
-    parts += _section("Memory of one device at the peak", _memory(plan))
-    parts += _section("Against plans that people write", _baselines(plan))
-    parts += _section("Collectives that cost most", _collectives(plan.prediction))
-    parts += _section("What binds", _bullets(what_binds(plan)))
-    if plan.warnings:
-        parts += _section("Warnings", _bullets(plan.warnings, "yellow"))
-    if wall_s:
-        phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in wall_s.items())
-        parts += [Text(), Text(f"Planned in: {phases}", style="dim")]
-    return Group(*parts)
+    return _Report(plan, wall_s)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Report:
+    plan: Plan
+    wall_s: Mapping[str, float] | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        plan = self.plan
+        yield _verdict(plan)
+        yield from _section("Plan", Text("\n").join(Text(f"  {clean(line)}") for line in plan.words))
+        yield from _section("Largest parameters", _parameters(plan, options.max_width))
+        yield from _section("Step time", _time(plan.prediction))
+        yield from _section("Memory of one device at the peak", _memory(plan))
+        yield from _section("Against plans that people write", _baselines(plan))
+        yield from _section("Collectives that cost most", _collectives(plan.prediction, options.max_width))
+        yield from _section("What binds", _bullets(what_binds(plan)))
+        yield from _section("Warnings", _bullets(plan.warnings, "yellow"))
+        if self.wall_s:
+            phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.wall_s.items())
+            yield from (Text(), Text(f"Planned in: {phases}", style="dim"))
 
 
 def _verdict(plan: Plan) -> RenderableType:
@@ -86,36 +99,51 @@ def _bullets(lines: tuple[str, ...], style: str = "") -> RenderableType | None:
 
 
 def _table(*columns: str, left: int = 1) -> Table:
+    """The first `left` columns hold names, which give way where the terminal is narrow; figures never do."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < left else "right", no_wrap=True, overflow="ellipsis")
+        table.add_column(column, justify="left" if index < left else "right", no_wrap=index >= left)
     return table
 
 
-def _parameters(plan: Plan) -> RenderableType | None:
+def _name(text: str, width: int | None = None, style: str = "") -> Text:
+    return Text(clean(text, width), style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _parameters(plan: Plan, width: int) -> RenderableType | None:
     names = [name for name, role in plan.roles.items() if role == "parameter"]
-    groups = fold(names, key=lambda name: (plan.shapes[name], plan.arguments[name]))
+    groups = fold(names, key=lambda name: (plan.shapes[name], plan.arguments[name], plan.dtypes[name]))
     if not groups:
         return None
-    table = _table("parameter", "shape", "split by", "of one device", left=3)
     rows = []
     for shown, members in groups:
+        size = len(members) * tensor_bytes(plan.shapes[members[0]], plan.dtypes[members[0]])
+        rows.append((size, shown, members))
+    rows.sort(key=lambda row: -row[0])
+    table = _table("parameter", "split shape", "a device holds", left=2)
+    for size, shown, members in rows[:PARAMETERS]:
         spec, shape = plan.arguments[members[0]], plan.shapes[members[0]]
         shards = spec.shards(plan.mesh)
-        rows.append((math.prod(shape) * len(members), shown, len(members), shape, spec, shards))
-    rows.sort(key=lambda row: -row[0])
-    for _, shown, count, shape, spec, shards in rows[:8]:
-        dims = "x".join(map(str, shape)) or "scalar"
+        times = f"{len(members)} of " if len(members) > 1 else ""
         table.add_row(
-            Text(clean(shown, 36)),
-            Text(f"{count} of {dims}" if count > 1 else dims),
-            Text(str(spec) if spec.axes else "whole", style="cyan" if spec.axes else "yellow"),
-            "all" if shards == 1 else f"1/{shards}",
+            _name(shown, max(width - 52, 26)),
+            Text(times).append_text(_split_shape(shape, spec)),
+            f"{format_bytes(size / shards)}, {'all' if shards == 1 else f'1/{shards}'}",
         )
     body: list[RenderableType] = [Padding(table, (0, 0, 0, 2))]
-    if len(rows) > 8:
-        body.append(Text(f"  and {len(rows) - 8} more", style="dim"))
+    if len(rows) > PARAMETERS:
+        body.append(Text(f"  and {len(rows) - PARAMETERS} more", style="dim"))
     return Group(*body)
+
+
+def _split_shape(shape: tuple[int, ...], spec: Spec) -> Text:
+    """`32 x 14336/model x 4096/data`."""
+    text = Text()
+    for index, (size, axes) in enumerate(zip(shape, spec.dims, strict=True)):
+        text.append(" x " if index else "").append(str(size))
+        if axes:
+            text.append("/" + "/".join(axes), style="cyan")
+    return text if shape else Text("scalar")
 
 
 def _bar(parts: list[tuple[float, str, str]], whole: float) -> Text:
@@ -173,7 +201,7 @@ def _baselines(plan: Plan) -> RenderableType | None:
         own = row is plan.prediction
         ratio = row.step_time_s / plan.prediction.step_time_s if plan.prediction.step_time_s > 0 else math.nan
         table.add_row(
-            Text(clean(name, 22), style="bold" if own else ""),
+            _name(name, style="bold" if own else ""),
             format_seconds(row.step_time_s),
             "" if own or math.isnan(ratio) else f"{ratio:.2f}x",
             "-" if row.mfu is None else f"{row.mfu:.1%}",
@@ -186,23 +214,23 @@ def _baselines(plan: Plan) -> RenderableType | None:
     return Padding(table, (0, 0, 0, 2))
 
 
-def _collectives(prediction: Prediction) -> RenderableType | None:
+def _collectives(prediction: Prediction, width: int) -> RenderableType | None:
     if not prediction.collectives:
         return None
     table = _table("kind", "over", "for", "times", "wire", "time", "", left=3)
     ordered = sorted(prediction.collectives, key=lambda c: -c.seconds)
-    for collective in ordered[:6]:
+    for collective in ordered[:COLLECTIVES]:
         table.add_row(
-            collective.kind,
-            Text("x".join(collective.axes)),
-            Text(clean(collective.cause, 22)),
+            _name(collective.kind),
+            _name(", ".join(collective.axes)),
+            _name(collective.cause, max(width - 66, 14)),
             str(collective.count),
             format_bytes(collective.wire_bytes),
             format_seconds(collective.seconds),
             Text("hidden", style="dim") if collective.hidden else Text("exposed", style="red"),
         )
     body: list[RenderableType] = [Padding(table, (0, 0, 0, 2))]
-    if len(ordered) > 6:
-        rest = sum(c.seconds for c in ordered[6:])
-        body.append(Text(f"  and {len(ordered) - 6} more of {format_seconds(rest)} together", style="dim"))
+    if len(ordered) > COLLECTIVES:
+        rest = sum(c.seconds for c in ordered[COLLECTIVES:])
+        body.append(Text(f"  and {len(ordered) - COLLECTIVES} more of {format_seconds(rest)} together", style="dim"))
     return Group(*body)

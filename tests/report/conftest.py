@@ -1,0 +1,97 @@
+"""A plan such as a Llama-3-8B training step gets, written by hand."""
+
+import pytest
+
+from autoshard.plan import Collective, Plan, Prediction, Spec
+
+
+GIB = 2**30
+
+
+def prediction(compute: float, hidden: float, exposed: float, peak: float, fits: bool = True, **more) -> Prediction:
+    step = compute + exposed
+    return Prediction(
+        step_time_s=step,
+        compute_s=compute,
+        hidden_comm_s=hidden,
+        exposed_comm_s=exposed,
+        mfu=0.62 * 3.2 / step,
+        peak_bytes=int(peak * GIB),
+        memory={"parameters": int(0.2 * peak * GIB), "activations": int(0.8 * peak * GIB)},
+        fits=fits,
+        wire_bytes={"data": 4 * GIB, "model": 9 * GIB},
+        **more,
+    )
+
+
+def llama_plan() -> Plan:
+    layer = "model.layers.*."
+    arguments: dict[str, tuple[tuple[int, ...], Spec, str]] = {}
+    for kind, prefix in (("parameter", ""), ("optimizer_state", "opt.mu."), ("optimizer_state", "opt.nu.")):
+        for name, shape, dims in [
+            ("model.embed_tokens.weight", (128256, 4096), (("model",), ("data",))),
+            (layer + "self_attn.q_proj.weight", (32, 4096, 4096), ((), ("model",), ("data",))),
+            (layer + "self_attn.k_proj.weight", (32, 1024, 4096), ((), ("model",), ("data",))),
+            (layer + "self_attn.v_proj.weight", (32, 1024, 4096), ((), ("model",), ("data",))),
+            (layer + "self_attn.o_proj.weight", (32, 4096, 4096), ((), ("data",), ("model",))),
+            (layer + "mlp.gate_proj.weight", (32, 14336, 4096), ((), ("model",), ("data",))),
+            (layer + "mlp.up_proj.weight", (32, 14336, 4096), ((), ("model",), ("data",))),
+            (layer + "mlp.down_proj.weight", (32, 4096, 14336), ((), ("data",), ("model",))),
+            (layer + "input_layernorm.weight", (32, 4096), ((), ())),
+            ("model.norm.weight", (4096,), ((),)),
+            ("lm_head.weight", (128256, 4096), (("model",), ("data",))),
+        ]:
+            arguments[prefix + name] = (shape, Spec(dims), kind)
+    arguments["input_ids"] = ((64, 8192), Spec((("data",), ("model",))), "batch")
+    chosen = prediction(
+        2.91,
+        0.84,
+        0.31,
+        41.0,
+        collectives=(
+            Collective("all-gather", ("data",), 448, 12 * GIB, 0.52, True, layer + "mlp.up_proj.weight"),
+            Collective("reduce-scatter", ("model",), 256, 7 * GIB, 0.21, False, "dot_general in mlp.down_proj"),
+            Collective("all-reduce", ("data", "model"), 6, 3 * GIB, 0.06, False, "loss"),
+            Collective("all-to-all", ("model",), 64, GIB, 0.04, False, ""),
+        ),
+        peak_at="the backward pass of layer 31 (dot_general in mlp.down_proj)",
+    )
+    return Plan(
+        program_name="llama3-8b",
+        program_fingerprint="0" * 64,
+        topology="v5p:4x8x8",
+        mesh={"data": 32, "model": 8},
+        device_order=tuple(range(256)),
+        memory_limit_bytes=int(95.7 * GIB),
+        arguments={name: spec for name, (_, spec, _) in arguments.items()},
+        results={name: spec for name, (_, spec, role) in arguments.items() if role != "batch"},
+        pins=(),
+        prediction=chosen,
+        baselines={
+            "data parallel": prediction(3.05, 0.9, 0.9, 151.0, fits=False),
+            "fsdp": prediction(2.95, 1.4, 0.52, 44.0),
+            "tensor parallel": prediction(2.88, 0.1, 2.4, 71.0),
+            "fsdp x tp": prediction(2.9, 0.8, 0.61, 46.0),
+            "fsdp x tp, sequence": prediction(2.9, 0.8, 0.42, 42.0),
+        },
+        objective=3_220_000_000_000,
+        lower_bound=3_180_000_000_000,
+        solver_gap=0.0124,
+        plan_gap=0.034,
+        words=(
+            "batch over data",
+            "ffn, heads and vocabulary over model",
+            "sequence over model between the blocks",
+            "parameters and optimizer state also over data",
+        ),
+        warnings=("`sort` has no sharding rule and is planned as replicated; it takes 0.1 % of the step.",),
+        provenance={"autoshard": "0.1.0", "jax": "0.10.2", "seed": 0},
+        shapes={name: shape for name, (shape, _, _) in arguments.items()},
+        dtypes=dict.fromkeys(arguments, "bfloat16"),
+        roles={name: role for name, (_, _, role) in arguments.items()},
+    )
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return llama_plan()

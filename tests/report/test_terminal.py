@@ -1,0 +1,141 @@
+"""The terminal report says what the plan holds, in every width, and is safe with any name."""
+
+import dataclasses
+import io
+import itertools
+
+import pytest
+from rich.console import Console
+
+from autoshard.plan import Plan
+from autoshard.report import terminal_report
+from autoshard.units import format_bytes, format_seconds
+
+
+def rendered(plan: Plan, width: int = 80, color: bool = False) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, force_terminal=color, color_system="truecolor" if color else None)
+    console.print(terminal_report(plan, {"trace": 1.25}))
+    return stream.getvalue()
+
+
+def test_the_verdict_comes_first(plan: Plan):
+    lines = rendered(plan, 120).splitlines()
+    assert lines[0].rstrip() == "llama3-8b on v5p:4x8x8 (256 devices), mesh data=32, model=8"
+    assert lines[2].rstrip() == "FITS: 41.00 GiB of 95.70 GiB a device (43%)"
+    assert lines[3].startswith("STEP: 3.22 s, MFU 61.6%; 1.03x the speed of the best baseline that fits, fsdp x tp, s")
+
+
+def test_a_plan_that_does_not_fit_says_so(plan: Plan):
+    tight = dataclasses.replace(
+        plan, memory_limit_bytes=2**35, prediction=dataclasses.replace(plan.prediction, fits=False)
+    )
+    text = " ".join(rendered(tight).split())
+    assert "DOES NOT FIT: 41.00 GiB of 32.00 GiB a device (128%)" in text
+    assert "9.00 GiB is missing." in text
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_every_figure_is_there_in_full(plan: Plan, width: int):
+    text = rendered(plan, width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    for prediction in (plan.prediction, *plan.baselines.values()):
+        row = [
+            format_seconds(prediction.step_time_s),
+            format_seconds(prediction.compute_s),
+            format_seconds(prediction.exposed_comm_s),
+            format_bytes(prediction.peak_bytes),
+            "yes" if prediction.fits else "no",
+        ]
+        assert any(
+            all(figure in line.split("  ") or f" {figure}" in line for figure in row) for line in text.splitlines()
+        )
+    for collective in plan.prediction.collectives:
+        (line,) = (line for line in text.splitlines() if line.startswith(f"  {collective.kind} "))
+        assert format_bytes(collective.wire_bytes) in line
+        assert ("hidden" if collective.hidden else "exposed") in line
+    for line in plan.words:
+        assert line in text
+
+
+def test_bars_are_drawn_to_scale(plan: Plan):
+    lines = rendered(plan).splitlines()
+    bar = lines[lines.index("Step time") + 1]
+    share = bar.count("▒") / (bar.count("█") + bar.count("▒"))
+    assert share == pytest.approx(plan.prediction.exposed_comm_s / plan.prediction.step_time_s, abs=0.02)
+
+
+def test_baselines_that_fit_come_first_and_faster_before_slower(plan: Plan):
+    text = rendered(plan, 120)
+    order = ["fsdp x tp, sequence ", "fsdp  ", "fsdp x tp  ", "tensor parallel ", "data parallel "]
+    places = [text.index(f"\n  {name}") for name in order]
+    assert all(a < b for a, b in itertools.pairwise(places))
+
+
+def test_repeated_layers_are_one_row(plan: Plan):
+    unrolled = {
+        f"{name.replace('*', str(layer))}": value
+        for name, value in plan.arguments.items()
+        for layer in (range(4) if "*" in name else (0,))
+    }
+    old = {name.replace("*", str(layer)): name for name in plan.arguments for layer in range(4)}
+    copy = dataclasses.replace(
+        plan,
+        arguments=unrolled,
+        shapes={name: plan.shapes[old[name]] for name in unrolled},
+        dtypes={name: plan.dtypes[old[name]] for name in unrolled},
+        roles={name: plan.roles[old[name]] for name in unrolled},
+    )
+    text = rendered(copy, 120)
+    (row,) = (line for line in text.splitlines() if "up_proj.weight  " in line and "/data" in line)
+    assert "model.layers.*.mlp.up_proj.weight" in row
+    assert "4 of 32 x 14336/model x 4096/data" in row
+    assert "56.00 MiB, 1/256" in row
+
+
+def test_no_colour_codes_when_piped_and_some_on_a_terminal(plan: Plan):
+    assert "\x1b" not in rendered(plan)
+    assert "\x1b[" in rendered(plan, color=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["[red]x[/red]", "</closing>[/]", "\x1b[2J\x07wiped", "‮reversed", "w" * 5000, "a\nb", "{}%s"]
+)
+def test_a_hostile_name_does_no_harm(plan: Plan, name: str):
+    (own, *_) = plan.arguments
+
+    def renamed(table: dict) -> dict:
+        return {name if key == own else key: value for key, value in table.items()}
+
+    hostile = dataclasses.replace(
+        plan,
+        program_name=name,
+        arguments=renamed(plan.arguments),
+        shapes=renamed(plan.shapes),
+        dtypes=renamed(plan.dtypes),
+        roles=renamed(plan.roles),
+        warnings=(name,),
+        words=(name[:70],),
+    )
+    text = rendered(hostile)
+    assert not set(text) & set("\x1b\x07‮")
+    assert len(text.splitlines()) < len(rendered(plan).splitlines()) + 70
+    if name.startswith("["):
+        assert f"{name} on v5p" in text
+
+
+def test_a_plan_with_nothing_to_tell_is_still_a_report(plan: Plan):
+    bare = dataclasses.replace(
+        plan,
+        arguments={},
+        shapes={},
+        dtypes={},
+        roles={},
+        words=(),
+        warnings=(),
+        baselines={},
+        prediction=dataclasses.replace(
+            plan.prediction, step_time_s=0.0, compute_s=0.0, exposed_comm_s=0.0, memory={}, collectives=(), mfu=None
+        ),
+    )
+    assert "no baseline to compare with" in rendered(bare)
