@@ -150,7 +150,7 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("for hf:CONFIG")
     mode = group.add_mutually_exclusive_group()
     mode.add_argument("--train", action="store_true", default=None, help="a training step: loss, backward, optimizer")
-    mode.add_argument("--infer", action="store_false", dest="train", help="a forward pass")
+    mode.add_argument("--infer", action="store_false", dest="train", default=None, help="a forward pass")
     group.add_argument("--batch", type=_positive, metavar="N", help="sequences in one step, over all devices")
     group.add_argument("--seq", type=_positive, metavar="N", help="tokens of one sequence")
     group.add_argument("--dtype", metavar="DTYPE", help="of parameters and activations: bfloat16, float32")
@@ -245,11 +245,16 @@ def _stdout_kept_for_the_answer() -> Iterator[TextIO]:
     kept = os.dup(descriptor)
     os.dup2(sys.stderr.fileno(), descriptor)
     try:
-        with contextlib.redirect_stdout(sys.stderr), open(kept, "w", encoding=answer.encoding, closefd=False) as stream:
+        with contextlib.redirect_stdout(sys.stderr), _open_answer(kept, answer) as stream:
             yield stream
     finally:
         os.dup2(kept, descriptor)
         os.close(kept)
+
+
+def _open_answer(descriptor: int, like: TextIO) -> TextIO:
+    # A terminal that cannot show a character gets `?` rather than a traceback.
+    return open(descriptor, "w", encoding=like.encoding, errors="replace", closefd=False)
 
 
 def _print_json(value: dict[str, Any], answer: TextIO) -> None:

@@ -16,6 +16,8 @@ from autoshard.plan._plan import Pin as Pin
 from autoshard.plan._plan import Plan as Plan
 from autoshard.plan._plan import Prediction as Prediction
 from autoshard.plan._spec import Spec as Spec
+from autoshard.plan._store import load_plan as load_plan
+from autoshard.plan._store import save_plan as save_plan
 
 
 class _Room(ModuleType):
