@@ -1,0 +1,153 @@
+"""How far below its peak a chip works: efficiencies, latencies and overheads with their sources, in one data file."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from autoshard.cost._chip import Chip, load_chip
+from autoshard.errors import UserError
+
+
+_FILE = pathlib.Path(__file__).with_name("calibration.json")
+_SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Calibration:
+    """Figures of one chip. Efficiencies are shares of the peak rates in the chip file; `_s` are seconds."""
+
+    chip: str
+    matmul_efficiency: float
+    """Share of peak that a large, well-shaped matmul reaches."""
+    memory_efficiency: float
+    """Share of peak main-memory bandwidth that a streaming op reaches."""
+    vector_flops_per_s: float
+    """Elementwise FLOP/s of one device (vector units)."""
+    op_overhead_s: float
+    """Fixed time of one fusion or matmul inside a program."""
+    link_efficiency: float
+    """Share of peak bandwidth of ICI or NVLink that a large collective reaches."""
+    hop_s: float
+    """Least time of one step between neighbours on ICI or NVLink."""
+    collective_launch_s: float
+    """Fixed time of one collective phase."""
+    network_efficiency: float
+    network_latency_s: float
+    """Least time of one step between slices or islands."""
+    shared_memory_traffic: float
+    """Bytes through main memory for each byte of a collective between devices of one process."""
+    reduce_scatter_max_group: int
+    """Largest group for which the compiler emits a reduce-scatter for a partial result that must end split."""
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
+
+    def __hash__(self) -> int:
+        return int(self.hash(), 16)
+
+    def values(self) -> dict[str, float]:
+        """The figures alone, by name."""
+        return {name: getattr(self, name) for name in figure_names()}
+
+    def hash(self) -> str:
+        """Twelve hex digits that change when any figure does; sources do not count."""
+        text = json.dumps({"chip": self.chip, **self.values()}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @classmethod
+    def ideal(cls, chip: str | Chip) -> "Calibration":
+        """Nothing but the chip's own peaks and 1 us a hop: what textbook estimates assume."""
+        name = chip if isinstance(chip, str) else chip.name
+        return dataclasses.replace(
+            load_calibration(name),
+            matmul_efficiency=1.0,
+            memory_efficiency=1.0,
+            op_overhead_s=0.0,
+            link_efficiency=1.0,
+            hop_s=1e-6,
+            collective_launch_s=0.0,
+            network_efficiency=1.0,
+            network_latency_s=0.0,
+            sources={"all": "peaks of the chip file"},
+        )
+
+
+def figure_names() -> tuple[str, ...]:
+    """Names of the figures that a calibration holds."""
+    return tuple(f.name for f in dataclasses.fields(Calibration) if f.name not in ("chip", "sources"))
+
+
+def load_calibration(chip: str | Chip, path: str | pathlib.Path | None = None) -> Calibration:
+    """Figures of a chip; those in a user's own file `path` replace the shipped ones, figure by figure.
+
+    Raises: UserError for an unreadable file, an unknown chip or figure, or a value that is not a number.
+    """
+    name = (chip if isinstance(chip, Chip) else load_chip(chip)).name
+    figures = dict(_read(_FILE)[name])
+    if path is not None:
+        figures |= _read(pathlib.Path(path)).get(name, {})
+    missing = [figure for figure in figure_names() if figure not in figures]
+    if missing:
+        raise UserError(f"calibration of {name} misses {', '.join(missing)}")
+    values: dict[str, Any] = {key: figure["value"] for key, figure in figures.items()}
+    values["reduce_scatter_max_group"] = int(values["reduce_scatter_max_group"])
+    return Calibration(name, **values, sources={key: f"{f['source']} ({f['date']})" for key, f in figures.items()})
+
+
+def save_calibration(path: str | pathlib.Path, chip: str, figures: Mapping[str, float], source: str, date: str) -> None:
+    """Writes measured figures of one chip into a user's own file, keeping what else it holds.
+
+    `date` is `YYYY-MM-DD`. Raises: UserError for an unknown chip or figure.
+    """
+    path = pathlib.Path(path)
+    chips = _read(path) if path.exists() else {}
+    mine = chips.setdefault(load_chip(chip).name, {})
+    for key, value in figures.items():
+        mine[key] = {"value": value, "source": source, "date": date}
+    document = {"schema": _SCHEMA, "chips": chips}
+    _check(document, str(path))
+    scratch = path.with_name(path.name + ".part")
+    scratch.write_text(json.dumps(document, indent=1) + "\n")
+    os.replace(scratch, path)
+
+
+def _read(path: pathlib.Path) -> dict[str, dict[str, dict[str, Any]]]:
+    try:
+        stamp = path.stat().st_mtime_ns
+        text = json.loads(_text(path, stamp))
+    except OSError as error:
+        raise UserError(f"calibration file {path} cannot be read: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"calibration file {path} is not JSON: {error}") from error
+    return _check(text, str(path))
+
+
+@functools.lru_cache(maxsize=8)
+def _text(path: pathlib.Path, stamp: int) -> str:
+    return path.read_text()
+
+
+def _check(document: Any, origin: str) -> dict[str, dict[str, dict[str, Any]]]:
+    if not isinstance(document, dict) or set(document) != {"schema", "chips"}:
+        raise UserError(f"calibration file {origin} must be an object with exactly the keys schema and chips")
+    if document["schema"] != _SCHEMA:
+        raise UserError(f"calibration file {origin} has schema {document['schema']}, this version reads {_SCHEMA}")
+    known = figure_names()
+    for chip, figures in document["chips"].items():
+        load_chip(chip)
+        for key, figure in figures.items():
+            if key not in known:
+                raise UserError(
+                    f"calibration file {origin}: {chip} has the unknown figure {key}; known are {', '.join(known)}"
+                )
+            if not isinstance(figure, dict) or set(figure) != {"value", "source", "date"}:
+                raise UserError(
+                    f"calibration file {origin}: {chip}.{key} must have exactly the keys value, source and date"
+                )
+            value = figure["value"]
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+                raise UserError(f"calibration file {origin}: {chip}.{key} is {value!r}, expected a number >= 0")
+    return document["chips"]

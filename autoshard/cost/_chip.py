@@ -1,0 +1,145 @@
+"""Chips as data: one strict JSON file each, with units in the keys."""
+
+import dataclasses
+import difflib
+import functools
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from autoshard.errors import UserError
+
+
+_FOLDER = pathlib.Path(__file__).with_name("chips")
+
+_DTYPES = {
+    "bf16": ("bf16", "bfloat16", "f16", "float16", "half"),
+    "f32": ("f32", "float32", "float", "tf32", "f64", "float64", "double"),
+    "int8": ("int8", "s8", "si8", "i8", "ui8", "u8", "uint8", "int4", "s4", "i4", "uint4", "u4"),
+    "fp8": ("fp8", "float8"),
+}
+_DTYPE_CLASS = {name: cls for cls, names in _DTYPES.items() for name in names}
+
+
+def dtype_class(dtype: str) -> str:
+    """The row of a chip's peak table for a dtype name: `bf16`, `f32`, `int8` or `fp8`.
+
+    JAX, torch and MLIR spellings are understood (`bfloat16`, `torch.float32`, `f8E4M3FN`); wide integers and
+    booleans are priced as `f32`, since no matrix unit takes them.
+    """
+    name = dtype.removeprefix("torch.").lower()
+    if name.startswith(("f8", "float8")):
+        return "fp8"
+    return _DTYPE_CLASS.get(name, "f32")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chip:
+    """What one kind of chip can do at best; measured efficiencies live in `Calibration`.
+
+    Rates are per chip. `link_oneway_bytes_per_s` is one direction of one ICI link (TPU) or all NVLinks of one GPU
+    together. `usable_bytes_per_device` is what a program may allocate (0: a share of the machine's memory).
+    `small_shapes` are the shapes below one cube (or all shapes, for a 2-D torus); `cube_edge` 4 means that larger
+    shapes are built of whole 4x4x4 cubes.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    backend: str
+    devices_per_chip: int
+    peak_flops_per_s: Mapping[str, float]
+    hbm_bytes: int
+    usable_bytes_per_device: int
+    memory_bytes_per_s: float
+    link_oneway_bytes_per_s: float
+    die_link_oneway_bytes_per_s: float
+    network_bytes_per_s_per_chip: float
+    pcie_bytes_per_s_per_chip: float
+    torus_dims: int
+    wrap_rule: str
+    small_shapes: tuple[tuple[int, ...], ...]
+    cube_edge: int
+    max_chips: int
+    host_shape: tuple[int, ...]
+    vmem_bytes: int
+    vmem_over_hbm_bandwidth: float
+    mxu_edge: int
+    sublanes: int
+    clock_hz: float
+    sources: Mapping[str, str]
+
+    def __hash__(self) -> int:
+        return hash(
+            (self.name, self.memory_bytes_per_s, self.link_oneway_bytes_per_s, tuple(self.peak_flops_per_s.items()))
+        )
+
+    def peak_flops(self, dtype: str) -> float:
+        """Peak multiply-add rate of one chip in FLOP/s (two per multiply-add) for operands of `dtype`."""
+        return self.peak_flops_per_s[dtype_class(dtype)]
+
+
+def chip_from_dict(data: Mapping[str, Any], origin: str) -> Chip:
+    """Builds a chip from the content of a chip file; `origin` names the file in messages.
+
+    Raises: UserError for a missing or extra key, or a value of the wrong kind.
+    """
+    fields = {field.name: field for field in dataclasses.fields(Chip)}
+    missing = sorted(fields.keys() - data.keys())
+    extra = sorted(data.keys() - fields.keys())
+    if missing or extra:
+        parts = [f"misses {', '.join(missing)}"] if missing else []
+        parts += [f"has the unknown key {', '.join(extra)}"] if extra else []
+        raise UserError(
+            f"chip file {origin} {' and '.join(parts)}; a chip file has exactly the keys {', '.join(fields)}"
+        )
+    values = dict(data)
+    for name in ("devices_per_chip", "hbm_bytes", "usable_bytes_per_device", "torus_dims", "cube_edge", "max_chips"):
+        if not isinstance(values[name], int) or values[name] < 0:
+            raise UserError(f"chip file {origin}: {name} is {values[name]!r}, expected a whole number >= 0")
+    for name, field in fields.items():
+        if field.type is float and (isinstance(values[name], bool) or not isinstance(values[name], int | float)):
+            raise UserError(f"chip file {origin}: {name} is {values[name]!r}, expected a number")
+    if set(values["peak_flops_per_s"]) != set(_DTYPES):
+        found = ", ".join(values["peak_flops_per_s"])
+        raise UserError(f"chip file {origin}: peak_flops_per_s has {found}, expected {', '.join(_DTYPES)}")
+    values["aliases"] = tuple(values["aliases"])
+    values["small_shapes"] = tuple(tuple(shape) for shape in values["small_shapes"])
+    values["host_shape"] = tuple(values["host_shape"])
+    return Chip(**values)
+
+
+def load_chip_file(path: str | pathlib.Path) -> Chip:
+    """Reads one chip file. Raises: UserError if it cannot be read or is not exactly a chip."""
+    try:
+        data = json.loads(pathlib.Path(path).read_text())
+    except OSError as error:
+        raise UserError(f"chip file {path} cannot be read: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"chip file {path} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"chip file {path} holds a {type(data).__name__}, expected an object of chip keys")
+    return chip_from_dict(data, str(path))
+
+
+@functools.cache
+def _chips() -> dict[str, Chip]:
+    chips = (load_chip_file(path) for path in sorted(_FOLDER.glob("*.json")))
+    return {chip.name: chip for chip in chips}
+
+
+def chip_names() -> tuple[str, ...]:
+    """Names of the chips that are known, without aliases."""
+    return tuple(_chips())
+
+
+def load_chip(name: str) -> Chip:
+    """The chip of that name or alias. Raises: UserError with near matches for an unknown one."""
+    wanted = name.lower()
+    for chip in _chips().values():
+        if wanted == chip.name or wanted in chip.aliases:
+            return chip
+    known = [alias for chip in _chips().values() for alias in (chip.name, *chip.aliases)]
+    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known chips are {', '.join(_chips())}"
+    raise UserError(f"unknown chip {name!r}; {hint}")

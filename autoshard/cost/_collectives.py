@@ -1,0 +1,239 @@
+"""How long a collective takes, and which mesh axes its bytes travel on.
+
+Sizes are bytes on one device: the gathered result of an all-gather, the unreduced input of a reduce-scatter,
+the local array of an all-reduce, all-to-all or collective-permute.
+
+Time of one collective = launch + sum over kinds of links, slowest outside, of max(latency, bandwidth).
+
+- Ring of n (an axis that wraps): a device receives one shard per direction in each of floor(n/2) steps, so
+  all-gather of V takes `V * floor(n/2) / n / W` with one-way bandwidth W: `V / W_both` for even n
+  (jax-ml/scaling-book, sharding.md). Line of n: the end receives n - 1 shards over one link: `V * (n-1)/n / W`.
+- Several torus axes of one group work at once on a part of the data each: their rates add up.
+- All-to-all is bound by the middle cut: `B * floor(n/2) * ceil(n/2) / n / W`, half of it in a ring; on several
+  axes the worst one binds (dimension-ordered routing).
+- Between slices every chip talks to its counterparts through its share of the network; the part inside a slice runs
+  on a size reduced by the group outside of it: the gather starts with the slow links, where data is small.
+- All-reduce is a reduce-scatter and an all-gather.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from autoshard.cost._calibration import Calibration, load_calibration
+from autoshard.cost._layout import Segment
+from autoshard.cost._mesh import Mesh
+from autoshard.errors import UserError
+
+
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"]
+
+KINDS: tuple[Kind, ...] = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+_LEVELS = ("network", "torus", "switch", "die", "memory")
+"""Kinds of links, outermost first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Level:
+    """One kind of link inside one group: least seconds, and seconds per byte of the whole group's size."""
+
+    latency: float
+    per_byte: float
+
+
+class Collectives:
+    """Prices collectives on one mesh with one calibration (by default the shipped one of its chip)."""
+
+    def __init__(self, mesh: Mesh, calibration: Calibration | None = None) -> None:
+        self.mesh = mesh
+        self.calibration = calibration or load_calibration(mesh.topology.chip)
+        self._levels: dict[tuple[str, tuple[str, ...]], tuple[_Level, ...]] = {}
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether collectives can run beside compute; devices of a `cpu:N` are threads that share the cores."""
+        return self.mesh.topology.backend != "cpu"
+
+    def time(self, kind: Kind, axes: tuple[str, ...], size_bytes: ArrayLike) -> NDArray[np.float64]:
+        """Seconds of one collective over the group that `axes` span; an array in, an array of that shape out.
+
+        Raises: UserError for an unknown kind or axis.
+        """
+        size = np.asarray(size_bytes, dtype=np.float64)
+        group = self._group(kind, axes)
+        if not group:
+            return np.zeros_like(size)
+        phases = 2 if kind == "all-reduce" else 1
+        base = "all-gather" if kind in ("reduce-scatter", "all-reduce") else kind
+        key = (base, group)
+        if key not in self._levels:
+            self._levels[key] = self._price(base, group)
+        seconds = np.full_like(size, self.calibration.collective_launch_s)
+        for level in self._levels[key]:
+            seconds += np.maximum(level.latency, size * level.per_byte)
+        return seconds * phases
+
+    def wire_bytes(self, kind: Kind, axes: tuple[str, ...], size_bytes: ArrayLike) -> dict[str, NDArray[np.float64]]:
+        """Bytes that one device puts on the wire, by mesh axis; the shares add up to the whole exactly.
+
+        The whole is `V (n-1)/n` (twice for all-reduce, `V` for collective-permute) for a group of n. It is attributed
+        as a hierarchical algorithm would send it: the last mesh axis first, with the full size, then each
+        earlier axis with the size divided by the axes after it.
+        """
+        size = np.asarray(size_bytes, dtype=np.float64)
+        group = self._group(kind, axes)
+        sizes = self.mesh.axes
+        n = math.prod(sizes[axis] for axis in group)
+        if n == 1:
+            return {}
+        factor = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}.get(kind, (n - 1) / n)
+        whole = size * factor
+        shares: dict[str, NDArray[np.float64]] = {}
+        inner = 1
+        rest = whole
+        for axis in reversed(group):
+            if axis == group[0]:
+                shares[axis] = rest
+                break
+            share = (sizes[axis] - 1) / (sizes[axis] * inner) * n / (n - 1)
+            shares[axis] = whole * share
+            rest = rest - shares[axis]
+            inner *= sizes[axis]
+        return {axis: shares[axis] for axis in group}
+
+    def partial_to_split_kind(self, axes: tuple[str, ...]) -> Kind:
+        """What the backend's compiler emits for a partial result that must end split over `axes`.
+
+        An all-reduce (of the full size) stands for all-reduce and a local slice. CPU never emits reduce-scatter; TPU
+        falls back to all-reduce above a group size (`Calibration.reduce_scatter_max_group`).
+        """
+        n = math.prod(self.mesh.axes[axis] for axis in self._group("reduce-scatter", axes))
+        return "reduce-scatter" if n <= self.calibration.reduce_scatter_max_group else "all-reduce"
+
+    def widen_dtype(self, dtype: str) -> str:
+        """The dtype in which the backend reduces: CPU turns 16-bit floats into `f32`."""
+        narrow = dtype.lower() in ("bf16", "bfloat16", "f16", "float16")
+        return "f32" if narrow and self.mesh.topology.backend == "cpu" else dtype
+
+    def _group(self, kind: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Axes of the group larger than 1, in mesh order."""
+        if kind not in KINDS:
+            raise UserError(f"unknown collective {kind!r}; known are {', '.join(KINDS)}")
+        unknown = [axis for axis in axes if axis not in self.mesh.names]
+        if unknown:
+            raise UserError(f"mesh axis {unknown[0]!r} does not exist; the mesh has {', '.join(self.mesh.names)}")
+        return tuple(name for name, size in self.mesh.axes.items() if name in axes and size > 1)
+
+    def _price(self, kind: str, group: tuple[str, ...]) -> tuple[_Level, ...]:
+        segments = _joined([segment for axis in group for segment in self.mesh.segments(axis)])
+        inner = math.prod(segment.size for segment in segments)
+        levels = []
+        for link in _LEVELS:
+            mine = [segment for segment in segments if segment.kind == link]
+            if not mine:
+                continue
+            inner //= math.prod(segment.size for segment in mine)
+            # A gather moves 1/inner of the result on this level; the other kinds move everything there.
+            share = 1.0 / inner if kind == "all-gather" else 1.0
+            step, rate = self._link(link)
+            latency, per_byte = _SHAPES[kind](mine, link)
+            levels.append(_Level(latency * step, per_byte * share / rate))
+        return tuple(levels)
+
+    def _link(self, link: str) -> tuple[float, float]:
+        """Least seconds of one step, and one-way bytes per second of one device."""
+        topology, figures = self.mesh.topology, self.calibration
+        chip, per_chip = topology.chip, topology.devices_per_chip
+        if link == "network":
+            return figures.network_latency_s, chip.network_bytes_per_s_per_chip * figures.network_efficiency / per_chip
+        if link == "memory":
+            rate = topology.memory_bytes_per_s * figures.memory_efficiency
+            return figures.hop_s, rate / figures.shared_memory_traffic
+        if link == "die":
+            return figures.hop_s, chip.die_link_oneway_bytes_per_s * figures.link_efficiency
+        return figures.hop_s, chip.link_oneway_bytes_per_s * figures.link_efficiency / per_chip
+
+
+def _direct(segments: list[Segment]) -> tuple[float, float]:
+    """Links that reach every peer at once: one step, everything but one's own shard through one port."""
+    n = math.prod(segment.size for segment in segments)
+    return 1.0, (n - 1) / n
+
+
+def _joined(segments: list[Segment]) -> list[Segment]:
+    """The same devices in fewer segments: adjacent digits of one physical axis become one."""
+    result: list[Segment] = []
+    for segment in sorted(segments, key=lambda s: (s.axis, -s.stride)):
+        major = result[-1] if result else None
+        if major is not None and major.axis == segment.axis and major.stride == segment.stride * segment.size:
+            size = major.size * segment.size
+            result[-1] = dataclasses.replace(major, size=size, stride=segment.stride)
+        else:
+            result.append(segment)
+    return result
+
+
+def _steps(segments: list[Segment]) -> float:
+    """Hops from the farthest peer, along every torus segment in turn."""
+    return float(sum((s.size // 2 if s.wrap else s.size - 1) * s.stride for s in segments))
+
+
+def _gather(segments: list[Segment], link: str) -> tuple[float, float]:
+    """Steps, and one-way link times per byte of the result, of an all-gather."""
+    if link == "memory":
+        return 1.0, 1.0
+    if link != "torus":
+        return _direct(segments)
+    n = math.prod(segment.size for segment in segments)
+    # Digits of one physical axis share its links, so only the faster one counts; different axes add up.
+    rates: dict[str, float] = {}
+    for s in segments:
+        rates[s.axis] = max(rates.get(s.axis, 0.0), (2.0 if s.wrap else 1.0) / s.stride)
+    even_ring = any(s.wrap and s.size % 2 == 0 for s in segments)
+    return _steps(segments), (1.0 if even_ring else (n - 1) / n) / sum(rates.values())
+
+
+def _exchange(segments: list[Segment], link: str) -> tuple[float, float]:
+    """Steps, and one-way link times per byte of the local array, of an all-to-all."""
+    if link == "memory":
+        return 1.0, 1.0
+    if link != "torus":
+        return _direct(segments)
+    cuts: dict[str, float] = {}
+    for s in segments:
+        cut = (s.size // 2) * (s.size - s.size // 2) / s.size * s.stride / (2.0 if s.wrap else 1.0)
+        cuts[s.axis] = cuts.get(s.axis, 0.0) + cut
+    return _steps(segments), max(cuts.values())
+
+
+def _permute(segments: list[Segment], link: str) -> tuple[float, float]:
+    """Steps, and one-way link times per byte, of a shift by one place; a line sends its last part all the way back."""
+    if link != "torus":
+        return 1.0, 1.0
+    steps = max((1 if s.wrap else s.size - 1) * s.stride for s in segments)
+    return steps, max(float(s.stride) for s in segments)
+
+
+_SHAPES = {"all-gather": _gather, "all-to-all": _exchange, "collective-permute": _permute}
+
+
+def links(mesh: Mesh) -> tuple[tuple[str, ...], ...]:
+    """Groups of mesh axes that share physical links, in mesh order; traffic within a group adds up.
+
+    Axes of size 1 use no links and are left out.
+    """
+    groups: list[tuple[set[str], list[str]]] = []
+    for name, segments in zip(mesh.names, mesh.layout, strict=True):
+        used = {s.axis if s.kind == "torus" else s.kind for s in segments}
+        if not used:
+            continue
+        joined = [group for group in groups if group[0] & used]
+        groups = [group for group in groups if not group[0] & used]
+        physical = used.union(*(group[0] for group in joined))
+        groups.append((physical, [axis for group in joined for axis in group[1]] + [name]))
+    ordered = (tuple(sorted(group[1], key=mesh.names.index)) for group in groups)
+    return tuple(sorted(ordered, key=lambda group: mesh.names.index(group[0])))

@@ -1,0 +1,63 @@
+"""How long matmuls and memory-bound ops take on one device."""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from autoshard.cost._calibration import Calibration, load_calibration
+from autoshard.cost._topology import Topology
+
+
+class Compute:
+    """Rooflines of one device of a topology; all methods take and give arrays (local shapes, seconds)."""
+
+    def __init__(self, topology: Topology, calibration: Calibration | None = None) -> None:
+        self.topology = topology
+        self.calibration = calibration or load_calibration(topology.chip)
+
+    def matmul_efficiency(self, m: ArrayLike, n: ArrayLike, k: ArrayLike) -> NDArray[np.float64]:
+        """Share of peak of an `[m, k] x [k, n]` matmul: the large-matmul figure times what padding leaves.
+
+        The matrix unit holds a tile of `mxu_edge` x `mxu_edge` while rows stream through it in groups of `sublanes`;
+        the longest of the three sizes streams, the other two are padded up to whole tiles.
+        """
+        sizes = np.sort(np.broadcast_arrays(*(np.asarray(x, dtype=np.float64) for x in (m, n, k))), axis=0)
+        sizes = np.maximum(sizes, 1.0)
+        edge, rows = self.topology.chip.mxu_edge, self.topology.chip.sublanes
+        used = _filled(sizes[0], edge) * _filled(sizes[1], edge) * _filled(sizes[2], rows)
+        return self.calibration.matmul_efficiency * used
+
+    def matmul_seconds(
+        self, m: ArrayLike, n: ArrayLike, k: ArrayLike, batch: ArrayLike = 1, dtype: str = "bf16"
+    ) -> NDArray[np.float64]:
+        """Matrix-unit time of `batch` local matmuls `[m, k] x [k, n]`; memory traffic and overhead come on top."""
+        m, n, k, batch = (np.asarray(x, dtype=np.float64) for x in (m, n, k, batch))
+        flops = 2.0 * m * n * k * batch
+        return flops / (self.topology.peak_flops(dtype) * self.matmul_efficiency(m, n, k))
+
+    def memory_seconds(self, size_bytes: ArrayLike) -> NDArray[np.float64]:
+        """Time to stream that many bytes from and to main memory."""
+        rate = self.topology.memory_bytes_per_s * self.calibration.memory_efficiency
+        return np.asarray(size_bytes, dtype=np.float64) / rate
+
+    def vector_seconds(self, flops: ArrayLike) -> NDArray[np.float64]:
+        """Time of elementwise work in the vector units."""
+        return np.asarray(flops, dtype=np.float64) / self.calibration.vector_flops_per_s
+
+    def op_seconds(
+        self, flops: ArrayLike, size_bytes: ArrayLike, dtype: str = "bf16", efficiency: ArrayLike | None = None
+    ) -> NDArray[np.float64]:
+        """Roofline of one fusion: max(compute, memory) plus its fixed overhead.
+
+        `flops` are matrix-unit FLOPs at `efficiency` (default: that of a large matmul), `size_bytes` all main-memory
+        traffic of the fusion. An op that does nothing (no flops, no bytes) takes no time.
+        """
+        flops = np.asarray(flops, dtype=np.float64)
+        size = np.asarray(size_bytes, dtype=np.float64)
+        share = self.calibration.matmul_efficiency if efficiency is None else np.asarray(efficiency, dtype=np.float64)
+        busy = np.maximum(flops / (self.topology.peak_flops(dtype) * share), self.memory_seconds(size))
+        return np.where((flops > 0) | (size > 0), busy + self.calibration.op_overhead_s, 0.0)
+
+
+def _filled(size: NDArray[np.float64], tile: int) -> NDArray[np.float64]:
+    """Share of whole tiles that a size fills."""
+    return size / (np.ceil(size / tile) * tile)

@@ -1,0 +1,148 @@
+"""The logical thing: named axes over a topology, with a device order."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autoshard.cost._layout import Segment, choose_layout
+from autoshard.cost._ring import ring
+from autoshard.cost._topology import Topology
+from autoshard.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mesh:
+    """Named axes, major first, each made of physical axes of one topology.
+
+    `device_order` has one entry per place of the mesh (row-major) and holds the device's number in the topology.
+    """
+
+    topology: Topology
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    layout: tuple[tuple[Segment, ...], ...]
+    device_order: tuple[int, ...]
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return dict(zip(self.names, self.sizes, strict=True))
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.device_order)
+
+    def segments(self, axis: str) -> tuple[Segment, ...]:
+        """Physical segments that make one axis, major first; empty for an axis of size 1."""
+        if axis not in self.names:
+            raise UserError(f"mesh axis {axis!r} does not exist; the mesh has {', '.join(self.names)}")
+        return self.layout[self.names.index(axis)]
+
+    def describe(self) -> str:
+        """One line: each axis with the physical axes it is made of."""
+        parts = []
+        for name, size, segments in zip(self.names, self.sizes, self.layout, strict=True):
+            made = " + ".join(
+                f"{s.axis}({s.size}{'' if s.stride == 1 else f' by {s.stride}'}{', ring' if s.wrap else ''})"
+                for s in segments
+            )
+            parts.append(f"{name}={size}" + (f" on {made}" if made else ""))
+        return "; ".join(parts)
+
+
+def make_mesh(topology: Topology, sizes: Mapping[str, int], network: Mapping[str, int] | None = None) -> Mesh:
+    """Lays named axes (major first) on a topology.
+
+    `network` fixes how many slices or islands each axis spans (the outer shape of a hybrid mesh), e.g.
+    `{"data": 2}`; by default the first axes take them.
+
+    Raises: UserError for an empty mesh, a size below 1, a product that is not the number of devices.
+    """
+    frozen = None if network is None else tuple(network.items())
+    return _make_mesh(topology, tuple(sizes.items()), frozen)
+
+
+@functools.lru_cache(maxsize=256)
+def _make_mesh(
+    topology: Topology, items: tuple[tuple[str, int], ...], network: tuple[tuple[str, int], ...] | None
+) -> Mesh:
+    sizes = dict(items)
+    if not sizes:
+        raise UserError(f"the mesh has no axes; write for example data={topology.num_devices}")
+    for name, size in sizes.items():
+        if size < 1:
+            raise UserError(f"mesh axis {name}={size} must be at least 1")
+    product = math.prod(sizes.values())
+    if product != topology.num_devices:
+        equation = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise UserError(
+            f"mesh {equation} = {product}, but {topology.name} has {topology.num_devices} devices; they must be equal"
+        )
+    layout = choose_layout(sizes, topology.physical_axes, None if network is None else dict(network))
+    segments = tuple(layout.values())
+    return Mesh(topology, tuple(sizes), tuple(sizes.values()), segments, _device_order(topology, segments))
+
+
+def _device_order(topology: Topology, layout: Sequence[Sequence[Segment]]) -> tuple[int, ...]:
+    strides = {}
+    stride = 1
+    for axis in reversed(topology.physical_axes):
+        strides[axis.name] = stride
+        stride *= axis.size
+    order = np.zeros(1, dtype=np.int64)
+    for segments in layout:
+        order = (order[:, None] + _axis_offsets(segments, strides)[None, :]).ravel()
+    return tuple(order.tolist())
+
+
+def _axis_offsets(segments: Sequence[Segment], strides: Mapping[str, int]) -> np.ndarray:
+    """Device number offsets along one mesh axis: torus segments as one ring walk, the others row-major around it."""
+    offsets = np.zeros(1, dtype=np.int64)
+    torus = [s for s in segments if s.kind == "torus"]
+    walked = False
+    for segment in segments:
+        if segment.kind != "torus":
+            steps = np.arange(segment.size) * segment.stride * strides[segment.axis]
+        elif walked:
+            continue
+        else:
+            walked = True
+            points = np.array(ring([s.size for s in torus], [s.wrap for s in torus]), dtype=np.int64)
+            steps = points @ np.array([s.stride * strides[s.axis] for s in torus], dtype=np.int64)
+        offsets = (offsets[:, None] + steps[None, :]).ravel()
+    return offsets
+
+
+def default_axis_names(count: int) -> tuple[str, ...]:
+    """`data`, `model`, then `axis2`, `axis3`, ..."""
+    return tuple(("data", "model")[i] if i < 2 else f"axis{i}" for i in range(count))
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Reads `data=32,model=8` or `32,8` (named data, model, axis2, ...), major first.
+
+    Raises: UserError for anything else, a repeated name or a size below 1.
+    """
+    entries = [entry.strip() for entry in text.split(",")]
+    named = ["=" in entry for entry in entries]
+    if any(named) != all(named):
+        raise UserError(
+            f"mesh {text!r} names some axes and not others; write all names (data=32,model=8) or none (32,8)"
+        )
+    names = default_axis_names(len(entries))
+    sizes: dict[str, int] = {}
+    for name, entry in zip(names, entries, strict=True):
+        if all(named):
+            name, _, entry = (part.strip() for part in entry.partition("="))
+        if not re.fullmatch(r"[A-Za-z_]\w*", name) or not re.fullmatch(r"[0-9]+", entry) or int(entry) < 1:
+            found = f"{name}={entry}" if all(named) else entry
+            raise UserError(
+                f"mesh {text!r}: {found!r} is not an axis; write data=32,model=8 or 32,8 with whole sizes of at least 1"
+            )
+        if name in sizes:
+            raise UserError(f"mesh {text!r} names the axis {name} twice; every axis needs its own name")
+        sizes[name] = int(entry)
+    return sizes

@@ -1,0 +1,241 @@
+"""The physical thing: chips on a torus, slices or islands, and how their devices are numbered."""
+
+import dataclasses
+import difflib
+import functools
+import json
+import math
+import os
+import pathlib
+import re
+
+from autoshard.cost._chip import Chip, load_chip
+from autoshard.errors import UserError
+
+
+_AXIS_NAMES = ("x", "y", "z")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PhysicalAxis:
+    """One axis of the hardware, major first in a topology's `physical_axes`.
+
+    `kind` says what the links are: `torus` (ICI), `die` (devices of one chip), `switch` (NVLink),
+    `network` (DCN between slices or islands), `memory` (devices of one process).
+    """
+
+    name: str
+    size: int
+    kind: str
+    wrap: bool
+
+
+@functools.cache
+def _slice_table() -> dict[str, str]:
+    return json.loads(pathlib.Path(__file__).with_name("slices.json").read_text())["slices"]
+
+
+def slice_names() -> tuple[str, ...]:
+    """Every slice name that `Topology.parse` knows."""
+    return tuple(_slice_table())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Topology:
+    """Chips of one kind in slices (or islands) of one shape.
+
+    Devices are numbered row-major over `physical_axes`: slices outermost, then x, y, z, then the devices of a chip.
+    """
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+    slices: int
+    wrap: tuple[bool, ...]
+    host_memory_bytes: int = 0
+    host_cores: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "Topology":
+        """Reads `v5e:4x4`, `v5p:4x4x8`, `v6e:16x16*2`, `v5litepod-16`, `h100:8*4` or `cpu:8`.
+
+        Raises: UserError for an unknown chip, slice or shape; it says what is near or what exists.
+        """
+        match = re.fullmatch(r"([^:*]+)(?::([0-9x]+))?(?:\*([0-9]+))?", text.strip())
+        if match is None or (match[2] is None and "-" not in match[1]):
+            raise UserError(
+                f"topology {text!r} is not of the form CHIP:SHAPE, CHIP:SHAPE*SLICES or a slice name; "
+                "examples: v5e:4x4, v6e:16x16*2, v5p-128, h100:8*4, cpu:8"
+            )
+        slices = int(match[3] or 1)
+        if slices < 1:
+            raise UserError(f"topology {text!r} has {slices} slices, expected at least 1")
+        if match[2] is None:
+            chip, shape = _parse_slice_name(match[1])
+        else:
+            chip = load_chip(match[1])
+            if not re.fullmatch(r"[0-9]+(x[0-9]+)*", match[2]):
+                raise UserError(f"topology {text!r}: {match[2]!r} is not a shape such as 4x4 or 2x2x4")
+            shape = tuple(int(size) for size in match[2].split("x"))
+        return cls.make(chip, shape, slices)
+
+    @classmethod
+    def make(cls, chip: Chip, shape: tuple[int, ...], slices: int = 1) -> "Topology":
+        """A topology from its parts; TPU shapes are put in ascending order (`4x8x4` is `4x4x8`).
+
+        Raises: UserError for a shape that the chip does not come in.
+        """
+        if chip.backend == "tpu":
+            shape = _check_tpu_shape(chip, shape)
+            wrap = tuple(_wraps(chip, shape, size) for size in shape)
+        else:
+            if len(shape) != 1 or not 1 <= shape[0] <= chip.max_chips:
+                text = "x".join(map(str, shape))
+                what = "devices of one machine" if chip.backend == "cpu" else "GPUs in an island"
+                raise UserError(
+                    f"{chip.name} has no shape {text}; write {chip.name}:N with N = 1..{chip.max_chips} {what}"
+                )
+            if chip.backend == "cpu" and slices > 1:
+                raise UserError(
+                    f"cpu:{shape[0]}*{slices} asks for {slices} machines; cpu topologies are one machine: cpu:N"
+                )
+            wrap = (False,)
+        name = f"{chip.name}:{'x'.join(map(str, shape))}" + (f"*{slices}" if slices > 1 else "")
+        cores, memory = _machine() if chip.backend == "cpu" else (0, 0)
+        return cls(name, chip, shape, slices, wrap, memory, cores)
+
+    @property
+    def backend(self) -> str:
+        return self.chip.backend
+
+    @property
+    def devices_per_chip(self) -> int:
+        return self.chip.devices_per_chip
+
+    @property
+    def num_chips(self) -> int:
+        return math.prod(self.shape) * self.slices
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_chips * self.chip.devices_per_chip
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts of all slices, when every host has the chip's usual `host_shape`; one for a CPU."""
+        per_host = math.prod(self.chip.host_shape) if self.chip.host_shape else self.num_chips
+        return self.slices * -(-math.prod(self.shape) // per_host)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that a program may allocate on one device."""
+        if self.chip.backend == "cpu":
+            return self.host_memory_bytes // self.num_devices
+        return self.chip.usable_bytes_per_device
+
+    def peak_flops(self, dtype: str) -> float:
+        """Peak FLOP/s of one device; devices of a `cpu:N` share the machine's cores."""
+        peak = self.chip.peak_flops(dtype)
+        if self.chip.backend == "cpu":
+            return peak * self.host_cores / self.num_devices
+        return peak / self.chip.devices_per_chip
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Peak main-memory bandwidth of one device; devices of a `cpu:N` share the machine's."""
+        shared = self.num_devices if self.chip.backend == "cpu" else self.chip.devices_per_chip
+        return self.chip.memory_bytes_per_s / shared
+
+    @property
+    def physical_axes(self) -> tuple[PhysicalAxis, ...]:
+        """All axes of the hardware, major first; their sizes multiply to `num_devices`."""
+        if self.backend == "tpu":
+            inner = [
+                PhysicalAxis(name, size, "torus", wrap)
+                for name, size, wrap in zip(_AXIS_NAMES, self.shape, self.wrap, strict=False)
+            ]
+            inner.append(PhysicalAxis("core", self.devices_per_chip, "die", False))
+            outer = PhysicalAxis("slice", self.slices, "network", False)
+        elif self.backend == "gpu":
+            inner = [PhysicalAxis("gpu", self.shape[0], "switch", False)]
+            outer = PhysicalAxis("island", self.slices, "network", False)
+        else:
+            return (PhysicalAxis("cpu", self.shape[0], "memory", False),)
+        return (outer, *inner)
+
+    def coords(self, device: int) -> tuple[int, tuple[int, int, int], int]:
+        """`(slice, (x, y, z), core)` of a device number, as JAX's `slice_index`, `coords` and `core_on_chip`."""
+        if not 0 <= device < self.num_devices:
+            raise UserError(f"device {device} is not in {self.name}, which has devices 0..{self.num_devices - 1}")
+        rest, core = divmod(device, self.devices_per_chip)
+        xyz: list[int] = []
+        for size in reversed(self.shape):
+            rest, coordinate = divmod(rest, size)
+            xyz.insert(0, coordinate)
+        xyz += [0] * (3 - len(xyz))
+        return rest, (xyz[0], xyz[1], xyz[2]), core
+
+    def device_at(self, slice_index: int, coords: tuple[int, ...], core: int = 0) -> int:
+        """The inverse of `coords`."""
+        number = slice_index
+        for size, coordinate in zip(self.shape, coords, strict=False):
+            number = number * size + coordinate
+        return number * self.devices_per_chip + core
+
+
+def _machine() -> tuple[int, int]:
+    """Cores this process may use, and bytes of the machine's main memory."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _parse_slice_name(name: str) -> tuple[Chip, tuple[int, ...]]:
+    """`v5litepod-16` -> (v5e, (4, 4))."""
+    generation, _, count = name.lower().rpartition("-")
+    chip = load_chip(generation)
+    key = f"{chip.name}-{count}"
+    table = _slice_table()
+    if key in table:
+        return chip, tuple(int(size) for size in table[key].partition(":")[2].split("x"))
+    known = [slice_name for slice_name in table if slice_name.startswith(chip.name + "-")]
+    if not known:
+        raise UserError(f"{chip.name} has no slice names (found {name!r}); write a shape such as {chip.name}:8")
+    if count.isdigit():
+        near = sorted(known, key=lambda slice_name: abs(int(slice_name.rpartition("-")[2]) - int(count)))[:3]
+        near.sort(key=lambda slice_name: int(slice_name.rpartition("-")[2]))
+    else:
+        near = difflib.get_close_matches(key, known, n=3, cutoff=0.0)
+    raise UserError(f"unknown slice {name!r}; the nearest that exist are {', '.join(near)}")
+
+
+def _check_tpu_shape(chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in ascending order, or UserError with the shapes that exist."""
+    asked = "x".join(map(str, shape))
+    ordered = shape
+    while len(ordered) > chip.torus_dims and 1 in ordered:
+        position = len(ordered) - 1 - ordered[::-1].index(1)
+        ordered = ordered[:position] + ordered[position + 1 :]
+    ordered = tuple(sorted(ordered))
+    # The smallest 3-D shapes are written with the unit axis last (2x2x1).
+    if len(ordered) == 3:
+        ordered = tuple(size for size in ordered if size > 1) + (1,) * ordered.count(1)
+    if ordered in chip.small_shapes:
+        return ordered
+    edge = chip.cube_edge
+    if edge and len(ordered) == 3 and all(size and size % edge == 0 for size in ordered):
+        if math.prod(ordered) <= chip.max_chips:
+            return ordered
+        raise UserError(
+            f"{chip.name} has no shape {asked}: {math.prod(ordered)} chips, at most {chip.max_chips} exist in a slice"
+        )
+    shapes = ", ".join("x".join(map(str, small)) for small in chip.small_shapes)
+    larger = f", and shapes of whole {edge}x{edge}x{edge} cubes up to {chip.max_chips} chips" if edge else ""
+    beyond = f"; beyond one slice write {chip.name}:SHAPE*SLICES" if math.prod(shape) > chip.max_chips else ""
+    raise UserError(f"{chip.name} has no shape {asked}; it has {shapes}{larger}{beyond}")
+
+
+def _wraps(chip: Chip, shape: tuple[int, ...], size: int) -> bool:
+    """Whether a torus axis closes to a ring (2-D: only at length 16; 3-D: only in shapes of whole cubes)."""
+    if chip.wrap_rule == "length 16":
+        return size == 16
+    return all(length % chip.cube_edge == 0 for length in shape)
