@@ -99,7 +99,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if unknown:
         command = parser_of(parser, arguments.command)
         flags = [flag for action in command._actions for flag in action.option_strings]
-        near = difflib.get_close_matches(unknown[0].split("=")[0], flags, n=1)
+        given = unknown[0].split("=")[0]
+        near = [flag for flag in flags if len(given) > 3 and flag.startswith(given)]
+        near = near or difflib.get_close_matches(given, flags, n=1)
         hint = f"did you mean {near[0]}?" if near else f"see `{command.prog} --help`."
         kind = "flag" if unknown[0].startswith("-") else "argument"
         raise UserError(f"`autoshard {arguments.command}` has no {kind} {unknown[0]}; {hint}")
