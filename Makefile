@@ -24,7 +24,7 @@ test: lint
 lint: $(STAMP)
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
-	$(RUN)/pyright
+	$(RUN)/pyright --pythonpath $(RUN)/python
 
 bench: $(STAMP)
 	for script in experiments/*.py; do $(RUN)/python $$script || exit 1; done
