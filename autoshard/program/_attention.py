@@ -1,0 +1,134 @@
+"""Attention as dots that keep batch, key-value heads, group and head dims apart.
+
+The usual lowering merges batch and heads into one dim, and then a mesh that splits batch over one axis and heads over
+another makes XLA's partitioner compute all heads everywhere. Masks are comparisons of iotas, never stored tensors.
+"""
+
+from typing import Any
+
+from autoshard.program import _flops
+
+
+def attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    padding: Any = None,
+    bias: Any = None,
+) -> Any:
+    """Softmax attention. `query` [B, H, S, D], `key` [B, K, T, D], `value` [B, K, T, E], H a multiple of K; gives [B, S, H, E].
+
+    `causal`: position s sees t <= s + T - S; `window`: and only the last `window` of them. `padding` [B, T] is true
+    where a key may be seen; `bias` broadcasts to [B, H, S, T], booleans mask and floats are added. Softmax in fp32.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    batch, heads, length, dim = query.shape
+    groups, keys = key.shape[1], key.shape[2]
+    scale = dim**-0.5 if scale is None else scale
+    query = query.reshape(batch, groups, heads // groups, length, dim)
+    scores = jnp.einsum("bkgsd,bktd->bkgst", query, key).astype(jnp.float32) * scale
+    if softcap is not None:
+        scores = jnp.tanh(scores / softcap) * softcap
+    if bias is not None and bias.dtype != jnp.bool_:
+        scores = scores + _grouped(bias, groups, heads)
+    visible = _visible(length, keys, causal, window)
+    if bias is not None and bias.dtype == jnp.bool_:
+        mask = _grouped(bias, groups, heads)
+        visible = mask if visible is None else visible & mask
+    if padding is not None:
+        mask = padding.astype(jnp.bool_)[:, None, None, None, :]
+        visible = mask if visible is None else visible & mask
+    if visible is not None:
+        scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    # A causal (or windowed) pass needs only part of the score matrix; model FLOPs count that part.
+    seen = _seen_share(length, keys, causal, window)
+    _flops.record_matmul((batch, heads, length, keys), dim * seen)
+    _flops.record_matmul((batch, heads, length, value.shape[-1]), keys * seen)
+    mixed = jnp.einsum("bkgst,bktd->bskgd", weights, value)
+    return mixed.reshape(batch, length, heads, value.shape[-1])
+
+
+def _grouped(bias: Any, groups: int, heads: int) -> Any:
+    """[B, H or 1, S, T] (or fewer leading dims) as [B, K or 1, G or 1, S, T]."""
+    while bias.ndim < 4:
+        bias = bias[None]
+    if bias.shape[1] == 1:
+        return bias[:, :, None]
+    return bias.reshape(bias.shape[0], groups, heads // groups, *bias.shape[2:])
+
+
+def _visible(length: int, keys: int, causal: bool, window: int | None) -> Any:
+    """[1, 1, 1, S, T] boolean from iotas, or None if everything is visible."""
+    import jax
+    import jax.numpy as jnp
+
+    if not causal and window is None:
+        return None
+    shape = (1, 1, 1, length, keys)
+    row = jax.lax.broadcasted_iota(jnp.int32, shape, 3) + (keys - length)
+    column = jax.lax.broadcasted_iota(jnp.int32, shape, 4)
+    visible = row >= column if causal else None
+    if window is not None:
+        near = row - column < window if causal else abs(row - column) < window
+        visible = near if visible is None else visible & near
+    return visible
+
+
+def _seen_share(length: int, keys: int, causal: bool, window: int | None) -> float:
+    if not causal:
+        return 1.0
+    if window is None or window >= keys:
+        return 0.5
+    return window * (1 - window / (2 * keys)) / keys
+
+
+def hf_attention(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
+) -> tuple[Any, None]:
+    """The attention function that HF modules call; torch tensors in, `([B, S, H, E], None)` out."""
+    from autoshard.program._torch_env import environment
+
+    causal = options.get("is_causal")
+    if causal is None:
+        causal = bool(getattr(module, "is_causal", True))
+    env = environment()
+    q, k, v, mask, bias = env.t2j_iso((query, key, value, attention_mask, options.get("position_bias")))
+    padding = None
+    if mask is not None and mask.ndim == 2:
+        padding, mask = mask, None
+    if mask is not None and bias is not None:
+        bias = bias + mask
+    result = attend(
+        q,
+        k,
+        v,
+        causal=causal and q.shape[2] > 1,
+        scale=options.get("scaling"),
+        window=options.get("sliding_window"),
+        softcap=options.get("softcap"),
+        padding=padding,
+        bias=mask if bias is None else bias,
+    )
+    return env.j2t_iso(result), None
+
+
+def hf_mask(*_: Any, attention_mask: Any = None, **__: Any) -> Any:
+    """The mask that HF modules build before their layers: only padding is left, the rest comes from iotas."""
+    return attention_mask
+
+
+def register_hf() -> None:
+    """Make `autoshard` an attention implementation of transformers."""
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register("autoshard", hf_attention)
+    AttentionMaskInterface.register("autoshard", hf_mask)

@@ -1,0 +1,138 @@
+"""Finding layers that repeat in a torch module, so that they run as one scan over stacked parameters."""
+
+import dataclasses
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+MAX_PERIOD = 4
+"""Longest repeating group of unlike layers that is looked for (alternating attention has 2)."""
+
+_POSITIONS = {"layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_idx", "idx", "index"}
+"""Attributes that only say where a layer stands."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Block:
+    """`repeats` groups of `period` layers of one list, each group structurally equal to the first."""
+
+    owner: str
+    """Name of the list in the module, such as `model.layers`."""
+    start: int
+    period: int
+    repeats: int
+    length: int
+    """Number of layers in the whole list."""
+
+    @property
+    def stop(self) -> int:
+        """One past the last layer."""
+        return self.start + self.period * self.repeats
+
+    def layer(self, offset: int, repeat: int = 0) -> str:
+        """Module name of one layer."""
+        return (
+            f"{self.owner}.{self.start + repeat * self.period + offset}"
+            if self.owner
+            else str(self.start + repeat * self.period + offset)
+        )
+
+    def label(self, offset: int) -> str:
+        """`model.layers.*` if the block is the whole list, else with a slice: `model.layers.[3:61]`, `[0::2]`."""
+        whole = self.start == 0 and self.stop == self.length
+        if whole and self.period == 1:
+            text = "*"
+        else:
+            first = self.start + offset
+            last = "" if self.stop == self.length else str(self.stop)
+            text = f"[{first}:{last}:{self.period}]" if self.period > 1 else f"[{first}:{last}]"
+        return f"{self.owner}.{text}" if self.owner else text
+
+
+def find_blocks(module: Any) -> tuple[Block, ...]:
+    """All blocks of `module`, outermost lists first; lists inside a block are left to the block."""
+    import torch
+
+    owners = Counter(id(p) for child in module.modules() for p in child._parameters.values() if p is not None)
+    found: list[Block] = []
+    for name, child in module.named_modules():
+        if not isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)):
+            continue
+        if any(_inside(name, block) for block in found):
+            continue
+        layers = list(child)
+        marks = [_signature(layer, owners) for layer in layers]
+        for start, period, repeats in _runs(marks):
+            found.append(Block(name, start, period, repeats, len(layers)))
+    return tuple(found)
+
+
+def _inside(name: str, block: Block) -> bool:
+    prefix = f"{block.owner}." if block.owner else ""
+    if not name.startswith(prefix) or name == block.owner:
+        return False
+    index = name[len(prefix) :].split(".")[0]
+    return index.isdigit() and block.start <= int(index) < block.stop
+
+
+def _runs(marks: Sequence[str]) -> list[tuple[int, int, int]]:
+    """(start, period, repeats) of repeating groups, longest cover first at each place, shortest period on a tie."""
+    runs: list[tuple[int, int, int]] = []
+    position = 0
+    while position < len(marks):
+        best = (0, 0, 0)
+        for period in range(1, MAX_PERIOD + 1):
+            group = marks[position : position + period]
+            if len(group) < period or "" in group:
+                break
+            repeats = 1
+            while list(marks[position + repeats * period : position + (repeats + 1) * period]) == list(group):
+                repeats += 1
+            if repeats > 1 and repeats * period > best[0]:
+                best = (repeats * period, period, repeats)
+        if best[0]:
+            runs.append((position, best[1], best[2]))
+            position += best[0]
+        else:
+            position += 1
+    return runs
+
+
+def _signature(layer: Any, owners: Counter[int]) -> str:
+    """A digest of what the layer computes apart from its weights; empty if it cannot be repeated.
+
+    A layer without parameters is not worth a scan, and one that shares a parameter with anything else has no slice
+    of its own in a stack.
+    """
+    digest = hashlib.sha256()
+    count = 0
+    for name, child in layer.named_modules():
+        digest.update(f"|{name}:{type(child).__module__}.{type(child).__qualname__}".encode())
+        for key, value in sorted(child.__dict__.items()):
+            if not key.startswith("_") and key != "training" and key not in _POSITIONS:
+                digest.update(f";{key}={_plain(value)}".encode())
+        for key, parameter in child._parameters.items():
+            if parameter is None:
+                continue
+            if owners[id(parameter)] > 1:
+                return ""
+            count += 1
+            digest.update(f";{key}:{tuple(parameter.shape)}:{parameter.dtype}".encode())
+        for key, buffer in child._buffers.items():
+            if buffer is None:
+                continue
+            digest.update(f";{key}:{tuple(buffer.shape)}:{buffer.dtype}".encode())
+            if key in child._non_persistent_buffers_set and buffer.device.type == "cpu":
+                digest.update(buffer.detach().numpy().tobytes())
+    return digest.hexdigest() if count else ""
+
+
+def _plain(value: Any) -> str:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, (tuple, list)):
+        return "(" + ",".join(_plain(item) for item in value) + ")"
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return type(value).__qualname__

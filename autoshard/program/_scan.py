@@ -1,0 +1,221 @@
+"""Running the repeated layers of a torch module as `jax.lax.scan`."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from autoshard.program import _flops
+from autoshard.program._layers import Block
+
+
+class NotRepeatedError(Exception):
+    """The layers of `block` are not simply called one after another; they have to run one by one."""
+
+    def __init__(self, block: Block, reason: str) -> None:
+        super().__init__(reason)
+        self.block = block
+
+
+class _Pending:
+    """Stands for the hidden state between two layers of a scan: shape and dtype, no value."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        self.shape, self.dtype, self.ndim = shape, dtype, len(shape)
+
+
+@contextlib.contextmanager
+def scanned(
+    module: Any,
+    blocks: Sequence[Block],
+    stacks: dict[Block, list[dict[str, Any]]],
+    fixed: dict[Block, list[dict[str, Any]]],
+    prepare: Callable[[Any], Any],
+    remat: str,
+    env: Any,
+) -> Iterator[None]:
+    """While inside, the layers of every block run as one scan.
+
+    `stacks[block][offset]` maps a name inside the layer to its stacked array, `fixed[block][offset]` to a constant that
+    all repeats share; `prepare` is applied to one layer's
+    slices inside the body (casts to the compute dtype there, so that no full copy exists); `remat`: `none`, `dots`, `full`.
+    """
+    replaced: list[Any] = []
+    try:
+        for block in blocks:
+            run = _BlockRun(module, block, stacks[block], fixed[block], prepare, remat, env)
+            for index in range(block.period * block.repeats):
+                layer = run.layers[index]
+                layer.__dict__["forward"] = run.stand_in(index)
+                replaced.append(layer)
+        yield
+    finally:
+        for layer in replaced:
+            layer.__dict__.pop("forward", None)
+
+
+class _BlockRun:
+    """One pass through one block: remembers the calls, then runs the scan at the last one."""
+
+    def __init__(
+        self,
+        module: Any,
+        block: Block,
+        stacks: list[dict[str, Any]],
+        fixed: list[dict[str, Any]],
+        prepare: Callable[[Any], Any],
+        remat: str,
+        env: Any,
+    ) -> None:
+        count = block.period * block.repeats
+        self.block, self.stacks, self.fixed = block, stacks, fixed
+        self.prepare, self.remat, self.env = prepare, remat, env
+        self.layers = [module.get_submodule(block.layer(i % block.period, i // block.period)) for i in range(count)]
+        self.calls: list[tuple[Any, Any, Any]] = []
+        self.hidden: Any = None
+        self.pending: Any = None
+        self.rest: list[Any] = []
+
+    def stand_in(self, index: int) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.call(index, args, kwargs)
+
+        return forward
+
+    def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden, place = self._hidden(args, kwargs)
+        if index == 0:
+            self.calls, self.hidden, self.pending, self.rest = [], hidden, hidden, []
+        if index != len(self.calls) and index >= self.block.period and index != self._expected:
+            raise NotRepeatedError(self.block, "the layers are not called in order")
+        self._expected = index + 1
+        if hidden is not self.pending:
+            raise NotRepeatedError(self.block, "something happens to the hidden state between two layers")
+        if index < self.block.period:
+            self.calls.append((args, kwargs, place))
+            self.rest.append(self._probe(index, hidden))
+        else:
+            first_args, first_kwargs, _ = self.calls[index % self.block.period]
+            if not self._same((first_args, first_kwargs), (args, kwargs), hidden):
+                raise NotRepeatedError(self.block, "the layers are called with different arguments")
+        rebuild = self.rest[index % self.block.period]
+        if index + 1 == len(self.layers):
+            self.pending = None
+            return rebuild(self._run())
+        shape, dtype = tuple(hidden.shape), self.hidden._elem.dtype
+        from torchax import tensor
+
+        self.pending = tensor.Tensor(_Pending(shape, dtype), self.env)
+        return rebuild(self.pending)
+
+    def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        import torch
+
+        if args and isinstance(args[0], torch.Tensor):
+            value, place = args[0], 0
+        elif isinstance(kwargs.get("hidden_states"), torch.Tensor):
+            value, place = kwargs["hidden_states"], "hidden_states"
+        else:
+            raise NotRepeatedError(self.block, "the first argument of a layer is not a tensor")
+        from torchax.view import View
+
+        return (value.torch() if isinstance(value, View) else value), place
+
+    def _invoke(self, offset: int, weights: dict[str, Any], hidden: Any) -> Any:
+        import torch
+
+        args, kwargs, place = self.calls[offset]
+        if place == 0:
+            args = (hidden, *args[1:])
+        else:
+            kwargs = {**kwargs, place: hidden}
+        layer = self.layers[offset]
+        stand_in = layer.__dict__.pop("forward")
+        try:
+            return torch.func.functional_call(layer, self.env.j2t_iso({**weights, **self.fixed[offset]}), args, kwargs)
+        finally:
+            layer.__dict__["forward"] = stand_in
+
+    def _probe(self, offset: int, hidden: Any) -> Callable[[Any], Any]:
+        """Trace one layer abstractly; gives the function from the new hidden state to the layer's output."""
+        import jax
+        import torch
+
+        known: dict[str, Any] = {}
+
+        def one(h: Any, weights: Any) -> Any:
+            with _flops.counting():
+                out = self._invoke(offset, self.prepare(weights), self.env.j2t_iso(h))
+            known["container"] = type(out) if isinstance(out, (tuple, list)) else None
+            first = out if isinstance(out, torch.Tensor) else out[0]
+            known["others"] = [] if isinstance(out, torch.Tensor) else list(out[1:])
+            return self.env.t2j_iso(first)
+
+        shape = jax.ShapeDtypeStruct(tuple(hidden.shape), self.hidden._elem.dtype)
+        slices = {k: jax.ShapeDtypeStruct(v.shape[1:], v.dtype) for k, v in self.stacks[offset].items()}
+        result = jax.eval_shape(one, shape, slices)
+        if (result.shape, result.dtype) != (shape.shape, shape.dtype):
+            raise NotRepeatedError(self.block, "a layer changes the shape or dtype of the hidden state")
+        args, kwargs, _ = self.calls[offset]
+        given = {id(_element(x)) for x in _tensors((args, kwargs))}
+        for other in known["others"]:
+            if any(id(_element(x)) not in given for x in _tensors(other)):
+                raise NotRepeatedError(self.block, "a layer returns more than its hidden state")
+        container, others = known["container"], known["others"]
+        return lambda h: h if container is None else container([h, *others])
+
+    def _same(self, first: Any, now: Any, hidden: Any) -> bool:
+        from torch.utils import _pytree
+
+        a, a_tree = _pytree.tree_flatten(first)
+        b, b_tree = _pytree.tree_flatten(now)
+        if a_tree != b_tree:
+            return False
+        for x, y in zip(a, b, strict=True):
+            if y is hidden or _element(y) is _element(hidden):
+                continue
+            if _element(x) is not _element(y) and not (_is_plain(x) and type(x) is type(y) and x == y):
+                return False
+        return True
+
+    def _run(self) -> Any:
+        import jax
+
+        counted: list[float] = [0.0]
+
+        def body(h: Any, weights: Any) -> Any:
+            with _flops.counting() as scope:
+                value = self.env.j2t_iso(h)
+                for offset in range(self.block.period):
+                    out = self._invoke(offset, self.prepare(weights[offset]), value)
+                    value = out[0] if isinstance(out, (tuple, list)) else out
+            counted[0] = scope[0]
+            return self.env.t2j_iso(value), None
+
+        policy = checkpoint_policy(self.remat)
+        step = body if policy is None else jax.checkpoint(body, policy=policy, prevent_cse=False)
+        final, _ = jax.lax.scan(step, self.env.t2j_iso(self.hidden), self.stacks)
+        _flops.record(counted[0] * self.block.repeats)
+        return self.env.j2t_iso(final)
+
+
+def checkpoint_policy(remat: str) -> Any:
+    """The `jax.checkpoint` policy of a remat choice; None for `none`."""
+    import jax
+
+    policies = jax.checkpoint_policies
+    return {"none": None, "dots": policies.dots_with_no_batch_dims_saveable, "full": policies.nothing_saveable}[remat]
+
+
+def _tensors(tree: Any) -> list[Any]:
+    import torch
+    from torch.utils import _pytree
+
+    return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _element(value: Any) -> Any:
+    return getattr(value, "_elem", value)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str, tuple))
