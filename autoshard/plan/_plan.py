@@ -2,7 +2,8 @@
 
 import dataclasses
 import os
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from autoshard.plan._spec import Spec
 
@@ -63,6 +64,31 @@ class Pin:
     name: str = ""
 
 
+class Executor(Protocol):
+    """What can run a plan. This room knows the interface only; `exec` implements it and says so (`set_executor`)."""
+
+    def jit(self, fn: Callable[..., Any], donate_argnums: int | Sequence[int] | None) -> Callable[..., Any]: ...
+    def lower(self, fn: Callable[..., Any], args: Sequence[Any], donate_argnums: int | Sequence[int] | None) -> Any: ...
+    def in_shardings(self) -> tuple[Any, ...]: ...
+    def out_shardings(self) -> tuple[Any, ...]: ...
+
+
+_make_executor: list[Callable[["Plan"], Executor]] = []
+
+
+def set_executor(make: Callable[["Plan"], Executor]) -> None:
+    """Name who runs plans; called once, by the room that does."""
+    _make_executor[:] = [make]
+
+
+def _executor(plan: "Plan") -> Executor:
+    if not _make_executor:
+        import autoshard
+
+        _ = autoshard.exec  # the package loads the room, which calls `set_executor`
+    return _make_executor[0](plan)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
     """A sharding for every argument, result and chosen intermediate of one program on one mesh."""
@@ -101,3 +127,26 @@ class Plan:
         from autoshard.plan._store import save_plan
 
         save_plan(self, path)
+
+    def jit(self, fn: Callable[..., Any], *, donate_argnums: int | Sequence[int] | None = None) -> Callable[..., Any]:
+        """`fn` as one compiled step under this plan, on the devices present; pytrees and donation are kept.
+
+        Arguments are moved to their planned shardings. `donate_argnums` is by default what `fn` donates if it is
+        a `jax.jit` function already, else nothing. The step cannot be differentiated: plan the whole training step.
+        Raises `UserError` when called with another program than the one planned, naming the argument that differs.
+        """
+        return _executor(self).jit(fn, donate_argnums)
+
+    def lower(self, fn: Callable[..., Any], *args: Any, donate_argnums: int | Sequence[int] | None = None) -> Any:
+        """`jax.stages.Lowered` of `fn` under this plan, its pins inserted; `args` may be `jax.ShapeDtypeStruct`s."""
+        return _executor(self).lower(fn, args, donate_argnums)
+
+    @property
+    def in_shardings(self) -> tuple[Any, ...]:
+        """One `jax.sharding.NamedSharding` for every flat argument, in order, on the devices present."""
+        return _executor(self).in_shardings()
+
+    @property
+    def out_shardings(self) -> tuple[Any, ...]:
+        """One `jax.sharding.NamedSharding` for every flat result, in order, on the devices present."""
+        return _executor(self).out_shardings()

@@ -1,0 +1,278 @@
+"""Applying a plan to a JAX function: a lowering of its own, shardings on its arguments, pins in its module."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.exec._devices import jax_mesh, named_sharding
+from autoshard.plan import Plan, Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Application:
+    """A plan on devices: what `Plan.jit` and its neighbours call."""
+
+    plan: Plan
+    devices: tuple[Any, ...] | None = None
+    """JAX devices to use, in any order; None for those of the default backend."""
+
+    @functools.cached_property
+    def mesh(self) -> Any:
+        """`jax.sharding.Mesh` of the plan."""
+        return jax_mesh(self.plan, self.devices)
+
+    def in_shardings(self) -> tuple[Any, ...]:
+        return tuple(named_sharding(self.mesh, spec) for spec in self.plan.arguments.values())
+
+    def out_shardings(self) -> tuple[Any, ...]:
+        return tuple(named_sharding(self.mesh, spec) for spec in self.plan.results.values())
+
+    def jit(self, fn: Callable[..., Any], donate_argnums: int | Sequence[int] | None = None) -> "PlannedFunction":
+        return PlannedFunction(self, fn, donate_argnums)
+
+    def lower(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        donate_argnums: int | Sequence[int] | None = None,
+        module: bytes | None = None,
+    ) -> Any:
+        """`jax.stages.Lowered` with shardings and pins; see `lower_planned`."""
+        import jax
+
+        abstract = jax.tree.map(_abstract, tuple(args))
+        return lower_planned(self, fn, abstract, _donated(fn, abstract, donate_argnums), module)
+
+
+class PlannedFunction:
+    """A function compiled under a plan, once for every structure of its arguments; call it like the function.
+
+    Arguments that are not where the plan wants them are moved there. A donated argument that already is there is
+    consumed, as under `jax.jit`.
+    """
+
+    def __init__(
+        self, application: Application, fn: Callable[..., Any], donate_argnums: int | Sequence[int] | None
+    ) -> None:
+        self.application = application
+        self.fn = fn
+        self.donate_argnums = donate_argnums
+        self._compiled: dict[Any, tuple[Any, Any]] = {}
+        functools.update_wrapper(self, fn, updated=())
+
+    def lower(self, *args: Any) -> Any:
+        """`jax.stages.Lowered` of the function for these arguments, pins inserted."""
+        return self.application.lower(self.fn, args, self.donate_argnums)
+
+    def compile(self, *args: Any) -> Any:
+        """`jax.stages.Compiled` for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
+        return self._compile(args)[0]
+
+    def shardings(self, *args: Any) -> tuple[Any, ...]:
+        """Pytrees of `NamedSharding` like the arguments: where to put or load them."""
+        return self._compile(args)[1]
+
+    def __call__(self, *args: Any) -> Any:
+        import jax
+
+        compiled, shardings = self._compile(args)
+        return compiled(*jax.device_put(args, shardings))
+
+    def _compile(self, args: tuple[Any, ...]) -> tuple[Any, Any]:
+        import jax
+        from jax.core import Tracer
+
+        leaves, tree = jax.tree.flatten(args)
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            name = getattr(self.fn, "__name__", "the function")
+            raise UserError(
+                f"`{name}` is compiled under a plan and cannot be called inside jax.jit, jax.grad or jax.vmap: "
+                "plan the whole step and call that."
+            )
+        abstract = [_abstract(leaf) for leaf in leaves]
+        key = (tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in abstract))
+        if key not in self._compiled:
+            lowered = self.lower(*tree.unflatten(abstract))
+            shardings = tree.unflatten(list(self.application.in_shardings()))
+            self._compiled[key] = (lowered.compile(), shardings)
+        return self._compiled[key]
+
+
+def lower_planned(
+    application: Application,
+    fn: Callable[..., Any],
+    abstract: tuple[Any, ...],
+    donate_argnums: tuple[int, ...],
+    module: bytes | None = None,
+) -> Any:
+    """Lower `fn(*abstract)` under the plan and insert its pins.
+
+    The lowering belongs to a wrapper made here, so no cached program of `fn` is edited or run by mistake.
+    Platforms lower some ops differently; then the body that was planned takes its place: `module` if given, else
+    a lowering of `fn` for CPU. Raises `UserError` if the program is not the planned one.
+    """
+    import jax
+
+    from autoshard.graph import _mlir
+
+    plan = application.plan
+    leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
+    check_arguments(plan, leaves)
+
+    def planned(*args: Any) -> Any:
+        return fn(*args)
+
+    planned.__name__ = getattr(fn, "__name__", "planned")
+    out = jax.eval_shape(planned, *abstract)
+    check_results(plan, jax.tree.leaves(out))
+    in_shardings = tree.unflatten(list(application.in_shardings()))
+    out_shardings = jax.tree.structure(out).unflatten(list(application.out_shardings()))
+    traced = jax.jit(
+        planned,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        donate_argnums=donate_argnums,
+        keep_unused=True,
+    ).trace(*abstract)
+    lowered = traced.lower()
+    ir = _mlir.inline_calls(lowered.compiler_ir("stablehlo"))
+    if plan.module_hash and _mlir.structure_hash(ir) != plan.module_hash:
+        donor = module if module is not None else _lowered_for_cpu(planned, abstract)
+        found = _mlir.inline_calls(_mlir.parse_module(donor))
+        if _mlir.structure_hash(found) != plan.module_hash:
+            raise UserError(other_program(plan))
+        _mlir.replace_body(ir, donor)
+    before = _mlir.count_pins(ir)
+    inserted = _mlir.insert_pins(ir, "mesh", plan.mesh, plan.pins)
+    present = lowered.as_text().count("sdy.sharding_constraint")
+    if present != before + inserted:
+        raise RuntimeError(
+            f"{inserted} pins were inserted but the module to be compiled has {present - before}: "
+            f"jax {jax.__version__} no longer compiles the module that compiler_ir() returns"
+        )
+    return lowered
+
+
+def _lowered_for_cpu(planned: Callable[..., Any], abstract: tuple[Any, ...]) -> bytes:
+    import jax
+
+    from autoshard.graph import _mlir
+
+    traced = jax.jit(lambda *args: planned(*args), keep_unused=True).trace(*abstract)
+    return _mlir.to_bytes(traced.lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo"))
+
+
+def other_program(plan: Plan) -> str:
+    """The sentence for a program whose arguments agree with the plan but whose computation does not."""
+    import jax
+
+    made = plan.provenance.get("versions", {}).get("jax")
+    version = (
+        f" (the plan was made with jax {made}, this is {jax.__version__})"
+        if made not in (None, jax.__version__)
+        else ""
+    )
+    return (
+        f"the plan is for another program: its arguments agree with {plan.program_name}, "
+        f"but the computation has changed{version}; plan it again."
+    )
+
+
+def check_arguments(plan: Plan, leaves: Sequence[tuple[Any, Any]]) -> None:
+    """Compare flat arguments, `(path, abstract)` in order, with those of the plan, and their split.
+
+    Raises `UserError` that names the first argument that differs.
+    """
+    import jax
+
+    names = list(plan.arguments)
+    for name, (path, leaf) in zip(names, leaves, strict=False):
+        found = (tuple(leaf.shape), str(leaf.dtype))
+        if found != (plan.shapes[name], plan.dtypes[name]):
+            raise UserError(
+                f"the plan is for another program: argument `{name}` is "
+                f"{_typed(plan.shapes[name], plan.dtypes[name])} in the plan, but args{jax.tree_util.keystr(path)} "
+                f"is {_typed(*found)}; plan it again."
+            )
+    if len(names) != len(leaves):
+        extra = (
+            f"the plan's `{names[len(leaves)]}` is missing"
+            if len(names) > len(leaves)
+            else f"args{jax.tree_util.keystr(leaves[len(names)][0])} is not in the plan"
+        )
+        raise UserError(
+            f"the plan is for another program: it has {len(names)} arguments, this one {len(leaves)} ({extra}); "
+            "plan it again."
+        )
+    for name, spec in plan.arguments.items():
+        check_even(plan, f"argument `{name}`", plan.shapes[name], spec)
+
+
+def check_results(plan: Plan, leaves: Sequence[Any]) -> None:
+    """The same for flat results."""
+    if len(leaves) != len(plan.results):
+        raise UserError(
+            f"the plan is for another program: it has {len(plan.results)} results, this one {len(leaves)}; "
+            "plan it again."
+        )
+    for (name, spec), leaf in zip(plan.results.items(), leaves, strict=True):
+        if len(spec.dims) != len(leaf.shape):
+            raise UserError(
+                f"the plan is for another program: result `{name}` has {len(spec.dims)} dims in the plan, "
+                f"here {len(leaf.shape)}; plan it again."
+            )
+        check_even(plan, f"result `{name}`", leaf.shape, spec)
+
+
+def check_even(plan: Plan, what: str, shape: Sequence[int], spec: Spec) -> None:
+    """Raise `UserError` if a spec does not split a shape evenly: JAX places only even shards."""
+    for dim, (size, axes) in enumerate(zip(shape, spec.dims, strict=True)):
+        parts = math.prod(plan.mesh[axis] for axis in axes)
+        if size % parts:
+            raise UserError(
+                f"{what} of shape {list(shape)} cannot be split by {spec}: dim {dim} has {size} elements, "
+                f"which {' x '.join(axes)} = {parts} does not divide."
+            )
+
+
+def _typed(shape: Sequence[int], dtype: str) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _abstract(leaf: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        if not isinstance(leaf, (bool, int, float, complex)):
+            raise UserError(f"an argument is a {type(leaf).__name__}; expected arrays or jax.ShapeDtypeStruct.")
+        return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.result_type(leaf)), weak_type=True)
+    dtype = leaf.dtype
+    if not jnp.issubdtype(dtype, jax.dtypes.extended):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype, weak_type=bool(getattr(leaf, "weak_type", False)))
+
+
+def _donated(
+    fn: Callable[..., Any], abstract: tuple[Any, ...], donate_argnums: int | Sequence[int] | None
+) -> tuple[int, ...]:
+    """Positional arguments to donate: as told, else those that a `jax.jit` function donates whole."""
+    import jax
+
+    if donate_argnums is not None:
+        return (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    trace = getattr(fn, "trace", None)
+    if trace is None:
+        return ()
+    info = trace(*abstract).args_info[0]
+    return tuple(
+        position
+        for position, argument in enumerate(info)
+        if jax.tree.leaves(argument) and all(leaf.donated for leaf in jax.tree.leaves(argument))
+    )

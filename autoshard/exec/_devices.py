@@ -1,0 +1,110 @@
+"""The devices that are here, in the order that a plan lays over its mesh."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from autoshard.cost import Topology
+from autoshard.errors import UserError
+from autoshard.plan import Plan, Spec
+
+
+_COUNT = "--xla_force_host_platform_device_count"
+
+
+def ensure_devices(count: int) -> None:
+    """Make sure that JAX has at least `count` CPU devices, if it has no accelerator and has not started yet.
+
+    Raises `UserError` if JAX has started with fewer.
+    """
+    if "jax" not in sys.modules:
+        flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_COUNT + "=")]
+        given = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith(_COUNT + "=")]
+        had = max([1, *(int(flag.partition("=")[2]) for flag in given if flag.partition("=")[2].isdigit())])
+        os.environ["XLA_FLAGS"] = " ".join([*flags, f"{_COUNT}={max(had, count)}"])
+        return
+    import jax
+
+    if not _started() and f"{_COUNT}=" not in os.environ.get("XLA_FLAGS", ""):
+        try:
+            jax.config.update("jax_num_cpu_devices", count)
+        except RuntimeError:  # JAX has started after all: what it has is checked below
+            pass
+    here = len(jax.devices())
+    if here < count:
+        raise UserError(
+            f"{count} devices are needed but JAX has started with {here} ({jax.default_backend()}): "
+            f"set XLA_FLAGS={_COUNT}={count} before anything imports jax, or run where {count} devices are."
+        )
+
+
+def _started() -> bool:
+    """Whether any JAX backend has been made; asking `jax.devices()` would make one."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    initialized = getattr(bridge, "backends_are_initialized", None)
+    return bool(initialized()) if initialized is not None else False
+
+
+def plan_devices(plan: Plan, devices: Sequence[Any] | None = None) -> list[Any]:
+    """JAX devices row-major over the plan's mesh.
+
+    A plan's device numbers are positions in its topology: TPUs are found by slice and coordinates, other devices
+    by process and id. `devices` are those of JAX's default backend unless given; more than needed is allowed.
+    Raises `UserError` if there are too few.
+    """
+    import jax
+
+    pool = list(jax.devices() if devices is None else devices)
+    needed = len(plan.device_order)
+    if len(pool) < needed:
+        kind = pool[0].platform if pool else "no"
+        hint = f" (for CPU devices set XLA_FLAGS={_COUNT}={needed} before jax starts)" if kind == "cpu" else ""
+        raise UserError(
+            f"the plan is for {plan.topology} with {needed} devices, but JAX sees {len(pool)} {kind} devices{hint}."
+        )
+    topology = Topology.parse(plan.topology)
+    if topology.backend == "tpu" and all(hasattr(device, "coords") for device in pool):
+        numbered = _by_coordinates(topology, pool)
+    else:
+        numbered = dict(enumerate(sorted(pool, key=lambda device: (device.process_index, device.id))))
+    missing = [number for number in plan.device_order if number not in numbered]
+    if missing:
+        raise UserError(
+            f"the plan is for {plan.topology}, but the devices here do not form that shape: "
+            f"there is none at {topology.coords(missing[0])} (slice, coordinates, core)."
+        )
+    return [numbered[number] for number in plan.device_order]
+
+
+def _by_coordinates(topology: Topology, pool: Sequence[Any]) -> dict[int, Any]:
+    """Devices by number; coordinates count from the least one of each slice, axes in the topology's order."""
+    slices = sorted({getattr(device, "slice_index", 0) or 0 for device in pool})
+    numbered = {}
+    for position, index in enumerate(slices):
+        mine = [device for device in pool if (getattr(device, "slice_index", 0) or 0) == index]
+        least = [min(device.coords[k] for device in mine) for k in range(3)]
+        for device in mine:
+            coords = tuple(device.coords[k] - least[k] for k in range(3))
+            if all(c < size for c, size in zip(coords, topology.shape, strict=False)) and not any(
+                coords[len(topology.shape) :]
+            ):
+                core = device.core_on_chip if topology.devices_per_chip > 1 else 0
+                numbered[topology.device_at(position, coords, core)] = device
+    return numbered
+
+
+def jax_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Any:
+    """`jax.sharding.Mesh` with the plan's axes over `plan_devices`."""
+    import jax
+    import numpy as np
+
+    grid = np.array(plan_devices(plan, devices), dtype=object).reshape(tuple(plan.mesh.values()))
+    return jax.sharding.Mesh(grid, tuple(plan.mesh))
+
+
+def named_sharding(mesh: Any, spec: Spec) -> Any:
+    """`jax.sharding.NamedSharding` of a spec."""
+    import jax
+
+    return jax.sharding.NamedSharding(mesh, spec.partition_spec())
