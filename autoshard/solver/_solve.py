@@ -1,0 +1,219 @@
+"""`solve`: reduce, bound, prove or search; check the answer with separate code."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UserError
+from ._eliminate import Elimination
+from ._evaluate import evaluate
+from ._graph import Graph, InfeasibleGraph, Ints, OverLimit, build
+from ._mip import solve_mip, usage_profile
+from ._problem import FORBIDDEN, Problem
+from ._reduce import reduce
+from ._repair import descend
+from ._solution import Solution, Status
+from ._validate import validate
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Progress:
+    """A moment of a solve."""
+
+    elapsed: float
+    """Seconds since `solve` was called."""
+    incumbent: int | None
+    """Cost of the best feasible choices so far."""
+    bound: int
+    """Lower bound so far."""
+
+
+def solve(
+    problem: Problem,
+    *,
+    time_limit: float = 60.0,
+    seed: int = 0,
+    hint: NDArray[np.int64] | None = None,
+    threads: int = 2,
+    iterations: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Solution:
+    """Chooses one alternative per node at the least cost that keeps memory within the limit at all times.
+
+    `hint` ([N] choices, feasible or not) is a start. `iterations` bounds the search by rounds of work instead of time;
+    then the same `seed` gives the same answer. `progress` is called whenever the incumbent or the bound improves.
+    Returns the best choices, their exact cost (recomputed by `evaluate` from the whole problem) and a lower bound.
+    Raises `UserError` for a problem that is not well formed or a limit that is not positive.
+    """
+    if not time_limit > 0:
+        raise UserError(f"the time limit is {time_limit:g} s; it must be more than 0")
+    if threads < 1:
+        raise UserError(f"{threads} threads were asked for; at least 1 is needed")
+    validate(problem)
+    return _Solve(problem, time_limit, seed, threads, iterations, progress).run(hint)
+
+
+class _Solve:
+    def __init__(
+        self,
+        problem: Problem,
+        time_limit: float,
+        seed: int,
+        threads: int,
+        iterations: int | None,
+        progress: Callable[[Progress], None] | None,
+    ):
+        self.problem = problem
+        self.began = time.monotonic()
+        self.deadline = self.began + time_limit
+        self.seed = seed
+        self.threads = threads
+        self.iterations = iterations
+        self.progress = progress
+        self.best: Ints | None = None
+        self.cost: int | None = None
+        self.bound = _trivial_bound(problem)
+        self.stats: dict = {}
+
+    def run(self, hint: NDArray[np.int64] | None) -> Solution:
+        if hint is not None:
+            self.offer(np.asarray(hint))
+        graph = build(self.problem)
+        try:
+            reduce(graph)
+        except (InfeasibleGraph, OverLimit):
+            return self.infeasible(proven=True)
+        self.stats |= {
+            "reduced_nodes": len(graph.costs),
+            "reduced_edges": sum(map(len, graph.edges.values())) // 2,
+            "reduced_times": len(graph.capacity),
+            "reduce_s": time.monotonic() - self.began,
+        }
+        self.raise_bound(graph.offset)
+        done = self.search(graph)
+        if self.best is None or self.cost is None:
+            return self.infeasible(proven=done)
+        return self.finish(Status.OPTIMAL if done or self.bound >= self.cost else Status.FEASIBLE)
+
+    def search(self, graph: Graph) -> bool:
+        """True when the best choices so far are proven best (or, with none, that there are none)."""
+        if not graph.costs:
+            self.offer(graph.restore({}))
+            return True
+        plan = Elimination.plan(graph)
+        times: list[int] = []
+        start = {node: int(np.argmin(cost)) for node, cost in graph.costs.items()}
+        if plan is not None:
+            value, start = plan.solve(graph.costs)
+            if value >= FORBIDDEN:
+                return True
+            self.raise_bound(graph.offset + value)
+            over = usage_profile(graph, start) - graph.capacity
+            if (over <= 0).all():
+                self.offer(graph.restore(start))
+                return True
+            times = [int(np.argmax(over))]
+        if self.best is None:
+            found = descend(graph, start, self.began + 0.5 * (self.deadline - self.began))
+            if found is not None:
+                self.offer(graph.restore(found))
+
+        def report(choices: dict[int, int], bound: float) -> None:
+            self.offer(graph.restore(choices))
+
+        result = solve_mip(
+            graph,
+            deadline=self.deadline,
+            seed=self.seed,
+            threads=self.threads,
+            cutoff=self.cost,
+            times=times,
+            report=report,
+        )
+        if np.isfinite(result.bound):
+            # The bound is a float of HiGHS: take off what rounding may have added.
+            self.raise_bound(graph.offset + int(np.floor(result.bound - 1e-7 * abs(result.bound))))
+        return result.finished
+
+    def offer(self, choices: Ints) -> None:
+        """Takes `choices` of the whole problem if they are feasible and better."""
+        judged = evaluate(self.problem, choices)
+        if judged.feasible and (self.cost is None or judged.cost < self.cost):
+            self.best, self.cost = np.array(choices, dtype=np.int64), judged.cost
+            self.tell()
+
+    def raise_bound(self, bound: int) -> None:
+        if bound > self.bound:
+            self.bound = bound
+            self.tell()
+
+    def tell(self) -> None:
+        if self.progress is not None:
+            self.progress(Progress(time.monotonic() - self.began, self.cost, self.bound))
+
+    def finish(self, status: Status) -> Solution:
+        assert self.best is not None and self.cost is not None
+        judged = evaluate(self.problem, self.best)
+        if judged.cost != self.cost or not judged.feasible:
+            raise RuntimeError(f"the solver reckoned a cost of {self.cost}, the problem says {judged.cost}")
+        bound = self.cost if status is Status.OPTIMAL else min(self.bound, self.cost)
+        self.stats |= {"peak_usage": judged.peak_usage, "peak_time": judged.peak_time}
+        self.stats["solve_s"] = time.monotonic() - self.began
+        return Solution(self.best, self.cost, bound, status, self.stats)
+
+    def infeasible(self, proven: bool) -> Solution:
+        """No choices found: looks for those with the smallest excess by bisection on the limit, costs set aside."""
+        if self.best is not None:
+            raise RuntimeError("the problem was found infeasible although the hint is feasible")
+        choices = np.zeros(self.problem.num_nodes, dtype=np.int64)
+        allowed = _without_costs(self.problem, None)
+        limit = self.problem.usage_limit
+        deadline = max(self.deadline, time.monotonic() + 2.0)
+        found = _any(allowed, deadline, self.seed, self.threads)
+        if found is not None:
+            choices = found
+        if found is not None and limit is not None:
+            low, high = limit, evaluate(self.problem, choices).peak_usage
+            while high - low > max(1, (high - limit) // 1000) and time.monotonic() < deadline:
+                middle = (low + high) // 2
+                found = _any(_without_costs(self.problem, middle), deadline, self.seed, self.threads)
+                if found is None:
+                    low = middle
+                else:
+                    choices, high = found, evaluate(self.problem, found).peak_usage
+        judged = evaluate(self.problem, choices)
+        self.stats |= {"excess": judged.excess, "excess_time": judged.peak_time, "peak_usage": judged.peak_usage}
+        self.stats["solve_s"] = time.monotonic() - self.began
+        status = Status.INFEASIBLE if proven else Status.UNKNOWN
+        return Solution(choices, judged.cost, FORBIDDEN if proven else self.bound, status, self.stats)
+
+
+def _any(problem: Problem, deadline: float, seed: int, threads: int) -> Ints | None:
+    """Any feasible choices of a problem without costs."""
+    left = max(0.5, deadline - time.monotonic())
+    inner = _Solve(problem, left, seed, threads, None, None)
+    graph = build(problem)
+    try:
+        reduce(graph)
+    except (InfeasibleGraph, OverLimit):
+        return None
+    inner.search(graph)
+    return inner.best
+
+
+def _without_costs(problem: Problem, limit: int | None) -> Problem:
+    return dataclasses.replace(
+        problem,
+        node_costs=np.where(problem.node_costs >= FORBIDDEN, FORBIDDEN, 0),
+        edge_costs=np.where(problem.edge_costs >= FORBIDDEN, FORBIDDEN, 0),
+        usage_limit=limit,
+    )
+
+
+def _trivial_bound(problem: Problem) -> int:
+    nodes = np.minimum.reduceat(problem.node_costs, problem.node_offsets[:-1])
+    edges = np.minimum.reduceat(problem.edge_costs, problem.edge_offsets[:-1]) if problem.num_edges else nodes[:0]
+    return sum(nodes.tolist()) + sum(edges.tolist())

@@ -1,0 +1,7 @@
+"""The helpers beside these tests can be imported by name."""
+
+import pathlib
+import sys
+
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
