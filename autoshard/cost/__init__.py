@@ -14,11 +14,16 @@ from autoshard.cost._collectives import Collectives as Collectives
 from autoshard.cost._collectives import Kind as Kind
 from autoshard.cost._collectives import links as links
 from autoshard.cost._compute import Compute as Compute
+from autoshard.cost._decoder import Decoder as Decoder
+from autoshard.cost._decoder import train_state_bytes as train_state_bytes
 from autoshard.cost._layout import Segment as Segment
+from autoshard.cost._memory import shard_bytes as shard_bytes
 from autoshard.cost._mesh import Mesh as Mesh
 from autoshard.cost._mesh import default_axis_names as default_axis_names
 from autoshard.cost._mesh import make_mesh as make_mesh
 from autoshard.cost._mesh import parse_mesh as parse_mesh
+from autoshard.cost._questions import QuestionRow as QuestionRow
+from autoshard.cost._questions import validate_questions as validate_questions
 from autoshard.cost._topology import PhysicalAxis as PhysicalAxis
 from autoshard.cost._topology import Topology as Topology
 from autoshard.cost._topology import slice_names as slice_names

@@ -1,5 +1,7 @@
 """How long matmuls and memory-bound ops take on one device."""
 
+import math
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -34,10 +36,33 @@ class Compute:
         flops = 2.0 * m * n * k * batch
         return flops / (self.topology.peak_flops(dtype) * self.matmul_efficiency(m, n, k))
 
-    def memory_seconds(self, size_bytes: ArrayLike) -> NDArray[np.float64]:
-        """Time to stream that many bytes from and to main memory."""
+    def memory_seconds(self, size_bytes: ArrayLike, on_chip: bool = False) -> NDArray[np.float64]:
+        """Time to stream that many bytes from and to main memory, or on-chip memory (VMEM) where the chip has one."""
         rate = self.topology.memory_bytes_per_s * self.calibration.memory_efficiency
+        if on_chip and self.topology.chip.vmem_over_hbm_bandwidth:
+            rate *= self.topology.chip.vmem_over_hbm_bandwidth
         return np.asarray(size_bytes, dtype=np.float64) / rate
+
+    def host_seconds(self, size_bytes: ArrayLike) -> NDArray[np.float64]:
+        """Time to move that many bytes of one device to or from its host's memory (all devices at once)."""
+        chip = self.topology.chip
+        rate = chip.pcie_bytes_per_s_per_chip / chip.devices_per_chip or self.topology.memory_bytes_per_s
+        return np.asarray(size_bytes, dtype=np.float64) / rate
+
+    def critical_batch(
+        self,
+        k: int,
+        n: int,
+        dtype: str = "bf16",
+        weight_itemsize: float = 2,
+        activation_itemsize: float = 2,
+        on_chip: bool = False,
+    ) -> float:
+        """Rows b above which `[b, k] x [k, n]` is compute bound, its weights and activations streamed; inf if never."""
+        one_row = float(self.op_seconds(2.0 * k * n, 0, dtype)) - self.calibration.op_overhead_s
+        weights = float(self.memory_seconds(k * n * weight_itemsize, on_chip))
+        activations = float(self.memory_seconds((k + n) * activation_itemsize, on_chip))
+        return weights / (one_row - activations) if one_row > activations else math.inf
 
     def vector_seconds(self, flops: ArrayLike) -> NDArray[np.float64]:
         """Time of elementwise work in the vector units."""

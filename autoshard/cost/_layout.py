@@ -57,6 +57,9 @@ def _assignments(sizes: Sequence[int], left: tuple[int, ...]) -> Iterator[tuple[
             yield (counts, *rest)
 
 
+_PLACE = {"network": math.inf, "die": 0, "switch": 0, "memory": 0}
+
+
 def _segments(assignment: Sequence[_Counts], physical: Sequence[PhysicalAxis]) -> tuple[tuple[Segment, ...], ...]:
     """Segments of every mesh axis; of a split physical axis, earlier mesh axes take the major digits."""
     strides = [axis.size for axis in physical]
@@ -69,7 +72,10 @@ def _segments(assignment: Sequence[_Counts], physical: Sequence[PhysicalAxis]) -
             if count > 1:
                 wrap = axis.wrap and outermost
                 mine.append(Segment(axis.name, axis.kind, count, strides[position], wrap))
-        result.append(tuple(mine))
+        # Far steps first, so that most neighbours along the mesh axis are near; devices of a chip stay innermost.
+        result.append(
+            tuple(sorted(mine, key=lambda s: s.stride if s.kind == "torus" else _PLACE[s.kind], reverse=True))
+        )
     return tuple(result)
 
 
@@ -92,7 +98,7 @@ def _rank(segments: tuple[tuple[Segment, ...], ...], assignment: Sequence[_Count
     speeds = tuple(-_speed(mine) for mine in reversed(segments))
     # The last entry only breaks ties: earlier mesh axes on earlier physical axes.
     order = tuple(tuple(-count for count in counts) for counts in assignment)
-    return (round(late_network, 9), early_die, splits, speeds, order)
+    return (round(late_network, 9), splits, early_die, speeds, order)
 
 
 def choose_layout(

@@ -1,0 +1,107 @@
+"""Closed-form counts of a decoder-only transformer: parameters, FLOPs, cache and saved activations.
+
+A planned program is counted op by op; these counts are for checks against published figures, which name
+a model by its dims alone.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+from autoshard.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decoder:
+    """Dims of a decoder: layers, width, MLP width, query heads, key/value heads, head size, vocabulary.
+
+    `gated` MLPs have three matrices, others two; `tied` models use one matrix for embedding and head. With `experts`
+    > 1 every layer has that many MLPs (and a router), of which `active_experts` see a token.
+    """
+
+    layers: int
+    width: int
+    mlp_width: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    gated: bool = True
+    tied: bool = False
+    experts: int = 1
+    active_experts: int = 1
+
+    @property
+    def attention_params(self) -> int:
+        """Weights of the four projections of one layer."""
+        return self.width * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+
+    @property
+    def mlp_params(self) -> int:
+        """Weights of one MLP (one expert)."""
+        return (3 if self.gated else 2) * self.width * self.mlp_width
+
+    @property
+    def params(self) -> int:
+        """All parameters; norms count one vector each, biases none."""
+        router = self.width * self.experts if self.experts > 1 else 0
+        layer = self.attention_params + self.experts * self.mlp_params + router + 2 * self.width
+        return self.layers * layer + (1 if self.tied else 2) * self.vocabulary * self.width + self.width
+
+    @property
+    def matmul_params(self) -> int:
+        """Parameters that multiply every token: active experts, head, no embedding lookup, no norms."""
+        router = self.width * self.experts if self.experts > 1 else 0
+        layer = self.attention_params + self.active_experts * self.mlp_params + router
+        return self.layers * layer + self.vocabulary * self.width
+
+    def attention_flops_per_token(self, sequence: float, causal: bool = True) -> float:
+        """Forward FLOPs of scores and weighted sums for one token of a sequence; causal attention does half."""
+        return 4.0 * sequence * self.heads * self.head_size * self.layers * (0.5 if causal else 1.0)
+
+    def train_flops(self, tokens: float, sequence: float = 0, causal: bool = True) -> float:
+        """Model FLOPs of one training step: 6 per matmul parameter and token, and three times forward attention."""
+        return tokens * (6.0 * self.matmul_params + 3.0 * self.attention_flops_per_token(sequence, causal))
+
+    def forward_flops(self, tokens: float, sequence: float = 0, causal: bool = True) -> float:
+        """Model FLOPs of one forward pass."""
+        return tokens * (2.0 * self.matmul_params + self.attention_flops_per_token(sequence, causal))
+
+    def kv_bytes(self, tokens: float, itemsize: float = 2) -> float:
+        """Key/value cache of that many tokens."""
+        return 2.0 * tokens * self.layers * self.kv_heads * self.head_size * itemsize
+
+    def activation_widths(self) -> dict[str, int]:
+        """Elements per token of every intermediate tensor of one layer, in order of computation."""
+        widths = {
+            "input": self.width,
+            "normed": self.width,
+            "query": self.heads * self.head_size,
+            "key": self.kv_heads * self.head_size,
+            "value": self.kv_heads * self.head_size,
+            "attention": self.heads * self.head_size,
+            "residual": self.width,
+            "mlp_normed": self.width,
+            "gate": self.mlp_width,
+            "up": self.mlp_width,
+            "product": self.mlp_width,
+        }
+        if not self.gated:
+            del widths["gate"]
+        return widths
+
+    def saved_bytes(self, tokens: float, names: Iterable[str] | None = None, itemsize: float = 2) -> float:
+        """Bytes that the named intermediates of all layers take until the backward pass (None: all of them).
+
+        Raises: UserError for a name that is not in `activation_widths`.
+        """
+        widths = self.activation_widths()
+        chosen = list(widths) if names is None else list(names)
+        unknown = [name for name in chosen if name not in widths]
+        if unknown:
+            raise UserError(f"a decoder layer has no intermediate {unknown[0]!r}; it has {', '.join(widths)}")
+        return tokens * self.layers * itemsize * sum(widths[name] for name in chosen)
+
+
+def train_state_bytes(params: float, param_itemsize: float = 2, moment_itemsize: float = 4) -> float:
+    """Parameters and the two moments of Adam."""
+    return params * (param_itemsize + 2 * moment_itemsize)

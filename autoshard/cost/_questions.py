@@ -1,0 +1,88 @@
+"""Worked questions with known answers, each answered by calls of this room.
+
+Every row of `questions.json` gives a setting and an answer from a book; the function registered under its id turns
+the setting, never the answer, into ours.
+"""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from autoshard.cost import _answers_machine, _answers_model
+from autoshard.cost._answers import ANSWERS
+from autoshard.errors import UserError
+
+
+_FILE = pathlib.Path(__file__).with_name("questions.json")
+_KEYS = {"id", "kind", "setting", "answer", "unit", "tolerance", "trust", "source"}
+_REGISTERED = (_answers_machine, _answers_model)
+"""Imported so that their answers are in the register."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QuestionRow:
+    """One worked question: our answer beside the book's. `skipped` says why there is none of ours."""
+
+    id: str
+    kind: str
+    question: str
+    ours: float | None
+    theirs: float
+    unit: str
+    tolerance: float
+    trust: str
+    source: str
+    skipped: str = ""
+
+    @property
+    def delta_percent(self) -> float | None:
+        """How far ours is from theirs, in percent of theirs."""
+        return None if self.ours is None else 100.0 * (self.ours - self.theirs) / self.theirs
+
+    @property
+    def within(self) -> bool:
+        """Whether ours is within the row's tolerance; a tolerance of zero allows rounding errors."""
+        if self.ours is None:
+            return False
+        return abs(self.ours - self.theirs) <= max(self.tolerance, 1e-9) * abs(self.theirs)
+
+
+def validate_questions(path: str | pathlib.Path | None = None) -> tuple[QuestionRow, ...]:
+    """Answers every question of a file (default: the shipped one) and puts our answers beside its answers.
+
+    Raises: UserError for a file that cannot be read or a row of unknown form.
+    """
+    file = _FILE if path is None else pathlib.Path(path)
+    try:
+        document = json.loads(file.read_text())
+    except OSError as error:
+        raise UserError(f"question file {file} cannot be read: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"question file {file} is not JSON: {error}") from error
+    rows = document.get("rows") if isinstance(document, dict) else document
+    if not isinstance(rows, list):
+        raise UserError(f"question file {file} holds no list of rows")
+    return tuple(_answer(row, f"{file}, row {number}") for number, row in enumerate(rows))
+
+
+def _answer(row: Any, origin: str) -> QuestionRow:
+    missing = sorted(_KEYS - row.keys()) if isinstance(row, dict) else sorted(_KEYS)
+    if missing:
+        raise UserError(f"{origin} of the worked questions misses {', '.join(missing)}")
+    known = ANSWERS.get(row["id"])
+    ours, question, skipped = None, "", f"no call is mapped to the id {row['id']}"
+    if known is not None:
+        ours, question, skipped = known(row["setting"]), (known.__doc__ or "").strip(), ""
+    return QuestionRow(
+        row["id"],
+        row["kind"],
+        question,
+        ours,
+        row["answer"],
+        row["unit"],
+        row["tolerance"],
+        row["trust"],
+        row["source"],
+        skipped,
+    )
