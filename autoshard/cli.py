@@ -7,6 +7,7 @@ and `autoshard --help` must not wait for imports.
 import argparse
 import contextlib
 import difflib
+import io
 import json
 import os
 import sys
@@ -82,6 +83,51 @@ def _plan(arguments: argparse.Namespace, answer: TextIO) -> int:
     return 0
 
 
+def _report(arguments: argparse.Namespace, answer: TextIO) -> int:
+    _check_writable("--out", arguments.out)
+    from autoshard.plan import load_plan
+
+    plan = load_plan(arguments.plan)
+    if arguments.out is None:
+        for flag in ("compare", "measured"):
+            if getattr(arguments, flag):
+                raise UserError(f"--{flag} is for the page; name it with --out report.html.")
+        from autoshard.report import plan_figures, terminal_report
+
+        if arguments.json:
+            _print_json(plan_figures(plan), answer)
+        else:
+            _print_rich(terminal_report(plan), answer)
+        return 0
+    from autoshard.report import html_report, write_text
+
+    compare = load_plan(arguments.compare) if arguments.compare else None
+    measured = _read_json(arguments.measured) if arguments.measured else None
+    page = html_report(plan, compare=compare, measured=measured)
+    write_text(arguments.out, page)
+    if arguments.json:
+        _print_json({"report": str(arguments.out), "bytes": len(page.encode())}, answer)
+    else:
+        print(f"Report written to {arguments.out}", file=answer)
+    return 0
+
+
+def _solve(arguments: argparse.Namespace, answer: TextIO) -> int:
+    _check_writable("--out", arguments.out)
+    from autoshard.solver._command import run_solve
+
+    with contextlib.redirect_stdout(answer), contextlib.ExitStack() as quiet:
+        if arguments.quiet:
+            quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        return run_solve(
+            str(arguments.problem),
+            time_limit=arguments.time_limit,
+            seed=arguments.seed,
+            threads=arguments.threads,
+            out=str(arguments.out) if arguments.out else None,
+        )
+
+
 # Parsing
 
 
@@ -121,6 +167,19 @@ def build_parser() -> argparse.ArgumentParser:
     _add_program(plan)
     _add_planning(plan, required=True)
     plan.add_argument("--out", metavar="PLAN.json", type=Path, help="write the plan here")
+
+    report = _command(commands, "report", _report, "show a plan that was saved")
+    report.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
+    report.add_argument("-o", "--out", metavar="REPORT.html", type=Path, help="write a page here instead")
+    report.add_argument("--compare", metavar="OTHER.json", type=Path, help="another plan to set beside this one")
+    report.add_argument("--measured", metavar="M.json", type=Path, help="what `autoshard measure --json` printed")
+
+    solve = _command(commands, "solve", _solve, "solve a Problem in the contest's format", json_flag=False)
+    solve.add_argument("problem", metavar="PROBLEM.json", help="JSON, also gzipped; what --save-problem writes")
+    solve.add_argument("--time-limit", type=_seconds, default=60.0, metavar="S", help="in all (default: 60)")
+    solve.add_argument("--seed", type=int, default=0, metavar="N", help="of searches that draw lots (default: 0)")
+    solve.add_argument("--threads", type=_positive, default=2, metavar="N", help="to search with (default: 2)")
+    solve.add_argument("--out", type=Path, metavar="OUT.json", help="write choices, cost and bound here")
     return parser
 
 
@@ -130,7 +189,9 @@ def parser_of(parser: argparse.ArgumentParser, command: str) -> argparse.Argumen
     return choices[command]
 
 
-def _command(commands: Any, name: str, run: Any, summary: str, epilog: str = "") -> argparse.ArgumentParser:
+def _command(
+    commands: Any, name: str, run: Any, summary: str, epilog: str = "", json_flag: bool = True
+) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         name,
         help=summary,
@@ -140,7 +201,8 @@ def _command(commands: Any, name: str, run: Any, summary: str, epilog: str = "")
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, and nothing else there")
+    if json_flag:
+        parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, nothing else there")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
@@ -231,6 +293,18 @@ def _check_writable(flag: str, path: Path | None) -> None:
         raise UserError(f"{flag} {path}: the directory {path.absolute().parent} does not exist; create it first.")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise UserError(f"{flag} {path} cannot be written: permission denied.")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}.") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); give what `autoshard measure --json` printed.") from error
+    if not isinstance(value, dict) or "step_time_s" not in value:
+        raise UserError(f"{path} has no `step_time_s`; give what `autoshard measure --json` printed.")
+    return value
 
 
 @contextlib.contextmanager

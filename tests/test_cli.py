@@ -17,6 +17,8 @@ FLAGS = {
         *("--out", "--quiet", "--remat", "--save-problem", "--seed", "--seq", "--state-dtype", "--time-limit"),
         *("--topology", "--train"),
     },
+    "report": {"--compare", "--debug", "--json", "--measured", "--out", "--quiet", "-o"},
+    "solve": {"--debug", "--out", "--quiet", "--seed", "--threads", "--time-limit"},
 }
 """Every flag of every command: an option is added here on purpose, or not at all."""
 

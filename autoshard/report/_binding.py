@@ -45,3 +45,34 @@ def _gaps(plan: Plan) -> list[str]:
         f"The solution of the Problem {solver}; the predicted step time is within {plan.plan_gap:.1%} of a certified "
         "lower bound for every plan on this mesh (plan gap)."
     ]
+
+
+def why_not(plan: Plan, name: str) -> tuple[str, ...]:
+    """Why the plan was preferred to one of its baselines."""
+    own, other = plan.prediction, plan.baselines[name]
+    sentences = []
+    if not other.fits:
+        over = other.peak_bytes - plan.memory_limit_bytes
+        kind, size = max(other.memory.items(), key=lambda item: item[1], default=("", 0))
+        most = f", of which {kind.replace('_', ' ')} take {format_bytes(size)}" if kind else ""
+        sentences.append(
+            f"It does not fit: it needs {format_bytes(other.peak_bytes)} a device{most}, {format_bytes(over)} too much."
+        )
+    slower = other.step_time_s - own.step_time_s
+    if slower <= 0.005 * own.step_time_s:
+        faster = f"it would be {format_seconds(-slower)} faster" if slower < 0 else "it is about as fast as the plan"
+        sentences.append(f"By time alone {faster}.")
+        return tuple(sentences)
+    parts = {
+        "compute": other.compute_s - own.compute_s,
+        "exposed communication": other.exposed_comm_s - own.exposed_comm_s,
+    }
+    main, amount = max(parts.items(), key=lambda item: item[1])
+    sentence = f"It is {slower / own.step_time_s:.1%} slower, chiefly by {format_seconds(amount)} more {main}"
+    worst = max((c for c in other.collectives if not c.hidden), key=lambda c: c.seconds, default=None)
+    if main != "compute" and worst is not None:
+        cause = f" for {worst.cause}" if worst.cause else ""
+        sentence += (
+            f"; its costliest is {worst.kind} over {' x '.join(worst.axes)}{cause} ({format_seconds(worst.seconds)})"
+        )
+    return (*sentences, sentence + ".")

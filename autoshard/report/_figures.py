@@ -8,12 +8,13 @@ from typing import Any
 from autoshard.plan import Plan, Prediction
 
 
-def plan_figures(plan: Plan, wall_s: Mapping[str, float]) -> dict[str, Any]:
+def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[str, Any]:
     """The object that `autoshard plan --json` prints. Times in seconds, sizes in bytes of one device.
 
-    `wall_s` is how long each phase of planning took. What is unknown or unbounded is `None`.
+    `wall_s` is how long each phase of planning took; a saved plan does not know. What is unknown or unbounded is
+    `None`.
     """
-    return {
+    figures: dict[str, Any] = {
         "program": plan.program_name,
         "topology": plan.topology,
         "mesh": dict(plan.mesh),
@@ -23,11 +24,13 @@ def plan_figures(plan: Plan, wall_s: Mapping[str, float]) -> dict[str, Any]:
         "plan_gap": _finite(plan.plan_gap),
         "objective": plan.objective,
         "lower_bound": plan.lower_bound,
-        "wall_s": {phase: round(seconds, 4) for phase, seconds in wall_s.items()},
         "words": list(plan.words),
         "baselines": {name: prediction_figures(baseline) for name, baseline in plan.baselines.items()},
         "warnings": list(plan.warnings),
     }
+    if wall_s is not None:
+        figures["wall_s"] = {phase: round(seconds, 4) for phase, seconds in wall_s.items()}
+    return figures
 
 
 def prediction_figures(prediction: Prediction) -> dict[str, Any]:

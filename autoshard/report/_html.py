@@ -1,0 +1,186 @@
+"""A plan as one self-contained HTML page: no network, no other file."""
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from autoshard.cost import Topology
+from autoshard.plan import Plan, Prediction, Spec
+from autoshard.report._binding import what_binds, why_not
+from autoshard.report._figures import best_baseline
+from autoshard.report._names import clean
+from autoshard.report._tree import module_trees
+from autoshard.units import format_bytes, format_seconds
+
+
+DRAWN_DEVICES = 8192
+"""More chips than this are not drawn; the first ones stand for them."""
+
+MEMORY_KINDS = ("parameters", "optimizer_state", "gradients", "activations", "gathered", "temporaries", "batch")
+COMMUNICATION_KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+DIFFERENCES = 200
+
+
+def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, Any] | None = None) -> str:
+    """The page, as text.
+
+    `compare` is another plan to set beside this one; `measured` is what `autoshard measure --json` printed.
+    """
+    prediction = plan.prediction
+    slowest = max([prediction.step_time_s, *(b.step_time_s for b in plan.baselines.values())])
+    # A bar may be three times as long as the plan's, so that one hopeless baseline does not flatten the rest.
+    scale = min(slowest, 3 * prediction.step_time_s) if prediction.step_time_s > 0 else slowest
+    ordered = sorted(plan.baselines.items(), key=lambda item: (not item[1].fits, item[1].step_time_s))
+    return _template().render(
+        plan=plan,
+        devices=math.prod(plan.mesh.values()),
+        best=best_baseline(plan),
+        bars=[
+            {
+                "name": name,
+                "own": row is prediction,
+                "prediction": row,
+                "time": _time_bar(row, scale),
+                "why": () if row is prediction else why_not(plan, name),
+            }
+            for name, row in [("this plan", prediction), *ordered]
+        ],
+        memory=_memory_bar(plan),
+        communication=sorted(prediction.collectives, key=lambda c: -c.seconds),
+        binds=what_binds(plan),
+        compare=compare and _comparison(plan, compare),
+        measured=measured and _measurement(plan, measured),
+        provenance=_flat(plan.provenance),
+        data=_page_data(plan),
+    )
+
+
+@functools.cache
+def _template():
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("autoshard.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "bytes": format_bytes,
+        "seconds": format_seconds,
+        "clean": clean,
+        "words": lambda kind: kind.replace("_", " "),
+        "percent": lambda share: f"{share:.1%}",
+        "css": lambda kind: kind.replace("_", "-"),
+    }
+    return environment.get_template("report.html")
+
+
+def _time_bar(prediction: Prediction, scale: float) -> dict[str, Any]:
+    """Widths in percent of `scale` seconds; exposed communication by kind and axes, as the collectives tell it."""
+
+    def width(seconds: float) -> float:
+        return round(100 * seconds / scale, 3) if scale > 0 else 0.0
+
+    exposed: dict[tuple[str, str], float] = {}
+    for collective in prediction.collectives:
+        if not collective.hidden:
+            key = (collective.kind, ", ".join(collective.axes))
+            exposed[key] = exposed.get(key, 0.0) + collective.seconds
+    listed = sum(exposed.values())
+    # Partly hidden collectives count in full in the list, so it may add up to more than what is exposed.
+    shrink = min(1.0, prediction.exposed_comm_s / listed) if listed > 0 else 0.0
+    parts = [
+        {"kind": kind, "label": f"{kind} over {axes}", "seconds": seconds * shrink, "width": width(seconds * shrink)}
+        for (kind, axes), seconds in sorted(exposed.items(), key=lambda item: -item[1])
+    ]
+    rest = prediction.exposed_comm_s - sum(part["seconds"] for part in parts)
+    if rest > 1e-9 * max(prediction.step_time_s, 1e-12):
+        label = "other exposed communication" if parts else "exposed communication"
+        parts.append({"kind": "other", "label": label, "seconds": rest, "width": width(rest)})
+    return {
+        "compute": width(prediction.compute_s),
+        "hidden": width(min(prediction.hidden_comm_s, prediction.compute_s)),
+        "exposed": parts,
+        "cut": scale > 0 and prediction.step_time_s > scale * 1.0001,
+    }
+
+
+def _memory_bar(plan: Plan) -> dict[str, Any]:
+    memory = plan.prediction.memory
+    whole = max(plan.memory_limit_bytes, plan.prediction.peak_bytes, 1)
+    kinds = [kind for kind in MEMORY_KINDS if kind in memory] + sorted(set(memory) - set(MEMORY_KINDS))
+    return {
+        "parts": [
+            {"kind": kind, "bytes": memory[kind], "width": round(100 * memory[kind] / whole, 3)}
+            for kind in kinds
+            if memory[kind] > 0
+        ],
+        "limit": round(100 * plan.memory_limit_bytes / whole, 3),
+    }
+
+
+def _spec_text(spec: Spec) -> str:
+    return str(spec) if spec.axes else "whole"
+
+
+def _comparison(plan: Plan, other: Plan) -> dict[str, Any]:
+    both = [name for name in plan.arguments if name in other.arguments]
+    different = [name for name in both if plan.arguments[name] != other.arguments[name]]
+    figures = ("step_time_s", "compute_s", "hidden_comm_s", "exposed_comm_s", "peak_bytes", "mfu", "fits")
+    return {
+        "plan": other,
+        "rows": [(key, getattr(plan.prediction, key), getattr(other.prediction, key)) for key in figures],
+        "specs": [
+            (name, _spec_text(plan.arguments[name]), _spec_text(other.arguments[name]))
+            for name in different[:DIFFERENCES]
+        ],
+        "more": max(len(different) - DIFFERENCES, 0),
+        "different": len(different),
+        "shared": len(both),
+        "only": [len(set(plan.arguments) - set(both)), len(set(other.arguments) - set(both))],
+    }
+
+
+def _measurement(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
+    step = measured.get("step_time_s")
+    ratio = step / plan.prediction.step_time_s if step and plan.prediction.step_time_s > 0 else None
+    collectives = measured.get("collectives") or {}
+    wire = {side: (collectives.get(side) or {}).get("wire_bytes", {}) for side in ("predicted", "compiled")}
+    axes = [*dict.fromkeys([*wire["predicted"], *wire["compiled"]])]
+    return {
+        "step_time_s": step,
+        "ratio": ratio,
+        "max_rel_diff": measured.get("max_rel_diff"),
+        "wire": [(axis, wire["predicted"].get(axis, 0), wire["compiled"].get(axis, 0)) for axis in axes],
+    }
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows = []
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            rows += _flat(item, f"{prefix}{key}.")
+        else:
+            rows.append((f"{prefix}{key}", item if isinstance(item, str) else json.dumps(item, default=str)))
+    return rows
+
+
+def _page_data(plan: Plan) -> str:
+    """What the page's script draws from. `<` is escaped: a name must not be able to close the script element."""
+    topology = Topology.parse(plan.topology)
+    axes = [axis for axis in topology.physical_axes if axis.size > 1] or list(topology.physical_axes[-1:])
+    data = {
+        "mesh": list(plan.mesh.items()),
+        "deviceOrder": plan.device_order,
+        "physical": [{"name": a.name, "size": a.size, "kind": a.kind, "wrap": a.wrap} for a in axes],
+        "drawn": DRAWN_DEVICES,
+        "trees": [tree.to_json() for tree in module_trees(plan)],
+    }
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text

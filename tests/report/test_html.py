@@ -1,0 +1,214 @@
+"""The page holds the plan's own numbers, needs nothing else, and is safe with any name."""
+
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoshard.plan import Plan, Spec, load_plan, save_plan
+from autoshard.report import html_report
+
+
+class Page(HTMLParser):
+    """What a test wants to know of a page."""
+
+    VOID = ("meta", "link", "input", "br")
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.figures: dict[str, list[str]] = {}
+        self.tags: dict[str, int] = {}
+        self.links: list[str] = []
+        self.open: list[str] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.tags[tag] = self.tags.get(tag, 0) + 1
+        self.links += [value or "" for key, value in attrs if key in ("src", "href", "action")]
+        assert not [key for key in given if key.startswith("on")], "no inline handlers"
+        if tag == "data":
+            self.figures.setdefault(given["data-key"] or "", []).append(given["value"] or "")
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+        self.text += " " if tag in ("td", "th", "p", "li") else ""
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+        elif self.open and self.open[-1] != "style":
+            self.text += data
+
+
+def value_at(saved: dict[str, Any], key: str) -> Any:
+    """`baselines.fsdp x tp.step_time_s` out of plan.json; the names of baselines may hold dots."""
+    if key.startswith("baselines."):
+        name, _, field = key.removeprefix("baselines.").rpartition(".")
+        return saved["baselines"][name][field]
+    value = saved
+    for part in key.split("."):
+        value = value[part]
+    return value
+
+
+def test_the_numbers_on_the_page_are_those_of_the_plan_file(plan: Plan, tmp_path: Path):
+    save_plan(plan, tmp_path / "plan.json")
+    saved = json.loads((tmp_path / "plan.json").read_text())
+    page = Page(html_report(load_plan(tmp_path / "plan.json")))
+    assert len(page.figures) > 30
+    for key, values in page.figures.items():
+        assert {float(value) for value in values} == {float(value_at(saved, key))}, key
+    expected = {
+        "prediction.step_time_s",
+        "prediction.peak_bytes",
+        "plan_gap",
+        "objective",
+        "prediction.memory.activations",
+    }
+    expected |= {f"baselines.{name}.step_time_s" for name in plan.baselines}
+    assert expected <= set(page.figures)
+
+
+def test_the_page_needs_nothing_from_anywhere(plan: Plan):
+    text = html_report(plan)
+    assert Page(text).links == ["data:,"]
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert "default-src 'none'" in text
+
+
+def test_every_tensor_is_in_the_page_with_its_spec(plan: Plan):
+    data = json.loads(Page(html_report(plan)).scripts[0])
+    found = {}
+
+    def walk(nodes: list[dict[str, Any]]) -> None:
+        for node in nodes:
+            if "children" in node:
+                assert node["device"] == sum(child["device"] for child in node["children"])
+                walk(node["children"])
+            else:
+                found[node["name"]] = (tuple(node["shape"]), Spec.from_json(node["dims"]))
+
+    walk(data["trees"])
+    assert found == {name: (plan.shapes[name], plan.arguments[name]) for name in plan.arguments}
+    assert [tree["label"] for tree in data["trees"]] == ["parameters", "optimizer state", "batch"]
+    assert [axis["size"] for axis in data["physical"]] == [4, 8, 8]
+
+
+def test_a_stacked_block_says_how_many_layers_it_holds(plan: Plan):
+    data = json.loads(Page(html_report(plan)).scripts[0])
+    (model,) = (node for node in data["trees"][0]["children"] if node["label"] == "model")
+    (layers,) = (node for node in model["children"] if node["label"] == "layers")
+    assert [(node["label"], node["repeats"]) for node in layers["children"]] == [("*", 32)]
+
+
+def unrolled(plan: Plan, layers: int, odd: int | None = None) -> Plan:
+    """The plan with a list of layers where it has a stack; layer `odd` splits nothing."""
+    arguments, shapes, dtypes, roles = {}, {}, {}, {}
+    for name, spec in plan.arguments.items():
+        for layer in range(layers) if "*" in name else (None,):
+            new = name if layer is None else name.replace("*", str(layer))
+            arguments[new] = Spec.replicated(len(spec.dims)) if layer is not None and layer == odd else spec
+            shapes[new], dtypes[new], roles[new] = plan.shapes[name], plan.dtypes[name], plan.roles[name]
+    return dataclasses.replace(plan, arguments=arguments, shapes=shapes, dtypes=dtypes, roles=roles)
+
+
+@pytest.mark.parametrize(
+    ("odd", "labels"),
+    [(None, [("0–11", 12)]), (0, [("0", 1), ("1–11", 11)]), (5, [("0–4", 5), ("5", 1), ("6–11", 6)])],
+)
+def test_repeated_layers_are_folded_where_they_are_split_alike(plan: Plan, odd: int | None, labels: list):
+    page = Page(html_report(unrolled(plan, 12, odd)))
+    (model,) = (node for node in json.loads(page.scripts[0])["trees"][0]["children"] if node["label"] == "model")
+    (layers,) = (node for node in model["children"] if node["label"] == "layers")
+    assert [(node["label"], node["repeats"]) for node in layers["children"]] == labels
+
+
+def test_a_very_large_plan_stays_small(plan: Plan):
+    # 126 layers, unrolled, with optimizer state: as many tensors as a 405B model that nobody stacked.
+    assert len(html_report(unrolled(plan, 126)).encode()) < 3 * 2**20
+
+
+def test_what_a_baseline_lacks_is_said(plan: Plan):
+    text = " ".join(Page(html_report(plan)).text.split())
+    assert (
+        "It does not fit: it needs 151.00 GiB a device, of which activations take 120.80 GiB, 55.30 GiB too much."
+        in text
+    )
+    assert "It is 64.0% slower, chiefly by 2.09 s more exposed communication." in text
+
+
+def test_another_plan_beside_it(plan: Plan):
+    other = dataclasses.replace(
+        plan,
+        mesh={"data": 256},
+        arguments=plan.arguments | {"lm_head.weight": Spec((("data",), ()))},
+        prediction=plan.baselines["fsdp"],
+    )
+    text = " ".join(Page(html_report(plan, compare=other)).text.split())
+    assert "1 of 34 common arguments are split differently." in text
+    assert "lm_head.weight [model, data] [data, -]" in text
+    assert "step time 3.22 s 3.47 s" in text
+
+
+def test_a_measurement_beside_it(plan: Plan):
+    measured = {
+        "step_time_s": 3.542,
+        "max_rel_diff": 2e-7,
+        "collectives": {
+            "predicted": {"wire_bytes": {"data": 2**30, "model": 2**31}},
+            "compiled": {"wire_bytes": {"data": 2**29, "model": 2**31}},
+        },
+    }
+    text = " ".join(Page(html_report(plan, measured=measured)).text.split())
+    assert "step time (measured is 1.10 of predicted) 3.22 s 3.54 s" in text
+    assert "on the wire over data, as compiled 1.00 GiB 512.00 MiB" in text
+
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</script><img src=x onerror=alert(1)>",
+    "\"'><b>",
+    "‮reversed",
+    "w" * 5000,
+    "<!--",
+    "{{ 7*7 }}",
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_name_does_no_harm(plan: Plan, name: str):
+    plain = Page(html_report(plan))
+    (own, *_) = plan.arguments
+
+    def renamed(table: dict[str, Any]) -> dict[str, Any]:
+        return {name if key == own else key: value for key, value in table.items()}
+
+    collectives = tuple(dataclasses.replace(c, cause=name) for c in plan.prediction.collectives)
+    hostile = dataclasses.replace(
+        plan,
+        program_name=name,
+        arguments=renamed(plan.arguments),
+        shapes=renamed(plan.shapes),
+        dtypes=renamed(plan.dtypes),
+        roles=renamed(plan.roles),
+        words=(name,) * len(plan.words),
+        warnings=(name,),
+        provenance={name: name, "b": 1, "c": 2},
+        prediction=dataclasses.replace(plan.prediction, collectives=collectives, peak_at=name),
+    )
+    page = Page(html_report(hostile, compare=hostile))
+    expected = Page(html_report(plan, compare=plan)).tags
+    assert page.tags == expected
+    assert len(page.scripts) == len(plain.scripts)
+    assert name.replace("‮", "\N{REPLACEMENT CHARACTER}")[:30] in page.text
+    assert name in [json.loads(f'"{text}"') for text in re.findall(r'"name":"((?:[^"\\]|\\.)*)"', page.scripts[0])]
