@@ -1,5 +1,12 @@
 """What a program does: ops, tensors, loops, sharding rules. Knows no meshes and no chips."""
 
+from autoshard.graph._clusters import Cluster as Cluster
+from autoshard.graph._clusters import Edge as Edge
+from autoshard.graph._clusters import Structure as Structure
+from autoshard.graph._clusters import build_structure as build_structure
+from autoshard.graph._fusion import Fusion as Fusion
+from autoshard.graph._fusion import Liveness as Liveness
+from autoshard.graph._fusion import analyse as analyse
 from autoshard.graph._read import read_graph as read_graph
 from autoshard.graph._read import replace_names as replace_names
 from autoshard.graph._records import Carry as Carry

@@ -11,6 +11,7 @@ from autoshard.graph._records import OpClass, OpGraph
 
 _CHEAP_INTO_MATMUL = frozenset({"convert", "transpose", "reshape", "broadcast_in_dim"})
 _WRITERS = frozenset({"reduce"})
+_FUSED_MOVES = frozenset({"slice", "concatenate", "pad", "reverse"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,6 +21,9 @@ class Fusion:
     root: int
     writes: tuple[int, ...]
     reads: tuple[int, ...]
+    """A slice taken of a stack stands for itself: only the slice is read."""
+    moved: tuple[int, ...]
+    """Values whose bytes are written: `writes`, or the slice that is put into a stack in place."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ def analyse(graph: OpGraph) -> Liveness:
         for carry in loop.carries:
             pinned.update((carry.init, carry.update))
     reach: dict[int, frozenset[int]] = {}
+    bases: dict[int, frozenset[int]] = {}
     materialised: set[int] = set()
     for tensor in graph.tensors:
         if tensor.producer < 0:
@@ -55,7 +60,13 @@ def analyse(graph: OpGraph) -> Liveness:
             for tensor in op.results:
                 reach[tensor] = frozenset()
             continue
-        reads = frozenset().union(*(reach.get(t, frozenset()) for t in op.operands)) if op.operands else frozenset()
+        if op.kind == "dynamic_slice" and op.op_class is OpClass.LAYER:
+            bases[op.results[0]] = reach.get(op.operands[0], frozenset())
+            reach[op.results[0]] = frozenset(op.results)
+            continue
+        in_place = op.kind == "dynamic_update_slice"
+        sources = op.operands[1:2] if in_place else op.operands
+        reads = frozenset().union(*(reach.get(t, frozenset()) for t in sources))
         writes = []
         for tensor in op.results:
             if _is_written(graph, op.id, tensor, consumers[tensor], reads, pinned):
@@ -65,17 +76,19 @@ def analyse(graph: OpGraph) -> Liveness:
             else:
                 reach[tensor] = reads
         if writes:
-            fusions.append(Fusion(op.id, tuple(writes), tuple(sorted(reads))))
-    return Liveness(tuple(fusions), frozenset(materialised), _buffers(graph, fusions, materialised, free, reach))
+            moved = op.operands[1:2] if in_place else tuple(writes)
+            fusions.append(Fusion(op.id, tuple(writes), tuple(sorted(reads)), moved))
+    buffers = _buffers(graph, fusions, materialised, free, reach, bases)
+    return Liveness(tuple(fusions), frozenset(materialised), buffers)
 
 
 def _is_written(
     graph: OpGraph, op_id: int, tensor: int, users: list[int], reads: frozenset[int], pinned: set[int]
 ) -> bool:
     op = graph.ops[op_id]
-    if op.op_class is OpClass.HEAVY or op.kind in _WRITERS or op.kind == "dynamic_update_slice" or tensor in pinned:
+    if (op.op_class is OpClass.HEAVY and op.kind not in _FUSED_MOVES) or op.kind in _WRITERS or op.kind == "dynamic_update_slice" or tensor in pinned:
         return True
-    heavy = any(graph.ops[u].op_class is OpClass.HEAVY for u in users)
+    heavy = any(graph.ops[u].op_class is OpClass.HEAVY and graph.ops[u].kind not in _FUSED_MOVES for u in users)
     if heavy and op.kind not in _CHEAP_INTO_MATMUL and op.op_class is not OpClass.LAYER:
         return True
     size = graph.tensors[tensor].bytes
@@ -83,17 +96,24 @@ def _is_written(
 
 
 def _buffers(
-    graph: OpGraph, fusions: list[Fusion], materialised: set[int], free: set[int], reach: dict[int, frozenset[int]]
+    graph: OpGraph,
+    fusions: list[Fusion],
+    materialised: set[int],
+    free: set[int],
+    reach: dict[int, frozenset[int]],
+    bases: dict[int, frozenset[int]],
 ) -> tuple[tuple[int, int, int], ...]:
     end = len(graph.ops)
     start = {t.id: (t.producer if t.producer >= 0 else 0) for t in graph.tensors}
     last = dict.fromkeys(materialised, -1)
     for fusion in fusions:
-        for tensor in fusion.reads:
-            last[tensor] = max(last[tensor], _outlast(graph, tensor, fusion.root))
+        for read in fusion.reads:
+            for tensor in bases.get(read, (read,)):
+                last[tensor] = max(last[tensor], _outlast(graph, tensor, fusion.root))
     for tensor in graph.results:
-        for source in reach.get(tensor, ()):
-            last[source] = end
+        for read in reach.get(tensor, ()):
+            for source in bases.get(read, (read,)):
+                last[source] = end
         if tensor in last:
             last[tensor] = end
     merged: dict[int, int] = {}

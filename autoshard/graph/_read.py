@@ -31,8 +31,10 @@ def read_graph(module: bytes) -> OpGraph:
     """The graph of a lowered module (StableHLO bytecode or text), calls inlined and rules populated."""
     with _mlir.new_context() as context:
         parsed = _mlir.parse_module(module, context)
-        _mlir.populate_rules(_mlir.inline_calls(parsed))
+        _mlir.inline_calls(parsed)
         reader = _Reader()
+        reader.hash = _mlir.structure_hash(parsed)
+        _mlir.populate_rules(parsed)
         reader.read_main(_mlir.main_block(parsed))
         return reader.graph()
 
@@ -50,12 +52,13 @@ class _Reader:
         self.free: set[int] = set()
         self.constants: dict[int, int] = {}
         self.number = -1
+        self.hash = ""
 
     def graph(self) -> OpGraph:
         loops = tuple(loop for loop in self.loops if loop is not None)
         return OpGraph(
             tuple(self.tensors), tuple(self.ops), loops, tuple(self.arguments), tuple(self.results),
-            tuple(self.constraints), tuple(self.without_rule),
+            tuple(self.constraints), tuple(self.without_rule), self.hash,
         )  # fmt: skip
 
     def read_main(self, block: Any) -> None:

@@ -131,6 +131,8 @@ class OpGraph:
     constraints: tuple[Constraint, ...]
     without_rule: tuple[int, ...]
     """Ops planned as replicated, for lack of a rule."""
+    module_hash: str = ""
+    """`structure_hash` of the inlined module that op numbers count in."""
 
     def trips(self, loop: int) -> int:
         """Executions in one step of an op whose loop is `loop`."""

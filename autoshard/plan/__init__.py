@@ -10,6 +10,8 @@ import sys
 from types import ModuleType
 
 from autoshard.plan._call import plan as _plan
+from autoshard.plan._make import PlanResult as PlanResult
+from autoshard.plan._make import make_plan as make_plan
 from autoshard.plan._plan import SCHEMA as SCHEMA
 from autoshard.plan._plan import Collective as Collective
 from autoshard.plan._plan import Pin as Pin

@@ -1,0 +1,144 @@
+"""Dim groups: dims across the whole program that ops tie together (batch, sequence, heads, ffn ...)."""
+
+import dataclasses
+import re
+
+from autoshard.graph import OpGraph, Structure
+from autoshard.program import Program, Role
+
+
+_HINTS = (
+    ("vocabulary", re.compile(r"embed_tokens|lm_head|wte|shared\.weight|embed(ding)?s?(\.|$)|unembed|head$|vocab", re.I)),
+    ("experts", re.compile(r"expert|moe", re.I)),
+    ("kv heads", re.compile(r"(^|[._])(k_proj|v_proj|wk|wv|key|value|k|v)([._]|$)", re.I)),
+    ("heads", re.compile(r"attn|attention|q_proj|o_proj|(^|[._])(wq|wo|q|o|query)([._]|$)", re.I)),
+    ("ffn", re.compile(r"mlp|ffn|feed_?forward|fc|up|gate|down|intermediate|w[123]($|[._])", re.I)),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Groups:
+    """Which dims belong together, and what a person would call them."""
+
+    of_factor: dict[tuple[int, int], int]
+    """(cluster, factor) -> group."""
+    sizes: dict[int, int]
+    """Group -> the smallest size among its factors: what an axis must divide to split all of it evenly."""
+    names: dict[int, str]
+    parameters: dict[int, tuple[int, ...]]
+    """Group -> positions of the parameter arguments that have it."""
+    batch: int | None
+    sequence: int | None
+    hidden: int | None
+    """The group that most parameters share (the residual stream's), if there is one."""
+
+
+class _Union(dict[tuple[str, int, int], tuple[str, int, int]]):
+    def find(self, key: tuple[str, int, int]) -> tuple[str, int, int]:
+        self.setdefault(key, key)
+        while self[key] != key:
+            self[key] = self[self[key]]
+            key = self[key]
+        return key
+
+    def join(self, a: tuple[str, int, int], b: tuple[str, int, int]) -> None:
+        first, second = sorted((self.find(a), self.find(b)))
+        self[second] = first
+
+
+def find_groups(program: Program, graph: OpGraph, structure: Structure) -> Groups:
+    """Dim groups of a program: factors tied by ops, the major factor standing for a merged dim."""
+    union = _Union()
+    for cluster in structure.clusters:
+        for factor in range(len(cluster.sizes)):
+            union.find(("cluster", cluster.id, factor))
+    for op in graph.ops:
+        if op.rule is None:
+            continue
+        sides = [*zip(op.operands, op.rule.operands, strict=True), *zip(op.results, op.rule.results, strict=True)]
+        for tensor, dims in sides:
+            cluster = structure.cluster_of[tensor]
+            if cluster < 0:
+                continue
+            for dim, factors in enumerate(dims):
+                own = structure.dims_of[tensor][dim]
+                real = [f for f in factors if op.rule.sizes[f] > 1]
+                if own >= 0 and real:
+                    union.join(("cluster", cluster, own), ("op", op.id, real[0]))
+    for result, argument in structure.ties:
+        for dim, own in enumerate(structure.dims_of[result]):
+            other = structure.dims_of[argument][dim]
+            if own >= 0 and other >= 0:
+                union.join(
+                    ("cluster", structure.cluster_of[result], own), ("cluster", structure.cluster_of[argument], other)
+                )
+    numbers: dict[tuple[str, int, int], int] = {}
+    of_factor: dict[tuple[int, int], int] = {}
+    sizes: dict[int, int] = {}
+    for cluster in structure.clusters:
+        for factor, size in enumerate(cluster.sizes):
+            group = numbers.setdefault(union.find(("cluster", cluster.id, factor)), len(numbers))
+            of_factor[(cluster.id, factor)] = group
+            if factor not in cluster.blocked:
+                sizes[group] = min(sizes.get(group, size), size)
+    return _describe(program, graph, structure, of_factor, sizes)
+
+
+def tensor_groups(structure: Structure, of_factor: dict[tuple[int, int], int], tensor: int) -> list[int | None]:
+    """Group of each dim of a tensor, None for a dim of one or one that must stay whole."""
+    cluster = structure.cluster_of[tensor]
+    if cluster < 0:
+        return [None] * len(structure.dims_of[tensor])
+    blocked = structure.clusters[cluster].blocked
+    return [of_factor[(cluster, f)] if f >= 0 and f not in blocked else None for f in structure.dims_of[tensor]]
+
+
+def _describe(
+    program: Program,
+    graph: OpGraph,
+    structure: Structure,
+    of_factor: dict[tuple[int, int], int],
+    sizes: dict[int, int],
+) -> Groups:
+    holders: dict[int, list[int]] = {}
+    weight: dict[int, int] = {}
+    matrix_bytes = 0
+    batch = sequence = None
+    for position, (argument, tensor) in enumerate(zip(program.arguments, graph.arguments, strict=True)):
+        groups = tensor_groups(structure, of_factor, tensor)
+        if argument.role is Role.PARAMETER:
+            real = [g for g in groups if g is not None]
+            for group in set(real):
+                holders.setdefault(group, []).append(position)
+            if len(real) > 1:
+                matrix_bytes += graph.tensors[tensor].bytes
+                for group in set(real):
+                    weight[group] = weight.get(group, 0) + graph.tensors[tensor].bytes
+        elif argument.role is Role.BATCH and groups and groups[0] is not None:
+            batch = groups[0] if batch is None else batch
+            if len(groups) > 1 and groups[1] is not None and sequence is None and groups[1] not in holders:
+                sequence = groups[1]
+    hidden = max(weight, key=lambda g: (weight[g], -g), default=None)
+    if hidden is not None and weight[hidden] < 0.6 * matrix_bytes:
+        hidden = None
+    names = {}
+    for group in sizes:
+        if group == batch:
+            names[group] = "batch"
+        elif group == sequence:
+            names[group] = "sequence"
+        elif group == hidden:
+            names[group] = "hidden"
+        else:
+            names[group] = _hint([program.arguments[p].name for p in holders.get(group, [])])
+    return Groups(
+        of_factor, sizes, names, {g: tuple(p) for g, p in holders.items()}, batch, sequence, hidden
+    )
+
+
+def _hint(names: list[str]) -> str:
+    """What parameters with these names call the dim they share."""
+    for word, pattern in _HINTS:
+        if names and sum(bool(pattern.search(name)) for name in names) * 2 > len(names):
+            return word
+    return f"dim of {names[0]}" if names else ""

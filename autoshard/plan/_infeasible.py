@@ -1,0 +1,55 @@
+"""What to say when no plan keeps within the memory limit."""
+
+import numpy as np
+
+from autoshard.plan._build import build_problem
+from autoshard.plan._model import Model
+from autoshard.plan._predict import evaluate
+from autoshard.solver import Solution, solve
+from autoshard.units import format_bytes
+
+
+def explain_infeasible(
+    model: Model, solution: Solution | None, memory_limit: int, time_limit: float, seed: int
+) -> str:
+    """One sentence: the least memory that any plan found needs, where its peak is, and what would help."""
+    least = _least_memory(model, memory_limit, time_limit, seed)
+    if least is None and solution is not None and len(solution.choices) == len(model.nodes):
+        least = solution.choices
+    if least is None:
+        return f"no plan fits into {format_bytes(memory_limit)} per device; use more devices or a smaller batch."
+    outcome = evaluate(model, least)
+    op = model.graph.ops[min(outcome.peak_time, len(model.graph.ops) - 1)]
+    kinds = sorted(outcome.memory.items(), key=lambda kv: -kv[1])
+    parts = ", ".join(f"{kind.replace('_', ' ')} {format_bytes(size)}" for kind, size in kinds[:3])
+    return (
+        f"no plan fits into {format_bytes(memory_limit)} per device: the least found is "
+        f"{format_bytes(outcome.peak_bytes)}, at its peak in {op.kind} {op.name} ({parts}); {_advice(kinds[0][0])}."
+    )
+
+
+def _advice(kind: str) -> str:
+    if kind in ("activations", "temporaries"):
+        return "a smaller batch, --remat full or more devices would help"
+    if kind in ("optimizer_state", "gradients"):
+        return "more devices or --state-dtype bf16 would help"
+    return "more devices or a smaller dtype would help"
+
+
+def _least_memory(model: Model, memory_limit: int, time_limit: float, seed: int) -> np.ndarray | None:
+    """Choices of the smallest limit that the solver can keep, by bisection between the limit and twice the need."""
+    problem = build_problem(model, {}, None)
+    start = solve(problem, time_limit=time_limit / 8, seed=seed)
+    best = None
+    low, high = memory_limit, max(evaluate(model, start.choices).peak_bytes, memory_limit + 1)
+    for _ in range(12):
+        middle = (low + high) // 2
+        try_it = solve(build_problem(model, {}, middle), time_limit=max(1.0, time_limit / 16), seed=seed)
+        if try_it.gap != float("inf"):
+            best = try_it.choices
+            high = min(middle, evaluate(model, best).peak_bytes)
+        else:
+            low = middle
+        if high - low < 0.01 * high:
+            break
+    return best if best is not None else start.choices

@@ -1,0 +1,223 @@
+"""The main job: from a program and a topology to a `Plan`."""
+
+import dataclasses
+import importlib.metadata
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autoshard.cost import Mesh, Topology, default_axis_names, load_calibration, make_mesh, parse_mesh
+from autoshard.errors import InfeasibleError, UserError
+from autoshard.graph import OpGraph, analyse, build_structure, read_graph, replace_names
+from autoshard.plan._baselines import baselines
+from autoshard.plan._groups import find_groups
+from autoshard.plan._infeasible import explain_infeasible
+from autoshard.plan._model import Model
+from autoshard.plan._pins import make_pins
+from autoshard.plan._plan import Plan
+from autoshard.plan._predict import predict, tensor_spec
+from autoshard.plan._price import price
+from autoshard.plan._search import Found, Infeasible, search
+from autoshard.plan._spec import Spec
+from autoshard.plan._words import describe
+from autoshard.program import Program, Role
+from autoshard.solver import write_contest
+from autoshard.units import format_bytes
+
+
+MESH_VARIABLE = "XLA_AUTO_SPMD_MESH"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanResult:
+    """A plan, and how long each phase took (kept apart: the plan itself carries no wall times)."""
+
+    plan: Plan
+    wall_s: dict[str, float]
+
+
+class _Phases:
+    def __init__(self, progress: Callable[[str], None] | None) -> None:
+        self.wall: dict[str, float] = {}
+        self.progress = progress or (lambda line: None)
+        self.began = time.monotonic()
+        self.current = ""
+
+    def start(self, name: str, line: str) -> None:
+        self.stop()
+        self.current, self.began = name, time.monotonic()
+        self.progress(line)
+
+    def stop(self) -> None:
+        if self.current:
+            self.wall[self.current] = self.wall.get(self.current, 0.0) + time.monotonic() - self.began
+        self.current = ""
+
+
+def choose_mesh(topology: Topology, mesh: str | Mapping[str, int] | None) -> Mesh:
+    """The mesh the user gave, else the one in `XLA_AUTO_SPMD_MESH`, else all devices on one axis `data`."""
+    if mesh is None and os.environ.get(MESH_VARIABLE):
+        mesh = os.environ[MESH_VARIABLE]
+    if mesh is None:
+        sizes: Mapping[str, int] = {default_axis_names(1)[0]: topology.num_devices}
+    else:
+        sizes = parse_mesh(mesh) if isinstance(mesh, str) else mesh
+    return make_mesh(topology, sizes)
+
+
+def make_plan(
+    program: Program,
+    *,
+    topology: str,
+    mesh: str | Mapping[str, int] | None = None,
+    memory_limit: int | None = None,
+    time_limit: float = 60.0,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+    save_problem: str | os.PathLike[str] | None = None,
+) -> PlanResult:
+    """Choose a sharding for every tensor; see `autoshard.plan` for the arguments.
+
+    `save_problem` writes the Problem whose bound is certified, in the contest's format.
+    """
+    phases = _Phases(progress)
+    parsed = Topology.parse(topology)
+    chosen = choose_mesh(parsed, mesh)
+    if memory_limit is None:
+        memory_limit = parsed.usable_bytes
+    if memory_limit <= 0:
+        raise UserError(f"the memory limit is {memory_limit} bytes; it must be more than 0.")
+    _check_batch(program, chosen)
+    phases.start("extract", "reading the program's ops and their sharding rules")
+    graph, model = _model(program, chosen, memory_limit, phases)
+    groups = find_groups(program, model.graph, model.structure)
+    named = baselines(model, groups)
+    phases.start("solve", f"solving {len(model.nodes)} decisions with {sum(len(n.states) for n in model.nodes)} alternatives")
+    try:
+        found = search(model, named, memory_limit, time_limit, seed, phases.progress)
+    except Infeasible as error:
+        raise InfeasibleError(explain_infeasible(model, error.solution, memory_limit, time_limit, seed)) from error
+    phases.start("write", "writing the plan")
+    plan = _plan(program, graph, model, groups, found, memory_limit, seed)
+    if save_problem is not None:
+        write_contest(found.problem, Path(save_problem))
+    phases.stop()
+    return PlanResult(plan, phases.wall)
+
+
+def _check_batch(program: Program, mesh: Mesh) -> None:
+    """Refuse a batch that no mesh axis divides, when there is more than one device."""
+    batches = [a for a in program.arguments if a.role is Role.BATCH and a.shape]
+    axes = [(name, size) for name, size in mesh.axes.items() if size > 1]
+    if not batches or not axes:
+        return
+    if any(size % n == 0 and size > 1 for a in batches for size in a.shape for _, n in axes):
+        return
+    listed = ", ".join(f"{name}={size}" for name, size in axes)
+    worst = batches[0]
+    raise UserError(
+        f"no mesh axis ({listed}) divides a dim of the batch argument {worst.name} of shape {list(worst.shape)}: "
+        f"use a batch that is a multiple of {axes[0][1]}, or another mesh."
+    )
+
+
+def _model(program: Program, mesh: Mesh, memory_limit: int, phases: _Phases) -> tuple[OpGraph, Model]:
+    graph = replace_names(read_graph(program.module), [a.name for a in program.arguments])
+    parameters = [t for t, a in zip(graph.arguments, program.arguments, strict=True) if a.role is Role.PARAMETER]
+    ties = [
+        (graph.results[a.result], t)
+        for t, a in zip(graph.arguments, program.arguments, strict=True)
+        if a.result is not None
+    ]
+    structure = build_structure(graph, parameters, ties)
+    liveness = analyse(graph)
+    phases.start("price", f"pricing {len(graph.ops)} ops on {mesh.describe()}")
+    return graph, price(program, graph, structure, liveness, mesh, memory_limit)
+
+
+def _plan(
+    program: Program, graph: OpGraph, model: Model, groups: Any, found: Found, memory_limit: int, seed: int
+) -> Plan:
+    choices = found.best.choices
+    prediction = predict(model, found.best.outcome, memory_limit)
+    # An argument that the program never reads has no cluster in common with anything: it stays whole.
+    arguments = {a.name: tensor_spec(model, choices, t) for a, t in zip(program.arguments, graph.arguments, strict=True)}
+    results: dict[str, Spec] = {}
+    for r, tensor in zip(program.results, graph.results, strict=True):
+        tied = program.arguments[r.argument] if r.argument is not None else None
+        results[r.name] = arguments[tied.name] if tied else tensor_spec(model, choices, tensor)
+    true = found.best.outcome.step_time_s
+    return Plan(
+        program_name=program.name,
+        program_fingerprint=program.fingerprint,
+        topology=model.mesh.topology.name,
+        mesh=dict(model.mesh.axes),
+        device_order=model.mesh.device_order,
+        memory_limit_bytes=memory_limit,
+        arguments=arguments,
+        results=results,
+        pins=make_pins(model, choices),
+        prediction=prediction,
+        baselines={name: predict(model, c.outcome, memory_limit) for name, c in found.baselines.items()},
+        objective=int(found.solution.cost),
+        lower_bound=int(found.solution.lower_bound),
+        solver_gap=float(found.solution.gap),
+        plan_gap=max(0.0, 1.0 - found.bound_s / true) if true > 0 else 0.0,
+        words=describe(model, groups, choices),
+        warnings=_warnings(program, model, found, memory_limit),
+        provenance=_provenance(model, found, seed),
+        shapes={a.name: tuple(a.shape) for a in program.arguments},
+        dtypes={a.name: a.dtype for a in program.arguments},
+        roles={a.name: str(a.role) for a in program.arguments},
+        module_hash=graph.module_hash,
+    )
+
+
+def _warnings(program: Program, model: Model, found: Found, memory_limit: int) -> tuple[str, ...]:
+    lines = list(program.notes)
+    graph = model.graph
+    total = found.best.outcome.step_time_s
+    for op_id in graph.without_rule:
+        op = graph.ops[op_id]
+        number = model.op_node.get(op_id)
+        seconds = sum(float(t[0]) for t in model.nodes[number].time.values()) if number is not None else 0.0
+        lines.append(
+            f"{op.kind} {op.name} has no sharding rule: every device repeats it whole "
+            f"({seconds / total:.1%} of the step)."
+        )
+    for loop in graph.loops:
+        if not loop.known:
+            lines.append("a loop's number of trips cannot be read from the program: it is counted once.")
+    peak = found.best.outcome.peak_bytes
+    if peak > 0.92 * memory_limit:
+        lines.append(
+            f"memory is tight: {format_bytes(peak)} of {format_bytes(memory_limit)}; "
+            "the compiler may need to rematerialise."
+        )
+    return tuple(dict.fromkeys(lines))
+
+
+def _provenance(model: Model, found: Found, seed: int) -> dict[str, Any]:
+    calibration = load_calibration(model.mesh.topology.chip)
+    versions = {}
+    for package in ("autoshard", "jax", "jaxlib", "ortools", "numpy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "unknown"
+    return {
+        "versions": versions,
+        "topology": model.mesh.topology.name,
+        "layout": model.mesh.describe(),
+        "seed": seed,
+        "calibration": calibration.hash(),
+        "weightings": found.rounds,
+        "nodes": len(model.nodes),
+        "alternatives": int(np.sum([len(n.states) for n in model.nodes])),
+        "edges": len(model.moves),
+        "bound_s": found.bound_s,
+    }

@@ -1,0 +1,232 @@
+"""What a choice of alternatives means: true step time, communication, memory. No weights, no solver.
+
+Everything is listed again from the chosen specs, one pair of states at a time, so that an error in how the
+`Problem` was put together shows up as a difference.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoshard.plan._model import EXPOSED, Channel, Model, Move
+from autoshard.plan._plan import Collective, Prediction
+from autoshard.plan._price import path_steps
+from autoshard.plan._spec import Spec
+from autoshard.plan._states import States
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """The true time of a choice, by what it competes with, and its memory."""
+
+    channels: dict[Channel, float]
+    collectives: tuple[Collective, ...]
+    peak_bytes: int
+    peak_time: int
+    memory: dict[str, int]
+
+    @property
+    def blocks(self) -> list[int]:
+        return sorted({block for block, _ in self.channels if (block, _) != EXPOSED})
+
+    @property
+    def compute_s(self) -> float:
+        return sum(s for (_, what), s in self.channels.items() if what == "compute")
+
+    @property
+    def step_time_s(self) -> float:
+        """Exposed communication, plus for every block the longest of its compute and its links."""
+        longest = {b: max(s for (block, _), s in self.channels.items() if block == b) for b in self.blocks}
+        return self.channels.get(EXPOSED, 0.0) + sum(longest.values())
+
+    @property
+    def comm_s(self) -> float:
+        return sum(s for (_, what), s in self.channels.items() if what != "compute")
+
+
+def spec_of(model: Model, states: States, row: int, rank: int) -> Spec:
+    """The chosen state of a tensor as a `Spec`."""
+    dims: list[tuple[str, ...]] = [() for _ in range(rank)]
+    for axis, dim in enumerate(states[row]):
+        if dim >= 0:
+            dims[dim] = (*dims[dim], model.axis_names[axis])
+    return Spec(tuple(dims))
+
+
+def tensor_spec(model: Model, choices: Sequence[int], tensor: int) -> Spec:
+    """The spec of any tensor under a choice; scalars and generated values are replicated."""
+    cluster = model.structure.cluster_of[tensor]
+    rank = len(model.graph.tensors[tensor].shape)
+    if cluster < 0:
+        return Spec.replicated(rank)
+    node = model.nodes[model.cluster_node[cluster]]
+    state = node.states[int(choices[model.cluster_node[cluster]])]
+    dims: list[tuple[str, ...]] = [() for _ in range(rank)]
+    for dim, factor in enumerate(model.structure.dims_of[tensor]):
+        dims[dim] = tuple(model.axis_names[a] for a in np.flatnonzero(state == factor)) if factor >= 0 else ()
+    return Spec(tuple(dims))
+
+
+def evaluate(model: Model, choices: Sequence[int]) -> Outcome:
+    """The true outcome of one alternative per node. Raises ValueError if a forbidden pair was chosen."""
+    channels: dict[Channel, float] = defaultdict(float)
+    for node, choice in zip(model.nodes, choices, strict=True):
+        for channel, seconds in node.time.items():
+            channels[channel] += float(seconds[int(choice)])
+    gathered: dict[tuple[str, tuple[str, ...], bool, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    for move in model.moves:
+        for kind, axes, size, seconds in move_steps(model, move, choices):
+            hidden = move.hideable
+            targets = {(move.block, _link(model, a)) for a in axes} if hidden else {EXPOSED}
+            for channel in targets:
+                channels[channel] += seconds * move.trips
+            entry = gathered[(kind, axes, hidden, move_cause(model, move))]
+            entry[0] += move.trips
+            entry[1] += size * move.trips
+            entry[2] += seconds * move.trips
+    collectives = []
+    for (kind, axes, hidden, cause), (count, size, seconds) in gathered.items():
+        wire = sum(float(v) for v in model.collectives.wire_bytes(kind, axes, size).values())  # type: ignore[arg-type]
+        collectives.append(Collective(kind, axes, int(count), int(round(wire)), seconds, hidden, cause))
+    collectives.sort(key=lambda c: (-c.seconds, c.kind, c.axes, c.cause))
+    peak, when, memory = _memory(model, choices)
+    return Outcome(dict(channels), tuple(collectives), peak, when, memory)
+
+
+def _link(model: Model, axis: str) -> str:
+    from autoshard.cost import links
+
+    return next("+".join(group) for group in links(model.mesh) if axis in group)
+
+
+def move_cause(model: Model, move: Move) -> str:
+    """Name of what moves: the argument behind it, or the op that makes it."""
+    node = model.nodes[move.source]
+    if node.kind == "copy":
+        node = model.nodes[model.cluster_node[model.structure.cluster_of[node.ref]]]
+    end = model.nodes[move.target]
+    if node.kind == "op" and end.kind == "cluster" and end.name and not model.graph.tensors[move.tensor].name:
+        return end.name
+    arguments = {model.graph.arguments[i]: a.name for i, a in enumerate(model.program.arguments)}
+    for side in (node, end):
+        if side.kind == "cluster":
+            for tensor in model.structure.clusters[side.ref].tensors:
+                if tensor in arguments:
+                    return arguments[tensor]
+    return model.graph.tensors[move.tensor].name or node.name
+
+
+def move_steps(model: Model, move: Move, choices: Sequence[int]) -> list[tuple[str, tuple[str, ...], float, float]]:
+    """(kind, axes, bytes, seconds) of one execution of a move under a choice."""
+    row = int(move.rows[int(choices[move.source])])
+    column = int(move.columns[int(choices[move.target])])
+    if move.forbidden is not None and move.forbidden[row, column]:
+        raise ValueError(f"nodes {move.source} and {move.target} take a pair of alternatives that is not allowed")
+    path = move.path
+    one = dataclasses.replace(
+        path,
+        held=path.held[row : row + 1],
+        kept=path.kept[row : row + 1],
+        source=path.source[row : row + 1],
+        target=path.target[column : column + 1],
+    )
+    gathers, steps = path_steps(one, model.collectives)
+    found = []
+    for step in (*gathers, *steps):
+        size = float(step.size[0, 0])
+        if size > 0:
+            axes = tuple(model.axis_names[a] for a in step.axes)
+            found.append((step.kind, axes, size, float(model.collectives.time(step.kind, axes, size))))
+    return found
+
+
+def _memory(model: Model, choices: Sequence[int]) -> tuple[int, int, dict[str, int]]:
+    """Peak bytes, when (op id), and what holds them, from the specs and lifetimes of every buffer."""
+    sizes = dict(model.mesh.axes)
+    events: list[tuple[int, int, str]] = []
+    kinds = {
+        (term.start, term.stop, number): term.kind for number, node in enumerate(model.nodes) for term in node.memory
+    }
+    for tensor, start, stop in model.liveness.buffers:
+        cluster = model.structure.cluster_of[tensor]
+        if cluster < 0:
+            continue
+        record = model.graph.tensors[tensor]
+        local = tensor_spec(model, choices, tensor).local_shape(record.shape, sizes)
+        size = int(np.prod(local, dtype=np.int64)) * (record.bytes // record.elements)
+        kind = kinds[(start, stop, model.cluster_node[cluster])]
+        events += [(start, size, kind), (stop, -size, kind)]
+    for (tensor, _), number in model.copy_nodes.items():
+        node = model.nodes[number]
+        row = int(choices[number])
+        if not node.held[row] or not node.memory:
+            continue
+        record = model.graph.tensors[tensor]
+        local = spec_of(model, node.states, row, len(record.shape)).local_shape(record.shape, sizes)
+        size = int(np.prod(local, dtype=np.int64)) * (record.bytes // record.elements)
+        events += [(node.memory[0].start, size, "gathered"), (node.memory[0].stop, -size, "gathered")]
+    events.sort(key=lambda e: (e[0], e[1]))
+    now: dict[str, int] = defaultdict(int)
+    total = peak = when = 0
+    at_peak: dict[str, int] = {}
+    for moment, size, kind in events:
+        now[kind] += size
+        total += size
+        if total > peak:
+            peak, when, at_peak = total, moment, dict(now)
+    at_peak["temporaries"] = at_peak.get("temporaries", 0) + model.fixed_bytes
+    return peak + model.fixed_bytes, when, {k: v for k, v in sorted(at_peak.items()) if v}
+
+
+def predict(model: Model, outcome: Outcome, memory_limit: int) -> Prediction:
+    """An outcome as the record that plans carry."""
+    step, compute = outcome.step_time_s, outcome.compute_s
+    exposed = step - compute
+    wire: dict[str, int] = {axis: 0 for axis in model.axis_names}
+    for c in outcome.collectives:
+        for axis, share in _wire_shares(model, c).items():
+            wire[axis] += int(round(share))
+    return Prediction(
+        step_time_s=step,
+        compute_s=compute,
+        hidden_comm_s=max(0.0, outcome.comm_s - exposed),
+        exposed_comm_s=exposed,
+        mfu=mfu(model, step),
+        peak_bytes=outcome.peak_bytes,
+        memory=outcome.memory,
+        fits=outcome.peak_bytes <= memory_limit,
+        wire_bytes=wire,
+        collectives=outcome.collectives,
+        peak_at=_op_name(model, outcome.peak_time),
+    )
+
+
+def _wire_shares(model: Model, c: Collective) -> dict[str, float]:
+    """A collective's wire bytes by mesh axis, by the same attribution as `Collectives.wire_bytes`."""
+    shares = model.collectives.wire_bytes(c.kind, c.axes, 1.0)  # type: ignore[arg-type]
+    whole = sum(float(v) for v in shares.values())
+    return {axis: c.wire_bytes * float(v) / whole for axis, v in shares.items()} if whole else {}
+
+
+def mfu(model: Model, step: float) -> float | None:
+    """Model FLOPs (the program's own count, else the matmul FLOPs of the graph) over the peak of all devices."""
+    flops = model.program.model_flops or model.graph.flops
+    if not flops or step <= 0:
+        return None
+    dtypes: dict[str, int] = defaultdict(int)
+    for op in model.graph.ops:
+        if op.flops:
+            dtypes[model.graph.tensors[op.operands[0]].dtype] += op.flops * model.graph.trips(op.loop)
+    dtype = max(dtypes, key=lambda d: (dtypes[d], d), default="bfloat16")
+    topology = model.mesh.topology
+    return flops / (step * topology.peak_flops(dtype) * topology.num_devices)
+
+
+def _op_name(model: Model, moment: int) -> str:
+    ops = model.graph.ops
+    if not ops:
+        return ""
+    op = ops[min(moment, len(ops) - 1)]
+    return f"{op.kind} {op.name}".strip()

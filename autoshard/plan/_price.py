@@ -1,0 +1,426 @@
+"""Prices every decision of a program on a mesh: alternatives and their times, moves between them, memory."""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoshard.cost import Collectives, Compute, Mesh, links
+from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure
+from autoshard.plan._model import EXPOSED, Channel, MemoryTerm, Model, Move, Node, Path
+from autoshard.plan._states import (
+    PARTIAL,
+    WHOLE,
+    Seconds,
+    States,
+    Step,
+    decompose,
+    enumerate_states,
+    local_elements,
+    relabel,
+    transition,
+)
+from autoshard.program import Program, Role
+
+
+LARGE_SHARE = 0.005
+"""A gathered tensor above this share of the memory limit gets a copy node with memory of its own."""
+
+_MOVES_ONLY = frozenset({"slice", "concatenate", "pad", "reverse", "broadcast_in_dim", "reshape"})
+
+
+def price(
+    program: Program, graph: OpGraph, structure: Structure, liveness: Liveness, mesh: Mesh, memory_limit: int
+) -> Model:
+    """All nodes, moves and memory of `program` on `mesh`."""
+    return _Pricer(program, graph, structure, liveness, mesh, memory_limit).model()
+
+
+class _Pricer:
+    def __init__(
+        self,
+        program: Program,
+        graph: OpGraph,
+        structure: Structure,
+        liveness: Liveness,
+        mesh: Mesh,
+        memory_limit: int,
+    ) -> None:
+        self.program, self.graph, self.structure, self.liveness = program, graph, structure, liveness
+        self.mesh, self.memory_limit = mesh, memory_limit
+        self.collectives = Collectives(mesh)
+        self.compute = Compute(mesh.topology)
+        self.axes = list(mesh.axes.values())
+        self.names = list(mesh.axes)
+        self.link_of = {axis: "+".join(group) for group in links(mesh) for axis in group}
+        self.nodes: list[Node] = []
+        self.moves: list[Move] = []
+        self.paths: dict[tuple[object, ...], tuple[list[Step], list[Step]]] = {}
+        roles = {t: a.role for t, a in zip(graph.arguments, program.arguments, strict=True)}
+        self.roles = roles
+        self.stored = self.clusters_of(t for t, role in roles.items() if role is Role.PARAMETER)
+        states = self.clusters_of(t for t, role in roles.items() if role is Role.OPTIMIZER_STATE)
+        updates = {structure.cluster_of[result] for result, argument in structure.ties if argument in roles}
+        self.updated = states | updates
+        even = set(graph.arguments) | set(graph.results)
+        self.even = self.clusters_of(even)
+
+    def clusters_of(self, tensors) -> set[int]:  # noqa: ANN001
+        return {self.structure.cluster_of[t] for t in tensors} - {-1}
+
+    def model(self) -> Model:
+        cluster_node = tuple(range(len(self.structure.clusters)))
+        self.add_clusters()
+        op_node = {}
+        for op in self.structure.heavy:
+            op_node[op] = len(self.nodes)
+            self.add_heavy(self.graph.ops[op])
+        copies = self.add_moves(cluster_node, op_node)
+        fixed = sum(
+            self.graph.tensors[t].bytes for t, _, _ in self.liveness.buffers if self.structure.cluster_of[t] < 0
+        )
+        return Model(
+            self.program, self.graph, self.structure, self.liveness, self.mesh, self.collectives, self.compute,
+            tuple(self.nodes), tuple(self.moves), cluster_node, op_node, copies, fixed,
+        )  # fmt: skip
+
+    # Nodes
+
+    def add_clusters(self) -> None:
+        traffic: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+        for fusion in self.liveness.fusions:
+            op = self.graph.ops[fusion.root]
+            if op.op_class is OpClass.HEAVY and op.kind not in _MOVES_ONLY:
+                continue
+            for tensor in itertools.chain(fusion.moved, fusion.reads):
+                cluster = self.structure.cluster_of[tensor]
+                if cluster >= 0:
+                    traffic[cluster][op.loop].append((tensor, self.graph.trips(op.loop)))
+        buffers: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        for tensor, start, stop in self.liveness.buffers:
+            if self.structure.cluster_of[tensor] >= 0:
+                buffers[self.structure.cluster_of[tensor]].append((tensor, start, stop))
+        for cluster in self.structure.clusters:
+            states = enumerate_states(cluster.sizes, self.axes, cluster.blocked, cluster.id in self.even)
+            local = {t: self.local_bytes(cluster.id, states, t) for t in cluster.tensors}
+            time: dict[Channel, Seconds] = {}
+            for block, items in traffic[cluster.id].items():
+                size = sum((local[t] * trips for t, trips in items), np.zeros(len(states)))
+                time[(block, "compute")] = self.compute.memory_seconds(size)
+            memory = tuple(
+                MemoryTerm(self.memory_kind(cluster.id, t, start, stop), start, stop, local[t].astype(np.int64))
+                for t, start, stop in buffers[cluster.id]
+            )
+            name = self.cluster_name(cluster.tensors)
+            held = np.ones(len(states), dtype=bool)
+            self.nodes.append(Node("cluster", cluster.id, states, held, time, memory, name))
+
+    def cluster_name(self, tensors: Sequence[int]) -> str:
+        arguments = [t for t in tensors if t in self.roles]
+        best = arguments[0] if arguments else max(tensors, key=lambda t: (self.graph.tensors[t].elements, -t))
+        return self.graph.tensors[best].name or f"value {best}"
+
+    def dims_states(self, cluster: int, states: States, tensor: int) -> States:
+        """A cluster's states as states over the dims of one of its tensors."""
+        mapping = [WHOLE] * len(self.structure.clusters[cluster].sizes)
+        for dim, factor in enumerate(self.structure.dims_of[tensor]):
+            if factor >= 0:
+                mapping[factor] = dim
+        return relabel(states, mapping)
+
+    def local_bytes(self, cluster: int, states: States, tensor: int) -> Seconds:
+        record = self.graph.tensors[tensor]
+        dims = self.dims_states(cluster, states, tensor)
+        return local_elements(dims, record.shape, self.axes) * (record.bytes // max(1, record.elements))
+
+    def memory_kind(self, cluster: int, tensor: int, start: int, stop: int) -> str:
+        role = self.roles.get(tensor)
+        if role is not None:
+            return {Role.PARAMETER: "parameters", Role.OPTIMIZER_STATE: "optimizer_state"}.get(role, "batch")
+        if cluster in self.updated:
+            return "gradients"
+        crosses = any(start < loop.start and stop > loop.stop for loop in self.graph.loops)
+        carried = any(tensor == c.body for loop in self.graph.loops for c in loop.carries)
+        return "activations" if crosses or carried else "temporaries"
+
+    def add_heavy(self, op: Op) -> None:
+        rule = op.rule
+        if rule is None:
+            states = np.full((1, len(self.axes)), WHOLE, dtype=np.int64)
+            sizes: tuple[int, ...] = ()
+        else:
+            sizes = rule.sizes
+            blocked = [
+                f for f, kind in enumerate(rule.kinds) if kind in (FactorKind.NEED_REPLICATION, FactorKind.PERMUTATION)
+            ]
+            blocked += [f for f in range(len(sizes)) if self.is_compound(rule, f)]
+            states = enumerate_states(sizes, self.axes, blocked)
+        seconds = self.heavy_seconds(op, states) * self.graph.trips(op.loop)
+        held = np.ones(len(states), dtype=bool)
+        name = op.name or op.kind
+        self.nodes.append(Node("op", op.id, states, held, {(op.loop, "compute"): seconds}, (), name))
+
+    @staticmethod
+    def is_compound(rule, factor: int) -> bool:  # noqa: ANN001
+        """True for a factor that shares a dim with others: its split is left to the reshapes around the op."""
+        return any(factor in dim and len(dim) > 1 for dims in (*rule.operands, *rule.results) for dim in dims)
+
+    def heavy_seconds(self, op: Op, states: States) -> Seconds:
+        if op.kind in _MOVES_ONLY:
+            return np.zeros(len(states))
+        size = np.zeros(len(states))
+        tensors = [(t, op.rule.operands[k] if op.rule else ()) for k, t in enumerate(op.operands)]
+        results = [(t, op.rule.results[k] if op.rule else ()) for k, t in enumerate(op.results)]
+        if op.kind == "gather":
+            tensors = results
+        elif op.kind == "scatter":
+            tensors = tensors[2:] * 2
+        for tensor, dims in (*tensors, *results):
+            record = self.graph.tensors[tensor]
+            if not record.shape:
+                continue
+            local = local_elements(factor_states(states, dims), record.shape, self.axes) if dims else record.elements
+            size = size + local * (record.bytes // max(1, record.elements))
+        if op.flops == 0 or op.rule is None:
+            return self.compute.op_seconds(np.zeros(len(states)), size)
+        dtype = self.graph.tensors[op.operands[0]].dtype
+        if op.kind == "dot_general":
+            m, n, k, batch = self.matmul_sizes(op, states)
+            busy = self.compute.matmul_seconds(m, n, k, batch, dtype)
+            return np.maximum(busy, self.compute.memory_seconds(size)) + self.compute.op_seconds(1.0, 0.0)
+        whole = math.prod(op.rule.sizes)
+        share = local_elements(states, op.rule.sizes, self.axes) / whole
+        return self.compute.op_seconds(op.flops * share, size, dtype)
+
+    def matmul_sizes(self, op: Op, states: States) -> tuple[Seconds, ...]:
+        """Local m, n, k and batch of a dot in every state."""
+        assert op.rule is not None
+        left, right = ({f for dim in dims for f in dim} for dims in op.rule.operands[:2])
+        out = {f for dim in op.rule.results[0] for f in dim}
+        groups = (left - right, right - left, (left & right) - out, left & right & out)
+        sizes = []
+        for group in groups:
+            masked = [size if f in group else 1 for f, size in enumerate(op.rule.sizes)]
+            sizes.append(local_elements(np.where(np.isin(states, list(group)), states, WHOLE), masked, self.axes))
+        return tuple(sizes)
+
+    # Moves
+
+    def add_moves(self, cluster_node: Sequence[int], op_node: dict[int, int]) -> dict[tuple[int, int], int]:
+        groups: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        seen: set[tuple[object, ...]] = set()
+        for edge in self.structure.edges:
+            if edge.op < 0:
+                continue
+            op = self.graph.ops[edge.op]
+            cluster = self.structure.cluster_of[edge.tensor]
+            if op.op_class is not OpClass.HEAVY:
+                self.add_light(op, edge.operand, edge.result, cluster, seen)
+            elif edge.operand < 0:
+                self.add_heavy_result(op, edge.result, cluster, op_node[op.id])
+            else:
+                groups[(edge.tensor, op.loop)].append((op.id, edge.operand))
+        copies = {}
+        for (tensor, block), uses in groups.items():
+            source = cluster_node[self.structure.cluster_of[tensor]]
+            users = {op for op, _ in uses}
+            if len(users) > 1 or self.graph.tensors[tensor].bytes > LARGE_SHARE * self.memory_limit:
+                copies[(tensor, block)] = source = self.add_copy(tensor, block, source, sorted(users))
+            for op_id, operand in uses:
+                self.add_heavy_operand(self.graph.ops[op_id], operand, tensor, source, op_node[op_id])
+        for result, argument in self.structure.ties:
+            self.add_tie(result, argument, cluster_node)
+        return copies
+
+    def block_trips(self, tensor: int, op: Op) -> tuple[int, int]:
+        """Block in which a value moves, and how often: a value that the loop does not change moves once."""
+        home = self.graph.tensors[tensor].loop
+        loop = op.loop
+        return loop, self.graph.trips(home if home != loop and home >= -1 and not self.inside(home, loop) else loop)
+
+    def inside(self, home: int, loop: int) -> bool:
+        while home >= 0:
+            if home == loop:
+                return True
+            home = self.graph.loops[home].parent
+        return loop < 0
+
+    def add_light(self, op: Op, operand: int, result: int, cluster: int, seen: set[tuple[object, ...]]) -> None:
+        rule = op.rule
+        if rule is None:
+            return
+        tensor, out = op.operands[operand], op.results[result]
+        target = self.structure.cluster_of[out]
+        held = self.dims_states(cluster, self.nodes[cluster].states, tensor)
+        wanted = self.dims_states(target, self.nodes[target].states, out)
+        inner = {f for dim in rule.operands[operand] for f in dim}
+        outer = {f for dim in rule.results[result] for f in dim}
+        source, kept = decompose(held, rule.operands[operand], rule.sizes, self.axes)
+        aim, _ = decompose(wanted, rule.results[result], rule.sizes, self.axes)
+        reduced = [PARTIAL if rule.kinds[f] is FactorKind.REDUCTION else WHOLE for f in range(len(rule.sizes))]
+        source = relabel(source, [f if f in outer else reduced[f] for f in range(len(rule.sizes))])
+        aim = relabel(aim, [f if f in inner else WHOLE for f in range(len(rule.sizes))])
+        sizes = tuple(size if f in inner and f in outer else 1 for f, size in enumerate(rule.sizes))
+        block, trips = self.block_trips(tensor, op)
+        key = (tensor, target, block, aim.tobytes(), source.tobytes())
+        if key in seen:
+            return
+        seen.add(key)
+        dtype = self.graph.tensors[out].dtype
+        self.add_move(cluster, target, tensor, op.id, block, trips, held, kept, source, aim, sizes, dtype)
+
+    def add_heavy_result(self, op: Op, result: int, cluster: int, node: int) -> None:
+        out = op.results[result]
+        states = self.nodes[node].states
+        shape = self.graph.tensors[out].shape
+        source = np.full_like(states, WHOLE)
+        if op.rule is not None:
+            mapping = [
+                PARTIAL if kind is FactorKind.REDUCTION else WHOLE for kind in op.rule.kinds
+            ]
+            for dim, factors in enumerate(op.rule.results[result]):
+                for factor in factors:
+                    mapping[factor] = dim
+            source = relabel(states, mapping)
+        aim = self.dims_states(cluster, self.nodes[cluster].states, out)
+        trips = self.graph.trips(op.loop)
+        dtype = self.graph.tensors[out].dtype
+        self.add_move(node, cluster, out, op.id, op.loop, trips, source, source, source, aim, shape, dtype)
+
+    def add_heavy_operand(self, op: Op, operand: int, tensor: int, source_node: int, node: int) -> None:
+        shape = self.graph.tensors[tensor].shape
+        held = self.held_states(source_node, tensor)
+        states = self.nodes[node].states
+        aim = np.full_like(states, WHOLE)
+        if op.rule is not None:
+            aim = factor_states(states, op.rule.operands[operand])
+        block, trips = self.block_trips(tensor, op)
+        dtype = self.graph.tensors[tensor].dtype
+        self.add_move(source_node, node, tensor, op.id, block, trips, held, held, held, aim, shape, dtype)
+
+    def held_states(self, node: int, tensor: int) -> States:
+        record = self.nodes[node]
+        return record.states if record.kind == "copy" else self.dims_states(record.ref, record.states, tensor)
+
+    def add_copy(self, tensor: int, block: int, source: int, users: Sequence[int]) -> int:
+        record = self.graph.tensors[tensor]
+        cluster = self.structure.clusters[self.structure.cluster_of[tensor]]
+        factors = self.structure.dims_of[tensor]
+        blocked = [d for d, f in enumerate(factors) if f < 0 or f in cluster.blocked]
+        states = enumerate_states(record.shape, self.axes, blocked)
+        large = record.bytes > LARGE_SHARE * self.memory_limit
+        held = np.ones(len(states), dtype=bool)
+        memory: tuple[MemoryTerm, ...] = ()
+        if large:
+            # Twice: held as a tensor of its own, or the very tensor it is a copy of, at no cost.
+            held = np.concatenate([held, ~held])
+            states = np.concatenate([states, states])
+            size = local_elements(states, record.shape, self.axes) * (record.bytes // record.elements)
+            usage = np.where(held, size, 0).astype(np.int64)
+            memory = (MemoryTerm("gathered", users[0], users[-1] + 1, usage),)
+        node = len(self.nodes)
+        self.nodes.append(Node("copy", tensor, states, held, {}, memory, record.name))
+        have = self.held_states(source, tensor)
+        op = self.graph.ops[users[0]]
+        _, trips = self.block_trips(tensor, op)
+        self.add_move(
+            source, node, tensor, op.id, block, trips, have, have, have, states, record.shape, record.dtype, held
+        )
+        return node
+
+    def add_tie(self, result: int, argument: int, cluster_node: Sequence[int]) -> None:
+        source = cluster_node[self.structure.cluster_of[result]]
+        target = cluster_node[self.structure.cluster_of[argument]]
+        record = self.graph.tensors[result]
+        held, aim = self.held_states(source, result), self.held_states(target, argument)
+        self.add_move(source, target, result, -1, -1, 1, held, held, held, aim, record.shape, record.dtype)
+
+    def add_move(
+        self,
+        source: int,
+        target: int,
+        tensor: int,
+        op: int,
+        block: int,
+        trips: int,
+        held: States,
+        kept: States,
+        states: States,
+        aim: States,
+        factors: Sequence[int],
+        dtype: str,
+        holds: np.ndarray | None = None,
+    ) -> None:
+        """Adds the move unless it is always free; `holds` marks a copy's alternatives with memory of their own."""
+        record = self.graph.tensors[tensor]
+        both = np.concatenate([held, states], axis=1)
+        _, first, rows = np.unique(both, axis=0, return_index=True, return_inverse=True)
+        marks = np.ones((len(aim), 1), dtype=np.int64) if holds is None else holds[:, None].astype(np.int64)
+        _, first_aim, columns = np.unique(np.concatenate([aim, marks], axis=1), axis=0, return_index=True, return_inverse=True)
+        itemsize = record.bytes // max(1, record.elements)
+        widened = self.collectives.widen_dtype(dtype)
+        reduce_itemsize = 4 if widened != dtype else itemsize
+        path = Path(
+            record.shape, held[first], kept[first], tuple(factors), states[first], aim[first_aim], itemsize, reduce_itemsize
+        )  # fmt: skip
+        hideable = self.collectives.can_overlap and self.is_hideable(source, target, op)
+        costs: dict[Channel, Seconds] = {}
+        gathers, steps = self.steps(path)
+        for step, axis in [(s, 1) for s in gathers] + [(s, 0) for s in steps]:
+            names = tuple(self.names[a] for a in step.axes)
+            size = np.diagonal(step.size)[:, None] if axis else step.size
+            seconds = np.where(size > 0, self.collectives.time(step.kind, names, size), 0.0) * trips
+            channels = {(block, self.link_of[n]) for n in names} if hideable else {EXPOSED}
+            for channel in channels:
+                costs[channel] = costs.get(channel, np.zeros((len(first), len(first_aim)))) + seconds
+        forbidden = None
+        if holds is not None and not holds.all():
+            same = (path.source[:, None, :] == path.target[None, :, :]).all(axis=2)
+            alias = ~holds[first_aim]
+            forbidden = np.where(alias[None, :], ~same, same)
+        if costs or forbidden is not None:
+            self.moves.append(
+                Move(source, target, tensor, op, block, trips, hideable, rows.ravel(), columns.ravel(), costs, forbidden, path)
+            )
+
+    def is_hideable(self, source: int, target: int, op: int) -> bool:
+        """True for what waits for parameters only, or feeds the optimizer only."""
+        if op < 0:
+            return False
+        origin = self.nodes[source]
+        cluster = origin.ref if origin.kind == "cluster" else -1
+        if origin.kind == "copy":
+            cluster = self.structure.cluster_of[origin.ref]
+        if cluster in self.stored:
+            return True
+        end = self.nodes[target]
+        return end.kind == "cluster" and end.ref in self.updated and cluster not in self.updated
+
+    def steps(self, path: Path) -> tuple[list[Step], list[Step]]:
+        """Collectives of a path: gathers that come first (pairs of equal index), then those of every pair."""
+        key = (path.shape, path.held.tobytes(), path.kept.tobytes(), path.factors, path.source.tobytes(),
+               path.target.tobytes(), len(path.target), path.itemsize, path.reduce_itemsize)  # fmt: skip
+        if key not in self.paths:
+            self.paths[key] = path_steps(path, self.collectives)
+        return self.paths[key]
+
+
+def path_steps(path: Path, collectives: Collectives) -> tuple[list[Step], list[Step]]:
+    """Collectives of a path: gathers that come first (pairs of equal index), then those of every pair."""
+    gathers: list[Step] = []
+    if (path.held != path.kept).any():
+        gathers = transition(path.held, path.kept, path.shape, path.itemsize, path.reduce_itemsize, collectives)
+    steps = transition(path.source, path.target, path.factors, path.itemsize, path.reduce_itemsize, collectives)
+    return gathers, steps
+
+
+def factor_states(states: States, dims: Sequence[Sequence[int]]) -> States:
+    """States over an op's factors as states over the dims of one of its tensors; other factors are dropped."""
+    count = int(states.max(initial=0)) + 1
+    mapping = [WHOLE] * max(count, max((f + 1 for dim in dims for f in dim), default=0))
+    for dim, factors in enumerate(dims):
+        for factor in factors:
+            mapping[factor] = dim
+    return relabel(states, mapping)
