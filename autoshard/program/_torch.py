@@ -92,6 +92,7 @@ class TorchFunction:
     def _apply(self, params: Any, args: Any, kwargs: Any, buffers: Any, then: Callable[[Any], Any]) -> Any:
         import jax
         import jax.numpy as jnp
+        import numpy as np
         import torch
 
         env = environment()
@@ -123,7 +124,10 @@ class TorchFunction:
             if self.remat != "none":
                 stack.enter_context(_checkpointed_lists(self.module, self.blocks, self.remat, env))
             stack.enter_context(env)
-            state, torch_args, torch_kwargs = env.j2t_iso((outer, tuple(args), dict(kwargs)))
+            given = jax.tree.map(
+                lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, tuple(args), dict(kwargs))
+            )
+            state, torch_args, torch_kwargs = env.j2t_iso(given)
             return then(torch.func.functional_call(self.module, state, torch_args, torch_kwargs))
 
     def settle(self, run: Callable[[], Any]) -> Any:
