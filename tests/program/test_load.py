@@ -1,0 +1,134 @@
+"""Program files and `hf:` names: what works, and the sentences for what does not."""
+
+import pytest
+
+from autoshard.errors import UserError
+from autoshard.program import load_program, open_source
+
+JAX = "import jax, jax.numpy as jnp\nX = jax.ShapeDtypeStruct((4, 8), jnp.float32)\n"
+
+
+def _write(tmp_path, text, name="model.py"):
+    file = tmp_path / name
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def program():\n    return (lambda x: x * 2), (X,)\n",
+        "program = ((lambda x: x * 2), (X,))\n",
+        "from autoshard.program import trace\nprogram = trace(lambda x: x * 2, (X,))\n",
+        "from autoshard.program import trace\ndef program():\n    return trace(lambda x: x * 2, (X,))\n",
+        "import torch\ndef program():\n    return torch.nn.Linear(8, 2, device='meta'), (torch.empty(4, 8, device='meta'),)\n",
+        "import torch\ndef program():\n    return torch.nn.Linear(8, 2), torch.ones(4, 8)\n",
+        "import torch\ndef program():\n    return torch.nn.Linear(8, 2), (), {'input': torch.ones(4, 8)}\n",
+    ],
+)
+def test_what_a_file_may_offer(tmp_path, body):
+    program = load_program(_write(tmp_path, JAX + body))
+    assert program.results[0].shape[0] == 4
+
+
+def test_a_file_may_import_its_neighbour(tmp_path):
+    _write(tmp_path, "def double(x):\n    return x * 2\n", "neighbour_of_model.py")
+    file = _write(tmp_path, JAX + "from neighbour_of_model import double\ndef step():\n    return double, (X,)\n")
+    assert open_source(str(file), entry="step").arguments[0].shape == (4, 8)
+
+
+def test_dataclasses_and_late_imports_work_in_a_file(tmp_path):
+    _write(tmp_path, "SCALE = 3\n", "late_neighbour.py")
+    body = (
+        "import dataclasses\n@dataclasses.dataclass\nclass Config:\n    width: 'int' = 8\n"
+        "def program():\n    from late_neighbour import SCALE\n    return (lambda x: x * SCALE), (X,)\n"
+    )
+    assert load_program(_write(tmp_path, JAX + body)).results[0].shape == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("import jax\nraise ValueError('no good')\n", r"model.py` raised ValueError: no good \(line 2\)\."),
+        ("def f(:\n", r"model.py` raised SyntaxError: .* \(line 1\)\."),
+        ("import no_such_module_here\n", r"raised ModuleNotFoundError: No module named 'no_such_module_here' \(line 1\)"),
+        ("exit(3)\n", r"raised SystemExit: 3"),
+        ("def programm():\n    pass\ndef other():\n    pass\n", r"offers no `program`; it has `other`, `programm`; define `program\(\)` or name another one with --entry"),
+        ("x = 1\n", r"offers no `program`; it has no function"),
+        ("def program():\n    raise KeyError('w')\n", r"`program\(\)` in `.*model.py` raised KeyError: 'w' \(line 2\)"),
+        ("def program():\n    return 3\n", r"gave an int; expected an autoshard.Program"),
+        ("def program():\n    return None, 1, 2, 3\n", r"gave a tuple of 4; expected an autoshard.Program"),
+        ("def program(n):\n    return n\n", r"`program\(\)` in `.*` raised TypeError: program\(\) missing 1 required positional argument"),
+    ],
+)  # fmt: skip
+def test_sentences_for_bad_files(tmp_path, body, sentence):
+    file = _write(tmp_path, body)
+    with pytest.raises(UserError, match=sentence):
+        load_program(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "sentence"),
+    [
+        ("nowhere/model.py", {}, "there is no file `nowhere/model.py`"),
+        ("nowhere", {}, "`nowhere` is neither an existing Python file nor `hf:CONFIG`"),
+        ("hf:", {}, "needs the path of a config.json or a bundled name: .*gpt2"),
+        ("hf:llama3-8", {}, "`hf:llama3-8` is neither a file nor a bundled configuration; did you mean `llama3-8b`"),
+        ("hf:zzzz", {}, "bundled are .*gpt2"),
+        ("hf:gpt2-tiny", {"train": True, "infer": True}, "--train and --infer exclude each other"),
+        ("hf:gpt2-tiny", {"dtype": "int4"}, "--dtype `int4` is not supported"),
+        ("hf:gpt2-tiny", {"state_dtype": "fp4"}, "--state-dtype `fp4` is not supported"),
+        ("hf:gpt2-tiny", {"remat": "some"}, "remat `some` does not exist; use `none`, `dots` or `full`"),
+        ("hf:gpt2-tiny", {"batch": 0}, "--batch must be a positive whole number, got 0"),
+        (
+            "hf:gpt2-tiny",
+            {"seq": 4096},
+            "--seq 4096 is longer than the 128 positions `gpt2-tiny` has; give at most 128",
+        ),
+        (
+            "hf:gpt2-tiny",
+            {"train": True, "optimizer": "lion"},
+            "there is no optimizer `lion`; use one of `adamw`, `sgd`",
+        ),
+    ],
+)
+def test_sentences_for_bad_sources(text, options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        open_source(text, **options)
+
+
+def test_options_of_configurations_do_not_apply_to_files(tmp_path):
+    file = _write(tmp_path, "x = 1\n")
+    with pytest.raises(UserError, match="`--batch` only apply to `hf:CONFIG`"):
+        open_source(str(file), batch=3)
+    with pytest.raises(UserError, match="is a directory"):
+        open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "is not a readable JSON file"),
+        ("[]", "has no `model_type`"),
+        ('{"model_type": "no-such-model"}', "the installed transformers has no model type `no-such-model`"),
+        ('{"model_type": "gpt2", "architectures": ["GPT9"]}', "transformers offers no `GPT9` for model type `gpt2`"),
+        (
+            '{"model_type": "gpt2", "n_embd": 30, "n_head": 4, "architectures": ["GPT2LMHeadModel"]}',
+            "cannot be built: ValueError",
+        ),
+    ],
+)
+def test_bad_configurations(tmp_path, text, sentence):
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        open_source(f"hf:{file}")
+
+
+def test_a_configuration_file_of_the_users(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,'
+        ' "intermediate_size": 48, "architectures": ["LlamaForCausalLM"]}'
+    )
+    program = open_source(f"hf:{tmp_path}", batch=2, seq=8)
+    assert program.results[0].shape == (2, 8, 64) and program.name == f"{tmp_path.name} inference"

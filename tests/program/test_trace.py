@@ -1,0 +1,161 @@
+"""`trace`: names, roles, ties, and refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from autoshard.errors import UserError
+from autoshard.program import Role, trace
+
+S = jax.ShapeDtypeStruct
+F = jnp.float32
+MLP = {"layers": [{"w": S((16, 32), F), "b": S((32,), F)}, {"w": S((32, 8), F)}]}
+DATA = {"x": S((4, 16), F), "y": S((4, 8), F)}
+
+
+def _loss(params, batch):
+    hidden = jax.nn.relu(batch["x"] @ params["layers"][0]["w"] + params["layers"][0]["b"])
+    return jnp.mean((hidden @ params["layers"][1]["w"] - batch["y"]) ** 2)
+
+
+def _step(optimizer):
+    def step(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(_loss)(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step
+
+
+def _roles(program):
+    return {a.name: a.role.value for a in program.arguments}
+
+
+def test_training_step_is_named_and_tied():
+    optimizer = optax.adamw(1e-3)
+    state = jax.eval_shape(optimizer.init, MLP)
+    program = trace(_step(optimizer), (MLP, state, DATA), donate_argnums=(0, 1), tokens=4, model_flops=1.0)
+    assert [a.name for a in program.arguments][:5] == [
+        "params.layers.0.b",
+        "params.layers.0.w",
+        "params.layers.1.w",
+        "opt_state.count",
+        "opt_state.mu.layers.0.b",
+    ]
+    assert [a.result for a in program.arguments] == [*range(10), None, None]
+    assert [a.donated for a in program.arguments] == [True] * 10 + [False] * 2
+    assert [r.argument for r in program.results] == [*range(10), None]
+    assert program.results[1].name == "params.layers.0.w" and program.results[-1].name == "result.2"
+    roles = _roles(program)
+    assert roles["params.layers.1.w"] == "parameter" and roles["opt_state.nu.layers.1.w"] == "optimizer_state"
+    assert roles["batch.x"] == "batch" and program.training
+    assert (program.tokens, program.model_flops, program.name) == (4, 1.0, "step")
+
+
+@pytest.mark.parametrize("donate", [(), (0, 1), 0])
+def test_updated_state_is_tied_whether_or_not_it_is_donated(donate):
+    optimizer = optax.sgd(1e-3, momentum=0.9)
+    state = jax.eval_shape(optimizer.init, MLP)
+    program = trace(_step(optimizer), (MLP, state, DATA), donate_argnums=donate)
+    assert [a.result for a in program.arguments] == [*range(6), None, None]
+    assert set(_roles(program).values()) == {"parameter", "optimizer_state", "batch"}
+
+
+def test_inference_is_not_tied_even_if_shapes_agree():
+    program = trace(lambda params, x: x @ params["w"], ({"w": S((16, 16), F)}, S((4, 16), F)))
+    assert _roles(program) == {"params.w": "parameter", "x": "batch"}
+    assert [a.result for a in program.arguments] == [None, None] and not program.training
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "expected"),
+    [
+        (lambda w, x: x @ w, (S((4, 4), F), S((2, 4), F)), {"w": "parameter", "x": "batch"}),
+        (lambda tokens, table: table[tokens], (S((2,), jnp.int32), S((9, 4), F)), {"tokens": "batch", "table": "batch"}),
+        (lambda params, ids: params["e"][ids], ({"e": S((9, 4), F)}, S((2,), jnp.int32)), {"params.e": "parameter", "ids": "batch"}),
+        (lambda params, key: params["e"] * 2, ({"e": S((9, 4), F)}, jax.eval_shape(lambda: jax.random.key(0))), {"params.e": "parameter", "key": "other"}),
+        (
+            lambda params, cache, token: (params["w"][token], jax.tree.map(lambda c: c + 1, cache)),
+            ({"w": S((9, 4), F)}, {"k": S((2, 4), F)}, S((2,), jnp.int32)),
+            {"params.w": "parameter", "cache.k": "other", "token": "batch"},
+        ),
+    ],
+)  # fmt: skip
+def test_guessed_roles(fn, args, expected):
+    assert _roles(trace(fn, args)) == expected
+
+
+def test_roles_can_be_said():
+    args = (S((4, 4), F), S((2, 4), F))
+    by_prefix = trace(lambda a, b: b @ a, args, roles={"a": "parameter", "b": Role.OTHER})
+    assert _roles(by_prefix) == {"a": "parameter", "b": "other"}
+    by_call = trace(lambda a, b: b @ a, args, roles=lambda name: "optimizer_state" if name == "a" else None)
+    assert _roles(by_call)["a"] == "optimizer_state"
+
+
+def test_fingerprint_depends_on_the_computation_and_on_roles():
+    args = (S((4, 4), F), S((2, 4), F))
+
+    def product(a, b):
+        return b @ a
+
+    first = trace(product, args)
+    assert first.fingerprint == trace(product, args).fingerprint
+    assert first.fingerprint != trace(product, args, roles={"a": "other"}).fingerprint
+    assert first.fingerprint != trace(product, args, arg_names=("c", "b")).fingerprint
+    assert first.fingerprint != trace(lambda a, b: b @ a + 1, args, name="product").fingerprint
+
+
+def test_names_are_unique():
+    args = ({"a": {"b": S((2,), F)}, "a.b": S((2,), F)}, S((2,), F))
+    program = trace(lambda p, q: q, args, arg_names=("", "a.b"))
+    names = [a.name for a in program.arguments]
+    assert len(set(names)) == 3 and names[0] == "a.b"
+
+
+def test_donated_leaves_without_structure_are_tied_by_shape():
+    program = trace(lambda x: {"out": x * 2}, (S((4,), F),), donate_argnums=0)
+    assert program.arguments[0].result == 0 and program.results[0].argument == 0
+
+
+def test_unused_arguments_stay():
+    program = trace(lambda params, x: x + 1, ({"w": S((3,), F)}, S((3,), F)))
+    assert len(program.arguments) == 2
+
+
+def test_module_is_bytecode_without_shardings():
+    program = trace(lambda params, x: x @ params["w"], ({"w": S((16, 16), F)}, S((4, 16), F)))
+    assert program.module[:4] == b"ML\xefR"
+
+
+def test_concrete_arrays_are_kept_as_arguments():
+    weights = np.arange(12.0, dtype=np.float32).reshape(3, 4)
+    program = trace(lambda params, x: x @ params["w"], ({"w": weights}, S((2, 3), F)))
+    params, x = program.make_args(0)
+    assert params["w"] is weights and x.shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: trace(lambda x: x, ({"a": "text"},)), "argument `x.a` is a str, expected an array"),
+        (lambda: trace(lambda x: x @ x, (S((2, 3), F),), name="square"), "`square` could not be traced by JAX: TypeError: dot_general requires"),
+        (lambda: trace(3, ()), "the program must be a callable, got int"),
+        (lambda: trace(lambda x: x, S((2,), F)), "`args` must be a tuple of the positional arguments, got ShapeDtypeStruct"),
+        (lambda: trace(lambda x: x, (S((2,), F),), donate_argnums=3), "donate_argnums: 3 is not one of the 1 positional arguments"),
+        (lambda: trace(lambda x: x, (S((2,), F),), roles={"y": "batch"}), "no argument is called `y` or starts with it; the arguments are `x`"),
+        (lambda: trace(lambda x: x, (S((2,), F),), roles={"x": "weights"}), "`x` is given the role `weights`, which does not exist; use one of `parameter`"),
+        (lambda: trace(lambda x: x, (S((2,), F),), arg_names=("a", "b")), "2 names were given for 1 arguments"),
+    ],
+)  # fmt: skip
+def test_bad_input(call, sentence):
+    with pytest.raises(UserError, match=sentence.replace("(", r"\(")):
+        call()
+
+
+def test_dynamic_shapes_are_refused():
+    size = jax.export.symbolic_shape("n, 4")
+    with pytest.raises(UserError, match=r"argument `x` has the dynamic shape \(n, 4\); a plan is made for fixed sizes"):
+        trace(lambda x: x, (S(size, F),))
