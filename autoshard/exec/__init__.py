@@ -2,9 +2,19 @@
 
 from autoshard.exec._apply import Application as Application
 from autoshard.exec._apply import PlannedFunction as PlannedFunction
+from autoshard.exec._check import Check as Check
+from autoshard.exec._check import Difference as Difference
+from autoshard.exec._collectives import CompiledCollective as CompiledCollective
+from autoshard.exec._collectives import count_by_kind as count_by_kind
+from autoshard.exec._collectives import plan_mesh as plan_mesh
+from autoshard.exec._collectives import read_collectives as read_collectives
+from autoshard.exec._collectives import wire_by_axis as wire_by_axis
 from autoshard.exec._devices import ensure_devices as ensure_devices
 from autoshard.exec._devices import jax_mesh as jax_mesh
 from autoshard.exec._devices import plan_devices as plan_devices
+from autoshard.exec._measure import Measurement as Measurement
+from autoshard.exec._measure import measure as measure
+from autoshard.exec._measure import measurement_figures as measurement_figures
 from autoshard.plan._plan import set_executor
 
 

@@ -32,7 +32,10 @@ def handmade(
     device_order: tuple[int, ...] | None = None,
 ) -> Plan:
     """A plan with these specs; what is not named is replicated, and updated state keeps its argument's spec."""
-    specs = {a.name: spec(arguments[a.name]) if a.name in arguments else Spec.replicated(len(a.shape)) for a in program.arguments}
+    specs = {
+        a.name: spec(arguments[a.name]) if a.name in arguments else Spec.replicated(len(a.shape))
+        for a in program.arguments
+    }
     out = {}
     for result in program.results:
         if results and result.name in results:

@@ -1,0 +1,250 @@
+"""Running a planned program on the devices that are here: time, compiled communication, and agreement."""
+
+import dataclasses
+import statistics
+import time
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.exec._apply import Application, check_arguments, other_program
+from autoshard.exec._check import Check, compare
+from autoshard.exec._collectives import (
+    CompiledCollective,
+    count_by_kind,
+    plan_mesh,
+    read_collectives,
+    wire_by_axis,
+)
+from autoshard.exec._devices import ensure_devices
+from autoshard.plan import Plan
+from autoshard.program import Program
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measurement:
+    """A planned step as it ran, against what was predicted."""
+
+    step_time_s: float
+    """Median over the timed steps."""
+    step_times_s: tuple[float, ...]
+    compile_s: float
+    device: str
+    """Kind and number of the devices that ran it."""
+    wire_predicted: dict[str, int]
+    wire_compiled: dict[str, int]
+    """Bytes on the wire of one device in one step, by mesh axis (`other`: groups that are no mesh axes)."""
+    counts_predicted: dict[str, int]
+    counts_compiled: dict[str, int]
+    """Collectives in one step, by kind."""
+    collectives: tuple[CompiledCollective, ...]
+    memory: dict[str, int]
+    """Bytes of one device as the compiler counts them: arguments, results, temporaries, donated."""
+    check: Check | None
+
+    @property
+    def spread(self) -> float:
+        """Difference of the quartiles over the median."""
+        if len(self.step_times_s) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.step_times_s, n=4)
+        return (high - low) / self.step_time_s
+
+
+def measure(
+    program: Program,
+    plan: Plan,
+    *,
+    steps: int = 10,
+    warmup: int = 2,
+    check: bool = False,
+    seed: int = 0,
+    tolerance: float | None = None,
+) -> Measurement:
+    """Run `steps` timed steps of the program under the plan after `warmup` untimed ones.
+
+    Updated state is fed into the next step, donation included. With `check`, one step of the unplanned program
+    runs on one device first, from the same arguments, and all results are compared (see `Check`). Raises
+    `UserError` for too few devices, another program than the planned one, or memory that runs out.
+    """
+    if steps < 1 or warmup < 0:
+        raise UserError(f"measure: {steps} steps after {warmup} for warm-up; at least 1 step and 0 are needed.")
+    ensure_devices(len(plan.device_order))
+    import jax
+
+    verify_program(program, plan)
+    application = Application(plan)
+    made = program.make_args(seed) if program.make_args is not None else _ones(program.args)
+    leaves, tree = jax.tree.flatten(made)
+    unplanned = _run_unplanned(program, made) if check else None
+
+    start = time.perf_counter()
+    lowered = application.lower(program.fn, program.args, program.donate_argnums, program.module)
+    compiled = lowered.compile()
+    compile_s = time.perf_counter() - start
+
+    shardings = application.in_shardings()
+    current = [jax.device_put(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+    verdict: Check | None = None
+    times: list[float] = []
+    try:
+        for step in range(warmup + steps):
+            jax.block_until_ready(current)
+            start = time.perf_counter()
+            out = compiled(*tree.unflatten(current))
+            jax.block_until_ready(out)
+            elapsed = time.perf_counter() - start
+            results = jax.tree.leaves(out)
+            if step == 0 and unplanned is not None:
+                verdict = compare(program, [_host(value) for value in results], unplanned, tolerance)
+            if step >= warmup:
+                times.append(elapsed)
+            current = _next(program, current, results, leaves, shardings)
+    except jax.errors.JaxRuntimeError as error:
+        raise _out_of_memory(plan, error) from error
+
+    found = read_collectives(compiled.as_text(), plan_mesh(plan))
+    counts: dict[str, int] = {}
+    for predicted in plan.prediction.collectives:
+        counts[predicted.kind] = counts.get(predicted.kind, 0) + predicted.count
+    device = application.mesh.devices.flat[0]
+    return Measurement(
+        step_time_s=statistics.median(times),
+        step_times_s=tuple(times),
+        compile_s=compile_s,
+        device=f"{application.mesh.size} x {device.device_kind}",
+        wire_predicted=dict(plan.prediction.wire_bytes),
+        wire_compiled=wire_by_axis(found),
+        counts_predicted=counts,
+        counts_compiled=count_by_kind(found),
+        collectives=tuple(found),
+        memory=_memory(compiled),
+        check=verdict,
+    )
+
+
+def verify_program(program: Program, plan: Plan) -> None:
+    """Raise `UserError` if the plan was made for another program; names the argument that differs."""
+    import jax
+
+    leaves = jax.tree_util.tree_flatten_with_path(program.args)[0]
+    for argument in program.arguments:
+        if argument.name not in plan.arguments:
+            raise UserError(
+                f"the plan is for {plan.program_name}, not for this program: argument `{argument.name}` is not in "
+                "the plan; plan it again."
+            )
+    for name in plan.arguments:
+        if name not in {argument.name for argument in program.arguments}:
+            raise UserError(
+                f"the plan is for {plan.program_name}, not for this program: the plan's argument `{name}` is "
+                "missing; plan it again."
+            )
+    check_arguments(plan, [(path, argument) for (path, _), argument in zip(leaves, program.arguments, strict=True)])
+    for argument in program.arguments:
+        if argument.role.value != plan.roles[argument.name]:
+            raise UserError(
+                f"the plan is for another program: argument `{argument.name}` is {plan.roles[argument.name]} in the "
+                f"plan but {argument.role.value} here; plan it again."
+            )
+    if program.fingerprint != plan.program_fingerprint:
+        raise UserError(other_program(plan))
+
+
+def _run_unplanned(program: Program, args: tuple[Any, ...]) -> list[Any]:
+    import jax
+
+    one = jax.devices()[0]
+    out = jax.jit(lambda *a: program.fn(*a))(*jax.device_put(args, one))
+    return [_host(leaf) for leaf in jax.tree.leaves(out)]
+
+
+def _host(value: Any) -> Any:
+    """A host copy: the array it came from may be donated to the next step."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return np.array(value)
+
+
+def _next(program: Program, current: list[Any], results: list[Any], first: list[Any], shardings: Any) -> list[Any]:
+    """Arguments of the next step: updated state, what was kept, and donated arguments with no successor anew."""
+    import jax
+
+    following = []
+    for i, argument in enumerate(program.arguments):
+        if argument.result is not None:
+            following.append(results[argument.result])
+        elif current[i].is_deleted():
+            following.append(jax.device_put(first[i], shardings[i]))
+        else:
+            following.append(current[i])
+    return following
+
+
+def _ones(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    import jax
+    import jax.numpy as jnp
+
+    return jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), args)
+
+
+def _memory(compiled: Any) -> dict[str, int]:
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return {}
+    return {
+        "arguments": int(stats.argument_size_in_bytes),
+        "results": int(stats.output_size_in_bytes),
+        "temporaries": int(stats.temp_size_in_bytes),
+        "donated": int(stats.alias_size_in_bytes),
+    }
+
+
+def _out_of_memory(plan: Plan, error: Exception) -> Exception:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        return error
+    first = str(error).splitlines()[0][:200]
+    return UserError(f"{plan.program_name} ran out of memory on the devices here: {first}")
+
+
+def measurement_figures(measurement: Measurement) -> dict[str, Any]:
+    """The JSON object of `autoshard measure --json`."""
+    axes = sorted({*measurement.wire_predicted, *measurement.wire_compiled})
+    kinds = sorted({*measurement.counts_predicted, *measurement.counts_compiled})
+    figures: dict[str, Any] = {
+        "step_time_s": measurement.step_time_s,
+        "step_times_s": list(measurement.step_times_s),
+        "spread": measurement.spread,
+        "compile_s": measurement.compile_s,
+        "device": measurement.device,
+        "memory": measurement.memory,
+        "collectives": {
+            "wire_bytes": {
+                axis: {
+                    "predicted": measurement.wire_predicted.get(axis, 0),
+                    "compiled": measurement.wire_compiled.get(axis, 0),
+                }
+                for axis in axes
+            },
+            "counts": {
+                kind: {
+                    "predicted": measurement.counts_predicted.get(kind, 0),
+                    "compiled": measurement.counts_compiled.get(kind, 0),
+                }
+                for kind in kinds
+            },
+        },
+    }
+    if measurement.check is not None:
+        worst = measurement.check.worst
+        figures["max_rel_diff"] = measurement.check.max_rel_diff
+        figures["tolerance"] = measurement.check.tolerance
+        figures["passed"] = measurement.check.passed
+        figures["worst"] = worst.name if worst is not None else ""
+        figures["differences"] = [
+            {"name": d.name, "rel_diff": d.rel_diff, "compared": d.compared} for d in measurement.check.differences
+        ]
+    return figures
