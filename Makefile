@@ -1,7 +1,7 @@
 # The virtual environment is made once, and again when pyproject.toml changes.
 VENV ?= .venv
 PYTHON ?= python3
-EXTRAS ?= dev,xla,tpu
+EXTRAS ?= dev,xla,tpu,browser
 WORKERS ?= 2
 RUN := $(VENV)/bin
 STAMP := $(VENV)/.autoshard-installed
@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # A program that wants another environment's packages is not ours.
 unexport PYTHONPATH
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-browser lint bench clean
 
 demo: $(STAMP)
 	mkdir -p build
@@ -20,6 +20,11 @@ demo: $(STAMP)
 
 test: lint
 	$(RUN)/pytest -n $(WORKERS) --dist loadfile
+
+# The pages in a real browser. Debian's Chromium is installed if it is missing.
+test-browser: $(STAMP)
+	command -v chromium >/dev/null || { apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium; }
+	$(RUN)/pytest tests-browser
 
 lint: $(STAMP)
 	$(RUN)/ruff check .
