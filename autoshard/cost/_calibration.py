@@ -42,7 +42,7 @@ class Calibration:
     shared_memory_traffic: float
     """Bytes through main memory for each byte of a collective between devices of one process."""
     reduce_scatter_max_group: int
-    """Largest group for which the compiler emits a reduce-scatter for a partial result that must end split."""
+    """Largest group of all devices for which the compiler emits a reduce-scatter (see `partial_to_split_kind`)."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
     def __hash__(self) -> int:
