@@ -21,7 +21,9 @@ def attend(
     padding: Any = None,
     bias: Any = None,
 ) -> Any:
-    """Softmax attention. `query` [B, H, S, D], `key` [B, K, T, D], `value` [B, K, T, E], H a multiple of K; gives [B, S, H, E].
+    """Softmax attention: `query` [B, H, S, D], `key` [B, K, T, D], `value` [B, K, T, E] give [B, S, H, E].
+
+    H is a multiple of K: a group of H / K query heads shares a key-value head.
 
     `causal`: position s sees t <= s + T - S; `window`: and only the last `window` of them. `padding` [B, T] is true
     where a key may be seen; `bias` broadcasts to [B, H, S, T], booleans mask and floats are added. Softmax in fp32.
@@ -31,9 +33,9 @@ def attend(
 
     batch, heads, length, dim = query.shape
     groups, keys = key.shape[1], key.shape[2]
-    scale = dim**-0.5 if scale is None else scale
+    factor = dim**-0.5 if scale is None else scale
     query = query.reshape(batch, groups, heads // groups, length, dim)
-    scores = jnp.einsum("bkgsd,bktd->bkgst", query, key).astype(jnp.float32) * scale
+    scores = jnp.einsum("bkgsd,bktd->bkgst", query, key).astype(jnp.float32) * factor
     if softcap is not None:
         scores = jnp.tanh(scores / softcap) * softcap
     if bias is not None and bias.dtype != jnp.bool_:

@@ -7,6 +7,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 
+
 _FOLDER = Path(__file__).parent / "configs"
 
 

@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 
+
 _scopes: list[list[float]] = []
 
 

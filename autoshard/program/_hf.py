@@ -8,7 +8,9 @@ from autoshard.errors import UserError
 from autoshard.program import _meta, _train
 from autoshard.program._config import read_config
 from autoshard.program._program import Program
-from autoshard.program._torch import TorchFunction, TrainOptions, _check_remat, _probe, torch_program
+from autoshard.program._torch import TrainOptions, check_remat, torch_program
+from autoshard.program._torch_function import TorchFunction, probe
+
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "f32": "float32", "bfloat16": "bfloat16"} | {
     "float32": "float32",
@@ -49,7 +51,7 @@ def from_config(
     stored = _dtype(param_dtype, "param_dtype") if param_dtype else ("float32" if training else compute)
     moments = _dtype(state_dtype or "float32", "state_dtype")
     remat = remat or "none"
-    _check_remat(remat)
+    check_remat(remat)
     batch = 8 if batch is None else batch
     model = build_model(name, fields, compute)
     limit = _context(model.config)
@@ -77,7 +79,7 @@ def from_config(
         return _train.token_loss(logits(params, inputs, *buffers), inputs["labels"])
 
     run = loss if training else logits
-    function.settle(lambda: _probe(function, run, data, name))
+    function.settle(lambda: probe(function, run, data, name))
     return torch_program(
         function,
         run,
@@ -99,7 +101,7 @@ def build_model(name: str, fields: dict[str, Any], dtype: str) -> Any:
     kind = fields["model_type"].replace("-", "_")
     package = f"transformers.models.{kind}"
     try:
-        configuration = importlib.import_module(f"{package}.configuration_{kind}")
+        importlib.import_module(f"{package}.configuration_{kind}")
         modeling = importlib.import_module(f"{package}.modeling_{kind}")
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("transformers"):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+
 MAX_PERIOD = 4
 """Longest repeating group of unlike layers that is looked for (alternating attention has 2)."""
 

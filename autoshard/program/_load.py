@@ -40,7 +40,8 @@ def load_program(path: str | Path, entry: str = "program") -> Program:
     """Run a Python file and take the program it offers under the name `entry`.
 
     `entry` is a `Program`, or a function without arguments that returns a `Program`, `(fn, args)` for JAX, or
-    `(module, example_inputs)` for torch with an optional third dict of keyword inputs. The file may import its neighbours.
+    `(module, example_inputs)` for torch with an optional third dict of keyword inputs. The file may import its
+    neighbours.
 
     Raises `UserError` if the file is missing, raises, or offers something else.
     """
@@ -108,8 +109,8 @@ def _as_program(offered: Any, file: Path, entry: str) -> Program:
         f"{type(offered).__name__} of {len(offered)}" if isinstance(offered, (tuple, list)) else type(offered).__name__
     )
     raise UserError(
-        f"`{entry}` in `{file}` gave {_article(found)}; expected an autoshard.Program, `(function, arguments)` for JAX, "
-        "or `(torch module, example inputs)`."
+        f"`{entry}` in `{file}` gave {_article(found)}; expected an autoshard.Program, "
+        "`(function, arguments)` for JAX, or `(torch module, example inputs)`."
     )
 
 

@@ -198,9 +198,9 @@ def repeat_interleave(x: Any, repeats: Any, dim: int | None = None, *, output_si
 
     if dim is None or not isinstance(repeats, int):
         return jnp.repeat(x, repeats, axis=dim, total_repeat_length=output_size)
-    dim = dim % x.ndim
-    wide = jnp.broadcast_to(jnp.expand_dims(x, dim + 1), (*x.shape[: dim + 1], repeats, *x.shape[dim + 1 :]))
-    return wide.reshape(*x.shape[:dim], x.shape[dim] * repeats, *x.shape[dim + 1 :])
+    place = dim % x.ndim
+    wide = jnp.broadcast_to(jnp.expand_dims(x, place + 1), (*x.shape[: place + 1], repeats, *x.shape[place + 1 :]))
+    return wide.reshape(*x.shape[:place], x.shape[place] * repeats, *x.shape[place + 1 :])
 
 
 def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
@@ -285,7 +285,7 @@ def power(x: Any, y: Any) -> Any:
 
 
 def _promoted(x: Any, y: Any) -> tuple[Any, Any]:
-    """torch's rule that a 0-d tensor does not widen a tensor of the same kind; Python numbers follow it in JAX already."""
+    """torch's rule that a 0-d tensor does not widen a tensor of the same kind; JAX follows it for Python numbers."""
     import jax.numpy as jnp
 
     def rank(value: Any) -> int:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+
 _LARGE = 1 << 20
 """Elements above which a constructor with known values is not worth keeping: only weights are that large."""
 

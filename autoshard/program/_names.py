@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+
 _WRAPPER_KEYS = {"value", "raw_value"}
 
 

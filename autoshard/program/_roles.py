@@ -7,6 +7,7 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.program._program import Role
 
+
 Roles = Mapping[str, Role | str] | Callable[[str], Role | str | None]
 
 _OPTIMIZER = re.compile(

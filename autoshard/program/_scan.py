@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from autoshard.program import _flops
 from autoshard.program._layers import Block
@@ -36,8 +36,8 @@ def scanned(
     """While inside, the layers of every block run as one scan.
 
     `stacks[block][offset]` maps a name inside the layer to its stacked array, `fixed[block][offset]` to a constant that
-    all repeats share; `prepare` is applied to one layer's
-    slices inside the body (casts to the compute dtype there, so that no full copy exists); `remat`: `none`, `dots`, `full`.
+    all repeats share; `prepare` is applied to one layer's slices inside the body (casts to the compute dtype there, so
+    that no full copy exists); `remat`: `none`, `dots`, `full`.
     """
     replaced: list[Any] = []
     try:
@@ -104,7 +104,7 @@ class _BlockRun:
         shape, dtype = tuple(hidden.shape), self.hidden._elem.dtype
         from torchax import tensor
 
-        self.pending = tensor.Tensor(_Pending(shape, dtype), self.env)
+        self.pending = tensor.Tensor(cast(Any, _Pending(shape, dtype)), self.env)
         return rebuild(self.pending)
 
     def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -204,6 +204,52 @@ def checkpoint_policy(remat: str) -> Any:
 
     policies = jax.checkpoint_policies
     return {"none": None, "dots": policies.dots_with_no_batch_dims_saveable, "full": policies.nothing_saveable}[remat]
+
+
+@contextlib.contextmanager
+def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: str, env: Any) -> Iterator[None]:
+    """Rematerialise layers of module lists that are not scanned, one by one."""
+    import jax
+    import torch
+    from torch.utils import _pytree
+
+    inside = {block.layer(o, r) for block in blocks for o in range(block.period) for r in range(block.repeats)}
+    replaced: list[Any] = []
+    policy = checkpoint_policy(remat)
+
+    def wrap(layer: Any) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            own = layer.__dict__.pop("forward")
+            try:
+                weights = {k: v for k, v in [*layer.named_parameters(), *layer.named_buffers()]}
+                flat, tree = _pytree.tree_flatten((weights, args, kwargs))
+                where = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
+
+                def pure(*arrays: Any) -> Any:
+                    given = list(flat)
+                    for i, array in zip(where, env.j2t_iso(arrays), strict=True):
+                        given[i] = array
+                    w, a, k = _pytree.tree_unflatten(given, tree)
+                    return env.t2j_iso(torch.func.functional_call(layer, w, a, k))
+
+                return env.j2t_iso(jax.checkpoint(pure, policy=policy)(*env.t2j_iso([flat[i] for i in where])))
+            finally:
+                layer.__dict__["forward"] = own
+
+        return forward
+
+    try:
+        for name, child in module.named_modules():
+            if isinstance(child, torch.nn.ModuleList) and not any(name.startswith(done + ".") for done in inside):
+                for index, layer in enumerate(child):
+                    full = f"{name}.{index}" if name else str(index)
+                    if full not in inside and next(layer.parameters(), None) is not None:
+                        layer.__dict__["forward"] = wrap(layer)
+                        replaced.append(layer)
+        yield
+    finally:
+        for layer in replaced:
+            layer.__dict__.pop("forward", None)
 
 
 def _tensors(tree: Any) -> list[Any]:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+
 _STATE_NAME = re.compile(r"^(param|weight|state|opt|theta|model|variables|cache|carry|w$|w\d)", re.IGNORECASE)
 
 Aval = tuple[tuple[int, ...], str]

@@ -171,7 +171,7 @@ def _abstract(leaf: Any, name: str) -> Any:
                 "a plan is made for fixed sizes, so give each dim a number."
             )
     dtype = leaf.dtype
-    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if not jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     weak = bool(getattr(leaf, "weak_type", False))
     return jax.ShapeDtypeStruct(tuple(int(size) for size in leaf.shape), dtype, weak_type=weak)

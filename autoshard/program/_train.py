@@ -5,6 +5,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 
+
 LEARNING_RATE = 3e-4
 
 
@@ -33,8 +34,8 @@ def _stored_as(inner: Any, dtype: str) -> Any:
     def init(params: Any) -> Any:
         return convert(inner.init(params), dtype)
 
-    def update(grads: Any, state: Any, params: Any = None) -> Any:
-        updates, state = inner.update(grads, convert(state, jnp.float32), params)
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        updates, state = inner.update(updates, convert(state, jnp.float32), params)
         return updates, convert(state, dtype)
 
     return optax.GradientTransformation(init, update)

@@ -2,5 +2,6 @@ import os
 import sys
 from pathlib import Path
 
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parent))  # the helper modules beside the tests

@@ -17,7 +17,7 @@ def real_model(fields, seed=0, **overrides):
     torch.manual_seed(seed)
     model = model_class(config).float().eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.ndim < 2:  # the usual ones and zeros would hide a swapped weight
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model

@@ -8,6 +8,7 @@ from hf_reference import close, real_model
 
 from autoshard.program import Role, open_source
 
+
 BATCH, SEQ = 3, 14
 CONFIGS = ["gpt2-tiny", "llama-tiny"]
 
@@ -35,7 +36,7 @@ def test_loss_gradients_and_sgd_update_equal_eager(config, remat):
     loss.backward()
 
     params = TorchFunction(model).values()
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         parameter.data, parameter.grad = parameter.grad.clone(), None
     grads = TorchFunction(model).values()
 

@@ -5,6 +5,7 @@ import pytest
 from autoshard.errors import UserError
 from autoshard.program import load_program, open_source
 
+
 JAX = "import jax, jax.numpy as jnp\nX = jax.ShapeDtypeStruct((4, 8), jnp.float32)\n"
 
 
@@ -21,7 +22,7 @@ def _write(tmp_path, text, name="model.py"):
         "program = ((lambda x: x * 2), (X,))\n",
         "from autoshard.program import trace\nprogram = trace(lambda x: x * 2, (X,))\n",
         "from autoshard.program import trace\ndef program():\n    return trace(lambda x: x * 2, (X,))\n",
-        "import torch\ndef program():\n    return torch.nn.Linear(8, 2, device='meta'), (torch.empty(4, 8, device='meta'),)\n",
+        "import torch\ndef program():\n    return torch.nn.Linear(8, 2, device='meta'), (torch.empty(4, 8),)\n",
         "import torch\ndef program():\n    return torch.nn.Linear(8, 2), torch.ones(4, 8)\n",
         "import torch\ndef program():\n    return torch.nn.Linear(8, 2), (), {'input': torch.ones(4, 8)}\n",
     ],
@@ -51,16 +52,25 @@ def test_dataclasses_and_late_imports_work_in_a_file(tmp_path):
     [
         ("import jax\nraise ValueError('no good')\n", r"model.py` raised ValueError: no good \(line 2\)\."),
         ("def f(:\n", r"model.py` raised SyntaxError: .* \(line 1\)\."),
-        ("import no_such_module_here\n", r"raised ModuleNotFoundError: No module named 'no_such_module_here' \(line 1\)"),
+        (
+            "import no_such_module_here\n",
+            r"raised ModuleNotFoundError: No module named 'no_such_module_here' \(line 1\)",
+        ),
         ("exit(3)\n", r"raised SystemExit: 3"),
-        ("def programm():\n    pass\ndef other():\n    pass\n", r"offers no `program`; it has `other`, `programm`; define `program\(\)` or name another one with --entry"),
+        (
+            "def programm():\n    pass\ndef other():\n    pass\n",
+            r"offers no `program`; it has `other`, `programm`; define `program\(\)` or name another one with --entry",
+        ),
         ("x = 1\n", r"offers no `program`; it has no function"),
         ("def program():\n    raise KeyError('w')\n", r"`program\(\)` in `.*model.py` raised KeyError: 'w' \(line 2\)"),
         ("def program():\n    return 3\n", r"gave an int; expected an autoshard.Program"),
         ("def program():\n    return None, 1, 2, 3\n", r"gave a tuple of 4; expected an autoshard.Program"),
-        ("def program(n):\n    return n\n", r"`program\(\)` in `.*` raised TypeError: program\(\) missing 1 required positional argument"),
+        (
+            "def program(n):\n    return n\n",
+            r"`program\(\)` in `.*` raised TypeError: program\(\) missing 1 required positional argument",
+        ),
     ],
-)  # fmt: skip
+)
 def test_sentences_for_bad_files(tmp_path, body, sentence):
     file = _write(tmp_path, body)
     with pytest.raises(UserError, match=sentence):

@@ -9,6 +9,7 @@ import pytest
 from autoshard.errors import UserError
 from autoshard.program import Role, trace
 
+
 S = jax.ShapeDtypeStruct
 F = jnp.float32
 MLP = {"layers": [{"w": S((16, 32), F), "b": S((32,), F)}, {"w": S((32, 8), F)}]}
@@ -73,16 +74,28 @@ def test_inference_is_not_tied_even_if_shapes_agree():
     ("fn", "args", "expected"),
     [
         (lambda w, x: x @ w, (S((4, 4), F), S((2, 4), F)), {"w": "parameter", "x": "batch"}),
-        (lambda tokens, table: table[tokens], (S((2,), jnp.int32), S((9, 4), F)), {"tokens": "batch", "table": "batch"}),
-        (lambda params, ids: params["e"][ids], ({"e": S((9, 4), F)}, S((2,), jnp.int32)), {"params.e": "parameter", "ids": "batch"}),
-        (lambda params, key: params["e"] * 2, ({"e": S((9, 4), F)}, jax.eval_shape(lambda: jax.random.key(0))), {"params.e": "parameter", "key": "other"}),
+        (
+            lambda tokens, table: table[tokens],
+            (S((2,), jnp.int32), S((9, 4), F)),
+            {"tokens": "batch", "table": "batch"},
+        ),
+        (
+            lambda params, ids: params["e"][ids],
+            ({"e": S((9, 4), F)}, S((2,), jnp.int32)),
+            {"params.e": "parameter", "ids": "batch"},
+        ),
+        (
+            lambda params, key: params["e"] * 2,
+            ({"e": S((9, 4), F)}, jax.eval_shape(lambda: jax.random.key(0))),
+            {"params.e": "parameter", "key": "other"},
+        ),
         (
             lambda params, cache, token: (params["w"][token], jax.tree.map(lambda c: c + 1, cache)),
             ({"w": S((9, 4), F)}, {"k": S((2, 4), F)}, S((2,), jnp.int32)),
             {"params.w": "parameter", "cache.k": "other", "token": "batch"},
         ),
     ],
-)  # fmt: skip
+)
 def test_guessed_roles(fn, args, expected):
     assert _roles(trace(fn, args)) == expected
 
@@ -141,15 +154,30 @@ def test_concrete_arrays_are_kept_as_arguments():
     ("call", "sentence"),
     [
         (lambda: trace(lambda x: x, ({"a": "text"},)), "argument `x.a` is a str, expected an array"),
-        (lambda: trace(lambda x: x @ x, (S((2, 3), F),), name="square"), "`square` could not be traced by JAX: TypeError: dot_general requires"),
+        (
+            lambda: trace(lambda x: x @ x, (S((2, 3), F),), name="square"),
+            "`square` could not be traced by JAX: TypeError: dot_general requires",
+        ),
         (lambda: trace(3, ()), "the program must be a callable, got int"),
-        (lambda: trace(lambda x: x, S((2,), F)), "`args` must be a tuple of the positional arguments, got ShapeDtypeStruct"),
-        (lambda: trace(lambda x: x, (S((2,), F),), donate_argnums=3), "donate_argnums: 3 is not one of the 1 positional arguments"),
-        (lambda: trace(lambda x: x, (S((2,), F),), roles={"y": "batch"}), "no argument is called `y` or starts with it; the arguments are `x`"),
-        (lambda: trace(lambda x: x, (S((2,), F),), roles={"x": "weights"}), "`x` is given the role `weights`, which does not exist; use one of `parameter`"),
+        (
+            lambda: trace(lambda x: x, S((2,), F)),
+            "`args` must be a tuple of the positional arguments, got ShapeDtypeStruct",
+        ),
+        (
+            lambda: trace(lambda x: x, (S((2,), F),), donate_argnums=3),
+            "donate_argnums: 3 is not one of the 1 positional arguments",
+        ),
+        (
+            lambda: trace(lambda x: x, (S((2,), F),), roles={"y": "batch"}),
+            "no argument is called `y` or starts with it; the arguments are `x`",
+        ),
+        (
+            lambda: trace(lambda x: x, (S((2,), F),), roles={"x": "weights"}),
+            "`x` is given the role `weights`, which does not exist; use one of `parameter`",
+        ),
         (lambda: trace(lambda x: x, (S((2,), F),), arg_names=("a", "b")), "2 names were given for 1 arguments"),
     ],
-)  # fmt: skip
+)
 def test_bad_input(call, sentence):
     with pytest.raises(UserError, match=sentence.replace("(", r"\(")):
         call()

@@ -1,0 +1,231 @@
+"""A torch module as a pure JAX function of named arrays, repeated layers scanned."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.program import _flops
+from autoshard.program._layers import Block, find_blocks
+from autoshard.program._scan import NotRepeatedError, checkpointed_lists, scanned
+from autoshard.program._torch_env import canonical_modules, environment
+
+
+_CONSTANT_ELEMENTS = 1 << 16
+"""Largest computed buffer that becomes a constant of the program instead of an argument."""
+
+
+class TorchFunction:
+    """A torch module as a pure function of named arrays, repeated layers scanned.
+
+    `params` and `buffers` are dicts from names to `jax.ShapeDtypeStruct`; a stacked name is `model.layers.*.mlp.w`.
+    """
+
+    def __init__(
+        self, module: Any, *, compute_dtype: str | None = None, remat: str = "none", scan: bool = True
+    ) -> None:
+        self.module, self.compute_dtype, self.remat = module, compute_dtype, remat
+        self.blocks: tuple[Block, ...] = find_blocks(module) if scan else ()
+        self.notes: list[str] = []
+        self._describe()
+
+    def _describe(self) -> None:
+        """Fill `params`, `buffers` and `constants` for the blocks as they are now."""
+        self.params: dict[str, Any] = {}
+        self.buffers: dict[str, Any] = {}
+        self.constants: dict[str, Any] = {}
+        self.members: dict[str, tuple[Block, int, str]] = {}
+        self.shared: dict[str, tuple[Block, int, str]] = {}
+        repeated: dict[str, tuple[Block, int, int, str]] = {}
+        modules = dict(self.module.named_modules())
+        for block in self.blocks:
+            for offset in range(block.period):
+                for repeat in range(block.repeats):
+                    prefix = block.layer(offset, repeat)
+                    for key in _own_names(modules[prefix]):
+                        repeated[f"{prefix}.{key}"] = (block, offset, repeat, key)
+        for name, tensor in self.module.named_parameters():
+            self._add(self.params, name, tensor, repeated)
+        transient = {
+            f"{prefix}.{key}" if prefix else key
+            for prefix, child in modules.items()
+            for key in child._non_persistent_buffers_set
+        }
+        for name, tensor in self.module.named_buffers():
+            if name in transient and tensor.device.type != "meta" and tensor.numel() <= _CONSTANT_ELEMENTS:
+                if name not in repeated or repeated[name][2] == 0:
+                    self.constants[name] = tensor.detach().cpu().numpy()
+                if name in repeated:
+                    block, offset, _, key = repeated[name]
+                    self.shared[name] = (block, offset, key)
+            else:
+                self._add(self.buffers, name, tensor, repeated)
+
+    def _add(self, kind: dict[str, Any], name: str, tensor: Any, repeated: Mapping[str, Any]) -> None:
+        import jax
+
+        shape, dtype = tuple(tensor.shape), jax_dtype(tensor.dtype)
+        if name in repeated:
+            block, offset, repeat, key = repeated[name]
+            if repeat:
+                return
+            name = f"{block.label(offset)}.{key}"
+            shape = (block.repeats, *shape)
+            self.members[name] = (block, offset, key)
+        kind[name] = jax.ShapeDtypeStruct(shape, dtype)
+
+    def __call__(
+        self, params: Mapping[str, Any], args: Any, kwargs: Any, buffers: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the module on JAX values; its output as a pytree of JAX values (a model output becomes a dict)."""
+        with _flops.counting() as scope:
+            result = self._apply(params, args, kwargs, buffers or {}, lambda out: out)
+        _flops.record(scope[0])
+        return plain(result)
+
+    def apply(self, params: Mapping[str, Any], args: Any, kwargs: Any, buffers: Any, then: Callable[[Any], Any]) -> Any:
+        """Run the module and then `then(output)` in torch; the result as a pytree of JAX values."""
+        return plain(self._apply(params, args, kwargs, buffers or {}, then))
+
+    def _apply(self, params: Any, args: Any, kwargs: Any, buffers: Any, then: Callable[[Any], Any]) -> Any:
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+        import torch
+
+        env = environment()
+        dtype = self.compute_dtype
+
+        def prepare(weights: Any) -> Any:
+            if dtype is None:
+                return weights
+            return jax.tree.map(lambda w: w.astype(dtype) if jnp.issubdtype(w.dtype, jnp.floating) else w, weights)
+
+        stacks: dict[Block, list[dict[str, Any]]] = {block: [{} for _ in range(block.period)] for block in self.blocks}
+        fixed: dict[Block, list[dict[str, Any]]] = {block: [{} for _ in range(block.period)] for block in self.blocks}
+        outer: dict[str, Any] = {}
+        for name, value in [*params.items(), *buffers.items()]:
+            if name in self.members:
+                block, offset, key = self.members[name]
+                stacks[block][offset][key] = value
+            else:
+                outer[name] = prepare(value) if name in params else value
+        for name, value in self.constants.items():
+            if name in self.shared:
+                block, offset, key = self.shared[name]
+                fixed[block][offset][key] = jnp.asarray(value)
+            else:
+                outer[name] = jnp.asarray(value)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(canonical_modules())
+            stack.enter_context(scanned(self.module, self.blocks, stacks, fixed, prepare, self.remat, env))
+            if self.remat != "none":
+                stack.enter_context(checkpointed_lists(self.module, self.blocks, self.remat, env))
+            stack.enter_context(env)
+            given = jax.tree.map(
+                lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, tuple(args), dict(kwargs))
+            )
+            state, torch_args, torch_kwargs = env.j2t_iso(given)
+            return then(torch.func.functional_call(self.module, state, torch_args, torch_kwargs))
+
+    def settle(self, run: Callable[[], Any]) -> Any:
+        """Call `run`, giving up the scan of blocks whose layers turn out not to be a plain chain."""
+        while True:
+            try:
+                return run()
+            except NotRepeatedError as error:
+                self._give_up(error.block, str(error))
+            except TypeError as error:
+                if "_Pending" not in str(error) or not self.blocks:
+                    raise
+                self._give_up(self.blocks[0], "the hidden state between two layers is used elsewhere")
+
+    def _give_up(self, block: Block, reason: str) -> None:
+        self.blocks = tuple(other for other in self.blocks if other != block)
+        self.notes.append(f"The layers of `{block.owner}` are not scanned: {reason}.")
+        self._describe()
+
+    def values(self, dtype: str | None = None) -> dict[str, Any]:
+        """The module's own parameters as host arrays, stacked like `params`; only for modules with real weights."""
+        own = dict(self.module.named_parameters())
+        return {name: self._value(name, own, dtype) for name in self.params}
+
+    def buffer_values(self) -> dict[str, Any]:
+        """The module's own buffers as host arrays, stacked like `buffers`."""
+        own = dict(self.module.named_buffers())
+        return {name: self._value(name, own, None) for name in self.buffers}
+
+    def _value(self, name: str, own: Mapping[str, Any], dtype: str | None) -> Any:
+        import numpy as np
+
+        if name not in self.members:
+            array = _host(own[name])
+        else:
+            block, offset, key = self.members[name]
+            array = np.stack([_host(own[f"{block.layer(offset, r)}.{key}"]) for r in range(block.repeats)])
+        return array if dtype is None else array.astype(dtype)
+
+
+def probe(function: TorchFunction, run: Callable[..., Any], batch: Any, label: str) -> None:
+    """Trace the forward pass alone once: the cheap way to learn whether scans hold and whether every op lowers."""
+    import jax
+
+    extra = (function.buffers,) if function.buffers else ()
+    try:
+        jax.eval_shape(run, function.params, batch, *extra)
+    except (NotRepeatedError, UserError):
+        raise
+    except TypeError as error:
+        if "_Pending" in str(error):
+            raise
+        raise lowering_error(error, label) from error
+    except Exception as error:  # the user's own code runs here
+        raise lowering_error(error, label) from error
+
+
+def lowering_error(error: Exception, label: str) -> UserError:
+    """The sentence for a module that does not run through torchax."""
+    lines = str(error).strip().splitlines()
+    text = lines[0].rstrip(".") if lines else "no message"
+    if type(error).__name__ == "OperatorNotFound":
+        return UserError(
+            f"`{label}` uses a torch operation that has no lowering ({text}); "
+            "replace it, or give the program as a JAX function."
+        )
+    return UserError(f"`{label}` could not be lowered: {type(error).__name__}: {text}.")
+
+
+def plain(value: Any) -> Any:
+    """Torch outputs as pytrees of JAX values: mappings become dicts, absent entries go."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return environment().t2j_iso(value)
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (tuple, list)):
+        return tuple(plain(item) for item in value if item is not None)
+    return value
+
+
+def _own_names(layer: Any) -> list[str]:
+    return [name for name, _ in layer.named_parameters()] + [name for name, _ in layer.named_buffers()]
+
+
+def _host(tensor: Any) -> Any:
+    import torch
+
+    value = tensor.detach().cpu()
+    if value.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return value.float().numpy().astype(ml_dtypes.bfloat16)
+    return value.numpy()
+
+
+def jax_dtype(dtype: Any) -> Any:
+    import jax
+    import numpy as np
+
+    text = str(dtype).removeprefix("torch.")
+    return jax.dtypes.canonicalize_dtype(np.bool_ if text == "bool" else jax.numpy.dtype(text))
