@@ -11,6 +11,7 @@ import io
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
@@ -66,21 +67,64 @@ def _plan(arguments: argparse.Namespace, answer: TextIO) -> int:
     # Planning never touches an accelerator: without this JAX would look for one, and wait for it.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with _progress(arguments) as progress:
+        began = time.perf_counter()
         program = _open(arguments, progress)
+        traced = time.perf_counter() - began
         from autoshard.plan import make_plan, save_plan
 
         result = make_plan(program, **_plan_options(arguments), progress=progress)
         if arguments.out:
             save_plan(result.plan, arguments.out)
+    wall_s = {"trace": traced, **result.wall_s, "total": time.perf_counter() - began}
     from autoshard.report import plan_figures, terminal_report
 
     if arguments.json:
-        _print_json(plan_figures(result.plan, result.wall_s), answer)
+        _print_json(plan_figures(result.plan, wall_s), answer)
     else:
-        _print_rich(terminal_report(result.plan, result.wall_s), answer)
+        _print_rich(terminal_report(result.plan, wall_s), answer)
         if arguments.out:
             print(f"Plan written to {arguments.out}", file=answer)
     return 0
+
+
+def _measure(arguments: argparse.Namespace, answer: TextIO) -> int:
+    from autoshard.cost import Topology
+    from autoshard.exec import ensure_devices, measure, measurement_figures
+    from autoshard.plan import load_plan, make_plan
+
+    _check_writable("--save-problem", arguments.save_problem)
+    if (arguments.plan is None) == (arguments.topology is None):
+        raise UserError("`autoshard measure` takes either --plan PLAN.json, or --topology to plan first.")
+    for flag in ("mesh", "memory_limit", "save_problem"):
+        if arguments.plan is not None and getattr(arguments, flag) is not None:
+            raise UserError(f"--{flag.replace('_', '-')} is for planning; {arguments.plan} is a plan already.")
+    plan = load_plan(arguments.plan) if arguments.plan else None
+    topology = Topology.parse(plan.topology if plan else arguments.topology)
+    if topology.backend == "cpu":
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        ensure_devices(topology.num_devices)
+    else:
+        import jax
+
+        if jax.default_backend() == "cpu":
+            raise UserError(
+                f"the plan is for {topology.name}, but only CPU devices are here; "
+                f"plan for cpu:{topology.num_devices} to rehearse it."
+            )
+    with _progress(arguments) as progress:
+        program = _open(arguments, progress)
+        if plan is None:
+            plan = make_plan(program, **_plan_options(arguments), progress=progress).plan
+        progress("Running the planned step" + (" and the unplanned one" if arguments.check else ""))
+        result = measure(program, plan, steps=arguments.steps, check=arguments.check, tolerance=arguments.tolerance)
+    from autoshard.report import measurement_report
+
+    figures = measurement_figures(result)
+    if arguments.json:
+        _print_json(figures, answer)
+    else:
+        _print_rich(measurement_report(plan, figures), answer)
+    return 0 if result.check is None or result.check.passed else 1
 
 
 def _report(arguments: argparse.Namespace, answer: TextIO) -> int:
@@ -168,6 +212,20 @@ def build_parser() -> argparse.ArgumentParser:
     _add_planning(plan, required=True)
     plan.add_argument("--out", metavar="PLAN.json", type=Path, help="write the plan here")
 
+    measure = _command(
+        commands, "measure", _measure, "run a planned program on the devices that are here", PROGRAM_HELP
+    )
+    _add_program(measure)
+    measure.add_argument("--plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
+    measure.add_argument(
+        "--check", action="store_true", help="compare with the unplanned run; exit code 1 if it differs"
+    )
+    measure.add_argument(
+        "--tolerance", type=_tolerance, metavar="X", help="of a tensor's own maximum (default: 1e-5 for float32)"
+    )
+    measure.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps to time (default: 10)")
+    _add_planning(measure, required=False)
+
     report = _command(commands, "report", _report, "show a plan that was saved")
     report.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
     report.add_argument("-o", "--out", metavar="REPORT.html", type=Path, help="write a page here instead")
@@ -251,6 +309,13 @@ def _seconds(text: str) -> float:
         if 0 < (value := float(text)) < float("inf"):
             return value
     raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+
+
+def _tolerance(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
 
 
 def _gib(text: str) -> int:

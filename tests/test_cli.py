@@ -11,12 +11,11 @@ import pytest
 from autoshard import cli
 
 
+PROGRAM = {"--batch", "--dtype", "--entry", "--infer", "--optimizer", "--remat", "--seq", "--state-dtype", "--train"}
+PLANNING = {"--memory-limit", "--mesh", "--save-problem", "--seed", "--time-limit", "--topology"}
 FLAGS = {
-    "plan": {
-        *("--batch", "--debug", "--dtype", "--entry", "--infer", "--json", "--memory-limit", "--mesh", "--optimizer"),
-        *("--out", "--quiet", "--remat", "--save-problem", "--seed", "--seq", "--state-dtype", "--time-limit"),
-        *("--topology", "--train"),
-    },
+    "plan": {"--debug", "--json", "--out", "--quiet"} | PROGRAM | PLANNING,
+    "measure": {"--check", "--debug", "--json", "--plan", "--quiet", "--steps", "--tolerance"} | PROGRAM | PLANNING,
     "report": {"--compare", "--debug", "--json", "--measured", "--out", "--quiet", "-o"},
     "solve": {"--debug", "--out", "--quiet", "--seed", "--threads", "--time-limit"},
 }

@@ -1,6 +1,7 @@
 """What holds a plan back, in sentences."""
 
 from autoshard.plan import Plan
+from autoshard.report._names import readable
 from autoshard.units import format_bytes, format_seconds
 
 
@@ -21,7 +22,7 @@ def _time(plan: Plan) -> list[str]:
     worst = max(exposed, key=lambda c: c.seconds, default=None)
     sentence = f"Exposed communication is {share:.0%} of the step"
     if worst is not None:
-        cause = f" for {worst.cause}" if worst.cause else ""
+        cause = f" for {readable(worst.cause)}" if worst.cause else ""
         sentence += (
             f"; most of it is {worst.kind} over {' x '.join(worst.axes)}{cause} ({format_seconds(worst.seconds)})"
         )
@@ -33,7 +34,7 @@ def _memory(plan: Plan) -> list[str]:
     if not prediction.memory:
         return []
     kind, size = max(prediction.memory.items(), key=lambda item: item[1])
-    where = f" at {prediction.peak_at}" if prediction.peak_at else ""
+    where = f" at {readable(prediction.peak_at)}" if prediction.peak_at else ""
     room = plan.memory_limit_bytes - prediction.peak_bytes
     left = f"{format_bytes(room)} is left" if room >= 0 else f"{format_bytes(-room)} is missing"
     return [f"Memory peaks{where}, where {kind.replace('_', ' ')} hold most ({format_bytes(size)}); {left}."]
@@ -71,7 +72,7 @@ def why_not(plan: Plan, name: str) -> tuple[str, ...]:
     sentence = f"It is {slower / own.step_time_s:.1%} slower, chiefly by {format_seconds(amount)} more {main}"
     worst = max((c for c in other.collectives if not c.hidden), key=lambda c: c.seconds, default=None)
     if main != "compute" and worst is not None:
-        cause = f" for {worst.cause}" if worst.cause else ""
+        cause = f" for {readable(worst.cause)}" if worst.cause else ""
         sentence += (
             f"; its costliest is {worst.kind} over {' x '.join(worst.axes)}{cause} ({format_seconds(worst.seconds)})"
         )

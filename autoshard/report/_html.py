@@ -10,7 +10,7 @@ from autoshard.cost import Topology
 from autoshard.plan import Plan, Prediction, Spec
 from autoshard.report._binding import what_binds, why_not
 from autoshard.report._figures import best_baseline
-from autoshard.report._names import clean
+from autoshard.report._names import clean, readable
 from autoshard.report._tree import module_trees
 from autoshard.units import format_bytes, format_seconds
 
@@ -72,6 +72,7 @@ def _template():
         "bytes": format_bytes,
         "seconds": format_seconds,
         "clean": clean,
+        "readable": readable,
         "words": lambda kind: kind.replace("_", " "),
         "percent": lambda share: f"{share:.1%}",
         "css": lambda kind: kind.replace("_", "-"),
@@ -149,13 +150,12 @@ def _measurement(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
     step = measured.get("step_time_s")
     ratio = step / plan.prediction.step_time_s if step and plan.prediction.step_time_s > 0 else None
     collectives = measured.get("collectives") or {}
-    wire = {side: (collectives.get(side) or {}).get("wire_bytes", {}) for side in ("predicted", "compiled")}
-    axes = [*dict.fromkeys([*wire["predicted"], *wire["compiled"]])]
+    wire = collectives.get("wire_bytes") or {}
     return {
         "step_time_s": step,
         "ratio": ratio,
         "max_rel_diff": measured.get("max_rel_diff"),
-        "wire": [(axis, wire["predicted"].get(axis, 0), wire["compiled"].get(axis, 0)) for axis in axes],
+        "wire": [(axis, both["predicted"], both["compiled"]) for axis, both in wire.items()],
     }
 
 

@@ -20,6 +20,36 @@ def clean(name: str, width: int | None = None) -> str:
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
 
 
+_TRACED = re.compile(r"^(transpose|jvp|vmap|jit|pjit|remat|checkpoint|custom_\w+)\((.*)\)$")
+_NOISE = {"while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "pjit", "scan", ""}
+
+
+def readable(cause: str) -> str:
+    """The name JAX gives an op, for people: `jit(f)/transpose(jvp())/while/body/linear/dot_general` becomes
+    `linear/dot_general (backward, in a loop)`. Other names stay as they are."""
+    start = cause.find("jit(")
+    if start < 0:
+        return cause
+    path = cause[start:].split("/")
+    kept = []
+    for index, part in enumerate(path):
+        while match := _TRACED.match(part):
+            part = "" if index == 0 else match[2]
+        if part not in _NOISE:
+            kept.append(part)
+    facts = []
+    if "rematted_computation" in path:
+        facts.append("computed again")
+    elif any(part.startswith("transpose(") for part in path):
+        facts.append("backward")
+    elif any(part.startswith("jvp(") for part in path):
+        facts.append("forward")
+    if "while" in path or "scan" in path:
+        facts.append("in a loop")
+    name = "/".join(kept) or cause[:start].strip() or cause
+    return f"{name} ({', '.join(facts)})" if facts else name
+
+
 def pattern(name: str) -> str:
     """`layers.3.mlp.weight` -> `layers.*.mlp.weight`: what the repeats of one block have in common."""
     return _NUMBER.sub("*", name)

@@ -10,10 +10,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan import Plan, Prediction, Spec
+from autoshard.plan import Collective, Plan, Prediction, Spec
 from autoshard.report._binding import what_binds
 from autoshard.report._figures import best_baseline, tensor_bytes
-from autoshard.report._names import clean, fold
+from autoshard.report._names import clean, fold, readable
 from autoshard.units import format_bytes, format_seconds
 
 
@@ -164,6 +164,8 @@ def _time(prediction: Prediction) -> RenderableType:
     legend = Text("  ")
     legend.append("█ ", style="green").append(f"compute {format_seconds(prediction.compute_s)}   ")
     legend.append("▒ ", style="red").append(f"exposed communication {format_seconds(prediction.exposed_comm_s)}")
+    if prediction.hidden_comm_s < 1e-9:
+        return Group(bar, legend)
     hidden = Text(f"  and {format_seconds(prediction.hidden_comm_s)} of communication hidden behind the compute")
     return Group(bar, legend, hidden)
 
@@ -215,22 +217,26 @@ def _baselines(plan: Plan) -> RenderableType | None:
 
 
 def _collectives(prediction: Prediction, width: int) -> RenderableType | None:
-    if not prediction.collectives:
+    """One row for each kind, axes, and whether it is hidden; the costliest cause stands for the rest."""
+    groups: dict[tuple[str, tuple[str, ...], bool], list[Collective]] = {}
+    for collective in sorted(prediction.collectives, key=lambda c: -c.seconds):
+        groups.setdefault((collective.kind, collective.axes, collective.hidden), []).append(collective)
+    if not groups:
         return None
-    table = _table("kind", "over", "for", "times", "wire", "time", "", left=3)
-    ordered = sorted(prediction.collectives, key=lambda c: -c.seconds)
-    for collective in ordered[:COLLECTIVES]:
+    table = _table("kind", "over", "most of it for", "times", "wire", "time", "", left=3)
+    ordered = sorted(groups.items(), key=lambda item: -sum(c.seconds for c in item[1]))
+    for (kind, axes, hidden), members in ordered[:COLLECTIVES]:
         table.add_row(
-            _name(collective.kind),
-            _name(", ".join(collective.axes)),
-            _name(collective.cause, max(width - 66, 14)),
-            str(collective.count),
-            format_bytes(collective.wire_bytes),
-            format_seconds(collective.seconds),
-            Text("hidden", style="dim") if collective.hidden else Text("exposed", style="red"),
+            _name(kind),
+            _name(", ".join(axes)),
+            _name(readable(members[0].cause), max(width - 66, 16)),
+            str(sum(c.count for c in members)),
+            format_bytes(sum(c.wire_bytes for c in members)),
+            format_seconds(sum(c.seconds for c in members)),
+            Text("hidden", style="dim") if hidden else Text("exposed", style="red"),
         )
     body: list[RenderableType] = [Padding(table, (0, 0, 0, 2))]
     if len(ordered) > COLLECTIVES:
-        rest = sum(c.seconds for c in ordered[COLLECTIVES:])
+        rest = sum(c.seconds for _, members in ordered[COLLECTIVES:] for c in members)
         body.append(Text(f"  and {len(ordered) - COLLECTIVES} more of {format_seconds(rest)} together", style="dim"))
     return Group(*body)

@@ -165,8 +165,10 @@ def test_a_measurement_beside_it(plan: Plan):
         "step_time_s": 3.542,
         "max_rel_diff": 2e-7,
         "collectives": {
-            "predicted": {"wire_bytes": {"data": 2**30, "model": 2**31}},
-            "compiled": {"wire_bytes": {"data": 2**29, "model": 2**31}},
+            "wire_bytes": {
+                "data": {"predicted": 2**30, "compiled": 2**29},
+                "model": {"predicted": 2**31, "compiled": 2**31},
+            }
         },
     }
     text = " ".join(Page(html_report(plan, measured=measured)).text.split())

@@ -1,0 +1,44 @@
+"""A measurement on a terminal, beside what was predicted."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.plan import Plan
+from autoshard.report._names import clean
+from autoshard.units import format_bytes, format_seconds
+
+
+def measurement_report(plan: Plan, figures: Mapping[str, Any]) -> RenderableType:
+    """`figures` is the object that `autoshard measure --json` prints."""
+    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+    title = Text(f"{clean(plan.program_name, 60)} on {figures['device']}, mesh {mesh}", style="bold")
+    predicted = plan.prediction.step_time_s
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
+    for index, column in enumerate(("", "predicted", "measured")):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    table.add_row("step time", format_seconds(predicted), format_seconds(figures["step_time_s"]))
+    for axis, both in figures["collectives"]["wire_bytes"].items():
+        name = Text(f"on the wire over {clean(axis)}")
+        table.add_row(name, format_bytes(both["predicted"]), format_bytes(both["compiled"]))
+    for kind, both in figures["collectives"]["counts"].items():
+        table.add_row(Text(f"{kind} (times)"), str(both["predicted"]), str(both["compiled"]))
+    parts: list[RenderableType] = [title, Text(), table]
+    if "max_rel_diff" in figures:
+        parts += [Text(), _check(figures)]
+    return Group(*parts)
+
+
+def _check(figures: Mapping[str, Any]) -> Text:
+    passed = figures["passed"]
+    text = Text("AGREES" if passed else "DIFFERS", style="bold green" if passed else "bold red")
+    text.append(
+        f" with the unplanned run: the largest difference is {figures['max_rel_diff']:.1e} of a tensor's maximum "
+        f"(at {clean(figures['worst'])}); {figures['tolerance']:.0e} is allowed",
+        style="not bold default",
+    )
+    return text
