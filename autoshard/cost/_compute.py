@@ -19,13 +19,14 @@ class Compute:
     def matmul_efficiency(self, m: ArrayLike, n: ArrayLike, k: ArrayLike) -> NDArray[np.float64]:
         """Share of peak of an `[m, k] x [k, n]` matmul: the large-matmul figure times what padding leaves.
 
-        The matrix unit holds a tile of `mxu_edge` x `mxu_edge` while rows stream through it in groups of `sublanes`;
-        the longest of the three sizes streams, the other two are padded up to whole tiles.
+        The matrix unit holds a tile of `mxu_edge` x `mxu_edge` while rows stream through it in groups of `sublanes`:
+        one of the three sizes streams, whichever wastes least, the other two are padded up to whole tiles.
         """
-        sizes = np.sort(np.broadcast_arrays(*(np.asarray(x, dtype=np.float64) for x in (m, n, k))), axis=0)
-        sizes = np.maximum(sizes, 1.0)
+        sizes = [np.maximum(np.asarray(x, dtype=np.float64), 1.0) for x in (m, n, k)]
         edge, rows = self.topology.chip.mxu_edge, self.topology.chip.sublanes
-        used = _filled(sizes[0], edge) * _filled(sizes[1], edge) * _filled(sizes[2], rows)
+        m_tiles, n_tiles, k_tiles = (_filled(x, edge) for x in sizes)
+        m_rows, n_rows, k_rows = (_filled(x, rows) for x in sizes)
+        used = np.maximum(m_rows * n_tiles * k_tiles, m_tiles * np.maximum(n_rows * k_tiles, n_tiles * k_rows))
         return self.calibration.matmul_efficiency * used
 
     def matmul_seconds(

@@ -37,7 +37,8 @@ def test_padding() -> None:
     assert v5e.matmul_efficiency(8192, 128, 128) == pytest.approx(full)
     assert v5e.matmul_efficiency(8192, 64, 128) == pytest.approx(full / 2)
     assert v6e.matmul_efficiency(8192, 128, 256) == pytest.approx(v6e.calibration.matmul_efficiency / 2)
-    # The longest side streams, in groups of 8 rows.
+    # The side that wastes least streams, in groups of 8 rows.
+    assert v5e.matmul_efficiency(136, 128, 256) == pytest.approx(full)
     assert v5e.matmul_efficiency(100_001, 128, 128) == pytest.approx(full * 100_001 / 100_008)
 
 
