@@ -12,16 +12,16 @@ import numpy as np
 
 from autoshard.cost import Mesh, Topology, default_axis_names, load_calibration, make_mesh, parse_mesh
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.graph import OpGraph, analyse, build_structure, read_graph, replace_names
+from autoshard.graph import analyse, build_structure, read_graph, replace_names
 from autoshard.plan._baselines import baselines
-from autoshard.plan._groups import find_groups
+from autoshard.plan._groups import Groups, find_groups
 from autoshard.plan._infeasible import explain_infeasible
 from autoshard.plan._model import Model
 from autoshard.plan._pins import make_pins
 from autoshard.plan._plan import Plan
 from autoshard.plan._predict import predict, tensor_spec
 from autoshard.plan._price import price
-from autoshard.plan._search import Found, Infeasible, search
+from autoshard.plan._search import Candidate, Found, Infeasible, search
 from autoshard.plan._spec import Spec
 from autoshard.plan._words import describe
 from autoshard.program import Program, Role
@@ -38,6 +38,8 @@ class PlanResult:
 
     plan: Plan
     wall_s: dict[str, float]
+    baseline_plans: dict[str, Plan]
+    """Every baseline as a plan of its own, completed by the solver, to apply, compile or measure beside ours."""
 
 
 class _Phases:
@@ -93,7 +95,7 @@ def make_plan(
         raise UserError(f"the memory limit is {memory_limit} bytes; it must be more than 0.")
     _check_batch(program, chosen)
     phases.start("extract", "reading the program's ops and their sharding rules")
-    graph, model = _model(program, chosen, memory_limit, phases)
+    model = _model(program, chosen, memory_limit, phases)
     groups = find_groups(program, model.graph, model.structure)
     named = baselines(model, groups)
     phases.start("solve", f"solving {len(model.nodes)} decisions with {sum(len(n.states) for n in model.nodes)} alternatives")
@@ -102,11 +104,15 @@ def make_plan(
     except Infeasible as error:
         raise InfeasibleError(explain_infeasible(model, error.solution, memory_limit, time_limit, seed)) from error
     phases.start("write", "writing the plan")
-    plan = _plan(program, graph, model, groups, found, memory_limit, seed)
+    plan = _plan(program, model, groups, found, found.best, memory_limit, seed)
+    others = {
+        name: dataclasses.replace(_plan(program, model, groups, found, c, memory_limit, seed), baselines={})
+        for name, c in found.baselines.items()
+    }
     if save_problem is not None:
         write_contest(found.problem, Path(save_problem))
     phases.stop()
-    return PlanResult(plan, phases.wall)
+    return PlanResult(plan, phases.wall, others)
 
 
 def _check_batch(program: Program, mesh: Mesh) -> None:
@@ -125,7 +131,7 @@ def _check_batch(program: Program, mesh: Mesh) -> None:
     )
 
 
-def _model(program: Program, mesh: Mesh, memory_limit: int, phases: _Phases) -> tuple[OpGraph, Model]:
+def _model(program: Program, mesh: Mesh, memory_limit: int, phases: _Phases) -> Model:
     graph = replace_names(read_graph(program.module), [a.name for a in program.arguments])
     parameters = [t for t, a in zip(graph.arguments, program.arguments, strict=True) if a.role is Role.PARAMETER]
     ties = [
@@ -136,21 +142,20 @@ def _model(program: Program, mesh: Mesh, memory_limit: int, phases: _Phases) -> 
     structure = build_structure(graph, parameters, ties)
     liveness = analyse(graph)
     phases.start("price", f"pricing {len(graph.ops)} ops on {mesh.describe()}")
-    return graph, price(program, graph, structure, liveness, mesh, memory_limit)
+    return price(program, graph, structure, liveness, mesh, memory_limit)
 
 
 def _plan(
-    program: Program, graph: OpGraph, model: Model, groups: Any, found: Found, memory_limit: int, seed: int
+    program: Program, model: Model, groups: Groups, found: Found, chosen: Candidate, memory_limit: int, seed: int
 ) -> Plan:
-    choices = found.best.choices
-    prediction = predict(model, found.best.outcome, memory_limit)
-    # An argument that the program never reads has no cluster in common with anything: it stays whole.
+    graph, choices = model.graph, chosen.choices
+    prediction = predict(model, chosen.outcome, memory_limit)
     arguments = {a.name: tensor_spec(model, choices, t) for a, t in zip(program.arguments, graph.arguments, strict=True)}
     results: dict[str, Spec] = {}
     for r, tensor in zip(program.results, graph.results, strict=True):
         tied = program.arguments[r.argument] if r.argument is not None else None
         results[r.name] = arguments[tied.name] if tied else tensor_spec(model, choices, tensor)
-    true = found.best.outcome.step_time_s
+    true = chosen.outcome.step_time_s
     return Plan(
         program_name=program.name,
         program_fingerprint=program.fingerprint,
@@ -168,7 +173,7 @@ def _plan(
         solver_gap=float(found.solution.gap),
         plan_gap=max(0.0, 1.0 - found.bound_s / true) if true > 0 else 0.0,
         words=describe(model, groups, choices),
-        warnings=_warnings(program, model, found, memory_limit),
+        warnings=_warnings(program, model, chosen, memory_limit),
         provenance=_provenance(model, found, seed),
         shapes={a.name: tuple(a.shape) for a in program.arguments},
         dtypes={a.name: a.dtype for a in program.arguments},
@@ -177,10 +182,10 @@ def _plan(
     )
 
 
-def _warnings(program: Program, model: Model, found: Found, memory_limit: int) -> tuple[str, ...]:
+def _warnings(program: Program, model: Model, chosen: Candidate, memory_limit: int) -> tuple[str, ...]:
     lines = list(program.notes)
     graph = model.graph
-    total = found.best.outcome.step_time_s
+    total = chosen.outcome.step_time_s
     for op_id in graph.without_rule:
         op = graph.ops[op_id]
         number = model.op_node.get(op_id)
@@ -192,7 +197,7 @@ def _warnings(program: Program, model: Model, found: Found, memory_limit: int) -
     for loop in graph.loops:
         if not loop.known:
             lines.append("a loop's number of trips cannot be read from the program: it is counted once.")
-    peak = found.best.outcome.peak_bytes
+    peak = chosen.outcome.peak_bytes
     if peak > 0.92 * memory_limit:
         lines.append(
             f"memory is tight: {format_bytes(peak)} of {format_bytes(memory_limit)}; "

@@ -1,62 +1,122 @@
 """Which intermediate values to pin, so that the partitioner does what was planned."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from autoshard.graph import OpClass
+import numpy as np
+
+from autoshard.graph import FactorKind, OpClass
 from autoshard.plan._model import Model
 from autoshard.plan._plan import Pin
 from autoshard.plan._predict import spec_of, tensor_spec
 from autoshard.plan._price import factor_states
 from autoshard.plan._spec import Spec
+from autoshard.plan._states import PARTIAL, WHOLE, States, relabel
 
 
 def make_pins(model: Model, choices: Sequence[int]) -> tuple[Pin, ...]:
     """Pins at every place where a spec is decided rather than passed on.
 
     These are results of heavy ops and of ops between clusters, carried values of loops, and operands of heavy ops
-    that are wanted in another spec than they are held in.
+    that are wanted in another spec than they are held in. A move that takes several kinds of collectives is pinned
+    in stages: in one go the partitioner would gather the whole tensor (its "involuntary full rematerialization").
     """
-    values: dict[int, Spec] = {}
+    values: dict[int, list[Spec]] = {}
     graph, structure = model.graph, model.structure
 
-    def pin(tensor: int) -> None:
-        if structure.cluster_of[tensor] >= 0:
-            values[tensor] = tensor_spec(model, choices, tensor)
+    def pin(tensor: int, before: Sequence[Spec] = ()) -> None:
+        if structure.cluster_of[tensor] >= 0 and graph.tensors[tensor].value[0] >= 0:
+            values[tensor] = [*before, tensor_spec(model, choices, tensor)]
 
     for edge in structure.edges:
         if edge.op < 0:
             pin(edge.tensor)
         elif graph.ops[edge.op].op_class is not OpClass.HEAVY:
             pin(graph.ops[edge.op].results[edge.result])
-        elif edge.operand < 0:
-            pin(edge.tensor)
     for loop in graph.loops:
         for carry in loop.carries:
             pin(carry.body)
             pin(carry.update)
+    for edge in structure.edges:
+        if edge.op >= 0 and edge.operand < 0 and graph.ops[edge.op].op_class is OpClass.HEAVY:
+            pin(edge.tensor, list(_result_stages(model, choices, edge.op, edge.result)))
     pins = [
         Pin(*graph.tensors[t].value, spec=spec, name=graph.tensors[t].name)
-        for t, spec in values.items()
-        if graph.tensors[t].value[0] >= 0
+        for t in sorted(values, key=lambda t: graph.tensors[t].value)
+        for spec in values[t]
     ]
-    pins.extend(_operand_pins(model, choices))
-    return tuple(sorted(pins, key=lambda p: (p.op, p.index, p.operand or (-1, -1))))
+    return (*pins, *_operand_pins(model, choices))
 
 
-def _operand_pins(model: Model, choices: Sequence[int]) -> list[Pin]:
-    pins = []
+def stages(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """States between two states of one tensor, neither included, one kind of collective at a time.
+
+    The order is that in which moves are priced: sums, slices, then moves between dims, then gathers. A sum that ends
+    split is pinned whole first: told only the end, the partitioner may compute the op itself in another way; the
+    compilers that have a reduce-scatter make one of the sum and the slice.
+    """
+    now = [max(s, WHOLE) for s in source]
+    reached = [tuple(now)] if PARTIAL in source else []
+    sliced = [t if s < 0 else s for s, t in zip(source, target, strict=True)]
+    if sliced != now and sliced != list(target):
+        reached.append(tuple(sliced))
+    now = sliced
+    for axis, (s, t) in enumerate(zip(source, target, strict=True)):
+        if s >= 0 and t >= 0 and s != t:
+            now[axis] = t
+            reached.append(tuple(now))
+    if not reached or reached[-1] != tuple(target):
+        reached.append(tuple(target))
+    yield from reached[:-1]
+
+
+def _specs(model: Model, states: Iterator[tuple[int, ...]], rank: int) -> Iterator[Spec]:
+    for state in states:
+        yield spec_of(model, np.array([state]), 0, rank)
+
+
+def _result_stages(model: Model, choices: Sequence[int], op_id: int, result: int) -> Iterator[Spec]:
+    op = model.graph.ops[op_id]
+    if op.rule is None:
+        return iter(())
+    number = model.op_node[op_id]
+    state = model.nodes[number].states[int(choices[number])][None, :]
+    mapping = [PARTIAL if kind is FactorKind.REDUCTION else WHOLE for kind in op.rule.kinds]
+    for dim, factors in enumerate(op.rule.results[result]):
+        for factor in factors:
+            mapping[factor] = dim
+    rank = len(model.graph.tensors[op.results[result]].shape)
+    aim = _held(model, choices, op.results[result])
+    return _specs(model, stages(relabel(state, mapping)[0].tolist(), aim), rank)
+
+
+def _held(model: Model, choices: Sequence[int], tensor: int) -> tuple[int, ...]:
+    """The planned state of a tensor over its dims."""
+    spec = tensor_spec(model, choices, tensor)
+    where = {axis: dim for dim, axes in enumerate(spec.dims) for axis in axes}
+    return tuple(where.get(axis, WHOLE) for axis in model.axis_names)
+
+
+def _operand_pins(model: Model, choices: Sequence[int]) -> Iterator[Pin]:
     for op_id, number in model.op_node.items():
         op = model.graph.ops[op_id]
         if op.rule is None:
             continue
-        states = model.nodes[number].states
+        states: States = model.nodes[number].states
         for k, tensor in enumerate(op.operands):
             if model.structure.cluster_of[tensor] < 0:
                 continue
             rank = len(model.graph.tensors[tensor].shape)
-            wanted = spec_of(model, factor_states(states, op.rule.operands[k]), int(choices[number]), rank)
-            if wanted != tensor_spec(model, choices, tensor):
-                where = (op.number, op.operand_numbers[k])
-                pins.append(Pin(*model.graph.tensors[tensor].value, wanted, where, model.graph.tensors[tensor].name))
-    return pins
-
+            have = _held(model, choices, tensor)
+            want = tuple(factor_states(states, op.rule.operands[k])[int(choices[number])].tolist())
+            path = [have]
+            copy = model.copy_nodes.get((tensor, op.loop))
+            if copy is not None:
+                path.append(tuple(model.nodes[copy].states[int(choices[copy])].tolist()))
+            path.append(want)
+            for a, b in zip(path, path[1:], strict=False):
+                if a == b:
+                    continue
+                for spec in _specs(model, iter([*stages(a, b), b]), rank):
+                    where = (op.number, op.operand_numbers[k])
+                    record = model.graph.tensors[tensor]
+                    yield Pin(*record.value, spec, where, record.name)
