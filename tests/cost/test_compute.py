@@ -36,6 +36,7 @@ def test_padding() -> None:
     full = v5e.calibration.matmul_efficiency
     assert v5e.matmul_efficiency(8192, 128, 128) == pytest.approx(full)
     assert v5e.matmul_efficiency(8192, 64, 128) == pytest.approx(full / 2)
+    assert v5e.matmul_efficiency(8, 8192, 8192) == pytest.approx(full / 16)
     assert v6e.matmul_efficiency(8192, 128, 256) == pytest.approx(v6e.calibration.matmul_efficiency / 2)
     # The side that wastes least streams, in groups of 8 rows.
     assert v5e.matmul_efficiency(136, 128, 256) == pytest.approx(full)
