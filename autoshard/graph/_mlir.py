@@ -52,7 +52,7 @@ def parse_module(source: bytes | str, context: Any = None) -> Any:
 
     context = new_context() if context is None else context
     try:
-        if isinstance(source, bytes) and source[4:].startswith(b"StableHLO_v"):
+        if isinstance(source, bytes) and b"StableHLO_v" in source[:32]:
             return stablehlo.deserialize_portable_artifact(context, source)
         with context:
             return ir.Module.parse(source, context)
