@@ -117,7 +117,8 @@ def search(
             break
         if candidate.fits and (best is None or candidate.outcome.step_time_s < best.outcome.step_time_s):
             best = candidate
-        assert best is not None
+        if best is None:
+            break
         gap = 1.0 - bound / best.outcome.step_time_s
         progress(f"weighting {rounds}: step {best.outcome.step_time_s:.6g} s, plan gap {max(gap, 0):.2%}")
         if gap <= GOOD_ENOUGH or len(weights) <= len({b for b, _ in weights}):

@@ -128,7 +128,7 @@ def _place(error: BaseException, file: Path) -> str:
     line = error.lineno if isinstance(error, SyntaxError) else None
     step = error.__traceback__
     while step is not None:
-        if step.tb_frame.f_code.co_filename == str(file):
+        if Path(step.tb_frame.f_code.co_filename).absolute() == file.absolute():
             line = step.tb_lineno
         step = step.tb_next
     reason = str(error.msg if isinstance(error, SyntaxError) else error).strip().splitlines()
