@@ -27,7 +27,7 @@ class Calibration:
     memory_efficiency: float
     """Share of peak main-memory bandwidth that a streaming op reaches."""
     vector_flops_per_s: float
-    """Elementwise FLOP/s of one device (vector units)."""
+    """Elementwise FLOP/s of one device (vector units); of one core on a CPU."""
     op_overhead_s: float
     """Fixed time of one fusion or matmul inside a program."""
     link_efficiency: float

@@ -13,7 +13,8 @@ Time of one collective = launch + sum over kinds of links, slowest outside, of m
   axes the worst one binds (dimension-ordered routing).
 - Between slices every chip talks to its counterparts through its share of the network; the part inside a slice runs
   on a size reduced by the group outside of it: the gather starts with the slow links, where data is small.
-- All-reduce is a reduce-scatter and an all-gather.
+- All-reduce is a reduce-scatter and an all-gather; between threads of one process (CPU) every kind is one pass
+  through main memory, which all devices share.
 """
 
 import dataclasses
@@ -67,7 +68,7 @@ class Collectives:
         group = self._group(kind, axes)
         if not group:
             return np.zeros_like(size)
-        phases = 2 if kind == "all-reduce" else 1
+        phases = 2 if kind == "all-reduce" and self.mesh.topology.backend != "cpu" else 1
         base = "all-gather" if kind in ("reduce-scatter", "all-reduce") else kind
         key = (base, group)
         if key not in self._levels:

@@ -67,8 +67,11 @@ class Compute:
         return weights / (one_row - activations) if one_row > activations else math.inf
 
     def vector_seconds(self, flops: ArrayLike) -> NDArray[np.float64]:
-        """Time of elementwise work in the vector units."""
-        return np.asarray(flops, dtype=np.float64) / self.calibration.vector_flops_per_s
+        """Time of elementwise work in the vector units; devices of a `cpu:N` share the machine's cores."""
+        rate = self.calibration.vector_flops_per_s
+        if self.topology.backend == "cpu":
+            rate *= self.topology.host_cores / self.topology.num_devices
+        return np.asarray(flops, dtype=np.float64) / rate
 
     def op_seconds(
         self, flops: ArrayLike, size_bytes: ArrayLike, dtype: str = "bf16", efficiency: ArrayLike | None = None

@@ -57,6 +57,9 @@ def test_time_grows_with_bytes(group: tuple, kind: Kind, sizes: list[float]) -> 
 @given(groups(), st.floats(1, 1e12))
 def test_all_reduce_is_a_reduce_scatter_and_an_all_gather(group: tuple, size: float) -> None:
     wire, axes = group
+    if wire.mesh.topology.backend == "cpu":  # one pass through memory, whatever the kind
+        assert wire.time("all-reduce", axes, size) == wire.time("all-gather", axes, size)
+        return
     parts = wire.time("reduce-scatter", axes, size) + wire.time("all-gather", axes, size)
     assert wire.time("all-reduce", axes, size) == pytest.approx(float(parts), rel=1e-12)
 
