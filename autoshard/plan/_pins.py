@@ -48,25 +48,14 @@ def make_pins(model: Model, choices: Sequence[int]) -> tuple[Pin, ...]:
 
 
 def stages(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """States between two states of one tensor, neither included, one kind of collective at a time.
+    """States to pin before the target's: a sum that ends split is pinned where it is whole.
 
-    The order is that in which moves are priced: sums, slices, then moves between dims, then gathers. A sum that ends
-    split is pinned whole first: told only the end, the partitioner may compute the op itself in another way; the
-    compilers that have a reduce-scatter make one of the sum and the slice.
+    Told only the end, the partitioner may compute the op itself in another way; compilers that have a
+    reduce-scatter make one of the sum and the slice.
     """
-    now = [max(s, WHOLE) for s in source]
-    reached = [tuple(now)] if PARTIAL in source else []
-    sliced = [t if s < 0 else s for s, t in zip(source, target, strict=True)]
-    if sliced != now and sliced != list(target):
-        reached.append(tuple(sliced))
-    now = sliced
-    for axis, (s, t) in enumerate(zip(source, target, strict=True)):
-        if s >= 0 and t >= 0 and s != t:
-            now[axis] = t
-            reached.append(tuple(now))
-    if not reached or reached[-1] != tuple(target):
-        reached.append(tuple(target))
-    yield from reached[:-1]
+    whole = tuple(max(s, WHOLE) for s in source)
+    if PARTIAL in source and whole != tuple(target):
+        yield whole
 
 
 def _specs(model: Model, states: Iterator[tuple[int, ...]], rank: int) -> Iterator[Spec]:
@@ -116,7 +105,7 @@ def _operand_pins(model: Model, choices: Sequence[int]) -> Iterator[Pin]:
             for a, b in zip(path, path[1:], strict=False):
                 if a == b:
                     continue
-                for spec in _specs(model, iter([*stages(a, b), b]), rank):
+                for spec in _specs(model, iter([b]), rank):
                     where = (op.number, op.operand_numbers[k])
                     record = model.graph.tensors[tensor]
                     yield Pin(*record.value, spec, where, record.name)

@@ -84,29 +84,29 @@ def transition(
     reduce_itemsize: int,
     collectives: Collectives,
 ) -> list[Step]:
-    """Collectives that bring a tensor from each source state to each target state.
+    """Collectives that bring a tensor from each source state to each target state, as XLA's partitioner does it.
 
-    In the order in which they move the fewest bytes, which is what XLA's partitioner does for these cases:
-    slices (free), sums that end split, sums that end whole, moves between dims, gathers. Where the backend has
-    no reduce-scatter, sums are one all-reduce of the unsliced tensor.
+    In its order (each pair of states of a 3-dim tensor on two axes was compiled alone and read): sums first, as a
+    reduce-scatter where an axis ends split and the backend has one for that group, else as one all-reduce;
+    then slices (free; after the gathers if there are any), gathers, and moves between dims, one all-to-all for each
+    axis. A move of one of several axes of a dim together with another change gathers the whole tensor instead
+    (XLA's "involuntary full rematerialization"). An axis that changes on a dim whose minor axes stay costs a
+    collective-permute of the shard.
     """
-    axis_sizes = list(collectives.mesh.axes.values())
     names = list(collectives.mesh.axes)
-    local = local_elements(source, sizes, axis_sizes)[:, None] * np.ones((1, len(target)))
+    count = len(names)
+    axis_sizes = list(collectives.mesh.axes.values())
+    pairs = (len(source), len(target))
+    local = np.broadcast_to(local_elements(source, sizes, axis_sizes)[:, None], pairs)
     f, t = source[:, None, :], target[None, :, :]
-    weights = 1 << np.arange(len(axis_sizes), dtype=np.int64)
-
-    def mask(condition: NDArray[np.bool_]) -> NDArray[np.int64]:
-        return condition.astype(np.int64) @ weights
-
-    scatter = mask((f == PARTIAL) & (t >= 0))
-    total = mask((f == PARTIAL) & (t < 0))
-    sliced = mask((f == WHOLE) & (t >= 0))
-    gather = mask((f >= 0) & (t == WHOLE))
+    weights = 1 << np.arange(count, dtype=np.int64)
     steps: list[Step] = []
 
+    def mask(condition: NDArray[np.bool_]) -> NDArray[np.int64]:
+        return np.broadcast_to(condition, (*pairs, count)).astype(np.int64) @ weights
+
     def members(bits: int) -> tuple[int, ...]:
-        return tuple(a for a in range(len(axis_sizes)) if bits >> a & 1)
+        return tuple(a for a in range(count) if bits >> a & 1)
 
     def parts(bits: int) -> int:
         return math.prod(axis_sizes[a] for a in members(bits))
@@ -114,38 +114,67 @@ def transition(
     def add(kind: Kind, bits: int, where: NDArray[np.bool_], elements: NDArray[np.float64], item: int) -> None:
         steps.append(Step(kind, members(bits), np.where(where, elements * item, 0.0)))
 
-    def distinct(bits: NDArray[np.int64]) -> list[int]:
-        return [int(b) for b in np.unique(bits) if b]
+    scatter, total = mask((f == PARTIAL) & (t >= 0)), mask((f == PARTIAL) & (t < 0))
+    summed = np.zeros_like(scatter)
+    for bits in _distinct(scatter):
+        if collectives.partial_to_split_kind(tuple(names[a] for a in members(bits))) == "all-reduce":
+            summed = np.where(scatter == bits, bits, summed)
+    total, scatter = total | summed, np.where(summed > 0, 0, scatter)
+    for bits in _distinct(scatter):
+        add("reduce-scatter", bits, scatter == bits, local, reduce_itemsize)
+        local = np.where(scatter == bits, local / parts(bits), local)
+    for bits in _distinct(total):
+        add("all-reduce", bits, total == bits, local, reduce_itemsize)
 
-    falls_back = {
-        b: collectives.partial_to_split_kind(tuple(names[a] for a in members(b))) == "all-reduce"
-        for b in distinct(scatter)
-    }
-    late = np.zeros_like(scatter)
-    for bits, summed in falls_back.items():
-        if summed:
-            late = np.where(scatter == bits, bits, late)
-    for bits in distinct(np.where(late > 0, late | total, 0)):
-        add("all-reduce", bits, (late > 0) & ((late | total) == bits), local, reduce_itemsize)
-    for bits in distinct(late):
-        local = np.where(late == bits, local / parts(bits), local)
-    for bits in distinct(sliced):
-        local = np.where(sliced == bits, local / parts(bits), local)
-    real = np.where(late > 0, 0, scatter)
-    for bits in distinct(real):
-        add("reduce-scatter", bits, real == bits, local, reduce_itemsize)
-        local = np.where(real == bits, local / parts(bits), local)
-    only = np.where(late > 0, 0, total)
-    for bits in distinct(only):
-        add("all-reduce", bits, only == bits, local, reduce_itemsize)
-    for axis in range(len(axis_sizes)):
-        moved = (f[..., axis] >= 0) & (t[..., axis] >= 0) & (f[..., axis] != t[..., axis])
-        if moved.any():
-            add("all-to-all", 1 << axis, moved, local, itemsize)
-    for bits in distinct(gather):
-        local = np.where(gather == bits, local * parts(bits), local)
-        add("all-gather", bits, gather == bits, local, itemsize)
+    moved = (f >= 0) & (t >= 0) & (f != t)
+    gathered = (f >= 0) & (t == WHOLE)
+    gather, whole, joint, swaps = mask(gathered), *_tangled(f, t, moved, gathered)
+    early = np.where((gather == 0) & ~whole, mask((f == WHOLE) & (t >= 0)), 0)
+    for bits in _distinct(early):
+        local = np.where(early == bits, local / parts(bits), local)
+    everything = np.where(whole, mask(np.broadcast_to(f >= 0, (*pairs, count))), gather)
+    for bits in _distinct(swaps):
+        add("collective-permute", bits | 1 << (count - 1), (swaps == bits) & ~whole, local, itemsize)
+    for bits in _distinct(everything):
+        local = np.where(everything == bits, local * parts(bits), local)
+        add("all-gather", bits, everything == bits, local, itemsize)
+    for bits in _distinct(np.where(joint & ~whole, mask(moved), 0)):
+        add("all-to-all", bits, joint & ~whole & (mask(moved) == bits), local, itemsize)
+    for axis in range(count):
+        alone = moved[..., axis] & ~whole & ~joint
+        if alone.any():
+            add("all-to-all", 1 << axis, alone, local, itemsize)
     return steps
+
+
+def _distinct(bits: NDArray[np.int64]) -> list[int]:
+    return [int(b) for b in np.unique(bits) if b]
+
+
+def _tangled(
+    f: States, t: States, moved: NDArray[np.bool_], gathered: NDArray[np.bool_]
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.int64]]:
+    """Pairs that gather everything, pairs whose moves are one, and axes (as bits) that need a permute."""
+    pairs, count = moved.shape[:2], moved.shape[2]
+    shares = np.zeros(pairs, dtype=bool)
+    together = np.ones(pairs, dtype=bool)
+    swaps = np.zeros(pairs, dtype=np.int64)
+    for a in range(count):
+        for b in range(count):
+            if a == b:
+                continue
+            crowd = ((f[..., a] == f[..., b]) & (f[..., b] >= 0)) | ((t[..., a] == t[..., b]) & (t[..., b] >= 0))
+            shares |= moved[..., a] & crowd
+            both = moved[..., a] & moved[..., b]
+            together &= ~both | ((f[..., a] == f[..., b]) & (t[..., a] == t[..., b]))
+            if b > a:
+                stays = (f[..., b] >= 0) & (f[..., b] == t[..., b])
+                changes = moved[..., a] | gathered[..., a] | ((f[..., a] == WHOLE) & (t[..., a] >= 0))
+                near = stays & changes & ((f[..., a] == f[..., b]) | (t[..., a] == t[..., b]))
+                swaps |= near.astype(np.int64) << a
+    several = (moved | gathered).sum(axis=2) > 1
+    joint = together & (moved.sum(axis=2) > 1) & ~gathered.any(axis=2)
+    return shares & several & ~joint, joint, swaps
 
 
 def decompose(
