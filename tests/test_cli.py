@@ -1,6 +1,7 @@
 """The command's contract: its flags, its sentences, its exit codes, and what goes to which stream."""
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -103,3 +104,165 @@ def test_no_command_shows_the_help_and_fails():
 
 def test_version():
     assert run("--version").stdout == f"autoshard {cli.__version__}\n"
+
+
+STEP = """
+import sys
+import jax
+import jax.numpy as jnp
+from neighbour import WIDTH
+
+print("noise from the user's file")
+
+
+def step(params, x):
+    def loss(p):
+        return jnp.mean((jnp.tanh(x @ p["w1"]) @ p["w2"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def shape(*dims):
+    return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+
+def program():
+    return step, ({"w1": shape(WIDTH, 4 * WIDTH), "w2": shape(4 * WIDTH, WIDTH)}, shape(32, WIDTH))
+
+
+def dtypes_differ():
+    return step, ({"w1": shape(WIDTH, 4 * WIDTH), "w2": shape(4 * WIDTH, WIDTH)}, shape(16, WIDTH))
+
+
+def fails():
+    raise ValueError("no luck")
+"""
+
+ON_CPU = ("--topology", "cpu:8", "--mesh", "data=4,model=2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program file with a neighbour, and its plan."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "step.py").write_text(STEP)
+    (folder / "neighbour.py").write_text("WIDTH = 64\n")
+    result = run("plan", "step.py", *ON_CPU, "--out", "plan.json", "--quiet", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def test_json_is_one_object_and_nothing_else_is_on_stdout(folder: Path):
+    result = run("plan", "step.py", *ON_CPU, "--json", "--memory-limit", "1", cwd=folder)
+    assert result.returncode == 0
+    figures = json.loads(result.stdout)
+    assert "noise from the user's file" in result.stderr
+    for key in ("step_time_s", "compute_s", "hidden_comm_s", "exposed_comm_s", "mfu", "peak_bytes", "fits"):
+        assert key in figures
+        assert all(key in baseline for baseline in figures["baselines"].values())
+    assert figures["memory_limit_bytes"] == 2**30
+    assert figures["mesh"] == {"data": 4, "model": 2}
+    assert figures["fits"] is True
+    assert 0 < figures["peak_bytes"] <= 2**30
+    assert figures["step_time_s"] == pytest.approx(figures["compute_s"] + figures["exposed_comm_s"])
+    assert figures["lower_bound"] <= figures["objective"]
+    assert 0 <= figures["solver_gap"] <= figures["plan_gap"] + 1e-9 < 1
+    fastest = min(b["step_time_s"] for b in figures["baselines"].values() if b["fits"])
+    assert figures["step_time_s"] <= fastest * (1 + 1e-9)
+    assert {"trace", "solve", "total"} <= set(figures["wall_s"])
+    assert figures["warnings"] == [] or all(isinstance(w, str) for w in figures["warnings"])
+    assert {"solver_gap", "plan_gap", "objective", "lower_bound", "wall_s", "mesh", "baselines"} <= set(figures)
+
+
+def test_progress_is_plain_lines_when_piped_and_nothing_when_quiet(folder: Path):
+    result = run("plan", "step.py", *ON_CPU, cwd=folder)
+    assert result.stderr.splitlines()[0] == "Tracing step.py"
+    assert "\x1b" not in result.stdout + result.stderr
+    assert "STEP: " in result.stdout
+    quiet = run("plan", "step.py", *ON_CPU, "--quiet", cwd=folder)
+    assert quiet.stderr == "noise from the user's file\n"
+
+
+def test_the_mesh_comes_from_the_flag_then_the_environment_then_all_devices(folder: Path):
+    def mesh(*arguments: str, **env: str) -> dict[str, int]:
+        result = run("plan", "step.py", "--topology", "cpu:8", "--json", *arguments, cwd=folder, env=env)
+        return json.loads(result.stdout)["mesh"]
+
+    assert mesh() == {"data": 8}
+    assert mesh(XLA_AUTO_SPMD_MESH="2,4") == {"data": 2, "model": 4}
+    assert mesh("--mesh", "a=4,b=2", XLA_AUTO_SPMD_MESH="2,4") == {"a": 4, "b": 2}
+
+
+def test_measure_a_saved_plan_and_check_it(folder: Path):
+    result = run("measure", "step.py", "--plan", "plan.json", "--check", "--steps", "2", "--json", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout)
+    assert figures["step_time_s"] > 0
+    assert figures["max_rel_diff"] < 1e-5
+    assert set(figures["collectives"]) == {"wire_bytes", "counts"}
+    for both in (*figures["collectives"]["wire_bytes"].values(), *figures["collectives"]["counts"].values()):
+        assert set(both) == {"predicted", "compiled"}
+
+
+def test_measure_fails_past_the_tolerance(folder: Path):
+    result = run("measure", "step.py", *ON_CPU, "--check", "--tolerance", "0", "--steps", "1", cwd=folder)
+    assert result.returncode == 1
+    assert "DIFFERS with the unplanned run" in " ".join(result.stdout.split())
+
+
+def test_solve_takes_the_problem_that_plan_saved(folder: Path):
+    result = run("plan", "step.py", *ON_CPU, "--json", "--save-problem", "problem.json.gz", cwd=folder)
+    figures = json.loads(result.stdout)
+    solved = run("solve", "problem.json.gz", "--time-limit", "20", "--out", "choices.json", cwd=folder)
+    assert solved.returncode == 0
+    record = json.loads((folder / "choices.json").read_text())
+    assert record["choices"] == json.loads(solved.stdout)
+    assert record["cost"] == figures["objective"]
+
+
+def test_report_of_a_saved_plan(folder: Path):
+    text = run("report", "plan.json", cwd=folder)
+    assert text.stdout.splitlines()[0].startswith("step on cpu:8 (8 devices), mesh data=4, model=2")
+    page = run("report", "plan.json", "-o", "report.html", "--compare", "plan.json", cwd=folder)
+    assert page.stdout == "Report written to report.html\n"
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    assert json.loads(run("report", "plan.json", "--json", cwd=folder).stdout)["fits"] is True
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("measure step.py", "`autoshard measure` takes either --plan PLAN.json, or --topology to plan first."),
+        ("measure step.py --plan plan.json --mesh data=8", "--mesh is for planning; plan.json is a plan already."),
+        (
+            "measure step.py --plan plan.json --entry dtypes_differ",
+            "another program: argument `x` is float32[32,64] in the plan",
+        ),
+        ("measure step.py --topology v5e:2x2", "the plan is for v5e:2x2, but only CPU devices are here;"),
+        ("measure step.py --plan none.json", "cannot read the plan file none.json"),
+        ("plan step.py --topology cpu:8 --entry fails", "`fails()` in `step.py` raised ValueError: no luck (line 31)."),
+        ("plan step.py --topology cpu:8 --entry nothing", "`step.py` offers no `nothing`; it has "),
+        ("plan step.py --topology v5x:4x4", "unknown chip 'v5x'; did you mean "),
+        ("plan step.py --topology cpu:8 --mesh data=3", "mesh data=3 = 3, but cpu:8 has 8 devices; they must be equal"),
+        ("plan step.py --topology cpu:8 --batch 8", "`--batch` only apply to `hf:CONFIG`"),
+        ("plan step.py --topology cpu:8 --memory-limit 0.00001", "no plan fits into 10.49 KiB per device: the least"),
+        ("report none.json", "cannot read the plan file none.json"),
+        ("report plan.json --compare plan.json", "--compare is for the page; name it with --out report.html."),
+        ("report plan.json -o r.html --measured plan.json", "plan.json has no `step_time_s`; give what"),
+        ("solve none.json", "cannot read the problem none.json: No such file or directory"),
+    ],
+)
+def test_bad_input_of_real_programs_gets_one_sentence(
+    folder: Path, line: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("XLA_AUTO_SPMD_MESH", raising=False)
+    before = {path.name for path in folder.iterdir() if path.is_file()}
+    assert cli.main([*line.split(), "--quiet"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (message,) = (text for text in captured.err.splitlines() if not text.startswith("noise"))
+    assert message.startswith("autoshard: ")
+    assert sentence in message
+    assert {path.name for path in folder.iterdir() if path.is_file()} == before

@@ -1,6 +1,6 @@
 """What holds a plan back, in sentences."""
 
-from autoshard.plan import Plan
+from autoshard.plan import Collective, Plan, Prediction
 from autoshard.report._names import readable
 from autoshard.units import format_bytes, format_seconds
 
@@ -18,15 +18,23 @@ def _time(plan: Plan) -> list[str]:
     share = prediction.exposed_comm_s / total
     if share < 0.005:
         return ["Compute sets the step time: hardly any communication is exposed."]
-    exposed = [c for c in prediction.collectives if not c.hidden]
-    worst = max(exposed, key=lambda c: c.seconds, default=None)
-    sentence = f"Exposed communication is {share:.0%} of the step"
-    if worst is not None:
-        cause = f" for {readable(worst.cause)}" if worst.cause else ""
-        sentence += (
-            f"; most of it is {worst.kind} over {' x '.join(worst.axes)}{cause} ({format_seconds(worst.seconds)})"
-        )
-    return [sentence + "."]
+    worst = _worst_exposed(prediction)
+    costliest = f"; the costliest is {worst}" if worst else ""
+    return [f"Exposed communication is {share:.0%} of the step{costliest}."]
+
+
+def _worst_exposed(prediction: Prediction) -> str:
+    """The kind of collective, and the axes, that expose most communication, with the largest of its causes."""
+    groups: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
+    for collective in prediction.collectives:
+        if not collective.hidden:
+            groups.setdefault((collective.kind, collective.axes), []).append(collective)
+    if not groups:
+        return ""
+    (kind, axes), members = max(groups.items(), key=lambda item: sum(c.seconds for c in item[1]))
+    largest = max(members, key=lambda c: c.seconds)
+    cause = f"{', chiefly' if len(members) > 1 else ''} for {readable(largest.cause)}" if largest.cause else ""
+    return f"{kind} over {' x '.join(axes)}, {format_seconds(sum(c.seconds for c in members))}{cause}"
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -70,10 +78,7 @@ def why_not(plan: Plan, name: str) -> tuple[str, ...]:
     }
     main, amount = max(parts.items(), key=lambda item: item[1])
     sentence = f"It is {slower / own.step_time_s:.1%} slower, chiefly by {format_seconds(amount)} more {main}"
-    worst = max((c for c in other.collectives if not c.hidden), key=lambda c: c.seconds, default=None)
-    if main != "compute" and worst is not None:
-        cause = f" for {readable(worst.cause)}" if worst.cause else ""
-        sentence += (
-            f"; its costliest is {worst.kind} over {' x '.join(worst.axes)}{cause} ({format_seconds(worst.seconds)})"
-        )
+    worst = _worst_exposed(other)
+    if main != "compute" and worst:
+        sentence += f"; its costliest is {worst}"
     return (*sentences, sentence + ".")

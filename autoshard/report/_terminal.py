@@ -223,13 +223,14 @@ def _collectives(prediction: Prediction, width: int) -> RenderableType | None:
         groups.setdefault((collective.kind, collective.axes, collective.hidden), []).append(collective)
     if not groups:
         return None
-    table = _table("kind", "over", "most of it for", "times", "wire", "time", "", left=3)
+    roomy = width >= 100
+    table = _table("kind", "over", *(["most of it for"] if roomy else []), "times", "wire", "time", "", left=2 + roomy)
     ordered = sorted(groups.items(), key=lambda item: -sum(c.seconds for c in item[1]))
     for (kind, axes, hidden), members in ordered[:COLLECTIVES]:
         table.add_row(
             _name(kind),
             _name(", ".join(axes)),
-            _name(readable(members[0].cause), max(width - 66, 16)),
+            *([_name(readable(members[0].cause), width - 66)] if roomy else []),
             str(sum(c.count for c in members)),
             format_bytes(sum(c.wire_bytes for c in members)),
             format_seconds(sum(c.seconds for c in members)),
