@@ -12,6 +12,8 @@ from autoshard.program._torch import TrainOptions, check_remat, torch_program
 from autoshard.program._torch_function import TorchFunction, probe
 
 
+_NOT_FIELDS = {"architectures", "model_type", "torch_dtype", "dtype", "transformers_version"}
+
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "f32": "float32", "bfloat16": "bfloat16"} | {
     "float32": "float32",
     "float16": "float16",
@@ -30,6 +32,7 @@ def from_config(
     state_dtype: str | None = None,
     remat: str | None = None,
     optimizer: str | None = None,
+    capacity_factor: float | None = None,
     scan: bool = True,
 ) -> Program:
     """One training step, or one forward pass, of the model that `config` names.
@@ -37,6 +40,7 @@ def from_config(
     `batch` sequences (8) of `seq` tokens (the model's context, at most 1024 if not given). `dtype` is the compute dtype
     (bfloat16). Training stores parameters and optimizer moments in float32 unless `param_dtype` or `state_dtype` say
     otherwise; inference stores parameters in `dtype`. `remat`: `none`, `dots` or `full`. `optimizer`: `adamw` or `sgd`.
+    `capacity_factor`: slots of an expert over its mean number of tokens, for mixtures of experts (1.25).
 
     Raises `UserError` for a configuration or an option that cannot be used.
     """
@@ -66,6 +70,7 @@ def from_config(
         notes.append(f"The sequence of {seq} tokens is longer than the {limit} that `{name}` was trained with.")
 
     function = TorchFunction(model, compute_dtype=compute if compute != stored else None, remat=remat, scan=scan)
+    function.capacity_factor = capacity_factor
     ids = jax.ShapeDtypeStruct((batch, seq), np.int32)
     data = {"input_ids": ids, "labels": ids} if training else {"input_ids": ids}
 
@@ -117,11 +122,7 @@ def build_model(name: str, fields: dict[str, Any], dtype: str) -> Any:
     from autoshard.program._attention import register_hf
 
     register_hf()
-    known = {
-        key: value
-        for key, value in fields.items()
-        if key not in ("architectures", "model_type", "torch_dtype", "dtype")
-    }
+    known = {key: value for key, value in fields.items() if not key.startswith("_") and key not in _NOT_FIELDS}
     before = torch.get_default_dtype()
     try:
         config = model_class.config_class(**known)

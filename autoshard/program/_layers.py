@@ -125,7 +125,7 @@ def _signature(layer: Any, owners: Counter[int]) -> str:
                 continue
             digest.update(f";{key}:{tuple(buffer.shape)}:{buffer.dtype}".encode())
             if key in child._non_persistent_buffers_set and buffer.device.type == "cpu":
-                digest.update(buffer.detach().numpy().tobytes())
+                digest.update(str(buffer.detach().tolist()).encode())
     return digest.hexdigest() if count else ""
 
 

@@ -67,6 +67,15 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     return result if bias is None else result + bias
 
 
+def linear_parts(x: Any, weight: Any, bias: Any) -> Any:
+    """Several linear layers side by side: `x` [..., in], `weight` [in, parts, out], `bias` [parts, out]."""
+    import jax
+
+    result = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (0,)), ((), ())))
+    _flops.record_matmul(result.shape, weight.shape[0])
+    return result + bias
+
+
 def addmm(bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """`beta * bias + alpha * (x @ weight)`."""
     result = matmul(x, weight)

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from autoshard.program import _experts, _lowerings
+
 
 @functools.cache
 def environment() -> Any:
@@ -15,8 +17,6 @@ def environment() -> Any:
     try:
         from torchax import tensor
         from torchax.ops import ops_registry
-
-        from autoshard.program import _lowerings
 
         env = tensor.Environment()
     finally:
@@ -49,8 +49,44 @@ def canonical_modules() -> Iterator[None]:
 
 
 def _conv1d(self: Any, x: Any) -> Any:
-    """GPT-2's linear layer (weight [in, out]) on [..., in] without flattening the leading dims."""
-    return x @ self.weight + self.bias
+    """GPT-2's linear layer (weight [in, out]) on [..., in] without flattening the leading dims.
+
+    Query, key and value in one weight are computed as [..., 3, out]: cutting [..., 3 out] into three would need a
+    reshard wherever that dim is split.
+    """
+    width, total = self.weight.shape
+    if total != 3 * width:
+        return x @ self.weight + self.bias
+    env = environment()
+    value, weight, bias = (env.t2j_iso(tensor) for tensor in (x, self.weight, self.bias))
+    parts = _lowerings.linear_parts(value, weight.reshape(width, 3, width), bias.reshape(3, width))
+    return _fused_type()(parts, env)
+
+
+@functools.cache
+def _fused_type() -> type:
+    """A tensor [..., n * out] held as [..., n, out]: splitting it into its n parts cuts no dim."""
+    from torchax import tensor
+
+    class Fused(tensor.Tensor):
+        @staticmethod
+        def __new__(cls, parts: Any, env: Any) -> Any:
+            return tensor.Tensor.__new__(cls, parts, env)
+
+        def __init__(self, parts: Any, env: Any) -> None:
+            self._parts, self._env = parts, env
+
+        @property
+        def _elem(self) -> Any:
+            return self._parts.reshape(*self._parts.shape[:-2], -1)
+
+        def split(self, split_size: Any, dim: int = 0) -> Any:
+            count, width = self._parts.shape[-2:]
+            if split_size == width and dim in (-1, self.ndim - 1):
+                return tuple(self._env.j2t_iso(self._parts[..., i, :]) for i in range(count))
+            return self._env.j2t_iso(self._elem).split(split_size, dim)
+
+    return Fused
 
 
 def _not_packed(position_ids: Any) -> None:
@@ -60,5 +96,7 @@ def _not_packed(position_ids: Any) -> None:
 
 _REPLACED: dict[tuple[str, str, str], Callable[..., Any]] = {
     ("transformers.pytorch_utils", "Conv1D", "forward"): _conv1d,
+    ("transformers.models.mixtral.modeling_mixtral", "MixtralSparseMoeBlock", "forward"): _experts.mixtral_block,
+    ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3MoE", "forward"): _experts.deepseek_block,
     ("transformers.masking_utils", "", "find_packed_sequence_indices"): _not_packed,
 }

@@ -6,6 +6,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.program import _flops
+from autoshard.program._experts import capacity
 from autoshard.program._layers import Block, find_blocks
 from autoshard.program._scan import NotRepeatedError, checkpointed_lists, scanned
 from autoshard.program._torch_env import canonical_modules, environment
@@ -27,6 +28,7 @@ class TorchFunction:
         self.module, self.compute_dtype, self.remat = module, compute_dtype, remat
         self.blocks: tuple[Block, ...] = find_blocks(module) if scan else ()
         self.notes: list[str] = []
+        self.capacity_factor: float | None = None
         self._describe()
 
     def _describe(self) -> None:
@@ -54,7 +56,7 @@ class TorchFunction:
         for name, tensor in self.module.named_buffers():
             if name in transient and tensor.device.type != "meta" and tensor.numel() <= _CONSTANT_ELEMENTS:
                 if name not in repeated or repeated[name][2] == 0:
-                    self.constants[name] = tensor.detach().cpu().numpy()
+                    self.constants[name] = _host(tensor)
                 if name in repeated:
                     block, offset, _, key = repeated[name]
                     self.shared[name] = (block, offset, key)
@@ -118,6 +120,7 @@ class TorchFunction:
                 outer[name] = jnp.asarray(value)
         with contextlib.ExitStack() as stack:
             stack.enter_context(canonical_modules())
+            stack.enter_context(capacity(self.capacity_factor, self.notes))
             stack.enter_context(scanned(self.module, self.blocks, stacks, fixed, prepare, self.remat, env))
             if self.remat != "none":
                 stack.enter_context(checkpointed_lists(self.module, self.blocks, self.remat, env))
