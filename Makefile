@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # A program that wants another environment's packages is not ours.
 unexport PYTHONPATH
 
-.PHONY: demo test test-browser lint bench clean
+.PHONY: demo readme test test-browser lint bench clean
 
 demo: $(STAMP)
 	mkdir -p build
@@ -17,6 +17,12 @@ demo: $(STAMP)
 		--topology v5p:4x8x8 --mesh data=32,model=8 --out build/llama3-8b.plan.json
 	$(RUN)/autoshard measure hf:llama-tiny --train --batch 8 --seq 128 --dtype float32 \
 		--topology cpu:8 --mesh data=4,model=2 --check
+
+# What the demo prints, as the README shows it.
+readme: $(STAMP)
+	mkdir -p build
+	$(MAKE) --silent --no-print-directory demo > build/demo.txt
+	$(RUN)/python experiments/readme.py build/demo.txt
 
 test: lint
 	$(RUN)/pytest -n $(WORKERS) --dist loadfile
@@ -32,7 +38,7 @@ lint: $(STAMP)
 	$(RUN)/pyright --pythonpath $(RUN)/python
 
 bench: $(STAMP)
-	for script in experiments/*.py; do $(RUN)/python $$script || exit 1; done
+	for script in $(filter-out experiments/readme.py,$(wildcard experiments/*.py)); do $(RUN)/python $$script || exit 1; done
 
 clean:
 	rm -rf build
