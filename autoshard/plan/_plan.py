@@ -89,6 +89,32 @@ def _executor(plan: "Plan") -> Executor:
     return _make_executor[0](plan)
 
 
+class Viewer(Protocol):
+    """What can show a plan in a notebook; `report` implements it and says so (`set_viewer`)."""
+
+    def to_frame(self) -> Any: ...
+    def html(self) -> str: ...
+    def plot_time(self) -> Any: ...
+    def plot_memory(self) -> Any: ...
+    def plot_sharding(self, name: str) -> Any: ...
+
+
+_make_viewer: list[Callable[["Plan"], Viewer]] = []
+
+
+def set_viewer(make: Callable[["Plan"], Viewer]) -> None:
+    """Name who shows plans; called once, by the room that does."""
+    _make_viewer[:] = [make]
+
+
+def _viewer(plan: "Plan") -> Viewer:
+    if not _make_viewer:
+        import autoshard
+
+        _ = autoshard.report  # the package loads the room, which calls `set_viewer`
+    return _make_viewer[0](plan)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
     """A sharding for every argument, result and chosen intermediate of one program on one mesh."""
@@ -150,3 +176,22 @@ class Plan:
     def out_shardings(self) -> tuple[Any, ...]:
         """One `jax.sharding.NamedSharding` for every flat result, in order, on the devices present."""
         return _executor(self).out_shardings()
+
+    def to_frame(self) -> Any:
+        """`pandas.DataFrame` with a row for each argument: role, shape, spec, bytes of the whole and of one device."""
+        return _viewer(self).to_frame()
+
+    def plot_time(self) -> Any:
+        """`matplotlib` figure of the step time's parts, the baselines below the plan."""
+        return _viewer(self).plot_time()
+
+    def plot_memory(self) -> Any:
+        """`matplotlib` figure of what fills one device at the peak."""
+        return _viewer(self).plot_memory()
+
+    def plot_sharding(self, name: str) -> Any:
+        """`matplotlib` figure of the devices, coloured by the part of argument `name` that they hold."""
+        return _viewer(self).plot_sharding(name)
+
+    def _repr_html_(self) -> str:
+        return _viewer(self).html()

@@ -1,9 +1,14 @@
 """Turning a plan and measurements into something to look at."""
 
+from autoshard.plan._plan import set_viewer
 from autoshard.report._figures import best_baseline as best_baseline
 from autoshard.report._figures import plan_figures as plan_figures
 from autoshard.report._html import html_report as html_report
 from autoshard.report._measurement import measurement_report as measurement_report
+from autoshard.report._notebook import NotebookView as NotebookView
 from autoshard.report._progress import Progress as Progress
 from autoshard.report._terminal import terminal_report as terminal_report
 from autoshard.report._write import write_text as write_text
+
+
+set_viewer(NotebookView)

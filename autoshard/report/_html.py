@@ -4,7 +4,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoshard.cost import Topology
 from autoshard.plan import Plan, Prediction, Spec
@@ -14,6 +14,9 @@ from autoshard.report._names import clean, readable
 from autoshard.report._tree import module_trees
 from autoshard.units import format_bytes, format_seconds
 
+
+if TYPE_CHECKING:
+    import jinja2
 
 DRAWN_DEVICES = 8192
 """More chips than this are not drawn; the first ones stand for them."""
@@ -33,42 +36,47 @@ def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, 
     # A bar may be three times as long as the plan's, so that one hopeless baseline does not flatten the rest.
     scale = min(slowest, 3 * prediction.step_time_s) if prediction.step_time_s > 0 else slowest
     ordered = sorted(plan.baselines.items(), key=lambda item: (not item[1].fits, item[1].step_time_s))
-    return _template().render(
-        plan=plan,
-        devices=math.prod(plan.mesh.values()),
-        best=best_baseline(plan),
-        bars=[
-            {
-                "name": name,
-                "own": row is prediction,
-                "prediction": row,
-                "time": _time_bar(row, scale),
-                "why": () if row is prediction else why_not(plan, name),
-            }
-            for name, row in [("this plan", prediction), *ordered]
-        ],
-        memory=_memory_bar(plan),
-        communication=sorted(prediction.collectives, key=lambda c: -c.seconds),
-        binds=what_binds(plan),
-        compare=compare and _comparison(plan, compare),
-        measured=measured and _measurement(plan, measured),
-        provenance=_flat(plan.provenance),
-        data=_page_data(plan),
+    return (
+        environment()
+        .get_template("report.html")
+        .render(
+            plan=plan,
+            devices=math.prod(plan.mesh.values()),
+            best=best_baseline(plan),
+            bars=[
+                {
+                    "name": name,
+                    "own": row is prediction,
+                    "prediction": row,
+                    "time": _time_bar(row, scale),
+                    "why": () if row is prediction else why_not(plan, name),
+                }
+                for name, row in [("this plan", prediction), *ordered]
+            ],
+            memory=_memory_bar(plan),
+            communication=sorted(prediction.collectives, key=lambda c: -c.seconds),
+            binds=what_binds(plan),
+            compare=compare and _comparison(plan, compare),
+            measured=measured and _measurement(plan, measured),
+            provenance=_flat(plan.provenance),
+            data=_page_data(plan),
+        )
     )
 
 
 @functools.cache
-def _template():
+def environment() -> "jinja2.Environment":
+    """Templates with everything escaped, and filters for units and names."""
     import jinja2
 
-    environment = jinja2.Environment(
+    made = jinja2.Environment(
         loader=jinja2.PackageLoader("autoshard.report"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
+    made.filters |= {
         "bytes": format_bytes,
         "seconds": format_seconds,
         "clean": clean,
@@ -77,7 +85,7 @@ def _template():
         "percent": lambda share: f"{share:.1%}",
         "css": lambda kind: kind.replace("_", "-"),
     }
-    return environment.get_template("report.html")
+    return made
 
 
 def _time_bar(prediction: Prediction, scale: float) -> dict[str, Any]:
