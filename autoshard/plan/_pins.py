@@ -54,7 +54,7 @@ def stages(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, 
     reduce-scatter make one of the sum and the slice.
     """
     whole = tuple(max(s, WHOLE) for s in source)
-    if PARTIAL in source and whole != tuple(target):
+    if min(source, default=WHOLE) <= PARTIAL and whole != tuple(target):
         yield whole
 
 

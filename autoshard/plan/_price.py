@@ -259,7 +259,7 @@ class _Pricer:
         outer = {f for dim in rule.results[result] for f in dim}
         source, kept = decompose(held, rule.operands[operand], rule.sizes, self.axes)
         aim, _ = decompose(wanted, rule.results[result], rule.sizes, self.axes)
-        reduced = [PARTIAL if rule.kinds[f] is FactorKind.REDUCTION else WHOLE for f in range(len(rule.sizes))]
+        reduced = [PARTIAL - f if rule.kinds[f] is FactorKind.REDUCTION else WHOLE for f in range(len(rule.sizes))]
         source = relabel(source, [f if f in outer else reduced[f] for f in range(len(rule.sizes))])
         aim = relabel(aim, [f if f in inner else WHOLE for f in range(len(rule.sizes))])
         sizes = tuple(size if f in inner and f in outer else 1 for f, size in enumerate(rule.sizes))
@@ -278,7 +278,7 @@ class _Pricer:
         source = np.full_like(states, WHOLE)
         if op.rule is not None:
             mapping = [
-                PARTIAL if kind is FactorKind.REDUCTION else WHOLE for kind in op.rule.kinds
+                PARTIAL - f if kind is FactorKind.REDUCTION else WHOLE for f, kind in enumerate(op.rule.kinds)
             ]
             for dim, factors in enumerate(op.rule.results[result]):
                 for factor in factors:

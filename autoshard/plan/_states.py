@@ -1,8 +1,8 @@
 """Where each mesh axis goes: the alternatives of a decision, and what it takes to get from one to another.
 
 A state says for every mesh axis which dim it splits: an int array [number of states, number of axes] whose values
-are a dim (or factor) index, `WHOLE` for an axis that splits nothing, or `PARTIAL` for an axis over which values
-still have to be summed.
+are a dim (or factor) index, `WHOLE` for an axis that splits nothing, or `PARTIAL - f` for an axis over which values
+still have to be summed because it splits factor `f` of the op that made them.
 """
 
 import dataclasses
@@ -62,8 +62,8 @@ def local_elements(states: States, sizes: Sequence[int], axes: Sequence[int]) ->
 
 def relabel(states: States, mapping: Sequence[int]) -> States:
     """The same states with value v >= 0 replaced by `mapping[v]`; negative values stay."""
-    table = np.array([*mapping, PARTIAL, WHOLE], dtype=np.int64)
-    return table[states]
+    table = np.array([*mapping, WHOLE], dtype=np.int64)
+    return np.where(states >= 0, table[np.maximum(states, WHOLE)], states)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,17 +114,22 @@ def transition(
     def add(kind: Kind, bits: int, where: NDArray[np.bool_], elements: NDArray[np.float64], item: int) -> None:
         steps.append(Step(kind, members(bits), np.where(where, elements * item, 0.0)))
 
-    scatter, total = mask((f == PARTIAL) & (t >= 0)), mask((f == PARTIAL) & (t < 0))
-    summed = np.zeros_like(scatter)
-    for bits in _distinct(scatter):
-        if collectives.partial_to_split_kind(tuple(names[a] for a in members(bits))) == "all-reduce":
-            summed = np.where(scatter == bits, bits, summed)
-    total, scatter = total | summed, np.where(summed > 0, 0, scatter)
-    for bits in _distinct(scatter):
-        add("reduce-scatter", bits, scatter == bits, local, reduce_itemsize)
-        local = np.where(scatter == bits, local / parts(bits), local)
-    for bits in _distinct(total):
-        add("all-reduce", bits, total == bits, local, reduce_itemsize)
+    for code in np.unique(source[source <= PARTIAL]):
+        # Axes that split one factor are summed together, those of different factors one factor after the other.
+        scatter, total = mask((f == code) & (t >= 0)), mask((f == code) & (t < 0))
+        summed = np.zeros_like(scatter)
+        for bits in _distinct(scatter):
+            if collectives.partial_to_split_kind(tuple(names[a] for a in members(bits))) == "all-reduce":
+                summed = np.where(scatter == bits, bits, summed)
+        total, scatter = total | summed, np.where(summed > 0, 0, scatter)
+        for bits in _distinct(scatter):
+            add("reduce-scatter", bits, scatter == bits, local, reduce_itemsize)
+            local = np.where(scatter == bits, local / parts(bits), local)
+        for bits in _distinct(total):
+            add("all-reduce", bits, total == bits, local, reduce_itemsize)
+    summed = mask((f <= PARTIAL) & (t >= 0)) & ~_scattered(steps, pairs)
+    for bits in _distinct(summed):
+        local = np.where(summed == bits, local / parts(bits), local)
 
     moved = (f >= 0) & (t >= 0) & (f != t)
     gathered = (f >= 0) & (t == WHOLE)
@@ -145,6 +150,15 @@ def transition(
         if alone.any():
             add("all-to-all", 1 << axis, alone, local, itemsize)
     return steps
+
+
+def _scattered(steps: list[Step], pairs: tuple[int, int]) -> NDArray[np.int64]:
+    """Axes (as bits) that reduce-scatters have already split."""
+    done = np.zeros(pairs, dtype=np.int64)
+    for step in steps:
+        if step.kind == "reduce-scatter":
+            done |= np.where(step.size > 0, sum(1 << a for a in step.axes), 0)
+    return done
 
 
 def _distinct(bits: NDArray[np.int64]) -> list[int]:
@@ -187,7 +201,7 @@ def decompose(
     not fit is dropped. Gives the states over factors, and the given states without the dropped axes.
     """
     result = np.full_like(states, WHOLE)
-    result[states == PARTIAL] = PARTIAL
+    result[states <= PARTIAL] = states[states <= PARTIAL]
     kept = states.copy()
     for dim, parts in enumerate(dims):
         if len(parts) == 1:
