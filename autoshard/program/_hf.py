@@ -8,7 +8,8 @@ from autoshard.errors import UserError
 from autoshard.program import _meta, _train
 from autoshard.program._config import read_config
 from autoshard.program._program import Program
-from autoshard.program._torch import TrainOptions, check_remat, torch_program
+from autoshard.program._hf_inputs import task_of
+from autoshard.program._torch import TrainOptions, check_remat, evaluation_mode, torch_program
 from autoshard.program._torch_function import TorchFunction, probe
 
 
@@ -27,6 +28,7 @@ def from_config(
     infer: bool | None = None,
     batch: int | None = None,
     seq: int | None = None,
+    image: int | None = None,
     dtype: str | None = None,
     param_dtype: str | None = None,
     state_dtype: str | None = None,
@@ -37,16 +39,13 @@ def from_config(
 ) -> Program:
     """One training step, or one forward pass, of the model that `config` names.
 
-    `batch` sequences (8) of `seq` tokens (the model's context, at most 1024 if not given). `dtype` is the compute dtype
-    (bfloat16). Training stores parameters and optimizer moments in float32 unless `param_dtype` or `state_dtype` say
+    `batch` examples (8): sequences of `seq` tokens (the model's context, at most 1024 if not given), or images of
+    `image` pixels a side. `dtype` is the compute dtype (bfloat16). Training stores parameters and optimizer moments in float32 unless `param_dtype` or `state_dtype` say
     otherwise; inference stores parameters in `dtype`. `remat`: `none`, `dots` or `full`. `optimizer`: `adamw` or `sgd`.
     `capacity_factor`: slots of an expert over its mean number of tokens, for mixtures of experts (1.25).
 
     Raises `UserError` for a configuration or an option that cannot be used.
     """
-    import jax
-    import numpy as np
-
     name, fields = read_config(config)
     if train and infer:
         raise UserError("--train and --infer exclude each other; give one of them.")
@@ -56,45 +55,44 @@ def from_config(
     moments = _dtype(state_dtype or "float32", "state_dtype")
     remat = remat or "none"
     check_remat(remat)
-    batch = 8 if batch is None else batch
     model = build_model(name, fields, compute)
-    limit = _context(model.config)
-    seq = min(limit or 1024, 1024) if seq is None else seq
-    for flag, value in (("batch", batch), ("seq", seq)):
-        if not isinstance(value, int) or value < 1:
-            raise UserError(f"--{flag} must be a positive whole number, got {value}.")
-    notes: list[str] = []
-    if limit is not None and seq > limit:
-        if _has_position_table(model):
-            raise UserError(f"--seq {seq} is longer than the {limit} positions `{name}` has; give at most {limit}.")
-        notes.append(f"The sequence of {seq} tokens is longer than the {limit} that `{name}` was trained with.")
-
-    function = TorchFunction(model, compute_dtype=compute if compute != stored else None, remat=remat, scan=scan)
+    task = task_of(
+        model, name, batch=8 if batch is None else batch, seq=seq, image=image, train=training, dtype=compute
+    )
+    stateful = evaluation_mode(model, training)
+    function = TorchFunction(
+        model,
+        compute_dtype=compute if compute != stored else None,
+        remat=remat,
+        scan=scan,
+        frozen_apart=training,
+        stateful=stateful,
+    )
     function.capacity_factor = capacity_factor
-    ids = jax.ShapeDtypeStruct((batch, seq), np.int32)
-    data = {"input_ids": ids, "labels": ids} if training else {"input_ids": ids}
 
-    def logits(params: Any, inputs: Any, *buffers: Any) -> Any:
-        out = function(
-            params, (), {"input_ids": inputs["input_ids"], "use_cache": False}, buffers[0] if buffers else None
-        )
-        return out["logits"]
+    def forward(params: Any, inputs: Any, *buffers: Any) -> Any:
+        out = function(params, (), task.call(inputs), buffers[0] if buffers else None)
+        if "logits" in out:
+            return out["logits"]
+        if training:
+            raise UserError(f"`{name}` has no `logits` to train on; name an architecture with a head in the configuration.")
+        return out
 
     def loss(params: Any, inputs: Any, *buffers: Any) -> Any:
-        return _train.token_loss(logits(params, inputs, *buffers), inputs["labels"])
+        return _train.token_loss(forward(params, inputs, *buffers), inputs["labels"])
 
-    run = loss if training else logits
-    function.settle(lambda: probe(function, run, data, name))
+    run = loss if training else forward
+    function.settle(lambda: probe(function, run, task.batch, name))
     return torch_program(
         function,
         run,
-        data,
+        task.batch,
         name=f"{name} {'training' if training else 'inference'}",
         train=TrainOptions(optimizer or "adamw", stored, moments) if training else None,
         param_dtype=stored,
-        id_limit=int(model.config.get_text_config().vocab_size),
-        tokens=batch * seq,
-        notes=notes,
+        id_limit=task.id_limit,
+        tokens=task.tokens,
+        notes=task.notes,
     )
 
 
@@ -144,19 +142,6 @@ def build_model(name: str, fields: dict[str, Any], dtype: str) -> Any:
 def _default_architecture(modeling: Any) -> str:
     names = [n for n in getattr(modeling, "__all__", []) if n.endswith(("ForCausalLM", "LMHeadModel"))]
     return names[0] if names else ""
-
-
-def _context(config: Any) -> int | None:
-    text = config.get_text_config()
-    return getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-
-
-def _has_position_table(model: Any) -> bool:
-    """True if positions are looked up in a learned table rather than computed."""
-    return any(
-        name.rsplit(".", 1)[-1] in ("wpe", "position_embeddings", "embed_positions")
-        for name, _ in model.named_modules()
-    )
 
 
 def _dtype(text: str, flag: str) -> str:

@@ -242,6 +242,65 @@ def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | Non
     return result.astype(x.dtype)
 
 
+def batch_norm(
+    x: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """`torch.nn.functional.batch_norm` on torch tensors; in training it updates the running statistics in place.
+
+    Statistics are plain means over batch and space in fp32, so that a split batch needs one small all-reduce.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from autoshard.program._torch_env import environment
+
+    env = environment()
+    value, scale, shift = (None if t is None else env.t2j_iso(t) for t in (x, weight, bias))
+    dims = (0, *range(2, value.ndim))
+
+    def wide(vector: Any) -> Any:
+        return vector.astype(jnp.float32).reshape([-1 if i == 1 else 1 for i in range(value.ndim)])
+
+    exact = value.astype(jnp.float32)
+    if training or running_mean is None:
+        mean = exact.mean(dims)
+        var = jnp.square(exact - wide(mean)).mean(dims)
+        if training and running_mean is not None:
+            count = value.size // value.shape[1]
+            for running, now in ((running_mean, mean), (running_var, var * (count / max(count - 1, 1)))):
+                old = running._elem
+                running._elem = (old * (1 - momentum) + now * momentum).astype(old.dtype)
+    else:
+        mean, var = env.t2j_iso(running_mean), env.t2j_iso(running_var)
+    result = (exact - wide(mean)) * jax.lax.rsqrt(wide(var) + eps)
+    if scale is not None:
+        result = result * wide(scale)
+    if shift is not None:
+        result = result + wide(shift)
+    return env.j2t_iso(result.astype(value.dtype))
+
+
+def counted_convolution(convolution: Callable[..., Any]) -> Callable[..., Any]:
+    """torchax's own convolution, with its FLOPs counted."""
+
+    def run(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: Any, *rest: Any) -> Any:
+        result = convolution(x, weight, bias, stride, padding, dilation, transposed, *rest)
+        if transposed:
+            _flops.record_matmul(x.shape, weight.size // weight.shape[0])
+        else:
+            _flops.record_matmul(result.shape, weight.size // weight.shape[0])
+        return result
+
+    return run
+
+
 def add(x: Any, y: Any, *, alpha: Any = 1) -> Any:
     """`x + alpha * y`."""
     x, y = _promoted(x, y)

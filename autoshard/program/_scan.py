@@ -1,6 +1,7 @@
 """Running the repeated layers of a torch module as `jax.lax.scan`."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -16,6 +17,20 @@ class NotRepeatedError(Exception):
         self.block = block
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """What the layers of one block hold, for each offset in a group: a dict from the name inside the layer."""
+
+    params: list[dict[str, Any]]
+    """Stacked parameters [repeats, ...]."""
+    buffers: list[dict[str, Any]]
+    """Stacked buffers; replaced by the updated ones when the block has run and is `stateful`."""
+    fixed: list[dict[str, Any]]
+    """Constants that all repeats share."""
+    stateful: bool
+    """True if the layers may update their buffers."""
+
+
 class _Pending:
     """Stands for the hidden state between two layers of a scan: shape and dtype, no value."""
 
@@ -27,22 +42,20 @@ class _Pending:
 def scanned(
     module: Any,
     blocks: Sequence[Block],
-    stacks: dict[Block, list[dict[str, Any]]],
-    fixed: dict[Block, list[dict[str, Any]]],
+    weights: dict[Block, LayerWeights],
     prepare: Callable[[Any], Any],
     remat: str,
     env: Any,
 ) -> Iterator[None]:
     """While inside, the layers of every block run as one scan.
 
-    `stacks[block][offset]` maps a name inside the layer to its stacked array, `fixed[block][offset]` to a constant that
-    all repeats share; `prepare` is applied to one layer's slices inside the body (casts to the compute dtype there, so
-    that no full copy exists); `remat`: `none`, `dots`, `full`.
+    `prepare` is applied to one layer's parameters inside the body (casts to the compute dtype there, so that no full
+    copy exists); `remat`: `none`, `dots`, `full`.
     """
     replaced: list[Any] = []
     try:
         for block in blocks:
-            run = _BlockRun(module, block, stacks[block], fixed[block], prepare, remat, env)
+            run = _BlockRun(module, block, weights[block], prepare, remat, env)
             for index in range(block.period * block.repeats):
                 layer = run.layers[index]
                 layer.__dict__["forward"] = run.stand_in(index)
@@ -60,14 +73,13 @@ class _BlockRun:
         self,
         module: Any,
         block: Block,
-        stacks: list[dict[str, Any]],
-        fixed: list[dict[str, Any]],
+        weights: LayerWeights,
         prepare: Callable[[Any], Any],
         remat: str,
         env: Any,
     ) -> None:
         count = block.period * block.repeats
-        self.block, self.stacks, self.fixed = block, stacks, fixed
+        self.block, self.weights = block, weights
         self.prepare, self.remat, self.env = prepare, remat, env
         self.layers = [module.get_submodule(block.layer(i % block.period, i // block.period)) for i in range(count)]
         self.calls: list[tuple[Any, Any, Any]] = []
@@ -120,9 +132,12 @@ class _BlockRun:
 
         return (value.torch() if isinstance(value, View) else value), place
 
-    def _invoke(self, offset: int, weights: dict[str, Any], hidden: Any) -> Any:
+    def _invoke(self, offset: int, slices: tuple[Any, Any], hidden: Any) -> tuple[Any, dict[str, Any]]:
+        """Call one layer; its output, and its buffers afterwards."""
         import torch
 
+        params, buffers = slices
+        state = self.env.j2t_iso({**self.prepare(params), **buffers, **self.weights.fixed[offset]})
         args, kwargs, place = self.calls[offset]
         if place == 0:
             args = (hidden, *args[1:])
@@ -131,7 +146,8 @@ class _BlockRun:
         layer = self.layers[offset]
         stand_in = layer.__dict__.pop("forward")
         try:
-            return torch.func.functional_call(layer, self.env.j2t_iso({**weights, **self.fixed[offset]}), args, kwargs)
+            out = torch.func.functional_call(layer, state, args, kwargs)
+            return out, {key: self.env.t2j_iso(state[key]) for key in buffers}
         finally:
             layer.__dict__["forward"] = stand_in
 
@@ -142,16 +158,17 @@ class _BlockRun:
 
         known: dict[str, Any] = {}
 
-        def one(h: Any, weights: Any) -> Any:
+        def one(h: Any, slices: Any) -> Any:
             with _flops.counting():
-                out = self._invoke(offset, self.prepare(weights), self.env.j2t_iso(h))
+                out, _ = self._invoke(offset, slices, self.env.j2t_iso(h))
             known["container"] = type(out) if isinstance(out, (tuple, list)) else None
             first = out if isinstance(out, torch.Tensor) else out[0]
             known["others"] = [] if isinstance(out, torch.Tensor) else list(out[1:])
             return self.env.t2j_iso(first)
 
         shape = jax.ShapeDtypeStruct(tuple(hidden.shape), self.hidden._elem.dtype)
-        slices = {k: jax.ShapeDtypeStruct(v.shape[1:], v.dtype) for k, v in self.stacks[offset].items()}
+        stacked = (self.weights.params[offset], self.weights.buffers[offset])
+        slices = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), stacked)
         result = jax.eval_shape(one, shape, slices)
         if (result.shape, result.dtype) != (shape.shape, shape.dtype):
             raise NotRepeatedError(self.block, "a layer changes the shape or dtype of the hidden state")
@@ -182,18 +199,23 @@ class _BlockRun:
 
         counted: list[float] = [0.0]
 
-        def body(h: Any, weights: Any) -> Any:
+        def body(h: Any, slices: Any) -> Any:
+            after: list[Any] = []
             with _flops.counting() as scope:
                 value = self.env.j2t_iso(h)
                 for offset in range(self.block.period):
-                    out = self._invoke(offset, self.prepare(weights[offset]), value)
+                    out, buffers = self._invoke(offset, slices[offset], value)
+                    after.append(buffers)
                     value = out[0] if isinstance(out, (tuple, list)) else out
             counted[0] = scope[0]
-            return self.env.t2j_iso(value), None
+            return self.env.t2j_iso(value), after if self.weights.stateful else None
 
         policy = checkpoint_policy(self.remat)
         step = body if policy is None else jax.checkpoint(body, policy=policy, prevent_cse=False)
-        final, _ = jax.lax.scan(step, self.env.t2j_iso(self.hidden), self.stacks)
+        stacked = list(zip(self.weights.params, self.weights.buffers, strict=True))
+        final, after = jax.lax.scan(step, self.env.t2j_iso(self.hidden), stacked)
+        if after is not None:
+            self.weights.buffers[:] = after
         _flops.record(counted[0] * self.block.repeats)
         return self.env.j2t_iso(final)
 
@@ -221,7 +243,8 @@ def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: str, env: An
         def forward(*args: Any, **kwargs: Any) -> Any:
             own = layer.__dict__.pop("forward")
             try:
-                weights = {k: v for k, v in [*layer.named_parameters(), *layer.named_buffers()]}
+                buffers = dict(layer.named_buffers())
+                weights = {**dict(layer.named_parameters()), **buffers}
                 flat, tree = _pytree.tree_flatten((weights, args, kwargs))
                 where = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
 
@@ -230,22 +253,32 @@ def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: str, env: An
                     for i, array in zip(where, env.j2t_iso(arrays), strict=True):
                         given[i] = array
                     w, a, k = _pytree.tree_unflatten(given, tree)
-                    return env.t2j_iso(torch.func.functional_call(layer, w, a, k))
+                    out = torch.func.functional_call(layer, w, a, k)
+                    return env.t2j_iso((out, {key: w[key] for key in buffers}))
 
-                return env.j2t_iso(jax.checkpoint(pure, policy=policy)(*env.t2j_iso([flat[i] for i in where])))
+                run = jax.checkpoint(pure, policy=policy)
+                out, after = run(*env.t2j_iso([flat[i] for i in where]))
+                for key, buffer in buffers.items():
+                    buffer._elem = after[key]
+                return env.j2t_iso(out)
             finally:
                 layer.__dict__["forward"] = own
 
         return forward
 
     try:
+        done = set(inside)
         for name, child in module.named_modules():
-            if isinstance(child, torch.nn.ModuleList) and not any(name.startswith(done + ".") for done in inside):
-                for index, layer in enumerate(child):
-                    full = f"{name}.{index}" if name else str(index)
-                    if full not in inside and next(layer.parameters(), None) is not None:
-                        layer.__dict__["forward"] = wrap(layer)
-                        replaced.append(layer)
+            listed = isinstance(child, torch.nn.ModuleList) or any(block.owner == name for block in blocks)
+            if not listed or any(name.startswith(other + ".") for other in done):
+                continue
+            for key, layer in child.named_children():
+                full = f"{name}.{key}" if name else key
+                holds_scan = any(other.startswith(full + ".") for other in inside)
+                if full not in inside and not holds_scan and next(layer.parameters(), None) is not None:
+                    layer.__dict__["forward"] = wrap(layer)
+                    replaced.append(layer)
+                    done.add(full)
         yield
     finally:
         for layer in replaced:

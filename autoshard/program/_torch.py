@@ -36,6 +36,7 @@ def from_torch(
     state_dtype: str | None = None,
     remat: str = "none",
     scan: bool = True,
+    batch_statistics: bool | None = None,
     make_args: Callable[[int], tuple[Any, ...]] | None = None,
 ) -> Program:
     """A `Program` from any `torch.nn.Module`, on the meta device or with real weights.
@@ -43,9 +44,10 @@ def from_torch(
     `example_inputs` (a tensor or a tuple of them) and `kwargs` are what `module` is called with; meta tensors will do.
     Inference gives `forward(params, batch[, buffers])`; `train` gives a whole step,
     `(params, opt_state, batch[, buffers]) -> (params, opt_state, loss)`, with an optax optimizer. `loss(output)`, or
-    `loss(output, targets)` if `targets` is given, is torch code. The module runs in evaluation mode (no dropout, batch
-    statistics fixed). `dtype` is the compute dtype, `param_dtype` that of the stored parameters, `state_dtype` that of
-    the optimizer's moments.
+    `loss(output, targets)` if `targets` is given, is torch code. The module runs without dropout; `batch_statistics`
+    (the default when training) lets batch norms use and update their running statistics, and then the step is
+    `(params, opt_state, batch, buffers) -> (params, opt_state, buffers, loss)`. `dtype` is the compute dtype,
+    `param_dtype` that of the stored parameters, `state_dtype` that of the optimizer's moments.
 
     Raises `UserError` if an operation has no lowering or the call fails.
     """
@@ -54,11 +56,12 @@ def from_torch(
     label = name or type(module).__name__
     check_remat(remat)
     inputs = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
-    was_training = module.training
-    module.eval()
-    function = TorchFunction(module, compute_dtype=dtype, remat=remat, scan=scan)
+    notes = [] if not _has_dropout(module) else ["Dropout is off: the module runs in evaluation mode."]
+    stateful = evaluation_mode(module, train if batch_statistics is None else batch_statistics)
+    function = TorchFunction(
+        module, compute_dtype=dtype, remat=remat, scan=scan, frozen_apart=train, stateful=stateful
+    )
     batch, rebuild = _split_inputs(module, inputs, dict(kwargs or {}), targets)
-    notes = ["The module runs in evaluation mode: no dropout, fixed batch statistics."] if was_training else []
     if train and loss is None:
         notes.append("No loss was given: the step minimises the mean of squares of the first output.")
 
@@ -119,12 +122,13 @@ def torch_program(
     params = {key: stored(leaf) for key, leaf in function.params.items()}
     extra = (function.buffers,) if function.buffers else ()
     forward_flops = [0.0]
+    updates = train is not None and function.stateful and bool(function.buffers)
 
     def counted(*args: Any) -> Any:
         with _flops.counting() as scope:
             result = run(*args)
         forward_flops[0] = scope[0]
-        return result
+        return (result, function.updated_buffers) if updates else result
 
     if train is None:
         counted.__name__ = "forward"
@@ -133,9 +137,9 @@ def torch_program(
         factor = 1.0
     else:
         optimizer = _train.make_optimizer(train.optimizer, train.state_dtype)
-        fn = _train.training_step(counted, optimizer)
+        fn = _train.training_step(counted, optimizer, aux=updates)
         args = (params, jax.eval_shape(optimizer.init, params), batch, *extra)
-        names, donate = ("", "optimizer", "batch", ""), (0, 1)
+        names, donate = ("", "optimizer", "batch", ""), ((0, 1, 3) if updates else (0, 1))
         factor = 3.0
     shown = [key for key in function.buffers]
     program = trace(
@@ -233,6 +237,27 @@ def _static_shape(tensor: Any, name: str) -> tuple[int, ...]:
                 f"input `{name}` has the dynamic shape {tuple(tensor.shape)}; a plan is made for fixed sizes."
             )
     return tuple(tensor.shape)
+
+
+def evaluation_mode(module: Any, batch_statistics: bool) -> bool:
+    """Put `module` in evaluation mode, batch norms apart if they shall use batch statistics; True if any does."""
+    import torch
+
+    module.eval()
+    norms = [m for m in module.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+    for norm in norms if batch_statistics else []:
+        if norm.momentum is None:
+            raise UserError("a batch norm with `momentum=None` (a cumulative average) is not supported; give it a number.")
+        norm.train()
+    return bool(norms) and batch_statistics
+
+
+def _has_dropout(module: Any) -> bool:
+    import torch
+
+    return module.training and any(
+        isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules()
+    )
 
 
 def _is_real(module: Any) -> bool:

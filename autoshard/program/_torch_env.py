@@ -1,6 +1,7 @@
 """torchax with our lowerings, and module classes whose own code is not canonical."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ def environment() -> Any:
     root, level = logging.getLogger(), logging.getLogger().level
     root.setLevel(logging.ERROR)  # importing torchax logs about absent optional packages
     try:
+        import torch
         from torchax import tensor
         from torchax.ops import ops_registry
 
@@ -25,6 +27,13 @@ def environment() -> Any:
         env._ops[operation] = ops_registry.Operator(
             operation, lowering, is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False
         )
+    convolution = env._ops[torch.ops.aten.convolution]
+    counted = _lowerings.counted_convolution(convolution.func)
+    counted_op = dataclasses.replace(convolution, func=counted)
+    env._ops[torch.ops.aten.convolution] = counted_op
+    env._ops[torch.nn.functional.batch_norm] = dataclasses.replace(
+        counted_op, torch_op=torch.nn.functional.batch_norm, func=_lowerings.batch_norm, is_jax_function=False
+    )
     return env
 
 

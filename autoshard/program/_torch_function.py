@@ -8,7 +8,7 @@ from autoshard.errors import UserError
 from autoshard.program import _flops
 from autoshard.program._experts import capacity
 from autoshard.program._layers import Block, find_blocks
-from autoshard.program._scan import NotRepeatedError, checkpointed_lists, scanned
+from autoshard.program._scan import LayerWeights, NotRepeatedError, checkpointed_lists, scanned
 from autoshard.program._torch_env import canonical_modules, environment
 
 
@@ -23,9 +23,20 @@ class TorchFunction:
     """
 
     def __init__(
-        self, module: Any, *, compute_dtype: str | None = None, remat: str = "none", scan: bool = True
+        self,
+        module: Any,
+        *,
+        compute_dtype: str | None = None,
+        remat: str = "none",
+        scan: bool = True,
+        frozen_apart: bool = False,
+        stateful: bool = False,
     ) -> None:
+        """`frozen_apart` keeps parameters that need no gradient out of `params`, among the buffers; `stateful` lets
+        the module update its buffers (running statistics), which `updated_buffers` then holds after a call."""
         self.module, self.compute_dtype, self.remat = module, compute_dtype, remat
+        self.frozen_apart, self.stateful = frozen_apart, stateful
+        self.updated_buffers: dict[str, Any] = {}
         self.blocks: tuple[Block, ...] = find_blocks(module) if scan else ()
         self.notes: list[str] = []
         self.capacity_factor: float | None = None
@@ -47,7 +58,8 @@ class TorchFunction:
                     for key in _own_names(modules[prefix]):
                         repeated[f"{prefix}.{key}"] = (block, offset, repeat, key)
         for name, tensor in self.module.named_parameters():
-            self._add(self.params, name, tensor, repeated)
+            frozen = self.frozen_apart and not tensor.requires_grad
+            self._add(self.buffers if frozen else self.params, name, tensor, repeated)
         transient = {
             f"{prefix}.{key}" if prefix else key
             for prefix, child in modules.items()
@@ -103,25 +115,28 @@ class TorchFunction:
                 return weights
             return jax.tree.map(lambda w: w.astype(dtype) if jnp.issubdtype(w.dtype, jnp.floating) else w, weights)
 
-        stacks: dict[Block, list[dict[str, Any]]] = {block: [{} for _ in range(block.period)] for block in self.blocks}
-        fixed: dict[Block, list[dict[str, Any]]] = {block: [{} for _ in range(block.period)] for block in self.blocks}
+        layers: dict[Block, LayerWeights] = {}
+        for block in self.blocks:
+            empty = [[{} for _ in range(block.period)] for _ in range(3)]
+            layers[block] = LayerWeights(*empty, stateful=self.stateful)
         outer: dict[str, Any] = {}
         for name, value in [*params.items(), *buffers.items()]:
             if name in self.members:
                 block, offset, key = self.members[name]
-                stacks[block][offset][key] = value
+                held = layers[block].params if name in params else layers[block].buffers
+                held[offset][key] = value
             else:
                 outer[name] = prepare(value) if name in params else value
         for name, value in self.constants.items():
             if name in self.shared:
                 block, offset, key = self.shared[name]
-                fixed[block][offset][key] = jnp.asarray(value)
+                layers[block].fixed[offset][key] = jnp.asarray(value)
             else:
                 outer[name] = jnp.asarray(value)
         with contextlib.ExitStack() as stack:
             stack.enter_context(canonical_modules())
             stack.enter_context(capacity(self.capacity_factor, self.notes))
-            stack.enter_context(scanned(self.module, self.blocks, stacks, fixed, prepare, self.remat, env))
+            stack.enter_context(scanned(self.module, self.blocks, layers, prepare, self.remat, env))
             if self.remat != "none":
                 stack.enter_context(checkpointed_lists(self.module, self.blocks, self.remat, env))
             stack.enter_context(env)
@@ -129,7 +144,16 @@ class TorchFunction:
                 lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, tuple(args), dict(kwargs))
             )
             state, torch_args, torch_kwargs = env.j2t_iso(given)
-            return then(torch.func.functional_call(self.module, state, torch_args, torch_kwargs))
+            result = then(torch.func.functional_call(self.module, state, torch_args, torch_kwargs))
+            if self.stateful:
+                self.updated_buffers = {name: self._after(name, state, layers, env) for name in buffers}
+            return result
+
+    def _after(self, name: str, state: Any, layers: dict[Block, LayerWeights], env: Any) -> Any:
+        if name in self.members:
+            block, offset, key = self.members[name]
+            return layers[block].buffers[offset][key]
+        return env.t2j_iso(state[name])
 
     def settle(self, run: Callable[[], Any]) -> Any:
         """Call `run`, giving up the scan of blocks whose layers turn out not to be a plain chain."""
@@ -155,7 +179,7 @@ class TorchFunction:
 
     def buffer_values(self) -> dict[str, Any]:
         """The module's own buffers as host arrays, stacked like `buffers`."""
-        own = dict(self.module.named_buffers())
+        own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         return {name: self._value(name, own, None) for name in self.buffers}
 
     def _value(self, name: str, own: Mapping[str, Any], dtype: str | None) -> Any:

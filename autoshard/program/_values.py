@@ -75,7 +75,7 @@ def _value(rng: np.random.Generator, leaf: Any, name: str, role: Role, limit: in
         if "bias" in last or (len(shape) == 1 and last.startswith("b")):
             return np.zeros(shape, dtype)
         return (rng.standard_normal(shape, np.float32) * np.float32(std)).astype(dtype)
-    return np.zeros(shape, dtype)
+    return np.ones(shape, dtype) if name.endswith("running_var") else np.zeros(shape, dtype)
 
 
 def _abstract(leaf: Any) -> bool:
