@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.exec._devices import jax_mesh, named_sharding
 from autoshard.plan import Plan, Spec
+from autoshard.program import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,15 +146,84 @@ def lower_planned(
         if _mlir.structure_hash(found) != plan.module_hash:
             raise UserError(other_program(plan))
         _mlir.replace_body(ir, donor)
+    _insert_pins(plan, ir, lowered)
+    return lowered
+
+
+def _insert_pins(plan: Plan, ir: Any, lowered: Any) -> None:
+    """Insert the plan's pins into `ir`, which is `lowered`'s own module, and make sure that they are there."""
+    from autoshard.graph import _mlir
+
     before = _mlir.count_pins(ir)
     inserted = _mlir.insert_pins(ir, "mesh", plan.mesh, plan.pins)
     present = lowered.as_text().count("sdy.sharding_constraint")
     if present != before + inserted:
         raise RuntimeError(
             f"{inserted} pins were inserted but the module to be compiled has {present - before}: "
-            f"jax {jax.__version__} no longer compiles the module that compiler_ir() returns"
+            "this version of jax no longer compiles the module that compiler_ir() returns"
         )
+
+
+def lower_module(application: Application, module: bytes, aliases: Mapping[int, int]) -> Any:
+    """`jax.stages.Lowered` of a module that has no Python function here, under the plan, its pins inserted.
+
+    A stand-in with the module's types is lowered for the devices and then given the module's body. `aliases` ties
+    donated arguments to results. Raises `UserError` if the module is not the planned one.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from autoshard.graph import _mlir
+
+    plan = application.plan
+    source = _mlir.inline_calls(_mlir.parse_module(module))
+    if plan.module_hash and _mlir.structure_hash(source) != plan.module_hash:
+        raise UserError(other_program(plan))
+    arguments, results = _mlir.main_types(source)
+    specs = [*plan.arguments.items()], [*plan.results.items()]
+    for what, types, named in (("argument", arguments, specs[0]), ("result", results, specs[1])):
+        if len(types) != len(named):
+            raise UserError(
+                f"the plan is for another program: it has {len(named)} {what}s, this one {len(types)}; plan it again."
+            )
+        for (name, spec), (shape, _) in zip(named, types, strict=True):
+            if len(spec.dims) != len(shape):
+                raise UserError(
+                    f"the plan is for another program: {what} `{name}` has {len(spec.dims)} dims in the plan, "
+                    f"{len(shape)} here; plan it again."
+                )
+            check_even(plan, f"{what} `{name}`", shape, spec)
+
+    def stand_in(*_: Any) -> Any:
+        return tuple(jnp.zeros(shape, dtype) for shape, dtype in results)
+
+    lowered = (
+        jax.jit(
+            stand_in,
+            in_shardings=application.in_shardings(),
+            out_shardings=application.out_shardings(),
+            keep_unused=True,
+        )
+        .trace(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arguments))
+        .lower()
+    )
+    ir = lowered.compiler_ir("stablehlo")
+    _mlir.replace_body(ir, module)
+    _mlir.set_aliases(ir, aliases)
+    _insert_pins(plan, ir, lowered)
     return lowered
+
+
+def donated_aliases(program: Program, plan: Plan) -> dict[int, int]:
+    """Argument number -> result number of donated state that keeps its spec."""
+    names = [result.name for result in program.results]
+    return {
+        i: argument.result
+        for i, argument in enumerate(program.arguments)
+        if argument.donated
+        and argument.result is not None
+        and plan.arguments[argument.name] == plan.results[names[argument.result]]
+    }
 
 
 def _lowered_for_cpu(planned: Callable[..., Any], abstract: tuple[Any, ...]) -> bytes:

@@ -80,7 +80,7 @@ def read_collectives(text: str | HloModule, mesh: Mesh) -> list[CompiledCollecti
     a reduce-scatter. A collective-permute counts by the share of devices that send.
     """
     module = parse_hlo(text) if isinstance(text, str) else text
-    return _Walk(module, mesh).computation(module.computations[module.entry], _Place())
+    return Walk(module, mesh).computation(module.computations[module.entry], _Place())
 
 
 def wire_by_axis(found: Iterable[CompiledCollective]) -> dict[str, int]:
@@ -108,7 +108,7 @@ class _Place:
     known: bool = True
 
 
-class _Walk:
+class Walk:
     def __init__(self, module: HloModule, mesh: Mesh) -> None:
         self.module = module
         self.mesh = mesh

@@ -110,6 +110,15 @@ class Computation:
         return next((i for i in self.instructions if i.root), self.instructions[-1])
 
     @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """Instructions that take a value, by its name."""
+        users: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions:
+            for operand in dict.fromkeys(instruction.operands):
+                users.setdefault(operand, []).append(instruction)
+        return users
+
+    @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
         return {int(i.literal): i for i in self.instructions if i.opcode == "parameter"}
 

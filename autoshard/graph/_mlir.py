@@ -82,6 +82,38 @@ def main_block(module: Any) -> Any:
     return main_function(module).operation.regions[0].blocks[0]
 
 
+def main_types(module: Any) -> tuple[list[tuple[tuple[int, ...], str]], list[tuple[tuple[int, ...], str]]]:
+    """Shapes and numpy dtype names of `@main`'s arguments and results."""
+    from jaxlib.mlir import ir
+
+    kind = ir.FunctionType(ir.TypeAttr(main_function(module).operation.attributes["function_type"]).value)
+    return [_array_type(value) for value in kind.inputs], [_array_type(value) for value in kind.results]
+
+
+_FLOATS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+
+
+def _array_type(value: Any) -> tuple[tuple[int, ...], str]:
+    from jaxlib.mlir import ir
+
+    tensor = ir.RankedTensorType(value)
+    element = str(tensor.element_type)
+    complex_bits = {"complex<f32>": "complex64", "complex<f64>": "complex128"}
+    if element in _FLOATS or element in complex_bits:
+        dtype = _FLOATS.get(element) or complex_bits[element]
+    elif element == "i1":
+        dtype = "bool"
+    elif element.startswith("ui"):
+        dtype = "uint" + element[2:]
+    elif element.startswith("i"):
+        dtype = "int" + element[1:]
+    elif element.startswith("f8"):
+        dtype = "float8_" + element[2:].lower()
+    else:
+        raise UserError(f"the module has a value of type {value}, whose elements are of a kind that is not known.")
+    return tuple(tensor.shape), dtype
+
+
 # Inlining
 
 

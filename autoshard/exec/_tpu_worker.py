@@ -1,0 +1,87 @@
+"""The process in which libtpu compiles: `python -m autoshard.exec._tpu_worker DIRECTORY`.
+
+Reads `plan.json`, `module.mlirbc` and `job.json` from the directory and leaves `result.json` there, and
+`program.hlo`, the scheduled HLO. libtpu may abort, or never return; the parent (`_compile`) watches.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main(directory: Path) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    job = json.loads((directory / "job.json").read_text())
+    result = _compile(directory, job)
+    scratch = directory / "result.part"
+    scratch.write_text(json.dumps(result))
+    os.replace(scratch, directory / "result.json")
+    sys.stdout.flush()
+    # libtpu's own exit handlers can hang; all that matters is on disk.
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """The parent holds the other end of stdin: when it is gone, so are we."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
+    import jax
+    from jax.experimental import topologies
+
+    from autoshard.errors import UserError
+    from autoshard.exec._apply import Application, lower_module
+    from autoshard.plan._store import load_plan
+
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=job["topology"], **job["options"]).devices
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        return {"status": "refused", "message": _first_line(error)}
+    jax.config.update("jax_enable_x64", True)  # the module's own types, 64-bit ones too
+    plan = load_plan(directory / "plan.json")
+    try:
+        application = Application(plan, tuple(devices))
+        lowered = lower_module(application, (directory / "module.mlirbc").read_bytes(), dict(job["aliases"]))
+    except UserError as error:
+        return {"status": "user", "message": str(error)}
+    dump = directory / "dump"
+    dump.mkdir()
+    start = time.perf_counter()
+    try:
+        # as_text() fails on some programs with asynchronous ops; the dump has the same text.
+        compiled = lowered.compile(compiler_options={"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True})
+    except jax.errors.JaxRuntimeError as error:
+        seconds = time.perf_counter() - start
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return {"status": "memory", "message": str(error), "compile_s": seconds}
+        return {"status": "failed", "message": str(error)[:2000], "compile_s": seconds}
+    seconds = time.perf_counter() - start
+    texts = [path for path in dump.glob("*.after_optimizations.txt") if path.name.startswith("module_0000")]
+    texts = texts or sorted(dump.glob("*.after_optimizations.txt"), key=lambda path: -path.stat().st_size)
+    if texts:
+        os.replace(texts[0], directory / "program.hlo")
+    else:
+        (directory / "program.hlo").write_text(compiled.as_text())
+    stats = compiled.memory_analysis()
+    memory = {
+        "arguments": stats.argument_size_in_bytes,
+        "results": stats.output_size_in_bytes,
+        "temporaries": stats.temp_size_in_bytes,
+        "donated": stats.alias_size_in_bytes,
+        "peak": getattr(stats, "peak_memory_in_bytes", 0),
+    }
+    return {"status": "done", "memory": {key: int(size) for key, size in memory.items()}, "compile_s": seconds}
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
