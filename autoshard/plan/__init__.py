@@ -17,6 +17,8 @@ from autoshard.plan._plan import Collective as Collective
 from autoshard.plan._plan import Pin as Pin
 from autoshard.plan._plan import Plan as Plan
 from autoshard.plan._plan import Prediction as Prediction
+from autoshard.plan._plan import Span as Span
+from autoshard.plan._plan import Timeline as Timeline
 from autoshard.plan._spec import Spec as Spec
 from autoshard.plan._store import load_plan as load_plan
 from autoshard.plan._store import save_plan as save_plan

@@ -23,6 +23,7 @@ from autoshard.plan._predict import predict, tensor_spec
 from autoshard.plan._price import price
 from autoshard.plan._search import Candidate, Found, Infeasible, search
 from autoshard.plan._spec import Spec
+from autoshard.plan._timeline import make_timeline
 from autoshard.plan._words import describe
 from autoshard.program import Program, Role
 from autoshard.solver import write_contest
@@ -179,6 +180,7 @@ def _plan(
         dtypes={a.name: a.dtype for a in program.arguments},
         roles={a.name: str(a.role) for a in program.arguments},
         module_hash=graph.module_hash,
+        timeline=make_timeline(model, choices),
     )
 
 

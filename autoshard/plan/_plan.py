@@ -64,6 +64,31 @@ class Pin:
     name: str = ""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """One piece of work in the predicted step; in a loop, of all its trips together."""
+
+    name: str
+    lane: str
+    """`compute`, `exposed` (communication that compute waits for), or the link that hidden communication uses."""
+    start_s: float
+    seconds: float
+    block: int
+    """The loop it belongs to, -1 for none. Links are busy for several blocks at once where these overlap."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timeline:
+    """One way to run the step in its predicted time, and the memory of one device meanwhile."""
+
+    end_s: float
+    spans: tuple[Span, ...]
+    moments_s: tuple[float, ...]
+    """In program order; several moments may have one time."""
+    memory: dict[str, tuple[int, ...]]
+    """Bytes by kind at every moment."""
+
+
 class Executor(Protocol):
     """What can run a plan. This room knows the interface only; `exec` implements it and says so (`set_executor`)."""
 
@@ -147,6 +172,8 @@ class Plan:
     roles: dict[str, str]
     module_hash: str = ""
     """`graph.structure_hash` of the program's inlined module: pins are positions in it. Empty if there are no pins."""
+    timeline: Timeline | None = None
+    """None in a plan that was saved before there were timelines."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; see `save_plan`."""

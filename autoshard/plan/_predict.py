@@ -79,7 +79,7 @@ def evaluate(model: Model, choices: Sequence[int]) -> Outcome:
     for move in model.moves:
         for kind, axes, size, seconds in move_steps(model, move, choices):
             hidden = move.hideable
-            targets = {(move.block, _link(model, a)) for a in axes} if hidden else {EXPOSED}
+            targets = {(move.block, link_of(model, a)) for a in axes} if hidden else {EXPOSED}
             for channel in targets:
                 channels[channel] += seconds * move.trips
             entry = gathered[(kind, axes, hidden, move_cause(model, move))]
@@ -95,7 +95,7 @@ def evaluate(model: Model, choices: Sequence[int]) -> Outcome:
     return Outcome(dict(channels), tuple(collectives), peak, when, memory)
 
 
-def _link(model: Model, axis: str) -> str:
+def link_of(model: Model, axis: str) -> str:
     from autoshard.cost import links
 
     return next("+".join(group) for group in links(model.mesh) if axis in group)
@@ -142,8 +142,8 @@ def move_steps(model: Model, move: Move, choices: Sequence[int]) -> list[tuple[s
     return found
 
 
-def _memory(model: Model, choices: Sequence[int]) -> tuple[int, int, dict[str, int]]:
-    """Peak bytes, when (op id), and what holds them, from the specs and lifetimes of every buffer."""
+def memory_events(model: Model, choices: Sequence[int]) -> list[tuple[int, int, str]]:
+    """(op id, bytes that come or go, kind) in order, from the specs and lifetimes of every buffer."""
     sizes = dict(model.mesh.axes)
     events: list[tuple[int, int, str]] = []
     kinds = {
@@ -167,11 +167,15 @@ def _memory(model: Model, choices: Sequence[int]) -> tuple[int, int, dict[str, i
         local = spec_of(model, node.states, row, len(record.shape)).local_shape(record.shape, sizes)
         size = int(np.prod(local, dtype=np.int64)) * (record.bytes // record.elements)
         events += [(node.memory[0].start, size, "gathered"), (node.memory[0].stop, -size, "gathered")]
-    events.sort(key=lambda e: (e[0], e[1]))
+    return sorted(events, key=lambda e: (e[0], e[1]))
+
+
+def _memory(model: Model, choices: Sequence[int]) -> tuple[int, int, dict[str, int]]:
+    """Peak bytes, when (op id), and what holds them."""
     now: dict[str, int] = defaultdict(int)
     total = peak = when = 0
     at_peak: dict[str, int] = {}
-    for moment, size, kind in events:
+    for moment, size, kind in memory_events(model, choices):
         now[kind] += size
         total += size
         if total > peak:
