@@ -1,0 +1,326 @@
+"""What the real compiler says of a plan: does it fit, what does it send, how long will it take?"""
+
+import dataclasses
+import enum
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from autoshard.exec._collectives import CompiledCollective, plan_mesh, read_collectives, wire_by_axis
+from autoshard.exec._estimate import Estimate, estimate
+from autoshard.exec._hlo import parse_hlo
+from autoshard.exec._libtpu import Compiled, compile_with_libtpu
+from autoshard.exec._measure import verify_program
+from autoshard.plan import Plan, Spec
+from autoshard.program import Program
+from autoshard.units import format_bytes
+
+
+class Verdict(enum.StrEnum):
+    """Does the program fit into the memory of one device?"""
+
+    FITS = "fits"
+    FITS_WITH_REMAT = "fits only with the compiler's own remat"
+    DOES_NOT_FIT = "does not fit"
+
+
+UNFORESEEN_SHARE = 0.01
+"""Communication above this share of the step's that the plan did not predict is worth a line."""
+
+_REDUCING = frozenset({"all-reduce", "reduce-scatter"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unforeseen:
+    """Communication in the compiled program that the plan did not predict."""
+
+    kind: str
+    axes: tuple[str, ...]
+    wire_bytes: int
+    """Bytes on the wire of one device in one step."""
+    share: float
+    """Of all bytes on the wire in the step."""
+    count: int
+    op: str
+    """The source's name for the op."""
+    line: str
+    """`file:line` of the source, where known."""
+    before: str
+    """Spec of the value where it is made, where known."""
+    after: str
+    """Spec that its user needs, where known."""
+    note: str = ""
+    """What the compiler itself said of it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompileReport:
+    """The compiler's program against the plan's predictions; sizes are bytes of one device."""
+
+    verdict: Verdict
+    over_bytes: int
+    """By how much it does not fit; 0 if it fits."""
+    available_bytes: int | None
+    """The compiler's limit, if it does not fit."""
+    peak_predicted: int
+    peak_compiled: int | None
+    """Least memory with which the compiled program runs: live bytes at its peak, or what it needed if it does
+    not fit; None if the compiler did not say."""
+    memory_predicted: dict[str, int]
+    memory_compiled: dict[str, int]
+    """Arguments, results, temporaries, donated, peak."""
+    wire_predicted: dict[str, int]
+    wire_compiled: dict[str, int]
+    collectives: tuple[CompiledCollective, ...]
+    unforeseen: tuple[Unforeseen, ...]
+    step_time_predicted_s: float
+    estimate: Estimate | None
+    model_flops_ratio: float | None
+    """Matrix flops of the compiled program over those of the model: about 1, and 1.25-1.35 with full remat."""
+    compile_s: float
+    hlo: str
+    """The scheduled HLO."""
+    warnings: tuple[str, ...]
+
+
+def compile_plan(program: Program, plan: Plan, time_limit: float = 600.0) -> CompileReport:
+    """Apply the plan and compile it for its topology with libtpu, with no TPU present.
+
+    Runs in a subprocess that is gone afterwards whatever happens. Raises `UserError` if libtpu is missing, the
+    topology is no TPU or refused, the program is not the plan's, or `time_limit` seconds are over.
+    """
+    verify_program(program, plan)
+    return report(program, plan, compile_with_libtpu(program, plan, time_limit))
+
+
+def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
+    """Read what the compiler left (see `compile_plan`)."""
+    prediction = plan.prediction
+    common = {
+        "peak_predicted": prediction.peak_bytes,
+        "memory_predicted": dict(prediction.memory),
+        "memory_compiled": dict(compiled.memory),
+        "wire_predicted": dict(prediction.wire_bytes),
+        "step_time_predicted_s": prediction.step_time_s,
+        "compile_s": compiled.compile_s,
+        "hlo": compiled.text,
+    }
+    if not compiled.text:
+        over = (compiled.needed_bytes or 0) - (compiled.available_bytes or 0)
+        return CompileReport(
+            verdict=Verdict.DOES_NOT_FIT,
+            over_bytes=max(0, over),
+            available_bytes=compiled.available_bytes,
+            peak_compiled=compiled.needed_bytes,
+            wire_compiled={},
+            collectives=(),
+            unforeseen=(),
+            estimate=None,
+            model_flops_ratio=None,
+            warnings=_warnings(compiled.log),
+            **common,
+        )
+    mesh = plan_mesh(plan)
+    module = parse_hlo(compiled.text)
+    found = read_collectives(module, mesh)
+    timed = estimate(module, mesh)
+    ratio = None
+    if program.model_flops:
+        ratio = timed.flops * mesh.num_devices / program.model_flops
+    rematerialised = re.search(r"%[\w.\-]+\.remat[\w.\-]* = ", compiled.text) is not None
+    warnings = list(_warnings(compiled.log))
+    if timed.unknown_trips:
+        warnings.append(f"{timed.unknown_trips} loops have a trip count that the compiled text does not tell")
+    return CompileReport(
+        verdict=Verdict.FITS_WITH_REMAT if rematerialised else Verdict.FITS,
+        over_bytes=0,
+        available_bytes=None,
+        peak_compiled=compiled.memory["peak"] or None,
+        wire_compiled=wire_by_axis(found),
+        collectives=tuple(found),
+        unforeseen=unforeseen(program, plan, found, compiled.log),
+        estimate=timed,
+        model_flops_ratio=ratio,
+        warnings=tuple(warnings),
+        **common,
+    )
+
+
+def unforeseen(
+    program: Program, plan: Plan, found: Sequence[CompiledCollective], log: str = ""
+) -> tuple[Unforeseen, ...]:
+    """Communication beyond the prediction, largest first.
+
+    Within one set of mesh axes reductions (all-reduce, reduce-scatter) and moves (the other kinds) are compared as
+    bytes on the wire, since the compiler may choose either kind of each; what exceeds the prediction is blamed on the
+    collectives that the plan has no entry for, largest first. Specs and source lines come from Shardy's own list
+    of reshards for the pinned program, and from the compiler's warnings of involuntary rematerialisation.
+    """
+    total = sum(c.wire_bytes for c in found)
+    if not total:
+        return ()
+    predicted: dict[tuple[tuple[str, ...], bool], float] = {}
+    for collective in plan.prediction.collectives:
+        key = (tuple(a for a in plan.mesh if a in collective.axes), collective.kind in _REDUCING)
+        predicted[key] = predicted.get(key, 0.0) + collective.wire_bytes
+    groups: dict[tuple[tuple[str, ...], bool], list[CompiledCollective]] = {}
+    for collective in found:
+        groups.setdefault((collective.axes, collective.kind in _REDUCING), []).append(collective)
+    blamed: list[CompiledCollective] = []
+    for key, members in groups.items():
+        excess = sum(c.wire_bytes for c in members) - predicted.get(key, 0.0)
+        expected = [c for c in plan.prediction.collectives if (tuple(a for a in plan.mesh if a in c.axes)) == key[0]]
+        for collective in sorted(members, key=lambda c: (_foreseen(c, expected), -c.wire_bytes)):
+            if excess < UNFORESEEN_SHARE * total:
+                break
+            if collective.wire_bytes <= 1.1 * excess:
+                blamed.append(collective)
+                excess -= collective.wire_bytes
+    if not blamed:
+        return ()
+    reshards, notes = _reshards(program, plan), _involuntary(log)
+    rows = [_explained(c, total, reshards, notes) for c in blamed if c.wire_bytes >= UNFORESEEN_SHARE * total]
+    return tuple(sorted(rows, key=lambda row: -row.wire_bytes))
+
+
+def _foreseen(collective: CompiledCollective, expected: Sequence[Any]) -> bool:
+    return any(c.kind == collective.kind and c.count == collective.count for c in expected)
+
+
+def _reshards(program: Program, plan: Plan) -> list[dict[str, Any]]:
+    """Shardy's list of reshards for the program under the plan."""
+    from autoshard.graph import _mlir
+
+    module = _mlir.inline_calls(_mlir.parse_module(program.module))
+    _mlir.set_shardings(module, "mesh", plan.mesh, list(plan.arguments.values()), list(plan.results.values()))
+    _mlir.insert_pins(module, "mesh", plan.mesh, plan.pins)
+    return _mlir.explicit_reshards(module)
+
+
+def _involuntary(log: str) -> list[str]:
+    """The compiler's own complaints, one line each."""
+    return [line.strip()[:400] for line in log.splitlines() if "nvoluntary full rematerialization" in line]
+
+
+def _explained(
+    collective: CompiledCollective, total: float, reshards: Sequence[dict[str, Any]], notes: Sequence[str]
+) -> Unforeseen:
+    tail = _tail(collective.source)
+    best = next((r for r in reshards if any(_tail(name) == tail for name in r["names"])), None) if tail else None
+    note = next((text for text in notes if tail and tail in text), "")
+    return Unforeseen(
+        kind=collective.kind,
+        axes=collective.axes,
+        wire_bytes=round(collective.wire_bytes),
+        share=collective.wire_bytes / total,
+        count=collective.count,
+        op=collective.source or collective.name,
+        line=best["line"] if best else "",
+        before=str(Spec(best["before"])) if best else "",
+        after=str(Spec(best["after"])) if best else "",
+        note=note,
+    )
+
+
+def _tail(name: str) -> str:
+    """An op's name stack without the name of the jitted function, which differs between lowerings."""
+    return name.partition("/")[2]
+
+
+def _warnings(log: str) -> tuple[str, ...]:
+    lines = _involuntary(log)
+    return (f"the compiler reports {len(lines)} involuntary full rematerializations",) if lines else ()
+
+
+def compile_figures(result: CompileReport) -> dict[str, Any]:
+    """The JSON object of `autoshard compile --json`."""
+    axes = sorted({*result.wire_predicted, *result.wire_compiled})
+    timed = result.estimate
+    return {
+        "verdict": result.verdict.value,
+        "over_bytes": result.over_bytes,
+        "peak_bytes": {"predicted": result.peak_predicted, "compiled": result.peak_compiled},
+        "memory": {"predicted": result.memory_predicted, "compiled": result.memory_compiled},
+        "wire_bytes": {
+            axis: {
+                "predicted": result.wire_predicted.get(axis, 0),
+                "compiled": result.wire_compiled.get(axis, 0),
+            }
+            for axis in axes
+        },
+        "collectives": [
+            {
+                "kind": c.kind,
+                "axes": list(c.axes),
+                "wire_bytes": round(c.wire_bytes),
+                "count": c.count,
+                "in_loop": c.in_loop,
+                "asynchronous": c.asynchronous,
+                "network": c.network,
+                "op": c.source or c.name,
+            }
+            for c in result.collectives
+        ],
+        "step_time_s": {
+            "predicted": result.step_time_predicted_s,
+            "estimated": timed.step_time_s if timed else None,
+            "error": timed.error if timed else None,
+        },
+        "time": {
+            "compute_s": timed.compute_s,
+            "exposed_comm_s": timed.exposed_comm_s,
+            "hidden_comm_s": timed.hidden_comm_s,
+            "copy_s": timed.copy_s,
+            "by_kind": timed.by_kind,
+        }
+        if timed
+        else None,
+        "model_flops_ratio": result.model_flops_ratio,
+        "unforeseen": [dataclasses.asdict(row) for row in result.unforeseen],
+        "compile_s": result.compile_s,
+        "warnings": list(result.warnings),
+    }
+
+
+def compile_lines(result: CompileReport) -> list[str]:
+    """The report for people, line by line."""
+    lines = [f"Verdict: {result.verdict.value}"]
+    if result.verdict is Verdict.DOES_NOT_FIT and result.available_bytes:
+        lines[0] += (
+            f", by {format_bytes(result.over_bytes)} "
+            f"(needs {format_bytes(result.peak_compiled or 0)}, has {format_bytes(result.available_bytes)})"
+        )
+    compiled = "not said" if result.peak_compiled is None else format_bytes(result.peak_compiled)
+    lines.append(f"Peak memory of a device: predicted {format_bytes(result.peak_predicted)}, compiled {compiled}")
+    for axis in sorted({*result.wire_predicted, *result.wire_compiled}):
+        lines.append(
+            f"On the wire over {axis}: predicted {format_bytes(result.wire_predicted.get(axis, 0))}, "
+            f"compiled {format_bytes(result.wire_compiled.get(axis, 0))}"
+        )
+    timed = result.estimate
+    if timed is not None:
+        lines.append(
+            f"Step time: predicted {result.step_time_predicted_s:.3g} s, estimated from the schedule "
+            f"{timed.step_time_s:.3g} s +- {timed.error:.0%} "
+            f"(compute {timed.compute_s:.3g}, exposed communication {timed.exposed_comm_s:.3g})"
+        )
+    if result.model_flops_ratio is not None:
+        lines.append(f"Matrix flops: {result.model_flops_ratio:.2f} x the model's")
+    for collective in sorted(result.collectives, key=lambda c: -c.wire_bytes)[:12]:
+        flags = [
+            "in a loop" if collective.in_loop else "",
+            "async" if collective.asynchronous else "sync",
+            "between slices" if collective.network else "",
+        ]
+        lines.append(
+            f"  {collective.count} x {collective.kind} over {'+'.join(collective.axes)}: "
+            f"{format_bytes(collective.wire_bytes)} ({', '.join(filter(None, flags))})"
+        )
+    for row in result.unforeseen:
+        where = f" at {row.line}" if row.line else ""
+        specs = f", {row.before} -> {row.after}" if row.after else ""
+        lines.append(
+            f"Unforeseen: {row.kind} over {'+'.join(row.axes)}, {format_bytes(row.wire_bytes)} "
+            f"({row.share:.0%} of all): {row.op}{where}{specs}"
+        )
+    return [*lines, *result.warnings, f"Compiled in {result.compile_s:.1f} s"]
