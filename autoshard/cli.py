@@ -129,30 +129,31 @@ def _measure(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 def _report(arguments: argparse.Namespace, answer: TextIO) -> int:
     _check_writable("--out", arguments.out)
+    _check_writable("--perfetto", arguments.perfetto)
     from autoshard.plan import load_plan
+    from autoshard.report import html_report, perfetto_json, plan_figures, terminal_report, write_text
 
     plan = load_plan(arguments.plan)
+    written: dict[str, str] = {}
+    if arguments.perfetto is not None:
+        written[str(arguments.perfetto)] = perfetto_json(plan)
     if arguments.out is None:
         for flag in ("compare", "measured"):
             if getattr(arguments, flag):
                 raise UserError(f"--{flag} is for the page; name it with --out report.html.")
-        from autoshard.report import plan_figures, terminal_report
-
-        if arguments.json:
-            _print_json(plan_figures(plan), answer)
-        else:
-            _print_rich(terminal_report(plan), answer)
-        return 0
-    from autoshard.report import html_report, write_text
-
-    compare = load_plan(arguments.compare) if arguments.compare else None
-    measured = _read_json(arguments.measured) if arguments.measured else None
-    page = html_report(plan, compare=compare, measured=measured)
-    write_text(arguments.out, page)
-    if arguments.json:
-        _print_json({"report": str(arguments.out), "bytes": len(page.encode())}, answer)
     else:
-        print(f"Report written to {arguments.out}", file=answer)
+        compare = load_plan(arguments.compare) if arguments.compare else None
+        measured = _read_json(arguments.measured) if arguments.measured else None
+        written[str(arguments.out)] = html_report(plan, compare=compare, measured=measured)
+    for path, text in written.items():
+        write_text(Path(path), text)
+    if arguments.json:
+        _print_json(plan_figures(plan) | {"written": sorted(written)}, answer)
+    elif written:
+        for path in written:
+            print(f"Written: {path}", file=answer)
+    else:
+        _print_rich(terminal_report(plan), answer)
     return 0
 
 
@@ -229,6 +230,7 @@ def build_parser() -> argparse.ArgumentParser:
     report = _command(commands, "report", _report, "show a plan that was saved")
     report.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
     report.add_argument("-o", "--out", metavar="REPORT.html", type=Path, help="write a page here instead")
+    report.add_argument("--perfetto", metavar="TRACE.json", type=Path, help="write a trace for ui.perfetto.dev here")
     report.add_argument("--compare", metavar="OTHER.json", type=Path, help="another plan to set beside this one")
     report.add_argument("--measured", metavar="M.json", type=Path, help="what `autoshard measure --json` printed")
 

@@ -17,7 +17,7 @@ PLANNING = {"--memory-limit", "--mesh", "--save-problem", "--seed", "--time-limi
 FLAGS = {
     "plan": {"--debug", "--json", "--out", "--quiet"} | PROGRAM | PLANNING,
     "measure": {"--check", "--debug", "--json", "--plan", "--quiet", "--steps", "--tolerance"} | PROGRAM | PLANNING,
-    "report": {"--compare", "--debug", "--json", "--measured", "--out", "--quiet", "-o"},
+    "report": {"--compare", "--debug", "--json", "--measured", "--out", "--perfetto", "--quiet", "-o"},
     "solve": {"--debug", "--out", "--quiet", "--seed", "--threads", "--time-limit"},
 }
 """Every flag of every command: an option is added here on purpose, or not at all."""
@@ -225,9 +225,14 @@ def test_report_of_a_saved_plan(folder: Path):
     text = run("report", "plan.json", cwd=folder)
     assert text.stdout.splitlines()[0].startswith("step on cpu:8 (8 devices), mesh data=4, model=2")
     page = run("report", "plan.json", "-o", "report.html", "--compare", "plan.json", cwd=folder)
-    assert page.stdout == "Report written to report.html\n"
+    assert page.stdout == "Written: report.html\n"
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
-    assert json.loads(run("report", "plan.json", "--json", cwd=folder).stdout)["fits"] is True
+    figures = json.loads(run("report", "plan.json", "--perfetto", "trace.json", "--json", cwd=folder).stdout)
+    assert figures["fits"] is True
+    assert figures["written"] == ["trace.json"]
+    trace = json.loads((folder / "trace.json").read_text())
+    last = max(event["ts"] + event["dur"] for event in trace["traceEvents"] if event["ph"] == "X")
+    assert last == pytest.approx(figures["step_time_s"] * 1e6, rel=1e-3)
 
 
 @pytest.mark.parametrize(

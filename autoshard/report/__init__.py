@@ -6,6 +6,8 @@ from autoshard.report._figures import plan_figures as plan_figures
 from autoshard.report._html import html_report as html_report
 from autoshard.report._measurement import measurement_report as measurement_report
 from autoshard.report._notebook import NotebookView as NotebookView
+from autoshard.report._perfetto import perfetto_json as perfetto_json
+from autoshard.report._perfetto import perfetto_trace as perfetto_trace
 from autoshard.report._progress import Progress as Progress
 from autoshard.report._terminal import terminal_report as terminal_report
 from autoshard.report._write import write_text as write_text

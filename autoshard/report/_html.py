@@ -54,6 +54,7 @@ def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, 
                 for name, row in [("this plan", prediction), *ordered]
             ],
             memory=_memory_bar(plan),
+            memory_chart=_memory_chart(plan),
             communication=sorted(prediction.collectives, key=lambda c: -c.seconds),
             binds=what_binds(plan),
             compare=compare and _comparison(plan, compare),
@@ -129,6 +130,50 @@ def _memory_bar(plan: Plan) -> dict[str, Any]:
             if memory[kind] > 0
         ],
         "limit": round(100 * plan.memory_limit_bytes / whole, 3),
+    }
+
+
+CHART_WIDTH, CHART_HEIGHT = 1000, 180
+"""Of the chart's own coordinates; the page scales it."""
+
+
+def _memory_chart(plan: Plan) -> dict[str, Any] | None:
+    """Memory over the program: areas by kind, one above the other, at moments in program order, equally far apart.
+
+    Not over seconds: one matmul may take as long as a thousand ops in which memory goes up and down.
+    """
+    timeline = plan.timeline
+    if timeline is None or len(timeline.moments_s) < 2:
+        return None
+    count = len(timeline.moments_s)
+    kinds = [kind for kind in MEMORY_KINDS if kind in timeline.memory]
+    kinds += sorted(set(timeline.memory) - set(kinds))
+    totals = [sum(sizes[i] for sizes in timeline.memory.values()) for i in range(count)]
+    peak = max(totals)
+    top = plan.memory_limit_bytes if peak > 0.4 * plan.memory_limit_bytes else 1.1 * peak
+    top = max(top, peak, 1)
+
+    def point(index: int, size: float) -> str:
+        return f"{index * CHART_WIDTH / (count - 1):.1f},{CHART_HEIGHT - size * CHART_HEIGHT / top:.1f}"
+
+    areas = []
+    below = [0] * count
+    for kind in kinds:
+        above = [low + size for low, size in zip(below, timeline.memory[kind], strict=True)]
+        upper = [point(i, size) for i, size in enumerate(above)]
+        lower = [point(i, size) for i, size in reversed(list(enumerate(below)))]
+        areas.append({"kind": kind, "points": " ".join(upper + lower)})
+        below = above
+    at = totals.index(peak)
+    return {
+        "areas": areas,
+        "peak_x": round(at * CHART_WIDTH / (count - 1), 1),
+        "peak_y": round(CHART_HEIGHT - peak * CHART_HEIGHT / top, 1),
+        "limit_y": round(CHART_HEIGHT - plan.memory_limit_bytes * CHART_HEIGHT / top, 1)
+        if plan.memory_limit_bytes <= top
+        else None,
+        "top": top,
+        "peak_share": at / (count - 1),
     }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoshard.plan import Collective, Plan, Prediction, Spec
+from autoshard.plan import Collective, Plan, Prediction, Span, Spec, Timeline
 
 
 GIB = 2**30
@@ -89,6 +89,21 @@ def llama_plan() -> Plan:
         shapes={name: shape for name, (shape, _, _) in arguments.items()},
         dtypes=dict.fromkeys(arguments, "bfloat16"),
         roles={name: role for name, (_, _, role) in arguments.items()},
+        timeline=Timeline(
+            end_s=3.22,
+            spans=(
+                Span("jit(step)/jvp(embedding)/gather", "compute", 0.0, 0.11, -1),
+                Span("jit(step)/jvp()/while/body/linear/dot_general", "compute", 0.11, 0.9, 0),
+                Span("all-gather over data: " + layer + "mlp.up_proj.weight", "data", 0.11, 0.52, 0),
+                Span("reduce-scatter over model: jit(step)/while/body/add", "exposed", 1.01, 0.31, 0),
+                Span("jit(step)/transpose(jvp())/while/body/linear/dot_general", "compute", 1.32, 1.9, 1),
+            ),
+            moments_s=(0.0, 0.11, 1.32, 3.22),
+            memory={
+                "parameters": (int(8.2 * GIB),) * 4,
+                "activations": (0, int(20 * GIB), int(32.8 * GIB), 0),
+            },
+        ),
     )
 
 
