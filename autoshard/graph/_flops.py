@@ -6,15 +6,21 @@ from collections.abc import Sequence
 from autoshard.graph._records import FactorKind, Rule, Tensor
 
 
-def op_flops(kind: str, rule: Rule | None, operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
-    """Multiply-adds counted as two; 0 for ops that only the vector unit runs."""
+def op_flops(
+    kind: str, rule: Rule | None, operands: Sequence[Tensor], results: Sequence[Tensor], dilation: int = 1
+) -> int:
+    """Multiply-adds counted as two; 0 for ops that only the vector unit runs.
+
+    `dilation`: of a convolution's input, one element in so many is not an inserted zero (the gradient of a strided
+    convolution); products with the zeros do not count.
+    """
     if kind in ("dot_general", "dot") and rule is not None:
         contracted = math.prod(s for s, k in zip(rule.sizes, rule.kinds, strict=True) if k is FactorKind.REDUCTION)
         return 2 * results[0].elements * contracted
     if kind == "convolution" and rule is not None:
         kernel = operands[1]
         out_features = _kernel_output_features(rule, kernel)
-        return 2 * results[0].elements * kernel.elements // max(1, out_features)
+        return 2 * results[0].elements * kernel.elements // max(1, out_features * dilation)
     return 0
 
 

@@ -14,12 +14,13 @@ from autoshard.graph._records import Carry, Constraint, FactorKind, Loop, Op, Op
 from autoshard.graph._rules import parse_rule
 
 
-_TENSOR = re.compile(r"tensor<(?:(.*)x)?([a-zA-Z0-9]+)(?:,.*)?>")
+_TENSOR = re.compile(r"tensor<((?:\d+x)*)(complex<f\d+>|[a-zA-Z0-9]+)(?:,.*)?>")
 _DTYPES = {
     "f64": ("float64", 8), "f32": ("float32", 4), "f16": ("float16", 2), "bf16": ("bfloat16", 2),
     "i1": ("bool", 1), "i4": ("int4", 1), "ui4": ("uint4", 1), "i8": ("int8", 1), "ui8": ("uint8", 1),
     "i16": ("int16", 2), "ui16": ("uint16", 2), "i32": ("int32", 4), "ui32": ("uint32", 4),
     "i64": ("int64", 8), "ui64": ("uint64", 8), "f8E4M3FN": ("float8_e4m3fn", 1), "f8E5M2": ("float8_e5m2", 1),
+    "complex<f32>": ("complex64", 8), "complex<f64>": ("complex128", 16),
 }  # fmt: skip
 _GENERATED = frozenset({"constant", "iota"})
 _ALIASES = frozenset({"optimization_barrier", "sharding_constraint", "propagation_barrier"})
@@ -96,17 +97,20 @@ class _Reader:
             self.constraints.append(Constraint(self.ids[op.operands[0]], str(op.attributes["sharding"])))
 
     def read_op(self, op: Any, kind: str, loop: int) -> None:
-        number, op_id = self.number, len(self.ops)
+        number = self.number
         name = _mlir.location_name(op.location)
         for region in op.regions:
             if kind in ("case", "if"):
                 for block in region.blocks:
                     self.read_block(block, loop)
+        op_id = len(self.ops)
         operands = tuple(self.ids[value] for value in op.operands)
         results = tuple(
             self.new_tensor(value, op_id, loop, (number, index), name) for index, value in enumerate(op.results)
         )
         rule = parse_rule(str(op.attributes["sdy.sharding_rule"])) if "sdy.sharding_rule" in op.attributes else None
+        if kind == "custom_call" and rule is not None:
+            rule = _whole_where_untied(rule)
         if kind in _GENERATED or (operands and all(t in self.free for t in operands) and rule is not None):
             self.free.update(results)
             op_class = OpClass.FREE
@@ -116,7 +120,9 @@ class _Reader:
             op_class = classify(kind, rule, [self.tensors[t] for t in operands], [self.tensors[t] for t in results])
             if rule is None and any(self.tensors[t].elements > 1 for t in (*operands, *results)):
                 self.without_rule.append(op_id)
-        flops = op_flops(kind, rule, [self.tensors[t] for t in operands], [self.tensors[t] for t in results])
+        zeros = str(op.attributes["lhs_dilation"]).partition(":")[2] if "lhs_dilation" in op.attributes else ""
+        dilation = math.prod(int(n) for n in re.findall(r"\d+", zeros))
+        flops = op_flops(kind, rule, [self.tensors[t] for t in operands], [self.tensors[t] for t in results], dilation)
         self.ops.append(
             Op(op_id, number, kind, op_class, operands, results, rule, loop, flops, name, tuple(range(len(operands))))
         )
@@ -154,7 +160,7 @@ class _Reader:
             carries.append(Carry(inits[k], carried[k], updates[k], out))
         trips = self.count_trips(bound, inits, carried, updates)
         self.loops[loop_id] = Loop(
-            loop_id, number, parent, trips or 1, trips is not None, tuple(carries), start, stop
+            loop_id, number, parent, trips or 1, trips is not None, tuple(carries), start, stop, len(inits)
         )
 
     def read_condition(self, block: Any) -> tuple[int, int] | None:
@@ -202,9 +208,9 @@ def parse_type(text: str) -> tuple[tuple[int, ...], str, int]:
     if match is None:
         return (), "token", 0
     dims, element = match.groups()
-    shape = tuple(int(d) for d in dims.split("x")) if dims else ()
+    shape = tuple(int(d) for d in dims.split("x")[:-1])
     if element not in _DTYPES:
-        return shape, element, 8 if element == "complex" else 1
+        return shape, element, 1
     dtype, size = _DTYPES[element]
     return shape, dtype, size
 
@@ -242,6 +248,16 @@ def _dims_agree(rule: Rule, operands: list[Tensor], results: list[Tensor]) -> bo
             return False
         wanted = present
     return True
+
+
+def _whole_where_untied(rule: Rule) -> Rule:
+    """An opaque call's factors of one side only: the call needs, or makes, the whole of them."""
+    inputs, outputs = ({f for dims in side for dim in dims for f in dim} for side in (rule.operands, rule.results))
+    kinds = tuple(
+        FactorKind.NEED_REPLICATION if kind is FactorKind.PARALLEL and (f in inputs) != (f in outputs) else kind
+        for f, kind in enumerate(rule.kinds)
+    )
+    return dataclasses.replace(rule, kinds=kinds)
 
 
 def replace_names(graph: OpGraph, names: list[str]) -> OpGraph:

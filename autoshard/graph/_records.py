@@ -107,6 +107,8 @@ class Loop:
     """First op of the body, as op id."""
     stop: int
     """One past the last op of the body."""
+    width: int
+    """Carried values of the `while` op, those that the body does not change included."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

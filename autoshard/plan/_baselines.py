@@ -38,9 +38,9 @@ def baselines(model: Model, groups: Groups) -> list[Baseline]:
     found = []
     whole = {p: {} for p in _parameters(model)}
     spread = {p: _spread(model, p, every, {}) for p in whole}
-    _append(found, _restrict(model, groups, "data_parallel", whole, every, None))
+    _append(found, _restrict(model, groups, "data_parallel", whole, every, ()))
     if any(spread.values()):
-        _append(found, _restrict(model, groups, "fsdp", spread, every, None))
+        _append(found, _restrict(model, groups, "fsdp", spread, every, ()))
     if not split:
         return found
     megatron = {p: _split(model, groups, p, split, tensor) for p in whole}
@@ -159,11 +159,12 @@ def _restrict(
     name: str,
     parameters: Mapping[int, Assignment],
     data: Sequence[int],
-    sequence: Sequence[int] | None,
+    sequence: Sequence[int],
 ) -> Baseline | None:
     """A baseline from specs of the parameters, the axes of the batch, and those of the residual stream's sequence.
 
-    `sequence` None leaves the intermediates to the solver. None if the batch does not divide.
+    The residual stream is split as the batch is; everything else is left to the solver. None if the batch does not
+    divide.
     """
     allowed: dict[int, NDArray[np.bool_]] = {}
     structure = model.structure
@@ -181,12 +182,14 @@ def _restrict(
     for tensor, spec in wanted.items():
         if not _allow(model, allowed, tensor, spec):
             return None
-    if sequence is not None and groups.hidden is not None:
+    if groups.hidden is not None:
         for cluster in structure.clusters:
             of = {groups.of_factor[(cluster.id, f)]: f for f in range(len(cluster.sizes)) if f not in cluster.blocked}
-            if set(of) != {groups.batch, groups.sequence, groups.hidden} or None in of:
+            if groups.batch is None or not {groups.batch, groups.hidden} <= set(of) or len(of) > 3:
                 continue
-            spec = {of[groups.batch]: data, of[groups.sequence]: sequence}  # type: ignore[index]
+            spec = {of[groups.batch]: data}
+            if groups.sequence in of:
+                spec[of[groups.sequence]] = sequence  # type: ignore[index]
             _allow_factors(model, allowed, cluster.id, spec)
     return Baseline(name, allowed)
 

@@ -28,14 +28,14 @@ def make_pins(model: Model, choices: Sequence[int]) -> tuple[Pin, ...]:
             values[tensor] = [*before, tensor_spec(model, choices, tensor)]
 
     for edge in structure.edges:
-        if edge.op < 0:
-            pin(edge.tensor)
-        elif graph.ops[edge.op].op_class is not OpClass.HEAVY:
+        pin(edge.tensor)
+        if edge.op >= 0 and graph.ops[edge.op].op_class is not OpClass.HEAVY:
             pin(graph.ops[edge.op].results[edge.result])
     for loop in graph.loops:
         for carry in loop.carries:
             pin(carry.body)
             pin(carry.update)
+            pin(carry.result)
     for edge in structure.edges:
         if edge.op >= 0 and edge.operand < 0 and graph.ops[edge.op].op_class is OpClass.HEAVY:
             pin(edge.tensor, list(_result_stages(model, choices, edge.op, edge.result)))
@@ -44,7 +44,17 @@ def make_pins(model: Model, choices: Sequence[int]) -> tuple[Pin, ...]:
         for t in sorted(values, key=lambda t: graph.tensors[t].value)
         for spec in values[t]
     ]
-    return (*pins, *_operand_pins(model, choices))
+    return (*pins, *_carry_pins(model, choices), *_operand_pins(model, choices))
+
+
+def _carry_pins(model: Model, choices: Sequence[int]) -> Iterator[Pin]:
+    """Every value that enters a loop, at the loop: else propagation may split what the loop carries."""
+    for loop in model.graph.loops:
+        for carry in loop.carries:
+            if model.structure.cluster_of[carry.body] >= 0:
+                body, init = model.graph.tensors[carry.body], model.graph.tensors[carry.init]
+                number, position = body.value[0], body.value[1] - loop.width
+                yield Pin(*init.value, tensor_spec(model, choices, carry.body), (number, position), init.name)
 
 
 def stages(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, ...]]:
