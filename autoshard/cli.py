@@ -173,6 +173,17 @@ def _solve(arguments: argparse.Namespace, answer: TextIO) -> int:
         )
 
 
+def _doctor(arguments: argparse.Namespace, answer: TextIO) -> int:
+    from autoshard.report import doctor, doctor_report
+
+    found = doctor()
+    if arguments.json:
+        _print_json(found, answer)
+    else:
+        _print_rich(doctor_report(found), answer)
+    return 0
+
+
 # Parsing
 
 
@@ -240,6 +251,8 @@ def build_parser() -> argparse.ArgumentParser:
     solve.add_argument("--seed", type=int, default=0, metavar="N", help="of searches that draw lots (default: 0)")
     solve.add_argument("--threads", type=_positive, default=2, metavar="N", help="to search with (default: 2)")
     solve.add_argument("--out", type=Path, metavar="OUT.json", help="write choices, cost and bound here")
+
+    _command(commands, "doctor", _doctor, "say what is installed, what is here, and what will work")
     return parser
 
 

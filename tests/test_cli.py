@@ -15,6 +15,7 @@ from autoshard import cli
 PROGRAM = {"--batch", "--dtype", "--entry", "--infer", "--optimizer", "--remat", "--seq", "--state-dtype", "--train"}
 PLANNING = {"--memory-limit", "--mesh", "--save-problem", "--seed", "--time-limit", "--topology"}
 FLAGS = {
+    "doctor": {"--debug", "--json", "--quiet"},
     "plan": {"--debug", "--json", "--out", "--quiet"} | PROGRAM | PLANNING,
     "measure": {"--check", "--debug", "--json", "--plan", "--quiet", "--steps", "--tolerance"} | PROGRAM | PLANNING,
     "report": {"--compare", "--debug", "--json", "--measured", "--out", "--perfetto", "--quiet", "-o"},

@@ -1,6 +1,8 @@
 """Turning a plan and measurements into something to look at."""
 
 from autoshard.plan._plan import set_viewer
+from autoshard.report._doctor import doctor as doctor
+from autoshard.report._doctor import doctor_report as doctor_report
 from autoshard.report._figures import best_baseline as best_baseline
 from autoshard.report._figures import plan_figures as plan_figures
 from autoshard.report._html import html_report as html_report

@@ -1,0 +1,114 @@
+"""What is installed, what is here, and what will therefore work."""
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import re
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ability:
+    """One thing that autoshard can do, if its packages are here."""
+
+    name: str
+    works: bool
+    note: str
+    """Versions if it works, else what is missing and how to get it."""
+
+
+_CORE = ("jax", "jaxlib", "numpy", "scipy", "highspy", "numba")
+_ABILITIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("plan JAX programs", _CORE, "pip install autoshard"),
+    (
+        "plan PyTorch and hf: models",
+        ("torch", "torchax", "transformers", "optax"),
+        "pip install autoshard",
+    ),
+    ("drive PyTorch/XLA", ("torch_xla",), "pip install 'autoshard[xla]'"),
+    ("compile for TPUs without a TPU", ("libtpu",), "pip install 'autoshard[tpu]'"),
+    ("tables and figures in notebooks", ("pandas", "matplotlib"), "pip install 'autoshard[notebook]'"),
+)
+
+
+def doctor() -> dict[str, Any]:
+    """Versions, abilities and devices, as plain values. Starts JAX, to see its devices."""
+    abilities = [_ability(*row) for row in _ABILITIES]
+    devices, backend = _devices()
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "backend": backend,
+        "devices": devices,
+        "abilities": [dataclasses.asdict(ability) for ability in abilities],
+        "warnings": _warnings(),
+        "environment": {
+            key: os.environ[key]
+            for key in ("JAX_PLATFORMS", "XLA_FLAGS", "PJRT_DEVICE", "XLA_AUTO_SPMD", "XLA_AUTO_SPMD_MESH")
+            if key in os.environ
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _ability(name: str, packages: tuple[str, ...], install: str) -> Ability:
+    versions = {package: _version(package) for package in packages}
+    missing = [package for package, version in versions.items() if version is None]
+    if missing:
+        return Ability(name, False, f"{' and '.join(missing)} not installed: {install}")
+    return Ability(name, True, ", ".join(f"{package} {version}" for package, version in versions.items()))
+
+
+def _devices() -> tuple[list[str], str]:
+    try:
+        import jax
+
+        devices = jax.devices()
+    except (ImportError, RuntimeError) as error:  # RuntimeError: no backend could be started
+        return [], f"none: {str(error).splitlines()[0]}"
+    return [f"{device.id}: {device.device_kind}" for device in devices], jax.default_backend()
+
+
+def _warnings() -> list[str]:
+    found = []
+    torch, torch_xla = _version("torch"), _version("torch_xla")
+    if torch and torch_xla and _minor(torch) != _minor(torch_xla):
+        found.append(f"torch {torch} and torch_xla {torch_xla} differ in their minor version; torch_xla will not load.")
+    jax, jaxlib = _version("jax"), _version("jaxlib")
+    if jax and jaxlib and jax != jaxlib:
+        found.append(f"jax {jax} and jaxlib {jaxlib} differ; install one version of both.")
+    return found
+
+
+def _minor(version: str) -> list[str]:
+    return re.findall(r"\d+", version)[:2]
+
+
+def doctor_report(found: dict[str, Any]) -> RenderableType:
+    """What `doctor` found, for a terminal."""
+    from autoshard.units import format_bytes
+
+    head = Text(f"Python {found['python']}, {found['cores']} cores, {format_bytes(found['memory_bytes'])} of memory")
+    devices = Text(f"JAX sees {len(found['devices'])} device(s) on {found['backend']}")
+    if found["devices"]:
+        devices.append(": " + ", ".join(found["devices"][:8]) + (" ..." if len(found["devices"]) > 8 else ""))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for ability in found["abilities"]:
+        mark = Text("yes", style="green") if ability["works"] else Text("no", style="yellow")
+        table.add_row(mark, Text(ability["name"], no_wrap=True), Text(ability["note"], style="dim"))
+    lines = [Text(f"{key}={value}", style="dim") for key, value in found["environment"].items()]
+    warnings = [Text(f"Warning: {warning}", style="yellow") for warning in found["warnings"]]
+    return Group(head, devices, Text(), table, *([Text(), *lines] if lines else []), *warnings)
