@@ -16,9 +16,9 @@ from autoshard.plan._states import PARTIAL, WHOLE, States, relabel
 def make_pins(model: Model, choices: Sequence[int]) -> tuple[Pin, ...]:
     """Pins at every place where a spec is decided rather than passed on.
 
-    These are results of heavy ops and of ops between clusters, carried values of loops, and operands of heavy ops
-    that are wanted in another spec than they are held in. A move that takes several kinds of collectives is pinned
-    in stages: in one go the partitioner would gather the whole tensor (its "involuntary full rematerialization").
+    These are the values on every edge between decisions, where they are made; carried values of loops; and operands
+    of heavy ops that are wanted in another spec than they are held in. Values of a cluster that stay whole need it
+    as much as split ones: the partitioner would split them after their neighbours and gather them later.
     """
     values: dict[int, list[Spec]] = {}
     graph, structure = model.graph, model.structure
@@ -58,14 +58,15 @@ def _carry_pins(model: Model, choices: Sequence[int]) -> Iterator[Pin]:
 
 
 def stages(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """States to pin before the target's: a sum that ends split is pinned where it is whole.
+    """States of an op's result to pin before the one it is wanted in: that in which the op leaves it, sums done.
 
-    Told only the end, the partitioner may compute the op itself in another way; compilers that have a
-    reduce-scatter make one of the sum and the slice.
+    Told only the end, the partitioner may gather operands, or compute the op split in another way; compilers that
+    have a reduce-scatter still make one of the sum and the slice. Where only slices follow it is left free.
     """
-    whole = tuple(max(s, WHOLE) for s in source)
-    if min(source, default=WHOLE) <= PARTIAL and whole != tuple(target):
-        yield whole
+    natural = tuple(max(s, WHOLE) for s in source)
+    sums = min(source, default=WHOLE) <= PARTIAL
+    if natural != tuple(target) and (sums or any(n >= 0 and n != t for n, t in zip(natural, target, strict=True))):
+        yield natural
 
 
 def _specs(model: Model, states: Iterator[tuple[int, ...]], rank: int) -> Iterator[Spec]:
