@@ -1,0 +1,289 @@
+"""From a lowered module to ops, tensors and loops."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from autoshard.graph import FactorKind, OpClass, analyse, build_structure, read_graph, replace_names
+from autoshard.graph._read import parse_type
+from tests.graph import programs as made
+from tests.graph.programs import f32, graph_of, ops
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "dtype", "size"),
+    [
+        ("tensor<f32>", (), "float32", 4),
+        ("tensor<8x16xbf16>", (8, 16), "bfloat16", 2),
+        ("tensor<2x3x4xi1>", (2, 3, 4), "bool", 1),
+        ("tensor<4xf8E4M3FN>", (4,), "float8_e4m3fn", 1),
+        ("tensor<8x4xcomplex<f32>>", (8, 4), "complex64", 8),
+        ("tensor<complex<f64>>", (), "complex128", 16),
+        ("tensor<0x7xui32>", (0, 7), "uint32", 4),
+        ("!stablehlo.token", (), "token", 0),
+    ],
+)
+def test_types_are_shapes_and_sizes(text: str, shape: tuple[int, ...], dtype: str, size: int) -> None:
+    assert parse_type(text) == (shape, dtype, size)
+
+
+def test_tensors_carry_shape_bytes_producer_and_place() -> None:
+    graph = graph_of(lambda x, w: (x @ w).astype(jnp.bfloat16), f32(8, 4), f32(4, 6))
+    assert [graph.tensors[t].shape for t in graph.arguments] == [(8, 4), (4, 6)]
+    assert [graph.tensors[t].value for t in graph.arguments] == [(-1, 0), (-1, 1)]
+    assert all(graph.tensors[t].producer == -1 for t in graph.arguments)
+    (result,) = graph.results
+    record = graph.tensors[result]
+    assert (record.shape, record.dtype, record.bytes, record.elements) == ((8, 6), "bfloat16", 96, 48)
+    assert graph.ops[record.producer].kind == "convert"
+    named = replace_names(graph, ["x", "w"])
+    assert [named.tensors[t].name for t in named.arguments] == ["x", "w"]
+
+
+@pytest.mark.parametrize("name", made.PROGRAMS)
+def test_ops_and_tensors_are_numbered_consistently(name: str) -> None:
+    graph = read_graph(made.PROGRAMS[name]().module)
+    assert [op.id for op in graph.ops] == list(range(len(graph.ops)))
+    assert [t.id for t in graph.tensors] == list(range(len(graph.tensors)))
+    assert [op.number for op in graph.ops] == sorted({op.number for op in graph.ops})
+    for op in graph.ops:
+        for index, tensor in enumerate(op.results):
+            assert graph.tensors[tensor].producer == op.id
+            assert graph.tensors[tensor].value == (op.number, index)
+        assert all(graph.tensors[t].producer < op.id for t in op.operands)
+        if op.rule is not None:
+            for tensor, dims in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True):
+                assert len(dims) == len(graph.tensors[tensor].shape)
+    for loop in graph.loops:
+        assert all(graph.ops[o].loop >= loop.id for o in range(loop.start, loop.stop))
+
+
+def test_classes_of_ops() -> None:
+    def fn(x: Any, stack: Any, w: Any, i: Any) -> Any:
+        scale = jnp.arange(8, dtype=jnp.float32)[:, None] * 2
+        pointwise = jnp.tanh(x) * scale
+        views = pointwise.reshape(4, 2, 16).sum(1)
+        heavy = jnp.concatenate([x @ w, x @ w]), jnp.cumsum(x, 0), x[:, 3:9]
+        part = lax.dynamic_slice_in_dim(stack, i, 1)[0]
+        stack = lax.dynamic_update_slice_in_dim(stack, part[None] * 2, i, 0)
+        window = lax.dynamic_slice(x, (i, 0), (3, 16))
+        return views, heavy, stack, window, x.T
+
+    graph = graph_of(fn, f32(8, 16), f32(5, 8, 16), f32(16, 16), jax.ShapeDtypeStruct((), jnp.int32))
+    classes: dict[str, set[OpClass]] = {}
+    for op in graph.ops:
+        classes.setdefault(op.kind, set()).add(op.op_class)
+    assert classes["iota"] == classes["constant"] == {OpClass.FREE}
+    assert classes["tanh"] == classes["transpose"] == {OpClass.POINTWISE}
+    assert classes["reshape"] == classes["reduce"] == {OpClass.VIEW}
+    assert classes["dot_general"] == classes["concatenate"] == classes["slice"] == {OpClass.HEAVY}
+    assert classes["dynamic_update_slice"] == {OpClass.LAYER}
+    assert classes["dynamic_slice"] == {OpClass.LAYER, OpClass.HEAVY}, "one layer of a stack; a window of a dim"
+    multiplied = next(op for op in ops(graph, "multiply") if op.op_class is OpClass.FREE)
+    assert graph.tensors[multiplied.results[0]].shape == (8, 1), "generated from an iota and a constant"
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes", "flops"),
+    [
+        ("mk,kn->mn", ((8, 4), (4, 6)), 2 * 8 * 4 * 6),
+        ("bmk,bkn->bmn", ((3, 8, 4), (3, 4, 6)), 2 * 3 * 8 * 4 * 6),
+        ("bshk,bthk->bhst", ((2, 16, 4, 8), (2, 16, 4, 8)), 2 * 2 * 4 * 16 * 16 * 8),
+        ("k,k->", ((32,), (32,)), 2 * 32),
+        ("mab,abn->mn", ((8, 3, 5), (3, 5, 7)), 2 * 8 * 15 * 7),
+    ],
+)
+def test_flops_of_a_dot(equation: str, shapes: tuple[tuple[int, ...], ...], flops: int) -> None:
+    assert graph_of(lambda a, b: jnp.einsum(equation, a, b), *(f32(*s) for s in shapes)).flops == flops
+
+
+@pytest.mark.parametrize(
+    ("image", "kernel", "stride", "groups"),
+    [
+        ((8, 16, 16, 4), (3, 3, 4, 32), 1, 1),
+        ((8, 16, 16, 4), (3, 3, 4, 32), 2, 1),
+        ((8, 16, 16, 8), (3, 3, 2, 16), 1, 4),
+    ],
+)
+def test_flops_of_a_convolution_and_of_its_gradients(
+    image: tuple[int, ...], kernel: tuple[int, ...], stride: int, groups: int
+) -> None:
+    def convolve(x: Any, w: Any) -> Any:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(
+            x, w, (stride, stride), "SAME", dimension_numbers=numbers, feature_group_count=groups
+        )
+
+    n, h, w, _ = image
+    once = 2 * n * (h // stride) * (w // stride) * kernel[0] * kernel[1] * kernel[2] * kernel[3]
+    assert graph_of(convolve, f32(*image), f32(*kernel)).flops == once
+    for side in (0, 1):
+        graph = graph_of(jax.grad(lambda x, w: convolve(x, w).sum(), argnums=side), f32(*image), f32(*kernel))
+        assert [op.flops for op in ops(graph, "convolution")] == [once, once]
+
+
+def test_flops_of_vector_work_are_not_counted() -> None:
+    assert graph_of(lambda x: jax.nn.softmax(x).sum(), f32(64, 64)).flops == 0
+
+
+# Loops
+
+
+def _scan(reverse: bool = False) -> Any:
+    return lambda x, w: lax.scan(lambda c, p: (jnp.tanh(c @ p), c), x, w, reverse=reverse)
+
+
+@pytest.mark.parametrize(
+    ("fn", "trips", "known"),
+    [
+        (_scan(), 5, True),
+        (_scan(reverse=True), 5, True),
+        (lambda x, w: lax.fori_loop(2, 9, lambda i, x: jnp.sin(x) @ w[0], x), 7, True),
+        (lambda x, w: lax.while_loop(lambda s: s[0] < 9, lambda s: (s[0] + 2, s[1] @ w[0]), (0, x))[1], 5, True),
+        (lambda x, w: lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ w[0], x), 1, False),
+        (lambda x, w: lax.fori_loop(0, x[0, 0].astype(int), lambda i, x: jnp.sin(x) @ w[0], x), 1, False),
+    ],
+    ids=["scan", "reverse", "from 2 to 9", "in steps of 2", "until a value", "to a value"],
+)
+def test_trips_of_a_loop(fn: Any, trips: int, known: bool) -> None:
+    graph = graph_of(fn, f32(8, 4), f32(5, 4, 4))
+    (loop,) = graph.loops
+    assert (loop.trips, loop.known, loop.parent) == (trips, known, -1)
+    assert graph.trips(loop.id) == trips
+    assert graph.flops == trips * 2 * 8 * 4 * 4
+    (dot,) = ops(graph, "dot_general")
+    assert dot.loop == loop.id and loop.start <= dot.id < loop.stop
+
+
+def test_trips_of_nested_loops_multiply() -> None:
+    def inner(c: Any, w: Any) -> Any:
+        return lax.fori_loop(0, 4, lambda i, c: jnp.tanh(c @ w), c), None
+
+    graph = graph_of(lambda x, w: lax.scan(inner, x, w)[0], f32(8, 4), f32(5, 4, 4))
+    outer, nested = graph.loops
+    assert (outer.trips, outer.parent, nested.trips, nested.parent) == (5, -1, 4, outer.id)
+    assert outer.start < nested.start < nested.stop < outer.stop
+    assert graph.trips(nested.id) == 20
+    assert graph.flops == 20 * 2 * 8 * 4 * 4
+
+
+def test_carried_values_and_what_a_loop_only_reads() -> None:
+    graph = graph_of(_scan(), f32(8, 4), f32(5, 4, 4))
+    (loop,) = graph.loops
+    carried = {graph.tensors[c.body].shape for c in loop.carries}
+    assert carried == {(), (8, 4), (5, 8, 4)}, "counter, carry and stacked outputs; the stack of weights is only read"
+    for carry in loop.carries:
+        shapes = {graph.tensors[t].shape for t in (carry.init, carry.body, carry.update, carry.result)}
+        assert len(shapes) == 1
+        assert graph.tensors[carry.body].loop == loop.id and graph.tensors[carry.body].producer == -1
+        assert graph.tensors[carry.result].loop == -1
+    layer = next(op for op in ops(graph, "dynamic_slice"))
+    assert layer.operands[0] == graph.arguments[1]
+    assert {c.result for c in loop.carries} >= set(graph.results)
+
+
+def test_the_backward_loop_runs_as_often_as_the_forward_one() -> None:
+    graph = read_graph(made.decoder().module)
+    assert [(loop.trips, loop.known) for loop in graph.loops] == [(made.LAYERS, True)] * 2
+
+
+# What is seen through
+
+
+def test_nested_calls_are_read_as_their_bodies() -> None:
+    inner = jax.jit(lambda x: jnp.tanh(x) * 2)
+    outer = jax.jit(lambda x, w: inner(x @ w) @ w)
+    graph = graph_of(lambda x, w: outer(x, w) + inner(x), f32(8, 4), f32(4, 4))
+    assert [op.kind for op in graph.ops if op.op_class is not OpClass.FREE] == [
+        "dot_general", "tanh", "multiply", "dot_general", "tanh", "multiply", "add",
+    ]  # fmt: skip
+    assert graph.flops == 2 * 2 * 8 * 4 * 4
+
+
+def test_checkpoints_and_barriers_are_seen_through() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return jax.checkpoint(lambda x: jnp.sin(x @ w) @ w)(x).sum()
+
+    graph = graph_of(jax.grad(loss), f32(4, 4), f32(8, 4))
+    assert {op.kind for op in graph.ops}.isdisjoint({"optimization_barrier"})
+    dots = ops(graph, "dot_general")
+    assert len(dots) == 6, "two forward, one of them again, three backward"
+    w, x = graph.arguments
+    assert [dot.operands for dot in dots].count((x, w)) == 2, "recomputed from the arguments themselves"
+    barrier = graph_of(lambda x: lax.optimization_barrier((jnp.sin(x), x))[0] * 2, f32(8, 4))
+    sine = ops(barrier, "sine")[0]
+    assert ops(barrier, "multiply")[0].operands[0] == sine.results[0]
+
+
+def test_chlo_ops_have_rules() -> None:
+    graph = graph_of(lambda x: (jax.scipy.special.erf(x), lax.top_k(x, 2)), f32(8, 4))
+    assert ops(graph, "erf")[0].op_class is OpClass.POINTWISE
+    (top,) = ops(graph, "top_k")
+    assert top.rule is not None and top.rule.kinds == (FactorKind.PARALLEL, FactorKind.NEED_REPLICATION)
+    assert graph.without_rule == ()
+
+
+def test_constraints_of_the_program_are_kept_apart() -> None:
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
+    graph = graph_of(lambda x: lax.with_sharding_constraint(jnp.sin(x), sharding) * 2, f32(8, 4))
+    (constraint,) = graph.constraints
+    assert constraint.tensor == ops(graph, "sine")[0].results[0]
+    assert '{"a"}' in constraint.text
+    assert not ops(graph, "sharding_constraint")
+
+
+# What has no rule
+
+
+UNRULED = """
+func.func public @main(%x: tensor<8x4xf32>) -> tensor<8x4xf32> {
+  %0 = stablehlo.sine %x : tensor<8x4xf32>
+  %1 = stablehlo.custom_call @their_kernel(%0) : (tensor<8x4xf32>) -> tensor<8x4xf32>
+  return %1 : tensor<8x4xf32>
+}
+"""
+
+
+def test_ops_without_rule_are_reported() -> None:
+    graph = read_graph(UNRULED.encode())
+    (op_id,) = graph.without_rule
+    op = graph.ops[op_id]
+    assert (op.kind, op.op_class, op.rule) == ("custom_call", OpClass.HEAVY, None)
+    assert build_structure(graph).heavy == (op_id,)
+
+
+def test_branches_are_read_and_the_choice_between_them_is_reported() -> None:
+    def fn(x: Any, i: Any) -> Any:
+        return lax.cond(i > 0, jnp.sin, lambda x: x * 2, x) + 1
+
+    graph = graph_of(fn, f32(8, 8), jax.ShapeDtypeStruct((), jnp.int32))
+    assert [op.id for op in graph.ops] == list(range(len(graph.ops)))
+    (case,) = (graph.ops[o] for o in graph.without_rule)
+    assert case.kind == "case"
+    assert graph.tensors[case.results[0]].producer == case.id
+    assert case.number < min(op.number for op in ops(graph, "sine")), "numbered before its branches, as in the module"
+    assert analyse(graph).buffers
+
+
+def test_an_opaque_call_needs_whole_what_it_does_not_tie() -> None:
+    graph = graph_of(jnp.linalg.cholesky, f32(4, 8, 8))
+    (call,) = ops(graph, "custom_call")
+    assert call.rule is not None
+    for factor, kind in enumerate(call.rule.kinds):
+        tied = any(factor in dim for dim in call.rule.operands[0]) and any(factor in d for d in call.rule.results[0])
+        assert kind is (FactorKind.PARALLEL if tied else FactorKind.NEED_REPLICATION)
+    assert call.rule.kinds.count(FactorKind.PARALLEL) == 1
+
+
+def test_complex_values_are_tensors_like_others() -> None:
+    graph = graph_of(lambda x: jnp.fft.fft(x).real, f32(8, 4))
+    (fft,) = ops(graph, "fft")
+    assert graph.tensors[fft.results[0]].shape == (8, 4)
+    assert graph.tensors[fft.results[0]].bytes == 8 * 4 * 8
+    structure = build_structure(graph)
+    assert structure.heavy == (fft.id,)
+    assert all(structure.cluster_of[t] >= 0 for t in (*fft.operands, *fft.results))
