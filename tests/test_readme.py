@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from autoshard import cli
+from autoshard.cli._parser import build_parser, parser_of
 
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
@@ -31,6 +31,6 @@ def test_the_commands_it_shows_exist():
     (block,) = (text for text in README.split("```") if "\nautoshard plan PROGRAM" in text)
     for line in block.strip().splitlines():
         command, arguments = re.fullmatch(r"autoshard (\w+) (.*?)(?:#.*)?", line).groups()  # type: ignore[union-attr]
-        parser = cli.parser_of(cli.build_parser(), command)
+        parser = parser_of(build_parser(), command)
         known = {flag for action in parser._actions for flag in action.option_strings}
         assert set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", arguments)) <= known

@@ -211,7 +211,7 @@ def _warnings(program: Program, model: Model, chosen: Candidate, memory_limit: i
 def _provenance(model: Model, found: Found, seed: int) -> dict[str, Any]:
     calibration = load_calibration(model.mesh.topology.chip)
     versions = {}
-    for package in ("autoshard", "jax", "jaxlib", "ortools", "numpy"):
+    for package in ("autoshard", "jax", "jaxlib", "highspy", "numpy"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -1,0 +1,195 @@
+"""One function for each command: from parsed arguments to what is printed, and the exit code."""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from autoshard.errors import UserError
+
+
+if TYPE_CHECKING:
+    from autoshard.program import Program
+    from autoshard.report import Progress
+
+
+def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
+    for flag, path in (("--out", arguments.out), ("--save-problem", arguments.save_problem)):
+        _check_writable(flag, path)
+    # Planning never touches an accelerator: without this JAX would look for one, and wait for it.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    with _progress(arguments) as progress:
+        began = time.perf_counter()
+        program = _open(arguments, progress)
+        traced = time.perf_counter() - began
+        from autoshard.plan import make_plan, save_plan
+
+        result = make_plan(program, **_plan_options(arguments), progress=progress)
+        if arguments.out:
+            save_plan(result.plan, arguments.out)
+    wall_s = {"trace": traced, **result.wall_s, "total": time.perf_counter() - began}
+    from autoshard.report import plan_figures, terminal_report
+
+    if arguments.json:
+        _print_json(plan_figures(result.plan, wall_s), answer)
+    else:
+        _print_rich(terminal_report(result.plan, wall_s), answer)
+        if arguments.out:
+            print(f"Plan written to {arguments.out}", file=answer)
+    return 0
+
+
+def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
+    from autoshard.cost import Topology
+    from autoshard.exec import ensure_devices, measure, measurement_figures
+    from autoshard.plan import load_plan, make_plan
+
+    _check_writable("--save-problem", arguments.save_problem)
+    if (arguments.plan is None) == (arguments.topology is None):
+        raise UserError("`autoshard measure` takes either --plan PLAN.json, or --topology to plan first.")
+    for flag in ("mesh", "memory_limit", "save_problem"):
+        if arguments.plan is not None and getattr(arguments, flag) is not None:
+            raise UserError(f"--{flag.replace('_', '-')} is for planning; {arguments.plan} is a plan already.")
+    plan = load_plan(arguments.plan) if arguments.plan else None
+    topology = Topology.parse(plan.topology if plan else arguments.topology)
+    if topology.backend == "cpu":
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        ensure_devices(topology.num_devices)
+    else:
+        import jax
+
+        if jax.default_backend() == "cpu":
+            raise UserError(
+                f"the plan is for {topology.name}, but only CPU devices are here; "
+                f"plan for cpu:{topology.num_devices} to rehearse it."
+            )
+    with _progress(arguments) as progress:
+        program = _open(arguments, progress)
+        if plan is None:
+            plan = make_plan(program, **_plan_options(arguments), progress=progress).plan
+        progress("Running the planned step" + (" and the unplanned one" if arguments.check else ""))
+        result = measure(program, plan, steps=arguments.steps, check=arguments.check, tolerance=arguments.tolerance)
+    from autoshard.report import measurement_report
+
+    figures = measurement_figures(result)
+    if arguments.json:
+        _print_json(figures, answer)
+    else:
+        _print_rich(measurement_report(plan, figures), answer)
+    return 0 if result.check is None or result.check.passed else 1
+
+
+def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
+    _check_writable("--out", arguments.out)
+    _check_writable("--perfetto", arguments.perfetto)
+    from autoshard.plan import load_plan
+    from autoshard.report import html_report, perfetto_json, plan_figures, terminal_report, write_text
+
+    plan = load_plan(arguments.plan)
+    written: dict[str, str] = {}
+    if arguments.perfetto is not None:
+        written[str(arguments.perfetto)] = perfetto_json(plan)
+    if arguments.out is None:
+        for flag in ("compare", "measured"):
+            if getattr(arguments, flag):
+                raise UserError(f"--{flag} is for the page; name it with --out report.html.")
+    else:
+        compare = load_plan(arguments.compare) if arguments.compare else None
+        measured = _read_json(arguments.measured) if arguments.measured else None
+        written[str(arguments.out)] = html_report(plan, compare=compare, measured=measured)
+    for path, text in written.items():
+        write_text(Path(path), text)
+    if arguments.json:
+        _print_json(plan_figures(plan) | {"written": sorted(written)}, answer)
+    elif written:
+        for path in written:
+            print(f"Written: {path}", file=answer)
+    else:
+        _print_rich(terminal_report(plan), answer)
+    return 0
+
+
+def run_solve(arguments: argparse.Namespace, answer: TextIO) -> int:
+    _check_writable("--out", arguments.out)
+    from autoshard.solver._command import run_solve
+
+    with contextlib.redirect_stdout(answer), contextlib.ExitStack() as quiet:
+        if arguments.quiet:
+            quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        return run_solve(
+            str(arguments.problem),
+            time_limit=arguments.time_limit,
+            seed=arguments.seed,
+            threads=arguments.threads,
+            out=str(arguments.out) if arguments.out else None,
+        )
+
+
+def run_doctor(arguments: argparse.Namespace, answer: TextIO) -> int:
+    from autoshard.report import doctor, doctor_report
+
+    found = doctor()
+    if arguments.json:
+        _print_json(found, answer)
+    else:
+        _print_rich(doctor_report(found), answer)
+    return 0
+
+
+def _progress(arguments: argparse.Namespace) -> "Progress":
+    from autoshard.report import Progress
+
+    return Progress(quiet=arguments.quiet)
+
+
+def _open(arguments: argparse.Namespace, progress: "Progress") -> "Program":
+    progress(f"Tracing {arguments.program}")
+    from autoshard.program import open_source
+
+    names = ("train", "batch", "seq", "dtype", "state_dtype", "remat", "optimizer")
+    options = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    return open_source(arguments.program, entry=arguments.entry, **options)
+
+
+def _plan_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    names = ("topology", "mesh", "memory_limit", "time_limit", "seed", "save_problem")
+    return {name: getattr(arguments, name) for name in names}
+
+
+def _check_writable(flag: str, path: Path | None) -> None:
+    """Before minutes of work, not after."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError(f"{flag} {path} is a directory; name a file.")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{flag} {path}: the directory {path.absolute().parent} does not exist; create it first.")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UserError(f"{flag} {path} cannot be written: permission denied.")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}.") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); give what `autoshard measure --json` printed.") from error
+    if not isinstance(value, dict) or "step_time_s" not in value:
+        raise UserError(f"{path} has no `step_time_s`; give what `autoshard measure --json` printed.")
+    return value
+
+
+def _print_json(value: dict[str, Any], answer: TextIO) -> None:
+    json.dump(value, answer, indent=2, allow_nan=False)
+    answer.write("\n")
+
+
+def _print_rich(renderable: Any, answer: TextIO) -> None:
+    from rich.console import Console
+
+    Console(file=answer).print(renderable)

@@ -1,0 +1,187 @@
+"""What the command takes.
+
+argparse, not a framework on top of it: every refusal must be one sentence in our own words with exit code 2,
+and `autoshard --help` must not wait for imports.
+"""
+
+import argparse
+import contextlib
+import difflib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from autoshard import __version__
+from autoshard.cli import _commands
+from autoshard.errors import UserError
+
+
+GIB = 2**30
+
+PROGRAM_HELP = """\
+PROGRAM is a Python file or hf:CONFIG.
+
+  model.py      defines `program` (see --entry): an autoshard.Program, or a function that returns one, or
+                (function, arguments) for JAX, or (module, example inputs) for torch; shapes are enough
+                (jax.ShapeDtypeStruct, meta tensors), so nothing large is ever allocated
+  hf:NAME       a bundled Hugging Face configuration, such as hf:llama3-8b or hf:gpt2, or the path of a config.json
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see `{self.prog} --help`.")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = build_parser()
+    if not argv:
+        parser.print_help(sys.stderr)
+        raise UserError("no command given; start with `autoshard plan PROGRAM --topology TOPOLOGY`.")
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        command = parser_of(parser, arguments.command)
+        flags = [flag for action in command._actions for flag in action.option_strings]
+        given = unknown[0].split("=")[0]
+        near = [flag for flag in flags if len(given) > 3 and flag.startswith(given)]
+        near = near or difflib.get_close_matches(given, flags, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"see `{command.prog} --help`."
+        kind = "flag" if unknown[0].startswith("-") else "argument"
+        raise UserError(f"`autoshard {arguments.command}` has no {kind} {unknown[0]}; {hint}")
+    return arguments
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="autoshard",
+        description="Plan how to split every tensor of a training or inference step over many accelerators.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"autoshard {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+
+    plan = _command(commands, "plan", _commands.run_plan, "choose a sharding for every tensor", PROGRAM_HELP)
+    _add_program(plan)
+    _add_planning(plan, required=True)
+    plan.add_argument("--out", metavar="PLAN.json", type=Path, help="write the plan here")
+
+    measure = _command(
+        commands, "measure", _commands.run_measure, "run a planned program on the devices that are here", PROGRAM_HELP
+    )
+    _add_program(measure)
+    measure.add_argument("--plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
+    measure.add_argument(
+        "--check", action="store_true", help="compare with the unplanned run; exit code 1 if it differs"
+    )
+    measure.add_argument(
+        "--tolerance", type=_tolerance, metavar="X", help="of a tensor's own maximum (default: 1e-5 for float32)"
+    )
+    measure.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps to time (default: 10)")
+    _add_planning(measure, required=False)
+
+    report = _command(commands, "report", _commands.run_report, "show a plan that was saved")
+    report.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
+    report.add_argument("-o", "--out", metavar="REPORT.html", type=Path, help="write a page here instead")
+    report.add_argument("--perfetto", metavar="TRACE.json", type=Path, help="write a trace for ui.perfetto.dev here")
+    report.add_argument("--compare", metavar="OTHER.json", type=Path, help="another plan to set beside this one")
+    report.add_argument("--measured", metavar="M.json", type=Path, help="what `autoshard measure --json` printed")
+
+    solve = _command(commands, "solve", _commands.run_solve, "solve a Problem in the contest's format", json_flag=False)
+    solve.add_argument("problem", metavar="PROBLEM.json", help="JSON, also gzipped; what --save-problem writes")
+    solve.add_argument("--time-limit", type=_seconds, default=60.0, metavar="S", help="in all (default: 60)")
+    solve.add_argument("--seed", type=int, default=0, metavar="N", help="of searches that draw lots (default: 0)")
+    solve.add_argument("--threads", type=_positive, default=2, metavar="N", help="to search with (default: 2)")
+    solve.add_argument("--out", type=Path, metavar="OUT.json", help="write choices, cost and bound here")
+
+    _command(commands, "doctor", _commands.run_doctor, "say what is installed, what is here, and what will work")
+    return parser
+
+
+def parser_of(parser: argparse.ArgumentParser, command: str) -> argparse.ArgumentParser:
+    """The parser of one sub-command."""
+    (choices,) = (a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return choices[command]
+
+
+def _command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace, TextIO], int],
+    summary: str,
+    epilog: str = "",
+    json_flag: bool = True,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    if json_flag:
+        parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, nothing else there")
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _add_program(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("program", metavar="PROGRAM", help="model.py or hf:CONFIG, see below")
+    parser.add_argument("--entry", default="program", metavar="NAME", help="name in model.py (default: program)")
+    group = parser.add_argument_group("for hf:CONFIG")
+    mode = group.add_mutually_exclusive_group()
+    mode.add_argument("--train", action="store_true", default=None, help="a training step: loss, backward, optimizer")
+    mode.add_argument("--infer", action="store_false", dest="train", default=None, help="a forward pass")
+    group.add_argument("--batch", type=_positive, metavar="N", help="sequences in one step, over all devices")
+    group.add_argument("--seq", type=_positive, metavar="N", help="tokens of one sequence")
+    group.add_argument("--dtype", metavar="DTYPE", help="of parameters and activations: bfloat16, float32")
+    group.add_argument("--state-dtype", metavar="DTYPE", help="of the optimizer's state")
+    group.add_argument("--remat", choices=("none", "dots", "full"), help="what the backward pass computes again")
+    group.add_argument("--optimizer", metavar="NAME", help="adamw, sgd")
+
+
+def _add_planning(parser: argparse.ArgumentParser, required: bool) -> None:
+    group = parser.add_argument_group("planning")
+    group.add_argument("--topology", required=required, metavar="CHIP:SHAPE", help="v5p:4x8x8, v6e:16x16*2, cpu:8 ...")
+    group.add_argument(
+        "--mesh",
+        metavar="AXIS=N,...",
+        help="axes and sizes, major first (default: XLA_AUTO_SPMD_MESH, else data=<all devices>)",
+    )
+    group.add_argument("--memory-limit", type=_gib, metavar="GiB", help="of one device (default: what the chip has)")
+    group.add_argument("--time-limit", type=_seconds, default=60.0, metavar="S", help="for the solver (default: 60)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of searches that draw lots (default: 0)")
+    group.add_argument(
+        "--save-problem", type=Path, metavar="P.json.gz", help="write the Problem, in the contest's format"
+    )
+
+
+def _positive(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        if (value := int(text)) > 0:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+
+
+def _tolerance(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
+
+
+def _gib(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < float("inf"):
+            return int(value * GIB)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of GiB")
