@@ -16,11 +16,14 @@ from autoshard.cli._parser import build_parser
 PROGRAM = {"--batch", "--dtype", "--entry", "--infer", "--optimizer", "--remat", "--seq", "--state-dtype", "--train"}
 PLANNING = {"--memory-limit", "--mesh", "--save-problem", "--seed", "--time-limit", "--topology"}
 FLAGS = {
+    "compare": {"--compile", "--debug", "--json", "--measure", "--quiet", "--steps"} | PROGRAM | PLANNING,
+    "compile": {"--debug", "--hlo", "--json", "--plan", "--quiet", "--time-limit"} | PROGRAM,
+    "diff": {"--debug", "--json", "--quiet"},
     "doctor": {"--debug", "--json", "--quiet"},
     "plan": {"--debug", "--json", "--out", "--quiet"} | PROGRAM | PLANNING,
     "measure": {"--check", "--debug", "--json", "--plan", "--quiet", "--steps", "--tolerance"} | PROGRAM | PLANNING,
     "report": {"--compare", "--debug", "--json", "--measured", "--out", "--perfetto", "--quiet", "-o"},
-    "solve": {"--debug", "--out", "--quiet", "--seed", "--threads", "--time-limit"},
+    "solve": {"--debug", "--iterations", "--out", "--quiet", "--seed", "--threads", "--time-limit"},
 }
 """Every flag of every command: an option is added here on purpose, or not at all."""
 
@@ -225,6 +228,32 @@ def test_solve_takes_the_problem_that_plan_saved(folder: Path):
     assert record["cost"] == figures["objective"]
 
 
+def test_compare_runs_the_plan_and_every_baseline(folder: Path):
+    result = run("compare", "step.py", *ON_CPU, "--measure", "--steps", "2", "--json", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    plans = json.loads(result.stdout)["plans"]
+    assert {"plan", "fsdp", "fsdp*", "data_parallel", "data_parallel*"} <= set(plans)
+    for name, row in plans.items():
+        assert row["failed"] is None
+        assert row["measured"]["step_time_s"] > 0
+        assert (row["predicted"] is None) == (name != "plan" and not name.endswith("*"))
+        if row["predicted"]:
+            assert row["predicted"]["step_time_s"] >= plans["plan"]["predicted"]["step_time_s"] * (1 - 1e-9)
+    table = run("compare", "step.py", *ON_CPU, cwd=folder).stdout
+    assert "fsdp* " in table
+    assert "measured" not in table
+
+
+def test_diff_of_two_plans(folder: Path):
+    assert run("plan", "step.py", "--topology", "cpu:8", "--out", "other.json", cwd=folder).returncode == 0
+    figures = json.loads(run("diff", "plan.json", "other.json", "--json", cwd=folder).stdout)
+    assert figures["settings"]["mesh"] == {"first": "data=4,model=2", "second": "data=8"}
+    assert "topology" not in figures["settings"]
+    assert figures["shared"] == 3
+    same = run("diff", "plan.json", "plan.json", cwd=folder).stdout
+    assert "0 of 3 common arguments are split differently." in same
+
+
 def test_report_of_a_saved_plan(folder: Path):
     text = run("report", "plan.json", cwd=folder)
     assert text.stdout.splitlines()[0].startswith("step on cpu:8 (8 devices), mesh data=4, model=2")
@@ -259,6 +288,9 @@ def test_report_of_a_saved_plan(folder: Path):
         ("report none.json", "cannot read the plan file none.json"),
         ("report plan.json --compare plan.json", "--compare is for the page; name it with --out report.html."),
         ("report plan.json -o r.html --measured plan.json", "plan.json has no `step_time_s`; give what"),
+        ("compile step.py --plan plan.json", "cpu:8"),
+        ("diff plan.json none.json", "cannot read the plan file none.json"),
+        ("compare step.py --topology v5e:2x2 --measure", "the plan is for v5e:2x2, but only CPU devices are here;"),
         ("solve none.json", "cannot read the problem none.json: No such file or directory"),
     ],
 )

@@ -13,6 +13,7 @@ from autoshard.errors import UserError
 
 
 if TYPE_CHECKING:
+    from autoshard.cost import Topology
     from autoshard.program import Program
     from autoshard.report import Progress
 
@@ -45,7 +46,7 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
     from autoshard.cost import Topology
-    from autoshard.exec import ensure_devices, measure, measurement_figures
+    from autoshard.exec import measure, measurement_figures
     from autoshard.plan import load_plan, make_plan
 
     _check_writable("--save-problem", arguments.save_problem)
@@ -56,17 +57,7 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
             raise UserError(f"--{flag.replace('_', '-')} is for planning; {arguments.plan} is a plan already.")
     plan = load_plan(arguments.plan) if arguments.plan else None
     topology = Topology.parse(plan.topology if plan else arguments.topology)
-    if topology.backend == "cpu":
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        ensure_devices(topology.num_devices)
-    else:
-        import jax
-
-        if jax.default_backend() == "cpu":
-            raise UserError(
-                f"the plan is for {topology.name}, but only CPU devices are here; "
-                f"plan for cpu:{topology.num_devices} to rehearse it."
-            )
+    _start_devices(topology)
     with _progress(arguments) as progress:
         program = _open(arguments, progress)
         if plan is None:
@@ -81,6 +72,79 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
     else:
         _print_rich(measurement_report(plan, figures), answer)
     return 0 if result.check is None or result.check.passed else 1
+
+
+def run_compile(arguments: argparse.Namespace, answer: TextIO) -> int:
+    _check_writable("--hlo", arguments.hlo)
+    # The compiler runs in a process of its own; here JAX only traces.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from autoshard.exec import Verdict, compile_figures, compile_lines, compile_plan
+    from autoshard.plan import load_plan
+    from autoshard.report import write_text
+
+    plan = load_plan(arguments.plan)
+    with _progress(arguments) as progress:
+        program = _open(arguments, progress)
+        progress(f"Compiling for {plan.topology} (a minute or two for a large model)")
+        result = compile_plan(program, plan, time_limit=arguments.time_limit)
+    if arguments.hlo is not None:
+        write_text(arguments.hlo, result.hlo)
+    if arguments.json:
+        _print_json(compile_figures(result), answer)
+    else:
+        print("\n".join(compile_lines(result)), file=answer)
+    return 1 if result.verdict is Verdict.DOES_NOT_FIT else 0
+
+
+def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
+    from autoshard.cost import Topology
+
+    topology = Topology.parse(arguments.topology)
+    if arguments.measure:
+        _start_devices(topology)
+    else:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from autoshard.exec import compile_figures, compile_plan, measure, measurement_figures
+    from autoshard.plan import make_plan
+    from autoshard.report import Row, candidates, comparison_figures, comparison_report
+
+    rows = []
+    with _progress(arguments) as progress:
+        program = _open(arguments, progress)
+        made = make_plan(program, **_plan_options(arguments), progress=progress)
+        run = arguments.compile or arguments.measure
+        for name, plan, holds in candidates(made.plan, made.baseline_plans, propagated=run):
+            compiled = measured = None
+            failed = ""
+            try:
+                if arguments.compile:
+                    progress(f"Compiling {name}")
+                    compiled = compile_figures(compile_plan(program, plan))
+                if arguments.measure:
+                    progress(f"Running {name}")
+                    measured = measurement_figures(measure(program, plan, steps=arguments.steps))
+            except UserError as error:
+                if name == "plan":
+                    raise
+                failed = str(error)
+            rows.append(Row(name, plan.prediction if holds else None, compiled, measured, failed))
+    if arguments.json:
+        _print_json(comparison_figures(rows), answer)
+    else:
+        _print_rich(comparison_report(made.plan, rows), answer)
+    return 0
+
+
+def run_diff(arguments: argparse.Namespace, answer: TextIO) -> int:
+    from autoshard.plan import load_plan
+    from autoshard.report import difference, difference_figures, difference_report
+
+    found = difference(load_plan(arguments.first), load_plan(arguments.second))
+    if arguments.json:
+        _print_json(difference_figures(found), answer)
+    else:
+        _print_rich(difference_report(found), answer)
+    return 0
 
 
 def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
@@ -125,6 +189,7 @@ def run_solve(arguments: argparse.Namespace, answer: TextIO) -> int:
             time_limit=arguments.time_limit,
             seed=arguments.seed,
             threads=arguments.threads,
+            iterations=arguments.iterations,
             out=str(arguments.out) if arguments.out else None,
         )
 
@@ -153,6 +218,23 @@ def _open(arguments: argparse.Namespace, progress: "Progress") -> "Program":
     names = ("train", "batch", "seq", "dtype", "state_dtype", "remat", "optimizer")
     options = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     return open_source(arguments.program, entry=arguments.entry, **options)
+
+
+def _start_devices(topology: "Topology") -> None:
+    """CPU devices are made before anything imports jax; any other devices must be here already."""
+    from autoshard.exec import ensure_devices
+
+    if topology.backend == "cpu":
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        ensure_devices(topology.num_devices)
+        return
+    import jax
+
+    if jax.default_backend() == "cpu":
+        raise UserError(
+            f"the plan is for {topology.name}, but only CPU devices are here; "
+            f"plan for cpu:{topology.num_devices} to rehearse it."
+        )
 
 
 def _plan_options(arguments: argparse.Namespace) -> dict[str, Any]:

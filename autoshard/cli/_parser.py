@@ -80,6 +80,31 @@ def build_parser() -> argparse.ArgumentParser:
     measure.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps to time (default: 10)")
     _add_planning(measure, required=False)
 
+    compile_ = _command(
+        commands,
+        "compile",
+        _commands.run_compile,
+        "compile a planned program for TPUs, without a TPU",
+        PROGRAM_HELP,
+    )
+    _add_program(compile_)
+    compile_.add_argument("--plan", required=True, metavar="PLAN.json", type=Path, help="from `autoshard plan --out`")
+    compile_.add_argument("--hlo", metavar="OUT.txt", type=Path, help="write the compiled program here")
+    compile_.add_argument("--time-limit", type=_seconds, default=600.0, metavar="S", help="in all (default: 600)")
+
+    compare = _command(
+        commands, "compare", _commands.run_compare, "set the plan beside every plan that people write", PROGRAM_HELP
+    )
+    _add_program(compare)
+    compare.add_argument("--compile", action="store_true", help="compile each for its TPUs, without a TPU")
+    compare.add_argument("--measure", action="store_true", help="run each on the devices that are here")
+    compare.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps to time (default: 10)")
+    _add_planning(compare, required=True)
+
+    diff = _command(commands, "diff", _commands.run_diff, "say what differs between two plans, and what it costs")
+    diff.add_argument("first", metavar="A.json", type=Path, help="a plan")
+    diff.add_argument("second", metavar="B.json", type=Path, help="another")
+
     report = _command(commands, "report", _commands.run_report, "show a plan that was saved")
     report.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
     report.add_argument("-o", "--out", metavar="REPORT.html", type=Path, help="write a page here instead")
@@ -92,6 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
     solve.add_argument("--time-limit", type=_seconds, default=60.0, metavar="S", help="in all (default: 60)")
     solve.add_argument("--seed", type=int, default=0, metavar="N", help="of searches that draw lots (default: 0)")
     solve.add_argument("--threads", type=_positive, default=2, metavar="N", help="to search with (default: 2)")
+    solve.add_argument("--iterations", type=_positive, metavar="N", help="stop after so many, to repeat a run exactly")
     solve.add_argument("--out", type=Path, metavar="OUT.json", help="write choices, cost and bound here")
 
     _command(commands, "doctor", _commands.run_doctor, "say what is installed, what is here, and what will work")

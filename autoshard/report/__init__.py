@@ -1,6 +1,14 @@
 """Turning a plan and measurements into something to look at."""
 
 from autoshard.plan._plan import set_viewer
+from autoshard.report._compare import Row as Row
+from autoshard.report._compare import candidates as candidates
+from autoshard.report._compare import comparison_figures as comparison_figures
+from autoshard.report._compare import comparison_report as comparison_report
+from autoshard.report._diff import Difference as Difference
+from autoshard.report._diff import difference as difference
+from autoshard.report._diff import difference_figures as difference_figures
+from autoshard.report._diff import difference_report as difference_report
 from autoshard.report._doctor import doctor as doctor
 from autoshard.report._doctor import doctor_report as doctor_report
 from autoshard.report._figures import best_baseline as best_baseline

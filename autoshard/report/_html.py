@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from autoshard.cost import Topology
-from autoshard.plan import Plan, Prediction, Spec
+from autoshard.plan import Plan, Prediction
 from autoshard.report._binding import what_binds, why_not
+from autoshard.report._diff import difference, figure_name, figure_text
 from autoshard.report._figures import best_baseline
 from autoshard.report._names import clean, readable
 from autoshard.report._tree import module_trees
@@ -177,25 +178,16 @@ def _memory_chart(plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def _spec_text(spec: Spec) -> str:
-    return str(spec) if spec.axes else "whole"
-
-
 def _comparison(plan: Plan, other: Plan) -> dict[str, Any]:
-    both = [name for name in plan.arguments if name in other.arguments]
-    different = [name for name in both if plan.arguments[name] != other.arguments[name]]
-    figures = ("step_time_s", "compute_s", "hidden_comm_s", "exposed_comm_s", "peak_bytes", "mfu", "fits")
+    found = difference(plan, other)
     return {
         "plan": other,
-        "rows": [(key, getattr(plan.prediction, key), getattr(other.prediction, key)) for key in figures],
-        "specs": [
-            (name, _spec_text(plan.arguments[name]), _spec_text(other.arguments[name]))
-            for name in different[:DIFFERENCES]
-        ],
-        "more": max(len(different) - DIFFERENCES, 0),
-        "different": len(different),
-        "shared": len(both),
-        "only": [len(set(plan.arguments) - set(both)), len(set(other.arguments) - set(both))],
+        "rows": [(figure_name(key), figure_text(key, a), figure_text(key, b)) for key, a, b in found.figures],
+        "specs": found.specs[:DIFFERENCES],
+        "more": max(len(found.specs) - DIFFERENCES, 0),
+        "different": len(found.specs),
+        "shared": found.shared,
+        "only": [len(found.only_first), len(found.only_second)],
     }
 
 

@@ -1,0 +1,113 @@
+"""The plan and its baselines in one table: as predicted, as compiled, as measured."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.plan import Plan, Prediction
+from autoshard.report._figures import prediction_figures
+from autoshard.report._names import clean
+from autoshard.units import format_bytes, format_seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One way to split the program."""
+
+    name: str
+    """`plan`; `fsdp*` for a baseline whose intermediates our solver chose; `fsdp` for one whose arguments alone are
+    given and whose intermediates XLA's own propagation chooses."""
+    prediction: Prediction | None
+    """None where propagation chooses: what it will choose is not known before compiling."""
+    compiled: dict[str, Any] | None = None
+    """What `compile_figures` gives."""
+    measured: dict[str, Any] | None = None
+    """What `measurement_figures` gives."""
+    failed: str = ""
+    """Why it could not be compiled or measured."""
+
+
+def candidates(plan: Plan, baselines: dict[str, Plan], propagated: bool) -> list[tuple[str, Plan, bool]]:
+    """(name, plan, whether its prediction holds) of the plan and all baselines; with `propagated`, of each baseline
+    once more without its pins."""
+    found = [("plan", plan, True)]
+    for name, baseline in baselines.items():
+        found.append((f"{name}*", baseline, True))
+        if propagated:
+            found.append((name, dataclasses.replace(baseline, pins=(), module_hash=""), False))
+    return found
+
+
+def comparison_figures(rows: Sequence[Row]) -> dict[str, Any]:
+    """The JSON object of `autoshard compare --json`."""
+    return {
+        "plans": {
+            row.name: {
+                "predicted": row.prediction and prediction_figures(row.prediction),
+                "compiled": row.compiled,
+                "measured": row.measured,
+                "failed": row.failed or None,
+            }
+            for row in rows
+        }
+    }
+
+
+def comparison_report(plan: Plan, rows: Sequence[Row]) -> RenderableType:
+    """The table for a terminal, fastest first by the best evidence there is."""
+    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+    title = Text(f"{clean(plan.program_name, 60)} on {plan.topology}, mesh {mesh}", style="bold")
+    compiled = any(row.compiled for row in rows)
+    measured = any(row.measured for row in rows)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
+    table.add_column("", no_wrap=True)
+    columns = ["predicted", "exposed", "MFU", "peak", "fits"]
+    columns += ["compiled", "peak", "fits"] if compiled else []
+    columns += ["measured"] if measured else []
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in sorted(rows, key=_evidence):
+        cells = _predicted(row.prediction)
+        cells += _compiled(row.compiled) if compiled else []
+        cells += [format_seconds(row.measured["step_time_s"]) if row.measured else "-"] if measured else []
+        table.add_row(Text(clean(row.name, 28), style="bold" if row.name == "plan" else ""), *cells)
+    notes = [Text(f"{row.name}: {clean(row.failed, 300)}", style="yellow") for row in rows if row.failed]
+    stars = Text(
+        "*: intermediates chosen by autoshard; without it, by XLA's propagation from the arguments", style="dim"
+    )
+    return Group(title, Text(), table, *([Text(meaning, style="dim")] if len(rows) > 1 else []), *notes)
+
+
+def _evidence(row: Row) -> tuple[bool, float]:
+    if row.measured:
+        return False, row.measured["step_time_s"]
+    estimated = row.compiled and row.compiled["step_time_s"]["estimated"]
+    if estimated:
+        return False, estimated
+    fits = row.prediction is not None and row.prediction.fits
+    return not fits, row.prediction.step_time_s if row.prediction else float("inf")
+
+
+def _predicted(prediction: Prediction | None) -> list[str]:
+    if prediction is None:
+        return ["-"] * 5
+    return [
+        format_seconds(prediction.step_time_s),
+        format_seconds(prediction.exposed_comm_s),
+        "-" if prediction.mfu is None else f"{prediction.mfu:.1%}",
+        format_bytes(prediction.peak_bytes),
+        "yes" if prediction.fits else "no",
+    ]
+
+
+def _compiled(figures: dict[str, Any] | None) -> list[str]:
+    if figures is None:
+        return ["-"] * 3
+    estimated, peak = figures["step_time_s"]["estimated"], figures["peak_bytes"]["compiled"]
+    verdict = {"fits": "yes", "does not fit": "no"}.get(figures["verdict"], "remat")
+    return ["-" if not estimated else format_seconds(estimated), "-" if not peak else format_bytes(peak), verdict]
