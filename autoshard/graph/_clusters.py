@@ -1,7 +1,8 @@
 """Clusters: tensors that are bound to share one spec, because only pointwise ops stand between them.
 
 A cluster has factors of its own; every tensor in it has some of them as dims, each at most once, and one tensor
-has them all. So a spec of the cluster is a choice of mesh axes for its factors, whatever the number of tensors.
+has all that may be split. So a spec of the cluster is a choice of mesh axes for its factors, whatever the number of
+tensors.
 """
 
 import dataclasses
@@ -84,7 +85,7 @@ class _Union:
         for into, factor in links:
             if mapping.setdefault(factor, into) != into or self.sizes[big][into] != self.sizes[small][factor]:
                 return False
-        if len(mapping) != len(self.sizes[small]) or len(set(mapping.values())) != len(mapping):
+        if len(set(mapping.values())) != len(mapping) or not self._place_blocked(big, small, mapping):
             return False
         for tensor in self.members[small]:
             self.dims[tensor] = [mapping[f] if f >= 0 else -1 for f in self.dims[tensor]]
@@ -92,6 +93,21 @@ class _Union:
         self.members[big].extend(self.members[small])
         self.blocked[big].update(mapping[f] for f in self.blocked[small])
         self.members[small] = []
+        return True
+
+    def _place_blocked(self, big: int, small: int, mapping: dict[int, int]) -> bool:
+        """Finds a place for the small cluster's other factors; only such as stay whole (layer dims) have one."""
+        rest = [f for f in range(len(self.sizes[small])) if f not in mapping]
+        if any(f not in self.blocked[small] for f in rest):
+            return False
+        for f in rest:
+            size, taken = self.sizes[small][f], set(mapping.values())
+            twin = next((b for b in self.blocked[big] - taken if self.sizes[big][b] == size), None)
+            if twin is None:
+                twin = len(self.sizes[big])
+                self.sizes[big].append(size)
+                self.blocked[big].add(twin)
+            mapping[f] = twin
         return True
 
     def block(self, tensor: int, dim: int) -> None:
