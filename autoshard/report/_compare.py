@@ -77,9 +77,7 @@ def comparison_report(plan: Plan, rows: Sequence[Row]) -> RenderableType:
         cells += [format_seconds(row.measured["step_time_s"]) if row.measured else "-"] if measured else []
         table.add_row(Text(clean(row.name, 28), style="bold" if row.name == "plan" else ""), *cells)
     notes = [Text(f"{row.name}: {clean(row.failed, 300)}", style="yellow") for row in rows if row.failed]
-    stars = Text(
-        "*: intermediates chosen by autoshard; without it, by XLA's propagation from the arguments", style="dim"
-    )
+    meaning = "*: intermediates chosen by autoshard; without it, by XLA's propagation from the arguments"
     return Group(title, Text(), table, *([Text(meaning, style="dim")] if len(rows) > 1 else []), *notes)
 
 
