@@ -5,6 +5,7 @@ whoever consumes them, unless recomputing them for several consumers would read 
 """
 
 import dataclasses
+from collections.abc import Collection, Mapping
 
 from autoshard.graph._records import OpClass, OpGraph
 
@@ -36,8 +37,12 @@ class Liveness:
     """(tensor, start, stop); a loop's carried value has one buffer, named by the tensor inside the body."""
 
 
-def analyse(graph: OpGraph) -> Liveness:
-    """Fusions, and the lifetime of every value that reaches memory."""
+def analyse(graph: OpGraph, kept: Collection[int] = (), updates: Mapping[int, int] | None = None) -> Liveness:
+    """Fusions, and the lifetime of every value that reaches memory.
+
+    `kept`: arguments that the caller keeps (not donated), held throughout. `updates`: for donated state, argument
+    tensor -> the result tensor that is written over it.
+    """
     free = {t for op in graph.ops if op.op_class is OpClass.FREE for t in op.results}
     consumers: list[list[int]] = [[] for _ in graph.tensors]
     for op in graph.ops:
@@ -78,7 +83,7 @@ def analyse(graph: OpGraph) -> Liveness:
         if writes:
             moved = op.operands[1:2] if in_place else tuple(writes)
             fusions.append(Fusion(op.id, tuple(writes), tuple(sorted(reads)), moved))
-    buffers = _buffers(graph, fusions, materialised, free, reach, bases)
+    buffers = _buffers(graph, fusions, materialised, free, reach, bases, kept, updates or {})
     return Liveness(tuple(fusions), frozenset(materialised), buffers)
 
 
@@ -86,7 +91,8 @@ def _is_written(
     graph: OpGraph, op_id: int, tensor: int, users: list[int], reads: frozenset[int], pinned: set[int]
 ) -> bool:
     op = graph.ops[op_id]
-    if (op.op_class is OpClass.HEAVY and op.kind not in _FUSED_MOVES) or op.kind in _WRITERS or op.kind == "dynamic_update_slice" or tensor in pinned:
+    writes = op.kind in _WRITERS or op.kind == "dynamic_update_slice" or tensor in pinned
+    if writes or (op.op_class is OpClass.HEAVY and op.kind not in _FUSED_MOVES):
         return True
     heavy = any(graph.ops[u].op_class is OpClass.HEAVY and graph.ops[u].kind not in _FUSED_MOVES for u in users)
     if heavy and op.kind not in _CHEAP_INTO_MATMUL and op.op_class is not OpClass.LAYER:
@@ -102,6 +108,8 @@ def _buffers(
     free: set[int],
     reach: dict[int, frozenset[int]],
     bases: dict[int, frozenset[int]],
+    kept: Collection[int],
+    updates: Mapping[int, int],
 ) -> tuple[tuple[int, int, int], ...]:
     end = len(graph.ops)
     start = {t.id: (t.producer if t.producer >= 0 else 0) for t in graph.tensors}
@@ -116,25 +124,60 @@ def _buffers(
                 last[source] = end
         if tensor in last:
             last[tensor] = end
-    merged: dict[int, int] = {}
-    for loop in reversed(graph.loops):
-        for carry in loop.carries:
-            begin = loop.start if graph.tensors[carry.init].producer < 0 or carry.init in free else start[carry.init]
-            start[carry.body] = min(begin, loop.start)
-            last[carry.body] = max(last.get(carry.body, -1), loop.stop, last.get(carry.result, -1))
-            for tensor in (carry.init, carry.update, carry.result):
-                if tensor != carry.body and tensor not in graph.arguments:
-                    merged[tensor] = carry.body
+    last |= dict.fromkeys(kept, end)
+    home = _share_carried(graph, free, start, last)
     buffers = []
     for tensor in sorted(materialised):
-        if tensor in merged:
+        if home.get(tensor, tensor) != tensor:
             continue
         stop = last[tensor] + 1 if last[tensor] < end else end + 1
         if tensor in graph.arguments:
+            written = updates.get(tensor, tensor)
+            if written in materialised and home.get(written, written) == written and last[tensor] == start[written]:
+                stop = start[written]
             buffers.append((tensor, 0, max(1, stop)))
         elif stop > start[tensor]:
             buffers.append((tensor, start[tensor], stop))
     return tuple(buffers)
+
+
+def _share_carried(graph: OpGraph, free: set[int], start: dict[int, int], last: dict[int, int]) -> dict[int, int]:
+    """Tensor -> the outermost carried value whose buffer it shares; widens that one's lifetime to hold them all.
+
+    A loop copies what starts it if that is an argument, generated, needed later or starts another carried value too.
+    """
+    read = dict(last)
+    owner: dict[int, int] = {}
+
+    def find(tensor: int) -> int:
+        while owner.setdefault(tensor, tensor) != tensor:
+            tensor = owner[tensor]
+        return tensor
+
+    loop_of = {c.body: loop.id for loop in graph.loops for c in loop.carries}
+    used: set[int] = set()
+    for loop in graph.loops:
+        for carry in loop.carries:
+            start[carry.body], start[carry.result] = loop.start, loop.stop
+            last[carry.body] = max(last.get(carry.body, -1), loop.stop)
+            shared = [carry.result]
+            if carry.update not in used and loop_of.get(carry.update) != loop.id:
+                shared.append(carry.update)
+            copied = carry.init in used or carry.init in free or carry.init in graph.arguments
+            if not copied and read.get(carry.init, -1) < loop.start:
+                shared.append(carry.init)
+            used.update((carry.init, carry.update))
+            for tensor in shared:
+                mine, other = find(carry.body), find(tensor)
+                if mine == other or loop_of.get(other) == loop_of.get(mine):
+                    continue  # two values of one loop never share
+                # Loops are in order, outer ones first: what has a carried value's name already keeps it.
+                owner[mine if other in loop_of else other] = other if other in loop_of else mine
+    for tensor in owner:
+        home = find(tensor)
+        start[home] = min(start[home], start[tensor])
+        last[home] = max(last.get(home, -1), last.get(tensor, -1))
+    return {tensor: find(tensor) for tensor in owner}
 
 
 def _outlast(graph: OpGraph, tensor: int, user: int) -> int:

@@ -141,7 +141,9 @@ def _model(program: Program, mesh: Mesh, memory_limit: int, phases: _Phases) -> 
         if a.result is not None
     ]
     structure = build_structure(graph, parameters, ties)
-    liveness = analyse(graph)
+    named = list(zip(graph.arguments, program.arguments, strict=True))
+    kept = [t for t, a in named if not a.donated]
+    liveness = analyse(graph, kept, {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None})
     phases.start("price", f"pricing {len(graph.ops)} ops on {mesh.describe()}")
     return price(program, graph, structure, liveness, mesh, memory_limit)
 
