@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -76,7 +77,18 @@ def compile_with_libtpu(program: Program, plan: Plan, time_limit: float) -> Comp
         aliases = sorted(donated_aliases(program, plan).items())
         (directory / "job.json").write_text(json.dumps({"topology": name, "options": options, "aliases": aliases}))
         code, log = _run(directory, time_limit, topology.name)
-        return _read_result(directory, code, log, topology.name)
+        return _read_result(directory, code, log, topology.name, _argument_bytes(program, plan))
+
+
+def _argument_bytes(program: Program, plan: Plan) -> int:
+    import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with numpy
+    import numpy as np
+
+    total = 0
+    for argument in program.arguments:
+        item = 8 if argument.dtype.startswith("key<") else np.dtype(argument.dtype).itemsize
+        total += math.prod(plan.arguments[argument.name].local_shape(argument.shape, plan.mesh)) * item
+    return total
 
 
 def libtpu_topology(topology: Topology) -> tuple[str, dict[str, Any]]:
@@ -153,7 +165,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         time.sleep(0.02)
 
 
-def _read_result(directory: Path, code: int, log: str, topology: str) -> Compiled:
+def _read_result(directory: Path, code: int, log: str, topology: str, argument_bytes: int) -> Compiled:
     path = directory / "result.json"
     if not path.exists():
         reason = _last_line(log)
@@ -169,6 +181,8 @@ def _read_result(directory: Path, code: int, log: str, topology: str) -> Compile
         raise UserError(f"the TPU compiler failed on {topology}: {' '.join(message.split())[:300]}")
     if status == "memory":
         needed, available = parse_out_of_memory(message)
+        if needed is not None and "HLO temporaries" in message:
+            needed += argument_bytes  # that message counts what the program allocates, not what it is given
         return Compiled("", {}, result["compile_s"], needed, available, log)
     text = (directory / "program.hlo").read_text()
     return Compiled(text, result["memory"], result["compile_s"], None, None, log)

@@ -62,8 +62,8 @@ def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
             return {"status": "memory", "message": str(error), "compile_s": seconds}
         return {"status": "failed", "message": str(error)[:2000], "compile_s": seconds}
     seconds = time.perf_counter() - start
-    texts = [path for path in dump.glob("*.after_optimizations.txt") if path.name.startswith("module_0000")]
-    texts = texts or sorted(dump.glob("*.after_optimizations.txt"), key=lambda path: -path.stat().st_size)
+    # The compiler dumps the modules of its helpers too (for the sparse cores, for instance).
+    texts = sorted(dump.glob("*.after_optimizations.txt"), key=lambda path: (".jit_" not in path.name, path.name))
     if texts:
         os.replace(texts[0], directory / "program.hlo")
     else:

@@ -252,6 +252,15 @@ def test_the_compiler_gets_all_it_needs(program, monkeypatch: pytest.MonkeyPatch
     assert (keep / "module.mlirbc").read_bytes() == program.module
 
 
+def test_a_shortage_of_temporaries_counts_the_arguments_too(program, monkeypatch: pytest.MonkeyPatch):
+    message = "total memory required for HLO temporaries (2.00G) exceeds available HBM (1.00G)"
+    done = f"""{{"status": "memory", "message": "{message}", "compile_s": 1}}"""
+    FakeWorker(monkeypatch, f"echo '{done}' > $1/result.json")
+    found = compile_plan(program, planned(program))
+    arguments = 2 * 128 * 256 * 4 // 2 + 2 * 64 * 128 * 4 // 2
+    assert found.peak_compiled == 2 * 2**30 + arguments
+
+
 def test_modules_without_a_function_are_lowered_like_functions(program):
     from autoshard.exec._apply import Application, donated_aliases, lower_module
 
