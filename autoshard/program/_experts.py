@@ -2,7 +2,7 @@
 
 Gathering expert weights for each token cannot scale, and sorting tokens cannot be split. Here tokens are cut into
 groups along the sequence; within a group every expert has `capacity` slots, and one-hot matrices move tokens to slots
-and back, as in GShard (Lepikhin et al. 2020, section 3.2). Every dim (batch, group, expert, slot, features) can be split.
+and back, as in GShard (Lepikhin et al. 2020, section 3.2). Each dim can be split: batch, group, expert, slot, features.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from autoshard.program import _flops
+
 
 GROUP = 512
 """Most tokens in a group: moving tokens costs FLOPs in proportion to it."""
@@ -63,7 +64,7 @@ def choose(scores: Any, count: int) -> list[Any]:
 def mix(x: Any, weights: Any, mask: Any, gate_up: Any, down: Any, activation: Callable[[Any], Any], active: int) -> Any:
     """`sum_e weights[..., e] * expert_e(x)` over the experts that `mask` chooses.
 
-    `x` [B, S, D]; `weights`, `mask` [B, S, E]; `gate_up` [E, 2 I, D]; `down` [E, D, I]; `active` experts for each token.
+    `x` [B, S, D]; `weights`, `mask` [B, S, E]; `gate_up` [E, 2 I, D]; `down` [E, D, I]; `active` experts for a token.
     """
     import jax
     import jax.numpy as jnp

@@ -7,8 +7,8 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.program import _meta, _train
 from autoshard.program._config import read_config
-from autoshard.program._program import Program
 from autoshard.program._hf_inputs import task_of
+from autoshard.program._program import Program
 from autoshard.program._torch import TrainOptions, check_remat, evaluation_mode, torch_program
 from autoshard.program._torch_function import TorchFunction, probe
 
@@ -40,9 +40,10 @@ def from_config(
     """One training step, or one forward pass, of the model that `config` names.
 
     `batch` examples (8): sequences of `seq` tokens (the model's context, at most 1024 if not given), or images of
-    `image` pixels a side. `dtype` is the compute dtype (bfloat16). Training stores parameters and optimizer moments in float32 unless `param_dtype` or `state_dtype` say
-    otherwise; inference stores parameters in `dtype`. `remat`: `none`, `dots` or `full`. `optimizer`: `adamw` or `sgd`.
-    `capacity_factor`: slots of an expert over its mean number of tokens, for mixtures of experts (1.25).
+    `image` pixels a side. `dtype` is the compute dtype (bfloat16). Training stores parameters and optimizer moments in
+    float32 unless `param_dtype` or `state_dtype` say otherwise; inference stores parameters in `dtype`. `remat`:
+    `none`, `dots` or `full`. `optimizer`: `adamw` or `sgd`. `capacity_factor`: slots of an expert over its mean number
+    of tokens, for mixtures of experts (1.25).
 
     Raises `UserError` for a configuration or an option that cannot be used.
     """
@@ -75,7 +76,9 @@ def from_config(
         if "logits" in out:
             return out["logits"]
         if training:
-            raise UserError(f"`{name}` has no `logits` to train on; name an architecture with a head in the configuration.")
+            raise UserError(
+                f"`{name}` has no `logits` to train on; name an architecture with a head in the configuration."
+            )
         return out
 
     def loss(params: Any, inputs: Any, *buffers: Any) -> Any:
@@ -127,6 +130,7 @@ def build_model(name: str, fields: dict[str, Any], dtype: str) -> Any:
         config._attn_implementation = "autoshard"
         torch.set_default_dtype(getattr(torch, dtype))
         model = _meta.build(lambda: model_class(config))
+        _widen_statistics(model)
     except UserError:
         raise
     except Exception as error:  # whatever a hand-written configuration makes the model's own code raise
@@ -137,6 +141,14 @@ def build_model(name: str, fields: dict[str, Any], dtype: str) -> Any:
     finally:
         torch.set_default_dtype(before)
     return model.eval()
+
+
+def _widen_statistics(model: Any) -> None:
+    """Keep statistics (running means, routing biases) in fp32 whatever the compute dtype is."""
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and key not in module._non_persistent_buffers_set:
+                module._buffers[key] = buffer.float()
 
 
 def _default_architecture(modeling: Any) -> str:

@@ -63,7 +63,11 @@ def task_of(model: Any, name: str, *, batch: int, seq: int | None, image: int | 
     vocabulary = int(config.get_text_config().vocab_size)
     if kind == "input_features":
         frames = 2 * config.max_source_positions
-        data = {"input_features": shape((batch, config.num_mel_bins, frames), floats), "decoder_input_ids": ids, **labels}
+        data = {
+            "input_features": shape((batch, config.num_mel_bins, frames), floats),
+            "decoder_input_ids": ids,
+            **labels,
+        }
         keys = ("input_features", "decoder_input_ids")
     elif config.is_encoder_decoder:
         data = {"input_ids": ids, "decoder_input_ids": ids, **labels}

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from autoshard.program import _flops
-from autoshard.program._attention import attend
 
 
 def table() -> dict[Any, Callable[..., Any]]:
@@ -33,13 +32,8 @@ def table() -> dict[Any, Callable[..., Any]]:
         torch.einsum: einsum,
         functional.embedding: embedding,
         aten.embedding: take_rows,
-        functional.scaled_dot_product_attention: scaled_dot_product_attention,
-        functional.cross_entropy: cross_entropy,
         tensor.repeat_interleave: repeat_interleave,
         torch.repeat_interleave: repeat_interleave,
-        functional.layer_norm: layer_norm,
-        torch.layer_norm: layer_norm,
-        functional.rms_norm: rms_norm,
         aten.add.Tensor: add,
         aten.add.Scalar: add,
         aten.sub.Tensor: sub,
@@ -138,69 +132,6 @@ def embedding(
     return take_rows(table, ids)
 
 
-def scaled_dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """`torch.nn.functional.scaled_dot_product_attention` on [..., heads, length, dim]."""
-    import jax.numpy as jnp
-
-    lead = query.shape[:-3]
-    if len(lead) != 1:
-        query, key, value = (x.reshape(-1, *x.shape[-3:]) if lead else x[None] for x in (query, key, value))
-    result = attend(query, key, value, causal=is_causal, scale=scale, bias=attn_mask)
-    result = jnp.swapaxes(result, 1, 2)
-    if len(lead) != 1:
-        result = result.reshape(*lead, *result.shape[1:])
-    return result
-
-
-def cross_entropy(
-    logits: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    """`torch.nn.functional.cross_entropy`; the target's logit is picked by comparing ids with an iota.
-
-    A gather over a split class dim would fetch the logits; a comparison and a sum only need a reduction.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    dim = 1 if logits.ndim > 1 else 0
-    logits = logits.astype(jnp.float32)
-    log_probs = logits - jax.nn.logsumexp(logits, axis=dim, keepdims=True)
-    classes = jnp.ones((logits.shape[dim],), jnp.float32) if weight is None else weight
-    classes = classes.reshape([-1 if i == dim else 1 for i in range(logits.ndim)])
-    if jnp.issubdtype(target.dtype, jnp.floating):
-        smooth = target * (1 - label_smoothing) + label_smoothing / logits.shape[dim]
-        loss = -(smooth * log_probs * classes).sum(dim)
-        total = loss.size
-    else:
-        kept = target != ignore_index
-        hit = jax.lax.broadcasted_iota(target.dtype, logits.shape, dim) == jnp.expand_dims(target, dim)
-        loss = -jnp.where(hit, log_probs * classes, 0.0).sum(dim)
-        if label_smoothing:
-            smooth = -(log_probs * classes).mean(dim)
-            loss = loss * (1 - label_smoothing) + smooth * label_smoothing
-        loss = jnp.where(kept, loss, 0.0)
-        total = jnp.where(kept, jnp.where(hit, classes, 0.0).sum(dim), 0.0).sum()
-    if reduction == "none":
-        return loss
-    return loss.sum() / total if reduction == "mean" else loss.sum()
-
-
 def repeat_interleave(x: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Any:
     """`torch.repeat_interleave`; with a fixed count as a broadcast and a reshape instead of a gather."""
     import jax.numpy as jnp
@@ -210,95 +141,6 @@ def repeat_interleave(x: Any, repeats: Any, dim: int | None = None, *, output_si
     place = dim % x.ndim
     wide = jnp.broadcast_to(jnp.expand_dims(x, place + 1), (*x.shape[: place + 1], repeats, *x.shape[place + 1 :]))
     return wide.reshape(*x.shape[:place], x.shape[place] * repeats, *x.shape[place + 1 :])
-
-
-def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
-    """`torch.nn.functional.layer_norm`, statistics in fp32."""
-    import jax
-    import jax.numpy as jnp
-
-    dims = tuple(range(x.ndim - len(tuple(normalized_shape)), x.ndim))
-    wide = x.astype(jnp.float32)
-    centred = wide - wide.mean(dims, keepdims=True)
-    result = centred * jax.lax.rsqrt(jnp.mean(centred * centred, dims, keepdims=True) + eps)
-    if weight is not None:
-        result = result * weight.astype(jnp.float32)
-    if bias is not None:
-        result = result + bias.astype(jnp.float32)
-    return result.astype(x.dtype)
-
-
-def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    """`torch.nn.functional.rms_norm`, statistics in fp32."""
-    import jax
-    import jax.numpy as jnp
-
-    dims = tuple(range(x.ndim - len(tuple(normalized_shape)), x.ndim))
-    wide = x.astype(jnp.float32)
-    small = float(jnp.finfo(x.dtype).eps) if eps is None else eps
-    result = wide * jax.lax.rsqrt(jnp.mean(wide * wide, dims, keepdims=True) + small)
-    if weight is not None:
-        result = result * weight.astype(jnp.float32)
-    return result.astype(x.dtype)
-
-
-def batch_norm(
-    x: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    """`torch.nn.functional.batch_norm` on torch tensors; in training it updates the running statistics in place.
-
-    Statistics are plain means over batch and space in fp32, so that a split batch needs one small all-reduce.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    from autoshard.program._torch_env import environment
-
-    env = environment()
-    value, scale, shift = (None if t is None else env.t2j_iso(t) for t in (x, weight, bias))
-    dims = (0, *range(2, value.ndim))
-
-    def wide(vector: Any) -> Any:
-        return vector.astype(jnp.float32).reshape([-1 if i == 1 else 1 for i in range(value.ndim)])
-
-    exact = value.astype(jnp.float32)
-    if training or running_mean is None:
-        mean = exact.mean(dims)
-        var = jnp.square(exact - wide(mean)).mean(dims)
-        if training and running_mean is not None:
-            count = value.size // value.shape[1]
-            for running, now in ((running_mean, mean), (running_var, var * (count / max(count - 1, 1)))):
-                old = running._elem
-                running._elem = (old * (1 - momentum) + now * momentum).astype(old.dtype)
-    else:
-        mean, var = env.t2j_iso(running_mean), env.t2j_iso(running_var)
-    result = (exact - wide(mean)) * jax.lax.rsqrt(wide(var) + eps)
-    if scale is not None:
-        result = result * wide(scale)
-    if shift is not None:
-        result = result + wide(shift)
-    return env.j2t_iso(result.astype(value.dtype))
-
-
-def counted_convolution(convolution: Callable[..., Any]) -> Callable[..., Any]:
-    """torchax's own convolution, with its FLOPs counted."""
-
-    def run(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: Any, *rest: Any) -> Any:
-        result = convolution(x, weight, bias, stride, padding, dilation, transposed, *rest)
-        if transposed:
-            _flops.record_matmul(x.shape, weight.size // weight.shape[0])
-        else:
-            _flops.record_matmul(result.shape, weight.size // weight.shape[0])
-        return result
-
-    return run
 
 
 def add(x: Any, y: Any, *, alpha: Any = 1) -> Any:

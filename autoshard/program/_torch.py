@@ -58,9 +58,7 @@ def from_torch(
     inputs = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
     notes = [] if not _has_dropout(module) else ["Dropout is off: the module runs in evaluation mode."]
     stateful = evaluation_mode(module, train if batch_statistics is None else batch_statistics)
-    function = TorchFunction(
-        module, compute_dtype=dtype, remat=remat, scan=scan, frozen_apart=train, stateful=stateful
-    )
+    function = TorchFunction(module, compute_dtype=dtype, remat=remat, scan=scan, frozen_apart=train, stateful=stateful)
     batch, rebuild = _split_inputs(module, inputs, dict(kwargs or {}), targets)
     if train and loss is None:
         notes.append("No loss was given: the step minimises the mean of squares of the first output.")
@@ -247,7 +245,9 @@ def evaluation_mode(module: Any, batch_statistics: bool) -> bool:
     norms = [m for m in module.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     for norm in norms if batch_statistics else []:
         if norm.momentum is None:
-            raise UserError("a batch norm with `momentum=None` (a cumulative average) is not supported; give it a number.")
+            raise UserError(
+                "a batch norm with `momentum=None` (a cumulative average) is not supported; give it a number."
+            )
         norm.train()
     return bool(norms) and batch_statistics
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from autoshard.program import _experts, _lowerings
+from autoshard.program import _experts, _lowerings, _lowerings_nn
 
 
 @functools.cache
@@ -23,16 +23,16 @@ def environment() -> Any:
         env = tensor.Environment()
     finally:
         root.setLevel(level)
-    for operation, lowering in _lowerings.table().items():
+    for operation, lowering in (_lowerings.table() | _lowerings_nn.table()).items():
         env._ops[operation] = ops_registry.Operator(
             operation, lowering, is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False
         )
     convolution = env._ops[torch.ops.aten.convolution]
-    counted = _lowerings.counted_convolution(convolution.func)
+    counted = _lowerings_nn.counted_convolution(convolution.func)
     counted_op = dataclasses.replace(convolution, func=counted)
     env._ops[torch.ops.aten.convolution] = counted_op
     env._ops[torch.nn.functional.batch_norm] = dataclasses.replace(
-        counted_op, torch_op=torch.nn.functional.batch_norm, func=_lowerings.batch_norm, is_jax_function=False
+        counted_op, torch_op=torch.nn.functional.batch_norm, func=_lowerings_nn.batch_norm, is_jax_function=False
     )
     return env
 
@@ -42,6 +42,10 @@ def canonical_modules() -> Iterator[None]:
     """While inside, code of transformers that merges dims or inspects data is replaced by equal code that does not."""
     import sys
 
+    import torch
+
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it calls one opaque operation for a whole layer
     replaced: list[tuple[Any, str, Any]] = []
     for (module_name, owner, attribute), replacement in _REPLACED.items():
         module = sys.modules.get(module_name)
@@ -53,6 +57,7 @@ def canonical_modules() -> Iterator[None]:
     try:
         yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
         for target, attribute, original in replaced:
             setattr(target, attribute, original)
 

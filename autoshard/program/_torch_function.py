@@ -1,6 +1,7 @@
 """A torch module as a pure JAX function of named arrays, repeated layers scanned."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -134,6 +135,8 @@ class TorchFunction:
             else:
                 outer[name] = jnp.asarray(value)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="Explicitly requested dtype .*int64")  # torch's ids are 64-bit
             stack.enter_context(canonical_modules())
             stack.enter_context(capacity(self.capacity_factor, self.notes))
             stack.enter_context(scanned(self.module, self.blocks, layers, prepare, self.remat, env))
@@ -242,7 +245,7 @@ def _own_names(layer: Any) -> list[str]:
 def _host(tensor: Any) -> Any:
     import torch
 
-    value = tensor.detach().cpu()
+    value = tensor.detach().cpu().clone()
     if value.dtype == torch.bfloat16:
         import ml_dtypes
 

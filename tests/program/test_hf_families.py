@@ -8,6 +8,7 @@ from hf_reference import close, real_model
 
 from autoshard.program import open_source
 
+
 BATCH, SEQ = 3, 14
 DECODERS = {
     "gemma2-tiny": ["model.layers.[0::2].mlp.up_proj.weight", "model.layers.[1::2].self_attn.q_proj.weight"],

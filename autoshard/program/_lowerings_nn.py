@@ -1,0 +1,289 @@
+"""JAX lowerings of torch's layers: attention, losses, norms, convolution and pooling.
+
+Like the elementary ones they keep dims apart and follow torch's dtypes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.program import _flops
+from autoshard.program._attention import attend
+from autoshard.program._lowerings import linear
+
+
+def table() -> dict[Any, Callable[..., Any]]:
+    """torch callable -> lowering."""
+    import torch
+
+    functional = torch.nn.functional
+    return {
+        functional.scaled_dot_product_attention: scaled_dot_product_attention,
+        functional.multi_head_attention_forward: multi_head_attention,
+        functional.cross_entropy: cross_entropy,
+        functional.layer_norm: layer_norm,
+        torch.layer_norm: layer_norm,
+        functional.rms_norm: rms_norm,
+        torch.max_pool2d: max_pool2d,
+        functional.max_pool2d: max_pool2d,
+    }
+
+
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """`torch.nn.functional.scaled_dot_product_attention` on [..., heads, length, dim]."""
+    import jax.numpy as jnp
+
+    lead = query.shape[:-3]
+    if len(lead) != 1:
+        query, key, value = (x.reshape(-1, *x.shape[-3:]) if lead else x[None] for x in (query, key, value))
+    result = attend(query, key, value, causal=is_causal, scale=scale, bias=attn_mask)
+    result = jnp.swapaxes(result, 1, 2)
+    if len(lead) != 1:
+        result = result.reshape(*lead, *result.shape[1:])
+    return result
+
+
+def multi_head_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Any,
+    in_proj_bias: Any,
+    bias_k: Any,
+    bias_v: Any,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Any,
+    out_proj_bias: Any,
+    training: bool = True,
+    key_padding_mask: Any = None,
+    need_weights: bool = True,
+    attn_mask: Any = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Any = None,
+    k_proj_weight: Any = None,
+    v_proj_weight: Any = None,
+    static_k: Any = None,
+    static_v: Any = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> Any:
+    """`torch.nn.functional.multi_head_attention_forward` on [S, B, E]; the attention weights are not returned."""
+    import jax.numpy as jnp
+
+    if bias_k is not None or add_zero_attn or static_k is not None or static_v is not None:
+        raise UserError("multi-head attention with `add_bias_kv`, `add_zero_attn` or static keys is not supported.")
+    width = embed_dim_to_check
+    if use_separate_proj_weight:
+        weights = (q_proj_weight, k_proj_weight, v_proj_weight)
+    else:
+        parts = in_proj_weight.reshape(3, width, width)
+        weights = (parts[0], parts[1], parts[2])
+    biases = (None, None, None) if in_proj_bias is None else tuple(in_proj_bias.reshape(3, width))
+
+    def heads(x: Any, weight: Any, bias: Any) -> Any:
+        projected = linear(x, weight, bias)
+        return jnp.transpose(projected.reshape(*projected.shape[:2], num_heads, -1), (1, 2, 0, 3))
+
+    q, k, v = (heads(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+    mask = attn_mask
+    if mask is not None and mask.ndim == 3:
+        mask = mask.reshape(-1, num_heads, *mask.shape[1:])
+    if mask is not None and mask.dtype == jnp.bool_:
+        mask = ~mask  # here true means hidden
+    padding = None
+    if key_padding_mask is not None:
+        if key_padding_mask.dtype == jnp.bool_:
+            padding = ~key_padding_mask
+        else:
+            extra = key_padding_mask[:, None, None, :]
+            mask = extra if mask is None else mask + extra
+    mixed = attend(q, k, v, causal=is_causal and attn_mask is None, bias=mask, padding=padding)
+    joined = jnp.transpose(mixed.reshape(*mixed.shape[:2], width), (1, 0, 2))
+    return linear(joined, out_proj_weight, out_proj_bias), None
+
+
+def cross_entropy(
+    logits: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """`torch.nn.functional.cross_entropy`; the target's logit is picked by comparing ids with an iota.
+
+    A gather over a split class dim would fetch the logits; a comparison and a sum only need a reduction.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    dim = 1 if logits.ndim > 1 else 0
+    logits = logits.astype(jnp.float32)
+    log_probs = logits - jax.nn.logsumexp(logits, axis=dim, keepdims=True)
+    classes = jnp.ones((logits.shape[dim],), jnp.float32) if weight is None else weight
+    classes = classes.reshape([-1 if i == dim else 1 for i in range(logits.ndim)])
+    if jnp.issubdtype(target.dtype, jnp.floating):
+        smooth = target * (1 - label_smoothing) + label_smoothing / logits.shape[dim]
+        loss = -(smooth * log_probs * classes).sum(dim)
+        total = loss.size
+    else:
+        kept = target != ignore_index
+        hit = jax.lax.broadcasted_iota(target.dtype, logits.shape, dim) == jnp.expand_dims(target, dim)
+        loss = -jnp.where(hit, log_probs * classes, 0.0).sum(dim)
+        if label_smoothing:
+            smooth = -(log_probs * classes).mean(dim)
+            loss = loss * (1 - label_smoothing) + smooth * label_smoothing
+        loss = jnp.where(kept, loss, 0.0)
+        total = jnp.where(kept, jnp.where(hit, classes, 0.0).sum(dim), 0.0).sum()
+    if reduction == "none":
+        return loss
+    return loss.sum() / total if reduction == "mean" else loss.sum()
+
+
+def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
+    """`torch.nn.functional.layer_norm`, statistics in fp32."""
+    import jax
+    import jax.numpy as jnp
+
+    dims = tuple(range(x.ndim - len(tuple(normalized_shape)), x.ndim))
+    wide = x.astype(jnp.float32)
+    centred = wide - wide.mean(dims, keepdims=True)
+    result = centred * jax.lax.rsqrt(jnp.mean(centred * centred, dims, keepdims=True) + eps)
+    if weight is not None:
+        result = result * weight.astype(jnp.float32)
+    if bias is not None:
+        result = result + bias.astype(jnp.float32)
+    return result.astype(x.dtype)
+
+
+def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    """`torch.nn.functional.rms_norm`, statistics in fp32."""
+    import jax
+    import jax.numpy as jnp
+
+    dims = tuple(range(x.ndim - len(tuple(normalized_shape)), x.ndim))
+    wide = x.astype(jnp.float32)
+    small = float(jnp.finfo(x.dtype).eps) if eps is None else eps
+    result = wide * jax.lax.rsqrt(jnp.mean(wide * wide, dims, keepdims=True) + small)
+    if weight is not None:
+        result = result * weight.astype(jnp.float32)
+    return result.astype(x.dtype)
+
+
+def batch_norm(
+    x: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """`torch.nn.functional.batch_norm` on torch tensors; in training it updates the running statistics in place.
+
+    Statistics are plain means over batch and space in fp32, so that a split batch needs one small all-reduce.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from autoshard.program._torch_env import environment
+
+    env = environment()
+    value: Any = env.t2j_iso(x)
+    scale, shift = (None if t is None else env.t2j_iso(t) for t in (weight, bias))
+    dims = (0, *range(2, value.ndim))
+
+    def wide(vector: Any) -> Any:
+        return vector.astype(jnp.float32).reshape([-1 if i == 1 else 1 for i in range(value.ndim)])
+
+    exact = value.astype(jnp.float32)
+    if training or running_mean is None:
+        mean = exact.mean(dims)
+        var = jnp.square(exact - wide(mean)).mean(dims)
+        if training and running_mean is not None:
+            count = value.size // value.shape[1]
+            for running, now in ((running_mean, mean), (running_var, var * (count / max(count - 1, 1)))):
+                old = running._elem
+                running._elem = (old * (1 - momentum) + now * momentum).astype(old.dtype)
+    else:
+        mean, var = env.t2j_iso(running_mean), env.t2j_iso(running_var)
+    result = (exact - wide(mean)) * jax.lax.rsqrt(wide(var) + eps)
+    if scale is not None:
+        result = result * wide(scale)
+    if shift is not None:
+        result = result + wide(shift)
+    return env.j2t_iso(result.astype(value.dtype))
+
+
+def counted_convolution(convolution: Callable[..., Any]) -> Callable[..., Any]:
+    """torchax's own convolution, with its FLOPs counted."""
+
+    def run(
+        x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: Any, *rest: Any
+    ) -> Any:
+        result = convolution(x, weight, bias, stride, padding, dilation, transposed, *rest)
+        if transposed:
+            _flops.record_matmul(x.shape, weight.size // weight.shape[0])
+        else:
+            _flops.record_matmul(result.shape, weight.size // weight.shape[0])
+        return result
+
+    return run
+
+
+def max_pool2d(
+    x: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    """`torch.max_pool2d` as one window reduction, which XLA differentiates and partitions along space."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    if return_indices:
+        raise UserError(
+            "max_pool2d with `return_indices=True` has no lowering that can be split; pool without indices."
+        )
+
+    def pair(value: Any) -> tuple[int, int]:
+        values = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+        return (values[0], values[0]) if len(values) == 1 else (values[0], values[1])
+
+    window, pads, spread = pair(kernel_size), pair(padding), pair(dilation)
+    steps = pair(stride) if stride not in (None, [], ()) else window
+    edges = []
+    for size, width, step, pad, gap in zip(x.shape[-2:], window, steps, pads, spread, strict=True):
+        reach = gap * (width - 1) + 1
+        spare = (size + 2 * pad - reach) % step
+        edges.append((pad, pad + (step - spare if ceil_mode and spare else 0)))
+    lead = (1,) * (x.ndim - 2)
+    lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
+    return jax.lax.reduce_window(
+        x,
+        np.asarray(lowest, x.dtype)[()],
+        jax.lax.max,
+        (*lead, *window),
+        (*lead, *steps),
+        ((0, 0),) * len(lead) + tuple(edges),
+        window_dilation=(*lead, *spread),
+    )

@@ -1,0 +1,157 @@
+"""`hf:` models of images, masked tokens, translation and speech against their eager modules."""
+
+import numpy as np
+import pytest
+from hf_reference import close, real_model
+
+from autoshard.errors import UserError
+from autoshard.program import Role, open_source
+
+
+BATCH, SEQ = 3, 12
+TASKS = {
+    "vit-tiny": {},
+    "bert-tiny": {"seq": SEQ},
+    "t5-tiny": {"seq": SEQ},
+    "whisper-mini": {"seq": SEQ},
+    "resnet-tiny": {"image": 32},
+}
+STACKED = {
+    "vit-tiny": "vit.layers.*.mlp.fc1.weight",
+    "bert-tiny": "bert.encoder.layer.*.output.dense.weight",
+    "t5-tiny": "decoder.block.[1:].layer.1.EncDecAttention.q.weight",
+    "whisper-mini": "model.encoder.layers.*.fc1.weight",
+    "resnet-tiny": "resnet.encoder.stages.1.layers.[1:].layer.1.convolution.weight",
+}
+
+
+def _data(program, seed=4):
+    rng = np.random.default_rng(seed)
+    data = {}
+    for key, leaf in program.args[1].items():
+        if leaf.dtype.kind == "i":
+            data[key] = rng.integers(0, 200, leaf.shape).astype(np.int32)
+        else:
+            data[key] = rng.standard_normal(leaf.shape).astype(np.float32)
+    return data
+
+
+@pytest.mark.parametrize("config", TASKS)
+def test_output_and_gradients_equal_eager(config):
+    import jax
+    import torch
+
+    from autoshard.program._config import read_config
+    from autoshard.program._torch_function import TorchFunction
+    from autoshard.program._train import token_loss
+
+    _, fields = read_config(config)
+    model = real_model(fields)
+    program = open_source(f"hf:{config}", batch=BATCH, dtype="fp32", **TASKS[config])
+    data = _data(program)
+    inputs = {k: torch.tensor(v).long() if v.dtype.kind == "i" else torch.tensor(v) for k, v in data.items()}
+    logits = model(**inputs).logits
+    labels = np.random.default_rng(5).integers(0, logits.shape[-1], logits.shape[:-1]).astype(np.int32)
+    torch.nn.functional.cross_entropy(logits.flatten(0, -2), torch.tensor(labels).long().flatten()).backward()
+    function = TorchFunction(model)
+    params, buffers = function.values(), function.buffer_values()
+    for parameter in model.parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        parameter.data, parameter.grad = gradient, None
+    expected = TorchFunction(model).values()
+
+    extra = (buffers,) if buffers else ()
+    run = jax.jit(program.fn)
+    close(run(params, data, *extra), logits.detach().numpy())
+    grads = jax.jit(jax.grad(lambda p: token_loss(run(p, data, *extra), labels)))(params)
+    compared = 0
+    for name in params:
+        if np.abs(expected[name]).max() > 1e-6:
+            close(grads[name], expected[name], 3e-5)
+            compared += 1
+    assert compared > 0.7 * len(params)
+
+
+@pytest.mark.parametrize("config", TASKS)
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_training_step_is_scanned_and_tied(config, remat):
+    import jax
+
+    program = open_source(f"hf:{config}", train=True, batch=BATCH, remat=remat, **TASKS[config])
+    named = {a.name: a for a in program.arguments}
+    assert STACKED[config] in named and named[STACKED[config]].role is Role.PARAMETER
+    assert all(a.result is not None for a in program.arguments if a.role in (Role.PARAMETER, Role.OPTIMIZER_STATE))
+    assert "stablehlo.while" in jax.jit(program.fn).lower(*program.args).as_text()
+    assert program.model_flops and program.results[-1].shape == ()
+
+
+def test_batch_norm_uses_and_updates_running_statistics():
+    import jax
+    import torch
+
+    from autoshard.program._config import read_config
+    from autoshard.program._torch_function import TorchFunction
+
+    _, fields = read_config("resnet-tiny")
+    model = real_model(fields).train()
+    function = TorchFunction(model)
+    params, buffers = function.values(), function.buffer_values()
+    step = open_source("hf:resnet-tiny", train=True, batch=4, image=32, dtype="fp32", optimizer="sgd", remat="full")
+    made = step.make_args(0)
+    data = {"pixel_values": _data(step_like(4))["pixel_values"], "labels": made[2]["labels"]}
+    logits = model(pixel_values=torch.tensor(data["pixel_values"])).logits
+    loss = torch.nn.functional.cross_entropy(logits, torch.tensor(data["labels"]).long())
+    updated, _, after, value = jax.jit(step.fn)(params, made[1], data, buffers)
+    close(value, loss.detach().numpy())
+    expected = TorchFunction(model).buffer_values()
+    assert expected.keys() == after.keys() == buffers.keys()
+    for name in buffers:
+        close(after[name], expected[name])
+        if name.endswith("running_mean"):
+            assert np.abs(np.asarray(after[name]) - buffers[name]).max() > 1e-4
+    moved = [a for a in step.arguments if a.name.endswith("running_var")]
+    assert moved and all(a.role is Role.OTHER and a.donated and a.result is not None for a in moved)
+    assert all(a.dtype == "float32" for a in moved)
+    assert updated.keys() == params.keys()
+
+
+def step_like(batch):
+    return open_source("hf:resnet-tiny", batch=batch, image=32, dtype="fp32")
+
+
+def test_statistics_stay_in_fp32_under_bf16_compute():
+    program = open_source("hf:resnet-tiny", batch=2, image=32)
+    assert {a.dtype for a in program.arguments if "running" in a.name} == {"float32"}
+    assert {a.dtype for a in program.arguments if a.role is Role.PARAMETER} == {"bfloat16"}
+
+
+def test_frozen_parameters_are_not_trained():
+    program = open_source("hf:whisper-mini", train=True, batch=2, seq=8)
+    frozen = [a for a in program.arguments if a.name == "model.encoder.embed_positions.weight"]
+    assert [a.role for a in frozen] == [Role.OTHER] and frozen[0].result is None
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "sentence"),
+    [
+        ("hf:vit-tiny", {"seq": 8}, "--seq is for models of tokens; `vit-tiny` takes images"),
+        ("hf:bert-tiny", {"image": 8}, "--image is for models of images; `bert-tiny` takes `input_ids`"),
+        ("hf:vit-tiny", {"image": 64}, "--image 64 does not fit `vit-tiny`, whose positions are for images of 32"),
+        ("hf:bert-tiny", {"seq": 100}, "--seq 100 is longer than the 64 positions `bert-tiny` has"),
+        ("hf:whisper-mini", {"seq": 100}, "--seq 100 is longer than the 32 positions `whisper-mini` has"),
+    ],
+)
+def test_sizes_a_model_cannot_take(source, options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        open_source(source, batch=2, **options)
+
+
+def test_a_headless_model_cannot_be_trained(tmp_path):
+    file = tmp_path / "base.json"
+    file.write_text(
+        '{"model_type": "bert", "architectures": ["BertModel"], "hidden_size": 16, "num_hidden_layers": 2,'
+        ' "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}'
+    )
+    assert open_source(f"hf:{file}", batch=2, seq=8).results
+    with pytest.raises(UserError, match="`base` has no `logits` to train on"):
+        open_source(f"hf:{file}", batch=2, seq=8, train=True)
