@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.exec._devices import jax_mesh, named_sharding
+from autoshard.exec._devices import jax_mesh, named_sharding, place
 from autoshard.plan import Plan, Spec
 from autoshard.program import Program
 
@@ -80,6 +80,8 @@ class PlannedFunction:
         import jax
 
         compiled, shardings = self._compile(args)
+        if self.application.mesh.is_multi_process:
+            return compiled(*jax.tree.map(place, args, shardings))
         return compiled(*jax.device_put(args, shardings))
 
     def _compile(self, args: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -108,3 +108,17 @@ def named_sharding(mesh: Any, spec: Spec) -> Any:
     import jax
 
     return jax.sharding.NamedSharding(mesh, spec.partition_spec())
+
+
+def place(value: Any, sharding: Any) -> Any:
+    """A host or device array where a sharding wants it; with several processes each puts its own shards.
+
+    Every process holds the whole value; only its own part is copied to its devices.
+    """
+    import jax
+    import numpy as np
+
+    if sharding.is_fully_addressable or (isinstance(value, jax.Array) and not value.is_fully_addressable):
+        return jax.device_put(value, sharding)
+    whole = np.asarray(value)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])

@@ -15,7 +15,7 @@ from autoshard.exec._collectives import (
     read_collectives,
     wire_by_axis,
 )
-from autoshard.exec._devices import ensure_devices
+from autoshard.exec._devices import ensure_devices, place
 from autoshard.plan import Plan
 from autoshard.program import Program
 
@@ -83,7 +83,7 @@ def measure(
     compile_s = time.perf_counter() - start
 
     shardings = application.in_shardings()
-    current = [jax.device_put(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+    current = [place(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
     verdict: Check | None = None
     times: list[float] = []
     try:
@@ -153,32 +153,34 @@ def verify_program(program: Program, plan: Plan) -> None:
 def _run_unplanned(program: Program, args: tuple[Any, ...]) -> list[Any]:
     import jax
 
-    one = jax.devices()[0]
+    one = jax.local_devices()[0]
     out = jax.jit(lambda *a: program.fn(*a))(*jax.device_put(args, one))
     return [_host(leaf) for leaf in jax.tree.leaves(out)]
 
 
 def _host(value: Any) -> Any:
-    """A host copy: the array it came from may be donated to the next step."""
+    """A host copy of the whole array: the one it came from may be donated to the next step."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
+    if not value.is_fully_addressable:
+        from jax.experimental import multihost_utils
+
+        value = multihost_utils.process_allgather(value, tiled=True)
     return np.array(value)
 
 
 def _next(program: Program, current: list[Any], results: list[Any], first: list[Any], shardings: Any) -> list[Any]:
     """Arguments of the next step: updated state, what was kept, and donated arguments with no successor anew."""
-    import jax
-
     following = []
     for i, argument in enumerate(program.arguments):
         if argument.result is not None:
             following.append(results[argument.result])
         elif current[i].is_deleted():
-            following.append(jax.device_put(first[i], shardings[i]))
+            following.append(place(first[i], shardings[i]))
         else:
             following.append(current[i])
     return following
