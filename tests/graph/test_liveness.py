@@ -1,0 +1,253 @@
+"""What reaches memory, and how long each value is held."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from autoshard.graph import Liveness, OpGraph, analyse, read_graph
+from tests.graph import programs as made
+from tests.graph.programs import f32, graph_of, ops
+
+
+def lifetimes(liveness: Liveness) -> dict[int, tuple[int, int]]:
+    return {tensor: (start, stop) for tensor, start, stop in liveness.buffers}
+
+
+def peak(graph: OpGraph, liveness: Liveness) -> int:
+    size = {t.id: t.bytes for t in graph.tensors}
+    return max(
+        sum(size[t] for t, start, stop in liveness.buffers if start <= moment < stop)
+        for moment in range(len(graph.ops) + 1)
+    )
+
+
+def carry_of(graph: OpGraph, shape: tuple[int, ...], loop: int = 0) -> Any:
+    (found,) = (c for c in graph.loops[loop].carries if graph.tensors[c.body].shape == shape)
+    return found
+
+
+def test_a_chain_by_hand() -> None:
+    #       0: dot a@b -> h    1: tanh h -> t    2: negate h -> n     3: dot t@b -> u    4: add u, n -> r
+    def fn(a: Any, b: Any) -> Any:
+        h = a @ b
+        return jnp.tanh(h) @ b + (-h)
+
+    graph = graph_of(fn, f32(8, 8), f32(8, 8))
+    assert [op.kind for op in graph.ops] == ["dot_general", "tanh", "dot_general", "negate", "add"]
+    a, b = graph.arguments
+    h, t, u, n, r = (op.results[0] for op in graph.ops)
+    liveness = analyse(graph)
+    assert liveness.materialised == {a, b, h, t, u, r}, "the negation is recomputed inside the addition"
+    assert n not in lifetimes(liveness)
+    assert lifetimes(liveness) == {a: (0, 1), b: (0, 3), h: (0, 5), t: (1, 3), u: (2, 5), r: (4, 6)}
+    assert [(f.root, f.writes, f.reads) for f in liveness.fusions] == [
+        (0, (h,), (a, b)),
+        (1, (t,), (h,)),
+        (2, (u,), (b, t)),
+        (4, (r,), (h, u)),
+    ]
+
+
+def test_pointwise_chains_stay_inside_one_fusion() -> None:
+    graph = graph_of(lambda x: jnp.exp(jnp.sin(x) * 2) + 1, f32(8, 8))
+    liveness = analyse(graph)
+    (fusion,) = liveness.fusions
+    assert (fusion.reads, fusion.writes) == (graph.arguments, graph.results)
+    assert liveness.materialised == {*graph.arguments, *graph.results}
+
+
+def test_a_value_is_kept_when_recomputing_it_would_read_more() -> None:
+    def fn(a: Any, b: Any, c: Any) -> Any:
+        total = a + b + c
+        return jnp.sum(total * 2, 0), jnp.max(total, 1)
+
+    graph = graph_of(fn, *[f32(64, 64)] * 3)
+    (total,) = (op.results[0] for op in ops(graph, "add") if graph.tensors[op.results[0]].producer == 1)
+    assert total in analyse(graph).materialised
+    once = graph_of(lambda a: (jnp.sum(jnp.sin(a) * 2, 0), jnp.max(jnp.sin(a), 1)), f32(64, 64))
+    assert all(op.results[0] not in analyse(once).materialised for op in ops(once, "sine"))
+
+
+def test_what_a_matmul_reads_is_written_but_for_cheap_moves() -> None:
+    graph = graph_of(lambda x, w: jnp.sin(x) @ w.T.astype(jnp.float32), f32(8, 4), f32(6, 4))
+    liveness = analyse(graph)
+    assert ops(graph, "sine")[0].results[0] in liveness.materialised
+    assert all(op.results[0] not in liveness.materialised for op in ops(graph, "transpose"))
+    (matmul,) = (f for f in liveness.fusions if graph.ops[f.root].kind == "dot_general")
+    assert graph.arguments[1] in matmul.reads
+
+
+def test_results_are_held_to_the_end_and_arguments_until_their_last_use() -> None:
+    graph = graph_of(lambda x, y: (x @ y, jnp.sin(y) @ x), f32(8, 8), f32(8, 8))
+    spans, end = lifetimes(analyse(graph)), len(graph.ops) + 1
+    assert all(spans[t][1] == end for t in graph.results)
+    assert spans[graph.arguments[0]] == (0, len(graph.ops))
+    assert spans[graph.arguments[1]][1] < len(graph.ops)
+
+
+def test_arguments_that_the_caller_keeps_are_held_to_the_end() -> None:
+    graph = graph_of(lambda x, y: jnp.sin(x @ y) @ y, f32(8, 8), f32(8, 8))
+    x, y = graph.arguments
+    spans = lifetimes(analyse(graph, kept=[x]))
+    assert spans[x] == (0, len(graph.ops) + 1)
+    assert spans[y] == (0, 3)
+
+
+def test_donated_state_is_written_in_place() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return w - 0.1 * (x.T @ x), jnp.sum(x)
+
+    graph = graph_of(step, f32(64, 64), f32(8, 64))
+    (w, x), (new, _) = graph.arguments, graph.results
+    plain, donated = analyse(graph, kept=[w, x]), analyse(graph, kept=[x], updates={w: new})
+    assert lifetimes(donated)[w][1] == lifetimes(donated)[new][0] == graph.tensors[new].producer
+    assert peak(graph, plain) - peak(graph, donated) == 64 * 64 * 4
+
+
+def test_state_that_is_read_after_its_update_is_not_overwritten() -> None:
+    graph = graph_of(lambda w: (w * 2, jnp.max(w @ w)), f32(64, 64))
+    (w,), (new, _) = graph.arguments, graph.results
+    spans = lifetimes(analyse(graph, updates={w: new}))
+    assert spans[w][1] > spans[new][0]
+
+
+def test_a_cache_is_written_in_place_and_only_the_slice_is_moved() -> None:
+    program = made.decoding()
+    graph = read_graph(program.module)
+    liveness = analyse(graph, updates={graph.arguments[3]: graph.results[0]})
+    assert program.arguments[3].name == "cache"
+    (write,) = (f for f in liveness.fusions if graph.ops[f.root].kind == "dynamic_update_slice")
+    assert [graph.tensors[t].shape for t in write.moved] == [(made.BATCH, 1, made.DIM)]
+    assert graph.arguments[3] not in write.reads
+    spans = lifetimes(liveness)
+    assert spans[graph.arguments[3]][1] <= spans[graph.results[0]][0] + 1
+
+
+# Loops
+
+
+def scanned(x: Any, w: Any) -> Any:
+    return lax.scan(lambda c, p: (jnp.tanh(c @ p), c), x, w)
+
+
+def test_a_carried_value_has_one_buffer_for_the_whole_loop() -> None:
+    graph = graph_of(scanned, f32(8, 4), f32(5, 4, 4))
+    (loop,) = graph.loops
+    spans = lifetimes(analyse(graph))
+    carry = carry_of(graph, (8, 4))
+    assert spans[carry.body] == (loop.start, len(graph.ops) + 1), "the result is the same buffer"
+    assert carry.update not in spans and carry.result not in spans
+    assert spans[graph.arguments[1]] == (0, loop.stop), "the weights are read by every trip"
+
+
+def test_stacked_outputs_are_held_from_the_start_of_their_loop_to_its_use() -> None:
+    def fn(x: Any, w: Any) -> Any:
+        last, saved = scanned(x, w)
+        return lax.scan(lambda c, s: (c @ s.T @ s, None), last, saved, reverse=True)[0]
+
+    graph = graph_of(fn, f32(8, 4), f32(5, 4, 4))
+    forward, backward = graph.loops
+    saved = carry_of(graph, (5, 8, 4))
+    liveness = analyse(graph)
+    assert lifetimes(liveness)[saved.body] == (forward.start, backward.stop)
+    writes = [f for f in liveness.fusions if graph.ops[f.root].kind == "dynamic_update_slice"]
+    assert [graph.tensors[t].shape for f in writes for t in f.moved] == [(1, 8, 4)]
+    reads = [f for f in liveness.fusions if f.root >= backward.start and graph.ops[f.root].kind == "dot_general"]
+    shapes = {graph.tensors[t].shape for f in reads for t in f.reads}
+    assert (1, 8, 4) in shapes and (5, 8, 4) not in shapes, "a trip reads one slice of the stack"
+
+
+def test_saved_activations_cost_their_whole_stack() -> None:
+    with_remat, without = made.decoder(), made.decoder(remat=False)
+    kept, full = (read_graph(p.module) for p in (with_remat, without))
+    stack = made.LAYERS * made.BATCH * made.SEQ * made.DIM * 4
+    gained = peak(full, analyse(full)) - peak(kept, analyse(kept))
+    assert gained > 2 * stack, "at least the inputs of more than two matmuls a layer"
+    (saved,) = (c for c in kept.loops[0].carries if kept.tensors[c.body].shape[:1] == (made.LAYERS,))
+    assert kept.tensors[saved.body].bytes == stack
+
+
+def test_what_starts_a_loop_and_is_needed_later_is_copied() -> None:
+    def fn(x: Any, w: Any) -> Any:
+        first = x @ w
+        last = lax.fori_loop(0, 4, lambda i, c: jnp.tanh(c @ w), first)
+        return last @ first
+
+    graph = graph_of(fn, f32(8, 8), f32(8, 8))
+    spans = lifetimes(analyse(graph))
+    carry = carry_of(graph, (8, 8))
+    assert spans[carry.init] == (0, len(graph.ops))
+    assert spans[carry.body][0] == graph.loops[0].start
+    used_up = graph_of(lambda x, w: lax.fori_loop(0, 4, lambda i, c: jnp.tanh(c @ w), x @ w), f32(8, 8), f32(8, 8))
+    carry = carry_of(used_up, (8, 8))
+    assert carry.init not in (spans := lifetimes(analyse(used_up)))
+    assert spans[carry.body] == (used_up.tensors[carry.init].producer, len(used_up.ops) + 1)
+
+
+def test_one_value_that_starts_two_carried_ones_is_held_twice() -> None:
+    def fn(x: Any, w: Any) -> Any:
+        first = x @ w
+        return lax.fori_loop(0, 4, lambda i, c: (c[0] @ w, jnp.tanh(c[1] @ w)), (first, first))
+
+    graph = graph_of(fn, f32(8, 8), f32(8, 8))
+    bodies = [c.body for c in graph.loops[0].carries if graph.tensors[c.body].shape == (8, 8)]
+    spans = lifetimes(analyse(graph))
+    assert len(bodies) == 2 and all(body in spans for body in bodies)
+
+
+def test_nested_loops_share_the_outer_ones_buffer() -> None:
+    def inner(c: Any, w: Any) -> Any:
+        return lax.fori_loop(0, 4, lambda i, c: jnp.tanh(c @ w), c), None
+
+    graph = graph_of(lambda x, w: lax.scan(inner, x, w)[0], f32(8, 4), f32(5, 4, 4))
+    outer, nested = (carry_of(graph, (8, 4), loop) for loop in (0, 1))
+    spans = lifetimes(analyse(graph))
+    assert spans[outer.body] == (graph.loops[0].start, len(graph.ops) + 1)
+    assert not {nested.body, nested.update, nested.result, outer.update, outer.result} & set(spans)
+
+
+def test_values_of_an_outer_scope_outlive_the_loop_that_reads_them() -> None:
+    def fn(x: Any, w: Any, b: Any) -> Any:
+        bias = jnp.sin(b @ b)
+        return lax.fori_loop(0, 4, lambda i, c: jnp.tanh(c @ w + bias), x)
+
+    graph = graph_of(fn, f32(8, 8), f32(8, 8), f32(8, 8))
+    (loop,) = graph.loops
+    spans = lifetimes(analyse(graph))
+    sine = ops(graph, "sine")[0].results[0]
+    held = spans[sine] if sine in spans else spans[ops(graph, "dot_general")[0].results[0]]
+    assert held[1] == loop.stop
+
+
+@pytest.mark.parametrize("name", made.PROGRAMS)
+def test_buffers_are_sound(name: str) -> None:
+    program = made.PROGRAMS[name]()
+    graph = read_graph(program.module)
+    liveness = analyse(graph)
+    tensors = [t for t, _, _ in liveness.buffers]
+    assert len(set(tensors)) == len(tensors) and set(tensors) <= liveness.materialised
+    assert all(0 <= start < stop <= len(graph.ops) + 1 for _, start, stop in liveness.buffers)
+    assert set(graph.arguments) <= set(tensors)
+    assert {t for f in liveness.fusions for t in f.writes} <= liveness.materialised
+    spans = lifetimes(liveness)
+    for fusion in liveness.fusions:
+        for tensor in fusion.reads:
+            if tensor in spans:
+                assert spans[tensor][0] <= fusion.root < spans[tensor][1], "what is read is there"
+
+
+@pytest.mark.parametrize("name", ["mlp", "decoder", "decoder without remat", "decoding"])
+def test_the_peak_is_near_the_compilers(name: str) -> None:
+    """XLA for one CPU device, whole: its buffer assignment orders and fuses ops in its own way."""
+    program = made.PROGRAMS[name]()
+    graph = read_graph(program.module)
+    named = list(zip(graph.arguments, program.arguments, strict=True))
+    kept = [t for t, a in named if not a.donated]
+    updates = {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None}
+    compiled = jax.jit(program.fn, donate_argnums=program.donate_argnums).lower(*program.args).compile()
+    found = compiled.memory_analysis()
+    total = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+    assert peak(graph, analyse(graph, kept, updates)) == pytest.approx(total - found.alias_size_in_bytes, rel=0.25)
