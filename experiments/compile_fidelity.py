@@ -41,6 +41,7 @@ class Row:
     tflops: float
     """Published model TFLOP/s of one chip, attention counted without causality."""
     source: str
+    head_dim: int = 128
 
     @property
     def config(self) -> dict[str, Any]:
@@ -53,7 +54,7 @@ class Row:
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
-            "head_dim": 128,
+            "head_dim": self.head_dim,
             "vocab_size": self.vocab,
             "max_position_embeddings": self.seq,
             "rms_norm_eps": 1e-5,
@@ -65,153 +66,32 @@ class Row:
     @property
     def flops(self) -> float:
         """Model FLOPs of one step as the source counts them."""
-        attention = self.dim * 128 * (2 * self.heads + 2 * self.kv_heads)
+        attention = self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         weights = self.layers * (attention + 3 * self.dim * self.ffn) + self.dim * self.vocab
         tokens = self.sequences * self.seq
-        return tokens * (6.0 * weights + 12.0 * self.layers * self.heads * 128 * self.seq)
+        return tokens * (6.0 * weights + 12.0 * self.layers * self.heads * self.head_dim * self.seq)
 
 
 _MAXTEXT = "AI-Hypercomputer/maxtext@e591f30c:src/maxtext/configs/tpu"
-_RECIPES = "AI-Hypercomputer/tpu-recipes@c8cfe2f6:training"
+_V4, _V5E, _V5P = f"{_MAXTEXT}/v4", f"{_MAXTEXT}/v5e", f"{_MAXTEXT}/v5p"
+_V6E = "AI-Hypercomputer/tpu-recipes@c8cfe2f6:training/trillium"
+_TWO, _TWO_64 = {"slice": 2, "data": 256}, {"slice": 2, "data": 64}
+_16_8, _64_8 = {"data": 16, "model": 8}, {"data": 64, "model": 8}
 
 ROWS = (
+    Row("16b-v5e", 32, 4096, 28672, 64, 64, 32000, 2048, 1536, "v5e:16x16", {"data": 256}, "fsdp", "full", 120, _V5E),
+    Row("64b-v5e", 64, 8192, 28672, 64, 64, 32000, 2048, 512, "v5e:16x16", {"data": 256}, "fsdp", "full", 118, _V5E),
+    Row("32b-v5e*2", 32, 8192, 28672, 64, 64, 32000, 2048, 2048, "v5e:16x16*2", _TWO, "ours", "full", 128, _V5E),
+    Row("128b-v5p", 64, 8192, 57344, 128, 128, 32000, 2048, 128, "v5p:4x4x8", _16_8, "fsdp_tp", "dots", 315, _V5P),
+    Row("256b-v5p", 64, 16384, 57344, 128, 128, 32000, 2048, 512, "v5p:8x8x8", _64_8, "fsdp_tp", "dots", 308, _V5P),
+    # Ungated in the source: two matrices of 49152 are three of 32768.
     Row(
-        "16b-v5e",
-        32,
-        4096,
-        28672,
-        64,
-        64,
-        32000,
-        2048,
-        1536,
-        "v5e:16x16",
-        {"data": 256},
-        "fsdp*",
-        "full",
-        120,
-        _MAXTEXT + "/v5e",
+        "175b-v6e", 96, 12288, 32768, 96, 96, 50304, 2048, 768, "v6e:16x16", {"data": 256}, "fsdp", "full", 384.9, _V6E
     ),
-    Row(
-        "64b-v5e",
-        64,
-        8192,
-        28672,
-        64,
-        64,
-        32000,
-        2048,
-        512,
-        "v5e:16x16",
-        {"data": 256},
-        "fsdp*",
-        "full",
-        118,
-        _MAXTEXT + "/v5e",
-    ),
-    Row(
-        "32b-v5e-2",
-        32,
-        8192,
-        28672,
-        64,
-        64,
-        32000,
-        2048,
-        2048,
-        "v5e:16x16*2",
-        {"slice": 2, "data": 256},
-        "fsdp*",
-        "full",
-        128,
-        _MAXTEXT + "/v5e",
-    ),
-    Row(
-        "8b-v6e-8",
-        32,
-        4096,
-        14336,
-        32,
-        8,
-        128256,
-        8192,
-        24,
-        "v6e:2x4",
-        {"data": 8},
-        "fsdp*",
-        "full",
-        413.4,
-        _RECIPES + "/trillium",
-    ),
-    Row(
-        "8b-v6e-32",
-        32,
-        4096,
-        14336,
-        32,
-        8,
-        128256,
-        8192,
-        96,
-        "v6e:4x8",
-        {"data": 32},
-        "fsdp*",
-        "full",
-        407.2,
-        _RECIPES + "/trillium",
-    ),
-    Row(
-        "8b-v6e-64",
-        32,
-        4096,
-        14336,
-        32,
-        8,
-        128256,
-        8192,
-        320,
-        "v6e:8x8",
-        {"data": 64},
-        "fsdp*",
-        "full",
-        419.7,
-        _RECIPES + "/trillium",
-    ),
-    Row(
-        "128b-v5p",
-        64,
-        8192,
-        57344,
-        128,
-        128,
-        32000,
-        2048,
-        128,
-        "v5p:4x4x8",
-        {"data": 16, "model": 8},
-        "fsdp+tp*",
-        "dots",
-        315,
-        _MAXTEXT + "/v5p",
-    ),
-    Row(
-        "405b-v5p",
-        126,
-        16384,
-        53248,
-        128,
-        8,
-        128256,
-        8192,
-        1024,
-        "v5p:8x8x8",
-        {"data": 512},
-        "fsdp*",
-        "full",
-        314.5,
-        _RECIPES + "/v5p",
-    ),
+    # Ungated too: two matrices of 24576 are three of 16384; 16 sequences of 1024 tokens a chip.
+    Row("22b-v4*2", 48, 6144, 16384, 24, 24, 32768, 1024, 2048, "v4:4x4x4*2", _TWO_64, "ours", "full", 152, _V4, 256),
 )
+"""Runs with a sequence short enough that attention needs no fused kernel."""
 
 
 def run(row: Row, time_limit: float) -> dict[str, Any]:
