@@ -6,4 +6,5 @@ from autoshard.program._program import Argument as Argument
 from autoshard.program._program import Program as Program
 from autoshard.program._program import Result as Result
 from autoshard.program._program import Role as Role
+from autoshard.program._torch import from_torch as from_torch
 from autoshard.program._trace import trace as trace

@@ -10,7 +10,7 @@ from autoshard.program._config import read_config
 from autoshard.program._hf_inputs import task_of
 from autoshard.program._program import Program
 from autoshard.program._torch import TrainOptions, check_remat, evaluation_mode, torch_program
-from autoshard.program._torch_function import TorchFunction, probe
+from autoshard.program._torch_function import TorchFunction
 
 
 _NOT_FIELDS = {"architectures", "model_type", "torch_dtype", "dtype", "transformers_version"}
@@ -85,7 +85,7 @@ def from_config(
         return _train.token_loss(forward(params, inputs, *buffers), inputs["labels"])
 
     run = loss if training else forward
-    function.settle(lambda: probe(function, run, task.batch, name))
+    function.settle(run, task.batch, name)
     return torch_program(
         function,
         run,

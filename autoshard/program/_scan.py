@@ -53,6 +53,7 @@ def scanned(
     copy exists); `remat`: `none`, `dots`, `full`.
     """
     replaced: list[Any] = []
+    runs: list[_BlockRun] = []
     try:
         for block in blocks:
             run = _BlockRun(module, block, weights[block], prepare, remat, env)
@@ -60,7 +61,17 @@ def scanned(
                 layer = run.layers[index]
                 layer.__dict__["forward"] = run.stand_in(index)
                 replaced.append(layer)
-        yield
+            runs.append(run)
+        try:
+            yield
+        except NotRepeatedError:
+            raise
+        except Exception as error:  # the module's own code meets a hidden state that has no value yet
+            for run in runs:
+                if run.next:
+                    reason = "something happens to the hidden state between two layers"
+                    raise NotRepeatedError(run.block, reason) from error
+            raise
     finally:
         for layer in replaced:
             layer.__dict__.pop("forward", None)
@@ -86,6 +97,7 @@ class _BlockRun:
         self.hidden: Any = None
         self.pending: Any = None
         self.rest: list[Any] = []
+        self.next = 0
 
     def stand_in(self, index: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -95,11 +107,11 @@ class _BlockRun:
 
     def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden, place = self._hidden(args, kwargs)
+        if index != self.next:
+            raise NotRepeatedError(self.block, "the layers are not called in order")
         if index == 0:
             self.calls, self.hidden, self.pending, self.rest = [], hidden, hidden, []
-        if index != len(self.calls) and index >= self.block.period and index != self._expected:
-            raise NotRepeatedError(self.block, "the layers are not called in order")
-        self._expected = index + 1
+        self.next = (index + 1) % len(self.layers)
         if hidden is not self.pending:
             raise NotRepeatedError(self.block, "something happens to the hidden state between two layers")
         if index < self.block.period:

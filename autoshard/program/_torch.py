@@ -8,7 +8,7 @@ from autoshard.errors import UserError
 from autoshard.program import _flops, _train, _values
 from autoshard.program._program import Program, Role
 from autoshard.program._torch_env import environment
-from autoshard.program._torch_function import TorchFunction, jax_dtype, probe
+from autoshard.program._torch_function import TorchFunction, jax_dtype
 from autoshard.program._trace import trace
 
 
@@ -79,7 +79,7 @@ def from_torch(
             params, args, keywords, buffers[0] if buffers else None, lambda out, of=loss: of(out, *extra)
         )
 
-    function.settle(lambda: probe(function, loss_of if train else forward, batch, label))
+    function.settle(loss_of if train else forward, batch, label)
     own = function.values if _is_real(module) else None
     return torch_program(
         function,

@@ -17,10 +17,9 @@ def environment() -> Any:
     root.setLevel(logging.ERROR)  # importing torchax logs about absent optional packages
     try:
         import torch
-        from torchax import tensor
         from torchax.ops import ops_registry
 
-        env = tensor.Environment()
+        env = _environment_type()()
     finally:
         root.setLevel(level)
     for operation, lowering in (_lowerings.table() | _lowerings_nn.table()).items():
@@ -35,6 +34,29 @@ def environment() -> Any:
         counted_op, torch_op=torch.nn.functional.batch_norm, func=_lowerings_nn.batch_norm, is_jax_function=False
     )
     return env
+
+
+def _environment_type() -> type:
+    """torchax's environment, made to take ordinary CPU tensors that a module creates or holds as constants."""
+    import jax.numpy as jnp
+    import torch
+    from torch.utils import _pytree
+    from torchax import tensor
+    from torchax.view import View
+
+    class Environment(tensor.Environment):
+        def _should_use_torchax_tensor(self, device: Any) -> bool:
+            return True if device is None else bool(super()._should_use_torchax_tensor(device))
+
+        def t2j_iso(self, torchtensors: Any) -> Any:
+            def wrapped(value: Any) -> Any:
+                if isinstance(value, (tensor.Tensor, View)) or value.device.type != "cpu":
+                    return value
+                return tensor.Tensor(jnp.asarray(value.detach().numpy()), self)
+
+            return super().t2j_iso(_pytree.tree_map_only(torch.Tensor, wrapped, torchtensors))
+
+    return Environment
 
 
 @contextlib.contextmanager

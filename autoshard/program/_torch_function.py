@@ -158,21 +158,31 @@ class TorchFunction:
             return layers[block].buffers[offset][key]
         return env.t2j_iso(state[name])
 
-    def settle(self, run: Callable[[], Any]) -> Any:
-        """Call `run`, giving up the scan of blocks whose layers turn out not to be a plain chain."""
-        while True:
-            try:
-                return run()
-            except NotRepeatedError as error:
-                self._give_up(error.block, str(error))
-            except TypeError as error:
-                if "_Pending" not in str(error) or not self.blocks:
-                    raise
-                self._give_up(self.blocks[0], "the hidden state between two layers is used elsewhere")
+    def settle(self, run: Callable[..., Any], batch: Any, label: str) -> None:
+        """Trace `run(params, batch[, buffers])` abstractly until the blocks that are scanned are those that can be.
 
-    def _give_up(self, block: Block, reason: str) -> None:
-        self.blocks = tuple(other for other in self.blocks if other != block)
-        self.notes.append(f"The layers of `{block.owner}` are not scanned: {reason}.")
+        Raises `UserError` if the module does not lower at all.
+        """
+        import jax
+
+        while True:
+            extra = (self.buffers,) if self.buffers else ()
+            try:
+                jax.eval_shape(run, self.params, batch, *extra)
+                return
+            except UserError:
+                raise
+            except NotRepeatedError as error:
+                self._give_up((error.block,), str(error))
+            except Exception as error:  # the user's own code runs here
+                if not self.blocks:
+                    raise lowering_error(error, label) from error
+                self._give_up(self.blocks, "the hidden state between two layers is used elsewhere")
+
+    def _give_up(self, blocks: tuple[Block, ...], reason: str) -> None:
+        self.blocks = tuple(block for block in self.blocks if block not in blocks)
+        for owner in dict.fromkeys(block.owner for block in blocks):
+            self.notes.append(f"The layers of `{owner}` are not scanned: {reason}.")
         self._describe()
 
     def values(self, dtype: str | None = None) -> dict[str, Any]:
@@ -194,23 +204,6 @@ class TorchFunction:
             block, offset, key = self.members[name]
             array = np.stack([_host(own[f"{block.layer(offset, r)}.{key}"]) for r in range(block.repeats)])
         return array if dtype is None else array.astype(dtype)
-
-
-def probe(function: TorchFunction, run: Callable[..., Any], batch: Any, label: str) -> None:
-    """Trace the forward pass alone once: the cheap way to learn whether scans hold and whether every op lowers."""
-    import jax
-
-    extra = (function.buffers,) if function.buffers else ()
-    try:
-        jax.eval_shape(run, function.params, batch, *extra)
-    except (NotRepeatedError, UserError):
-        raise
-    except TypeError as error:
-        if "_Pending" in str(error):
-            raise
-        raise lowering_error(error, label) from error
-    except Exception as error:  # the user's own code runs here
-        raise lowering_error(error, label) from error
 
 
 def lowering_error(error: Exception, label: str) -> UserError:
