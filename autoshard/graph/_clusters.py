@@ -201,8 +201,8 @@ def _merge_op(union: _Union, op: Op, result: int, skip: set[int], stored: set[in
 def _same_dims(op: Op, operand: int, result: int) -> list[tuple[int, int]]:
     """(result dim, operand dim) pairs made of the same single factor."""
     assert op.rule is not None
-    where = {factors: d for d, factors in enumerate(op.rule.operands[operand]) if len(factors) == 1}
-    return [(d, where[f]) for d, f in enumerate(op.rule.results[result]) if f in where]
+    where = {f[0]: d for d, f in enumerate(op.rule.operands[operand]) if len(f) == 1}
+    return [(d, where[f[0]]) for d, f in enumerate(op.rule.results[result]) if len(f) == 1 and f[0] in where]
 
 
 def _trivial_reshape(op: Op, operand: int, result: int, pairs: list[tuple[int, int]], union: _Union) -> bool:
@@ -226,9 +226,7 @@ def _freeze(
             continue
         numbers[owner] = len(clusters)
         members = tuple(sorted(union.members[owner]))
-        clusters.append(
-            Cluster(len(clusters), tuple(union.sizes[owner]), frozenset(union.blocked[owner]), members)
-        )
+        clusters.append(Cluster(len(clusters), tuple(union.sizes[owner]), frozenset(union.blocked[owner]), members))
     cluster_of = tuple(-1 if t in skip else numbers[union.owner[t]] for t in range(len(graph.tensors)))
     edges = [Edge(graph.ops[op].operands[k], op, k, r) for op, k, r in unmerged]
     heavy = []

@@ -146,7 +146,9 @@ class _Reader:
                 self.ids[argument] = init
                 carried.append(init)
             else:
-                carried.append(self.new_tensor(argument, -1, loop_id, (number, len(inits) + k), self.tensors[init].name))
+                carried.append(
+                    self.new_tensor(argument, -1, loop_id, (number, len(inits) + k), self.tensors[init].name)
+                )
         bound = self.read_condition(condition)
         start = len(self.ops)
         updates = self.read_block(body, loop_id)

@@ -97,9 +97,9 @@ def _tensor_parallel_groups(model: Model, groups: Groups, parts: int) -> set[int
     is split already or that would split a neighbour twice (Shoeybi et al. 2019, section 3).
     """
     neighbours: dict[int, set[int]] = {}
-    dims = {}
+    dims: dict[int, list[int]] = {}
     for position in _parameters(model):
-        own = [g for g in tensor_groups(model.structure, groups.of_factor, model.graph.arguments[position])]
+        own = tensor_groups(model.structure, groups.of_factor, model.graph.arguments[position])
         dims[position] = [g for g in own if g is not None]
         for g in dims[position]:
             neighbours.setdefault(g, set()).update(set(dims[position]) - {g})
@@ -144,7 +144,9 @@ def _produced(model: Model, groups: Groups, position: int) -> set[int]:
     return set()
 
 
-def _split(model: Model, groups: Groups, position: int, chosen: set[int], axes: Sequence[int]) -> dict[int, tuple[int, ...]]:
+def _split(
+    model: Model, groups: Groups, position: int, chosen: set[int], axes: Sequence[int]
+) -> dict[int, tuple[int, ...]]:
     tensor = model.graph.arguments[position]
     parts = math.prod(model.axis_sizes[a] for a in axes)
     for dim, group in enumerate(tensor_groups(model.structure, groups.of_factor, tensor)):

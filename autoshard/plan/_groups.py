@@ -8,7 +8,10 @@ from autoshard.program import Program, Role
 
 
 _HINTS = (
-    ("vocabulary", re.compile(r"embed_tokens|lm_head|wte|shared\.weight|embed(ding)?s?(\.|$)|unembed|head$|vocab", re.I)),
+    (
+        "vocabulary",
+        re.compile(r"embed_tokens|lm_head|wte|shared\.weight|embed(ding)?s?(\.|$)|unembed|head$|vocab", re.I),
+    ),
     ("experts", re.compile(r"expert|moe", re.I)),
     ("kv heads", re.compile(r"(^|[._])(k_proj|v_proj|wk|wv|key|value|k|v)([._]|$)", re.I)),
     ("heads", re.compile(r"attn|attention|q_proj|o_proj|(^|[._])(wq|wo|q|o|query)([._]|$)", re.I)),
@@ -131,9 +134,7 @@ def _describe(
             names[group] = "hidden"
         else:
             names[group] = _hint([program.arguments[p].name for p in holders.get(group, [])])
-    return Groups(
-        of_factor, sizes, names, {g: tuple(p) for g, p in holders.items()}, batch, sequence, hidden
-    )
+    return Groups(of_factor, sizes, names, {g: tuple(p) for g, p in holders.items()}, batch, sequence, hidden)
 
 
 def _hint(names: list[str]) -> str:

@@ -1,6 +1,7 @@
 """What to say when no plan keeps within the memory limit."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.plan._build import build_problem
 from autoshard.plan._model import Model
@@ -9,9 +10,7 @@ from autoshard.solver import Solution, solve
 from autoshard.units import format_bytes
 
 
-def explain_infeasible(
-    model: Model, solution: Solution | None, memory_limit: int, time_limit: float, seed: int
-) -> str:
+def explain_infeasible(model: Model, solution: Solution | None, memory_limit: int, time_limit: float, seed: int) -> str:
     """One sentence: the least memory that any plan found needs, where its peak is, and what would help."""
     least = _least_memory(model, memory_limit, time_limit, seed)
     if least is None and solution is not None and len(solution.choices) == len(model.nodes):
@@ -36,7 +35,7 @@ def _advice(kind: str) -> str:
     return "more devices or a smaller dtype would help"
 
 
-def _least_memory(model: Model, memory_limit: int, time_limit: float, seed: int) -> np.ndarray | None:
+def _least_memory(model: Model, memory_limit: int, time_limit: float, seed: int) -> NDArray[np.int64] | None:
     """Choices of the smallest limit that the solver can keep, by bisection between the limit and twice the need."""
     problem = build_problem(model, {}, None)
     start = solve(problem, time_limit=time_limit / 8, seed=seed)

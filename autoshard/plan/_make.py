@@ -99,7 +99,9 @@ def make_plan(
     model = _model(program, chosen, memory_limit, phases)
     groups = find_groups(program, model.graph, model.structure)
     named = baselines(model, groups)
-    phases.start("solve", f"solving {len(model.nodes)} decisions with {sum(len(n.states) for n in model.nodes)} alternatives")
+    phases.start(
+        "solve", f"solving {len(model.nodes)} decisions with {sum(len(n.states) for n in model.nodes)} alternatives"
+    )
     try:
         found = search(model, named, memory_limit, time_limit, seed, phases.progress)
     except Infeasible as error:
@@ -143,7 +145,9 @@ def _model(program: Program, mesh: Mesh, memory_limit: int, phases: _Phases) -> 
     structure = build_structure(graph, parameters, ties)
     named = list(zip(graph.arguments, program.arguments, strict=True))
     kept = [t for t, a in named if not a.donated]
-    liveness = analyse(graph, kept, {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None})
+    liveness = analyse(
+        graph, kept, {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None}
+    )
     phases.start("price", f"pricing {len(graph.ops)} ops on {mesh.describe()}")
     return price(program, graph, structure, liveness, mesh, memory_limit)
 
@@ -153,7 +157,9 @@ def _plan(
 ) -> Plan:
     graph, choices = model.graph, chosen.choices
     prediction = predict(model, chosen.outcome, memory_limit)
-    arguments = {a.name: tensor_spec(model, choices, t) for a, t in zip(program.arguments, graph.arguments, strict=True)}
+    arguments = {
+        a.name: tensor_spec(model, choices, t) for a, t in zip(program.arguments, graph.arguments, strict=True)
+    }
     results: dict[str, Spec] = {}
     for r, tensor in zip(program.results, graph.results, strict=True):
         tied = program.arguments[r.argument] if r.argument is not None else None

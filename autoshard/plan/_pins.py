@@ -3,17 +3,19 @@
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from autoshard.cost import Collectives
 from autoshard.graph import FactorKind, OpClass
 from autoshard.plan._model import Model
 from autoshard.plan._plan import Pin
 from autoshard.plan._predict import spec_of, tensor_spec
 from autoshard.plan._price import factor_states
 from autoshard.plan._spec import Spec
-from autoshard.plan._states import PARTIAL, WHOLE, States, relabel
+from autoshard.plan._states import PARTIAL, WHOLE, Emitted, States, emitted, relabel
 
 
-def make_pins(model: Model, choices: Sequence[int]) -> tuple[Pin, ...]:
+def make_pins(model: Model, choices: NDArray[np.int64]) -> tuple[Pin, ...]:
     """Pins at every place where a spec is decided rather than passed on.
 
     These are the values on every edge between decisions, where they are made; carried values of loops; and operands
@@ -47,7 +49,7 @@ def make_pins(model: Model, choices: Sequence[int]) -> tuple[Pin, ...]:
     return (*pins, *_carry_pins(model, choices), *_operand_pins(model, choices))
 
 
-def _carry_pins(model: Model, choices: Sequence[int]) -> Iterator[Pin]:
+def _carry_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
     """Every value that enters a loop, at the loop: else propagation may split what the loop carries."""
     for loop in model.graph.loops:
         for carry in loop.carries:
@@ -57,16 +59,34 @@ def _carry_pins(model: Model, choices: Sequence[int]) -> Iterator[Pin]:
                 yield Pin(*init.value, tensor_spec(model, choices, carry.body), (number, position), init.name)
 
 
-def stages(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """States of an op's result to pin before the one it is wanted in: that in which the op leaves it, sums done.
+def stages(source: Sequence[int], target: Sequence[int], collectives: Collectives) -> Iterator[tuple[int, ...]]:
+    """States to pin between the state in which an op leaves its result, or a value is held, and the wanted one.
 
-    Told only the end, the partitioner may gather operands, or compute the op split in another way; compilers that
-    have a reduce-scatter still make one of the sum and the slice. Where only slices follow it is left free.
+    The first is what the op leaves, sums done: told only the end, the partitioner may gather operands, or compute the
+    op split in another way; compilers that have a reduce-scatter still make one of the sum and the slice. Where only
+    slices follow it is left free. Sums and gathers over all of many TPU devices go one axis at a time (`emitted`).
     """
-    natural = tuple(max(s, WHOLE) for s in source)
-    sums = min(source, default=WHOLE) <= PARTIAL
-    if natural != tuple(target) and (sums or any(n >= 0 and n != t for n, t in zip(natural, target, strict=True))):
-        yield natural
+    now = [max(s, WHOLE) for s in source]
+    summed = [a for a, s in enumerate(source) if s <= PARTIAL]
+    scattered = [a for a in summed if target[a] >= 0]
+    if len(scattered) > 1 and emitted(collectives, scattered) is Emitted.STAGED:
+        for axis in scattered:
+            now[axis] = target[axis]
+            if now != list(target):
+                yield tuple(now)
+    elif now != list(target) and (summed or any(n >= 0 and n != t for n, t in zip(now, target, strict=True))):
+        yield tuple(now)
+    yield from gather_stages(now, target, collectives)
+
+
+def gather_stages(source: Sequence[int], target: Sequence[int], collectives: Collectives) -> Iterator[tuple[int, ...]]:
+    """States between two states of a value where a gather must go one axis at a time, last axis first."""
+    gathered = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s >= 0 and t == WHOLE]
+    if len(gathered) > 1 and emitted(collectives, gathered) is Emitted.STAGED:
+        now = list(source)
+        for axis in reversed(gathered[1:]):
+            now[axis] = WHOLE
+            yield tuple(now)
 
 
 def _specs(model: Model, states: Iterator[tuple[int, ...]], rank: int) -> Iterator[Spec]:
@@ -74,7 +94,7 @@ def _specs(model: Model, states: Iterator[tuple[int, ...]], rank: int) -> Iterat
         yield spec_of(model, np.array([state]), 0, rank)
 
 
-def _result_stages(model: Model, choices: Sequence[int], op_id: int, result: int) -> Iterator[Spec]:
+def _result_stages(model: Model, choices: NDArray[np.int64], op_id: int, result: int) -> Iterator[Spec]:
     op = model.graph.ops[op_id]
     if op.rule is None:
         return iter(())
@@ -86,17 +106,17 @@ def _result_stages(model: Model, choices: Sequence[int], op_id: int, result: int
             mapping[factor] = dim
     rank = len(model.graph.tensors[op.results[result]].shape)
     aim = _held(model, choices, op.results[result])
-    return _specs(model, stages(relabel(state, mapping)[0].tolist(), aim), rank)
+    return _specs(model, stages(relabel(state, mapping)[0].tolist(), aim, model.collectives), rank)
 
 
-def _held(model: Model, choices: Sequence[int], tensor: int) -> tuple[int, ...]:
+def _held(model: Model, choices: NDArray[np.int64], tensor: int) -> tuple[int, ...]:
     """The planned state of a tensor over its dims."""
     spec = tensor_spec(model, choices, tensor)
     where = {axis: dim for dim, axes in enumerate(spec.dims) for axis in axes}
     return tuple(where.get(axis, WHOLE) for axis in model.axis_names)
 
 
-def _operand_pins(model: Model, choices: Sequence[int]) -> Iterator[Pin]:
+def _operand_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
     for op_id, number in model.op_node.items():
         op = model.graph.ops[op_id]
         if op.rule is None:
@@ -116,7 +136,7 @@ def _operand_pins(model: Model, choices: Sequence[int]) -> Iterator[Pin]:
             for a, b in zip(path, path[1:], strict=False):
                 if a == b:
                     continue
-                for spec in _specs(model, iter([b]), rank):
+                for spec in _specs(model, iter([*gather_stages(a, b, model.collectives), b]), rank):
                     where = (op.number, op.operand_numbers[k])
                     record = model.graph.tensors[tensor]
                     yield Pin(*record.value, spec, where, record.name)

@@ -6,9 +6,9 @@ Everything is listed again from the chosen specs, one pair of states at a time, 
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.plan._model import EXPOSED, Channel, Model, Move
 from autoshard.plan._plan import Collective, Prediction
@@ -55,7 +55,7 @@ def spec_of(model: Model, states: States, row: int, rank: int) -> Spec:
     return Spec(tuple(dims))
 
 
-def tensor_spec(model: Model, choices: Sequence[int], tensor: int) -> Spec:
+def tensor_spec(model: Model, choices: NDArray[np.int64], tensor: int) -> Spec:
     """The spec of any tensor under a choice; scalars and generated values are replicated."""
     cluster = model.structure.cluster_of[tensor]
     rank = len(model.graph.tensors[tensor].shape)
@@ -69,7 +69,7 @@ def tensor_spec(model: Model, choices: Sequence[int], tensor: int) -> Spec:
     return Spec(tuple(dims))
 
 
-def evaluate(model: Model, choices: Sequence[int]) -> Outcome:
+def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     """The true outcome of one alternative per node. Raises ValueError if a forbidden pair was chosen."""
     channels: dict[Channel, float] = defaultdict(float)
     for node, choice in zip(model.nodes, choices, strict=True):
@@ -118,7 +118,7 @@ def move_cause(model: Model, move: Move) -> str:
     return model.graph.tensors[move.tensor].name or node.name
 
 
-def move_steps(model: Model, move: Move, choices: Sequence[int]) -> list[tuple[str, tuple[str, ...], float, float]]:
+def move_steps(model: Model, move: Move, choices: NDArray[np.int64]) -> list[tuple[str, tuple[str, ...], float, float]]:
     """(kind, axes, bytes, seconds) of one execution of a move under a choice."""
     row = int(move.rows[int(choices[move.source])])
     column = int(move.columns[int(choices[move.target])])
@@ -142,7 +142,7 @@ def move_steps(model: Model, move: Move, choices: Sequence[int]) -> list[tuple[s
     return found
 
 
-def memory_events(model: Model, choices: Sequence[int]) -> list[tuple[int, int, str]]:
+def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, int, str]]:
     """(op id, bytes that come or go, kind) in order, from the specs and lifetimes of every buffer."""
     sizes = dict(model.mesh.axes)
     events: list[tuple[int, int, str]] = []
@@ -170,7 +170,7 @@ def memory_events(model: Model, choices: Sequence[int]) -> list[tuple[int, int, 
     return sorted(events, key=lambda e: (e[0], e[1]))
 
 
-def _memory(model: Model, choices: Sequence[int]) -> tuple[int, int, dict[str, int]]:
+def _memory(model: Model, choices: NDArray[np.int64]) -> tuple[int, int, dict[str, int]]:
     """Peak bytes, when (op id), and what holds them."""
     now: dict[str, int] = defaultdict(int)
     total = peak = when = 0

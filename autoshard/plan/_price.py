@@ -277,9 +277,7 @@ class _Pricer:
         shape = self.graph.tensors[out].shape
         source = np.full_like(states, WHOLE)
         if op.rule is not None:
-            mapping = [
-                PARTIAL - f if kind is FactorKind.REDUCTION else WHOLE for f, kind in enumerate(op.rule.kinds)
-            ]
+            mapping = [PARTIAL - f if kind is FactorKind.REDUCTION else WHOLE for f, kind in enumerate(op.rule.kinds)]
             for dim, factors in enumerate(op.rule.results[result]):
                 for factor in factors:
                     mapping[factor] = dim
@@ -358,13 +356,14 @@ class _Pricer:
         both = np.concatenate([held, states], axis=1)
         _, first, rows = np.unique(both, axis=0, return_index=True, return_inverse=True)
         marks = np.ones((len(aim), 1), dtype=np.int64) if holds is None else holds[:, None].astype(np.int64)
-        _, first_aim, columns = np.unique(np.concatenate([aim, marks], axis=1), axis=0, return_index=True, return_inverse=True)
+        _, first_aim, columns = np.unique(
+            np.concatenate([aim, marks], axis=1), axis=0, return_index=True, return_inverse=True
+        )
         itemsize = record.bytes // max(1, record.elements)
         widened = self.collectives.widen_dtype(dtype)
         reduce_itemsize = 4 if widened != dtype else itemsize
-        path = Path(
-            record.shape, held[first], kept[first], tuple(factors), states[first], aim[first_aim], itemsize, reduce_itemsize
-        )  # fmt: skip
+        ends = (held[first], kept[first], tuple(factors), states[first], aim[first_aim])
+        path = Path(record.shape, *ends, itemsize, reduce_itemsize)
         hideable = self.collectives.can_overlap and self.is_hideable(source, target, op)
         costs: dict[Channel, Seconds] = {}
         gathers, steps = self.steps(path)
@@ -382,7 +381,20 @@ class _Pricer:
             forbidden = np.where(alias[None, :], ~same, same)
         if costs or forbidden is not None:
             self.moves.append(
-                Move(source, target, tensor, op, block, trips, hideable, rows.ravel(), columns.ravel(), costs, forbidden, path)
+                Move(
+                    source,
+                    target,
+                    tensor,
+                    op,
+                    block,
+                    trips,
+                    hideable,
+                    rows.ravel(),
+                    columns.ravel(),
+                    costs,
+                    forbidden,
+                    path,
+                )
             )
 
     def is_hideable(self, source: int, target: int, op: int) -> bool:

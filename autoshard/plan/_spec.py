@@ -33,9 +33,7 @@ class Spec:
 
     def local_shape(self, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of one device's shard, padded up where a dim does not divide."""
-        return tuple(
-            -(-dim // math.prod(sizes[a] for a in axes)) for dim, axes in zip(shape, self.dims, strict=True)
-        )
+        return tuple(-(-dim // math.prod(sizes[a] for a in axes)) for dim, axes in zip(shape, self.dims, strict=True))
 
     def partition_spec(self) -> Any:
         """The same as `jax.sharding.PartitionSpec`."""

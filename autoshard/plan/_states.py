@@ -6,6 +6,7 @@ still have to be summed because it splits factor `f` of the op that made them.
 """
 
 import dataclasses
+import enum
 import itertools
 import math
 from collections.abc import Collection, Sequence
@@ -44,7 +45,9 @@ def enumerate_states(
 def _fits(state: tuple[int, ...], sizes: Sequence[int], axes: Sequence[int], even: bool) -> bool:
     for dim in set(state) - {WHOLE}:
         parts = math.prod(n for d, n in zip(state, axes, strict=True) if d == dim)
-        if sizes[dim] % parts and (even or parts > sizes[dim] or -(-sizes[dim] // parts) * parts > MAX_PADDING * sizes[dim]):
+        if sizes[dim] % parts and (
+            even or parts > sizes[dim] or -(-sizes[dim] // parts) * parts > MAX_PADDING * sizes[dim]
+        ):
             return False
     return True
 
@@ -74,6 +77,35 @@ class Step:
     axes: tuple[int, ...]
     size: NDArray[np.float64]
     """[from, to] bytes as `Collectives.time` counts them; 0 where the pair does not need it."""
+
+
+class Emitted(enum.Enum):
+    """What a sum over a group that ends split becomes."""
+
+    SCATTER = enum.auto()
+    """One reduce-scatter."""
+    STAGED = enum.auto()
+    """One for each axis, because the plan pins the axes one after the other."""
+    SUM = enum.auto()
+    """An all-reduce of everything and a slice."""
+
+
+def emitted(collectives: Collectives, axes: Sequence[int]) -> Emitted:
+    """How the backend's compiler ends a sum over these mesh axes (by number) that ends split.
+
+    TPU compilers turn reduce-scatters and all-gathers of all devices together, when those are many, into
+    all-reduces; asked for one axis at a time they emit real ones (seen on v5p:4x4x4 as 16x4).
+    """
+    names = tuple(collectives.mesh.names[a] for a in axes)
+    if collectives.partial_to_split_kind(names) == "reduce-scatter":
+        return Emitted.SCATTER
+    large = [a for a in axes if collectives.mesh.sizes[a] > 1]
+    return Emitted.STAGED if collectives.mesh.topology.backend == "tpu" and len(large) > 1 else Emitted.SUM
+
+
+def gathers_all(collectives: Collectives, axes: Sequence[int]) -> bool:
+    """False if an all-gather over these axes comes out as an all-reduce of the gathered tensor."""
+    return collectives.mesh.topology.backend != "tpu" or emitted(collectives, axes) is not Emitted.SUM
 
 
 def transition(
@@ -111,6 +143,10 @@ def transition(
     def parts(bits: int) -> int:
         return math.prod(axis_sizes[a] for a in members(bits))
 
+    def groups(bits: int) -> list[int]:
+        """The axes of one collective, or each alone where that is how it is pinned."""
+        return [1 << a for a in members(bits)] if emitted(collectives, members(bits)) is Emitted.STAGED else [bits]
+
     def add(kind: Kind, bits: int, where: NDArray[np.bool_], elements: NDArray[np.float64], item: int) -> None:
         steps.append(Step(kind, members(bits), np.where(where, elements * item, 0.0)))
 
@@ -119,12 +155,13 @@ def transition(
         scatter, total = mask((f == code) & (t >= 0)), mask((f == code) & (t < 0))
         summed = np.zeros_like(scatter)
         for bits in _distinct(scatter):
-            if collectives.partial_to_split_kind(tuple(names[a] for a in members(bits))) == "all-reduce":
+            if emitted(collectives, members(bits)) is Emitted.SUM:
                 summed = np.where(scatter == bits, bits, summed)
         total, scatter = total | summed, np.where(summed > 0, 0, scatter)
         for bits in _distinct(scatter):
-            add("reduce-scatter", bits, scatter == bits, local, reduce_itemsize)
-            local = np.where(scatter == bits, local / parts(bits), local)
+            for group in groups(bits):
+                add("reduce-scatter", group, scatter == bits, local, reduce_itemsize)
+                local = np.where(scatter == bits, local / parts(group), local)
         for bits in _distinct(total):
             add("all-reduce", bits, total == bits, local, reduce_itemsize)
     summed = mask((f <= PARTIAL) & (t >= 0)) & ~_scattered(steps, pairs)
@@ -141,8 +178,10 @@ def transition(
     for bits in _distinct(swaps):
         add("collective-permute", bits | 1 << (count - 1), (swaps == bits) & ~whole, local, itemsize)
     for bits in _distinct(everything):
-        local = np.where(everything == bits, local * parts(bits), local)
-        add("all-gather", bits, everything == bits, local, itemsize)
+        kind = "all-reduce" if not gathers_all(collectives, members(bits)) else "all-gather"
+        for group in reversed(groups(bits)):
+            local = np.where(everything == bits, local * parts(group), local)
+            add(kind, group, everything == bits, local, itemsize)
     for bits in _distinct(np.where(joint & ~whole, mask(moved), 0)):
         add("all-to-all", bits, joint & ~whole & (mask(moved) == bits), local, itemsize)
     for axis in range(count):
@@ -210,7 +249,7 @@ def decompose(
         for row in np.flatnonzero((states == dim).any(axis=1)):
             left = [factors[p] for p in parts]
             position = 0
-            for axis in np.flatnonzero(states[row] == dim):
+            for axis in np.flatnonzero(states[row] == dim).tolist():
                 while position < len(parts) - 1 and left[position] == 1:
                     position += 1
                 if not parts or left[position] % axes[axis]:

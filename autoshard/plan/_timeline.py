@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.plan._model import EXPOSED, Model
 from autoshard.plan._plan import Span, Timeline
@@ -26,7 +28,7 @@ class _Block:
     links: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
 
 
-def make_timeline(model: Model, choices: Sequence[int]) -> Timeline:
+def make_timeline(model: Model, choices: NDArray[np.int64]) -> Timeline:
     """One way to run the step in the time that `predict` says.
 
     Ops stand in program order; all trips of a loop are drawn as one, so that a span is as long as its op in all
@@ -72,7 +74,7 @@ _Job = tuple[int, int, int, str, str, float]
 """(op id, order at it, block, lane, name, seconds of the whole step)."""
 
 
-def _computes(model: Model, choices: Sequence[int]) -> list[_Job]:
+def _computes(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
     jobs: list[_Job] = []
     for number, node in enumerate(model.nodes):
         for (block, what), seconds in node.time.items():
@@ -83,7 +85,7 @@ def _computes(model: Model, choices: Sequence[int]) -> list[_Job]:
     return jobs
 
 
-def _collectives(model: Model, choices: Sequence[int]) -> list[_Job]:
+def _collectives(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
     jobs: list[_Job] = []
     for move in model.moves:
         for kind, axes, _, seconds in move_steps(model, move, choices):
@@ -109,7 +111,7 @@ def _moment(model: Model, number: int, block: int) -> int:
 
 
 def _sampled(
-    model: Model, choices: Sequence[int], starts: list[tuple[int, float]], end: float
+    model: Model, choices: NDArray[np.int64], starts: list[tuple[int, float]], end: float
 ) -> tuple[tuple[float, ...], dict[str, tuple[int, ...]]]:
     """Moments in seconds, and the bytes of each kind from then on; of each group of moments the fullest is kept."""
     held: dict[str, int] = defaultdict(int)

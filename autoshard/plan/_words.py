@@ -3,13 +3,16 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autoshard.plan._groups import Groups, tensor_groups
 from autoshard.plan._model import Model
 from autoshard.plan._predict import tensor_spec
 from autoshard.program import Role
 
 
-def describe(model: Model, groups: Groups, choices: Sequence[int]) -> tuple[str, ...]:
+def describe(model: Model, groups: Groups, choices: NDArray[np.int64]) -> tuple[str, ...]:
     """Sentences such as `batch over data`, `ffn and heads over model`, `parameters also over data`."""
     roles = {t: a.role for t, a in zip(model.graph.arguments, model.program.arguments, strict=True)}
     stored = {model.structure.cluster_of[t] for t, r in roles.items() if r in (Role.PARAMETER, Role.OPTIMIZER_STATE)}
@@ -41,7 +44,7 @@ def describe(model: Model, groups: Groups, choices: Sequence[int]) -> tuple[str,
 
 
 def _shares(
-    model: Model, groups: Groups, choices: Sequence[int], tensors: Sequence[int]
+    model: Model, groups: Groups, choices: NDArray[np.int64], tensors: Sequence[int]
 ) -> dict[tuple[int, str], float]:
     """(group, axis) -> share of the bytes of tensors with that group in which the axis splits it."""
     split: dict[tuple[int, str], int] = defaultdict(int)
@@ -58,9 +61,7 @@ def _shares(
     return {(g, a): size / total[g] for (g, a), size in split.items()}
 
 
-def _extra_axes(
-    model: Model, shares: dict[tuple[int, str], float], explained: set[tuple[int, str]]
-) -> tuple[str, ...]:
+def _extra_axes(model: Model, shares: dict[tuple[int, str], float], explained: set[tuple[int, str]]) -> tuple[str, ...]:
     axes = {a for (g, a), share in shares.items() if share > 0.3 and (g, a) not in explained}
     return tuple(a for a in model.axis_names if a in axes)
 
