@@ -1,0 +1,217 @@
+"""Moves between specs, against what XLA's partitioner emits when each is compiled alone."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard.cost import Collectives, Mesh, Topology, make_mesh
+from autoshard.exec import read_collectives
+from autoshard.plan._states import PARTIAL, WHOLE, Step, enumerate_states, transition
+
+
+SHAPE = (16, 32, 64)
+SIZES = {"a": 4, "b": 2}
+State = tuple[int, ...]
+
+
+@functools.cache
+def cpu(**sizes: int) -> Mesh:
+    return make_mesh(Topology.parse("cpu:8"), sizes)
+
+
+def jax_sharding(state: State, rank: int, mesh: Mesh) -> NamedSharding:
+    devices = jax.make_mesh(
+        tuple(mesh.axes.values()), tuple(mesh.axes), axis_types=(jax.sharding.AxisType.Auto,) * len(mesh.axes)
+    )
+    dims: list[list[str]] = [[] for _ in range(rank)]
+    for axis, dim in zip(mesh.axes, state, strict=True):
+        if dim >= 0:
+            dims[dim].append(axis)
+    return NamedSharding(devices, PartitionSpec(*(tuple(d) or None for d in dims)))
+
+
+def wire(steps: list[Step], mesh: Mesh) -> float:
+    """Bytes on the wire of the first pair of states."""
+    names, prices = list(mesh.axes), Collectives(mesh)
+    return sum(
+        float(share)
+        for step in steps
+        for share in prices.wire_bytes(step.kind, tuple(names[a] for a in step.axes), float(step.size[0, 0])).values()
+    )
+
+
+def predicted(source: State, target: State, shape: tuple[int, ...], mesh: Mesh, itemsize: int = 4) -> float:
+    one, other = np.array([source]), np.array([target])
+    return wire(transition(one, other, shape, itemsize, max(itemsize, 4), Collectives(mesh)), mesh)
+
+
+def compiled(fn: Any, mesh: Mesh, into: list[Any], out: Any, *args: Any) -> float:
+    text = jax.jit(fn, in_shardings=into, out_shardings=out).lower(*args).compile().as_text()
+    assert text is not None
+    return sum(c.wire_bytes for c in read_collectives(text, mesh))
+
+
+def moved(source: State, target: State, shape: tuple[int, ...], mesh: Mesh) -> float:
+    into, out = jax_sharding(source, len(shape), mesh), jax_sharding(target, len(shape), mesh)
+    return compiled(lambda x: x, mesh, [into], out, jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+def renamed(pair: tuple[State, State]) -> tuple[State, State]:
+    """The same pair with dims numbered in the order in which they appear."""
+    names: dict[int, int] = {WHOLE: WHOLE}
+    for dim in (*pair[0], *pair[1]):
+        names.setdefault(dim, len(names) - 1)
+    return tuple(names[d] for d in pair[0]), tuple(names[d] for d in pair[1])
+
+
+def pairs() -> list[tuple[State, State]]:
+    """Pairs of states of a tensor of three dims on two axes: all, up to the order of the dims, forwards and back."""
+    states = [tuple(map(int, s)) for s in enumerate_states(SHAPE, list(SIZES.values()))]
+    forwards = {renamed((s, t)) for s in states for t in states if s != t}
+    back = {WHOLE: WHOLE, 0: 2, 1: 1, 2: 0}
+    mirrored = {(tuple(back[d] for d in s), tuple(back[d] for d in t)) for s, t in forwards}
+    return sorted(forwards | mirrored)
+
+
+def changes_alone(source: State, target: State) -> bool:
+    """Exactly one axis changes, and the other is on none of the dims that it leaves or takes."""
+    changed = [axis for axis in range(2) if source[axis] != target[axis]]
+    if len(changed) != 1:
+        return False
+    (axis,) = changed
+    return source[1 - axis] < 0 or source[1 - axis] not in (source[axis], target[axis])
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[tuple[State, State], tuple[float, float]]:
+    """Pair -> bytes on the wire, predicted and compiled."""
+    mesh = cpu(**SIZES)
+    return {(s, t): (predicted(s, t, SHAPE, mesh), moved(s, t, SHAPE, mesh)) for s, t in pairs()}
+
+
+def test_one_axis_that_changes_alone_is_exact(measured: dict[tuple[State, State], tuple[float, float]]) -> None:
+    alone = {pair: found for pair, found in measured.items() if changes_alone(*pair)}
+    assert len(alone) >= 20
+    assert {pair: found for pair, found in alone.items() if found[0] != found[1]} == {}
+
+
+def test_most_pairs_are_near_what_is_compiled(measured: dict[tuple[State, State], tuple[float, float]]) -> None:
+    ratios = {pair: (p + 1) / (c + 1) for pair, (p, c) in measured.items()}
+    far = {pair: ratio for pair, ratio in ratios.items() if not 0.75 <= ratio <= 1 / 0.75}
+    assert len(far) <= 0.15 * len(measured), far
+    assert min(ratios.values()) > 1 / 3, far
+
+
+def test_free_moves_are_those_that_are_free(measured: dict[tuple[State, State], tuple[float, float]]) -> None:
+    assert {pair for pair, (p, _) in measured.items() if p == 0} == {
+        pair for pair, (_, c) in measured.items() if c == 0
+    }
+
+
+# Sums
+
+
+def contracted(source: State, target: State, mesh: Mesh, dtype: Any = jnp.float32) -> tuple[float, float]:
+    """Bytes predicted and compiled for a matmul [16, 64] x [64, 32] whose contracted dim the axes of `source` split.
+
+    `source` is over the result's dims, an axis that splits the contracted dim is `PARTIAL`.
+    """
+    names = list(mesh.axes)
+    left = tuple(1 if d == PARTIAL else d if d == 0 else WHOLE for d in source)
+    right = tuple(0 if d == PARTIAL else d if d == 1 else WHOLE for d in source)
+    into = [jax_sharding(left, 2, mesh), jax_sharding(right, 2, mesh)]
+    inner = NamedSharding(into[0].mesh, PartitionSpec(*_dims(source, names)))
+    steps = transition(
+        np.array([source]), np.array([target]), (16, 32), jnp.dtype(dtype).itemsize, 4, Collectives(mesh)
+    )
+
+    def product(a: Any, b: Any) -> Any:
+        return jax.lax.with_sharding_constraint(a @ b, inner)
+
+    arguments = jax.ShapeDtypeStruct((16, 64), dtype), jax.ShapeDtypeStruct((64, 32), dtype)
+    return wire(steps, mesh), compiled(product, mesh, into, jax_sharding(target, 2, mesh), *arguments)
+
+
+def _dims(state: State, names: list[str]) -> list[Any]:
+    return [tuple(n for n, d in zip(names, state, strict=True) if d == dim) or None for dim in range(2)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ((PARTIAL, WHOLE), (WHOLE, WHOLE)),
+        ((WHOLE, PARTIAL), (WHOLE, WHOLE)),
+        ((PARTIAL, PARTIAL), (WHOLE, WHOLE)),
+        ((0, PARTIAL), (0, WHOLE)),
+        ((PARTIAL, 1), (WHOLE, 1)),
+        ((PARTIAL, WHOLE), (0, WHOLE)),
+        ((PARTIAL, PARTIAL), (0, 1)),
+        ((0, PARTIAL), (0, 0)),
+        ((0, PARTIAL), (0, 1)),
+        ((PARTIAL, 1), (0, 1)),
+    ],
+)
+def test_sums_are_exact(source: State, target: State, dtype: Any) -> None:
+    found, wanted = contracted(source, target, cpu(**SIZES), dtype)
+    assert found == wanted > 0
+
+
+def test_tpus_scatter_sums_where_they_end_split() -> None:
+    mesh = make_mesh(Topology.parse("v5e:2x4"), SIZES)
+    steps = transition(
+        np.array([[0, PARTIAL], [0, PARTIAL], [0, 1]]),
+        np.array([[0, WHOLE], [0, 1]]),
+        (16, 32),
+        4,
+        4,
+        Collectives(mesh),
+    )
+    sizes = {(step.kind, step.axes): step.size.tolist() for step in steps if step.size.any()}
+    local = 16 // 4 * 32 * 4
+    assert sizes.pop(("reduce-scatter", (1,))) == [[0, local], [0, local], [0, 0]]
+    assert sizes.pop(("all-reduce", (1,))) == [[local, 0], [local, 0], [0, 0]]
+    assert sizes.pop(("all-gather", (1,))) == [[0, 0], [0, 0], [local, 0]]
+    assert sizes == {}
+
+
+# Other meshes and shapes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape", "source", "target"),
+    [
+        ({"a": 8}, (16, 32), (0,), (1,)),
+        ({"a": 8}, (16, 32), (1,), (WHOLE,)),
+        ({"a": 2, "b": 2, "c": 2}, (8, 16, 32), (0, 1, 2), (0, WHOLE, 2)),
+        ({"a": 2, "b": 2, "c": 2}, (8, 16, 32), (0, WHOLE, WHOLE), (0, 1, 2)),
+        ({"a": 2, "b": 2, "c": 2}, (8, 16, 32), (0, 1, WHOLE), (0, 2, WHOLE)),
+        ({"a": 2, "b": 2, "c": 2}, (8, 16, 32), (0, 0, 0), (WHOLE, WHOLE, WHOLE)),
+        ({"a": 2, "b": 2, "c": 2}, (8, 16, 32), (0, 0, WHOLE), (1, 1, WHOLE)),
+    ],
+)
+def test_meshes_of_one_and_three_axes(sizes: dict[str, int], shape: tuple, source: State, target: State) -> None:
+    mesh = cpu(**sizes)
+    assert predicted(source, target, shape, mesh) == moved(source, target, shape, mesh)
+
+
+def test_every_pair_is_what_it_is_alone() -> None:
+    """All pairs at once give the same collectives as each pair by itself."""
+    mesh, names = cpu(**SIZES), list(SIZES)
+    prices = Collectives(mesh)
+    states = np.array([[PARTIAL, 0], [PARTIAL, PARTIAL], *enumerate_states(SHAPE, list(SIZES.values())).tolist()])
+    whole = states[2:]
+    total = np.zeros((len(states), len(whole)))
+    for step in transition(states, whole, SHAPE, 4, 4, prices):
+        shares = prices.wire_bytes(step.kind, tuple(names[a] for a in step.axes), step.size).values()
+        total += sum(np.asarray(share) for share in shares)
+    for i, source in enumerate(states):
+        for j, target in enumerate(whole):
+            alone = predicted(tuple(source), tuple(target), SHAPE, mesh)
+            assert total[i, j] == pytest.approx(alone)
+            assert (total[i, j] == 0) == (alone == 0)
