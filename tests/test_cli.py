@@ -21,6 +21,7 @@ FLAGS = {
     "diff": {"--debug", "--json", "--quiet"},
     "doctor": {"--debug", "--json", "--quiet"},
     "plan": {"--debug", "--json", "--out", "--quiet"} | PROGRAM | PLANNING,
+    "export": {"--debug", "--json", "--out", "--quiet", "--to", "-o"},
     "measure": {"--check", "--debug", "--json", "--plan", "--quiet", "--steps", "--tolerance"} | PROGRAM | PLANNING,
     "report": {"--compare", "--debug", "--json", "--measured", "--out", "--perfetto", "--quiet", "-o"},
     "solve": {"--debug", "--iterations", "--out", "--quiet", "--seed", "--threads", "--time-limit"},
@@ -289,6 +290,10 @@ def test_report_of_a_saved_plan(folder: Path):
         ("report plan.json --compare plan.json", "--compare is for the page; name it with --out report.html."),
         ("report plan.json -o r.html --measured plan.json", "plan.json has no `step_time_s`; give what"),
         ("compile step.py --plan plan.json", "cpu:8"),
+        (
+            "export plan.json --to jaxx",
+            "there is no export to 'jaxx'; choose from jax, flax, maxtext, torch-xla",
+        ),
         ("diff plan.json none.json", "cannot read the plan file none.json"),
         ("compare step.py --topology v5e:2x2 --measure", "the plan is for v5e:2x2, but only CPU devices are here;"),
         ("solve none.json", "cannot read the problem none.json: No such file or directory"),

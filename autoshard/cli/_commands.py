@@ -147,6 +147,23 @@ def run_diff(arguments: argparse.Namespace, answer: TextIO) -> int:
     return 0
 
 
+def run_export(arguments: argparse.Namespace, answer: TextIO) -> int:
+    _check_writable("--out", arguments.out)
+    from autoshard.plan import load_plan
+    from autoshard.report import export_plan, write_text
+
+    text = export_plan(load_plan(arguments.plan), arguments.to)
+    if arguments.out is not None:
+        write_text(arguments.out, text)
+    if arguments.json:
+        _print_json({"to": arguments.to, "text": text}, answer)
+    elif arguments.out is None:
+        answer.write(text)
+    else:
+        print(f"Written: {arguments.out}", file=answer)
+    return 0
+
+
 def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
     _check_writable("--out", arguments.out)
     _check_writable("--perfetto", arguments.perfetto)

@@ -112,6 +112,16 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("--compare", metavar="OTHER.json", type=Path, help="another plan to set beside this one")
     report.add_argument("--measured", metavar="M.json", type=Path, help="what `autoshard measure --json` printed")
 
+    export = _command(commands, "export", _commands.run_export, "write a plan as code or configuration for elsewhere")
+    export.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
+    export.add_argument(
+        "--to",
+        required=True,
+        metavar="FORM",
+        help="jax, flax, maxtext, torch-xla, dtensor or hlo",
+    )
+    export.add_argument("-o", "--out", metavar="FILE", type=Path, help="write here instead of to stdout")
+
     solve = _command(commands, "solve", _commands.run_solve, "solve a Problem in the contest's format", json_flag=False)
     solve.add_argument("problem", metavar="PROBLEM.json", help="JSON, also gzipped; what --save-problem writes")
     solve.add_argument("--time-limit", type=_seconds, default=60.0, metavar="S", help="in all (default: 60)")

@@ -11,6 +11,10 @@ from autoshard.report._diff import difference_figures as difference_figures
 from autoshard.report._diff import difference_report as difference_report
 from autoshard.report._doctor import doctor as doctor
 from autoshard.report._doctor import doctor_report as doctor_report
+from autoshard.report._export import EXPORT_FORMS as EXPORT_FORMS
+from autoshard.report._export import export_plan as export_plan
+from autoshard.report._export import hlo_sharding as hlo_sharding
+from autoshard.report._export import placements as placements
 from autoshard.report._figures import best_baseline as best_baseline
 from autoshard.report._figures import plan_figures as plan_figures
 from autoshard.report._html import html_report as html_report

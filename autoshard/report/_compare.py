@@ -84,7 +84,7 @@ def comparison_report(plan: Plan, rows: Sequence[Row]) -> RenderableType:
 def _evidence(row: Row) -> tuple[bool, float]:
     if row.measured:
         return False, row.measured["step_time_s"]
-    estimated = row.compiled and row.compiled["step_time_s"]["estimated"]
+    estimated = row.compiled["step_time_s"]["estimated"] if row.compiled else None
     if estimated:
         return False, estimated
     fits = row.prediction is not None and row.prediction.fits

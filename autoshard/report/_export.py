@@ -1,0 +1,326 @@
+"""A plan as code or configuration for the places where people already work.
+
+Every form says in its first lines what of the plan it cannot express.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+
+from autoshard.errors import UserError
+from autoshard.plan import Plan, Spec
+from autoshard.report._names import clean
+
+
+def export_plan(plan: Plan, form: str) -> str:
+    """The plan as text in one of `EXPORT_FORMS`; `UserError` for another."""
+    if form not in EXPORT_FORMS:
+        raise UserError(f"there is no export to {form!r}; choose from {', '.join(EXPORT_FORMS)}.")
+    return EXPORT_FORMS[form](plan)
+
+
+def hlo_sharding(spec: Spec, mesh: Mapping[str, int]) -> str:
+    """A spec in XLA's notation, such as `{devices=[1,2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate}`.
+
+    Numbers count places of the mesh, row-major; which device stands where is the device assignment's business.
+    Source: `HloSharding::ToString` (openxla/xla, xla/hlo/ir/hlo_sharding.cc) and its iota tile assignments.
+    """
+    split = [axis for axis in spec.axes if mesh[axis] > 1]
+    if not split:
+        return "{replicated}"
+    axes = [axis for axis, size in mesh.items() if size > 1]
+    rest = [axis for axis in axes if axis not in split]
+    tiles = [_product(mesh, dim) for dim in spec.dims]
+    copies = _product(mesh, rest)
+    order = [axes.index(axis) for axis in (*split, *rest)]
+    shape = ",".join(map(str, [*tiles, *([copies] if copies > 1 else [])]))
+    if order == sorted(order):
+        source = f"[{_product(mesh, axes)}]"
+    else:
+        source = f"[{','.join(str(mesh[axis]) for axis in axes)}]T({','.join(map(str, order))})"
+    return f"{{devices=[{shape}]<={source}{' last_tile_dim_replicate' if copies > 1 else ''}}}"
+
+
+def _product(mesh: Mapping[str, int], axes: tuple[str, ...] | list[str]) -> int:
+    product = 1
+    for axis in axes:
+        product *= mesh[axis]
+    return product
+
+
+def _head(plan: Plan, lacks: tuple[str, ...], mark: str = "#") -> str:
+    """Comment lines: what this is, and what it leaves out."""
+    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+    lines = [f"Shardings of {clean(plan.program_name, 80)} on {plan.topology}, mesh {mesh}; made by autoshard."]
+    lines += [f"Not expressed here: {lack}" for lack in lacks]
+    return "\n".join(f"{mark} {line}" for line in lines) + "\n"
+
+
+def _pins(plan: Plan) -> tuple[str, ...]:
+    if not plan.pins:
+        return ()
+    return (f"the {len(plan.pins)} intermediates that the plan pins; XLA's propagation chooses them instead.",)
+
+
+def _table(name: str, rows: Mapping[str, str]) -> str:
+    body = "".join(f"    {key!r}: {value},\n" for key, value in rows.items())
+    return f"{name} = {{\n{body}}}\n"
+
+
+def _partition(spec: Spec) -> str:
+    entries = [repr(axes[0]) if len(axes) == 1 else repr(axes) if axes else "None" for axes in spec.dims]
+    while entries and entries[-1] == "None":
+        entries.pop()
+    return f"P({', '.join(entries)})"
+
+
+_JAX = '''
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+{mesh}
+{order}
+
+def make_mesh(devices=None):
+    """The plan's mesh. TPUs are numbered by slice, coordinates and core; other devices by process and id."""
+
+    def place(device):
+        where = (getattr(device, "slice_index", 0) or 0, *getattr(device, "coords", ()))
+        return (*where, getattr(device, "core_on_chip", 0), device.process_index, device.id)
+
+    ordered = sorted(jax.devices() if devices is None else devices, key=place)
+    grid = np.array([ordered[number] for number in DEVICE_ORDER], dtype=object)
+    return Mesh(grid.reshape(tuple(MESH.values())), tuple(MESH))
+
+
+def shardings(specs, mesh):
+    """One NamedSharding for each name, in the order of the step's flat arguments (or results)."""
+    return {{name: NamedSharding(mesh, spec) for name, spec in specs.items()}}
+
+
+{arguments}
+
+{results}'''
+
+
+def _jax(plan: Plan) -> str:
+    return _head(plan, _pins(plan)) + _JAX.format(
+        mesh=f"MESH = {plan.mesh!r}",
+        order=f"DEVICE_ORDER = {_order(plan)}",
+        arguments=_table("ARGUMENTS", {name: _partition(spec) for name, spec in plan.arguments.items()}),
+        results=_table("RESULTS", {name: _partition(spec) for name, spec in plan.results.items()}),
+    )
+
+
+def _order(plan: Plan) -> str:
+    if plan.device_order == tuple(range(len(plan.device_order))):
+        return f"range({len(plan.device_order)})"
+    return repr(plan.device_order)
+
+
+def _hlo(plan: Plan) -> str:
+    order = ",".join(map(str, plan.device_order))
+    lines = [_head(plan, _pins(plan)), f"# device assignment (numbers in the topology's order): {order}\n"]
+    lines += [f"argument {clean(name)} {hlo_sharding(spec, plan.mesh)}\n" for name, spec in plan.arguments.items()]
+    lines += [f"result {clean(name)} {hlo_sharding(spec, plan.mesh)}\n" for name, spec in plan.results.items()]
+    return "".join(lines)
+
+
+def _torch_parameters(plan: Plan) -> tuple[dict[str, Spec], tuple[str, ...]]:
+    """Parameters by the name that a torch module gives them, `*` for any layer; and sentences on what is left out.
+
+    A stacked parameter has its layers as leading dim, which a module with a list of layers does not have.
+    """
+    specs, lost = {}, []
+    for name, spec in plan.arguments.items():
+        if plan.roles[name] != "parameter":
+            continue
+        stacked = "*" in name.split(".")
+        if stacked and spec.dims[0]:
+            lost.append(name)
+        specs[name] = Spec(spec.dims[1:]) if stacked else spec
+    sentences = [f"{name} is also split over its layers, which one layer's tensor cannot be." for name in lost]
+    return specs, tuple(sentences)
+
+
+def _pattern(name: str) -> str:
+    return re.escape(name).replace(r"\*", r"\d+") + "$"
+
+
+_TORCH_XLA = '''
+import re
+
+import numpy as np
+import torch_xla.distributed.spmd as xs
+
+{mesh}
+{order}
+
+{parameters}
+
+def make_mesh():
+    return xs.Mesh(np.array(DEVICE_ORDER), tuple(MESH.values()), tuple(MESH))
+
+
+def mark(model, mesh):
+    """Mark every parameter of a model on the XLA device; call `xr.use_spmd()` before the model is moved there."""
+    for name, parameter in model.named_parameters():
+        for pattern, spec in PARAMETERS.items():
+            if re.match(pattern, name):
+                xs.mark_sharding(parameter, mesh, spec)
+                break
+        else:
+            raise KeyError(f"the plan has no parameter {{name}}")
+'''
+
+
+def _tuple(spec: Spec) -> str:
+    return repr(tuple(axes[0] if len(axes) == 1 else axes if axes else None for axes in spec.dims))
+
+
+def _torch_xla(plan: Plan) -> str:
+    specs, lost = _torch_parameters(plan)
+    lacks = (*_pins(plan), *lost, "optimizer state and batch; state made like its parameter is split like it.")
+    rows = {_pattern(name): _tuple(spec) for name, spec in specs.items()}
+    return _head(plan, lacks) + _TORCH_XLA.format(
+        mesh=f"MESH = {plan.mesh!r}", order=f"DEVICE_ORDER = {_order(plan)}", parameters=_table("PARAMETERS", rows)
+    )
+
+
+_DTENSOR = '''
+import re
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn import Parameter
+
+{mesh}
+{parameters}
+
+def make_mesh(device_type):
+    return init_device_mesh(device_type, tuple(MESH.values()), mesh_dim_names=tuple(MESH))
+
+
+def distribute(model, mesh):
+    """Replace every parameter of a model by a DTensor that is split as planned."""
+    for module_name, module in model.named_modules():
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            name = f"{{module_name}}.{{key}}" if module_name else key
+            for pattern, placements in PARAMETERS.items():
+                if re.match(pattern, name):
+                    value = distribute_tensor(parameter.detach(), mesh, placements)
+                    module.register_parameter(key, Parameter(value, requires_grad=parameter.requires_grad))
+                    break
+            else:
+                raise KeyError(f"the plan has no parameter {{name}}")
+'''
+
+
+def placements(spec: Spec, mesh: Mapping[str, int]) -> list[tuple[str, int] | None] | None:
+    """For each mesh axis the dim that it splits, or None; None at all if DTensor cannot express the spec.
+
+    DTensor splits a dim by several axes in the order of the mesh, major first.
+    """
+    axes = list(mesh)
+    for dim in spec.dims:
+        if [axes.index(axis) for axis in dim] != sorted(axes.index(axis) for axis in dim):
+            return None
+    where = {axis: dim for dim, names in enumerate(spec.dims) for axis in names}
+    return [("Shard", where[axis]) if axis in where else None for axis in axes]
+
+
+def _dtensor(plan: Plan) -> str:
+    specs, lost = _torch_parameters(plan)
+    rows, unlike = {}, []
+    for name, spec in specs.items():
+        found = placements(spec, plan.mesh)
+        if found is None:
+            unlike.append(f"{name}: {spec} splits a dim by axes in another order than the mesh; it is replicated here.")
+            found = [None] * len(plan.mesh)
+        rows[_pattern(name)] = "[" + ", ".join(f"Shard({p[1]})" if p else "Replicate()" for p in found) + "]"
+    order = plan.device_order != tuple(range(len(plan.device_order)))
+    lacks = (
+        *_pins(plan),
+        *lost,
+        *unlike,
+        "optimizer state and batch; state made like its parameter is split like it.",
+        *(["the device order; ranks are laid out row-major over the mesh."] if order else []),
+    )
+    return _head(plan, lacks) + _DTENSOR.format(mesh=f"MESH = {plan.mesh!r}", parameters=_table("PARAMETERS", rows))
+
+
+_FLAX = """
+{mesh}
+{rules}
+{parameters}"""
+
+
+def _flax(plan: Plan) -> str:
+    """A logical axis for each way in which a dim is split, since one name may have one rule only."""
+    rules: dict[tuple[str, ...], str] = {}
+    rows = {}
+    for name, spec in plan.arguments.items():
+        if plan.roles[name] == "parameter":
+            names = [rules.setdefault(axes, f"over_{'_'.join(axes)}") if axes else None for axes in spec.dims]
+            rows[name] = repr(tuple(names))
+    listed = "".join(f"    ({name!r}, {(axes[0] if len(axes) == 1 else axes)!r}),\n" for axes, name in rules.items())
+    lacks = (*_pins(plan), "optimizer state and batch.", "the device order.")
+    return _head(plan, lacks) + _FLAX.format(
+        mesh=f"MESH = {plan.mesh!r}\n",
+        rules=f"# For flax.linen.logical_axis_rules, or nnx.logical_axis_rules.\nRULES = (\n{listed})\n",
+        parameters="# Names for nn.with_logical_partitioning, or nnx.with_partitioning, of each parameter.\n"
+        + _table("LOGICAL_AXES", rows),
+    )
+
+
+def _maxtext(plan: Plan) -> str:
+    """The parallelism settings of MaxText's base.yml that come nearest; an axis's use is read off the plan."""
+    from autoshard.cost import Topology
+
+    slices = Topology.parse(plan.topology).slices
+    settings: dict[str, int] = {}
+    notes = []
+    dcn = slices
+    for axis, size in plan.mesh.items():
+        use = _use(plan, axis)
+        notes.append(f"{axis}={size} is used as {use} parallelism.")
+        outer = size if dcn % size == 0 and dcn >= size else dcn if size % dcn == 0 else 1
+        dcn //= outer
+        for prefix, part in (("dcn", outer), ("ici", size // outer)):
+            if part > 1:
+                key = f"{prefix}_{use}_parallelism"
+                settings[key] = settings.get(key, 1) * part
+    lacks = (
+        *_pins(plan),
+        "single tensors that are split in another way than the rest; MaxText's own rules split by kind of dim.",
+        "the device order.",
+    )
+    body = "".join(f"{key}: {value}\n" for key, value in settings.items())
+    return _head(plan, lacks) + "".join(f"# {note}\n" for note in notes) + body
+
+
+def _use(plan: Plan, axis: str) -> str:
+    """What an axis does, in MaxText's words: data, fsdp, context, expert or tensor."""
+    batch = [spec for name, spec in plan.arguments.items() if plan.roles[name] == "batch" and spec.dims]
+    by_role = {
+        role: [name for name in plan.arguments if plan.roles[name] == role and axis in plan.arguments[name].axes]
+        for role in ("parameter", "optimizer_state")
+    }
+    experts = [name for name in by_role["parameter"] if "expert" in name]
+    if any(axis in plan.arguments[name].dims[1 if "*" in name else 0] for name in experts):
+        return "expert"
+    if any(axis in spec.dims[0] for spec in batch):
+        return "fsdp" if by_role["parameter"] or by_role["optimizer_state"] else "data"
+    if any(axis in dim for spec in batch for dim in spec.dims[1:]) and not by_role["parameter"]:
+        return "context"
+    return "tensor"
+
+
+EXPORT_FORMS: dict[str, Callable[[Plan], str]] = {
+    "jax": _jax,
+    "flax": _flax,
+    "maxtext": _maxtext,
+    "torch-xla": _torch_xla,
+    "dtensor": _dtensor,
+    "hlo": _hlo,
+}

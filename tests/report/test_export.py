@@ -1,0 +1,246 @@
+"""Exported plans run, and give the plan's shardings."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, NamedSharding
+
+from autoshard import UserError
+from autoshard.exec import jax_mesh
+from autoshard.plan import Pin, Plan, Spec
+from autoshard.report import EXPORT_FORMS, export_plan, hlo_sharding, placements
+
+
+MESH = {"data": 4, "model": 2}
+
+
+@pytest.fixture
+def small(plan: Plan) -> Plan:
+    """The parameters of a module with two layers, on eight devices that are not in order."""
+    tensors = {
+        "embed.weight": ((64, 32), Spec((("model",), ("data",)))),
+        "layers.*.up.weight": ((2, 64, 32), Spec(((), ("data", "model"), ()))),
+        "layers.*.up.bias": ((2, 64), Spec(((), ()))),
+        "head.weight": ((64, 32), Spec(((), ("model", "data")))),
+    }
+    arguments = {name: spec for name, (_, spec) in tensors.items()}
+    return dataclasses.replace(
+        plan,
+        topology="cpu:8",
+        mesh=MESH,
+        device_order=(0, 2, 4, 6, 1, 3, 5, 7),
+        arguments=arguments,
+        results=arguments,
+        shapes={name: shape for name, (shape, _) in tensors.items()},
+        dtypes=dict.fromkeys(tensors, "float32"),
+        roles=dict.fromkeys(tensors, "parameter"),
+        pins=(Pin(3, 0, Spec((("data",),))),),
+    )
+
+
+MODULE = """
+import torch
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(32, 64)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 32)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(2))
+        self.head = torch.nn.Linear(32, 64, bias=False)
+"""
+
+
+def run(code: str, folder: Path, **env: str) -> Any:
+    (folder / "model.py").write_text(MODULE)
+    (folder / "run.py").write_text(code)
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | env
+    result = subprocess.run(
+        [sys.executable, "run.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_jax_gives_the_plans_own_mesh_and_shardings(small: Plan):
+    names: dict[str, Any] = {}
+    exec(export_plan(small, "jax"), names)
+    mesh = names["make_mesh"]()
+    assert mesh == jax_mesh(small)
+    assert [device.id for device in mesh.devices.flat] == list(small.device_order)
+    for table, specs in (("ARGUMENTS", small.arguments), ("RESULTS", small.results)):
+        found = names["shardings"](names[table], mesh)
+        assert list(found) == list(specs)
+        for name, spec in specs.items():
+            assert found[name].is_equivalent_to(NamedSharding(jax_mesh(small), spec.partition_spec()), len(spec.dims))
+    value = jax.device_put(np.zeros((64, 32)), names["shardings"](names["ARGUMENTS"], mesh)["embed.weight"])
+    assert value.addressable_shards[0].data.shape == (32, 8)
+
+
+def parsed(text: str) -> tuple[tuple[int, ...], list[int], bool]:
+    """Tile shape, devices, and whether the last tile dim is of copies."""
+    match = re.fullmatch(r"\{devices=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?( last_tile_dim_replicate)?\}", text)
+    assert match, text
+    tile, shape = (tuple(int(n) for n in match[k].split(",")) for k in (1, 2))
+    devices = np.arange(np.prod(shape)).reshape(shape)
+    if match[3]:
+        devices = devices.transpose([int(n) for n in match[3].split(",")])
+    return tile, devices.ravel().tolist(), bool(match[4])
+
+
+@given(st.data())
+def test_hlo_strings_mean_what_jax_means(data: st.DataObject):
+    sizes = data.draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4))
+    mesh = {f"axis{i}": size for i, size in enumerate(sizes)}
+    rank = data.draw(st.integers(1, 4))
+    dims: list[tuple[str, ...]] = [() for _ in range(rank)]
+    for axis in data.draw(st.permutations(list(mesh))):
+        where = data.draw(st.integers(-1, rank - 1))
+        if where >= 0:
+            dims[where] = (*dims[where], axis)
+    spec = Spec(tuple(dims))
+    theirs = str(
+        NamedSharding(AbstractMesh(tuple(sizes), tuple(mesh)), spec.partition_spec())._to_xla_hlo_sharding(rank)
+    )
+    ours = hlo_sharding(spec, mesh)
+    if "devices" not in theirs or "devices" not in ours:
+        assert ours.startswith("{replicated}") and theirs in ("{replicated}", "{maximal device=0}")
+    else:
+        assert parsed(ours) == parsed(theirs)
+
+
+def test_hlo_lists_every_argument_and_result(small: Plan):
+    lines = export_plan(small, "hlo").splitlines()
+    assert "# device assignment (numbers in the topology's order): 0,2,4,6,1,3,5,7" in lines
+    assert "argument embed.weight {devices=[2,4]<=[4,2]T(1,0)}" in lines
+    assert "result head.weight {devices=[1,8]<=[4,2]T(1,0)}" in lines
+    assert "argument layers.*.up.bias {replicated}" in lines
+
+
+def test_torch_xla_marks_every_parameter(small: Plan, tmp_path: Path):
+    code = (
+        export_plan(small, "torch-xla")
+        + """
+import json
+import torch_xla
+import torch_xla.runtime as xr
+from model import Model
+
+xr.use_spmd()
+model = Model().to("xla")
+mark(model, make_mesh())
+found = {name: torch_xla._XLAC._get_xla_sharding_spec(p) for name, p in model.named_parameters()}
+print(json.dumps(found))
+"""
+    )
+    found = run(code, tmp_path, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8")
+    assert set(found) == {
+        *("embed.weight", "head.weight"),
+        *(f"layers.{layer}.up.{kind}" for layer in range(2) for kind in ("weight", "bias")),
+    }
+    assert found["layers.0.up.bias"] == "{replicated}"
+    order = ",".join(map(str, small.device_order))
+    assert found["layers.1.up.weight"] == f"{{devices=[8,1]{order}}}"
+    grid = np.array(small.device_order).reshape(4, 2)
+    assert found["embed.weight"] == f"{{devices=[2,4]{','.join(map(str, grid.T.ravel()))}}}"
+    assert found["head.weight"] == f"{{devices=[1,8]{','.join(map(str, grid.T.ravel()))}}}"
+
+
+def test_dtensor_splits_every_parameter(small: Plan, tmp_path: Path):
+    code = (
+        export_plan(small, "dtensor")
+        + """
+import json
+import torch.distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from model import Model
+
+torch.distributed.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+model = Model()
+distribute(model, make_mesh("cpu"))
+print(json.dumps({n: [str(p.placements), list(p.to_local().shape)] for n, p in model.named_parameters()}))
+"""
+    )
+    found = run(code, tmp_path)
+    assert found["embed.weight"] == ["(Shard(dim=1), Shard(dim=0))", [32, 8]]
+    assert found["layers.1.up.weight"] == ["(Shard(dim=0), Shard(dim=0))", [8, 32]]
+    assert found["layers.0.up.bias"] == ["(Replicate(), Replicate())", [64]]
+    assert found["head.weight"] == ["(Replicate(), Replicate())", [64, 32]]
+
+
+def test_what_dtensor_cannot_express_is_said(small: Plan):
+    text = export_plan(small, "dtensor")
+    assert placements(small.arguments["head.weight"], MESH) is None
+    lacking = [line for line in text.splitlines() if line.startswith("# Not expressed here: ")]
+    assert len(lacking) == 4
+    assert "head.weight: [-, modelxdata] splits a dim by axes in another order than the mesh" in text
+    assert "the 1 intermediates that the plan pins" in text
+    assert "the device order" in text
+
+
+def test_flax_rules_turn_names_into_the_plans_specs(small: Plan):
+    from flax.linen import logical_axis_rules, logical_to_mesh_axes
+
+    names: dict[str, Any] = {}
+    exec(export_plan(small, "flax"), names)
+    with logical_axis_rules(names["RULES"]):
+        for name, axes in names["LOGICAL_AXES"].items():
+            sharding = NamedSharding(jax_mesh(small), logical_to_mesh_axes(axes))
+            expected = NamedSharding(jax_mesh(small), small.arguments[name].partition_spec())
+            assert sharding.is_equivalent_to(expected, len(axes)), name
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh", "settings"),
+    [
+        ("v5p:4x8x8", {"data": 32, "model": 8}, {"ici_fsdp": 32, "ici_tensor": 8}),
+        ("v5e:16x16*2", {"data": 64, "model": 8}, {"dcn_fsdp": 2, "ici_fsdp": 32, "ici_tensor": 8}),
+    ],
+)
+def test_maxtext_settings_multiply_to_the_devices(plan: Plan, topology: str, mesh: dict, settings: dict):
+    arguments = plan.arguments | {"input_ids": Spec((("data",), ()))}
+    text = export_plan(dataclasses.replace(plan, topology=topology, mesh=mesh, arguments=arguments), "maxtext")
+    found = {key: int(value) for key, value in re.findall(r"^(\w+)_parallelism: (\d+)$", text, re.MULTILINE)}
+    assert found == settings
+    assert np.prod(list(found.values())) == np.prod(list(mesh.values()))
+
+
+@pytest.mark.parametrize("form", EXPORT_FORMS)
+@pytest.mark.parametrize("name", ["a'b\"c", "x\nimport os", "{}", "\\"])
+def test_a_hostile_name_stays_a_string(small: Plan, form: str, name: str):
+    arguments = {name: Spec((("data",),))}
+    hostile = dataclasses.replace(
+        small,
+        program_name=name,
+        arguments=arguments,
+        results=arguments,
+        shapes={name: (8,)},
+        dtypes={name: "float32"},
+        roles={name: "parameter"},
+    )
+    text = export_plan(hostile, form)
+    if form in ("jax", "flax", "torch-xla", "dtensor"):
+        compile(text, form, "exec")
+    assert "\nimport os" not in text.replace("import jax", "")
+
+
+def test_an_unknown_form_is_refused(small: Plan):
+    with pytest.raises(UserError, match="no export to 'keras'; choose from jax, flax, maxtext"):
+        export_plan(small, "keras")
