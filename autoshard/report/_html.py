@@ -25,6 +25,8 @@ DRAWN_DEVICES = 8192
 MEMORY_KINDS = ("parameters", "optimizer_state", "gradients", "activations", "gathered", "temporaries", "batch")
 COMMUNICATION_KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 DIFFERENCES = 200
+COLLECTIVES = 100
+"""Rows that are shown; the rest is summed up, so that the page stays quick."""
 
 
 def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, Any] | None = None) -> str:
@@ -56,7 +58,8 @@ def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, 
             ],
             memory=_memory_bar(plan),
             memory_chart=_memory_chart(plan),
-            communication=sorted(prediction.collectives, key=lambda c: -c.seconds),
+            communication=sorted(prediction.collectives, key=lambda c: -c.seconds)[:COLLECTIVES],
+            more_communication=sorted(prediction.collectives, key=lambda c: -c.seconds)[COLLECTIVES:],
             binds=what_binds(plan),
             compare=compare and _comparison(plan, compare),
             measured=measured and _measurement(plan, measured),
