@@ -1,0 +1,120 @@
+"""Small programs and their models, for the tests of this directory."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from numpy.typing import NDArray
+
+from autoshard.cost import Topology, make_mesh
+from autoshard.plan._groups import Groups, find_groups
+from autoshard.plan._make import PlanResult, _model, _Phases, make_plan
+from autoshard.plan._model import Model
+from autoshard.program import Program, trace
+from tests.graph import programs as shared
+from tests.graph.programs import f32
+
+
+def matmul() -> Program:
+    return trace(lambda params, x: jnp.tanh(x @ params), (f32(16, 8), f32(8, 16)), name="matmul")
+
+
+def two_matmuls() -> Program:
+    def fn(params: Any, x: Any) -> Any:
+        return jax.nn.relu(x @ params["up"]) @ params["down"]
+
+    return trace(fn, ({"up": f32(16, 64), "down": f32(64, 16)}, f32(8, 16)), name="two matmuls")
+
+
+def nothing() -> Program:
+    """Nothing in it can be split eight ways."""
+    return trace(lambda x, s: (jnp.sin(x) * s, s + 1), (f32(3, 5), f32()), name="nothing")
+
+
+def mixed() -> Program:
+    """Integers, a scalar, a key and flags beside floats."""
+
+    def step(params: Any, tokens: Any, scale: Any, key: Any, mask: Any) -> Any:
+        x = params["table"][tokens] * scale
+        x = jnp.where(mask[..., None], x, 0) * jax.random.bernoulli(key, 0.5, (16, 1))
+        return (x @ params["out"]).sum(1), scale + 1, tokens + 1
+
+    params = {"table": f32(64, 32), "out": f32(32, 16)}
+    tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+    key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+    mask = jax.ShapeDtypeStruct((8, 16), jnp.bool_)
+    return trace(step, (params, tokens, f32(), key, mask), name="mixed")
+
+
+def wide_mlp(batch: int = 4096, dim: int = 2048, ffn: int = 8192, layers: int = 2) -> Program:
+    """AdamW on an MLP large enough that splitting it pays; nothing is allocated."""
+    optimizer = optax.adamw(1e-3)
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        def loss(p: Any) -> Any:
+            h = x
+            for layer in p:
+                h = h + jax.nn.relu(h @ layer["up"]) @ layer["down"]
+            return jnp.mean(h.astype(jnp.float32) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    def half(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    params = [{"up": half(dim, ffn), "down": half(ffn, dim)} for _ in range(layers)]
+    state = jax.eval_shape(optimizer.init, params)
+    return trace(step, (params, state, half(batch, dim)), name="wide mlp", donate_argnums=(0, 1))
+
+
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    **shared.PROGRAMS,
+    "matmul": matmul,
+    "two matmuls": two_matmuls,
+    "nothing": nothing,
+    "mixed": mixed,
+    "wide mlp": wide_mlp,
+}
+
+
+@functools.cache
+def program(name: str) -> Program:
+    return PROGRAMS[name]()
+
+
+@functools.cache
+def model(name: str, topology: str = "cpu:8", mesh: str = "data=4,model=2", limit: int | None = None) -> Model:
+    return model_of(program(name), topology, mesh, limit)
+
+
+def model_of(source: Program, topology: str, mesh: str, limit: int | None = None) -> Model:
+    parsed = Topology.parse(topology)
+    sizes = {name: int(size) for name, _, size in (part.partition("=") for part in mesh.split(","))}
+    return _model(source, make_mesh(parsed, sizes), limit or parsed.usable_bytes, _Phases(None))
+
+
+def groups(built: Model) -> Groups:
+    return find_groups(built.program, built.graph, built.structure)
+
+
+@functools.cache
+def planned(
+    name: str, topology: str = "cpu:8", mesh: str | None = "data=4,model=2", limit: int | None = None
+) -> PlanResult:
+    return make_plan(program(name), topology=topology, mesh=mesh, memory_limit=limit, time_limit=20)
+
+
+def random_choices(built: Model, rng: np.random.Generator) -> NDArray[np.int64]:
+    """One alternative per node at random, no pair of them forbidden."""
+    chosen = np.array([rng.integers(len(node.states)) for node in built.nodes])
+    for move in built.moves:
+        if move.forbidden is not None:
+            row = move.rows[chosen[move.source]]
+            chosen[move.target] = rng.choice(np.flatnonzero(~move.forbidden[row][move.columns]))
+    return chosen
