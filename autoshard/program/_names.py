@@ -6,6 +6,10 @@ from typing import Any
 
 
 _WRAPPER_KEYS = {"value", "raw_value"}
+_OPTIMIZER_FIELDS = set(
+    "count mu nu trace ema inner_state hyperparams v v_row v_col acc_grads mini_step gradient_step".split()
+)
+"""Fields of optax states, which stand in tuples whose positions say nothing."""
 
 
 def key_text(key: Any) -> str:
@@ -18,12 +22,7 @@ def key_text(key: Any) -> str:
 
 def is_index(key: Any) -> bool:
     """True if the key is a position in a sequence."""
-    return hasattr(key, "idx")
-
-
-def is_attribute(key: Any) -> bool:
-    """True if the key is a field of a named tuple, dataclass or module."""
-    return hasattr(key, "name")
+    return hasattr(key, "idx") or isinstance(getattr(key, "key", None), int)
 
 
 def positional_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
@@ -47,7 +46,7 @@ def positional_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
 def leaf_names(prefix: str, paths: Sequence[tuple[Any, ...]]) -> list[str]:
     """`prefix.key.key` for every path, without the keys that only wrap another one.
 
-    An index into a tuple of named records (an optax chain) and the trailing `value` of a variable are left out
+    An index into a tuple of optimizer states (an optax chain) and the trailing `value` of a variable are left out
     as long as the names stay unique.
     """
     full = [_join(prefix, path) for path in paths]
@@ -68,13 +67,17 @@ def unique(names: Sequence[str], taken: set[str]) -> list[str]:
     return result
 
 
+def _is_field(key: Any) -> bool:
+    return key_text(key) in _OPTIMIZER_FIELDS
+
+
 def _join(prefix: str, path: Sequence[Any]) -> str:
     parts = [prefix, *(key_text(key) for key in path)]
     return ".".join(part for part in parts if part) or "value"
 
 
 def _without_wrappers(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    kept = [key for key, after in zip(path, path[1:], strict=False) if not (is_index(key) and is_attribute(after))]
+    kept = [key for key, after in zip(path, path[1:], strict=False) if not (is_index(key) and _is_field(after))]
     kept.extend(path[-1:])
     if len(kept) > 1 and key_text(kept[-1]) in _WRAPPER_KEYS:
         kept.pop()

@@ -9,6 +9,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.program import _names, _roles, _ties, _values
+from autoshard.program._modules import functional
 from autoshard.program._program import Argument, Program, Result, Role
 
 
@@ -53,17 +54,21 @@ def trace(
     if len(positions) != len(args):
         raise UserError(f"arg_names: {len(positions)} names were given for {len(args)} arguments of `{label}`.")
 
+    made = _user_code(label, lambda: functional(fn, args))
+    fn, args = made.fn, made.args
     names: list[str] = []
     taken: set[str] = set()
     treedefs: list[Any] = []
     leaves: list[Any] = []
     owner: list[int] = []
+    known: list[Role | None] = []
     for position, (prefix, arg) in enumerate(zip(positions, args, strict=True)):
         flat, treedef = jax.tree_util.tree_flatten_with_path(arg)
         names.extend(_names.unique(_names.leaf_names(prefix, [path for path, _ in flat]), taken))
         treedefs.append(treedef)
         leaves.extend(leaf for _, leaf in flat)
         owner.extend([position] * len(flat))
+        known.extend(made.roles.get(position, [None] * len(flat)))
     leaves = [_abstract(leaf, leaf_name) for leaf, leaf_name in zip(leaves, names, strict=True)]
     abstract, start = [], 0
     for treedef in treedefs:
@@ -90,7 +95,7 @@ def trace(
             any_state=bool(ties),
             container=bool(treedefs[owner[index]].children()),
         )
-        chosen.append(_roles.said(roles, names[index]) or guessed)
+        chosen.append(_roles.said(roles, names[index]) or known[index] or guessed)
 
     arguments = tuple(
         Argument(names[i], avals[i][0], avals[i][1], chosen[i], ties.get(i), donated[owner[i]])
@@ -126,7 +131,7 @@ def trace(
         model_flops=model_flops,
         tokens=tokens,
         make_args=make_args,
-        notes=tuple(notes),
+        notes=(*notes, *_sharding_notes(lowered)),
     )
 
 
@@ -144,16 +149,44 @@ def serialise(ir_module: Any, arguments: Sequence[Argument]) -> tuple[bytes, str
 def _lower(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...], label: str) -> Any:
     import jax
 
+    def lower() -> Any:
+        traced = jax.jit(fn, keep_unused=True, donate_argnums=donate).trace(*args)
+        try:
+            return traced.lower()
+        except ValueError as error:
+            if "interpret mode" not in str(error):
+                raise
+            return traced.lower(lowering_platforms=("tpu",))  # its kernels exist for TPUs only
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        try:
-            return jax.jit(fn, keep_unused=True, donate_argnums=donate).lower(*args)
-        except UserError:
-            raise
-        except Exception as error:  # the user's own code runs here
-            reason = str(error).strip().splitlines()
-            text = reason[0] if reason else "no message"
-            raise UserError(f"`{label}` could not be traced by JAX: {type(error).__name__}: {text}") from error
+        return _user_code(label, lower)
+
+
+def _user_code(label: str, run: Callable[[], Any]) -> Any:
+    """Call `run`, which runs the user's function; what it raises becomes one sentence."""
+    try:
+        return run()
+    except UserError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines()
+        text = reason[0] if reason else "no message"
+        raise UserError(f"`{label}` could not be traced by JAX: {type(error).__name__}: {text}") from error
+
+
+def _sharding_notes(lowered: Any) -> tuple[str, ...]:
+    """What the program itself says about shardings, which a plan has to respect."""
+    text = lowered.as_text()
+    notes: list[str] = []
+    for operation, said in (
+        ("sdy.sharding_constraint", "sharding constraints"),
+        ("sdy.manual_computation", "regions sharded by hand (shard_map)"),
+    ):
+        count = text.count(operation)
+        if count:
+            notes.append(f"The program itself holds {count} {said}; they are respected.")
+    return tuple(notes)
 
 
 def _abstract(leaf: Any, name: str) -> Any:
