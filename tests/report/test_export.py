@@ -196,7 +196,8 @@ def test_what_dtensor_cannot_express_is_said(small: Plan):
 
 
 def test_flax_rules_turn_names_into_the_plans_specs(small: Plan):
-    from flax.linen.spmd import logical_axis_rules, logical_to_mesh_axes
+    from flax.linen import logical_axis_rules
+    from flax.linen.spmd import logical_to_mesh_axes
 
     names: dict[str, Any] = {}
     exec(export_plan(small, "flax"), names)
