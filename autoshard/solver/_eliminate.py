@@ -7,8 +7,10 @@ shapes are planned once, so that many node costs (multipliers on memory) can be 
 import dataclasses
 import heapq
 import math
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ._graph import Graph, Ints
 from ._problem import FORBIDDEN
@@ -90,7 +92,7 @@ class Elimination:
         """Least total of `costs` (one array per node, non-negative) plus edges, and choices that reach it."""
         total = 0
         made: list[Ints | None] = []
-        answers: list[Ints] = []
+        answers: list[NDArray[Any]] = []
         for step in self._steps:
             unary = costs[step.node]
             inputs = list(step.edges)
@@ -110,7 +112,7 @@ class Elimination:
         return total, choices
 
 
-def _minimum(unary: Ints, inputs: list[Ints], shape: tuple[int, ...]) -> tuple[Ints, Ints]:
+def _minimum(unary: Ints, inputs: list[Ints], shape: tuple[int, ...]) -> tuple[Ints, NDArray[Any]]:
     if math.prod(shape) * len(unary) <= 4096:
         table = np.broadcast_to(unary.reshape((-1,) + (1,) * len(shape)), (len(unary), *shape))
         for values in inputs:
@@ -118,7 +120,7 @@ def _minimum(unary: Ints, inputs: list[Ints], shape: tuple[int, ...]) -> tuple[I
         answer = np.argmin(table, axis=0)
         return np.min(table, axis=0), answer
     best = np.full(shape, FORBIDDEN, dtype=np.int64)
-    answer = np.zeros(shape, dtype=np.int16 if len(unary) < 2**15 else np.int32)
+    answer: NDArray[Any] = np.zeros(shape, dtype=np.int16 if len(unary) < 2**15 else np.int32)
     for alternative, cost in enumerate(unary.tolist()):
         row = np.full(shape, cost, dtype=np.int64)
         for count, values in enumerate(inputs):

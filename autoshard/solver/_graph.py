@@ -47,19 +47,33 @@ class Graph:
     size: int
     """Number of nodes of the problem."""
 
-    def restore(self, choices: dict[int, int]) -> Ints:
-        """Choices for every node of the problem from choices for the alive nodes."""
+    def restore(self, choices: dict[int, int], after: int = 0) -> Ints:
+        """Choices for every node of the problem from choices for the alive nodes; only back to step `after`."""
         chosen = np.zeros(self.size, dtype=np.int64)
         for node, value in choices.items():
             chosen[node] = value
-        for step in reversed(self.undo):
+        for step in reversed(self.undo[after:]):
             if step[0] == "keep":
-                _, node, kept = step
+                _, node, kept, _ = step
                 chosen[node] = kept[chosen[node]]
             else:
                 _, node, scope, table = step
                 chosen[node] = table[tuple(chosen[other] for other in scope)]
         return chosen
+
+    def project(self, choices: Ints, after: int = 0) -> dict[int, int] | None:
+        """Choices for the alive nodes, no dearer than `choices` ([problem nodes], as they were at step `after`).
+
+        None when they use an alternative that cannot be part of any feasible choices.
+        """
+        chosen = choices.copy()
+        for step in self.undo[after:]:
+            if step[0] == "keep":
+                _, node, _, forward = step
+                chosen[node] = forward[chosen[node]]
+                if chosen[node] < 0:
+                    return None
+        return {node: int(chosen[node]) for node in self.costs}
 
     def connect(self, first: int, second: int, table: Ints) -> None:
         """Adds `table` [alternatives of first, of second] to the edge between two nodes."""

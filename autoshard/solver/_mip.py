@@ -6,7 +6,6 @@ pair of row class and column class of an edge (equal rows and equal columns shar
 
 import dataclasses
 import time
-from collections.abc import Callable
 
 import numpy as np
 import scipy.sparse as sp
@@ -33,6 +32,8 @@ class _Model:
         self.first = dict(zip(self.nodes, np.concatenate([[0], np.cumsum(sizes)]).tolist(), strict=False))
         self.binaries = int(sizes.sum())
         costs = [graph.costs[node] for node in self.nodes]
+        self.pairs: list[tuple] = []
+        """(node, other, its classes, the other's classes, [class, class] -> variable or -1) of every edge."""
         rows, columns, values = [], [], []
         count, width = len(self.nodes), self.binaries
         rows.append(np.repeat(np.arange(count), sizes))
@@ -49,6 +50,9 @@ class _Model:
                 small[group_a[:, None], group_b[None, :]] = table
                 a, b = np.nonzero(small < FORBIDDEN)
                 pair = width + np.arange(len(a))
+                place = np.full(small.shape, -1, dtype=np.int64)
+                place[a, b] = pair
+                self.pairs.append((node, other, group_a, group_b, place))
                 width += len(a)
                 costs.append(small[a, b])
                 rows += [count + a, count + group_a, count + len(small) + b, count + len(small) + group_b]
@@ -64,6 +68,15 @@ class _Model:
         )
         self.right = np.zeros(count)
         self.right[: len(self.nodes)] = 1
+
+    def point(self, choices: dict[int, int]) -> np.ndarray:
+        """The variables' values that `choices` stand for."""
+        values = np.zeros(len(self.costs))
+        for node, choice in choices.items():
+            values[self.first[node] + choice] = 1
+        for node, other, group_a, group_b, place in self.pairs:
+            values[place[group_a[choices[node]], group_b[choices[other]]]] = 1
+        return values
 
     def memory_row(self, when: int) -> tuple[Ints, np.ndarray]:
         places, weights = [], []
@@ -95,13 +108,15 @@ def solve_mip(
     deadline: float,
     seed: int,
     threads: int,
-    cutoff: int | None,
+    cutoff: float | None,
     times: list[int],
-    report: Callable[[dict[int, int], float], None],
+    nodes: int | None = None,
+    start: dict[int, int] | None = None,
 ) -> MipResult:
-    """Minimises over `graph` until proven or `deadline` (time.monotonic). `times` are the memory rows to start with.
+    """Minimises over `graph` until proven, `deadline` (time.monotonic) or `nodes` branchings.
 
-    Choices that cost `cutoff` or more are of no use. `report` is called with feasible choices and the bound as found.
+    `times` are the memory rows to start with; choices that cost `cutoff` or more are of no use, `start` is
+    feasible.
     """
     import highspy
 
@@ -118,6 +133,10 @@ def solve_mip(
         ("primal_feasibility_tolerance", 1e-8),
     ):
         solver.setOptionValue(key, value)
+    if cutoff is not None:
+        solver.setOptionValue("objective_bound", (cutoff - 0.5) / scale)
+    if nodes is not None:
+        solver.setOptionValue("mip_max_nodes", nodes)
     lp = highspy.HighsLp()
     rows, columns = len(model.right), len(model.costs)
     lp.num_row_, lp.num_col_ = rows, columns
@@ -133,6 +152,10 @@ def solve_mip(
         columns - model.binaries
     )
     solver.passModel(lp)
+    if start is not None:
+        solution = highspy.HighsSolution()
+        solution.col_value = model.point(start).tolist()
+        solver.setSolution(solution)
     used: set[int] = set()
     best: dict[int, int] | None = None
     bound = 0.0
@@ -148,7 +171,8 @@ def solve_mip(
         left = deadline - time.monotonic()
         if left <= 0.02:
             return MipResult(best, bound, False)
-        solver.setOptionValue("time_limit", left)
+        # The limit counts from the first run.
+        solver.setOptionValue("time_limit", solver.getRunTime() + left)
         solver.run()
         status = solver.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:
@@ -165,7 +189,6 @@ def solve_mip(
         over = usage_profile(graph, choices) - graph.capacity
         finished = status == highspy.HighsModelStatus.kOptimal
         if (over <= 0).all():
-            report(choices, bound)
             return MipResult(choices, bound, finished)
         if not finished:
             return MipResult(best, bound, False)

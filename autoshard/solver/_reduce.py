@@ -44,6 +44,13 @@ def reduce(graph: Graph) -> None:
             waiting.add(node)
 
 
+def restrict(graph: Graph, keeps: dict[int, Ints]) -> None:
+    """Keeps only the given alternatives of some nodes. Not a reduction: what is dropped is lost."""
+    waiting = _Waiting(graph)
+    for node, kept in keeps.items():
+        _keep(graph, node, kept, waiting)
+
+
 class _Waiting:
     """The nodes to look at again, fewest neighbours first: a hub is looked at once its leaves are done."""
 
@@ -123,8 +130,13 @@ def _tidy_edges(graph: Graph, node: int, waiting: _Waiting) -> None:
         _tidy_edge(graph, node, other, waiting)
 
 
-def _keep(graph: Graph, node: int, kept: Ints, waiting: _Waiting) -> None:
-    graph.undo.append(("keep", node, kept))
+def _keep(graph: Graph, node: int, kept: Ints, waiting: _Waiting, instead: Ints | None = None) -> None:
+    """Drops all but the alternatives `kept`; `instead` [alternatives] names one that is kept and no worse, or -1."""
+    forward = np.full(len(graph.costs[node]), -1, dtype=np.int64)
+    forward[kept] = np.arange(len(kept))
+    if instead is not None:
+        forward = np.where(instead >= 0, forward[instead], -1)
+    graph.undo.append(("keep", node, kept, forward))
     graph.costs[node] = graph.costs[node][kept]
     for other in list(graph.edges[node]):
         table = np.ascontiguousarray(graph.edges[node][other][kept])
@@ -189,7 +201,25 @@ def _drop_dominated(graph: Graph, node: int, waiting: _Waiting) -> None:
         # Of two that dominate each other one must stay; a dominator that is gone has one of its own that is alive.
         alive[a] = not (better[a] & alive).any()
     if not alive.all():
-        _keep(graph, node, np.flatnonzero(alive), waiting)
+        instead = np.arange(count)
+        for a in range(count - 1, -1, -1):
+            if not alive[a]:
+                # Any dominator that is left; there is one, by the order in which they went.
+                instead[a] = _last_dominator(better, alive, a)
+        _keep(graph, node, np.flatnonzero(alive), waiting, instead)
+
+
+def _last_dominator(better: np.ndarray, alive: np.ndarray, start: int) -> int:
+    """An alternative that is left and no worse than `start`, through any chain of dominators; -1 if none is found."""
+    seen, front = {start}, [start]
+    while front:
+        for other in np.flatnonzero(better[front.pop()]).tolist():
+            if alive[other]:
+                return other
+            if other not in seen:
+                seen.add(other)
+                front.append(other)
+    return -1
 
 
 def _drop_equal(graph: Graph, node: int, waiting: _Waiting) -> None:
@@ -204,7 +234,8 @@ def _drop_equal(graph: Graph, node: int, waiting: _Waiting) -> None:
         if key not in best or cost[alternative] < cost[best[key]]:
             best[key] = alternative
     if len(best) < len(cost):
-        _keep(graph, node, np.array(sorted(best.values())), waiting)
+        instead = np.array([best[key] for key in group.tolist()])
+        _keep(graph, node, np.array(sorted(best.values())), waiting, instead)
 
 
 def _fix(graph: Graph, node: int, waiting: _Waiting) -> None:

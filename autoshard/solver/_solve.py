@@ -1,6 +1,8 @@
 """`solve`: reduce, bound, prove or search; check the answer with separate code."""
 
 import dataclasses
+import math
+import threading
 import time
 from collections.abc import Callable
 
@@ -9,14 +11,19 @@ from numpy.typing import NDArray
 
 from ..errors import UserError
 from ._eliminate import Elimination
+from ._engine import Engine
 from ._evaluate import evaluate
 from ._graph import Graph, InfeasibleGraph, Ints, OverLimit, build
 from ._mip import solve_mip, usage_profile
 from ._problem import FORBIDDEN, Problem
 from ._reduce import reduce
-from ._repair import descend
+from ._restrict import table_entries
 from ._solution import Solution, Status
 from ._validate import validate
+
+
+_SMALL = 60_000
+"""Table entries up to which HiGHS alone is tried before the search."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,11 +47,13 @@ def solve(
     threads: int = 2,
     iterations: int | None = None,
     progress: Callable[[Progress], None] | None = None,
+    stop: threading.Event | None = None,
 ) -> Solution:
     """Chooses one alternative per node at the least cost that keeps memory within the limit at all times.
 
     `hint` ([N] choices, feasible or not) is a start. `iterations` bounds the search by rounds of work instead of time;
-    then the same `seed` gives the same answer. `progress` is called whenever the incumbent or the bound improves.
+    then the same `seed` gives the same answer. `progress` is called whenever the incumbent or the bound improves;
+    setting `stop` ends the search early.
     Returns the best choices, their exact cost (recomputed by `evaluate` from the whole problem) and a lower bound.
     Raises `UserError` for a problem that is not well formed or a limit that is not positive.
     """
@@ -53,7 +62,7 @@ def solve(
     if threads < 1:
         raise UserError(f"{threads} threads were asked for; at least 1 is needed")
     validate(problem)
-    return _Solve(problem, time_limit, seed, threads, iterations, progress).run(hint)
+    return _Solve(problem, time_limit, seed, threads, iterations, progress, stop).run(hint)
 
 
 class _Solve:
@@ -65,6 +74,7 @@ class _Solve:
         threads: int,
         iterations: int | None,
         progress: Callable[[Progress], None] | None,
+        stop: threading.Event | None,
     ):
         self.problem = problem
         self.began = time.monotonic()
@@ -73,6 +83,7 @@ class _Solve:
         self.threads = threads
         self.iterations = iterations
         self.progress = progress
+        self.stopped = (lambda: False) if stop is None else stop.is_set
         self.best: Ints | None = None
         self.cost: int | None = None
         self.bound = _trivial_bound(problem)
@@ -116,27 +127,39 @@ class _Solve:
                 self.offer(graph.restore(start))
                 return True
             times = [int(np.argmax(over))]
-        if self.best is None:
-            found = descend(graph, start, self.began + 0.5 * (self.deadline - self.began))
-            if found is not None:
-                self.offer(graph.restore(found))
-
-        def report(choices: dict[int, int], bound: float) -> None:
-            self.offer(graph.restore(choices))
-
-        result = solve_mip(
+        if table_entries(graph) <= _SMALL:
+            cap = np.inf if self.iterations is not None else 0.3 * (self.deadline - time.monotonic())
+            result = solve_mip(
+                graph,
+                deadline=time.monotonic() + cap,
+                seed=self.seed,
+                threads=1,
+                cutoff=None if self.cost is None else self.cost - graph.offset,
+                times=times,
+                nodes=None if self.iterations is None else 5000,
+            )
+            if result.choices is not None:
+                self.offer(graph.restore(result.choices))
+            if result.finished:
+                return True
+            self.raise_mip_bound(graph, result.bound)
+        engine = Engine(
             graph,
             deadline=self.deadline,
             seed=self.seed,
-            threads=self.threads,
-            cutoff=self.cost,
-            times=times,
-            report=report,
+            iterations=self.iterations,
+            found=lambda choices: self.offer(graph.restore(choices)),
+            bounded=lambda bound: self.raise_bound(graph.offset + math.ceil(bound)),
+            stopped=self.stopped,
         )
-        if np.isfinite(result.bound):
+        done = engine.run(None)
+        self.stats |= {"rounds": engine.rounds, "moves": engine.climber.moves, "restricted_solves": engine.solves}
+        return done
+
+    def raise_mip_bound(self, graph: Graph, bound: float) -> None:
+        if np.isfinite(bound):
             # The bound is a float of HiGHS: take off what rounding may have added.
-            self.raise_bound(graph.offset + int(np.floor(result.bound - 1e-7 * abs(result.bound))))
-        return result.finished
+            self.raise_bound(graph.offset + math.floor(bound - 1e-7 * abs(bound)))
 
     def offer(self, choices: Ints) -> None:
         """Takes `choices` of the whole problem if they are feasible and better."""
@@ -194,7 +217,7 @@ class _Solve:
 def _any(problem: Problem, deadline: float, seed: int, threads: int) -> Ints | None:
     """Any feasible choices of a problem without costs."""
     left = max(0.5, deadline - time.monotonic())
-    inner = _Solve(problem, left, seed, threads, None, None)
+    inner = _Solve(problem, left, seed, threads, None, None, None)
     graph = build(problem)
     try:
         reduce(graph)

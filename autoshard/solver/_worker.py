@@ -1,0 +1,221 @@
+"""Exact solves of restricted problems in a process of their own: it can be ended at once, and holds nothing up.
+
+Pickled jobs come in on its stdin, pickled answers go out on its stdout.
+"""
+
+import dataclasses
+import math
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+
+from ._flat import Flat
+from ._graph import Graph, Ints
+from ._mip import solve_mip
+from ._restrict import Restricted, restricted
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    slack: np.ndarray
+    gap: float
+    """Best cost above the bound; infinite when there is none."""
+    best: Ints | None
+    """Flat choices to keep in, and to start from."""
+    cutoff: float | None
+    entries: int
+    """Table entries to aim at."""
+    provable: int
+    """Table entries up to which everything that could be better is kept."""
+    prices: np.ndarray
+    seconds: float
+    nodes: int | None
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    chosen: Ints | None
+    """Flat choices, better than the best given; None when none were found."""
+    bound: float
+    """With `proves`: no choices cost less (offset of the graph excluded)."""
+    finished: bool
+    proves: bool
+    entries: int
+    seconds: float
+
+
+class Worker:
+    """The process, and the thread that waits for its answer."""
+
+    def __init__(self, graph: Graph, names: list[int], flat: Flat):
+        # Not `-m`: the records would then belong to `__main__` and could not be read back here.
+        command = [sys.executable, "-c", f"from {__name__} import main; main()"]
+        here = str(pathlib.Path(__file__).parents[2])
+        path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+        )
+        self._answer: Answer | None = None
+        self._thread: threading.Thread | None = None
+        self._first: tuple | None = (graph, names, flat)
+
+    def give(self, job: Job) -> None:
+        self._answer = None
+
+        def work() -> None:
+            pipe = self._process.stdin
+            source = self._process.stdout
+            assert pipe is not None and source is not None
+            try:
+                if self._first is not None:
+                    pickle.dump(self._first, pipe, protocol=5)
+                    self._first = None
+                pickle.dump(job, pipe, protocol=5)
+                pipe.flush()
+                self._answer = pickle.load(source)
+            except (OSError, EOFError, pickle.UnpicklingError):
+                self._answer = None
+
+        self._thread = threading.Thread(target=work, daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        return self._thread is not None and not self._thread.is_alive()
+
+    def answer(self) -> Answer | None:
+        """The answer, waited for; None when the process died (out of memory, say)."""
+        while not self.done():
+            assert self._thread is not None
+            self._thread.join(0.1)
+        return self._answer
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        if self._thread is not None:
+            self._thread.join(1.0)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except BrokenPipeError:
+                    continue
+
+
+class _Sizer:
+    """Finds the slack limit that leaves about so many entries after reducing; learns from what it has seen."""
+
+    def __init__(self, graph: Graph, names: list[int], flat: Flat):
+        self._graph, self._names, self._flat = graph, names, flat
+        self._ratio = 0.3
+
+    def raw(self, slack: np.ndarray, limit: float) -> float:
+        """Entries of the edge tables before reducing, of edges whose ends both have a choice."""
+        kept = np.add.reduceat((slack <= limit).astype(np.float64), self._flat.node_at[:-1])
+        first = np.repeat(np.arange(len(kept)), np.diff(self._flat.near_at))
+        one, two = kept[first], kept[self._flat.near]
+        return float((one * two)[(one > 1) & (two > 1)].sum()) / 2
+
+    def find(self, job: Job, until: float) -> Restricted:
+        if np.isfinite(job.gap):
+            whole = self.raw(job.slack, job.gap)
+            if whole * min(self._ratio, 0.3) <= job.provable:
+                small = self._cut(job, job.gap)
+                if small.size <= max(job.provable, job.entries):
+                    return small
+        target = float(job.entries)
+        best: Restricted | None = None
+        low, high = 0.0, math.inf
+        for _ in range(5):
+            limit = self._limit(job.slack, target / self._ratio, low, high)
+            small = self._cut(job, limit)
+            raw = self.raw(job.slack, limit)
+            if raw > 0:
+                self._ratio = min(1.0, max(small.size, 50) / raw)
+            if small.size <= 1.4 * job.entries:
+                low = limit
+                if best is None or small.size > best.size:
+                    best = small
+                if small.size >= 0.5 * job.entries:
+                    break
+            else:
+                high = limit
+            if time.monotonic() > until:
+                break
+        return best if best is not None else self._cut(job, 0.0)
+
+    def _limit(self, slack: np.ndarray, raw: float, low: float, high: float) -> float:
+        top = min(high, float(slack[np.isfinite(slack)].max(initial=0.0)))
+        bottom = low
+        for _ in range(40):
+            middle = (bottom + top) / 2
+            if self.raw(slack, middle) > raw:
+                top = middle
+            else:
+                bottom = middle
+        # Away from both ends that were seen already.
+        if math.isfinite(high):
+            bottom = min(max(bottom, low + 0.1 * (high - low)), high - 0.1 * (high - low))
+        elif low > 0:
+            bottom = max(bottom, 1.2 * low)
+        return bottom
+
+    def _cut(self, job: Job, limit: float) -> Restricted:
+        return restricted(self._graph, self._names, self._flat, job.slack, limit, job.gap, job.best)
+
+
+def _do(sizer: _Sizer, graph: Graph, names: list[int], job: Job) -> Answer:
+    tick = time.monotonic()
+    small = sizer.find(job, tick + 0.3 * job.seconds)
+    left = small.graph
+    spent = time.monotonic() - tick
+    if left is None:
+        return Answer(None, math.inf, True, small.proves, 0, spent)
+    after = len(graph.undo)
+    if not left.costs:
+        choices, bound, finished = {}, 0.0, True
+    else:
+        start = None
+        if job.best is not None:
+            full = np.zeros(graph.size, dtype=np.int64)
+            full[names] = job.best
+            start = left.project(full, after)
+        times = graph.times[np.flatnonzero(job.prices > 0)]
+        rows = np.unique(np.searchsorted(left.times, times).clip(0, max(len(left.times) - 1, 0))).tolist()
+        result = solve_mip(
+            left,
+            deadline=tick + job.seconds,
+            seed=job.seed,
+            threads=1,
+            cutoff=None if job.cutoff is None else job.cutoff + graph.offset - left.offset,
+            times=rows[:60] if len(left.times) else [],
+            nodes=job.nodes,
+            start=start,
+        )
+        choices, finished = result.choices, result.finished
+        bound = result.bound + left.offset - graph.offset
+    chosen = None
+    if choices is not None:
+        full = left.restore(choices, after)
+        chosen = full[names]
+    return Answer(chosen, bound, finished, small.proves, small.size, time.monotonic() - tick)
+
+
+def main() -> None:
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    graph, names, flat = pickle.load(source)
+    sizer = _Sizer(graph, names, flat)
+    while True:
+        try:
+            job = pickle.load(source)
+        except EOFError:
+            return
+        pickle.dump(_do(sizer, graph, names, job), sink, protocol=5)
+        sink.flush()
