@@ -105,8 +105,9 @@ def _describe(
 ) -> Groups:
     holders: dict[int, list[int]] = {}
     weight: dict[int, int] = {}
+    matrices: dict[int, int] = {}
     matrix_bytes = 0
-    batch = sequence = None
+    data: list[list[int | None]] = []
     for position, (argument, tensor) in enumerate(zip(program.arguments, graph.arguments, strict=True)):
         groups = tensor_groups(structure, of_factor, tensor)
         if argument.role is Role.PARAMETER:
@@ -117,11 +118,14 @@ def _describe(
                 matrix_bytes += graph.tensors[tensor].bytes
                 for group in set(real):
                     weight[group] = weight.get(group, 0) + graph.tensors[tensor].bytes
+                    matrices[group] = matrices.get(group, 0) + 1
         elif argument.role is Role.BATCH and groups and groups[0] is not None:
-            batch = groups[0] if batch is None else batch
-            if len(groups) > 1 and groups[1] is not None and sequence is None and groups[1] not in holders:
-                sequence = groups[1]
-    hidden = max(weight, key=lambda g: (weight[g], -g), default=None)
+            data.append(groups)
+    batch = data[0][0] if data else None
+    sequence = next((g[1] for g in data if len(g) > 1 and g[1] is not None and g[1] not in holders), None)
+    # Two matrices share the inner dim of an MLP too; a stream is shared by more, or comes in with the data.
+    streams = [g for g in weight if matrices[g] > 2 or any(g in groups for groups in data)]
+    hidden = max(streams, key=lambda g: (weight[g], -g), default=None)
     if hidden is not None and weight[hidden] < 0.6 * matrix_bytes:
         hidden = None
     names = {}

@@ -150,9 +150,11 @@ def transition(
     def add(kind: Kind, bits: int, where: NDArray[np.bool_], elements: NDArray[np.float64], item: int) -> None:
         steps.append(Step(kind, members(bits), np.where(where, elements * item, 0.0)))
 
-    for code in np.unique(source[source <= PARTIAL]):
+    for axis in range(count):
         # Axes that split one factor are summed together, those of different factors one factor after the other.
-        scatter, total = mask((f == code) & (t >= 0)), mask((f == code) & (t < 0))
+        first = (f[..., axis] <= PARTIAL) & ~(f[..., :axis] == f[..., axis : axis + 1]).any(axis=2)
+        own = (f == f[..., axis : axis + 1]) & first[..., None]
+        scatter, total = mask(own & (t >= 0)), mask(own & (t < 0))
         summed = np.zeros_like(scatter)
         for bits in _distinct(scatter):
             if emitted(collectives, members(bits)) is Emitted.SUM:
