@@ -24,6 +24,7 @@ FLAGS = {
     "export": {"--debug", "--json", "--out", "--quiet", "--to", "-o"},
     "measure": {"--check", "--debug", "--json", "--plan", "--quiet", "--steps", "--tolerance"} | PROGRAM | PLANNING,
     "report": {"--compare", "--debug", "--json", "--measured", "--out", "--perfetto", "--quiet", "-o"},
+    "validate": {"--data", "--debug", "--json", "--quiet"},
     "solve": {"--debug", "--iterations", "--out", "--quiet", "--seed", "--threads", "--time-limit"},
 }
 """Every flag of every command: an option is added here on purpose, or not at all."""
@@ -245,6 +246,20 @@ def test_compare_runs_the_plan_and_every_baseline(folder: Path):
     assert "measured" not in table
 
 
+def test_validate_prints_every_row_and_its_difference():
+    result = run("validate", "--json")
+    figures = json.loads(result.stdout)
+    assert len(figures["rows"]) > 40
+    for row in figures["rows"]:
+        assert ("skipped" in row) != ("ours" in row)
+        if "ours" in row:
+            assert row["delta_percent"] == pytest.approx(100 * (row["ours"] - row["theirs"]) / row["theirs"])
+    assert sum(group["rows"] for group in figures["groups"].values()) == len(figures["rows"])
+    assert result.returncode == 0
+    table = run("validate").stdout
+    assert all(row["id"] in table for row in figures["rows"])
+
+
 def test_diff_of_two_plans(folder: Path):
     assert run("plan", "step.py", "--topology", "cpu:8", "--out", "other.json", cwd=folder).returncode == 0
     figures = json.loads(run("diff", "plan.json", "other.json", "--json", cwd=folder).stdout)
@@ -294,6 +309,7 @@ def test_report_of_a_saved_plan(folder: Path):
             "export plan.json --to jaxx",
             "there is no export to 'jaxx'; choose from jax, flax, maxtext, torch-xla",
         ),
+        ("validate --data none.json", "question file none.json cannot be read: No such file or directory"),
         ("diff plan.json none.json", "cannot read the plan file none.json"),
         ("compare step.py --topology v5e:2x2 --measure", "the plan is for v5e:2x2, but only CPU devices are here;"),
         ("solve none.json", "cannot read the problem none.json: No such file or directory"),

@@ -211,6 +211,18 @@ def run_solve(arguments: argparse.Namespace, answer: TextIO) -> int:
         )
 
 
+def run_validate(arguments: argparse.Namespace, answer: TextIO) -> int:
+    from autoshard.cost import validate_questions
+    from autoshard.report import passes, validation_figures, validation_report
+
+    rows = validate_questions(arguments.data)
+    if arguments.json:
+        _print_json(validation_figures(rows), answer)
+    else:
+        _print_rich(validation_report(rows), answer)
+    return 0 if passes(rows) else 1
+
+
 def run_doctor(arguments: argparse.Namespace, answer: TextIO) -> int:
     from autoshard.report import doctor, doctor_report
 

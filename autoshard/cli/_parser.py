@@ -130,6 +130,11 @@ def build_parser() -> argparse.ArgumentParser:
     solve.add_argument("--iterations", type=_positive, metavar="N", help="stop after so many, to repeat a run exactly")
     solve.add_argument("--out", type=Path, metavar="OUT.json", help="write choices, cost and bound here")
 
+    validate = _command(
+        commands, "validate", _commands.run_validate, "check the cost model against worked questions of others"
+    )
+    validate.add_argument("--data", metavar="FILE", type=Path, help="other questions, of the shipped file's form")
+
     _command(commands, "doctor", _commands.run_doctor, "say what is installed, what is here, and what will work")
     return parser
 
