@@ -10,12 +10,13 @@ LEARNING_RATE = 3e-4
 
 
 def make_optimizer(name: str, state_dtype: str | None = None) -> Any:
-    """`adamw` or `sgd` of optax; moments are stored in `state_dtype` and updated in fp32."""
+    """`adamw`, `sgd` or `momentum` (SGD whose state keeps the gradients) of optax; moments are stored in `state_dtype` and updated in fp32."""
     import optax
 
     makers: dict[str, Callable[[], Any]] = {
         "adamw": lambda: optax.adamw(LEARNING_RATE, b1=0.9, b2=0.95, weight_decay=0.1),
         "sgd": lambda: optax.sgd(LEARNING_RATE),
+        "momentum": lambda: optax.sgd(LEARNING_RATE, momentum=0.9),
     }
     if name not in makers:
         raise UserError(f"there is no optimizer `{name}`; use one of {', '.join(f'`{key}`' for key in makers)}.")
