@@ -1,5 +1,6 @@
 """Sources: whatever a user brings becomes one `Program`."""
 
+from autoshard.program._artifact import load_artifact as load_artifact
 from autoshard.program._load import load_program as load_program
 from autoshard.program._load import open_source as open_source
 from autoshard.program._program import Argument as Argument

@@ -7,12 +7,13 @@ from types import ModuleType
 from typing import Any
 
 from autoshard.errors import UserError
+from autoshard.program._artifact import SUFFIXES, load_artifact
 from autoshard.program._program import Program
 from autoshard.program._trace import trace
 
 
 def open_source(text: str, *, entry: str = "program", **options: Any) -> Program:
-    """The program that `text` names: `hf:CONFIG` (with its options) or the path of a Python file.
+    """The program that `text` names: `hf:CONFIG` (with its options), a Python file, or a module in a file.
 
     Raises `UserError` if it names neither, or if `options` are given to a source that takes none.
     """
@@ -22,18 +23,14 @@ def open_source(text: str, *, entry: str = "program", **options: Any) -> Program
         return from_config(text[3:], **options)
     path = Path(text)
     given = [key for key, value in options.items() if value is not None and value is not False]
-    if path.suffix == ".py" or path.is_file():
-        if path.is_file() and path.suffix != ".py":
-            raise UserError(
-                f"`{text}` is not a source autoshard knows; give a Python file (`model.py`) or `hf:CONFIG`."
-            )
+    if path.suffix == ".py" or path.suffix in SUFFIXES or path.is_file():
         if given:
             flags = ", ".join(f"`--{key.replace('_', '-')}`" for key in given)
             raise UserError(f"{flags} only apply to `hf:CONFIG`; `{text}` says itself what it runs.")
-        return load_program(path, entry)
+        return load_program(path, entry) if path.suffix == ".py" else load_artifact(path)
     if path.is_dir():
         raise UserError(f"`{text}` is a directory; give the Python file that offers the program.")
-    raise UserError(f"`{text}` is neither an existing Python file nor `hf:CONFIG`; check the path.")
+    raise UserError(f"`{text}` is neither an existing file nor `hf:CONFIG`; check the path.")
 
 
 def load_program(path: str | Path, entry: str = "program") -> Program:

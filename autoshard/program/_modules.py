@@ -70,7 +70,6 @@ def _without_static(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Call
 def _without_nnx(
     fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[int, list[Role | None]]]:
-    import jax
 
     if "flax" not in sys.modules:
         return fn, args, {}

@@ -26,6 +26,7 @@ def trace(
     make_args: Callable[[int], tuple[Any, ...]] | None = None,
     arg_names: Sequence[str] | None = None,
     notes: Sequence[str] = (),
+    ties: dict[int, int] | None = None,
 ) -> Program:
     """Lower `fn(*args)` without shardings and name everything that goes in and comes out.
 
@@ -33,7 +34,8 @@ def trace(
     latter. A leaf is named by its path (`params.layers.w`); `arg_names` replaces the names of the positional
     arguments, and an empty one leaves the prefix out. State that the function returns updated is tied to its result.
     Roles are guessed (optax states, updated state, data) and overridden by `roles`: a mapping from name prefixes, or a
-    callable from a name to a role or None. `model_flops` and `tokens` are the caller's figures for one step.
+    callable from a name to a role or None. `model_flops` and `tokens` are the caller's figures for one step; `ties`
+    (leaf of the arguments -> leaf of the result) replaces the search for updated state.
 
     Raises `UserError` if `fn` cannot be traced, a shape is dynamic, or a leaf is not an array.
     """
@@ -80,7 +82,8 @@ def trace(
     avals = [_aval(leaf) for leaf in leaves]
     out_avals = [_aval(leaf) for _, leaf in out_paths]
     donated = [position in donate for position in range(len(args))]
-    ties = _ties.tie(positions, treedefs, donated, avals, out_tree, out_avals)
+    if ties is None:
+        ties = _ties.tie(positions, treedefs, donated, avals, out_tree, out_avals)
 
     _roles.check_used(roles, names)
     in_optax = [mark for arg in args for mark in _optax_marks(arg)]

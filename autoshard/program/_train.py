@@ -10,7 +10,10 @@ LEARNING_RATE = 3e-4
 
 
 def make_optimizer(name: str, state_dtype: str | None = None) -> Any:
-    """`adamw`, `sgd` or `momentum` (SGD whose state keeps the gradients) of optax; moments are stored in `state_dtype` and updated in fp32."""
+    """`adamw`, `sgd` or `momentum` (SGD whose state keeps the gradients) of optax.
+
+    Moments are stored in `state_dtype` and updated in fp32. Raises `UserError` for another name.
+    """
     import optax
 
     makers: dict[str, Callable[[], Any]] = {

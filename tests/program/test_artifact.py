@@ -1,0 +1,189 @@
+"""Programs in files: StableHLO text and bytecode, jax.export artifacts, HLO protos and dumps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard.errors import UserError
+from autoshard.program import load_artifact, open_source
+
+
+S = jax.ShapeDtypeStruct
+F = jnp.float32
+
+
+def _step(params, batch):
+    def loss(p):
+        return jnp.mean((jnp.tanh(batch["x"] @ p["up"]) @ p["down"] - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+PARAMS = {"down": S((16, 4), F), "up": S((8, 16), F)}
+BATCH = {"x": S((6, 8), F), "y": S((6, 4), F)}
+
+
+def _lowered():
+    return jax.jit(_step, donate_argnums=0, keep_unused=True).lower(PARAMS, BATCH)
+
+
+def _text(path):
+    path.write_text(_lowered().as_text(debug_info=True))
+
+
+def _plain_text(path):
+    path.write_text(_lowered().as_text())
+
+
+def _bytecode(path):
+    with path.open("wb") as file:
+        _lowered().compiler_ir("stablehlo").operation.write_bytecode(file)
+
+
+def _portable(path):
+    path.write_bytes(_exported().mlir_module_serialized)
+
+
+def _hlo_proto(path):
+    path.write_bytes(_lowered().compiler_ir("hlo").as_serialized_hlo_module_proto())
+
+
+def _hlo_text(path):
+    path.write_text(_lowered().compiler_ir("hlo").as_hlo_text())
+
+
+def _exported():
+    return jax.export.export(jax.jit(_step, donate_argnums=0))(PARAMS, BATCH)
+
+
+def _artifact(path):
+    path.write_bytes(_exported().serialize())
+
+
+NAMED = ["params.down", "params.up", "batch.x", "batch.y"]
+BARE = ["arg0", "arg1", "arg2", "arg3"]
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "names"),
+    [
+        (_text, "step.mlir", NAMED),
+        (_plain_text, "step.mlir", BARE),
+        (_bytecode, "step.mlirbc", NAMED),
+        (_portable, "step.bc", NAMED),
+        (_artifact, "step.jax_export", NAMED),
+        (_hlo_proto, "step.pb", NAMED),
+        (_hlo_text, "step.hlo", NAMED),
+    ],
+)
+def test_every_form_computes_the_same(tmp_path, write, name, names):
+    path = tmp_path / name
+    write(path)
+    program = open_source(str(path))
+    assert [a.name for a in program.arguments] == names and program.name == "step"
+    assert [a.shape for a in program.arguments] == [(16, 4), (8, 16), (6, 8), (6, 4)]
+    assert [a.result for a in program.arguments] == [0, 1, None, None]
+    assert [a.donated for a in program.arguments] == [True, True, False, False]
+    assert [a.role.value for a in program.arguments] == ["parameter", "parameter", "batch", "batch"]
+    assert program.training and program.module[:4] == b"ML\xefR"
+    rng = np.random.default_rng(0)
+    leaves = [rng.standard_normal(a.shape).astype(np.float32) for a in program.arguments]
+    got = jax.tree.leaves(jax.jit(program.fn)(*jax.tree.unflatten(jax.tree.structure(program.args), leaves)))
+    expected = jax.tree.leaves(jax.jit(_step)(dict(down=leaves[0], up=leaves[1]), dict(x=leaves[2], y=leaves[3])))
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_roles_can_be_said_for_a_file(tmp_path):
+    path = tmp_path / "forward.mlir"
+    path.write_text(jax.jit(lambda w, x: x @ w).lower(S((8, 4), F), S((2, 8), F)).as_text())
+    assert [a.role.value for a in load_artifact(path).arguments] == ["batch", "batch"]
+    program = load_artifact(path, roles={"arg0": "parameter"})
+    assert [a.role.value for a in program.arguments] == ["parameter", "batch"]
+
+
+def test_shardings_on_the_arguments_of_a_file_are_dropped(tmp_path):
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    path = tmp_path / "split.mlir"
+    path.write_text(jax.jit(lambda x: x * 2, in_shardings=split).lower(S((8, 4), F)).as_text())
+    program = load_artifact(path)
+    assert program.notes[0] == "Shardings on 1 arguments of the file were dropped."
+
+
+def _write_bytes(data):
+    return lambda path: path.write_bytes(data)
+
+
+def _optimised(path):
+    path.write_text(_lowered().compile().as_text())
+
+
+def _symbolic(path):
+    shape = jax.export.symbolic_shape("n, 4")
+    path.write_bytes(jax.export.export(jax.jit(lambda x: x * 2))(S(shape, F)).serialize())
+
+
+def _truncated(path):
+    path.write_bytes(_exported().mlir_module_serialized[:200])
+
+
+def _identity(name, kind):
+    return f"module {{ func.func public @{name}(%a: {kind}) -> {kind} {{ return %a : {kind} }} }}"
+
+
+def _dynamic(path):
+    path.write_text(
+        "module { func.func public @main(%a: tensor<?x4xf32>) -> tensor<?x4xf32> { return %a : tensor<?x4xf32> } }"
+    )
+
+
+def _no_main(path):
+    path.write_text(_identity("f", "tensor<4xf32>"))
+
+
+def _wide(path):
+    path.write_text(
+        "module { func.func public @main(%a: tensor<4xi64>) -> tensor<4xi64> { return %a : tensor<4xi64> } }"
+    )
+
+
+def _mistyped(path):
+    path.write_text(_lowered().as_text().replace("stablehlo.tanh", "stablehlo.tanhh"))
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "sentence"),
+    [
+        (lambda path: None, "missing.mlir", "there is no file `.*missing.mlir`"),
+        (_write_bytes(b""), "empty.mlir", "is empty; expected a StableHLO module"),
+        (_write_bytes(b"hello"), "word.mlir", "is text but no module"),
+        (
+            _write_bytes(bytes(range(256)) * 4),
+            "noise.bin",
+            "is neither a StableHLO module nor a readable",
+        ),
+        (_write_bytes(b"HloModule broken {"), "broken.hlo", "is not a readable HLO module"),
+        (_write_bytes(b"\x00\x01\x02\xff" * 9), "noise.pb", "does not convert from HLO to StableHLO"),
+        (_truncated, "cut.bc", "is not a readable StableHLO module"),
+        (_mistyped, "typo.mlir", "is not a readable StableHLO module: .*tanhh"),
+        (_optimised, "after.hlo", "is an HLO dump taken after optimisation"),
+        (_symbolic, "any.jax_export", "was exported with symbolic shapes"),
+        (_dynamic, "any.mlir", r"argument 0 of `main` has the dynamic shape tensor<\?x4xf32>"),
+        (_no_main, "f.mlir", r"has no function `main` \(its functions: `f`\)"),
+        (
+            _wide,
+            "wide.mlir",
+            "argument 0 of `main` is tensor<4xi64>, and JAX keeps 64-bit values only",
+        ),
+    ],
+)
+def test_sentences(tmp_path, write, name, sentence):
+    path = tmp_path / name
+    write(path)
+    with pytest.raises(UserError, match=sentence):
+        open_source(str(path))
