@@ -1,0 +1,89 @@
+"""The docs' examples run, their commands work, and the tables of JSON keys are complete."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoshard.cli._parser import build_parser, parser_of
+
+
+DOCS = Path(__file__).parent.parent / "docs"
+BLOCK = re.compile(r"```(\w+)([^\n]*)\n(.*?)```", re.DOTALL)
+
+
+def blocks(page: str, language: str) -> list[tuple[str, str]]:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return [(info.strip(), body) for kind, info, body in BLOCK.findall(text) if kind == language]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the files of the docs stand."""
+    folder = tmp_path_factory.mktemp("docs")
+    for info, body in blocks("start.md", "python"):
+        if info.startswith("file="):
+            (folder / info.removeprefix("file=")).write_text(body)
+    return folder
+
+
+def run(command: list[str], folder: Path) -> str:
+    result = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True)
+    assert result.returncode == 0, f"{' '.join(command)}\n{result.stderr}"
+    return result.stdout
+
+
+@pytest.mark.parametrize("page", ["start.md", "reading.md"])
+def test_the_examples_run(page: str, folder: Path):
+    examples = [body for info, body in blocks(page, "python") if info.startswith("after=")]
+    assert examples
+    for number, body in enumerate(examples):
+        (folder / f"example{number}.py").write_text(body)
+        assert run([f"example{number}.py"], folder).strip()
+
+
+def commands(page: str) -> list[str]:
+    lines = "\n".join(body for _, body in blocks(page, "console")).splitlines()
+    return [line.removeprefix("$ autoshard ") for line in lines if line.startswith("$ autoshard ")]
+
+
+def test_the_commands_of_the_start_work(folder: Path):
+    # Without the compiler's minute; that it is shown with flags that exist is checked below.
+    for line in commands("start.md"):
+        if not line.startswith("compile "):
+            assert run(["-m", "autoshard", *line.split(), "--quiet"], folder).strip(), line
+
+
+def test_every_command_shown_anywhere_has_its_flags():
+    shown = [line for page in DOCS.glob("*.md") for line in commands(page.name)]
+    assert any(line.startswith("compile ") for line in shown)
+    for line in shown:
+        name, *words = line.split()
+        known = {flag for action in parser_of(build_parser(), name)._actions for flag in action.option_strings}
+        assert {word for word in words if word.startswith("-")} <= known, line
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        ("plan", "plan step.py --topology v5e:4x4 --mesh data=4,model=4 --json"),
+        (
+            "measure",
+            "measure hf:llama-tiny --infer --batch 8 --seq 32 --topology cpu:8 --mesh data=8 --check --steps 2 --json",
+        ),
+    ],
+)
+def test_the_keys_of_json_are_those_in_the_docs(section: str, line: str, folder: Path):
+    text = (DOCS / "json.md").read_text(encoding="utf-8").split(f"## `autoshard {section}`")[1].split("\n## ")[0]
+    first_cells = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    documented = {key for cell in first_cells for key in re.findall(r"`(\w+)`", cell)}
+    assert set(json.loads(run(["-m", "autoshard", *line.split(), "--quiet"], folder))) == documented
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in DOCS.glob("*.md"):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (DOCS / target).exists(), f"{page.name}: {target}"
