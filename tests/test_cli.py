@@ -13,7 +13,10 @@ from autoshard import __version__, cli
 from autoshard.cli._parser import build_parser
 
 
-PROGRAM = {"--batch", "--dtype", "--entry", "--infer", "--optimizer", "--remat", "--seq", "--state-dtype", "--train"}
+PROGRAM = {
+    *("--batch", "--dtype", "--entry", "--image", "--infer", "--optimizer", "--param-dtype", "--remat", "--seq"),
+    *("--state-dtype", "--train"),
+}
 PLANNING = {"--memory-limit", "--mesh", "--save-problem", "--seed", "--time-limit", "--topology"}
 FLAGS = {
     "compare": {"--compile", "--debug", "--json", "--measure", "--quiet", "--steps"} | PROGRAM | PLANNING,

@@ -244,7 +244,7 @@ def _open(arguments: argparse.Namespace, progress: "Progress") -> "Program":
     progress(f"Tracing {arguments.program}")
     from autoshard.program import open_source
 
-    names = ("train", "batch", "seq", "dtype", "state_dtype", "remat", "optimizer")
+    names = ("train", "batch", "seq", "image", "dtype", "param_dtype", "state_dtype", "remat", "optimizer")
     options = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     return open_source(arguments.program, entry=arguments.entry, **options)
 

@@ -20,11 +20,12 @@ from autoshard.errors import UserError
 GIB = 2**30
 
 PROGRAM_HELP = """\
-PROGRAM is a Python file or hf:CONFIG.
+PROGRAM is a Python file, a file with a module, or hf:CONFIG.
 
   model.py      defines `program` (see --entry): an autoshard.Program, or a function that returns one, or
                 (function, arguments) for JAX, or (module, example inputs) for torch; shapes are enough
                 (jax.ShapeDtypeStruct, meta tensors), so nothing large is ever allocated
+  step.mlir     StableHLO as text or portable bytecode, a jax.export artifact, an HLO proto or unoptimised dump
   hf:NAME       a bundled Hugging Face configuration, such as hf:llama3-8b or hf:gpt2, or the path of a config.json
 """
 
@@ -170,7 +171,7 @@ def _command(
 
 
 def _add_program(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("program", metavar="PROGRAM", help="model.py or hf:CONFIG, see below")
+    parser.add_argument("program", metavar="PROGRAM", help="model.py, step.mlir or hf:CONFIG, see below")
     parser.add_argument("--entry", default="program", metavar="NAME", help="name in model.py (default: program)")
     group = parser.add_argument_group("for hf:CONFIG")
     mode = group.add_mutually_exclusive_group()
@@ -178,10 +179,12 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
     mode.add_argument("--infer", action="store_false", dest="train", default=None, help="a forward pass")
     group.add_argument("--batch", type=_positive, metavar="N", help="sequences in one step, over all devices")
     group.add_argument("--seq", type=_positive, metavar="N", help="tokens of one sequence")
-    group.add_argument("--dtype", metavar="DTYPE", help="of parameters and activations: bfloat16, float32")
-    group.add_argument("--state-dtype", metavar="DTYPE", help="of the optimizer's state")
+    group.add_argument("--image", type=_positive, metavar="N", help="pixels of one side, for models of images")
+    group.add_argument("--dtype", metavar="DTYPE", help="to compute in (default: bfloat16)")
+    group.add_argument("--param-dtype", metavar="DTYPE", help="of parameters (default: float32 in training)")
+    group.add_argument("--state-dtype", metavar="DTYPE", help="of the optimizer's state (default: float32)")
     group.add_argument("--remat", choices=("none", "dots", "full"), help="what the backward pass computes again")
-    group.add_argument("--optimizer", metavar="NAME", help="adamw, sgd")
+    group.add_argument("--optimizer", metavar="NAME", help="adamw (default), sgd, momentum")
 
 
 def _add_planning(parser: argparse.ArgumentParser, required: bool) -> None:
