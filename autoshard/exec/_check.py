@@ -5,10 +5,10 @@ need care, both because a gradient that is zero in exact arithmetic comes out as
 
 - A tensor of optimizer state that is noise as a whole (its maximum below `NOISE` of its family's, such as all first
   moments) is compared on the scale of its family.
-- Adam divides by the root of the second moment, so where a gradient is noise the updated parameter differs by a
-  whole learning rate. An updated parameter is therefore compared where its moments, in the unplanned run, stand
-  out of the noise (|first| > 1e-4 of its maximum, second > 1e-8 of its maximum). Nothing escapes: the first moment
-  is linear in the gradient and is compared everywhere.
+- Adam divides one moment by the root of the other, so where both are noise the updated parameter differs by a whole
+  learning rate. The update u = m / (sqrt(v) + eps) changes by at most |u| (|dm/m| + |dv/v| / 2) to first order; of a
+  parameter that has two moments, twice |u| (|dm/m| + |dv/v|) is taken off each element's difference, with m and v
+  as both runs left them. Nothing escapes: m is linear in the gradient, and both moments are compared everywhere.
 """
 
 import dataclasses
@@ -24,9 +24,6 @@ from autoshard.program import Program, Role
 NOISE = 1e-5
 """Below this share of its family's maximum, a whole tensor of optimizer state is rounding noise."""
 
-FIRST_MOMENT, SECOND_MOMENT = 1e-4, 1e-8
-"""An element stands out if its moment is larger than this share of the tensor's maximum."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
@@ -36,7 +33,7 @@ class Difference:
     rel_diff: float
     """Largest difference over the tensor's maximum (or its family's, for noise)."""
     compared: float
-    """Share of the elements that were compared, 1 except under Adam."""
+    """Share of the elements whose moments explain less than the tolerance; 1 except under Adam."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,9 +63,17 @@ def default_tolerance(program: Program) -> float:
 
 
 def compare(
-    program: Program, planned: Sequence[Any], unplanned: Sequence[Any], tolerance: float | None = None
+    program: Program,
+    planned: Sequence[Any],
+    unplanned: Sequence[Any],
+    tolerance: float | None = None,
+    before: Sequence[Any] | None = None,
 ) -> Check:
-    """Compare flat results, in order; arrays of any kind that numpy can read."""
+    """Compare flat results, in order; arrays of any kind that numpy can read.
+
+    `before` are the flat arguments of the step, without which no difference is explained by moments.
+    """
+    tolerance = default_tolerance(program) if tolerance is None else tolerance
     found = [_as_numbers(value) for value in planned]
     wanted = [_as_numbers(value) for value in unplanned]
     families = _families(program)
@@ -79,16 +84,13 @@ def compare(
     }
     differences = []
     for i, result in enumerate(program.results):
-        keep = _standing_out(program, i, wanted, noise)
         scale = scales[family_of[i]] if i in noise else _largest(wanted[i])
-        differences.append(
-            Difference(
-                result.name,
-                _rel_diff(found[i], wanted[i], scale, keep),
-                1.0 if keep is None else float(keep.mean()) if keep.size else 1.0,
-            )
-        )
-    return Check(tuple(differences), default_tolerance(program) if tolerance is None else tolerance)
+        explained = _explained(program, i, found, wanted, before)
+        compared = 1.0
+        if explained is not None and explained.size:
+            compared = float((explained <= tolerance * scale).mean())
+        differences.append(Difference(result.name, _rel_diff(found[i], wanted[i], scale, explained), compared))
+    return Check(tuple(differences), tolerance)
 
 
 def _as_numbers(value: Any) -> np.ndarray:
@@ -101,7 +103,7 @@ def _largest(array: np.ndarray) -> float:
     return float(finite.max()) if finite.size else 0.0
 
 
-def _rel_diff(found: np.ndarray, wanted: np.ndarray, scale: float, keep: np.ndarray | None) -> float:
+def _rel_diff(found: np.ndarray, wanted: np.ndarray, scale: float, explained: np.ndarray | None) -> float:
     if found.shape != wanted.shape:
         return math.inf
     kind = np.complex128 if wanted.dtype.kind == "c" else np.float64
@@ -109,8 +111,8 @@ def _rel_diff(found: np.ndarray, wanted: np.ndarray, scale: float, keep: np.ndar
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
         difference = np.where(same, 0.0, np.abs(a - b))
-    if keep is not None:
-        difference = difference[keep]
+    if explained is not None:
+        difference = np.maximum(0.0, difference - explained)
     if not difference.size:
         return 0.0
     largest = float(difference.max())
@@ -139,10 +141,16 @@ def _tails(name: str) -> tuple[str, ...]:
     return (name, name.partition(".")[2]) if "." in name else (name,)
 
 
-def _standing_out(program: Program, index: int, wanted: Sequence[np.ndarray], noise: set[int]) -> np.ndarray | None:
-    """Mask of the elements of an updated parameter whose moments stand out of the noise; None for all."""
+def _explained(
+    program: Program,
+    index: int,
+    found: Sequence[np.ndarray],
+    wanted: Sequence[np.ndarray],
+    before: Sequence[Any] | None,
+) -> np.ndarray | None:
+    """How much of each element's difference of an updated parameter its two moments explain; None if it has none."""
     argument = program.results[index].argument
-    if argument is None or program.arguments[argument].role is not Role.PARAMETER:
+    if before is None or argument is None or program.arguments[argument].role is not Role.PARAMETER:
         return None
     shape = wanted[index].shape
     moments = [
@@ -153,12 +161,14 @@ def _standing_out(program: Program, index: int, wanted: Sequence[np.ndarray], no
         and wanted[i].shape == shape
         and any(result.name.endswith("." + tail) for tail in _tails(program.results[index].name))
     ]
-    if len(moments) < 2:
+    if len(moments) < 2 or any(found[i].shape != shape for i in (index, *moments)):
         return None
-    keep = np.ones(shape, dtype=bool)
+    relative = np.zeros(shape)
     for i in moments:
-        if i in noise:
-            return np.zeros(shape, dtype=bool)
-        share = SECOND_MOMENT if (wanted[i] >= 0).all() else FIRST_MOMENT
-        keep &= np.abs(wanted[i]) > share * _largest(wanted[i])
-    return keep
+        change, size = np.abs(found[i] - wanted[i]), np.abs(wanted[i])
+        # A moment that is zero in one run and noise in the other explains anything.
+        relative += np.divide(change, size, out=np.where(change > 0, np.inf, 0.0), where=size > 0)
+    start = _as_numbers(before[argument])
+    update = np.maximum(np.abs(wanted[index] - start), np.abs(found[index] - start))
+    with np.errstate(invalid="ignore"):
+        return np.nan_to_num(2 * update * relative, nan=0.0)

@@ -57,6 +57,8 @@ class CompiledCollective:
     """Op name of the source that caused it."""
     group: int = 0
     """Devices in one group."""
+    arrays: int = 1
+    """Arrays that one execution carries: the compiler combines small collectives."""
     trips_known: bool = True
     """False if a loop around it has a trip count that the text does not tell: counted as one."""
 
@@ -93,10 +95,10 @@ def wire_by_axis(found: Iterable[CompiledCollective]) -> dict[str, int]:
 
 
 def count_by_kind(found: Iterable[CompiledCollective]) -> dict[str, int]:
-    """Executions in one step, by kind."""
+    """Executions in one step, by kind; a combined one counts once for each array."""
     counts: dict[str, int] = collections.defaultdict(int)
     for collective in found:
-        counts[collective.kind] += collective.count
+        counts[collective.kind] += collective.count * collective.arrays
     return dict(sorted(counts.items()))
 
 
@@ -187,6 +189,7 @@ class Walk:
             name=op.name,
             source=op.op_name,
             group=group,
+            arrays=1 if kind == "all-to-all" else max(1, len(op.operands)),
             trips_known=place.known,
         )
 

@@ -35,7 +35,7 @@ class Measurement:
     """Bytes on the wire of one device in one step, by mesh axis (`other`: groups that are no mesh axes)."""
     counts_predicted: dict[str, int]
     counts_compiled: dict[str, int]
-    """Collectives in one step, by kind."""
+    """Collectives in one step, by kind; a combined one counts once for each array."""
     collectives: tuple[CompiledCollective, ...]
     memory: dict[str, int]
     """Bytes of one device as the compiler counts them: arguments, results, temporaries, donated."""
@@ -95,7 +95,7 @@ def measure(
             elapsed = time.perf_counter() - start
             results = jax.tree.leaves(out)
             if step == 0 and unplanned is not None:
-                verdict = compare(program, [_host(value) for value in results], unplanned, tolerance)
+                verdict = compare(program, [_host(value) for value in results], unplanned, tolerance, leaves)
             if step >= warmup:
                 times.append(elapsed)
             current = _next(program, current, results, leaves, shardings)

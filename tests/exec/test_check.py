@@ -62,24 +62,41 @@ def test_narrow_floats_are_read_and_have_a_wider_tolerance():
 
 
 ADAM = program(("params.w", Role.PARAMETER), ("opt.0.mu.w", Role.OPTIMIZER_STATE), ("opt.0.nu.w", Role.OPTIMIZER_STATE))
+P = array(0, 0, 0, 0)
 MU, NU = array(1, -1, 1e-7, 0.5), array(1, 1, 1e-14, 0.25)
+UPDATED = array(-0.01, 0.01, -0.01, -0.01)
+STATE = [P, MU * 0, NU * 0]
 
 
-def test_under_adam_a_parameter_is_compared_where_its_moments_stand_out():
-    unplanned = [array(1, 1, 1, 1), MU, NU]
-    noisy = [array(1, 1, 1.001, 1), MU, NU]
-    check = compare(ADAM, noisy, unplanned)
+def test_under_adam_moments_explain_what_is_noise():
+    """The third gradient is noise: its sign may differ, and with it the whole update."""
+    unplanned = [UPDATED, MU, NU]
+    flipped = [array(-0.01, 0.01, 0.01, -0.01), array(1, -1, -1e-7, 0.5), NU]
+    check = compare(ADAM, flipped, unplanned, before=STATE)
     assert check.passed and check.differences[0].compared == 0.75
-    wrong = compare(ADAM, [array(1, 1.001, 1, 1), MU, NU], unplanned)
+    assert check.differences[1].rel_diff == pytest.approx(2e-7)
+    # The same parameters with moments that agree are wrong, and so is a difference that moments do not explain.
+    assert not compare(ADAM, [flipped[0], MU, NU], unplanned, before=STATE).passed
+    wrong = compare(ADAM, [array(-0.01, 0.0101, 0.01, -0.01), *flipped[1:]], unplanned, before=STATE)
     assert not wrong.passed and wrong.worst is not None and wrong.worst.name == "params.w"
-    # What is left out there is still compared through the first moment, which is linear in the gradient.
-    hidden = compare(ADAM, [array(1, 1, 1.001, 1), array(1, -1, 1e-3, 0.5), NU], unplanned)
-    assert not hidden.passed and hidden.worst is not None and hidden.worst.name == "opt.0.mu.w"
+    # Without the state before the step nothing is explained.
+    assert not compare(ADAM, flipped, unplanned).passed
 
 
-def test_without_moments_everything_is_compared():
+def test_a_gradient_that_differs_is_caught_by_the_first_moment():
+    wrong = [UPDATED, array(1, -1, 1e-3, 0.5), array(1, 1, 1e-6, 0.25)]
+    check = compare(ADAM, wrong, [UPDATED, MU, NU], before=STATE)
+    assert not check.passed and check.worst is not None and check.worst.name == "opt.0.mu.w"
+
+
+def test_a_moment_that_is_zero_in_one_run_explains_anything():
+    unplanned = [array(-0.01, 0.01, 0, -0.01), array(1, -1, 0, 0.5), array(1, 1, 0, 0.25)]
+    assert compare(ADAM, [UPDATED, MU, NU], unplanned, before=STATE).passed
+
+
+def test_without_two_moments_everything_is_compared():
     momentum = dataclasses.replace(ADAM, arguments=ADAM.arguments[:2], results=ADAM.results[:2])
-    check = compare(momentum, [array(1, 1, 1.001, 1), MU], [array(1, 1, 1, 1), MU])
+    check = compare(momentum, [array(1, 1, 1.001, 1), MU], [array(1, 1, 1, 1), MU], before=[P, MU])
     assert not check.passed and check.differences[0].compared == 1.0
 
 
@@ -93,11 +110,12 @@ def test_a_tensor_that_is_noise_is_compared_on_its_family():
         ("opt.0.nu.w", Role.OPTIMIZER_STATE),
     )
     ones, noise = array(1, 1, 1, 1), array(1e-8, -1e-8, 1e-8, 1e-8)
-    unplanned = [ones, ones, noise, ones, noise**2, ones]
+    before = [ones, ones, ones * 0, ones * 0, ones * 0, ones * 0]
+    unplanned = [ones - 1e-3, ones, noise, ones, noise**2, ones]
     planned = [ones + 1e-3, ones, -noise, ones, noise**2, ones]
-    check = compare(both, planned, unplanned)
+    check = compare(both, planned, unplanned, before=before)
     assert check.passed
     assert [d.compared for d in check.differences] == [0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     assert check.differences[2].rel_diff == pytest.approx(2e-8)
     large = [ones + 1e-3, ones, noise + 1e-3, ones, noise**2, ones]
-    assert not compare(both, large, unplanned).passed
+    assert not compare(both, large, unplanned, before=before).passed

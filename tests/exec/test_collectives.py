@@ -146,7 +146,8 @@ def test_combined_and_narrow_arrays_add_up():
         "  %q = bf16[8]{0} convert(%p)\n"
         f"  ROOT %r = (f32[16,16], bf16[8]{{0:T(256)}}) all-reduce(%p, %q), replica_groups={MODEL}, to_apply=%add"
     )
-    assert found.size_bytes == SIZE + 16
+    assert (found.size_bytes, found.count, found.arrays) == (SIZE + 16, 1, 2)
+    assert count_by_kind([found]) == {"all-reduce": 2}
 
 
 def test_groups_of_one_send_nothing():
