@@ -106,9 +106,8 @@ def search(
         left = time_limit - (clock.monotonic() - start)
         if rounds > 1 and left < 0.1 * time_limit:
             break
-        problem = build_problem(model, weights, memory_limit)
         hint = best.choices if best is not None else None
-        solution = solve(problem, time_limit=max(1.0, left), seed=seed, hint=hint)
+        problem, solution = _solve_within(model, weights, memory_limit, max(1.0, left), seed, hint)
         lower = solution.lower_bound * 1e-12
         if lower > bound or bound_problem is None:
             bound, bound_problem, bound_solution = lower, problem, solution
@@ -133,6 +132,26 @@ def search(
 def _rank(candidate: Candidate) -> tuple[float, int]:
     """Less time is better, and of equal times less memory; differences below a picosecond are rounding."""
     return round(candidate.outcome.step_time_s, 12), candidate.outcome.peak_bytes
+
+
+def _solve_within(
+    model: Model,
+    weights: Weights,
+    memory_limit: int,
+    time_limit: float,
+    seed: int,
+    hint: NDArray[np.int64] | None,
+    allowed: Allowed | None = None,
+) -> tuple[Problem, Solution]:
+    """The least weighted time within the memory limit; without it first, since an optimum that fits is one with it."""
+    start = clock.monotonic()
+    limited = build_problem(model, weights, memory_limit, allowed)
+    free = dataclasses.replace(limited, usage_limit=None)
+    solution = solve(free, time_limit=time_limit / 2, seed=seed, hint=hint)
+    if evaluate_problem(limited, solution.choices).feasible:
+        return limited, solution
+    left = max(1.0, time_limit - (clock.monotonic() - start))
+    return limited, solve(limited, time_limit=left, seed=seed, hint=hint)
 
 
 class Infeasible(Exception):
