@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from autoshard.cli import main
 from autoshard.cli._parser import build_parser, parser_of
 
 
@@ -50,11 +51,15 @@ def commands(page: str) -> list[str]:
     return [line.removeprefix("$ autoshard ") for line in lines if line.startswith("$ autoshard ")]
 
 
-def test_the_commands_of_the_start_work(folder: Path):
+def test_the_commands_of_the_start_work(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(folder)
     # Without the compiler's minute; that it is shown with flags that exist is checked below.
     for line in commands("start.md"):
         if not line.startswith("compile "):
-            assert run(["-m", "autoshard", *line.split(), "--quiet"], folder).strip(), line
+            assert main([*line.split(), "--quiet"]) == 0, line
+            assert capsys.readouterr().out.strip(), line
 
 
 def test_every_command_shown_anywhere_has_its_flags():
@@ -76,11 +81,15 @@ def test_every_command_shown_anywhere_has_its_flags():
         ),
     ],
 )
-def test_the_keys_of_json_are_those_in_the_docs(section: str, line: str, folder: Path):
+def test_the_keys_of_json_are_those_in_the_docs(
+    section: str, line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     text = (DOCS / "json.md").read_text(encoding="utf-8").split(f"## `autoshard {section}`")[1].split("\n## ")[0]
     first_cells = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
     documented = {key for cell in first_cells for key in re.findall(r"`(\w+)`", cell)}
-    assert set(json.loads(run(["-m", "autoshard", *line.split(), "--quiet"], folder))) == documented
+    monkeypatch.chdir(folder)
+    assert main([*line.split(), "--quiet"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == documented
 
 
 def test_links_between_pages_lead_somewhere():
