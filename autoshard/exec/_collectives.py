@@ -108,6 +108,8 @@ class _Place:
     in_loop: bool = False
     asynchronous: bool = False
     known: bool = True
+    source: str = ""
+    """Name of the op around it, for collectives that have none of their own."""
 
 
 class Walk:
@@ -131,7 +133,8 @@ class Walk:
             if "chain_id=" in op.attributes and not _starts(owner):
                 return []  # the later parts of one asynchronous fusion repeat the collective that it started
             asynchronous = place.asynchronous or started or _starts(owner)
-            return self.collective(op, _KINDS[base], started, dataclasses.replace(place, asynchronous=asynchronous))
+            where = dataclasses.replace(place, asynchronous=asynchronous, source=place.source or _source(owner, op))
+            return self.collective(op, _KINDS[base], started, where)
         if op.opcode == "send":
             return self.transfer(owner, op, place)
         if op.opcode == "while":
@@ -145,7 +148,7 @@ class Walk:
         if op.opcode == "async-start":
             return self.called(op, "calls", dataclasses.replace(place, asynchronous=True))
         if op.opcode == "fusion":
-            found = self.called(op, "calls", place)
+            found = self.called(op, "calls", dataclasses.replace(place, source=place.source or _source(owner, op)))
             return [self.scattered(c) if _scatters(op) else c for c in found]
         if op.opcode == "call":
             return self.called(op, "to_apply", place)
@@ -187,7 +190,7 @@ class Walk:
             asynchronous=place.asynchronous,
             network=False,
             name=op.name,
-            source=op.op_name,
+            source=op.op_name or place.source,
             group=group,
             arrays=1 if kind == "all-to-all" else max(1, len(op.operands)),
             trips_known=place.known,
@@ -230,7 +233,7 @@ class Walk:
         group = len(members[1].split(",")) if members else slices
         size = op.shapes[0].bytes * (group if kind == "all-gather" else 1)
         axes = _axes_between_slices(self.mesh)
-        place = dataclasses.replace(place, asynchronous=True)
+        place = dataclasses.replace(place, asynchronous=True, source=place.source or _source(owner, op))
         share = 1.0
         if kind == "collective-permute":
             pairs = len(re.findall(r"->", op.attributes))
@@ -275,6 +278,20 @@ class Walk:
         if any(other != span for other in spans) or math.prod(span) != size:
             return (OTHER,), size
         return tuple(self.mesh.names[i] for i, width in enumerate(span) if width > 1), size
+
+
+def _source(owner: Computation, op: Instruction) -> str:
+    """Op name of an instruction, or of the nearest one that takes or makes its value."""
+    frontier, seen = [op], {op.name}
+    for _ in range(4):
+        for near in frontier:
+            if near.op_name:
+                return near.op_name
+        following = [user for near in frontier for user in owner.users.get(near.name, ())]
+        following += [owner.by_name[name] for near in frontier for name in near.operands if name in owner.by_name]
+        frontier = [near for near in following if near.name not in seen and near.opcode not in ("parameter", "tuple")]
+        seen |= {near.name for near in frontier}
+    return ""
 
 
 def _starts(computation: Computation) -> bool:

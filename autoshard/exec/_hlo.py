@@ -86,9 +86,9 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The source's name, from the metadata."""
+        """The source's name, from the metadata; empty where XLA put a name of its own there (`custom-call.48`)."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        return "" if found is None or re.fullmatch(r"[\w\-]+\.\d+", found[1]) else found[1]
 
 
 _CALL_KEYS = ("calls", "to_apply", "body", "condition", "branch_computations", "true_computation", "false_computation")
