@@ -362,7 +362,8 @@ def test_shapes_with_layouts_spaces_and_comments():
 
 def test_a_collective_without_a_name_takes_its_neighbours():
     found = only(
-        f'  %a = f32[16,16] all-reduce(%p), replica_groups={MODEL}, to_apply=%add, metadata={{op_name="custom-call.4"}}\n'
+        f"  %a = f32[16,16] all-reduce(%p), replica_groups={MODEL}, to_apply=%add, "
+        'metadata={op_name="custom-call.4"}\n'
         '  ROOT %b = f32[16,16] copy(%a), metadata={op_name="jit(step)/jvp()/dot_general"}'
     )
     assert found.source == "jit(step)/jvp()/dot_general"
