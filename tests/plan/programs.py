@@ -88,25 +88,29 @@ def program(name: str) -> Program:
     return PROGRAMS[name]()
 
 
-@functools.cache
 def model(name: str, topology: str = "cpu:8", mesh: str = "data=4,model=2", limit: int | None = None) -> Model:
-    return model_of(program(name), topology, mesh, limit)
+    return _built(name, topology, mesh, limit)
 
 
-def model_of(source: Program, topology: str, mesh: str, limit: int | None = None) -> Model:
+@functools.cache
+def _built(name: str, topology: str, mesh: str, limit: int | None) -> Model:
     parsed = Topology.parse(topology)
     sizes = {name: int(size) for name, _, size in (part.partition("=") for part in mesh.split(","))}
-    return _model(source, make_mesh(parsed, sizes), limit or parsed.usable_bytes, _Phases(None))
+    return _model(program(name), make_mesh(parsed, sizes), limit or parsed.usable_bytes, _Phases(None))
 
 
 def groups(built: Model) -> Groups:
     return find_groups(built.program, built.graph, built.structure)
 
 
-@functools.cache
 def planned(
     name: str, topology: str = "cpu:8", mesh: str | None = "data=4,model=2", limit: int | None = None
 ) -> PlanResult:
+    return _made(name, topology, mesh, limit)
+
+
+@functools.cache
+def _made(name: str, topology: str, mesh: str | None, limit: int | None) -> PlanResult:
     return make_plan(program(name), topology=topology, mesh=mesh, memory_limit=limit, time_limit=20)
 
 
