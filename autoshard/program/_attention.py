@@ -7,6 +7,7 @@ another makes XLA's partitioner compute all heads everywhere. Masks are comparis
 from typing import Any
 
 from autoshard.program import _flops
+from autoshard.program._cache import query_position
 
 
 def attend(
@@ -20,13 +21,15 @@ def attend(
     softcap: float | None = None,
     padding: Any = None,
     bias: Any = None,
+    position: Any = None,
 ) -> Any:
     """Softmax attention: `query` [B, H, S, D], `key` [B, K, T, D], `value` [B, K, T, E] give [B, S, H, E].
 
     H is a multiple of K: a group of H / K query heads shares a key-value head.
 
-    `causal`: position s sees t <= s + T - S; `window`: and only the last `window` of them. `padding` [B, T] is true
-    where a key may be seen; `bias` broadcasts to [B, H, S, T], booleans mask and floats are added. Softmax in fp32.
+    `causal`: position s sees t <= s + T - S, or t <= s + `position` if that is given (queries after a cache);
+    `window`: and only the last `window` of them. `padding` [B, T] is true where a key may be seen; `bias` broadcasts
+    to [B, H, S, T], booleans mask and floats are added. Softmax in fp32.
     """
     import jax
     import jax.numpy as jnp
@@ -40,7 +43,7 @@ def attend(
         scores = jnp.tanh(scores / softcap) * softcap
     if bias is not None and bias.dtype != jnp.bool_:
         scores = scores + _grouped(bias, groups, heads)
-    visible = _visible(length, keys, causal, window)
+    visible = _visible(length, keys, causal, window, keys - length if position is None else position)
     if bias is not None and bias.dtype == jnp.bool_:
         mask = _grouped(bias, groups, heads)
         visible = mask if visible is None else visible & mask
@@ -51,7 +54,7 @@ def attend(
         scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     # A causal (or windowed) pass needs only part of the score matrix; model FLOPs count that part.
-    seen = _seen_share(length, keys, causal, window)
+    seen = _seen_share(length, keys, causal, window) if position is None else 1.0
     _flops.record_matmul((batch, heads, length, keys), dim * seen)
     _flops.record_matmul((batch, heads, length, value.shape[-1]), keys * seen)
     mixed = jnp.einsum("bkgst,bktd->bskgd", weights, value)
@@ -67,7 +70,7 @@ def _grouped(bias: Any, groups: int, heads: int) -> Any:
     return bias.reshape(bias.shape[0], groups, heads // groups, *bias.shape[2:])
 
 
-def _visible(length: int, keys: int, causal: bool, window: int | None) -> Any:
+def _visible(length: int, keys: int, causal: bool, window: int | None, first: Any) -> Any:
     """[1, 1, 1, S, T] boolean from iotas, or None if everything is visible."""
     import jax
     import jax.numpy as jnp
@@ -75,7 +78,7 @@ def _visible(length: int, keys: int, causal: bool, window: int | None) -> Any:
     if not causal and window is None:
         return None
     shape = (1, 1, 1, length, keys)
-    row = jax.lax.broadcasted_iota(jnp.int32, shape, 3) + (keys - length)
+    row = jax.lax.broadcasted_iota(jnp.int32, shape, 3) + first
     column = jax.lax.broadcasted_iota(jnp.int32, shape, 4)
     visible = row >= column if causal else None
     if window is not None:
@@ -102,6 +105,7 @@ def hf_attention(
     if causal is None:
         causal = bool(getattr(module, "is_causal", True))
     env = environment()
+    position = query_position()
     q, k, v, mask, bias = env.t2j_iso((query, key, value, attention_mask, options.get("position_bias")))
     padding = None
     if mask is not None and mask.ndim == 2:
@@ -112,7 +116,8 @@ def hf_attention(
         q,
         k,
         v,
-        causal=causal and q.shape[2] > 1,
+        causal=causal and (q.shape[2] > 1 or position is not None),
+        position=position if causal else None,
         scale=options.get("scaling"),
         window=options.get("sliding_window"),
         softcap=options.get("softcap"),

@@ -69,6 +69,9 @@ def mix(x: Any, weights: Any, mask: Any, gate_up: Any, down: Any, activation: Ca
     import jax
     import jax.numpy as jnp
 
+    if x.shape[1] == 1 and x.shape[0] > 1:  # one token for each sequence: the sequences share the slots
+        x, weights, mask = (jnp.swapaxes(value, 0, 1) for value in (x, weights, mask))
+        return jnp.swapaxes(mix(x, weights, mask, gate_up, down, activation, active), 0, 1)
     batch, length, dim = x.shape
     experts = mask.shape[-1]
     size = group_size(length)

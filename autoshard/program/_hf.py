@@ -8,6 +8,7 @@ from autoshard.errors import UserError
 from autoshard.program import _meta, _train
 from autoshard.program._config import read_config
 from autoshard.program._hf_inputs import task_of
+from autoshard.program._hf_serving import serving_program
 from autoshard.program._program import Program
 from autoshard.program._torch import TrainOptions, check_remat, evaluation_mode, torch_program
 from autoshard.program._torch_function import TorchFunction
@@ -35,6 +36,8 @@ def from_config(
     remat: str | None = None,
     optimizer: str | None = None,
     capacity_factor: float | None = None,
+    serve: str | None = None,
+    cache: int | None = None,
     scan: bool = True,
 ) -> Program:
     """One training step, or one forward pass, of the model that `config` names.
@@ -43,7 +46,8 @@ def from_config(
     `image` pixels a side. `dtype` is the compute dtype (bfloat16). Training stores parameters and optimizer moments in
     float32 unless `param_dtype` or `state_dtype` say otherwise; inference stores parameters in `dtype`. `remat`:
     `none`, `dots` or `full`. `optimizer`: `adamw` or `sgd`. `capacity_factor`: slots of an expert over its mean number
-    of tokens, for mixtures of experts (1.25).
+    of tokens, for mixtures of experts (1.25). `serve`: `prefill` (of `seq` tokens) or `decode` (one token after up to
+    `seq`) with a key-value cache of `cache` tokens (`seq`) as donated state.
 
     Raises `UserError` for a configuration or an option that cannot be used.
     """
@@ -70,6 +74,19 @@ def from_config(
         stateful=stateful,
     )
     function.capacity_factor = capacity_factor
+    if serve is not None:
+        if training or task.seq is None:
+            raise UserError("--serve is for the inference of models of tokens; leave --train and --image out.")
+        return serving_program(
+            function,
+            name,
+            serve,
+            batch=8 if batch is None else batch,
+            seq=task.seq,
+            cache_length=task.seq if cache is None else cache,
+            dtype=compute,
+            vocabulary=task.id_limit,
+        )
 
     def forward(params: Any, inputs: Any, *buffers: Any) -> Any:
         out = function(params, (), task.call(inputs), buffers[0] if buffers else None)

@@ -15,6 +15,8 @@ class Task:
     """Name -> `jax.ShapeDtypeStruct`, with `labels` when training."""
     call: Callable[[Mapping[str, Any]], dict[str, Any]]
     """From a batch to the keyword arguments of the module."""
+    seq: int | None
+    """Tokens of one sequence."""
     tokens: int | None
     """Tokens of a step; None where a model has none (images)."""
     id_limit: int
@@ -48,7 +50,7 @@ def task_of(model: Any, name: str, *, batch: int, seq: int | None, image: int | 
         data = {"pixel_values": shape((batch, config.num_channels, size, size), floats)}
         if train:
             data["labels"] = shape((batch,), np.int32)
-        return Task(data, lambda d: {"pixel_values": d["pixel_values"]}, None, int(config.num_labels))
+        return Task(data, lambda d: {"pixel_values": d["pixel_values"]}, None, None, int(config.num_labels))
 
     limit = _positions(config)
     seq = min(limit or 1024, 1024) if seq is None else seq
@@ -81,7 +83,8 @@ def task_of(model: Any, name: str, *, batch: int, seq: int | None, image: int | 
     def call(given: Mapping[str, Any]) -> dict[str, Any]:
         return {key: given[key] for key in keys} | ({"use_cache": False} if cached else {})
 
-    return Task(data, call, batch * seq * (2 if kind == "input_ids" and len(keys) > 1 else 1), vocabulary, tuple(notes))
+    sequences = 2 if kind == "input_ids" and len(keys) > 1 else 1
+    return Task(data, call, seq, batch * seq * sequences, vocabulary, tuple(notes))
 
 
 def _positive(flag: str, value: Any) -> None:

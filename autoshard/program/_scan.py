@@ -29,6 +29,8 @@ class LayerWeights:
     """Constants that all repeats share."""
     stateful: bool
     """True if the layers may update their buffers."""
+    cache: Any = None
+    """A `ServingCache` whose arrays the layers read and write."""
 
 
 class _Pending:
@@ -144,11 +146,11 @@ class _BlockRun:
 
         return (value.torch() if isinstance(value, View) else value), place
 
-    def _invoke(self, offset: int, slices: tuple[Any, Any], hidden: Any) -> tuple[Any, dict[str, Any]]:
-        """Call one layer; its output, and its buffers afterwards."""
+    def _invoke(self, offset: int, slices: tuple[Any, Any, Any], hidden: Any) -> tuple[Any, tuple[Any, Any]]:
+        """Call one layer; its output, and its buffers and cache afterwards."""
         import torch
 
-        params, buffers = slices
+        params, buffers, cached = slices
         state = self.env.j2t_iso({**self.prepare(params), **buffers, **self.weights.fixed[offset]})
         args, kwargs, place = self.calls[offset]
         if place == 0:
@@ -158,8 +160,9 @@ class _BlockRun:
         layer = self.layers[offset]
         stand_in = layer.__dict__.pop("forward")
         try:
-            out = torch.func.functional_call(layer, state, args, kwargs)
-            return out, {key: self.env.t2j_iso(state[key]) for key in buffers}
+            with self.weights.cache.layer(cached) if cached else contextlib.nullcontext({}) as written:
+                out = torch.func.functional_call(layer, state, args, kwargs)
+            return out, ({key: self.env.t2j_iso(state[key]) for key in buffers}, dict(written))
         finally:
             layer.__dict__["forward"] = stand_in
 
@@ -179,8 +182,7 @@ class _BlockRun:
             return self.env.t2j_iso(first)
 
         shape = jax.ShapeDtypeStruct(tuple(hidden.shape), self.hidden._elem.dtype)
-        stacked = (self.weights.params[offset], self.weights.buffers[offset])
-        slices = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), stacked)
+        slices = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), self._stacked(offset))
         result = jax.eval_shape(one, shape, slices)
         if (result.shape, result.dtype) != (shape.shape, shape.dtype):
             raise NotRepeatedError(self.block, "a layer changes the shape or dtype of the hidden state")
@@ -206,28 +208,35 @@ class _BlockRun:
                 return False
         return True
 
+    def _stacked(self, offset: int) -> tuple[Any, Any, Any]:
+        cache = self.weights.cache
+        cached = cache.stacked(self.block, offset) if cache is not None else None
+        return self.weights.params[offset], self.weights.buffers[offset], cached or {}
+
     def _run(self) -> Any:
         import jax
 
         counted: list[float] = [0.0]
 
         def body(h: Any, slices: Any) -> Any:
-            after: list[Any] = []
+            after: list[tuple[Any, Any]] = []
             with _flops.counting() as scope:
                 value = self.env.j2t_iso(h)
                 for offset in range(self.block.period):
-                    out, buffers = self._invoke(offset, slices[offset], value)
-                    after.append(buffers)
+                    out, state = self._invoke(offset, slices[offset], value)
+                    after.append((state[0] if self.weights.stateful else {}, state[1]))
                     value = out[0] if isinstance(out, (tuple, list)) else out
             counted[0] = scope[0]
-            return self.env.t2j_iso(value), after if self.weights.stateful else None
+            return self.env.t2j_iso(value), after
 
         policy = checkpoint_policy(self.remat)
         step = body if policy is None else jax.checkpoint(body, policy=policy, prevent_cse=False)
-        stacked = list(zip(self.weights.params, self.weights.buffers, strict=True))
+        stacked = [self._stacked(offset) for offset in range(self.block.period)]
         final, after = jax.lax.scan(step, self.env.t2j_iso(self.hidden), stacked)
-        if after is not None:
-            self.weights.buffers[:] = after
+        for offset, (buffers, cached) in enumerate(after):
+            self.weights.buffers[offset].update(buffers)
+            if cached:
+                self.weights.cache.close_block(self.block, offset, cached)
         _flops.record(counted[0] * self.block.repeats)
         return self.env.j2t_iso(final)
 

@@ -125,6 +125,17 @@ def _fused_type() -> type:
     return Fused
 
 
+def _expand_kv(self: Any, kv_nope: Any, k_rot: Any) -> tuple[Any, Any]:
+    """DeepSeek's keys and values from latents, joined by concatenation instead of writes into an empty tensor."""
+    import torch
+
+    batch, _, length, _ = kv_nope.shape
+    nope, width = self.qk_nope_head_dim, self.qk_nope_head_dim + self.v_head_dim
+    expanded = self.kv_b_proj(kv_nope).view(batch, length, -1, width).transpose(1, 2)
+    key, value = expanded[..., :nope], expanded[..., nope:]
+    return torch.cat([key, k_rot.expand(-1, key.shape[1], -1, -1)], dim=-1), value
+
+
 def _not_packed(position_ids: Any) -> None:
     """Positions are those of whole sequences: several sequences packed in one row are not supported."""
     return None
@@ -134,5 +145,6 @@ _REPLACED: dict[tuple[str, str, str], Callable[..., Any]] = {
     ("transformers.pytorch_utils", "Conv1D", "forward"): _conv1d,
     ("transformers.models.mixtral.modeling_mixtral", "MixtralSparseMoeBlock", "forward"): _experts.mixtral_block,
     ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3MoE", "forward"): _experts.deepseek_block,
+    ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3Attention", "expand_kv"): _expand_kv,
     ("transformers.masking_utils", "", "find_packed_sequence_indices"): _not_packed,
 }

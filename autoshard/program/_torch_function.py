@@ -38,6 +38,7 @@ class TorchFunction:
         self.module, self.compute_dtype, self.remat = module, compute_dtype, remat
         self.frozen_apart, self.stateful = frozen_apart, stateful
         self.updated_buffers: dict[str, Any] = {}
+        self.cache: Any = None
         self.blocks: tuple[Block, ...] = find_blocks(module) if scan else ()
         self.notes: list[str] = []
         self.capacity_factor: float | None = None
@@ -119,7 +120,7 @@ class TorchFunction:
         layers: dict[Block, LayerWeights] = {}
         for block in self.blocks:
             empty = [[{} for _ in range(block.period)] for _ in range(3)]
-            layers[block] = LayerWeights(*empty, stateful=self.stateful)
+            layers[block] = LayerWeights(*empty, stateful=self.stateful, cache=self.cache)
         outer: dict[str, Any] = {}
         for name, value in [*params.items(), *buffers.items()]:
             if name in self.members:

@@ -1,0 +1,118 @@
+"""Serving steps of decoders: prefill fills a key-value cache, decode adds one token to every sequence."""
+
+import dataclasses
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.program import _flops, _values
+from autoshard.program._cache import ServingCache
+from autoshard.program._program import Program, Role
+from autoshard.program._torch_env import environment
+from autoshard.program._torch_function import TorchFunction
+from autoshard.program._trace import trace
+
+
+def serving_program(
+    function: TorchFunction,
+    name: str,
+    kind: str,
+    *,
+    batch: int,
+    seq: int,
+    cache_length: int,
+    dtype: str,
+    vocabulary: int,
+) -> Program:
+    """`step(params, cache, batch) -> (cache, logits)` with the cache donated.
+
+    `prefill`: `batch.input_ids` [B, S] fill the first S places of the cache; logits [B, V] are those of the last token.
+    `decode`: `batch.input_ids` [B, 1] go to `batch.position`; they attend to everything up to there. The cache is laid
+    out like the layers: `cache.model.layers.*.key` [layers, B, heads, length, head size].
+    """
+    import jax
+    import numpy as np
+
+    if kind not in ("prefill", "decode"):
+        raise UserError(f"--serve `{kind}` does not exist; use `prefill` or `decode`.")
+    if function.module.config.is_encoder_decoder or function.module.main_input_name != "input_ids":
+        raise UserError(f"--serve is for decoders; `{name}` is none.")
+    if cache_length < seq:
+        raise UserError(f"a cache of {cache_length} tokens cannot hold {seq}; give --cache at least {seq}.")
+    length = seq if kind == "prefill" else 1
+    data = {"input_ids": jax.ShapeDtypeStruct((batch, length), np.int32)}
+    if kind == "decode":
+        data["position"] = jax.ShapeDtypeStruct((), np.int32)
+    params = function.params
+    flops = [0.0]
+
+    def call(weights: Any, entries: Any, given: Any, buffers: Any) -> tuple[ServingCache, Any]:
+        import jax.numpy as jnp
+
+        cache = ServingCache(environment(), entries, given.get("position"))
+        first = given.get("position", 0)
+        places = (jax.lax.broadcasted_iota(jnp.int32, (1, length), 1) + first).astype(jnp.int32)
+        function.cache = cache
+        inputs = {"input_ids": given["input_ids"], "position_ids": places}
+        options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        with cache.active():
+            out = function(weights, (), inputs | options, buffers[0] if buffers else None)
+        return cache, out["logits"][:, -1]
+
+    def step(params: Any, cache: Any, batch: Any, *buffers: Any) -> Any:
+        with _flops.counting() as scope:
+            after, logits = call(params, cache, batch, buffers)
+        flops[0] = scope[0]
+        return after.entries, logits
+
+    seen: dict[int, Any] = {}
+
+    def shapes(weights: Any, given: Any, *buffers: Any) -> Any:
+        cache, logits = call(weights, {}, given, buffers)
+        seen.update({i: jax.tree.map(lambda x: x.shape, parts) for i, parts in cache.seen.items()})
+        return logits
+
+    function.settle(shapes, data, name)
+    entries = _entries(function, seen, cache_length, dtype)
+    if not entries:
+        raise UserError(f"--serve: `{name}` keeps no keys and values of its tokens, so there is nothing to cache.")
+    extra = (function.buffers,) if function.buffers else ()
+    args = (params, entries, data, *extra)
+
+    def role(text: str) -> Role:
+        if text in params:
+            return Role.PARAMETER
+        return Role.BATCH if text.startswith("batch.") else Role.OTHER
+
+    program = trace(
+        step,
+        args,
+        name=f"{name} {kind}",
+        donate_argnums=(1,),
+        roles=role,
+        training=False,
+        arg_names=("", "cache", "batch", "")[: len(args)],
+        tokens=batch * length,
+        notes=function.notes,
+    )
+    names = [a.name for a in program.arguments]
+    roles = [a.role for a in program.arguments]
+    limits = {"batch.position": cache_length}
+    fill = _values.fill(args, names, roles, lambda text: limits.get(text, vocabulary))
+    return dataclasses.replace(program, model_flops=flops[0] or None, make_args=fill)
+
+
+def _entries(function: TorchFunction, seen: dict[int, Any], length: int, dtype: str) -> dict[str, Any]:
+    """Shapes of the cache: one stack for each offset of a scanned block, one entry for each other layer."""
+    import jax
+
+    def full(shape: tuple[int, ...], repeats: int | None) -> Any:
+        lead = () if repeats is None else (repeats,)
+        return jax.ShapeDtypeStruct((*lead, *shape[:2], length, *shape[3:]), jax.numpy.dtype(dtype))
+
+    places = {block.start + offset: (block, offset) for block in function.blocks for offset in range(block.period)}
+    entries: dict[str, Any] = {}
+    for index, parts in sorted(seen.items()):
+        block, offset = places.get(index, (None, 0))
+        label = f"layer.{index}" if block is None else block.label(offset)
+        entries[label] = {part: full(shape, block and block.repeats) for part, shape in parts.items()}
+    return entries
