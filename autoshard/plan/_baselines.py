@@ -53,6 +53,30 @@ def baselines(model: Model, groups: Groups) -> list[Baseline]:
     return found
 
 
+def left_out(model: Model, found: Sequence[str]) -> list[str]:
+    """Sentences about the usual baselines that are not among `found` (names), and why."""
+    batch = [a for a in model.program.arguments if a.role is Role.BATCH and a.shape]
+    devices = math.prod(model.axis_sizes)
+    why = {}
+    for name in ("data_parallel", "fsdp"):
+        uneven = next((a for a in batch if a.shape[0] % devices), None)
+        if uneven is not None:
+            why[name] = f"the batch of {uneven.shape[0]} ({uneven.name}) does not divide by {devices} devices"
+        else:
+            why[name] = f"no parameter has a dim that {devices} devices divide"
+    last = model.axis_names[-1]
+    for name in ("tensor_parallel", "tensor_parallel_sp", "fsdp_tp", "fsdp_tp_sp"):
+        if len(model.axis_sizes) > 1 or not name.startswith("fsdp"):
+            why[name] = (
+                f"heads, ffn, vocabulary, sequence or batch do not divide by the mesh ({last}={model.axis_sizes[-1]})"
+            )
+    reasons: dict[str, list[str]] = {}
+    for name, reason in why.items():
+        if name not in found:
+            reasons.setdefault(reason, []).append(name)
+    return [f"not compared with {', '.join(names)}: {reason}." for reason, names in reasons.items()]
+
+
 def _append(found: list[Baseline], baseline: Baseline | None) -> None:
     if baseline is not None:
         found.append(baseline)

@@ -13,7 +13,7 @@ import numpy as np
 from autoshard.cost import Mesh, Topology, default_axis_names, load_calibration, make_mesh, parse_mesh
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.graph import analyse, build_structure, read_graph, replace_names
-from autoshard.plan._baselines import baselines
+from autoshard.plan._baselines import baselines, left_out
 from autoshard.plan._groups import Groups, find_groups
 from autoshard.plan._infeasible import explain_infeasible
 from autoshard.plan._model import Model
@@ -182,7 +182,7 @@ def _plan(
         solver_gap=float(found.solution.gap),
         plan_gap=max(0.0, 1.0 - found.bound_s / true) if true > 0 else 0.0,
         words=describe(model, groups, choices),
-        warnings=_warnings(program, model, chosen, memory_limit),
+        warnings=_warnings(program, model, found, chosen, memory_limit),
         provenance=_provenance(model, found, seed),
         shapes={a.name: tuple(a.shape) for a in program.arguments},
         dtypes={a.name: a.dtype for a in program.arguments},
@@ -192,7 +192,7 @@ def _plan(
     )
 
 
-def _warnings(program: Program, model: Model, chosen: Candidate, memory_limit: int) -> tuple[str, ...]:
+def _warnings(program: Program, model: Model, found: Found, chosen: Candidate, memory_limit: int) -> tuple[str, ...]:
     lines = list(program.notes)
     graph = model.graph
     total = chosen.outcome.step_time_s
@@ -207,6 +207,7 @@ def _warnings(program: Program, model: Model, chosen: Candidate, memory_limit: i
     for loop in graph.loops:
         if not loop.known:
             lines.append("a loop's number of trips cannot be read from the program: it is counted once.")
+    lines.extend(left_out(model, list(found.baselines)))
     peak = chosen.outcome.peak_bytes
     if peak > 0.92 * memory_limit:
         lines.append(
