@@ -54,7 +54,9 @@ def baselines(model: Model, groups: Groups) -> list[Baseline]:
 
 
 def left_out(model: Model, found: Sequence[str]) -> list[str]:
-    """Sentences about the usual baselines that are not among `found` (names), and why."""
+    """Sentences about the usual baselines that are not among `found` (names), and why; none without parameters."""
+    if not _parameters(model):
+        return []
     batch = [a for a in model.program.arguments if a.role is Role.BATCH and a.shape]
     devices = math.prod(model.axis_sizes)
     why = {}
