@@ -161,6 +161,8 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
+    from autoshard import UserError
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", help=f"rows to run (default: all): {', '.join(r.name for r in ROWS)}")
     parser.add_argument("--time-limit", type=float, default=900.0)
@@ -172,7 +174,11 @@ def main() -> int:
     results = {result["row"]: result for result in known}
     for row in ROWS:
         if row.name in args_rows:
-            results[row.name] = run(row, arguments.time_limit)
+            try:
+                results[row.name] = run(row, arguments.time_limit)
+            except UserError as error:
+                print(f"{row.name}: {error}", flush=True)
+                continue
             scratch = arguments.out.with_suffix(".part")
             scratch.write_text(json.dumps(list(results.values()), indent=1) + "\n")
             os.replace(scratch, arguments.out)
