@@ -103,9 +103,15 @@ def emitted(collectives: Collectives, axes: Sequence[int]) -> Emitted:
     return Emitted.STAGED if collectives.mesh.topology.backend == "tpu" and len(large) > 1 else Emitted.SUM
 
 
-def gathers_all(collectives: Collectives, axes: Sequence[int]) -> bool:
-    """False if an all-gather over these axes comes out as an all-reduce of the gathered tensor."""
-    return collectives.mesh.topology.backend != "tpu" or emitted(collectives, axes) is not Emitted.SUM
+def emitted_gather(collectives: Collectives, axes: Sequence[int]) -> Emitted:
+    """The same of an all-gather: `SUM` is an all-reduce of the gathered tensor.
+
+    Only on 3-D tori: v5p:4x4x4 turns a gather over all devices into one, v5e:8x8 and v6e:8x8 do not.
+    """
+    topology = collectives.mesh.topology
+    if topology.backend != "tpu" or len(topology.shape) < 3:
+        return Emitted.SCATTER
+    return emitted(collectives, axes)
 
 
 def transition(
@@ -143,9 +149,9 @@ def transition(
     def parts(bits: int) -> int:
         return math.prod(axis_sizes[a] for a in members(bits))
 
-    def groups(bits: int) -> list[int]:
+    def groups(bits: int, how: Emitted) -> list[int]:
         """The axes of one collective, or each alone where that is how it is pinned."""
-        return [1 << a for a in members(bits)] if emitted(collectives, members(bits)) is Emitted.STAGED else [bits]
+        return [1 << a for a in members(bits)] if how is Emitted.STAGED else [bits]
 
     def add(kind: Kind, bits: int, where: NDArray[np.bool_], elements: NDArray[np.float64], item: int) -> None:
         steps.append(Step(kind, members(bits), np.where(where, elements * item, 0.0)))
@@ -161,7 +167,7 @@ def transition(
                 summed = np.where(scatter == bits, bits, summed)
         total, scatter = total | summed, np.where(summed > 0, 0, scatter)
         for bits in _distinct(scatter):
-            for group in groups(bits):
+            for group in groups(bits, emitted(collectives, members(bits))):
                 add("reduce-scatter", group, scatter == bits, local, reduce_itemsize)
                 local = np.where(scatter == bits, local / parts(group), local)
         for bits in _distinct(total):
@@ -180,10 +186,14 @@ def transition(
     for bits in _distinct(swaps):
         add("collective-permute", bits | 1 << (count - 1), (swaps == bits) & ~whole, local, itemsize)
     for bits in _distinct(everything):
-        kind = "all-reduce" if not gathers_all(collectives, members(bits)) else "all-gather"
-        for group in reversed(groups(bits)):
-            local = np.where(everything == bits, local * parts(group), local)
-            add(kind, group, everything == bits, local, itemsize)
+        parted = [np.where(everything == bits, bits & mask(f == dim), 0) for dim in reversed(range(len(sizes)))]
+        if emitted(collectives, members(bits)) is Emitted.STAGED:
+            parted = [np.where(everything == bits, group, 0) for group in reversed(groups(bits))]
+        for part in parted:  # one gather for each dim, the last dim first, unless pinned axis by axis
+            for group in _distinct(part):
+                kind = "all-gather" if gathers_all(collectives, members(group)) else "all-reduce"
+                local = np.where(part == group, local * parts(group), local)
+                add(kind, group, part == group, local, itemsize)
     for bits in _distinct(np.where(joint & ~whole, mask(moved), 0)):
         add("all-to-all", bits, joint & ~whole & (mask(moved) == bits), local, itemsize)
     for axis in range(count):
