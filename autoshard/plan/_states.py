@@ -187,11 +187,12 @@ def transition(
         add("collective-permute", bits | 1 << (count - 1), (swaps == bits) & ~whole, local, itemsize)
     for bits in _distinct(everything):
         parted = [np.where(everything == bits, bits & mask(f == dim), 0) for dim in reversed(range(len(sizes)))]
-        if emitted(collectives, members(bits)) is Emitted.STAGED:
-            parted = [np.where(everything == bits, group, 0) for group in reversed(groups(bits))]
+        if emitted_gather(collectives, members(bits)) is Emitted.STAGED:
+            parted = [np.where(everything == bits, group, 0) for group in reversed(groups(bits, Emitted.STAGED))]
         for part in parted:  # one gather for each dim, the last dim first, unless pinned axis by axis
             for group in _distinct(part):
-                kind = "all-gather" if gathers_all(collectives, members(group)) else "all-reduce"
+                summed_up = emitted_gather(collectives, members(group)) is Emitted.SUM
+                kind = "all-reduce" if summed_up else "all-gather"
                 local = np.where(part == group, local * parts(group), local)
                 add(kind, group, part == group, local, itemsize)
     for bits in _distinct(np.where(joint & ~whole, mask(moved), 0)):

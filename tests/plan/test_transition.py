@@ -10,13 +10,18 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.cost import Collectives, Mesh, Topology, make_mesh
-from autoshard.exec import read_collectives
+from autoshard.exec import read_collectives, wire_by_axis
 from autoshard.plan._states import PARTIAL, WHOLE, Step, enumerate_states, transition
 
 
 SHAPE = (16, 32, 64)
 SIZES = {"a": 4, "b": 2}
 State = tuple[int, ...]
+Wire = dict[str, int]
+"""Bytes that one device puts on the wire, by mesh axis."""
+
+Measured = dict[tuple[State, State], tuple[Wire, Wire]]
+"""Pair of states -> what is predicted and what is compiled."""
 
 
 @functools.cache
@@ -35,28 +40,30 @@ def jax_sharding(state: State, rank: int, mesh: Mesh) -> NamedSharding:
     return NamedSharding(devices, PartitionSpec(*(tuple(d) or None for d in dims)))
 
 
-def wire(steps: list[Step], mesh: Mesh) -> float:
+def wire(steps: list[Step], mesh: Mesh) -> Wire:
     """Bytes on the wire of the first pair of states."""
     names, prices = list(mesh.axes), Collectives(mesh)
-    return sum(
-        float(share)
-        for step in steps
-        for share in prices.wire_bytes(step.kind, tuple(names[a] for a in step.axes), float(step.size[0, 0])).values()
-    )
+    found: Wire = {}
+    for step in steps:
+        size = float(step.size[0, 0])
+        for axis, share in prices.wire_bytes(step.kind, tuple(names[a] for a in step.axes), size).items():
+            if share:
+                found[axis] = found.get(axis, 0) + round(float(share))
+    return found
 
 
-def predicted(source: State, target: State, shape: tuple[int, ...], mesh: Mesh, itemsize: int = 4) -> float:
+def predicted(source: State, target: State, shape: tuple[int, ...], mesh: Mesh) -> Wire:
     one, other = np.array([source]), np.array([target])
-    return wire(transition(one, other, shape, itemsize, max(itemsize, 4), Collectives(mesh)), mesh)
+    return wire(transition(one, other, shape, 4, 4, Collectives(mesh)), mesh)
 
 
-def compiled(fn: Any, mesh: Mesh, into: list[Any], out: Any, *args: Any) -> float:
+def compiled(fn: Any, mesh: Mesh, into: list[Any], out: Any, *args: Any) -> Wire:
     text = jax.jit(fn, in_shardings=into, out_shardings=out).lower(*args).compile().as_text()
     assert text is not None
-    return sum(c.wire_bytes for c in read_collectives(text, mesh))
+    return wire_by_axis(read_collectives(text, mesh))
 
 
-def moved(source: State, target: State, shape: tuple[int, ...], mesh: Mesh) -> float:
+def moved(source: State, target: State, shape: tuple[int, ...], mesh: Mesh) -> Wire:
     into, out = jax_sharding(source, len(shape), mesh), jax_sharding(target, len(shape), mesh)
     return compiled(lambda x: x, mesh, [into], out, jax.ShapeDtypeStruct(shape, jnp.float32))
 
@@ -88,35 +95,44 @@ def changes_alone(source: State, target: State) -> bool:
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[tuple[State, State], tuple[float, float]]:
-    """Pair -> bytes on the wire, predicted and compiled."""
+def measured() -> Measured:
     mesh = cpu(**SIZES)
     return {(s, t): (predicted(s, t, SHAPE, mesh), moved(s, t, SHAPE, mesh)) for s, t in pairs()}
 
 
-def test_one_axis_that_changes_alone_is_exact(measured: dict[tuple[State, State], tuple[float, float]]) -> None:
+def test_one_axis_that_changes_alone_is_exact(measured: Measured) -> None:
     alone = {pair: found for pair, found in measured.items() if changes_alone(*pair)}
     assert len(alone) >= 20
     assert {pair: found for pair, found in alone.items() if found[0] != found[1]} == {}
 
 
-def test_most_pairs_are_near_what_is_compiled(measured: dict[tuple[State, State], tuple[float, float]]) -> None:
-    ratios = {pair: (p + 1) / (c + 1) for pair, (p, c) in measured.items()}
+def test_gathers_are_exact_whatever_they_gather(measured: Measured) -> None:
+    """Several axes of one dim in one gather, several dims one after the other, and what stays stays."""
+    gathers = {
+        (s, t): found
+        for (s, t), found in measured.items()
+        if all(b in (a, WHOLE) for a, b in zip(s, t, strict=True))
+        and not any(a == b != WHOLE and s.count(a) > 1 for a, b in zip(s, t, strict=True))
+    }
+    assert len(gathers) >= 10
+    assert {pair: found for pair, found in gathers.items() if found[0] != found[1]} == {}
+
+
+def test_most_pairs_are_near_what_is_compiled(measured: Measured) -> None:
+    ratios = {pair: (sum(p.values()) + 1) / (sum(c.values()) + 1) for pair, (p, c) in measured.items()}
     far = {pair: ratio for pair, ratio in ratios.items() if not 0.75 <= ratio <= 1 / 0.75}
     assert len(far) <= 0.15 * len(measured), far
     assert min(ratios.values()) > 1 / 3, far
 
 
-def test_free_moves_are_those_that_are_free(measured: dict[tuple[State, State], tuple[float, float]]) -> None:
-    assert {pair for pair, (p, _) in measured.items() if p == 0} == {
-        pair for pair, (_, c) in measured.items() if c == 0
-    }
+def test_free_moves_are_those_that_are_free(measured: Measured) -> None:
+    assert {pair for pair, (p, _) in measured.items() if not p} == {pair for pair, (_, c) in measured.items() if not c}
 
 
 # Sums
 
 
-def contracted(source: State, target: State, mesh: Mesh, dtype: Any = jnp.float32) -> tuple[float, float]:
+def contracted(source: State, target: State, mesh: Mesh, dtype: Any = jnp.float32) -> tuple[Wire, Wire]:
     """Bytes predicted and compiled for a matmul [16, 64] x [64, 32] whose contracted dim the axes of `source` split.
 
     `source` is over the result's dims, an axis that splits the contracted dim is `PARTIAL`.
@@ -159,7 +175,7 @@ def _dims(state: State, names: list[str]) -> list[Any]:
 )
 def test_sums_are_exact(source: State, target: State, dtype: Any) -> None:
     found, wanted = contracted(source, target, cpu(**SIZES), dtype)
-    assert found == wanted > 0
+    assert found == wanted != {}
 
 
 def test_tpus_scatter_sums_where_they_end_split() -> None:
@@ -212,6 +228,6 @@ def test_every_pair_is_what_it_is_alone() -> None:
         total += sum(np.asarray(share) for share in shares)
     for i, source in enumerate(states):
         for j, target in enumerate(whole):
-            alone = predicted(tuple(source), tuple(target), SHAPE, mesh)
-            assert total[i, j] == pytest.approx(alone)
+            alone = sum(predicted(tuple(source), tuple(target), SHAPE, mesh).values())
+            assert total[i, j] == pytest.approx(alone, abs=2)
             assert (total[i, j] == 0) == (alone == 0)
