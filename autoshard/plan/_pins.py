@@ -12,7 +12,7 @@ from autoshard.plan._plan import Pin
 from autoshard.plan._predict import spec_of, tensor_spec
 from autoshard.plan._price import factor_states
 from autoshard.plan._spec import Spec
-from autoshard.plan._states import PARTIAL, WHOLE, Emitted, States, emitted, relabel
+from autoshard.plan._states import PARTIAL, WHOLE, Emitted, States, emitted, emitted_gather, relabel
 
 
 def make_pins(model: Model, choices: NDArray[np.int64]) -> tuple[Pin, ...]:
@@ -82,7 +82,7 @@ def stages(source: Sequence[int], target: Sequence[int], collectives: Collective
 def gather_stages(source: Sequence[int], target: Sequence[int], collectives: Collectives) -> Iterator[tuple[int, ...]]:
     """States between two states of a value where a gather must go one axis at a time, last axis first."""
     gathered = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s >= 0 and t == WHOLE]
-    if len(gathered) > 1 and emitted(collectives, gathered) is Emitted.STAGED:
+    if len(gathered) > 1 and emitted_gather(collectives, gathered) is Emitted.STAGED:
         now = list(source)
         for axis in reversed(gathered[1:]):
             now[axis] = WHOLE

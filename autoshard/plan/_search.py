@@ -16,6 +16,8 @@ from autoshard.solver import evaluate as evaluate_problem
 
 
 MAX_ROUNDS = 6
+BASELINES_SHARE = 0.3
+"""Part of the time limit that completing all baselines may take."""
 GOOD_ENOUGH = 1e-3
 """Plan gap below which no further weighting is tried."""
 
@@ -94,8 +96,10 @@ def search(
     start = clock.monotonic()
     weights: Weights = normalise(model, even_weights(model))
     named = {}
-    for baseline in baselines:
-        candidate = complete(model, baseline, weights, memory_limit, time_limit / 8, seed)
+    for number, baseline in enumerate(baselines):
+        left = BASELINES_SHARE * time_limit - (clock.monotonic() - start)
+        share = max(1.0, left / (len(baselines) - number))
+        candidate = complete(model, baseline, weights, memory_limit, share, seed)
         if candidate is not None:
             named[baseline.name] = candidate
     fitting = [c for c in named.values() if c.fits]
@@ -107,7 +111,8 @@ def search(
         if rounds > 1 and left < 0.1 * time_limit:
             break
         hint = best.choices if best is not None else None
-        problem, solution = _solve_within(model, weights, memory_limit, max(1.0, left), seed, hint)
+        share = max(2.0, left / (2 if rounds == 1 else 3))
+        problem, solution = _solve_within(model, weights, memory_limit, share, seed, hint)
         lower = solution.lower_bound * 1e-12
         if lower > bound or bound_problem is None:
             bound, bound_problem, bound_solution = lower, problem, solution
@@ -166,20 +171,14 @@ def complete(
     model: Model, baseline: Baseline, weights: Weights, memory_limit: int, time_limit: float, seed: int
 ) -> Candidate | None:
     """A baseline with everything it leaves open chosen by the solver; within the limit if that is possible."""
-    found = None
-    for limit in (None, memory_limit):
-        if found is not None and found.fits:
-            break
-        problem = build_problem(model, weights, limit, _allowed(baseline))
+    problem, solution = _solve_within(model, weights, memory_limit, time_limit, seed, None, baseline.allowed)
+    found = make_candidate(model, baseline.name, solution, problem, memory_limit)
+    if found is None or not found.fits:
+        # A baseline that cannot fit is shown all the same, with what it would take.
+        problem = build_problem(model, weights, None, baseline.allowed)
         solution = solve(problem, time_limit=time_limit, seed=seed)
-        candidate = make_candidate(model, baseline.name, solution, problem, memory_limit)
-        if candidate is not None and (found is None or candidate.fits):
-            found = candidate
+        found = make_candidate(model, baseline.name, solution, problem, memory_limit)
     return found
-
-
-def _allowed(baseline: Baseline) -> Allowed:
-    return baseline.allowed
 
 
 def make_candidate(
