@@ -1,14 +1,14 @@
 """Prices every decision of a program on a mesh: alternatives and their times, moves between them, memory."""
 
 import itertools
-import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from autoshard.cost import Collectives, Compute, Mesh, links
 from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure
+from autoshard.plan._heavy import MOVES_ONLY, factor_states, heavy_seconds, heavy_states
 from autoshard.plan._model import EXPOSED, Channel, MemoryTerm, Model, Move, Node, Path
 from autoshard.plan._states import (
     PARTIAL,
@@ -28,7 +28,8 @@ from autoshard.program import Program, Role
 LARGE_SHARE = 0.005
 """A gathered tensor above this share of the memory limit gets a copy node with memory of its own."""
 
-_MOVES_ONLY = frozenset({"slice", "concatenate", "pad", "reverse", "broadcast_in_dim", "reshape"})
+_WHOLE_ON_CPU = frozenset({"top_k", "fft"})
+"""Ops that XLA gathers for on CPU along every dim, whatever their rule allows (each was compiled alone)."""
 
 
 def price(
@@ -67,7 +68,7 @@ class _Pricer:
         even = set(graph.arguments) | set(graph.results)
         self.even = self.clusters_of(even)
 
-    def clusters_of(self, tensors) -> set[int]:  # noqa: ANN001
+    def clusters_of(self, tensors: Iterable[int]) -> set[int]:
         return {self.structure.cluster_of[t] for t in tensors} - {-1}
 
     def model(self) -> Model:
@@ -92,7 +93,7 @@ class _Pricer:
         traffic: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
         for fusion in self.liveness.fusions:
             op = self.graph.ops[fusion.root]
-            if op.op_class is OpClass.HEAVY and op.kind not in _MOVES_ONLY:
+            if op.op_class is OpClass.HEAVY and op.kind not in MOVES_ONLY:
                 continue
             for tensor in itertools.chain(fusion.moved, fusion.reads):
                 cluster = self.structure.cluster_of[tensor]
@@ -146,65 +147,11 @@ class _Pricer:
         return "activations" if crosses or carried else "temporaries"
 
     def add_heavy(self, op: Op) -> None:
-        rule = op.rule
-        if rule is None:
-            states = np.full((1, len(self.axes)), WHOLE, dtype=np.int64)
-            sizes: tuple[int, ...] = ()
-        else:
-            sizes = rule.sizes
-            blocked = [
-                f for f, kind in enumerate(rule.kinds) if kind in (FactorKind.NEED_REPLICATION, FactorKind.PERMUTATION)
-            ]
-            blocked += [f for f in range(len(sizes)) if self.is_compound(rule, f)]
-            states = enumerate_states(sizes, self.axes, blocked)
-        seconds = self.heavy_seconds(op, states) * self.graph.trips(op.loop)
+        states = heavy_states(op, self.axes)
+        seconds = heavy_seconds(self.graph, op, states, self.axes, self.compute) * self.graph.trips(op.loop)
         held = np.ones(len(states), dtype=bool)
         name = op.name or op.kind
         self.nodes.append(Node("op", op.id, states, held, {(op.loop, "compute"): seconds}, (), name))
-
-    @staticmethod
-    def is_compound(rule, factor: int) -> bool:  # noqa: ANN001
-        """True for a factor that shares a dim with others: its split is left to the reshapes around the op."""
-        return any(factor in dim and len(dim) > 1 for dims in (*rule.operands, *rule.results) for dim in dims)
-
-    def heavy_seconds(self, op: Op, states: States) -> Seconds:
-        if op.kind in _MOVES_ONLY:
-            return np.zeros(len(states))
-        size = np.zeros(len(states))
-        tensors = [(t, op.rule.operands[k] if op.rule else ()) for k, t in enumerate(op.operands)]
-        results = [(t, op.rule.results[k] if op.rule else ()) for k, t in enumerate(op.results)]
-        if op.kind == "gather":
-            tensors = results
-        elif op.kind == "scatter":
-            tensors = tensors[2:] * 2
-        for tensor, dims in (*tensors, *results):
-            record = self.graph.tensors[tensor]
-            if not record.shape:
-                continue
-            local = local_elements(factor_states(states, dims), record.shape, self.axes) if dims else record.elements
-            size = size + local * (record.bytes // max(1, record.elements))
-        if op.flops == 0 or op.rule is None:
-            return self.compute.op_seconds(np.zeros(len(states)), size)
-        dtype = self.graph.tensors[op.operands[0]].dtype
-        if op.kind == "dot_general":
-            m, n, k, batch = self.matmul_sizes(op, states)
-            busy = self.compute.matmul_seconds(m, n, k, batch, dtype)
-            return np.maximum(busy, self.compute.memory_seconds(size)) + self.compute.op_seconds(1.0, 0.0)
-        whole = math.prod(op.rule.sizes)
-        share = local_elements(states, op.rule.sizes, self.axes) / whole
-        return self.compute.op_seconds(op.flops * share, size, dtype)
-
-    def matmul_sizes(self, op: Op, states: States) -> tuple[Seconds, ...]:
-        """Local m, n, k and batch of a dot in every state."""
-        assert op.rule is not None
-        left, right = ({f for dim in dims for f in dim} for dims in op.rule.operands[:2])
-        out = {f for dim in op.rule.results[0] for f in dim}
-        groups = (left - right, right - left, (left & right) - out, left & right & out)
-        sizes = []
-        for group in groups:
-            masked = [size if f in group else 1 for f, size in enumerate(op.rule.sizes)]
-            sizes.append(local_elements(np.where(np.isin(states, list(group)), states, WHOLE), masked, self.axes))
-        return tuple(sizes)
 
     # Moves
 
@@ -426,13 +373,3 @@ def path_steps(path: Path, collectives: Collectives) -> tuple[list[Step], list[S
         gathers = transition(path.held, path.kept, path.shape, path.itemsize, path.reduce_itemsize, collectives)
     steps = transition(path.source, path.target, path.factors, path.itemsize, path.reduce_itemsize, collectives)
     return gathers, steps
-
-
-def factor_states(states: States, dims: Sequence[Sequence[int]]) -> States:
-    """States over an op's factors as states over the dims of one of its tensors; other factors are dropped."""
-    count = int(states.max(initial=0)) + 1
-    mapping = [WHOLE] * max(count, max((f + 1 for dim in dims for f in dim), default=0))
-    for dim, factors in enumerate(dims):
-        for factor in factors:
-            mapping[factor] = dim
-    return relabel(states, mapping)
