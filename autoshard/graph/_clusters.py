@@ -200,7 +200,8 @@ def _merge_op(union: _Union, op: Op, result: int, skip: set[int], stored: set[in
 
 def _same_dims(op: Op, operand: int, result: int) -> list[tuple[int, int]]:
     """(result dim, operand dim) pairs made of the same single factor."""
-    assert op.rule is not None
+    if op.rule is None:
+        return []
     where = {f[0]: d for d, f in enumerate(op.rule.operands[operand]) if len(f) == 1}
     return [(d, where[f[0]]) for d, f in enumerate(op.rule.results[result]) if len(f) == 1 and f[0] in where]
 

@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Collectives
 from autoshard.graph import FactorKind, OpClass
+from autoshard.plan._heavy import factor_states
 from autoshard.plan._model import Model
 from autoshard.plan._plan import Pin
 from autoshard.plan._predict import spec_of, tensor_spec
-from autoshard.plan._price import factor_states
 from autoshard.plan._spec import Spec
 from autoshard.plan._states import PARTIAL, WHOLE, Emitted, States, emitted, emitted_gather, relabel
 

@@ -1,0 +1,79 @@
+"""Strategies of heavy ops (matmuls, convolutions, gathers ...) and what each costs in compute."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoshard.cost import Compute
+from autoshard.graph import FactorKind, Op, OpGraph, Rule
+from autoshard.plan._states import WHOLE, Seconds, States, enumerate_states, local_elements, relabel
+
+
+MOVES_ONLY = frozenset({"slice", "concatenate", "pad", "reverse", "broadcast_in_dim", "reshape"})
+"""Ops that compilers fold into the fusions around them."""
+
+_WHOLE_KINDS = (FactorKind.NEED_REPLICATION, FactorKind.PERMUTATION)
+
+
+def heavy_states(op: Op, axes: Sequence[int]) -> States:
+    """Strategies of an op: mesh axes (sizes) assigned to its factors; one, whole, for an op without a rule."""
+    if op.rule is None:
+        return np.full((1, len(axes)), WHOLE, dtype=np.int64)
+    blocked = [f for f, kind in enumerate(op.rule.kinds) if kind in _WHOLE_KINDS or _is_compound(op.rule, f)]
+    return enumerate_states(op.rule.sizes, axes, blocked)
+
+
+def _is_compound(rule: Rule, factor: int) -> bool:
+    """True for a factor that shares a dim with others: its split is left to the reshapes around the op."""
+    return any(factor in dim and len(dim) > 1 for dims in (*rule.operands, *rule.results) for dim in dims)
+
+
+def heavy_seconds(graph: OpGraph, op: Op, states: States, axes: Sequence[int], compute: Compute) -> Seconds:
+    """Roofline time of one execution in every state: local matrix work against local memory traffic."""
+    if op.kind in MOVES_ONLY:
+        return np.zeros(len(states))
+    operands = [(t, op.rule.operands[k] if op.rule else ()) for k, t in enumerate(op.operands)]
+    results = [(t, op.rule.results[k] if op.rule else ()) for k, t in enumerate(op.results)]
+    if op.kind == "gather":
+        operands = results  # reads what it takes, not the whole table
+    elif op.kind == "scatter":
+        operands = operands[2:] * 2
+    size = np.zeros(len(states))
+    for tensor, dims in (*operands, *results):
+        record = graph.tensors[tensor]
+        if not record.shape:
+            continue
+        local = local_elements(factor_states(states, dims), record.shape, axes) if dims else record.elements
+        size = size + local * (record.bytes // max(1, record.elements))
+    if op.flops == 0 or op.rule is None:
+        return compute.op_seconds(np.zeros(len(states)), size)
+    dtype = graph.tensors[op.operands[0]].dtype
+    if op.kind == "dot_general":
+        m, n, k, batch = _matmul_sizes(op.rule, states, axes)
+        busy = compute.matmul_seconds(m, n, k, batch, dtype)
+        return np.maximum(busy, compute.memory_seconds(size)) + compute.op_seconds(1.0, 0.0)
+    share = local_elements(states, op.rule.sizes, axes) / math.prod(op.rule.sizes)
+    return compute.op_seconds(op.flops * share, size, dtype)
+
+
+def _matmul_sizes(rule: Rule, states: States, axes: Sequence[int]) -> tuple[Seconds, ...]:
+    """Local m, n, k and batch of a dot in every state."""
+    left, right = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
+    out = {f for dim in rule.results[0] for f in dim}
+    groups = (left - right, right - left, (left & right) - out, left & right & out)
+    sizes = []
+    for group in groups:
+        masked = [size if f in group else 1 for f, size in enumerate(rule.sizes)]
+        sizes.append(local_elements(np.where(np.isin(states, list(group)), states, WHOLE), masked, axes))
+    return tuple(sizes)
+
+
+def factor_states(states: States, dims: Sequence[Sequence[int]]) -> States:
+    """States over an op's factors as states over the dims of one of its tensors; other factors are dropped."""
+    count = int(states.max(initial=0)) + 1
+    mapping = [WHOLE] * max(count, max((f + 1 for dim in dims for f in dim), default=0))
+    for dim, factors in enumerate(dims):
+        for factor in factors:
+            mapping[factor] = dim
+    return relabel(states, mapping)
