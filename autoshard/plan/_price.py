@@ -148,6 +148,8 @@ class _Pricer:
 
     def add_heavy(self, op: Op) -> None:
         states = heavy_states(op, self.axes)
+        if op.kind in _WHOLE_ON_CPU and self.mesh.topology.backend == "cpu":
+            states = states[:1]
         seconds = heavy_seconds(self.graph, op, states, self.axes, self.compute) * self.graph.trips(op.loop)
         held = np.ones(len(states), dtype=bool)
         name = op.name or op.kind
