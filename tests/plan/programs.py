@@ -50,6 +50,11 @@ def mixed() -> Program:
     return trace(step, (params, tokens, f32(), key, mask), name="mixed")
 
 
+def spectrum() -> Program:
+    """A transform that CPU devices gather for."""
+    return trace(lambda params, x: jnp.fft.fft(x @ params).real, (f32(64, 64), f32(16, 64)), name="spectrum")
+
+
 def wide_mlp(batch: int = 4096, dim: int = 2048, ffn: int = 8192, layers: int = 2) -> Program:
     """AdamW on an MLP large enough that splitting it pays; nothing is allocated."""
     optimizer = optax.adamw(1e-3)
@@ -79,6 +84,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "two matmuls": two_matmuls,
     "nothing": nothing,
     "mixed": mixed,
+    "spectrum": spectrum,
     "wide mlp": wide_mlp,
 }
 
