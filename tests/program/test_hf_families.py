@@ -2,9 +2,8 @@
 
 import re
 
-import numpy as np
 import pytest
-from hf_reference import close, real_model
+from hf_reference import check_training_step
 
 from autoshard.program import open_source
 
@@ -18,35 +17,8 @@ DECODERS = {
 
 
 @pytest.mark.parametrize("config", DECODERS)
-def test_decoder_equals_eager(config):
-    import jax
-    import torch
-
-    from autoshard.program._config import read_config
-    from autoshard.program._torch_function import TorchFunction
-    from autoshard.program._train import token_loss
-
-    _, fields = read_config(config)
-    model = real_model(fields, **({"experts_implementation": "eager"} if "experts" in str(DECODERS[config]) else {}))
-    rng = np.random.default_rng(1)
-    ids, labels = (rng.integers(0, fields["vocab_size"], (BATCH, SEQ)).astype(np.int32) for _ in range(2))
-    logits = model(input_ids=torch.tensor(ids).long(), use_cache=False).logits
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(labels).long().flatten()).backward()
-    function = TorchFunction(model)
-    params, buffers = function.values(), function.buffer_values()
-    for parameter in model.parameters():
-        parameter.data, parameter.grad = parameter.grad.clone(), None
-    expected = TorchFunction(model).values()
-
-    program = open_source(f"hf:{config}", batch=BATCH, seq=SEQ, dtype="fp32", capacity_factor=100.0)
-    extra = (buffers,) if buffers else ()
-    run = jax.jit(program.fn)
-    close(run(params, {"input_ids": ids}, *extra), logits.detach().numpy())
-    loss = jax.jit(jax.grad(lambda p: token_loss(run(p, {"input_ids": ids}, *extra), labels)))
-    grads = loss(params)
-    for name in params:
-        if np.abs(expected[name]).max() > 1e-7:
-            close(grads[name], expected[name], 2e-5)
+def test_training_step_equals_eager(config, monkeypatch):
+    check_training_step(config, monkeypatch, batch=BATCH, seq=SEQ, capacity_factor=100.0)
 
 
 @pytest.mark.parametrize("config", DECODERS)

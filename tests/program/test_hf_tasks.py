@@ -1,8 +1,7 @@
 """`hf:` models of images, masked tokens, translation and speech against their eager modules."""
 
-import numpy as np
 import pytest
-from hf_reference import close, real_model
+from hf_reference import check_training_step, close, random_batch, real_model
 
 from autoshard.errors import UserError
 from autoshard.program import Role, open_source
@@ -25,51 +24,28 @@ STACKED = {
 }
 
 
-def _data(program, seed=4):
-    rng = np.random.default_rng(seed)
-    data = {}
-    for key, leaf in program.args[1].items():
-        if leaf.dtype.kind == "i":
-            data[key] = rng.integers(0, 200, leaf.shape).astype(np.int32)
-        else:
-            data[key] = rng.standard_normal(leaf.shape).astype(np.float32)
-    return data
-
-
 @pytest.mark.parametrize("config", TASKS)
-def test_output_and_gradients_equal_eager(config):
+def test_training_step_equals_eager(config, monkeypatch):
+    """Batch norms use batch statistics and update the running ones; frozen parameters stay."""
+    check_training_step(config, monkeypatch, batch=BATCH, **TASKS[config])
+
+
+@pytest.mark.parametrize("config", ["resnet-tiny", "vit-tiny"])
+def test_inference_equals_eager(config):
     import jax
     import torch
 
     from autoshard.program._config import read_config
     from autoshard.program._torch_function import TorchFunction
-    from autoshard.program._train import token_loss
 
     _, fields = read_config(config)
     model = real_model(fields)
     program = open_source(f"hf:{config}", batch=BATCH, dtype="fp32", **TASKS[config])
-    data = _data(program)
-    inputs = {k: torch.tensor(v).long() if v.dtype.kind == "i" else torch.tensor(v) for k, v in data.items()}
-    logits = model(**inputs).logits
-    labels = np.random.default_rng(5).integers(0, logits.shape[-1], logits.shape[:-1]).astype(np.int32)
-    torch.nn.functional.cross_entropy(logits.flatten(0, -2), torch.tensor(labels).long().flatten()).backward()
+    batch = random_batch(program, 1)
+    expected = model(pixel_values=torch.tensor(batch["pixel_values"])).logits.detach().numpy()
     function = TorchFunction(model)
-    params, buffers = function.values(), function.buffer_values()
-    for parameter in model.parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        parameter.data, parameter.grad = gradient, None
-    expected = TorchFunction(model).values()
-
-    extra = (buffers,) if buffers else ()
-    run = jax.jit(program.fn)
-    close(run(params, data, *extra), logits.detach().numpy())
-    grads = jax.jit(jax.grad(lambda p: token_loss(run(p, data, *extra), labels)))(params)
-    compared = 0
-    for name in params:
-        if np.abs(expected[name]).max() > 1e-6:
-            close(grads[name], expected[name], 3e-5)
-            compared += 1
-    assert compared > 0.7 * len(params)
+    extra = [function.buffer_values()] if function.buffers else []
+    close(jax.jit(program.fn)(function.values(), batch, *extra), expected)
 
 
 @pytest.mark.parametrize("config", TASKS)
@@ -85,38 +61,11 @@ def test_training_step_is_scanned_and_tied(config, remat):
     assert program.model_flops and program.results[-1].shape == ()
 
 
-def test_batch_norm_uses_and_updates_running_statistics():
-    import jax
-    import torch
-
-    from autoshard.program._config import read_config
-    from autoshard.program._torch_function import TorchFunction
-
-    _, fields = read_config("resnet-tiny")
-    model = real_model(fields).train()
-    function = TorchFunction(model)
-    params, buffers = function.values(), function.buffer_values()
-    step = open_source("hf:resnet-tiny", train=True, batch=4, image=32, dtype="fp32", optimizer="sgd", remat="full")
-    made = step.make_args(0)
-    data = {"pixel_values": _data(step_like(4))["pixel_values"], "labels": made[2]["labels"]}
-    logits = model(pixel_values=torch.tensor(data["pixel_values"])).logits
-    loss = torch.nn.functional.cross_entropy(logits, torch.tensor(data["labels"]).long())
-    updated, _, after, value = jax.jit(step.fn)(params, made[1], data, buffers)
-    close(value, loss.detach().numpy())
-    expected = TorchFunction(model).buffer_values()
-    assert expected.keys() == after.keys() == buffers.keys()
-    for name in buffers:
-        close(after[name], expected[name])
-        if name.endswith("running_mean"):
-            assert np.abs(np.asarray(after[name]) - buffers[name]).max() > 1e-4
-    moved = [a for a in step.arguments if a.name.endswith("running_var")]
+def test_running_statistics_are_donated_state():
+    step = open_source("hf:resnet-tiny", train=True, batch=4, image=32)
+    moved = [a for a in step.arguments if a.name.endswith(("running_var", "running_mean"))]
     assert moved and all(a.role is Role.OTHER and a.donated and a.result is not None for a in moved)
     assert all(a.dtype == "float32" for a in moved)
-    assert updated.keys() == params.keys()
-
-
-def step_like(batch):
-    return open_source("hf:resnet-tiny", batch=batch, image=32, dtype="fp32")
 
 
 def test_statistics_stay_in_fp32_under_bf16_compute():
