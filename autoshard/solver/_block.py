@@ -50,6 +50,10 @@ class Work(NamedTuple):
     price: Floats
     sums: Floats
     load: Ints
+    gain: Floats
+    """Block size class -> merit gained lately."""
+    effort: Floats
+    """Block size class -> table entries touched lately."""
 
 
 def workspace(flat: Flat, largest: int) -> Work:
@@ -90,6 +94,8 @@ def workspace(flat: Flat, largest: int) -> Work:
         price=np.zeros(times + 1),
         sums=np.zeros(times + 1),
         load=ints(times + 1),
+        gain=np.zeros(4),
+        effort=np.ones(4),
     )
 
 
@@ -97,8 +103,9 @@ def workspace(flat: Flat, largest: int) -> Work:
 def plan(f, w, size, inside):
     """Plans the elimination of the `size` members; returns (members eliminated, slots), (0, 0) when it is too large.
 
-    Afterwards `mark` is `inside` for eliminated members only.
+    Afterwards `mark` is `inside` for eliminated members only, and `sums[0]` the table entries that one solve touches.
     """
+    effort = 0.0
     slots = 0
     for k in range(size):
         w.degree[k] = 0
@@ -149,7 +156,7 @@ def plan(f, w, size, inside):
                         two = j
                         break
         fits = w.degree[pick] <= 2
-        b, c = 1, 1
+        a, b, c = 1, 1, 1
         if fits and two >= 0:
             a = f.node_at[w.members[pick] + 1] - f.node_at[w.members[pick]]
             b = f.node_at[w.members[one] + 1] - f.node_at[w.members[one]]
@@ -172,10 +179,15 @@ def plan(f, w, size, inside):
         w.up[done, 0] = one
         w.up[done, 1] = two
         done += 1
+        effort += 50
         if one >= 0:
             w.degree[one] -= 1
+            effort += (f.node_at[w.members[pick] + 1] - f.node_at[w.members[pick]]) * (
+                f.node_at[w.members[one] + 1] - f.node_at[w.members[one]]
+            )
         if two >= 0:
             w.degree[two] -= 1
+            effort += a * b * c
             pair = w.slot[one, two]
             if pair < 0:
                 pair = slots
@@ -192,6 +204,7 @@ def plan(f, w, size, inside):
                 w.filled[pair] = 1
                 w.slot_at[pair] = used
                 used += b * c
+    w.sums[0] = effort
     w.at[0] = 0
     for k in range(size):
         node = w.members[k]

@@ -1,10 +1,14 @@
 """What `autoshard solve` does."""
 
 import json
+import os
 import pathlib
+import signal
 import sys
+import threading
 import time
 
+from ..errors import UserError
 from ._contest import read_contest, write_beside
 from ._solution import Status
 from ._solve import Progress, solve
@@ -20,24 +24,34 @@ def run_solve(
 ) -> int:
     """Solves a contest file; progress goes to stderr, the choices are the last line of stdout. Returns the exit code.
 
-    The limit includes reading. Exit code 0 with feasible choices, 1 when there are none or none were found. Raises
-    `UserError` for a file that cannot be solved.
+    The limit counts from the start of the process, so it includes reading. SIGINT and SIGTERM end the search; the best
+    so far is then printed, with exit code 0. Otherwise 0 with feasible choices, 1 when there are none or none were
+    found. Raises `UserError` for a file that cannot be solved.
     """
-    began = time.monotonic()
+    if not time_limit > 0:
+        raise UserError(f"the time limit is {time_limit:g} s; it must be more than 0")
+    began = time.monotonic() - _age()
+    stop = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
     problem = read_contest(path)
-    spent = time.monotonic() - began
-    print(f"{spent:8.2f} s  {problem.num_nodes} nodes, {problem.num_edges} edges read", file=sys.stderr)
+    print(f"{time.monotonic() - began:8.2f} s  {problem.num_nodes} nodes, {problem.num_edges} edges", file=sys.stderr)
 
     def show(moment: Progress) -> None:
         cost = moment.incumbent
         gap = "none" if cost is None else f"{100 * (cost - moment.bound) / max(1, abs(cost)):.4f} %"
-        line = f"{moment.elapsed + spent:8.2f} s  incumbent {cost if cost is not None else 'none'}"
+        line = f"{time.monotonic() - began:8.2f} s  incumbent {cost if cost is not None else 'none'}"
         print(f"{line}  bound {moment.bound}  gap {gap}", file=sys.stderr, flush=True)
 
-    left = max(0.05, time_limit - spent)
-    answer = solve(problem, time_limit=left, seed=seed, threads=threads, iterations=iterations, progress=show)
+    # What is left after reading, less what printing the answer takes.
+    left = max(0.05, time_limit - (time.monotonic() - began) - min(0.3, 0.1 * time_limit))
+    answer = solve(
+        problem, time_limit=left, seed=seed, threads=threads, iterations=iterations, progress=show, stop=stop
+    )
     print(f"{time.monotonic() - began:8.2f} s  {answer.status}", file=sys.stderr)
-    if answer.status in (Status.INFEASIBLE, Status.UNKNOWN):
+    feasible = answer.status in (Status.OPTIMAL, Status.FEASIBLE)
+    if not feasible:
         excess, when = answer.stats["excess"], answer.stats["excess_time"]
         print(f"the smallest excess found is {excess} bytes, at time {when}", file=sys.stderr)
     choices = answer.choices.tolist()
@@ -50,4 +64,18 @@ def run_solve(
         }
         write_beside(pathlib.Path(out), (json.dumps(record) + "\n").encode())
     print("[" + ", ".join(map(str, choices)) + "]", flush=True)
-    return 0 if answer.status in (Status.OPTIMAL, Status.FEASIBLE) else 1
+    if stop.is_set():
+        # An exact solve may still run on a thread, and would hold up a normal exit.
+        sys.stderr.flush()
+        os._exit(0)
+    return 0 if feasible else 1
+
+
+def _age() -> float:
+    """Seconds since this process started, where the system tells; else 0."""
+    try:
+        fields = pathlib.Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
+        started = float(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, float(pathlib.Path("/proc/uptime").read_text().split()[0]) - started)
+    except (OSError, IndexError, ValueError):
+        return 0.0

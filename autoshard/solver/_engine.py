@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from ._climb import Climber
 from ._dual import Dual
 from ._flat import flatten
 from ._graph import Graph, Ints
+from ._stage import Stage, make_stage
 from ._worker import Answer, Job, Worker
 
 
@@ -44,14 +46,20 @@ class Engine:
         self.climber = Climber(self.flat, seed)
         self.cost = np.inf
         self.best: Ints | None = None
-        self.entries = _ENTRIES
+        self.entries = _ENTRIES if iterations is None else 4_000
         self.rounds = 0
+        self.turn = 0.1
+        self.chunks = 1
+        self.stage: Stage | None = None
+        self.stages = 0
+        self.stage_end = 0.0
+        self.turns = 0
         self.solves: list[tuple] = []
 
-    def run(self, start: Ints | None) -> bool:
-        """Searches until proven (True), or out of time or rounds, or stopped (False), from flat choices if given."""
+    def run(self, start: dict[int, int] | None) -> bool:
+        """Searches until proven (True), or out of time or rounds, or stopped (False), from choices if given."""
         if start is not None:
-            self.climber.start(start)
+            self.climber.start(np.array([start[name] for name in self.names], dtype=np.int64))
             self._take()
         self._bound_phase()
         worker = Worker(self.graph, self.names, self.flat)
@@ -63,12 +71,17 @@ class Engine:
             worker.end()
         return False
 
+    def choices(self) -> dict[int, int]:
+        """The present choices, feasible or not."""
+        return dict(zip(self.names, self.climber.chosen.tolist(), strict=True))
+
     def _over(self) -> bool:
         if self.stopped():
             return True
         if self.iterations is not None:
             return self.rounds >= self.iterations
-        return time.monotonic() > self.deadline - 0.05
+        # A turn of climbing is not cut short, so none is begun that would pass the deadline.
+        return time.monotonic() + 1.3 * self.turn > self.deadline
 
     def _take(self) -> None:
         """Reports the climber's best and the bound."""
@@ -81,9 +94,9 @@ class Engine:
     def _bound_phase(self) -> None:
         """Raises the bound on one thread while the other climbs from what the bound's sweeps decode."""
         span = self.deadline - self.began
-        sweeps, chunks = 4, 2
-        epoch = 0
-        latest = self.dual.ascend(2, 1.0, 0.0)
+        sweeps = 4
+        latest = self.dual.ascend(2, np.inf, 0.0)
+        origin = -np.inf
         while not self._over():
             if self.iterations is not None:
                 if self.rounds >= max(1, self.iterations // 2):
@@ -91,24 +104,72 @@ class Engine:
             elif time.monotonic() - self.began > 0.3 * span or self.dual.pace < 0.02:
                 break
             self.rounds += 1
-            if epoch == 0:
-                self.climber.penalty = max(self.climber.penalty, 3 * float(self.dual.prices.max(initial=0.0)))
-                self.climber.start(latest)
-            epoch = (epoch + 1) % 6
+            if self.dual.bound - origin > 0.03 * abs(self.dual.bound):
+                # A much better bound decodes to much better choices: begin again from those.
+                origin = self.dual.bound
+                self._restart(latest)
             target = self.cost if np.isfinite(self.cost) else self.climber.merit
-            task = _Task(lambda t=target, n=sweeps: self.dual.ascend(n, t, self.climber.penalty))
-            tick = time.monotonic()
-            self.climber.run(self.dual.prices.copy(), chunks)
-            climbed = time.monotonic() - tick
+            task = Task(lambda t=target, n=sweeps: self.dual.ascend(n, t, self.climber.penalty))
+            prices = self.dual.prices.copy()
+            self._climb(prices)
             latest = task.result()
             swept = task.seconds
             self._take()
             if self.iterations is None:
                 sweeps = int(np.clip(sweeps * 0.5 / max(swept, 1e-3), 1, 4 * sweeps))
-                chunks = int(np.clip(chunks * 0.5 / max(climbed, 1e-3), 1, 4 * chunks))
-        self.chunks = chunks
-        if self.best is not None:
-            self.climber.start(self.best)
+                self.chunks = int(np.clip(self.chunks * 0.5 / max(self.turn, 1e-3), 1, 4 * self.chunks))
+
+    def _restart(self, chosen: Ints) -> None:
+        self.climber.penalty = max(self.climber.penalty, 3 * float(self.dual.prices.max(initial=0.0)))
+        self.climber.start(chosen)
+
+    def _climb(self, prices: np.ndarray, slack: float = 0.0) -> None:
+        tick = time.monotonic()
+        self.climber.run(prices, self.chunks, slack=slack)
+        self.turn = time.monotonic() - tick
+
+    def _turn(self) -> None:
+        """Climbs a while on the present stage; begins another when its time has come."""
+        now = self.turns if self.iterations is not None else time.monotonic()
+        if now >= self.stage_end:
+            self._begin_stage()
+            length = 5.0 if self.iterations is not None else max(3.0, 0.07 * (self.deadline - self.began))
+            self.stage_end = (self.turns if self.iterations is not None else time.monotonic()) + length
+            self.turn = 0.1 if self.iterations is None else self.turn
+        self.turns += 1
+        if self.stage is None:
+            loose = 2e-4 * abs(self.cost) if self.turns % 4 == 3 and np.isfinite(self.cost) else 0.0
+            self._climb(self.dual.prices, loose)
+            self._take()
+            return
+        climber, tick = self.stage.climber, time.monotonic()
+        before = climber.cost
+        climber.run(self.stage.prices, self.chunks)
+        self.turn = time.monotonic() - tick
+        if self.iterations is None:
+            self.chunks = int(np.clip(self.chunks * 0.5 / max(self.turn, 1e-3), 1, 2 * self.chunks))
+        if climber.cost < before and climber.cost + self.stage.offset < self.cost:
+            self.climber.start(self.stage.whole(climber.best))
+        self._take()
+
+    def _begin_stage(self) -> None:
+        """A new start, and how much of the dearer alternatives to leave out, in turn: most, some, none."""
+        share = (0.6, 0.75, 0.45, 1.0)[self.stages % 4]
+        early = self.stages < 6
+        start = self.best
+        if start is None or (early and self.stages % 2 == 1):
+            start = self.dual.ascend(6, self.cost, self.climber.penalty)
+        self.stages += 1
+        self.stage = None
+        if share < 1.0:
+            slack = self.dual.slack()
+            limit = float(np.quantile(slack, share))
+            seed = int(self.random.integers(2**31))
+            self.stage = make_stage(self.graph, self.names, self.flat, slack, limit, start, self.dual.prices, seed)
+        if self.stage is None:
+            self.climber.start(start)
+        else:
+            self.stage.climber.penalty = self.climber.penalty
 
     def _exact_round(self, worker: Worker) -> bool:
         """A restricted exact solve in another process while this one climbs; True when that proves the optimum."""
@@ -124,10 +185,10 @@ class Engine:
             best=None if self.best is None else self.best.copy(),
             cutoff=None if self.best is None else self.cost,
             entries=self.entries,
-            provable=_PROVABLE if len(self.solves) % 3 != 2 else 0,
+            provable=0 if len(self.solves) % 3 == 2 else _PROVABLE if self.iterations is None else 2_000,
             prices=self.dual.prices,
             seconds=1e9 if self.iterations is not None else min(left, max(10.0, 0.35 * left)),
-            nodes=None if self.iterations is None else 200,
+            nodes=None if self.iterations is None else 10,
             seed=self.seed,
         )
         worker.give(job)
@@ -135,14 +196,8 @@ class Engine:
         while not worker.done() if self.iterations is None else turns < 10:
             if self.iterations is None and self._over():
                 return False
-            if turns % 16 == 0 and self.best is not None:
-                self.climber.start(self.best)
-            slack_share = (0.0, 0.0, 1e-4, 5e-4)[turns // 4 % 4]
-            self.climber.run(
-                self.dual.prices, self.chunks, slack=slack_share * abs(self.cost) if np.isfinite(self.cost) else 0.0
-            )
+            self._turn()
             turns += 1
-            self._take()
         answer = worker.answer()
         if answer is None:
             raise RuntimeError("the process for exact solves ended unexpectedly")
@@ -167,7 +222,7 @@ class Engine:
             self.entries = int(self.entries * 1.3)
 
 
-class _Task:
+class Task:
     """A call on a thread of its own, which never keeps the process alive."""
 
     def __init__(self, call: Callable[[], object]):
@@ -189,8 +244,11 @@ class _Task:
     def done(self) -> bool:
         return self._outcome is not None or not self._answer.empty()
 
-    def result(self):
+    def result(self, stopped: Callable[[], bool] | None = None) -> Any:
+        """What the call returned or raised, waited for; None when `stopped` says so before it is there."""
         while self._outcome is None:
+            if stopped is not None and stopped():
+                return None
             try:
                 # Short waits, so that signals are handled.
                 self._outcome = self._answer.get(timeout=0.2)

@@ -160,7 +160,9 @@ def solve_mip(
     best: dict[int, int] | None = None
     bound = 0.0
     pending = list(times)
+    runs = 0
     while True:
+        runs += 1
         for when in pending:
             used.add(when)
             places, weights = model.memory_row(when)
@@ -190,7 +192,7 @@ def solve_mip(
         finished = status == highspy.HighsModelStatus.kOptimal
         if (over <= 0).all():
             return MipResult(choices, bound, finished)
-        if not finished:
+        if not finished or (nodes is not None and runs == 3):
             return MipResult(best, bound, False)
         # The worst time of each run of broken times, the worst few of those.
         pending = [when for when in np.argsort(-over).tolist() if over[when] > 0 and when not in used][:1]

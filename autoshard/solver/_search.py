@@ -220,6 +220,24 @@ def _overload(f, w, picks, kept, done):
 
 
 @njit(cache=True, nogil=True)
+def _kind(w):
+    """Which size of block to try: mostly what gained most for its effort lately, each of them now and then."""
+    best, rate, even = 0, -1.0, 0
+    for kind in range(4):
+        if w.gain[kind] / w.effort[kind] > rate:
+            best, rate = kind, w.gain[kind] / w.effort[kind]
+        if w.effort[kind] < w.effort[even]:
+            even = kind
+    for kind in range(4):
+        w.gain[kind] *= 0.998
+        w.effort[kind] *= 0.998
+    if np.random.random() < 0.3 or rate <= 0:
+        # The one that had least effort: so all get about the same time.
+        return even
+    return best
+
+
+@njit(cache=True, nogil=True)
 def improve(f, w, prices, chosen, used, seed, moves, penalty, largest, steps, slack, best, state):
     """`moves` block moves on `chosen` and its profile `used` (both changed in place).
 
@@ -232,9 +250,12 @@ def improve(f, w, prices, chosen, used, seed, moves, penalty, largest, steps, sl
     for _ in range(moves):
         stamp += 1
         inside = 2 * stamp + 1
-        goal = min(int(np.exp(np.log(4.0) + np.random.random() * np.log(largest / 4.0))) + 1, largest)
+        kind = _kind(w)
+        goal = max(2, int(largest * (0.02, 0.08, 0.3, 1.0)[kind] * (0.5 + 0.5 * np.random.random())))
         size = _grow(f, w, used, state[1] > 0, goal, inside)
         done, slots = plan(f, w, size, inside)
+        effort = w.sums[0]
+        w.effort[kind] += len(f.capacity) + size * size
         if done == 0:
             continue
         kept, excess = _residual(f, w, chosen, used, prices, penalty, done, inside)
@@ -250,6 +271,7 @@ def improve(f, w, prices, chosen, used, seed, moves, penalty, largest, steps, sl
         for step in range(steps):
             paid = _price(f, w, kept, done)
             bound = minimise(f, w, done, slots, flip) - paid
+            w.effort[kind] += effort + kept
             trial_cost = _block_cost(f, w, w.trial, done, inside)
             trial_excess, square = _overload(f, w, w.trial, kept, done)
             merit = trial_cost + penalty * trial_excess
@@ -268,6 +290,7 @@ def improve(f, w, prices, chosen, used, seed, moves, penalty, largest, steps, sl
                 w.price[k] = min(max(w.price[k] + stride * w.load[k], 0.0), penalty)
         if new_merit > allowed:
             continue
+        w.gain[kind] += max(old_merit - new_merit, 0.0)
         for step in range(done):
             k = w.order[step]
             node = w.members[k]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..errors import UserError
 from ._eliminate import Elimination
-from ._engine import Engine
+from ._engine import Engine, Task
 from ._evaluate import evaluate
 from ._graph import Graph, InfeasibleGraph, Ints, OverLimit, build
 from ._mip import solve_mip, usage_profile
@@ -88,6 +88,8 @@ class _Solve:
         self.cost: int | None = None
         self.bound = _trivial_bound(problem)
         self.stats: dict = {}
+        self.nearest: Ints | None = None
+        """Choices that the search ended with when none were feasible."""
 
     def run(self, hint: NDArray[np.int64] | None) -> Solution:
         if hint is not None:
@@ -129,15 +131,21 @@ class _Solve:
             times = [int(np.argmax(over))]
         if table_entries(graph) <= _SMALL:
             cap = np.inf if self.iterations is not None else 0.3 * (self.deadline - time.monotonic())
-            result = solve_mip(
-                graph,
-                deadline=time.monotonic() + cap,
-                seed=self.seed,
-                threads=1,
-                cutoff=None if self.cost is None else self.cost - graph.offset,
-                times=times,
-                nodes=None if self.iterations is None else 5000,
+            cutoff = None if self.cost is None else self.cost - graph.offset
+            task = Task(
+                lambda: solve_mip(
+                    graph,
+                    deadline=time.monotonic() + cap,
+                    seed=self.seed,
+                    threads=1,
+                    cutoff=cutoff,
+                    times=times,
+                    nodes=None if self.iterations is None else 5000,
+                )
             )
+            result = task.result(self.stopped)
+            if result is None:
+                return False
             if result.choices is not None:
                 self.offer(graph.restore(result.choices))
             if result.finished:
@@ -152,7 +160,9 @@ class _Solve:
             bounded=lambda bound: self.raise_bound(graph.offset + math.ceil(bound)),
             stopped=self.stopped,
         )
-        done = engine.run(None)
+        done = engine.run(None if self.best is None else graph.project(self.best))
+        if self.best is None:
+            self.nearest = graph.restore(engine.choices())
         self.stats |= {"rounds": engine.rounds, "moves": engine.climber.moves, "restricted_solves": engine.solves}
         return done
 
@@ -191,10 +201,12 @@ class _Solve:
         """No choices found: looks for those with the smallest excess by bisection on the limit, costs set aside."""
         if self.best is not None:
             raise RuntimeError("the problem was found infeasible although the hint is feasible")
+        if self.nearest is not None:
+            return self.without(self.nearest, proven)
         choices = np.zeros(self.problem.num_nodes, dtype=np.int64)
         allowed = _without_costs(self.problem, None)
         limit = self.problem.usage_limit
-        deadline = max(self.deadline, time.monotonic() + 2.0)
+        deadline = time.monotonic() + 0.3 if self.stopped() else max(self.deadline, time.monotonic() + 2.0)
         found = _any(allowed, deadline, self.seed, self.threads)
         if found is not None:
             choices = found
@@ -207,6 +219,10 @@ class _Solve:
                     low = middle
                 else:
                     choices, high = found, evaluate(self.problem, found).peak_usage
+        return self.without(choices, proven)
+
+    def without(self, choices: Ints, proven: bool) -> Solution:
+        """The answer when there are no feasible choices: those nearest to it."""
         judged = evaluate(self.problem, choices)
         self.stats |= {"excess": judged.excess, "excess_time": judged.peak_time, "peak_usage": judged.peak_usage}
         self.stats["solve_s"] = time.monotonic() - self.began

@@ -114,7 +114,8 @@ class _Sizer:
 
     def __init__(self, graph: Graph, names: list[int], flat: Flat):
         self._graph, self._names, self._flat = graph, names, flat
-        self._ratio = 0.3
+        self._seen: list[tuple[float, float]] = [(1.0, 0.01), (1e6, 1e5)]
+        """(entries before reducing, after) of earlier cuts, with a guess to begin with."""
 
     def raw(self, slack: np.ndarray, limit: float) -> float:
         """Entries of the edge tables before reducing, of edges whose ends both have a choice."""
@@ -126,30 +127,38 @@ class _Sizer:
     def find(self, job: Job, until: float) -> Restricted:
         if np.isfinite(job.gap):
             whole = self.raw(job.slack, job.gap)
-            if whole * min(self._ratio, 0.3) <= job.provable:
+            if 0.1 * whole <= job.provable:
                 small = self._cut(job, job.gap)
                 if small.size <= max(job.provable, job.entries):
                     return small
         target = float(job.entries)
         best: Restricted | None = None
         low, high = 0.0, math.inf
-        for _ in range(5):
-            limit = self._limit(job.slack, target / self._ratio, low, high)
+        for _ in range(6):
+            limit = self._limit(job.slack, self._guess(target), low, high)
             small = self._cut(job, limit)
-            raw = self.raw(job.slack, limit)
-            if raw > 0:
-                self._ratio = min(1.0, max(small.size, 50) / raw)
+            self._seen.append((max(self.raw(job.slack, limit), 1.0), max(small.size, 0.01)))
             if small.size <= 1.4 * job.entries:
                 low = limit
                 if best is None or small.size > best.size:
                     best = small
-                if small.size >= 0.5 * job.entries:
+                if small.size >= 0.4 * job.entries:
                     break
             else:
                 high = limit
             if time.monotonic() > until:
                 break
         return best if best is not None else self._cut(job, 0.0)
+
+    def _guess(self, target: float) -> float:
+        """Entries before reducing that should leave `target`: between the nearest of what was seen, in logarithms."""
+        under = max((pair for pair in self._seen if pair[1] <= target), default=(1.0, 0.01))
+        over = min((pair for pair in self._seen if pair[1] > target and pair[0] > under[0]), default=None)
+        if over is None:
+            return under[0] * min(10.0, target / under[1])
+        share = (math.log(target) - math.log(under[1])) / (math.log(over[1]) - math.log(under[1]))
+        share = min(max(share, 0.2), 0.8)
+        return math.exp(math.log(under[0]) + share * (math.log(over[0]) - math.log(under[0])))
 
     def _limit(self, slack: np.ndarray, raw: float, low: float, high: float) -> float:
         top = min(high, float(slack[np.isfinite(slack)].max(initial=0.0)))
@@ -217,5 +226,10 @@ def main() -> None:
             job = pickle.load(source)
         except EOFError:
             return
-        pickle.dump(_do(sizer, graph, names, job), sink, protocol=5)
-        sink.flush()
+        answer = _do(sizer, graph, names, job)
+        try:
+            pickle.dump(answer, sink, protocol=5)
+            sink.flush()
+        except BrokenPipeError:
+            # Nobody waits for it any more; stdout is closed for good, so that leaving does not try to flush it.
+            os._exit(0)

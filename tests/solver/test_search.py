@@ -1,0 +1,145 @@
+"""The engine for large problems, made to run on small ones."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from random_problems import brute_force, make_problem, problems
+
+from autoshard.solver import FORBIDDEN, Problem, Status, evaluate, solve
+from autoshard.solver import _solve as module
+from autoshard.solver._climb import Climber
+from autoshard.solver._dual import Dual
+from autoshard.solver._eliminate import Elimination
+from autoshard.solver._flat import flatten
+from autoshard.solver._graph import InfeasibleGraph, OverLimit, build
+from autoshard.solver._mip import usage_profile
+from autoshard.solver._reduce import reduce
+
+
+def hard_problem(nodes: int, seed: int, hops: tuple[int, ...] = (1, 2, 7), alternatives: int = 4) -> Problem:
+    """A ring with chords, every node with memory that overlaps its neighbours', so that no reduction ends it."""
+    random = np.random.default_rng(seed)
+    costs = random.integers(0, 1000, (nodes, alternatives)).tolist()
+    edges = []
+    for node in range(nodes):
+        for hop in hops:
+            table = random.integers(0, 1000, alternatives * alternatives)
+            edges.append((node, (node + hop) % nodes, table.tolist()))
+    terms = []
+    for node in range(nodes):
+        usage = random.integers(0, 100, alternatives)
+        usage[random.integers(alternatives)] = 0
+        terms.append((node, node, node + 12, usage.tolist()))
+    return make_problem(costs, edges, terms, 400)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(most_nodes=5))
+def test_the_dual_bound_never_passes_the_optimum(problem):
+    best = brute_force(problem)
+    graph = build(problem)
+    try:
+        reduce(graph)
+    except (InfeasibleGraph, OverLimit):
+        assert best is None
+        return
+    if best is None or not graph.costs:
+        return
+    _, flat = flatten(graph)
+    dual = Dual(flat)
+    dual.ascend(30, best - graph.offset, 1.0)
+    assert dual.bound + graph.offset <= best
+    slack = dual.slack()
+    assert slack.min() >= -1e-6 * abs(best) - 1e-6
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(memory=False))
+def test_elimination_finds_the_optimum_of_the_unreduced_graph(problem):
+    best = brute_force(problem)
+    graph = build(problem)
+    plan = Elimination.plan(graph)
+    assert plan is not None
+    value, choices = plan.solve(graph.costs)
+    if best is None:
+        assert value >= FORBIDDEN
+    else:
+        assert value + graph.offset == best
+        assert evaluate(problem, graph.restore(choices)).cost == best
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(most_nodes=5))
+def test_projected_choices_are_no_dearer(problem):
+    graph = build(problem)
+    try:
+        reduce(graph)
+    except (InfeasibleGraph, OverLimit):
+        return
+    answer = solve(problem)
+    # Choices other than the optimum: the first allowed alternative of each node.
+    for choices in (answer.choices, np.zeros(problem.num_nodes, dtype=np.int64)):
+        judged = evaluate(problem, choices)
+        if judged.feasible:
+            projected = graph.project(choices)
+            assert projected is not None
+            again = evaluate(problem, graph.restore(projected))
+            assert again.feasible
+            assert again.cost <= judged.cost
+
+
+def test_the_climber_keeps_its_books():
+    graph = build(hard_problem(60, 1))
+    reduce(graph)
+    names, flat = flatten(graph)
+    dual = Dual(flat)
+    climber = Climber(flat, 0)
+    climber.penalty = 10.0
+    climber.start(dual.ascend(5, 1e6, 1.0))
+    climber.run(dual.prices, 20)
+    now = climber.chosen.copy()
+    cost, excess = climber._state[0], climber._state[1]
+    climber.start(now)
+    assert climber._state[0] == pytest.approx(cost)
+    assert climber._state[1] == pytest.approx(excess)
+    over = usage_profile(graph, dict(zip(names, now.tolist(), strict=True))) - graph.capacity
+    assert over[over > 0].sum() == excess
+
+
+@pytest.fixture
+def engine_only(monkeypatch):
+    """No shortcut past the engine: elimination and the small exact solve are switched off."""
+    monkeypatch.setattr(Elimination, "plan", staticmethod(lambda graph: None))
+    monkeypatch.setattr(module, "_SMALL", -1)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_engine_proves_what_the_exact_solve_proves(seed, engine_only):
+    problem = hard_problem(12, seed)
+    answer = solve(problem, time_limit=60)
+    assert answer.status is Status.OPTIMAL
+    assert evaluate(problem, answer.choices).feasible
+    assert "moves" in answer.stats
+
+
+def test_engine_and_exact_solve_agree(monkeypatch):
+    problem = hard_problem(12, 3)
+    exact = solve(problem)
+    assert exact.status is Status.OPTIMAL
+    monkeypatch.setattr(Elimination, "plan", staticmethod(lambda graph: None))
+    monkeypatch.setattr(module, "_SMALL", -1)
+    assert solve(problem).cost == exact.cost
+
+
+def test_the_same_seed_and_iterations_give_the_same_answer(engine_only):
+    problem = hard_problem(30, 5, hops=(1, 2))
+    one, two = (solve(problem, seed=3, iterations=3) for _ in range(2))
+    assert one.choices.tolist() == two.choices.tolist()
+    assert (one.cost, one.lower_bound, one.status) == (two.cost, two.lower_bound, two.status)
+
+
+def test_a_feasible_hint_is_never_lost(engine_only):
+    problem = hard_problem(30, 6, hops=(1, 2))
+    first = solve(problem, iterations=2)
+    again = solve(problem, hint=first.choices, iterations=1)
+    assert again.cost <= first.cost
