@@ -1,10 +1,7 @@
 """Searching what is left after the reductions: a bound, a local search and restricted exact solves side by side."""
 
-import queue
-import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -13,6 +10,7 @@ from ._dual import Dual
 from ._flat import flatten
 from ._graph import Graph, Ints
 from ._stage import Stage, make_stage
+from ._task import Task
 from ._worker import Answer, Job, Worker
 
 
@@ -31,6 +29,7 @@ class Engine:
         *,
         deadline: float,
         seed: int,
+        threads: int,
         iterations: int | None,
         found: Callable[[dict[int, int]], None],
         bounded: Callable[[float], None],
@@ -39,7 +38,7 @@ class Engine:
         self.graph = graph
         self.names, self.flat = flatten(graph)
         self.began, self.deadline = time.monotonic(), deadline
-        self.seed, self.iterations = seed, iterations
+        self.seed, self.threads, self.iterations = seed, threads, iterations
         self.found, self.bounded, self.stopped = found, bounded, stopped
         self.random = np.random.default_rng(seed)
         self.dual = Dual(self.flat)
@@ -110,6 +109,8 @@ class Engine:
                 self._restart(latest)
             target = self.cost if np.isfinite(self.cost) else self.climber.merit
             task = Task(lambda t=target, n=sweeps: self.dual.ascend(n, t, self.climber.penalty))
+            if self.threads == 1:
+                task.result()
             prices = self.dual.prices.copy()
             self._climb(prices)
             latest = task.result()
@@ -191,12 +192,21 @@ class Engine:
             nodes=None if self.iterations is None else 10,
             seed=self.seed,
         )
+        if self.threads == 1:
+            # One after the other; a turn of climbing may use up the time that was left.
+            for _ in range(10):
+                if self._over():
+                    return False
+                self._turn()
         worker.give(job)
         turns = 0
         while not worker.done() if self.iterations is None else turns < 10:
             if self.iterations is None and self._over():
                 return False
-            self._turn()
+            if self.threads == 1:
+                worker.wait(0.1)
+            else:
+                self._turn()
             turns += 1
         answer = worker.answer()
         if answer is None:
@@ -220,41 +230,3 @@ class Engine:
             self.entries = int(self.entries * 2)
         elif answer.seconds < 0.25 * left:
             self.entries = int(self.entries * 1.3)
-
-
-class Task:
-    """A call on a thread of its own, which never keeps the process alive."""
-
-    def __init__(self, call: Callable[[], object]):
-        self._answer: queue.Queue = queue.Queue()
-        self._outcome: tuple | None = None
-        self.seconds = 0.0
-
-        def work() -> None:
-            tick = time.monotonic()
-            try:
-                value = (call(), None)
-            except BaseException as error:  # handed to whoever asks for the result
-                value = (None, error)
-            self.seconds = time.monotonic() - tick
-            self._answer.put(value)
-
-        threading.Thread(target=work, daemon=True).start()
-
-    def done(self) -> bool:
-        return self._outcome is not None or not self._answer.empty()
-
-    def result(self, stopped: Callable[[], bool] | None = None) -> Any:
-        """What the call returned or raised, waited for; None when `stopped` says so before it is there."""
-        while self._outcome is None:
-            if stopped is not None and stopped():
-                return None
-            try:
-                # Short waits, so that signals are handled.
-                self._outcome = self._answer.get(timeout=0.2)
-            except queue.Empty:
-                continue
-        value, error = self._outcome
-        if error is not None:
-            raise error
-        return value

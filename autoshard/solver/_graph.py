@@ -231,3 +231,8 @@ def _rename_times(graph: Graph, rename: list[int]) -> None:
         for (start, stop), usage in node_terms.items():
             if rename[start] < rename[stop]:
                 graph.add_term(node, rename[start], rename[stop], usage)
+
+
+def table_entries(graph: Graph) -> int:
+    """Entries of all edge tables."""
+    return sum(table.size for near in graph.edges.values() for table in near.values()) // 2

@@ -8,7 +8,6 @@ import dataclasses
 import time
 
 import numpy as np
-import scipy.sparse as sp
 
 from ._graph import Graph, Ints
 from ._problem import FORBIDDEN
@@ -26,6 +25,8 @@ class MipResult:
 
 class _Model:
     def __init__(self, graph: Graph):
+        import scipy.sparse as sp
+
         self.graph = graph
         self.nodes = list(graph.costs)
         sizes = np.array([len(graph.costs[node]) for node in self.nodes], dtype=np.int64)

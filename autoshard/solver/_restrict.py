@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 
 from ._flat import Flat
-from ._graph import Graph, InfeasibleGraph, Ints, OverLimit
+from ._graph import Graph, InfeasibleGraph, Ints, OverLimit, table_entries
 from ._reduce import reduce, restrict
 
 
@@ -65,7 +65,3 @@ def restricted(
     except (InfeasibleGraph, OverLimit):
         return Restricted(None, 0, proves)
     return Restricted(smaller, table_entries(smaller), proves)
-
-
-def table_entries(graph: Graph) -> int:
-    return sum(table.size for near in graph.edges.values() for table in near.values()) // 2

@@ -11,14 +11,13 @@ from numpy.typing import NDArray
 
 from ..errors import UserError
 from ._eliminate import Elimination
-from ._engine import Engine, Task
 from ._evaluate import evaluate
-from ._graph import Graph, InfeasibleGraph, Ints, OverLimit, build
+from ._graph import Graph, InfeasibleGraph, Ints, OverLimit, build, table_entries
 from ._mip import solve_mip, usage_profile
 from ._problem import FORBIDDEN, Problem
 from ._reduce import reduce
-from ._restrict import table_entries
 from ._solution import Solution, Status
+from ._task import Task
 from ._validate import validate
 
 
@@ -151,10 +150,14 @@ class _Solve:
             if result.finished:
                 return True
             self.raise_mip_bound(graph, result.bound)
+        # Imported here: the kernels bring numba, which most problems never need.
+        from ._engine import Engine
+
         engine = Engine(
             graph,
             deadline=self.deadline,
             seed=self.seed,
+            threads=self.threads,
             iterations=self.iterations,
             found=lambda choices: self.offer(graph.restore(choices)),
             bounded=lambda bound: self.raise_bound(graph.offset + math.ceil(bound)),

@@ -89,6 +89,10 @@ class Worker:
     def done(self) -> bool:
         return self._thread is not None and not self._thread.is_alive()
 
+    def wait(self, seconds: float) -> None:
+        if self._thread is not None:
+            self._thread.join(seconds)
+
     def answer(self) -> Answer | None:
         """The answer, waited for; None when the process died (out of memory, say)."""
         while not self.done():

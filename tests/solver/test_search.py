@@ -138,6 +138,11 @@ def test_the_same_seed_and_iterations_give_the_same_answer(engine_only):
     assert (one.cost, one.lower_bound, one.status) == (two.cost, two.lower_bound, two.status)
 
 
+def test_one_thread_does_the_same_work(engine_only):
+    problem = hard_problem(12, 0)
+    assert solve(problem, time_limit=60, threads=1).status is Status.OPTIMAL
+
+
 def test_a_feasible_hint_is_never_lost(engine_only):
     problem = hard_problem(30, 6, hops=(1, 2))
     first = solve(problem, iterations=2)

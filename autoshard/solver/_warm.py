@@ -1,0 +1,39 @@
+"""Compiles the kernels into numba's cache, so that the first large solve does not wait for it.
+
+python -m autoshard.solver._warm
+"""
+
+import numpy as np
+
+from ._climb import Climber
+from ._dual import Dual
+from ._flat import flatten
+from ._graph import build
+from ._problem import Problem
+
+
+def warm() -> None:
+    """Runs every kernel once on a problem of two nodes."""
+    problem = Problem(
+        node_offsets=np.array([0, 2, 4]),
+        node_costs=np.array([1, 2, 3, 4]),
+        edge_nodes=np.array([[0, 1]]),
+        edge_offsets=np.array([0, 4]),
+        edge_costs=np.array([0, 1, 2, 0]),
+        term_nodes=np.array([0, 1]),
+        term_intervals=np.array([[0, 2], [1, 3]]),
+        term_offsets=np.array([0, 2, 4]),
+        term_usages=np.array([5, 1, 5, 1]),
+        usage_limit=7,
+    )
+    _, flat = flatten(build(problem))
+    dual = Dual(flat)
+    chosen = dual.ascend(2, 10.0, 1.0)
+    dual.slack()
+    climber = Climber(flat, 0)
+    climber.start(chosen)
+    climber.run(dual.prices, 1)
+
+
+if __name__ == "__main__":
+    warm()
