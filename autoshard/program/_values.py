@@ -18,8 +18,9 @@ def fill(
 ) -> Callable[[int], tuple[Any, ...]]:
     """`make_args(seed)` for `args`: concrete leaves are kept, abstract ones are drawn by role and name.
 
-    Parameters: ones for scales of norms, zeros for biases, normal(0, `std`) otherwise. Optimizer state and other
-    state: zeros. Batch: normal(0, 1) for floats, integers below `id_limit(name)`.
+    Parameters: ones for scales of norms, normal(0, `std`) otherwise; biases too, since one that starts at zero and
+    whose gradient vanishes (of attention keys) would be nothing but rounding after a step. Optimizer state and other
+    state: zeros, running variances ones. Batch: normal(0, 1) for floats, integers below `id_limit(name)`.
     """
 
     def make_args(seed: int) -> tuple[Any, ...]:
@@ -69,11 +70,8 @@ def _value(rng: np.random.Generator, leaf: Any, name: str, role: Role, limit: in
             return rng.integers(0, max(limit, 1), shape).astype(dtype)
         return rng.standard_normal(shape, np.float32).astype(dtype)
     if role is Role.PARAMETER and kind not in "iub":
-        last = name.lower().rsplit(".", 1)[-1]
         if is_scale(name):
             return np.ones(shape, dtype)
-        if "bias" in last or (len(shape) == 1 and last.startswith("b")):
-            return np.zeros(shape, dtype)
         return (rng.standard_normal(shape, np.float32) * np.float32(std)).astype(dtype)
     return np.ones(shape, dtype) if name.endswith("running_var") else np.zeros(shape, dtype)
 
