@@ -44,8 +44,8 @@ def run_solve(
         line = f"{time.monotonic() - began:8.2f} s  incumbent {cost if cost is not None else 'none'}"
         print(f"{line}  bound {moment.bound}  gap {gap}", file=sys.stderr, flush=True)
 
-    # What is left after reading, less what printing the answer takes.
-    left = max(0.05, time_limit - (time.monotonic() - began) - min(0.3, 0.1 * time_limit))
+    # What is left after reading, less what checking and printing the answer and ending the process take.
+    left = max(0.05, time_limit - (time.monotonic() - began) - min(1.0, 0.1 * time_limit))
     answer = solve(
         problem, time_limit=left, seed=seed, threads=threads, iterations=iterations, progress=show, stop=stop
     )
