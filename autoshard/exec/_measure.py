@@ -75,6 +75,9 @@ def measure(
     application = Application(plan)
     made = program.make_args(seed) if program.make_args is not None else _ones(program.args)
     leaves, tree = jax.tree.flatten(made)
+    # Copies on the host: a donated step would take device arrays of the caller's along.
+    leaves = [_host(leaf) if isinstance(leaf, jax.Array) and not _is_key(leaf) else leaf for leaf in leaves]
+    made = tree.unflatten(leaves)
     unplanned = _run_unplanned(program, made) if check else None
 
     start = time.perf_counter()
@@ -161,16 +164,21 @@ def _run_unplanned(program: Program, args: tuple[Any, ...]) -> list[Any]:
 def _host(value: Any) -> Any:
     """A host copy of the whole array: the one it came from may be donated to the next step."""
     import jax
-    import jax.numpy as jnp
     import numpy as np
 
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if _is_key(value):
         value = jax.random.key_data(value)
     if not value.is_fully_addressable:
         from jax.experimental import multihost_utils
 
         value = multihost_utils.process_allgather(value, tiled=True)
     return np.array(value)
+
+
+def _is_key(value: Any) -> bool:
+    import jax
+
+    return jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def _next(program: Program, current: list[Any], results: list[Any], first: list[Any], shardings: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from autoshard.cost import Topology
 from autoshard.errors import UserError
 from autoshard.exec import ensure_devices, measure, measurement_figures, plan_devices
 from autoshard.exec._devices import _by_coordinates
-from autoshard.plan import Collective, Pin
+from autoshard.plan import Collective, Pin, make_plan
 from autoshard.program import trace
 from tests.exec import planned_programs as made
 from tests.exec.planned_programs import handmade, spec
@@ -174,3 +174,19 @@ def test_inference_with_integer_results_agrees():
     measured = measure(program, plan, steps=1, warmup=0, check=True)
     assert measured.check is not None and measured.check.max_rel_diff == 0
     assert np.isfinite(measured.step_time_s)
+
+
+def test_device_arrays_that_the_program_gives_survive_a_donated_step() -> None:
+    tx = optax.adamw(1e-2)
+
+    def step(params, state, batch):  # noqa: ANN001, ANN202
+        grads = jax.grad(lambda p: jnp.mean((batch @ p["w"] + p["b"]) ** 2))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {"w": jnp.ones((16, 8)), "b": jnp.zeros((8,))}
+    args = (params, tx.init(params), jnp.ones((8, 16)))
+    program = trace(step, args, name="given arrays", donate_argnums=(0, 1), training=True, make_args=lambda seed: args)
+    found = measure(program, make_plan(program, topology="cpu:8").plan, steps=2, warmup=0, check=True)
+    assert found.check is not None and found.check.passed
+    assert params["w"].sum() == 128.0 and not params["b"].is_deleted()
