@@ -177,8 +177,9 @@ def _host(value: Any) -> Any:
 
 def _is_key(value: Any) -> bool:
     import jax
+    import jax.numpy as jnp
 
-    return jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def _next(program: Program, current: list[Any], results: list[Any], first: list[Any], shardings: Any) -> list[Any]:
