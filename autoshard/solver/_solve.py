@@ -53,6 +53,7 @@ def solve(
     `hint` ([N] choices, feasible or not) is a start. `iterations` bounds the search by rounds of work instead of time;
     then the same `seed` gives the same answer. `progress` is called whenever the incumbent or the bound improves;
     setting `stop` ends the search early.
+    `threads` is 1 or 2 (one searches while a second process solves restricted problems exactly); more are not used.
     Returns the best choices, their exact cost (recomputed by `evaluate` from the whole problem) and a lower bound.
     Raises `UserError` for a problem that is not well formed or a limit that is not positive.
     """
