@@ -1,13 +1,25 @@
 """Whole plans against what XLA compiles of them for eight CPU devices: bytes on the wire by mesh axis."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from autoshard.exec import plan_mesh, read_collectives, wire_by_axis
+from autoshard.plan import Plan
+from autoshard.plan._pins import make_pins
+from autoshard.plan._predict import evaluate, predict, tensor_spec
+from autoshard.program import Program
 from tests.plan import programs as made
 
 
 SCALARS = 64
 """Bytes by which a plan may be off: sums of scalars are not decisions."""
+
+
+def on_the_wire(program: Program, plan: Plan) -> dict[str, int]:
+    compiled = plan.lower(program.fn, *program.args, donate_argnums=program.donate_argnums).compile()
+    return wire_by_axis(read_collectives(compiled.as_text(), plan_mesh(plan)))
 
 
 @pytest.mark.parametrize(
@@ -29,7 +41,34 @@ SCALARS = 64
 def test_predicted_bytes_are_those_on_the_wire(name: str, mesh: str, which: str) -> None:
     program, result = made.program(name), made.planned(name, "cpu:8", mesh)
     plan = result.plan if which == "plan" else result.baseline_plans[which]
-    compiled = plan.lower(program.fn, *program.args, donate_argnums=program.donate_argnums).compile()
-    found = wire_by_axis(read_collectives(compiled.as_text(), plan_mesh(plan)))
+    found = on_the_wire(program, plan)
     for axis, size in plan.prediction.wire_bytes.items():
         assert found.get(axis, 0) == pytest.approx(size, rel=0.01, abs=SCALARS)
+
+
+@pytest.mark.parametrize("name", ["two matmuls", "decoding"])
+def test_plans_chosen_at_random_are_predicted_too(name: str) -> None:
+    """Most of them make no sense: every value is wanted in another spec than it is in, and pinned there."""
+    program, model, plan = made.program(name), made.model(name), made.planned(name).plan
+    rng = np.random.default_rng(0)
+    ratios = []
+    for _ in range(6):
+        choices = made.random_choices(model, rng)
+        specs = {
+            a.name: tensor_spec(model, choices, t)
+            for a, t in zip(program.arguments, model.graph.arguments, strict=True)
+        }
+        results = {
+            r.name: specs[program.arguments[r.argument].name]
+            if r.argument is not None
+            else tensor_spec(model, choices, t)
+            for r, t in zip(program.results, model.graph.results, strict=True)
+        }
+        predicted = predict(model, evaluate(model, choices), plan.memory_limit_bytes)
+        random = dataclasses.replace(
+            plan, arguments=specs, results=results, pins=make_pins(model, choices), prediction=predicted
+        )
+        found = on_the_wire(program, random)
+        ratios.append((sum(predicted.wire_bytes.values()) + 1) / (sum(found.values()) + 1))
+    assert all(0.8 < ratio < 1.25 for ratio in ratios), ratios
+    assert 0.93 < np.median(ratios) < 1.08, ratios
