@@ -19,7 +19,7 @@ PACKAGE = ROOT / "autoshard"
 ROOMS = ("program", "graph", "cost", "solver", "plan", "exec", "report", "cli")
 """Top to bottom: a room may import those before it."""
 
-SHARED = ("errors", "units")
+SHARED = ("errors", "files", "units")
 """Imported by every room; they import none."""
 
 MLIR_FILE = "autoshard.graph._mlir"

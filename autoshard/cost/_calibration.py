@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from autoshard.cost._chip import Chip, load_chip
 from autoshard.errors import UserError
+from autoshard.files import write_whole
 
 
 _FILE = pathlib.Path(__file__).with_name("calibration.json")
@@ -109,9 +109,7 @@ def save_calibration(path: str | pathlib.Path, chip: str, figures: Mapping[str, 
         mine[key] = {"value": value, "source": source, "date": date}
     document = {"schema": _SCHEMA, "chips": chips}
     _check(document, str(path))
-    scratch = path.with_name(path.name + ".part")
-    scratch.write_text(json.dumps(document, indent=1) + "\n")
-    os.replace(scratch, path)
+    write_whole(path, (json.dumps(document, indent=1) + "\n").encode())
 
 
 def _read(path: pathlib.Path) -> dict[str, dict[str, dict[str, Any]]]:

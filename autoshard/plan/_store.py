@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import tempfile
 import types
 import typing
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.errors import UserError
+from autoshard.files import write_whole
 from autoshard.plan._plan import SCHEMA, Plan
 from autoshard.plan._spec import Spec
 
@@ -28,27 +28,10 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     target = Path(path)
     text = plan_to_json(plan)
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        write_whole(target, text.encode())
     except OSError as error:
-        raise UserError(
-            f"cannot write the plan to {target}: {error.strerror}; give a path in a directory that exists."
-        ) from error
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, target)
-    except OSError as error:
-        Path(name).unlink(missing_ok=True)
-        raise UserError(f"cannot write the plan to {target}: {error.strerror}.") from error
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        hint = "; give a path in a directory that exists" if isinstance(error, FileNotFoundError) else ""
+        raise UserError(f"cannot write the plan to {target}: {error.strerror}{hint}.") from error
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

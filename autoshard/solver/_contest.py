@@ -9,7 +9,6 @@ import itertools as it
 import json
 import os
 import pathlib
-import tempfile
 import zlib
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UserError
+from ..files import write_whole
 from ._problem import FORBIDDEN, Problem
 from ._validate import validate
 
@@ -177,20 +177,10 @@ def write_contest(problem: Problem, path: str | os.PathLike[str], name: str = "p
 
 
 def write_beside(target: pathlib.Path, content: bytes) -> None:
-    """Writes a file whole or not at all: beside it first, then renamed over it."""
+    """Writes a file whole or not at all. Raises `UserError` if it cannot be written."""
     try:
-        handle, beside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        write_whole(target, content)
     except OSError as error:
-        raise UserError(f"cannot write {target}: {error.strerror}") from None
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(beside, 0o666 & ~mask)
-        os.replace(beside, target)
-    except OSError as error:
-        os.unlink(beside)
         raise UserError(f"cannot write {target}: {error.strerror}") from None
 
 
