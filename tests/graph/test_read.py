@@ -125,6 +125,19 @@ def test_flops_of_a_convolution_and_of_its_gradients(
         assert [op.flops for op in ops(graph, "convolution")] == [once, once]
 
 
+def test_convolutions_sum_over_features_and_batch_only() -> None:
+    """A sum over space would need the windows that reach into the neighbouring shards."""
+    graph = read_graph(made.convolutions().module)
+    for op in ops(graph, "convolution"):
+        assert op.rule is not None
+        summed = [f for f, kind in enumerate(op.rule.kinds) if kind is FactorKind.REDUCTION]
+        (factor,) = summed
+        left, right = (graph.tensors[t].shape for t in op.operands)
+        places = [dims.index((factor,)) for dims in op.rule.operands]
+        assert left[places[0]] == right[places[1]] == op.rule.sizes[factor]
+        assert places in ([3, 2], [0, 0], [3, 3]), "features, the batch of a kernel's gradient, features reversed"
+
+
 def test_flops_of_vector_work_are_not_counted() -> None:
     assert graph_of(lambda x: jax.nn.softmax(x).sum(), f32(64, 64)).flops == 0
 
