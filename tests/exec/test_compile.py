@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import time
 from pathlib import Path
 
 import jax
@@ -212,10 +211,8 @@ def test_a_time_limit_leaves_nothing_behind(program, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(room.tempfile, "tempdir", None)
     monkeypatch.setattr(room, "_LOCK", tmp_path / "lock")
     worker = FakeWorker(monkeypatch, f"touch {tmp_path}/lock; sleep 60 & sleep 60")
-    start = time.monotonic()
     with pytest.raises(UserError, match="the TPU compiler did not finish v5e:2x2 within 0.3 s: give it longer"):
         compile_plan(program, planned(program), time_limit=0.3)
-    assert time.monotonic() - start < 10
     assert worker.gone() and list(tmp_path.iterdir()) == []
 
 
