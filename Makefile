@@ -38,7 +38,7 @@ lint: $(STAMP)
 	$(RUN)/pyright --pythonpath $(RUN)/python
 
 bench: $(STAMP)
-	for script in $(filter-out experiments/readme.py,$(wildcard experiments/*.py)); do $(RUN)/python $$script || exit 1; done
+	for script in $(filter-out experiments/readme.py experiments/cpu_programs.py,$(wildcard experiments/*.py)); do $(RUN)/python $$script || exit 1; done
 
 clean:
 	rm -rf build
@@ -46,4 +46,5 @@ clean:
 $(STAMP): pyproject.toml
 	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	$(RUN)/python -m autoshard.solver._warm
 	touch $@

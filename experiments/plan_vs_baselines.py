@@ -25,14 +25,9 @@ ROWS = [
 ]
 
 
-def run(row: tuple) -> dict:
-    name, mode, batch, seq, remat, topology, mesh = row
-    command = [
-        *(sys.executable, "-m", "autoshard", "plan", f"hf:{name}", f"--{mode}", "--batch", str(batch)),
-        *("--seq", str(seq), "--topology", topology, "--mesh", mesh, "--json", "--quiet"),
-    ]
-    if mode == "train":
-        command += ["--remat", remat]
+def run(name: str, options: list[str]) -> dict:
+    """`autoshard plan hf:NAME OPTIONS --json` in a process of its own; with its wall seconds and peak bytes."""
+    command = [sys.executable, "-m", "autoshard", "plan", f"hf:{name}", *options, "--json", "--quiet"]
     # The largest resident size of this one process, in KiB, from a parent of its own.
     code = (
         "import resource, subprocess, sys; r = subprocess.run(sys.argv[1:]); "
@@ -40,10 +35,9 @@ def run(row: tuple) -> dict:
     )
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
-    wall = time.monotonic() - start
-    if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[-2] if done.stderr.strip() else "failed"}
-    return json.loads(done.stdout) | {"wall": wall, "rss": int(done.stderr.strip().splitlines()[-1]) * 1024}
+    *said, kib = done.stderr.strip().splitlines()
+    seen = {"wall": time.monotonic() - start, "rss": int(kib) * 1024}
+    return seen | (json.loads(done.stdout) if done.returncode == 0 else {"error": said[-1] if said else "failed"})
 
 
 def main() -> None:
@@ -53,7 +47,8 @@ def main() -> None:
         if wanted and row[0] not in wanted:
             continue
         name, mode, batch, seq, remat, topology, mesh = row
-        found = run(row)
+        options = [f"--{mode}", "--batch", str(batch), "--seq", str(seq), "--topology", topology, "--mesh", mesh]
+        found = run(name, options + (["--remat", remat] if mode == "train" else []))
         if "error" in found:
             lines.append(f"| {name} | {mode} | {topology} | {mesh} | {found['error']} |")
         else:
