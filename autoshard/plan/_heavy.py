@@ -7,7 +7,7 @@ import numpy as np
 
 from autoshard.cost import Compute
 from autoshard.graph import FactorKind, Op, OpGraph, Rule
-from autoshard.plan._states import WHOLE, Seconds, States, enumerate_states, local_elements, relabel
+from autoshard.plan._states import PARTIAL, WHOLE, Seconds, States, enumerate_states, local_elements, relabel
 
 
 MOVES_ONLY = frozenset({"slice", "concatenate", "pad", "reverse", "broadcast_in_dim", "reshape"})
@@ -74,6 +74,17 @@ def factor_states(states: States, dims: Sequence[Sequence[int]]) -> States:
     count = int(states.max(initial=0)) + 1
     mapping = [WHOLE] * max(count, max((f + 1 for dim in dims for f in dim), default=0))
     for dim, factors in enumerate(dims):
+        for factor in factors:
+            mapping[factor] = dim
+    return relabel(states, mapping)
+
+
+def result_states(op: Op, states: States, result: int) -> States:
+    """States over an op's factors as states in which it leaves one result: over its dims, sums still to be done."""
+    if op.rule is None:
+        return np.full_like(states, WHOLE)
+    mapping = [PARTIAL - f if kind is FactorKind.REDUCTION else WHOLE for f, kind in enumerate(op.rule.kinds)]
+    for dim, factors in enumerate(op.rule.results[result]):
         for factor in factors:
             mapping[factor] = dim
     return relabel(states, mapping)

@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import Collectives, Compute, Mesh
+from autoshard.cost import Collectives, Compute, Mesh, links
 from autoshard.graph import Liveness, OpGraph, Structure
 from autoshard.plan._states import Seconds, States
 from autoshard.program import Program
@@ -120,3 +120,8 @@ class Model:
     @property
     def axis_names(self) -> list[str]:
         return list(self.mesh.axes)
+
+
+def link_names(mesh: Mesh) -> dict[str, str]:
+    """Mesh axis -> the name of the physical links it uses; axes that share links share the name."""
+    return {axis: "+".join(group) for group in links(mesh) for axis in group}

@@ -6,13 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Collectives
-from autoshard.graph import FactorKind, OpClass
-from autoshard.plan._heavy import factor_states
+from autoshard.graph import OpClass
+from autoshard.plan._heavy import factor_states, result_states
 from autoshard.plan._model import Model
 from autoshard.plan._plan import Pin
 from autoshard.plan._predict import spec_of, tensor_spec
 from autoshard.plan._spec import Spec
-from autoshard.plan._states import PARTIAL, WHOLE, Emitted, States, emitted, emitted_gather, relabel
+from autoshard.plan._states import PARTIAL, WHOLE, Emitted, States, emitted, emitted_gather
 
 
 def make_pins(model: Model, choices: NDArray[np.int64]) -> tuple[Pin, ...]:
@@ -100,13 +100,9 @@ def _result_stages(model: Model, choices: NDArray[np.int64], op_id: int, result:
         return iter(())
     number = model.op_node[op_id]
     state = model.nodes[number].states[int(choices[number])][None, :]
-    mapping = [PARTIAL if kind is FactorKind.REDUCTION else WHOLE for kind in op.rule.kinds]
-    for dim, factors in enumerate(op.rule.results[result]):
-        for factor in factors:
-            mapping[factor] = dim
     rank = len(model.graph.tensors[op.results[result]].shape)
     aim = _held(model, choices, op.results[result])
-    return _specs(model, stages(relabel(state, mapping)[0].tolist(), aim, model.collectives), rank)
+    return _specs(model, stages(result_states(op, state, result)[0].tolist(), aim, model.collectives), rank)
 
 
 def _held(model: Model, choices: NDArray[np.int64], tensor: int) -> tuple[int, ...]:

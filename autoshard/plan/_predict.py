@@ -10,7 +10,7 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.plan._model import EXPOSED, Channel, Model, Move
+from autoshard.plan._model import EXPOSED, Channel, Model, Move, link_names
 from autoshard.plan._plan import Collective, Prediction
 from autoshard.plan._price import path_steps
 from autoshard.plan._spec import Spec
@@ -76,10 +76,11 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
         for channel, seconds in node.time.items():
             channels[channel] += float(seconds[int(choice)])
     gathered: dict[tuple[str, tuple[str, ...], bool, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    link_of = link_names(model.mesh)
     for move in model.moves:
         for kind, axes, size, seconds in move_steps(model, move, choices):
             hidden = move.hideable
-            targets = {(move.block, link_of(model, a)) for a in axes} if hidden else {EXPOSED}
+            targets = {(move.block, link_of[a]) for a in axes} if hidden else {EXPOSED}
             for channel in targets:
                 channels[channel] += seconds * move.trips
             entry = gathered[(kind, axes, hidden, move_cause(model, move))]
@@ -93,12 +94,6 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     collectives.sort(key=lambda c: (-c.seconds, c.kind, c.axes, c.cause))
     peak, when, memory = _memory(model, choices)
     return Outcome(dict(channels), tuple(collectives), peak, when, memory)
-
-
-def link_of(model: Model, axis: str) -> str:
-    from autoshard.cost import links
-
-    return next("+".join(group) for group in links(model.mesh) if axis in group)
 
 
 def move_cause(model: Model, move: Move) -> str:

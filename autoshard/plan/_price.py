@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from autoshard.cost import Collectives, Compute, Mesh, links
+from autoshard.cost import Collectives, Compute, Mesh
 from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure
-from autoshard.plan._heavy import MOVES_ONLY, factor_states, heavy_seconds, heavy_states
-from autoshard.plan._model import EXPOSED, Channel, MemoryTerm, Model, Move, Node, Path
+from autoshard.plan._heavy import MOVES_ONLY, factor_states, heavy_seconds, heavy_states, result_states
+from autoshard.plan._model import EXPOSED, Channel, MemoryTerm, Model, Move, Node, Path, link_names
 from autoshard.plan._states import (
     PARTIAL,
     WHOLE,
@@ -55,7 +55,7 @@ class _Pricer:
         self.compute = Compute(mesh.topology)
         self.axes = list(mesh.axes.values())
         self.names = list(mesh.axes)
-        self.link_of = {axis: "+".join(group) for group in links(mesh) for axis in group}
+        self.link_of = link_names(mesh)
         self.nodes: list[Node] = []
         self.moves: list[Move] = []
         self.paths: dict[tuple[object, ...], tuple[list[Step], list[Step]]] = {}
@@ -224,13 +224,7 @@ class _Pricer:
         out = op.results[result]
         states = self.nodes[node].states
         shape = self.graph.tensors[out].shape
-        source = np.full_like(states, WHOLE)
-        if op.rule is not None:
-            mapping = [PARTIAL - f if kind is FactorKind.REDUCTION else WHOLE for f, kind in enumerate(op.rule.kinds)]
-            for dim, factors in enumerate(op.rule.results[result]):
-                for factor in factors:
-                    mapping[factor] = dim
-            source = relabel(states, mapping)
+        source = result_states(op, states, result)
         aim = self.dims_states(cluster, self.nodes[cluster].states, out)
         trips = self.graph.trips(op.loop)
         dtype = self.graph.tensors[out].dtype

@@ -7,9 +7,9 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.plan._model import EXPOSED, Model
+from autoshard.plan._model import EXPOSED, Model, link_names
 from autoshard.plan._plan import Span, Timeline
-from autoshard.plan._predict import link_of, memory_events, move_cause, move_steps
+from autoshard.plan._predict import memory_events, move_cause, move_steps
 
 
 SAMPLES = 240
@@ -87,9 +87,10 @@ def _computes(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
 
 def _collectives(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
     jobs: list[_Job] = []
+    link_of = link_names(model.mesh)
     for move in model.moves:
         for kind, axes, _, seconds in move_steps(model, move, choices):
-            lanes = sorted({link_of(model, axis) for axis in axes}) if move.hideable else [EXPOSED[1]]
+            lanes = sorted({link_of[axis] for axis in axes}) if move.hideable else [EXPOSED[1]]
             moment = move.op if move.op >= 0 else _moment(model, move.source, move.block)
             name = f"{kind} over {', '.join(axes)}: {move_cause(model, move)}"
             for lane in lanes:
