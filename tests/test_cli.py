@@ -15,7 +15,7 @@ from autoshard.cli._parser import build_parser
 
 PROGRAM = {
     *("--batch", "--dtype", "--entry", "--image", "--infer", "--optimizer", "--param-dtype", "--remat", "--seq"),
-    *("--state-dtype", "--train"),
+    *("--cache", "--capacity-factor", "--serve", "--state-dtype", "--train"),
 }
 PLANNING = {"--memory-limit", "--mesh", "--save-problem", "--seed", "--time-limit", "--topology"}
 FLAGS = {
@@ -68,6 +68,8 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         ("plan x.py --topology cpu:8 --batch 0", "argument --batch: '0' is not a positive whole number"),
         ("plan x.py --topology cpu:8 --time-limit nan", "argument --time-limit: 'nan' is not a positive number of"),
         ("plan x.py --topology cpu:8 --memory-limit 1G", "argument --memory-limit: '1G' is not a positive number of"),
+        ("plan x.py --topology cpu:8 --capacity-factor 0", "argument --capacity-factor: '0' is not a positive number"),
+        ("plan x.py --topology cpu:8 --serve chat", "argument --serve: invalid choice: 'chat'"),
         ("plan x.py --topology cpu:8 --train --infer", "argument --infer: not allowed with argument --train"),
         ("plan x.py --topology cpu:8 --out no/where.json", "where.json: the directory "),
         ("plan x.py --topology cpu:8 --out .", "--out . is a directory; name a file."),
@@ -303,6 +305,8 @@ def test_report_of_a_saved_plan(folder: Path):
         ("plan step.py --topology v5x:4x4", "unknown chip 'v5x'; did you mean "),
         ("plan step.py --topology cpu:8 --mesh data=3", "mesh data=3 = 3, but cpu:8 has 8 devices; they must be equal"),
         ("plan step.py --topology cpu:8 --batch 8", "`--batch` only apply to `hf:CONFIG`"),
+        ("plan step.py --topology cpu:8 --serve decode", "`--serve` only apply to `hf:CONFIG`"),
+        ("plan hf:llama-tiny --topology cpu:8 --cache 8", "--cache is for serving; add --serve prefill or --serve"),
         ("plan step.py --topology cpu:8 --memory-limit 0.00001", "no plan fits into 10.49 KiB per device: the least"),
         ("report none.json", "cannot read the plan file none.json"),
         ("report plan.json --compare plan.json", "--compare is for the page; name it with --out report.html."),

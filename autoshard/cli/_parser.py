@@ -185,6 +185,14 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--state-dtype", metavar="DTYPE", help="of the optimizer's state (default: float32)")
     group.add_argument("--remat", choices=("none", "dots", "full"), help="what the backward pass computes again")
     group.add_argument("--optimizer", metavar="NAME", help="adamw (default), sgd, momentum")
+    group.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
+    group.add_argument("--cache", type=_positive, metavar="N", help="tokens the cache holds (default: --seq)")
+    group.add_argument(
+        "--capacity-factor",
+        type=_factor,
+        metavar="X",
+        help="slots of an expert over its mean number of tokens (default: 1.25)",
+    )
 
 
 def _add_planning(parser: argparse.ArgumentParser, required: bool) -> None:
@@ -222,6 +230,13 @@ def _tolerance(text: str) -> float:
         if 0 <= (value := float(text)) < float("inf"):
             return value
     raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
+
+
+def _factor(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
 
 
 def _gib(text: str) -> int:

@@ -15,7 +15,7 @@ BATCH, PROMPT, LENGTH = 3, 5, 9
 def test_prefill_and_decode_equal_the_full_pass(config):
     import jax
 
-    options = {"batch": BATCH, "dtype": "fp32", "capacity_factor": 100.0}
+    options = {"batch": BATCH, "dtype": "fp32"} | ({"capacity_factor": 100.0} if config.startswith("deepseek") else {})
     full = open_source(f"hf:{config}", seq=LENGTH, **options)
     prefill = open_source(f"hf:{config}", seq=PROMPT, serve="prefill", cache=LENGTH, **options)
     decode = open_source(f"hf:{config}", seq=LENGTH, serve="decode", **options)
@@ -73,6 +73,9 @@ def test_a_layer_outside_of_the_scan_keeps_its_own_cache():
             {"serve": "prefill", "seq": 16, "cache": 8},
             "a cache of 8 tokens cannot hold 16",
         ),
+        ("hf:llama-tiny", {"cache": 8}, "--cache is for serving; add --serve prefill or --serve decode"),
+        ("hf:llama-tiny", {"capacity_factor": 2.0}, "--capacity-factor is for mixtures of experts; `llama-tiny` has"),
+        ("hf:llama-tiny", {"optimizer": "sgd"}, "--optimizer is for training steps; add --train"),
     ],
 )
 def test_sentences(source, options, sentence):
