@@ -55,16 +55,16 @@ def from_config(
     if train and infer:
         raise UserError("--train and --infer exclude each other; give one of them.")
     training = bool(train)
-    for flag, value in (("--optimizer", optimizer), ("--state-dtype", state_dtype)):
-        if value is not None and not training:
-            raise UserError(f"{flag} is for training steps; add --train, or leave it out.")
-    if cache is not None and serve is None:
-        raise UserError("--cache is for serving; add --serve prefill or --serve decode, or leave it out.")
     compute = _dtype(dtype or "bfloat16", "dtype")
     stored = _dtype(param_dtype, "param_dtype") if param_dtype else ("float32" if training else compute)
     moments = _dtype(state_dtype or "float32", "state_dtype")
     remat = remat or "none"
     check_remat(remat)
+    for flag, value in (("--optimizer", optimizer), ("--state-dtype", state_dtype)):
+        if value is not None and not training:
+            raise UserError(f"{flag} is for training steps; add --train, or leave it out.")
+    if cache is not None and serve is None:
+        raise UserError("--cache is for serving; add --serve prefill or --serve decode, or leave it out.")
     model = build_model(name, fields, compute)
     if capacity_factor is not None and not any(hasattr(module, "experts") for module in model.modules()):
         raise UserError(f"--capacity-factor is for mixtures of experts; `{name}` has none, so leave it out.")
