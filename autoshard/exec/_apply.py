@@ -119,7 +119,7 @@ def lower_planned(
     """
     import jax
 
-    from autoshard.graph import _mlir
+    from autoshard import mlir
 
     plan = application.plan
     leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
@@ -141,23 +141,23 @@ def lower_planned(
         keep_unused=True,
     ).trace(*abstract)
     lowered = traced.lower()
-    ir = _mlir.inline_calls(lowered.compiler_ir("stablehlo"))
-    if plan.module_hash and _mlir.structure_hash(ir) != plan.module_hash:
+    ir = mlir.inline_calls(lowered.compiler_ir("stablehlo"))
+    if plan.module_hash and mlir.structure_hash(ir) != plan.module_hash:
         donor = module if module is not None else _lowered_for_cpu(planned, abstract)
-        found = _mlir.inline_calls(_mlir.parse_module(donor))
-        if _mlir.structure_hash(found) != plan.module_hash:
+        found = mlir.inline_calls(mlir.parse_module(donor))
+        if mlir.structure_hash(found) != plan.module_hash:
             raise UserError(other_program(plan))
-        _mlir.replace_body(ir, donor)
+        mlir.replace_body(ir, donor)
     _insert_pins(plan, ir, lowered)
     return lowered
 
 
 def _insert_pins(plan: Plan, ir: Any, lowered: Any) -> None:
     """Insert the plan's pins into `ir`, which is `lowered`'s own module, and make sure that they are there."""
-    from autoshard.graph import _mlir
+    from autoshard import mlir
 
-    before = _mlir.count_pins(ir)
-    inserted = _mlir.insert_pins(ir, "mesh", plan.mesh, plan.pins)
+    before = mlir.count_pins(ir)
+    inserted = mlir.insert_pins(ir, "mesh", plan.mesh, plan.pins)
     present = lowered.as_text().count("sdy.sharding_constraint")
     if present != before + inserted:
         raise RuntimeError(
@@ -175,13 +175,13 @@ def lower_module(application: Application, module: bytes, aliases: Mapping[int, 
     import jax
     import jax.numpy as jnp
 
-    from autoshard.graph import _mlir
+    from autoshard import mlir
 
     plan = application.plan
-    source = _mlir.inline_calls(_mlir.parse_module(module))
-    if plan.module_hash and _mlir.structure_hash(source) != plan.module_hash:
+    source = mlir.inline_calls(mlir.parse_module(module))
+    if plan.module_hash and mlir.structure_hash(source) != plan.module_hash:
         raise UserError(other_program(plan))
-    arguments, results = _mlir.main_types(source)
+    arguments, results = mlir.main_types(source)
     specs = [*plan.arguments.items()], [*plan.results.items()]
     for what, types, named in (("argument", arguments, specs[0]), ("result", results, specs[1])):
         if len(types) != len(named):
@@ -210,8 +210,8 @@ def lower_module(application: Application, module: bytes, aliases: Mapping[int, 
         .lower()
     )
     ir = lowered.compiler_ir("stablehlo")
-    _mlir.replace_body(ir, module)
-    _mlir.set_aliases(ir, aliases)
+    mlir.replace_body(ir, module)
+    mlir.set_aliases(ir, aliases)
     _insert_pins(plan, ir, lowered)
     return lowered
 
@@ -231,10 +231,10 @@ def donated_aliases(program: Program, plan: Plan) -> dict[int, int]:
 def _lowered_for_cpu(planned: Callable[..., Any], abstract: tuple[Any, ...]) -> bytes:
     import jax
 
-    from autoshard.graph import _mlir
+    from autoshard import mlir
 
     traced = jax.jit(lambda *args: planned(*args), keep_unused=True).trace(*abstract)
-    return _mlir.to_bytes(traced.lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo"))
+    return mlir.to_bytes(traced.lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo"))
 
 
 def other_program(plan: Plan) -> str:

@@ -189,12 +189,12 @@ def _foreseen(collective: CompiledCollective, expected: Sequence[Any]) -> bool:
 
 def _reshards(program: Program, plan: Plan) -> list[dict[str, Any]]:
     """Shardy's list of reshards for the program under the plan."""
-    from autoshard.graph import _mlir
+    from autoshard import mlir
 
-    module = _mlir.inline_calls(_mlir.parse_module(program.module))
-    _mlir.set_shardings(module, "mesh", plan.mesh, list(plan.arguments.values()), list(plan.results.values()))
-    _mlir.insert_pins(module, "mesh", plan.mesh, plan.pins)
-    return _mlir.explicit_reshards(module)
+    module = mlir.inline_calls(mlir.parse_module(program.module))
+    mlir.set_shardings(module, "mesh", plan.mesh, list(plan.arguments.values()), list(plan.results.values()))
+    mlir.insert_pins(module, "mesh", plan.mesh, plan.pins)
+    return mlir.explicit_reshards(module)
 
 
 def _involuntary(log: str) -> list[str]:

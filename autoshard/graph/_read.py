@@ -1,6 +1,6 @@
 """From an inlined StableHLO module to an `OpGraph`.
 
-Works on the objects that `_mlir` hands out and never imports MLIR itself.
+Works on the objects that the room `mlir` hands out and never imports MLIR itself.
 """
 
 import dataclasses
@@ -8,7 +8,7 @@ import math
 import re
 from typing import Any
 
-from autoshard.graph import _mlir
+from autoshard import mlir
 from autoshard.graph._flops import op_flops
 from autoshard.graph._records import Carry, Constraint, FactorKind, Loop, Op, OpClass, OpGraph, Rule, Tensor
 from autoshard.graph._rules import parse_rule
@@ -30,13 +30,13 @@ _RESHAPES = frozenset({"reshape", "broadcast_in_dim"})
 
 def read_graph(module: bytes) -> OpGraph:
     """The graph of a lowered module (StableHLO bytecode or text), calls inlined and rules populated."""
-    with _mlir.new_context() as context:
-        parsed = _mlir.parse_module(module, context)
-        _mlir.inline_calls(parsed)
+    with mlir.new_context() as context:
+        parsed = mlir.parse_module(module, context)
+        mlir.inline_calls(parsed)
         reader = _Reader()
-        reader.hash = _mlir.structure_hash(parsed)
-        _mlir.populate_rules(parsed)
-        reader.read_main(_mlir.main_block(parsed))
+        reader.hash = mlir.structure_hash(parsed)
+        mlir.populate_rules(parsed)
+        reader.read_main(mlir.main_block(parsed))
         return reader.graph()
 
 
@@ -98,7 +98,7 @@ class _Reader:
 
     def read_op(self, op: Any, kind: str, loop: int) -> None:
         number = self.number
-        name = _mlir.location_name(op.location)
+        name = mlir.location_name(op.location)
         for region in op.regions:
             if kind in ("case", "if"):
                 for block in region.blocks:

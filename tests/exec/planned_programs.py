@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autoshard.graph import _mlir
+from autoshard import mlir
 from autoshard.plan import Pin, Plan, Prediction, Spec
 from autoshard.program import Program, trace
 
@@ -71,16 +71,16 @@ def handmade(
 
 
 def module_hash(program: Program) -> str:
-    return _mlir.structure_hash(inlined(program))
+    return mlir.structure_hash(inlined(program))
 
 
 def inlined(program: Program) -> Any:
-    return _mlir.inline_calls(_mlir.parse_module(program.module))
+    return mlir.inline_calls(mlir.parse_module(program.module))
 
 
 def numbers(program: Program, kind: str) -> list[int]:
     """Numbers of the ops of one kind (`dot_general`, ...)."""
-    return [i for i, op in enumerate(_mlir.number_ops(inlined(program))) if op.name.endswith("." + kind)]
+    return [i for i, op in enumerate(mlir.number_ops(inlined(program))) if op.name.endswith("." + kind)]
 
 
 def mlp_loss(params: dict[str, Any], x: Any, y: Any) -> Any:

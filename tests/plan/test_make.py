@@ -15,8 +15,8 @@ import scipy.optimize
 import scipy.sparse
 
 import autoshard
+from autoshard import mlir
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.graph import _mlir
 from autoshard.plan import Plan, make_plan
 from autoshard.plan._build import build_problem
 from autoshard.plan._predict import evaluate, tensor_spec
@@ -74,10 +74,10 @@ def test_updated_state_has_the_spec_of_the_state_it_replaces(result: Any) -> Non
 
 def test_pins_name_values_of_the_module(result: Any) -> None:
     program = made.program(result[0])
-    module = _mlir.inline_calls(_mlir.parse_module(program.module))
-    ops = _mlir.number_ops(module)
+    module = mlir.inline_calls(mlir.parse_module(program.module))
+    ops = mlir.number_ops(module)
     for plan in every(result[1]):
-        assert plan.module_hash == _mlir.structure_hash(module)
+        assert plan.module_hash == mlir.structure_hash(module)
         for pin in plan.pins:
             assert set(pin.spec.axes) <= set(plan.mesh)
             if pin.operand is not None:
@@ -87,7 +87,7 @@ def test_pins_name_values_of_the_module(result: Any) -> None:
                 assert len(ops[pin.op].results[pin.index].type.shape) == len(pin.spec.dims)
             else:
                 assert ops[pin.op].name == "stablehlo.while" or pin.op == -1
-    _mlir.insert_pins(module, "mesh", result[1].plan.mesh, result[1].plan.pins)
+    mlir.insert_pins(module, "mesh", result[1].plan.mesh, result[1].plan.pins)
     assert module.operation.verify()
 
 

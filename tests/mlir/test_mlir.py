@@ -1,4 +1,4 @@
-"""The file that edits MLIR: inlining, numbering, hashing, rules, pins, propagation."""
+"""The room that edits MLIR: inlining, numbering, hashing, rules, pins, propagation."""
 
 import dataclasses
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autoshard import mlir
 from autoshard.errors import UserError
-from autoshard.graph import _mlir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,36 +65,36 @@ def lowered(sharded: bool = False):
 
 
 def copy(lowering):
-    return _mlir.parse_module(_mlir.to_bytes(lowering.compiler_ir("stablehlo")))
+    return mlir.parse_module(mlir.to_bytes(lowering.compiler_ir("stablehlo")))
 
 
 def kinds(module) -> list[str]:
-    return [op.name for op in _mlir.number_ops(module)]
+    return [op.name for op in mlir.number_ops(module)]
 
 
 def test_inlining_leaves_one_function_and_no_calls():
     module = copy(lowered())
     assert "call @" in str(module)
-    _mlir.inline_calls(module)
+    mlir.inline_calls(module)
     assert [op.operation.name for op in module.body.operations] == ["func.func"]
     assert "call" not in {name.rpartition(".")[2] for name in kinds(module)}
     assert module.operation.verify()
-    names = {_mlir.location_name(op.location) for op in _mlir.number_ops(module)}
+    names = {mlir.location_name(op.location) for op in mlir.number_ops(module)}
     assert any(name.endswith("while/body/closed_call/dot_general") for name in names)
-    (dot, *_) = [op for op in _mlir.number_ops(module) if op.name == "stablehlo.dot_general"]
-    assert _mlir.source_line(dot).startswith(__file__)
+    (dot, *_) = [op for op in mlir.number_ops(module) if op.name == "stablehlo.dot_general"]
+    assert mlir.source_line(dot).startswith(__file__)
 
 
 def test_inlining_does_not_change_results():
     args = ((np.full((3, 16, 64), 0.1, "float32"), np.full((3, 64, 16), 0.1, "float32")), np.ones((8, 16), "float32"))
     lowering = lowered()
-    _mlir.inline_calls(lowering.compiler_ir("stablehlo"))
+    mlir.inline_calls(lowering.compiler_ir("stablehlo"))
     (inlined, _), (wanted, _) = lowering.compile()(*args), jax.jit(step)(*args)
     assert np.allclose(inlined[0], wanted[0], rtol=1e-6)
 
 
 def test_composites_and_nested_calls_are_inlined_and_called_computations_kept():
-    module = _mlir.parse_module(
+    module = mlir.parse_module(
         """
         func.func public @main(%x: tensor<4xf32>) -> tensor<4xf32> {
           %0 = stablehlo.composite "some.thing" %x {decomposition = @twice} : (tensor<4xf32>) -> tensor<4xf32>
@@ -115,35 +115,35 @@ def test_composites_and_nested_calls_are_inlined_and_called_computations_kept():
         }
         """
     )
-    _mlir.inline_calls(module)
+    mlir.inline_calls(module)
     assert kinds(module) == ["stablehlo.add", "stablehlo.add", "stablehlo.custom_call", "func.return"]
     assert len(list(module.body.operations)) == 2
 
 
 def test_numbers_descend_into_loops_but_not_into_reducers():
-    module = _mlir.inline_calls(copy(lowered()))
+    module = mlir.inline_calls(copy(lowered()))
     numbered = kinds(module)
     loop = numbered.index("stablehlo.while")
     assert "stablehlo.dot_general" in numbered[loop:]
     assert numbered.count("stablehlo.while") == 3, "forward, backward, threefry"
-    reduce = next(op for op in _mlir.number_ops(module) if op.name == "stablehlo.reduce")
+    reduce = next(op for op in mlir.number_ops(module) if op.name == "stablehlo.reduce")
     inside = [op.operation for region in reduce.regions for block in region for op in block.operations]
-    assert inside and not any(op in _mlir.number_ops(module) for op in inside)
+    assert inside and not any(op in mlir.number_ops(module) for op in inside)
 
 
 def test_sharded_and_unsharded_lowerings_have_one_hash():
-    a, b = _mlir.inline_calls(copy(lowered())), _mlir.inline_calls(copy(lowered(sharded=True)))
+    a, b = mlir.inline_calls(copy(lowered())), mlir.inline_calls(copy(lowered(sharded=True)))
     assert "sdy.mesh" in str(b)
-    assert _mlir.structure_hash(a) == _mlir.structure_hash(b)
+    assert mlir.structure_hash(a) == mlir.structure_hash(b)
     assert kinds(a) == kinds(b)
     assert "sdy.mesh" in str(b), "hashing leaves the module as it is"
-    changed = _mlir.parse_module(str(a).replace("dense<1.000000e-01>", "dense<2.000000e-01>", 1), a.context)
-    assert _mlir.structure_hash(changed) != _mlir.structure_hash(a)
+    changed = mlir.parse_module(str(a).replace("dense<1.000000e-01>", "dense<2.000000e-01>", 1), a.context)
+    assert mlir.structure_hash(changed) != mlir.structure_hash(a)
 
 
 def test_every_op_but_structure_and_constants_gets_a_rule():
-    module = _mlir.populate_rules(_mlir.inline_calls(copy(lowered())))
-    ops = _mlir.number_ops(module)
+    module = mlir.populate_rules(mlir.inline_calls(copy(lowered())))
+    ops = mlir.number_ops(module)
     without = {op.name for op in ops if "sdy.sharding_rule" not in op.attributes}
     assert without <= {
         "stablehlo.constant",
@@ -159,20 +159,20 @@ def test_every_op_but_structure_and_constants_gets_a_rule():
 
 def test_top_k_needs_its_last_dim_whole():
     module = copy(jax.jit(lambda x: jax.lax.top_k(x, 2)).lower(jnp.zeros((4, 8))))
-    _mlir.populate_rules(_mlir.inline_calls(module))
-    (top,) = [op for op in _mlir.number_ops(module) if op.name == "chlo.top_k"]
+    mlir.populate_rules(mlir.inline_calls(module))
+    (top,) = [op for op in mlir.number_ops(module) if op.name == "chlo.top_k"]
     rule = str(top.attributes["sdy.sharding_rule"])
     assert "([i, j])->([i, j], [i, j])" in rule and "need_replication={j}" in rule
 
 
 def test_pins_of_values_arguments_loop_values_and_single_uses():
-    module = _mlir.inline_calls(copy(lowered()))
+    module = mlir.inline_calls(copy(lowered()))
     numbered = kinds(module)
     dot, loop = numbered.index("stablehlo.dot_general"), numbered.index("stablehlo.while")
-    results = len(_mlir.number_ops(module)[loop].results)
+    results = len(mlir.number_ops(module)[loop].results)
     x_inside = next(
         k
-        for k, argument in enumerate(_mlir.number_ops(module)[loop].regions[1].blocks[0].arguments)
+        for k, argument in enumerate(mlir.number_ops(module)[loop].regions[1].blocks[0].arguments)
         if str(argument.type) == "tensor<8x16xf32>"
     )
     pins = [
@@ -182,12 +182,12 @@ def test_pins_of_values_arguments_loop_values_and_single_uses():
         Pin(loop, results + x_inside, Spec((("a",), ()))),
         Pin(0, 0, Spec((("a", "b"), ())), operand=(dot, 0)),
     ]
-    assert _mlir.insert_pins(module, "mesh", SIZES, pins) == 5 == _mlir.count_pins(module)
+    assert mlir.insert_pins(module, "mesh", SIZES, pins) == 5 == mlir.count_pins(module)
     assert module.operation.verify()
     assert [name for name in kinds(module) if name != "sdy.sharding_constraint"] == numbered
-    user = _mlir.number_ops(module)[kinds(module).index("stablehlo.dot_general")]
-    assert _mlir.read_shardings(user.operands[0].owner) == [(("a", "b"), ())]
-    _mlir.run_propagation(module)
+    user = mlir.number_ops(module)[kinds(module).index("stablehlo.dot_general")]
+    assert mlir.read_shardings(user.operands[0].owner) == [(("a", "b"), ())]
+    mlir.run_propagation(module)
     assert "sdy.reshard" in str(module)
 
 
@@ -201,60 +201,60 @@ def test_pins_of_values_arguments_loop_values_and_single_uses():
     ],
 )
 def test_pins_of_another_program_are_refused(pin, sentence):
-    module = _mlir.inline_calls(copy(lowered()))
+    module = mlir.inline_calls(copy(lowered()))
     with pytest.raises(UserError) as caught:
-        _mlir.insert_pins(module, "mesh", SIZES, [pin])
+        mlir.insert_pins(module, "mesh", SIZES, [pin])
     assert sentence in str(caught.value)
 
 
 def test_propagation_fills_in_what_arguments_imply():
-    module = _mlir.inline_calls(copy(lowered()))
+    module = mlir.inline_calls(copy(lowered()))
     weights = Spec(((), (), ("b",))), Spec(((), ("b",), ()))
-    _mlir.set_shardings(module, "mesh", SIZES, [*weights, Spec((("a",), ()))], [*weights, None])
-    _mlir.run_propagation(module)
-    dots = [op for op in _mlir.number_ops(module) if op.name == "stablehlo.dot_general"]
-    assert _mlir.read_shardings(dots[0]) == [(("a",), ("b",))]
+    mlir.set_shardings(module, "mesh", SIZES, [*weights, Spec((("a",), ()))], [*weights, None])
+    mlir.run_propagation(module)
+    dots = [op for op in mlir.number_ops(module) if op.name == "stablehlo.dot_general"]
+    assert mlir.read_shardings(dots[0]) == [(("a",), ("b",))]
 
 
 def test_aliases_are_read_and_set():
     module = copy(lowered())
-    assert _mlir.aliases(module) == {0: 0, 1: 1}
-    assert _mlir.aliases(_mlir.set_aliases(module, {1: 1})) == {1: 1}
+    assert mlir.aliases(module) == {0: 0, 1: 1}
+    assert mlir.aliases(mlir.set_aliases(module, {1: 1})) == {1: 1}
     assert module.operation.verify()
 
 
 def test_a_body_can_be_replaced_by_one_of_the_same_type():
     target, donor = copy(lowered(sharded=True)), copy(lowered())
     plain = jax.jit(lambda w, x: (w, jnp.sum(x)), keep_unused=True).lower(WEIGHTS, X)
-    replaced = _mlir.replace_body(copy(plain), _mlir.to_bytes(donor))
-    assert _mlir.structure_hash(replaced) == _mlir.structure_hash(_mlir.inline_calls(donor))
-    _mlir.replace_body(target, _mlir.to_bytes(plain.compiler_ir("stablehlo")))
+    replaced = mlir.replace_body(copy(plain), mlir.to_bytes(donor))
+    assert mlir.structure_hash(replaced) == mlir.structure_hash(mlir.inline_calls(donor))
+    mlir.replace_body(target, mlir.to_bytes(plain.compiler_ir("stablehlo")))
     assert '{"a"}' in str(target) and "dot_general" not in str(target)
     other = jax.jit(lambda x: x).lower(X).compiler_ir("stablehlo")
     with pytest.raises(UserError, match="the program that was planned has the type"):
-        _mlir.replace_body(copy(plain), _mlir.to_bytes(other))
+        mlir.replace_body(copy(plain), mlir.to_bytes(other))
 
 
 def test_meshes_are_reused_or_renamed():
     module = copy(lowered(sharded=True))
-    assert _mlir.ensure_mesh(module, "other", SIZES) == "mesh"
-    assert _mlir.ensure_mesh(module, "mesh", {"a": 8}) == "mesh_"
+    assert mlir.ensure_mesh(module, "other", SIZES) == "mesh"
+    assert mlir.ensure_mesh(module, "mesh", {"a": 8}) == "mesh_"
 
 
 @pytest.mark.parametrize("source", ["module {", b"ML\xefR nothing", "hello"])
 def test_what_is_not_mlir_is_refused(source):
     with pytest.raises(UserError, match="the module is not StableHLO that can be read"):
-        _mlir.parse_module(source)
+        mlir.parse_module(source)
 
 
 def test_a_module_without_main_is_refused():
-    module = _mlir.parse_module("func.func @f(%x: tensor<4xf32>) -> tensor<4xf32> {\n return %x : tensor<4xf32>\n}")
+    module = mlir.parse_module("func.func @f(%x: tensor<4xf32>) -> tensor<4xf32> {\n return %x : tensor<4xf32>\n}")
     with pytest.raises(UserError, match="no function named main"):
-        _mlir.inline_calls(module)
+        mlir.inline_calls(module)
 
 
 def test_portable_artifacts_are_read():
     from jax import export
 
     artifact = export.export(jax.jit(lambda x: x + 1))(X).mlir_module_serialized
-    assert "stablehlo.add" in kinds(_mlir.inline_calls(_mlir.parse_module(artifact)))
+    assert "stablehlo.add" in kinds(mlir.inline_calls(mlir.parse_module(artifact)))

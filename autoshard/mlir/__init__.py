@@ -1,0 +1,33 @@
+"""The only room that touches jaxlib's MLIR bindings: parsing, inlining, numbering, pinning, propagating.
+
+Nothing here knows costs or strategies. Positions of ops are those of `number_ops`; they are equal for the
+sharded and the unsharded lowering of one program, which `structure_hash` proves.
+"""
+
+from autoshard.mlir._inline import inline_calls as inline_calls
+from autoshard.mlir._inline import replace_body as replace_body
+from autoshard.mlir._module import location_name as location_name
+from autoshard.mlir._module import main_block as main_block
+from autoshard.mlir._module import main_function as main_function
+from autoshard.mlir._module import main_types as main_types
+from autoshard.mlir._module import new_context as new_context
+from autoshard.mlir._module import parse_module as parse_module
+from autoshard.mlir._module import source_line as source_line
+from autoshard.mlir._module import to_bytes as to_bytes
+from autoshard.mlir._number import canonical_text as canonical_text
+from autoshard.mlir._number import number_ops as number_ops
+from autoshard.mlir._number import strip as strip
+from autoshard.mlir._number import structure_hash as structure_hash
+from autoshard.mlir._pins import PinLike as PinLike
+from autoshard.mlir._pins import count_pins as count_pins
+from autoshard.mlir._pins import insert_pins as insert_pins
+from autoshard.mlir._propagate import explicit_reshards as explicit_reshards
+from autoshard.mlir._propagate import run_propagation as run_propagation
+from autoshard.mlir._rules import populate_rules as populate_rules
+from autoshard.mlir._shardings import SpecLike as SpecLike
+from autoshard.mlir._shardings import aliases as aliases
+from autoshard.mlir._shardings import ensure_mesh as ensure_mesh
+from autoshard.mlir._shardings import read_shardings as read_shardings
+from autoshard.mlir._shardings import set_aliases as set_aliases
+from autoshard.mlir._shardings import set_shardings as set_shardings
+from autoshard.mlir._shardings import sharding_attribute as sharding_attribute

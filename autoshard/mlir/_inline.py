@@ -1,0 +1,119 @@
+"""Inlining: calls and composites replaced by their bodies."""
+
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.mlir._module import collect, location_name, main_function, parse_module, symbol
+
+
+_CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
+
+
+def inline_calls(module: Any) -> Any:
+    """Replace every call and composite by a clone of its body, in every region; leaves `@main` alone (in place).
+
+    Functions that a custom call names stay. An inlined op's location is `<name of the call>/<name of the op>`.
+    """
+    functions = {symbol(op): op for op in module.body.operations if op.operation.name == "func.func"}
+    done: set[str] = set()
+
+    def flatten(name: str) -> None:
+        if name in done:
+            return
+        done.add(name)
+        for call in collect(functions[name].operation, _CALLS):
+            callee = _callee(call)
+            flatten(callee)
+            _inline_one(call, functions[callee])
+
+    with module.context:
+        flatten(symbol(main_function(module)))
+        kept = _named_by_custom_calls(main_function(module).operation)
+        for name in kept:
+            flatten(name)
+        for name, function in functions.items():
+            if name != "main" and name not in kept:
+                function.operation.erase()
+    return module
+
+
+def _inline_one(call: Any, function: Any) -> None:
+    clone = function.operation.clone(ip=False)
+    block = clone.regions[0].blocks[0]
+    _prefix_locations(clone, call.location)
+    for argument, operand in zip(list(block.arguments), list(call.operands), strict=True):
+        argument.replace_all_uses_with(operand)
+    body = list(block.operations)
+    for op in body[:-1]:
+        op.operation.move_before(call)
+    for result, value in zip(list(call.results), list(body[-1].operation.operands), strict=True):
+        result.replace_all_uses_with(value)
+    call.erase()
+    clone.erase()
+
+
+def _prefix_locations(function: Any, location: Any) -> None:
+    from jaxlib.mlir import ir
+
+    prefix = location_name(location)
+    if not prefix:
+        return
+    cache: dict[Any, Any] = {}
+
+    def visit(op: Any) -> Any:
+        old = op.location
+        new = cache.get(old)
+        if new is None:
+            own = location_name(old)
+            new = ir.Location.name(f"{prefix}/{own}", ir.NameLoc(old).child_loc) if own else old
+            cache[old] = new
+        op.location = new
+        return ir.WalkResult.ADVANCE
+
+    for op in function.regions[0].blocks[0].operations:
+        op.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
+
+
+def _callee(call: Any) -> str:
+    from jaxlib.mlir import ir
+
+    return ir.FlatSymbolRefAttr(call.attributes[_CALLS[call.name]]).value
+
+
+def _named_by_custom_calls(function: Any) -> set[str]:
+    from jaxlib.mlir import ir
+
+    names = set()
+    for op in collect(function, {"stablehlo.custom_call"}):
+        if "called_computations" in op.attributes:
+            names |= {ir.FlatSymbolRefAttr(ref).value for ref in op.attributes["called_computations"]}
+    return names
+
+
+def replace_body(module: Any, donor: bytes | str) -> Any:
+    """Give `@main` the body of another module's `@main` of the same type (in place), argument attributes kept.
+
+    So that one program's ops, numbered once, are what every platform compiles. Both end up inlined.
+    """
+    from jaxlib.mlir import ir
+
+    other = inline_calls(parse_module(donor, module.context))
+    old, new = main_function(module).operation, main_function(other).operation
+    types = [ir.TypeAttr(function.attributes["function_type"]).value for function in (old, new)]
+    if types[0] != types[1]:
+        raise UserError(
+            f"the program that was planned has the type {types[1]}, the one given {types[0]}: plan it again."
+        )
+    with module.context:
+        inline_calls(module)
+        for key in ("arg_attrs", "res_attrs"):
+            if key in old.attributes:
+                new.attributes[key] = old.attributes[key]
+            elif key in new.attributes:
+                del new.attributes[key]
+        for op in list(other.body.operations):
+            if op.operation.name == "func.func" and symbol(op) != "main":
+                op.operation.move_before(old)
+        new.move_before(old)
+        old.erase()
+    return module

@@ -1,0 +1,139 @@
+"""Modules: contexts, parsing, the function `@main`, names and source lines of locations."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from autoshard.errors import UserError
+
+
+def new_context() -> Any:
+    """A fresh `ir.Context` that knows StableHLO, CHLO, MHLO and Shardy."""
+    from jax.interpreters import mlir
+
+    return mlir.make_ir_context()
+
+
+def parse_module(source: bytes | str, context: Any = None) -> Any:
+    """Parse MLIR text, bytecode or a StableHLO portable artifact into an `ir.Module`.
+
+    Raises `UserError` with the parser's first complaint when it is none of these.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    context = new_context() if context is None else context
+    try:
+        if isinstance(source, bytes) and b"StableHLO_v" in source[:32]:
+            return stablehlo.deserialize_portable_artifact(context, source)
+        with context:
+            return ir.Module.parse(source, context)
+    except ir.MLIRError as error:
+        first = " ".join(str(error).split())[:200]
+        raise UserError(f"the module is not StableHLO that can be read: {first}.") from error
+
+
+def to_bytes(module: Any) -> bytes:
+    """The module as MLIR bytecode, locations included."""
+    import io
+
+    buffer = io.BytesIO()
+    module.operation.write_bytecode(buffer)
+    return buffer.getvalue()
+
+
+def main_function(module: Any) -> Any:
+    """The public `func.func @main`."""
+    for op in module.body.operations:
+        if op.operation.name == "func.func" and symbol(op) == "main":
+            return op
+    raise UserError("the module has no function named main: give a StableHLO module with a public @main.")
+
+
+def main_block(module: Any) -> Any:
+    return main_function(module).operation.regions[0].blocks[0]
+
+
+def main_types(module: Any) -> tuple[list[tuple[tuple[int, ...], str]], list[tuple[tuple[int, ...], str]]]:
+    """Shapes and numpy dtype names of `@main`'s arguments and results."""
+    from jaxlib.mlir import ir
+
+    kind = ir.FunctionType(ir.TypeAttr(main_function(module).operation.attributes["function_type"]).value)
+    return [_array_type(value) for value in kind.inputs], [_array_type(value) for value in kind.results]
+
+
+_FLOATS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+
+
+def _array_type(value: Any) -> tuple[tuple[int, ...], str]:
+    from jaxlib.mlir import ir
+
+    tensor = ir.RankedTensorType(value)
+    element = str(tensor.element_type)
+    complex_bits = {"complex<f32>": "complex64", "complex<f64>": "complex128"}
+    if element in _FLOATS or element in complex_bits:
+        dtype = _FLOATS.get(element) or complex_bits[element]
+    elif element == "i1":
+        dtype = "bool"
+    elif element.startswith("ui"):
+        dtype = "uint" + element[2:]
+    elif element.startswith("i"):
+        dtype = "int" + element[1:]
+    elif element.startswith("f8"):
+        dtype = "float8_" + element[2:].lower()
+    else:
+        raise UserError(f"the module has a value of type {value}, whose elements are of a kind that is not known.")
+    return tuple(tensor.shape), dtype
+
+
+def location_name(location: Any) -> str:
+    """The outermost name of a location (JAX's name stack), or an empty string."""
+    from jaxlib.mlir import ir
+
+    return ir.NameLoc(location).name_str.rstrip(":") if isinstance(location, ir.NameLoc) else ""
+
+
+def source_line(op: Any) -> str:
+    """`file:line` of the innermost frame of an op's location, or an empty string."""
+    from jaxlib.mlir import ir
+
+    location = op.location
+    while True:
+        if isinstance(location, ir.NameLoc):
+            location = location.child_loc
+        elif isinstance(location, ir.CallSiteLoc):
+            location = location.callee
+        elif isinstance(location, ir.FusedLoc) and location.locations:
+            location = location.locations[0]
+        elif isinstance(location, ir.FileLineColLoc):
+            return f"{location.filename}:{location.start_line}"
+        else:
+            return ""
+
+
+def collect(root: Any, names: Iterable[str]) -> list[Any]:
+    from jaxlib.mlir import ir
+
+    found: list[Any] = []
+
+    def visit(op: Any) -> Any:
+        if op.name in names:
+            found.append(op)
+        return ir.WalkResult.ADVANCE
+
+    root.walk(visit, ir.WalkOrder.PRE_ORDER)
+    return found
+
+
+def symbol(function: Any) -> str:
+    from jaxlib.mlir import ir
+
+    return ir.StringAttr(function.operation.attributes["sym_name"]).value
+
+
+def argument_entries(function: Any, key: str) -> list[dict[str, Any]]:
+    from jaxlib.mlir import ir
+
+    if key not in function.attributes:
+        return []
+    dictionaries = map(ir.DictAttr, ir.ArrayAttr(function.attributes[key]))
+    return [{entry[i].name: entry[i].attr for i in range(len(entry))} for entry in dictionaries]

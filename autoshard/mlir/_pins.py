@@ -1,0 +1,98 @@
+"""Pins: sharding constraints inside of a program."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from autoshard.errors import UserError
+from autoshard.mlir._module import collect, main_block
+from autoshard.mlir._number import DESCEND, number_ops
+from autoshard.mlir._shardings import CONSTRAINT, SpecLike, ensure_mesh, sharding_attribute
+
+
+class PinLike(Protocol):
+    """What `insert_pins` reads of a pin; `autoshard.plan.Pin` is one."""
+
+    @property
+    def op(self) -> int: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def spec(self) -> SpecLike: ...
+    @property
+    def operand(self) -> tuple[int, int] | None: ...
+
+
+def insert_pins(module: Any, mesh_name: str, sizes: Mapping[str, int], pins: Sequence[PinLike]) -> int:
+    """Insert one `sdy.sharding_constraint` for every pin (in place); returns how many.
+
+    A pin without `operand` constrains result `index` of op `op` for all its uses; an index past the op's
+    results counts on into the arguments of its last region (a loop's carried values), and op -1 means
+    argument `index` of `@main`. A pin with `operand = (user_op, number)` constrains that one use. Pins of one
+    value chain in the order given. All positions are those of `number_ops` before any insertion.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import sdy
+
+    if not pins:
+        return 0
+    name = ensure_mesh(module, mesh_name, sizes)
+    ops = number_ops(module)
+    latest: dict[tuple[int, int], Any] = {}
+
+    def constrain(value: Any, pin: PinLike, point: Any) -> Any:
+        rank = ir.RankedTensorType(value.type).rank
+        if len(pin.spec.dims) != rank:
+            raise UserError(
+                f"the pin on op {pin.op} result {pin.index} has {len(pin.spec.dims)} dims but the value has {rank}: "
+                "the plan belongs to another program."
+            )
+        with point, value.owner.location if isinstance(value.owner, ir.Operation) else ir.Location.unknown():
+            return sdy.ShardingConstraintOp(value, sharding_attribute(name, pin.spec.dims)).operation
+
+    with module.context:
+        for pin in pins:
+            if pin.operand is not None:
+                user_number, number = pin.operand
+                if user_number >= len(ops) or number >= len(ops[user_number].operands):
+                    raise UserError(_no_such_op(pin, len(ops)))
+                user = ops[user_number]
+                new = constrain(user.operands[number], pin, ir.InsertionPoint(user))
+                user.operands[number] = new.results[0]
+                continue
+            key = (pin.op, pin.index)
+            value, point = _pinned_value(module, ops, pin)
+            if key in latest:
+                value = latest[key].results[0]
+                point = ir.InsertionPoint.after(latest[key])
+            new = constrain(value, pin, point)
+            value.replace_all_uses_except(new.results[0], new)
+            latest[key] = new
+    return len(pins)
+
+
+def _pinned_value(module: Any, ops: list[Any], pin: PinLike) -> tuple[Any, Any]:
+    from jaxlib.mlir import ir
+
+    if pin.op == -1:
+        block = main_block(module)
+        return block.arguments[pin.index], ir.InsertionPoint.at_block_begin(block)
+    if pin.op >= len(ops):
+        raise UserError(_no_such_op(pin, len(ops)))
+    op = ops[pin.op]
+    if pin.index < len(op.results):
+        return op.results[pin.index], ir.InsertionPoint.after(op)
+    inner = pin.index - len(op.results)
+    if op.name in DESCEND and inner < len(op.regions[len(op.regions) - 1].blocks[0].arguments):
+        block = op.regions[len(op.regions) - 1].blocks[0]
+        return block.arguments[inner], ir.InsertionPoint.at_block_begin(block)
+    raise UserError(_no_such_op(pin, len(ops)))
+
+
+def _no_such_op(pin: PinLike, count: int) -> str:
+    where = f"operand {pin.operand[1]} of op {pin.operand[0]}" if pin.operand else f"result {pin.index} of op {pin.op}"
+    return f"the plan pins {where}, which is not in this program of {count} ops: the plan belongs to another program."
+
+
+def count_pins(module: Any) -> int:
+    """How many `sdy.sharding_constraint` ops the module has."""
+    return len(collect(module.operation, {CONSTRAINT}))

@@ -1,0 +1,94 @@
+"""Shardy's propagation, and the reshards it finds necessary."""
+
+from typing import Any
+
+from autoshard.mlir._module import argument_entries, location_name, main_function, source_line
+from autoshard.mlir._number import number_ops
+from autoshard.mlir._shardings import CONSTRAINT, axes_of, read_shardings
+
+
+def run_propagation(module: Any) -> Any:
+    """Run Shardy's whole propagation pipeline over the module (in place): every op gets `sdy.sharding`."""
+    from jaxlib.mlir import passmanager
+
+    with module.context:
+        passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
+    return module
+
+
+def explicit_reshards(module: Any) -> list[dict[str, Any]]:
+    """Where Shardy must change a spec in an inlined module with shardings and pins: one record for each place.
+
+    Runs propagation and inserts reshards (in place). A record has `names` (JAX name stacks of the ops that make and
+    take the value), `line` (file:line of one of them), `shape`, and the specs `before` and `after`.
+    """
+    from jaxlib.mlir import ir, passmanager
+
+    run_propagation(module)
+    with module.context:
+        # Without the option the pass leaves all but a few kinds of ops to the partitioner.
+        passmanager.PassManager.parse(
+            "builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true}))"
+        ).run(module.operation)
+    arguments = _argument_specs(module)
+    found = []
+    for op in number_ops(module):
+        if op.name not in ("sdy.reshard", CONSTRAINT):
+            continue
+        value = op.operands[0]
+        before, after = _spec_of(value, arguments), _reshard_spec(op)
+        rank = len(after)
+        if before is None:
+            before = ((),) * rank
+        if before == after:
+            continue
+        users = [use.owner for use in op.results[0].uses]
+        named = [op, *users, *([value.owner] if isinstance(value.owner, ir.Operation) else [])]
+        names = [location_name(each.location) for each in named]
+        lines = [source_line(each) for each in named]
+        found.append(
+            {
+                "names": sorted({name for name in names if name}),
+                "line": next((line for line in lines if line), ""),
+                "shape": tuple(ir.RankedTensorType(value.type).shape),
+                "before": before,
+                "after": after,
+            }
+        )
+    return found
+
+
+def _reshard_spec(op: Any) -> tuple[tuple[str, ...], ...]:
+    from jaxlib.mlir.dialects import sdy
+
+    return axes_of(sdy.TensorShardingAttr(op.attributes["sharding"]))
+
+
+def _argument_specs(module: Any) -> list[tuple[tuple[str, ...], ...] | None]:
+    from jaxlib.mlir.dialects import sdy
+
+    entries = argument_entries(main_function(module).operation, "arg_attrs")
+    return [
+        axes_of(sdy.TensorShardingAttr(entry["sdy.sharding"])) if "sdy.sharding" in entry else None for entry in entries
+    ]
+
+
+def _spec_of(value: Any, arguments: list[Any]) -> tuple[tuple[str, ...], ...] | None:
+    """The spec of any value after propagation; None if it is whole."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import sdy
+
+    owner = value.owner
+    if isinstance(owner, ir.Block):
+        number = ir.BlockArgument(value).arg_number
+        parent = owner.owner.operation
+        if parent.name == "func.func":
+            return arguments[number] if number < len(arguments) else None
+        shardings = read_shardings(parent)
+        return shardings[number] if number < len(shardings) else None
+    operation = owner.operation
+    if operation.name in ("sdy.reshard", CONSTRAINT):
+        return _reshard_spec(operation)
+    if "out_sharding" in operation.attributes:  # Shardy's own collectives
+        return axes_of(sdy.TensorShardingAttr(operation.attributes["out_sharding"]))
+    return read_shardings(operation)[ir.OpResult(value).result_number]

@@ -1,0 +1,52 @@
+"""Shardy's sharding rules, written on every op."""
+
+from typing import Any
+
+
+_CHLO_WHOLE_DIM = frozenset({"chlo.top_k"})
+
+
+def populate_rules(module: Any) -> Any:
+    """Write `sdy.sharding_rule` on every op that has one (in place).
+
+    CHLO ops, which Shardy does not know, get one here: element by element for ops whose operands and results
+    have one shape, and for `chlo.top_k` with its last dim needing replication.
+    """
+    from jaxlib.mlir import ir, passmanager
+
+    with module.context:
+        passmanager.PassManager.parse("builtin.module(func.func(sdy-populate-op-sharding-rules))").run(module.operation)
+        for function in module.body.operations:
+            if function.operation.name != "func.func":
+                continue
+
+            def visit(op: Any) -> Any:
+                if op.name.startswith("chlo.") and "sdy.sharding_rule" not in op.attributes:
+                    rule = _chlo_rule(op)
+                    if rule is not None:
+                        op.attributes["sdy.sharding_rule"] = rule
+                return ir.WalkResult.ADVANCE
+
+            function.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
+    return module
+
+
+def _chlo_rule(op: Any) -> Any | None:
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import sdy
+
+    shapes = [ir.RankedTensorType(value.type).shape for value in (*op.operands, *op.results)]
+    first = shapes[0]
+    whole = op.name in _CHLO_WHOLE_DIM
+    if whole:
+        if any(shape[:-1] != first[:-1] for shape in shapes):
+            return None
+    elif any(shape != first for shape in shapes):
+        return None
+    mapping = sdy.TensorMappingAttr.get([sdy.DimMappingAttr.get([dim]) for dim in range(len(first))])
+    return sdy.OpShardingRuleAttr.get(
+        list(first),
+        [mapping] * len(op.operands),
+        [mapping] * len(op.results),
+        need_replication_factors=[len(first) - 1] if whole else [],
+    )
