@@ -7,26 +7,19 @@ import numpy as np
 
 from autoshard.cost import Compute
 from autoshard.graph import FactorKind, Op, OpGraph, Rule
+from autoshard.plan._handling import whole_factors
 from autoshard.plan._states import PARTIAL, WHOLE, Seconds, States, enumerate_states, local_elements, relabel
 
 
 MOVES_ONLY = frozenset({"slice", "concatenate", "pad", "reverse", "broadcast_in_dim", "reshape"})
 """Ops that compilers fold into the fusions around them."""
 
-_WHOLE_KINDS = (FactorKind.NEED_REPLICATION, FactorKind.PERMUTATION)
 
-
-def heavy_states(op: Op, axes: Sequence[int]) -> States:
+def heavy_states(graph: OpGraph, op: Op, axes: Sequence[int], backend: str) -> States:
     """Strategies of an op: mesh axes (sizes) assigned to its factors; one, whole, for an op without a rule."""
     if op.rule is None:
         return np.full((1, len(axes)), WHOLE, dtype=np.int64)
-    blocked = [f for f, kind in enumerate(op.rule.kinds) if kind in _WHOLE_KINDS or _is_compound(op.rule, f)]
-    return enumerate_states(op.rule.sizes, axes, blocked)
-
-
-def _is_compound(rule: Rule, factor: int) -> bool:
-    """True for a factor that shares a dim with others: its split is left to the reshapes around the op."""
-    return any(factor in dim and len(dim) > 1 for dims in (*rule.operands, *rule.results) for dim in dims)
+    return enumerate_states(op.rule.sizes, axes, whole_factors(graph, op, backend))
 
 
 def heavy_seconds(graph: OpGraph, op: Op, states: States, axes: Sequence[int], compute: Compute) -> Seconds:

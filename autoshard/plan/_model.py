@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Collectives, Compute, Mesh, links
 from autoshard.graph import Liveness, OpGraph, Structure
+from autoshard.plan._handling import Inner
 from autoshard.plan._states import Seconds, States
 from autoshard.program import Program
 
@@ -47,6 +48,8 @@ class Node:
     time: dict[Channel, Seconds]
     memory: tuple[MemoryTerm, ...]
     name: str
+    inner: tuple[Inner, ...] = ()
+    """Collectives of one execution inside an op; their time is in `time`, exposed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,6 +92,8 @@ class Path:
     """States over `factors`."""
     itemsize: int
     reduce_itemsize: int
+    collected: bool = False
+    """True if partial results are gathered and combined, where others are summed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

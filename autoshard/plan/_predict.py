@@ -87,6 +87,16 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
             entry[0] += move.trips
             entry[1] += size * move.trips
             entry[2] += seconds * move.trips
+    for node, choice in zip(model.nodes, choices, strict=True):
+        for inner in node.inner:
+            size = float(inner.size[int(choice)])
+            if size > 0:
+                axes = tuple(model.axis_names[a] for a in inner.axes)
+                trips = model.graph.trips(model.graph.ops[node.ref].loop)
+                entry = gathered[(inner.kind, axes, False, node.name)]
+                entry[0] += trips
+                entry[1] += size * trips
+                entry[2] += float(model.collectives.time(inner.kind, axes, size)) * trips
     collectives = []
     for (kind, axes, hidden, cause), (count, size, seconds) in gathered.items():
         wire = sum(float(v) for v in model.collectives.wire_bytes(kind, axes, size).values())  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
 """Prices every decision of a program on a mesh: alternatives and their times, moves between them, memory."""
 
+import dataclasses
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -8,6 +10,7 @@ import numpy as np
 
 from autoshard.cost import Collectives, Compute, Mesh
 from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure
+from autoshard.plan._handling import Handling, handling, inner_collectives
 from autoshard.plan._heavy import MOVES_ONLY, factor_states, heavy_seconds, heavy_states, result_states
 from autoshard.plan._model import EXPOSED, Channel, MemoryTerm, Model, Move, Node, Path, link_names
 from autoshard.plan._states import (
@@ -27,9 +30,6 @@ from autoshard.program import Program, Role
 
 LARGE_SHARE = 0.005
 """A gathered tensor above this share of the memory limit gets a copy node with memory of its own."""
-
-_WHOLE_ON_CPU = frozenset({"top_k", "fft"})
-"""Ops that XLA gathers for on CPU along every dim, whatever their rule allows (each was compiled alone)."""
 
 
 def price(
@@ -147,13 +147,18 @@ class _Pricer:
         return "activations" if crosses or carried else "temporaries"
 
     def add_heavy(self, op: Op) -> None:
-        states = heavy_states(op, self.axes)
-        if op.kind in _WHOLE_ON_CPU and self.mesh.topology.backend == "cpu":
-            states = states[:1]
-        seconds = heavy_seconds(self.graph, op, states, self.axes, self.compute) * self.graph.trips(op.loop)
+        backend = self.mesh.topology.backend
+        states = heavy_states(self.graph, op, self.axes, backend)
+        trips = self.graph.trips(op.loop)
+        seconds = heavy_seconds(self.graph, op, states, self.axes, self.compute) * trips
+        time: dict[Channel, Seconds] = {(op.loop, "compute"): seconds}
+        inner = tuple(inner_collectives(self.graph, op, states, self.axes, backend))
+        if inner:
+            waits = [self.collectives.time(i.kind, tuple(self.names[a] for a in i.axes), i.size) for i in inner]
+            needed = zip(inner, waits, strict=True)
+            time[EXPOSED] = sum((np.where(i.size > 0, w, 0.0) for i, w in needed), np.zeros(len(states))) * trips
         held = np.ones(len(states), dtype=bool)
-        name = op.name or op.kind
-        self.nodes.append(Node("op", op.id, states, held, {(op.loop, "compute"): seconds}, (), name))
+        self.nodes.append(Node("op", op.id, states, held, time, (), op.name or op.kind, inner))
 
     # Moves
 
@@ -209,6 +214,11 @@ class _Pricer:
         source, kept = decompose(held, rule.operands[operand], rule.sizes, self.axes)
         aim, _ = decompose(wanted, rule.results[result], rule.sizes, self.axes)
         reduced = [PARTIAL - f if rule.kinds[f] is FactorKind.REDUCTION else WHOLE for f in range(len(rule.sizes))]
+        backend = self.mesh.topology.backend
+        factors = range(len(rule.sizes))
+        collected = any(handling(self.graph, op, f, backend) is Handling.COLLECT for f in factors)
+        if collected and operand != result and self.structure.cluster_of[op.operands[result]] >= 0:
+            reduced = [WHOLE] * len(reduced)  # counted with the operand of the result's own number
         source = relabel(source, [f if f in outer else reduced[f] for f in range(len(rule.sizes))])
         aim = relabel(aim, [f if f in inner else WHOLE for f in range(len(rule.sizes))])
         sizes = tuple(size if f in inner and f in outer else 1 for f, size in enumerate(rule.sizes))
@@ -218,7 +228,9 @@ class _Pricer:
             return
         seen.add(key)
         dtype = self.graph.tensors[out].dtype
-        self.add_move(cluster, target, tensor, op.id, block, trips, held, kept, source, aim, sizes, dtype)
+        self.add_move(
+            cluster, target, tensor, op.id, block, trips, held, kept, source, aim, sizes, dtype, collected=collected
+        )
 
     def add_heavy_result(self, op: Op, result: int, cluster: int, node: int) -> None:
         out = op.results[result]
@@ -293,6 +305,7 @@ class _Pricer:
         factors: Sequence[int],
         dtype: str,
         holds: np.ndarray | None = None,
+        collected: bool = False,
     ) -> None:
         """Adds the move unless it is always free; `holds` marks a copy's alternatives with memory of their own."""
         record = self.graph.tensors[tensor]
@@ -306,7 +319,7 @@ class _Pricer:
         widened = self.collectives.widen_dtype(dtype)
         reduce_itemsize = 4 if widened != dtype else itemsize
         ends = (held[first], kept[first], tuple(factors), states[first], aim[first_aim])
-        path = Path(record.shape, *ends, itemsize, reduce_itemsize)
+        path = Path(record.shape, *ends, itemsize, reduce_itemsize, collected)
         hideable = self.collectives.can_overlap and self.is_hideable(source, target, op)
         costs: dict[Channel, Seconds] = {}
         gathers, steps = self.steps(path)
@@ -356,7 +369,8 @@ class _Pricer:
     def steps(self, path: Path) -> tuple[list[Step], list[Step]]:
         """Collectives of a path: gathers that come first (pairs of equal index), then those of every pair."""
         key = (path.shape, path.held.tobytes(), path.kept.tobytes(), path.factors, path.source.tobytes(),
-               path.target.tobytes(), len(path.target), path.itemsize, path.reduce_itemsize)  # fmt: skip
+               path.target.tobytes(), len(path.target), path.itemsize, path.reduce_itemsize,
+               path.collected)  # fmt: skip
         if key not in self.paths:
             self.paths[key] = path_steps(path, self.collectives)
         return self.paths[key]
@@ -368,4 +382,14 @@ def path_steps(path: Path, collectives: Collectives) -> tuple[list[Step], list[S
     if (path.held != path.kept).any():
         gathers = transition(path.held, path.kept, path.shape, path.itemsize, path.reduce_itemsize, collectives)
     steps = transition(path.source, path.target, path.factors, path.itemsize, path.reduce_itemsize, collectives)
+    if path.collected:
+        steps = [_collected(step, collectives) for step in steps]
     return gathers, steps
+
+
+def _collected(step: Step, collectives: Collectives) -> Step:
+    """A sum as the gather of its parts, which every device then combines."""
+    if step.kind not in ("all-reduce", "reduce-scatter"):
+        return step
+    parts = math.prod(collectives.mesh.sizes[a] for a in step.axes)
+    return dataclasses.replace(step, kind="all-gather", size=step.size * parts)

@@ -78,10 +78,12 @@ def _computes(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
     jobs: list[_Job] = []
     for number, node in enumerate(model.nodes):
         for (block, what), seconds in node.time.items():
-            if what == "compute" and seconds[int(choices[number])] > 0:
-                jobs.append(
-                    (_moment(model, number, block), 1, block, what, node.name, float(seconds[int(choices[number])]))
-                )
+            spent = float(seconds[int(choices[number])])
+            if what == EXPOSED[1] and spent > 0:
+                op = model.graph.ops[node.ref]
+                jobs.append((op.id, 0, op.loop, what, f"inside {node.name}", spent))
+            elif what == "compute" and spent > 0:
+                jobs.append((_moment(model, number, block), 1, block, what, node.name, spent))
     return jobs
 
 
