@@ -17,7 +17,10 @@ PROGRAM = {
     *("--batch", "--dtype", "--entry", "--image", "--infer", "--optimizer", "--param-dtype", "--remat", "--seq"),
     *("--cache", "--capacity-factor", "--serve", "--state-dtype", "--train"),
 }
-PLANNING = {"--memory-limit", "--mesh", "--save-problem", "--seed", "--time-limit", "--topology"}
+PLANNING = {
+    *("--axis-only", "--forbid", "--memory-limit", "--mesh", "--pin", "--pin-from", "--replicate"),
+    *("--save-problem", "--seed", "--time-limit", "--topology"),
+}
 FLAGS = {
     "compare": {"--compile", "--debug", "--json", "--measure", "--quiet", "--steps"} | PROGRAM | PLANNING,
     "compile": {"--debug", "--hlo", "--json", "--plan", "--quiet", "--time-limit"} | PROGRAM,

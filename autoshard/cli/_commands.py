@@ -25,7 +25,7 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with _progress(arguments) as progress:
         began = time.perf_counter()
-        program = _open(arguments, progress)
+        program = _open(arguments, progress, arguments.topology)
         traced = time.perf_counter() - began
         from autoshard.plan import make_plan, save_plan
 
@@ -52,8 +52,8 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
     _check_writable("--save-problem", arguments.save_problem)
     if (arguments.plan is None) == (arguments.topology is None):
         raise UserError("`autoshard measure` takes either --plan PLAN.json, or --topology to plan first.")
-    for flag in ("mesh", "memory_limit", "save_problem"):
-        if arguments.plan is not None and getattr(arguments, flag) is not None:
+    for flag in ("mesh", "memory_limit", "save_problem", "pin", "forbid", "axis_only", "replicate", "pin_from"):
+        if arguments.plan is not None and getattr(arguments, flag) not in (None, []):
             raise UserError(f"--{flag.replace('_', '-')} is for planning; {arguments.plan} is a plan already.")
     plan = load_plan(arguments.plan) if arguments.plan else None
     topology = Topology.parse(plan.topology if plan else arguments.topology)
@@ -84,7 +84,7 @@ def run_compile(arguments: argparse.Namespace, answer: TextIO) -> int:
 
     plan = load_plan(arguments.plan)
     with _progress(arguments) as progress:
-        program = _open(arguments, progress)
+        program = _open(arguments, progress, plan.topology)
         progress(f"Compiling for {plan.topology} (a minute or two for a large model)")
         result = compile_plan(program, plan, time_limit=arguments.time_limit)
     if arguments.hlo is not None:
@@ -110,7 +110,7 @@ def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
 
     rows = []
     with _progress(arguments) as progress:
-        program = _open(arguments, progress)
+        program = _open(arguments, progress, arguments.topology)
         made = make_plan(program, **_plan_options(arguments), progress=progress)
         run = arguments.compile or arguments.measure
         for name, plan, holds in candidates(made.plan, made.baseline_plans, propagated=run):
@@ -240,9 +240,17 @@ def _progress(arguments: argparse.Namespace) -> "Progress":
     return Progress(quiet=arguments.quiet)
 
 
-def _open(arguments: argparse.Namespace, progress: "Progress") -> "Program":
+def _open(arguments: argparse.Namespace, progress: "Progress", topology: str | None = None) -> "Program":
+    """The program; the mesh that a Python file may make finds a CPU device for each of the topology's."""
     progress(f"Tracing {arguments.program}")
     from autoshard.program import open_source
+
+    if topology is not None and arguments.program.endswith(".py"):
+        from autoshard.cost import Topology
+        from autoshard.exec import ensure_devices
+
+        with contextlib.suppress(UserError):  # JAX has started with fewer, which is enough for most programs
+            ensure_devices(Topology.parse(topology).num_devices)
 
     names = ("train", "batch", "seq", "image", "dtype", "param_dtype", "state_dtype", "remat", "optimizer")
     names += ("serve", "cache", "capacity_factor")
@@ -268,8 +276,23 @@ def _start_devices(topology: "Topology") -> None:
 
 
 def _plan_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    from autoshard.plan import parameter_specs, read_asked
+
     names = ("topology", "mesh", "memory_limit", "time_limit", "seed", "save_problem")
-    return {name: getattr(arguments, name) for name in names}
+    pairs = {flag: _merged(flag, getattr(arguments, flag)) for flag in ("pin", "forbid", "axis_only")}
+    others = parameter_specs(arguments.pin_from) if arguments.pin_from is not None else None
+    asked = read_asked(pairs["pin"], arguments.replicate, pairs["forbid"], pairs["axis_only"], others)
+    return {name: getattr(arguments, name) for name in names} | {"asked": asked}
+
+
+def _merged(flag: str, pairs: list[tuple[str, str]]) -> dict[str, str]:
+    """Pairs by name; what is said of one name twice must be a list of axes or groups."""
+    found: dict[str, str] = {}
+    for name, value in pairs:
+        if name in found and flag == "pin" and found[name] != value:
+            raise UserError(f"--pin {name}={value} contradicts --pin {name}={found[name]}: leave one of them out.")
+        found[name] = value if name not in found or flag == "pin" else f"{found[name]},{value}"
+    return found
 
 
 def _check_writable(flag: str, path: Path | None) -> None:

@@ -209,6 +209,25 @@ def _add_planning(parser: argparse.ArgumentParser, required: bool) -> None:
     group.add_argument(
         "--save-problem", type=Path, metavar="P.json.gz", help="write the Problem, in the contest's format"
     )
+    fixed = parser.add_argument_group("specs that you fix; the rest is chosen for them (docs/constraints.md)")
+    for flag, form, text in (
+        ("--pin", "NAME=SPEC", "the spec of tensors by name or pattern: '*.mlp.*.weight=model,None'"),
+        ("--forbid", "NAME=AXIS", "an axis that may not split these tensors"),
+        ("--axis-only", "AXIS=GROUP", "an axis that may split this dim group only: data=batch"),
+    ):
+        fixed.add_argument(flag, action="append", default=[], type=_pair(form), metavar=form, help=text)
+    fixed.add_argument("--replicate", action="append", default=[], metavar="NAME", help="tensors that stay whole")
+    fixed.add_argument("--pin-from", metavar="PLAN.json", type=Path, help="the parameters' specs of another plan")
+
+
+def _pair(form: str) -> Callable[[str], tuple[str, str]]:
+    def parse_pair(text: str) -> tuple[str, str]:
+        left, equals, right = text.partition("=")
+        if not (left.strip() and equals and right.strip()):
+            raise argparse.ArgumentTypeError(f"{text!r} is not of the form {form}")
+        return left.strip(), right.strip()
+
+    return parse_pair
 
 
 def _positive(text: str) -> int:

@@ -133,8 +133,11 @@ def lower_planned(
     check_results(plan, jax.tree.leaves(out))
     in_shardings = tree.unflatten(list(application.in_shardings()))
     out_shardings = jax.tree.structure(out).unflatten(list(application.out_shardings()))
+    # A program with specs of its own names devices of its own: lowered for those, it then runs on the plan's.
+    own_specs = "said_by_program" in plan.provenance
+    body = functools.partial(_zeros, out) if own_specs else planned
     traced = jax.jit(
-        planned,
+        body,
         in_shardings=in_shardings,
         out_shardings=out_shardings,
         donate_argnums=donate_argnums,
@@ -148,8 +151,17 @@ def lower_planned(
         if mlir.structure_hash(found) != plan.module_hash:
             raise UserError(other_program(plan))
         mlir.replace_body(ir, donor)
+        mlir.use_mesh(ir, mlir.ensure_mesh(ir, "mesh", plan.mesh))
     _insert_pins(plan, ir, lowered)
     return lowered
+
+
+def _zeros(out: Any, *_: Any) -> Any:
+    """A stand-in with a program's results."""
+    import jax
+    import jax.numpy as jnp
+
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), out)
 
 
 def _insert_pins(plan: Plan, ir: Any, lowered: Any) -> None:
@@ -211,6 +223,7 @@ def lower_module(application: Application, module: bytes, aliases: Mapping[int, 
     )
     ir = lowered.compiler_ir("stablehlo")
     mlir.replace_body(ir, module)
+    mlir.use_mesh(ir, mlir.ensure_mesh(ir, "mesh", plan.mesh))
     mlir.set_aliases(ir, aliases)
     _insert_pins(plan, ir, lowered)
     return lowered
@@ -320,7 +333,7 @@ def _abstract(leaf: Any) -> Any:
     import numpy as np
 
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
+        return leaf.update(sharding=None)
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         if not isinstance(leaf, (bool, int, float, complex)):
             raise UserError(f"an argument is a {type(leaf).__name__}; expected arrays or jax.ShapeDtypeStruct.")

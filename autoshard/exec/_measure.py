@@ -16,7 +16,7 @@ from autoshard.exec._collectives import (
     wire_by_axis,
 )
 from autoshard.exec._devices import ensure_devices, place
-from autoshard.plan import Plan
+from autoshard.plan import Plan, Spec
 from autoshard.program import Program
 
 
@@ -78,7 +78,7 @@ def measure(
     # Copies on the host: a donated step would take device arrays of the caller's along.
     leaves = [_host(leaf) if isinstance(leaf, jax.Array) and not _is_key(leaf) else leaf for leaf in leaves]
     made = tree.unflatten(leaves)
-    unplanned = _run_unplanned(program, made) if check else None
+    unplanned = _run_unplanned(program, plan, made) if check else None
 
     start = time.perf_counter()
     lowered = application.lower(program.fn, program.args, program.donate_argnums, program.module)
@@ -153,11 +153,25 @@ def verify_program(program: Program, plan: Plan) -> None:
         raise UserError(other_program(plan))
 
 
-def _run_unplanned(program: Program, args: tuple[Any, ...]) -> list[Any]:
+def _run_unplanned(program: Program, plan: Plan, args: tuple[Any, ...]) -> list[Any]:
+    """The step on one device; on all of them, nothing split but by itself, if the program names a mesh."""
     import jax
 
-    one = jax.local_devices()[0]
-    out = jax.jit(lambda *a: program.fn(*a))(*jax.device_put(args, one))
+    if "said_by_program" in plan.provenance:
+        whole = dataclasses.replace(
+            plan,
+            arguments={name: Spec.replicated(len(spec.dims)) for name, spec in plan.arguments.items()},
+            results={name: Spec.replicated(len(spec.dims)) for name, spec in plan.results.items()},
+            pins=(),
+        )
+        application = Application(whole)
+        lowered = application.lower(program.fn, program.args, program.donate_argnums, program.module)
+        leaves, tree = jax.tree.flatten(args)
+        placed = [place(leaf, sharding) for leaf, sharding in zip(leaves, application.in_shardings(), strict=True)]
+        out = lowered.compile()(*tree.unflatten(placed))
+    else:
+        one = jax.local_devices()[0]
+        out = jax.jit(lambda *a: program.fn(*a))(*jax.device_put(args, one))
     return [_host(leaf) for leaf in jax.tree.leaves(out)]
 
 

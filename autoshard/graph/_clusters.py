@@ -6,9 +6,9 @@ tensors.
 """
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
-from autoshard.graph._records import Op, OpClass, OpGraph
+from autoshard.graph._records import Op, OpClass, OpGraph, Sharding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,6 +130,7 @@ def build_structure(
     skip = (free - started) | trivial
     union = _Union([None if t.id in skip else t.shape for t in graph.tensors])
     stored = set(parameters)
+    asked = {c.tensor: c.sharding for c in graph.constraints}
     unmerged: list[tuple[int, int, int]] = []
 
     for op in graph.ops:
@@ -138,8 +139,8 @@ def build_structure(
         if op.op_class is OpClass.LAYER and op.rule is not None:
             union.block(op.operands[0], 0) if op.operands[0] not in skip else None
         for result in range(len(op.results)):
-            unmerged.extend(_merge_op(union, op, result, skip, stored))
-    _tie_carries(graph, union, skip, stored)
+            unmerged.extend(_merge_op(union, op, result, skip, stored, asked))
+    _tie_carries(graph, union, skip, stored, asked)
     apart = []
     for result, argument in ties:
         if result in skip or argument in skip or result == argument:
@@ -152,12 +153,19 @@ def build_structure(
     return _freeze(graph, union, skip, unmerged, apart)
 
 
-def _tie_carries(graph: OpGraph, union: _Union, skip: set[int], stored: set[int]) -> None:
-    """One spec for the four tensors of every carried value; factors that cannot be matched must stay whole."""
+def _tie_carries(
+    graph: OpGraph, union: _Union, skip: set[int], stored: set[int], asked: Mapping[int, Sharding]
+) -> None:
+    """One spec for the four tensors of every carried value; factors that cannot be matched must stay whole.
+
+    What starts a loop may stay apart: a parameter, or a value that the program wants in another spec.
+    """
     waiting = []
-    for carry in (c for loop in graph.loops for c in loop.carries):
-        others = [carry.update, carry.result] + ([] if carry.init in stored else [carry.init])
-        waiting.extend((carry.body, t) for t in others if carry.body not in skip and t not in skip)
+    for carry in (c for loop in graph.loops for c in loop.carries if c.body not in skip):
+        others = [carry.update, carry.result]
+        if carry.init not in stored and len({asked[t].dims for t in (carry.init, carry.update) if t in asked}) < 2:
+            others.append(carry.init)
+        waiting.extend((carry.body, t) for t in others if t not in skip)
     while waiting:
         # A tie may become possible once another has brought a stack and its slices together.
         left = [(a, b) for a, b in waiting if not union.merge(a, b, _all_dims(union, a))]
@@ -175,8 +183,13 @@ def _all_dims(union: _Union, tensor: int) -> list[tuple[int, int]]:
     return [(d, d) for d in range(len(union.dims[tensor]))]
 
 
-def _merge_op(union: _Union, op: Op, result: int, skip: set[int], stored: set[int]) -> list[tuple[int, int, int]]:
-    """Merges an op's operands with one of its results where that is sound; returns the operands left apart."""
+def _merge_op(
+    union: _Union, op: Op, result: int, skip: set[int], stored: set[int], asked: Mapping[int, Sharding]
+) -> list[tuple[int, int, int]]:
+    """Merges an op's operands with one of its results where that is sound; returns the operands left apart.
+
+    A value that the program itself wants in some spec keeps to itself: what is made of it may have another.
+    """
     if op.op_class is OpClass.HEAVY or op.rule is None:
         return []
     out = op.results[result]
@@ -192,6 +205,8 @@ def _merge_op(union: _Union, op: Op, result: int, skip: set[int], stored: set[in
         pairs = _same_dims(op, k, result)
         mergeable = op.op_class in (OpClass.POINTWISE, OpClass.LAYER) or _trivial_reshape(op, k, result, pairs, union)
         if k in of_store and mixed and op.op_class is OpClass.POINTWISE:
+            mergeable = False
+        if tensor in asked or op.kind == "sharding_constraint":
             mergeable = False
         if not (mergeable and union.merge(out, tensor, pairs)):
             apart.append((op.id, k, result))

@@ -7,11 +7,14 @@ whoever consumes them, unless recomputing them for several consumers would read 
 import dataclasses
 from collections.abc import Collection, Mapping
 
-from autoshard.graph._records import OpClass, OpGraph
+from autoshard.graph._manual import IN, OUT
+from autoshard.graph._records import Op, OpClass, OpGraph
 
 
 _CHEAP_INTO_MATMUL = frozenset({"convert", "transpose", "reshape", "broadcast_in_dim"})
 _WRITERS = frozenset({"reduce"})
+_PASSING = frozenset({"sharding_constraint", IN, OUT})
+"""Ops that say how a value is split and leave it where it is."""
 _FUSED_MOVES = frozenset({"slice", "concatenate", "pad", "reverse"})
 
 
@@ -52,6 +55,12 @@ def analyse(graph: OpGraph, kept: Collection[int] = (), updates: Mapping[int, in
     for loop in graph.loops:
         for carry in loop.carries:
             pinned.update((carry.init, carry.update))
+    passing = {op.id for op in graph.ops if op.kind in _PASSING and not _takes_stored(graph, op)}
+    for op_id in sorted(passing, reverse=True):
+        source, result = graph.ops[op_id].operands[0], graph.ops[op_id].results[0]
+        consumers[source].extend(consumers[result])
+        if result in pinned:
+            pinned.add(source)
     reach: dict[int, frozenset[int]] = {}
     bases: dict[int, frozenset[int]] = {}
     materialised: set[int] = set()
@@ -69,6 +78,9 @@ def analyse(graph: OpGraph, kept: Collection[int] = (), updates: Mapping[int, in
             bases[op.results[0]] = reach.get(op.operands[0], frozenset())
             reach[op.results[0]] = frozenset(op.results)
             continue
+        if op.id in passing:
+            reach[op.results[0]] = reach.get(op.operands[0], frozenset())
+            continue
         in_place = op.kind == "dynamic_update_slice"
         sources = op.operands[1:2] if in_place else op.operands
         reads = frozenset().union(*(reach.get(t, frozenset()) for t in sources))
@@ -85,6 +97,21 @@ def analyse(graph: OpGraph, kept: Collection[int] = (), updates: Mapping[int, in
             fusions.append(Fusion(op.id, tuple(writes), tuple(sorted(reads)), moved))
     buffers = _buffers(graph, fusions, materialised, free, reach, bases, kept, updates or {})
     return Liveness(tuple(fusions), frozenset(materialised), buffers)
+
+
+def _takes_stored(graph: OpGraph, op: Op) -> bool:
+    """True for a constraint on an argument or a slice of a stack: what it gathers is held beside what is stored."""
+    if op.kind != "sharding_constraint":
+        return False
+    tensor = op.operands[0]
+    while graph.tensors[tensor].producer >= 0:
+        made = graph.ops[graph.tensors[tensor].producer]
+        if made.op_class is OpClass.LAYER:
+            return True
+        if made.kind not in _CHEAP_INTO_MATMUL:
+            return False
+        tensor = made.operands[0]
+    return tensor in graph.arguments
 
 
 def _is_written(

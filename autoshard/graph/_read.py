@@ -10,8 +10,22 @@ from typing import Any
 
 from autoshard import mlir
 from autoshard.graph._flops import op_flops
-from autoshard.graph._records import Carry, Constraint, FactorKind, Loop, Op, OpClass, OpGraph, Rule, Tensor
+from autoshard.graph._manual import COLLECTIVES, IN, OUT, end_rule, same_rule
+from autoshard.graph._records import (
+    Carry,
+    Constraint,
+    FactorKind,
+    Loop,
+    Manual,
+    Op,
+    OpClass,
+    OpGraph,
+    Rule,
+    Sharding,
+    Tensor,
+)
 from autoshard.graph._rules import parse_rule
+from autoshard.graph._shardings import parse_axes, parse_mesh, parse_shardings
 
 
 _TENSOR = re.compile(r"tensor<((?:\d+x)*)(complex<f\d+>|[a-zA-Z0-9]+)(?:,.*)?>")
@@ -22,8 +36,9 @@ _DTYPES = {
     "i64": ("int64", 8), "ui64": ("uint64", 8), "f8E4M3FN": ("float8_e4m3fn", 1), "f8E5M2": ("float8_e5m2", 1),
     "complex<f32>": ("complex64", 8), "complex<f64>": ("complex128", 16),
 }  # fmt: skip
-_GENERATED = frozenset({"constant", "iota"})
-_ALIASES = frozenset({"optimization_barrier", "sharding_constraint", "propagation_barrier"})
+_GENERATED = frozenset({"constant", "iota", "partition_id"})
+_ALIASES = frozenset({"optimization_barrier", "propagation_barrier"})
+_CONSTRAINTS = frozenset({"sharding_constraint", "reshard"})
 _REDUCERS = frozenset({"reduce"})
 _RESHAPES = frozenset({"reshape", "broadcast_in_dim"})
 
@@ -36,7 +51,8 @@ def read_graph(module: bytes) -> OpGraph:
         reader = _Reader()
         reader.hash = mlir.structure_hash(parsed)
         mlir.populate_rules(parsed)
-        reader.read_main(mlir.main_block(parsed))
+        reader.meshes = {name: parse_mesh(text) for name, text in mlir.mesh_texts(parsed).items()}
+        reader.read_main(mlir.main_block(parsed), mlir.argument_shardings(parsed))
         return reader.graph()
 
 
@@ -54,22 +70,30 @@ class _Reader:
         self.constants: dict[int, int] = {}
         self.number = -1
         self.hash = ""
+        self.meshes: dict[str, tuple[tuple[str, int], ...]] = {}
+        self.manual: tuple[str, ...] = ()
+        self.regions: list[Manual] = []
 
     def graph(self) -> OpGraph:
         loops = tuple(loop for loop in self.loops if loop is not None)
         return OpGraph(
             tuple(self.tensors), tuple(self.ops), loops, tuple(self.arguments), tuple(self.results),
-            tuple(self.constraints), tuple(self.without_rule), self.hash,
+            tuple(self.constraints), tuple(self.without_rule), self.hash, tuple(self.regions),
         )  # fmt: skip
 
-    def read_main(self, block: Any) -> None:
+    def read_main(self, block: Any, shardings: dict[int, str]) -> None:
         for position, value in enumerate(block.arguments):
             self.arguments.append(self.new_tensor(value, -1, -1, (-1, position)))
+            for sharding in parse_shardings(shardings.get(position, ""), self.meshes):
+                if not sharding.is_free:
+                    where = f"the sharding of argument {position}"
+                    self.constraints.append(Constraint(self.arguments[-1], sharding, where))
         self.results = self.read_block(block, -1)
 
     def new_tensor(self, value: Any, producer: int, loop: int, where: tuple[int, int], name: str = "") -> int:
         shape, dtype, size = parse_type(str(value.type))
-        tensor = Tensor(len(self.tensors), shape, dtype, math.prod(shape) * size, producer, loop, where, name)
+        size *= math.prod(shape)
+        tensor = Tensor(len(self.tensors), shape, dtype, size, producer, loop, where, name, self.manual)
         self.tensors.append(tensor)
         self.ids[value] = tensor.id
         return tensor.id
@@ -84,17 +108,120 @@ class _Reader:
                 return [self.ids[value] for value in op.operands]
             if kind == "while":
                 self.read_while(op, loop)
+            elif kind == "manual_computation":
+                self.read_manual(op, loop)
             elif kind in _ALIASES:
-                self.read_alias(op, kind)
+                self.alias(op)
+            elif kind in _CONSTRAINTS:
+                self.read_constraint(op, loop)
             else:
                 self.read_op(op, kind, loop)
         return []
 
-    def read_alias(self, op: Any, kind: str) -> None:
+    def alias(self, op: Any) -> None:
         for operand, result in zip(op.operands, op.results, strict=True):
             self.ids[result] = self.ids[operand]
-        if kind == "sharding_constraint":
-            self.constraints.append(Constraint(self.ids[op.operands[0]], str(op.attributes["sharding"])))
+
+    def read_constraint(self, op: Any, loop: int) -> None:
+        """A tensor of its own, so that the value may be split in another way before and after.
+
+        A constraint that says nothing is the value itself, and so is one on an argument that nothing else uses.
+        """
+        (sharding,) = parse_shardings(str(op.attributes["sharding"]), self.meshes)
+        source = self.ids[op.operands[0]]
+        if sharding.is_free or not sharding.dims or source in self.free:
+            return self.alias(op)
+        where = _place("with_sharding_constraint", op)
+        if self.tensors[source].value[0] == -1 and len(list(op.operands[0].uses)) == 1:
+            self.alias(op)
+            self.constraints.append(Constraint(source, sharding, where))
+            return None
+        shape = self.tensors[source].shape
+        self.passing(
+            op, "sharding_constraint", source, op.results[0], (self.number, 0), loop, same_rule([shape], [shape])
+        )
+        self.constraints.append(Constraint(self.ids[op.results[0]], sharding, where))
+        return None
+
+    def passing(
+        self,
+        op: Any,
+        kind: str,
+        source: int,
+        value: Any,
+        where: tuple[int, int],
+        loop: int,
+        rule: Rule | None,
+        operand: int = 0,
+        fixed: tuple[tuple[int, tuple[str, ...]], ...] = (),
+        manual: tuple[str, ...] = (),
+    ) -> None:
+        """An op that only says how its operand is split: a constraint, or one value at an end of a region."""
+        op_class = OpClass.VIEW if kind == "sharding_constraint" else OpClass.HEAVY
+        op_id, name = len(self.ops), mlir.location_name(op.location)
+        result = self.new_tensor(value, op_id, loop, where, name)
+        if source in self.free:
+            self.free.add(result)
+            op_class = OpClass.FREE
+        self.ops.append(
+            Op(
+                op_id,
+                where[0],
+                kind,
+                op_class,
+                (source,),
+                (result,),
+                rule,
+                loop,
+                0,
+                name,
+                (operand,),
+                (),
+                manual,
+                fixed,
+            )
+        )
+
+    def read_manual(self, op: Any, loop: int) -> None:
+        """A `shard_map`: an op for each value that enters or leaves, and the body's ops in between."""
+        number, outer = self.number, self.manual
+        sides = [parse_shardings(str(op.attributes[f"{side}_shardings"]), self.meshes) for side in ("in", "out")]
+        axes = parse_axes(str(op.attributes["manual_axes"]))
+        both = tuple(dict.fromkeys((*outer, *axes)))
+        mesh = next((s.mesh for side in sides for s in side), ())
+        self.regions.append(Manual(number, axes, mesh, _place("shard_map", op)))
+        body = op.regions[0].blocks[0]
+        self.manual = both
+        for k, (value, argument, sharding) in enumerate(zip(op.operands, body.arguments, sides[0], strict=True)):
+            self.read_end(op, IN, self.ids[value], argument, (number, len(op.results) + k), loop, k, sharding, axes)
+        returned = self.read_block(body, loop)
+        self.manual = outer
+        for r, (source, result, sharding) in enumerate(zip(returned, op.results, sides[1], strict=True)):
+            self.read_end(op, OUT, source, result, (number, r), loop, r, sharding, axes)
+
+    def read_end(
+        self,
+        op: Any,
+        kind: str,
+        source: int,
+        value: Any,
+        where: tuple[int, int],
+        loop: int,
+        position: int,
+        sharding: Sharding,
+        axes: tuple[str, ...],
+    ) -> None:
+        shape, _, _ = parse_type(str(value.type))
+        mine = self.tensors[source].shape
+        if not shape and source not in self.free:
+            self.ids[value] = source
+            return
+        own = dataclasses.replace(
+            sharding, dims=tuple(tuple(a for a in dim if a.name in axes) for dim in sharding.dims)
+        )
+        rule, fixed = end_rule(*((mine, shape) if kind == IN else (shape, mine)), own, kind)
+        manual = tuple(dict.fromkeys((*self.manual, *axes)))
+        self.passing(op, kind, source, value, where, loop, rule, position, fixed, manual)
 
     def read_op(self, op: Any, kind: str, loop: int) -> None:
         number = self.number
@@ -109,6 +236,10 @@ class _Reader:
             self.new_tensor(value, op_id, loop, (number, index), name) for index, value in enumerate(op.results)
         )
         rule = parse_rule(str(op.attributes["sdy.sharding_rule"])) if "sdy.sharding_rule" in op.attributes else None
+        groups: tuple[tuple[int, ...], ...] = ()
+        if kind in COLLECTIVES:
+            rule = same_rule([self.tensors[t].shape for t in operands], [self.tensors[t].shape for t in results])
+            groups = mlir.device_groups(op)
         if kind == "custom_call" and rule is not None:
             rule = _whole_where_untied(rule)
         if kind == "convolution" and rule is not None:
@@ -120,14 +251,18 @@ class _Reader:
                 self.note_constant(op, results[0])
         else:
             op_class = classify(kind, rule, [self.tensors[t] for t in operands], [self.tensors[t] for t in results])
+            op_class = OpClass.HEAVY if kind in COLLECTIVES else op_class
             if rule is None and any(self.tensors[t].elements > 1 for t in (*operands, *results)):
                 self.without_rule.append(op_id)
         zeros = str(op.attributes["lhs_dilation"]).partition(":")[2] if "lhs_dilation" in op.attributes else ""
         dilation = math.prod(int(n) for n in re.findall(r"\d+", zeros))
         flops = op_flops(kind, rule, [self.tensors[t] for t in operands], [self.tensors[t] for t in results], dilation)
         self.ops.append(
-            Op(op_id, number, kind, op_class, operands, results, rule, loop, flops, name, tuple(range(len(operands))))
-        )
+            Op(
+                op_id, number, kind, op_class, operands, results, rule, loop, flops, name,
+                tuple(range(len(operands))), groups, self.manual,
+            )
+        )  # fmt: skip
 
     def note_constant(self, op: Any, tensor: int) -> None:
         match = re.search(r"dense<(-?\d+)>", str(op.attributes["value"]))
@@ -204,6 +339,12 @@ class _Reader:
             if carried[k] in terms and step:
                 return max(0, -(-(bound[1] - self.constants[init]) // step))
         return None
+
+
+def _place(what: str, op: Any) -> str:
+    """What asks for a spec and where, for a person: the source line if it is known, else the op's name."""
+    name, line = mlir.location_name(op.location), mlir.source_line(op).rpartition("/")[2]
+    return f"{what} at {line}" if line else f"{what} {name}".strip()
 
 
 def parse_type(text: str) -> tuple[tuple[int, ...], str, int]:

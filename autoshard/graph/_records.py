@@ -55,6 +55,8 @@ class Tensor:
     """(op number, result index) in the inlined module; (-1, argument number) for an argument of the module;
     (op number of the loop, number of its results + k) for the k-th carried value inside the body."""
     name: str = ""
+    manual: tuple[str, ...] = ()
+    """Axes that the program itself has split it over (inside a `shard_map`): they are not there to plan with."""
 
     @property
     def elements(self) -> int:
@@ -80,6 +82,12 @@ class Op:
     """The source's own name for it (JAX name stack or torch module path), may be empty."""
     operand_numbers: tuple[int, ...]
     """Position of each of `operands` among the op's operands in the module."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Of a collective that the program itself does: groups of devices, or (source, target) pairs."""
+    manual: tuple[str, ...] = ()
+    """Axes that the program itself has split the op over: they may split `fixed` factors only."""
+    fixed: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    """(factor, axes that split it and nothing else) where a region by hand begins or ends."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,11 +120,53 @@ class Loop:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AxisUse:
+    """A mesh axis as the program itself names it."""
+
+    name: str
+    part: tuple[int, int] | None = None
+    """(size of what comes before, size) of a part of the axis; None for the whole axis."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sharding:
+    """What the program says of one value."""
+
+    dims: tuple[tuple[AxisUse, ...], ...]
+    """Axes that split each dim, major first."""
+    open: tuple[bool, ...]
+    """Dims that may be split further."""
+    whole: tuple[AxisUse, ...] = ()
+    """Axes that split nothing."""
+    unreduced: tuple[AxisUse, ...] = ()
+    """Axes over which the value is still to be summed."""
+    mesh: tuple[tuple[str, int], ...] = ()
+    """Axes and sizes of the mesh that the program names."""
+
+    @property
+    def is_free(self) -> bool:
+        return all(self.open) and not any(self.dims) and not self.whole and not self.unreduced
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Constraint:
-    """A sharding constraint that the program itself carries."""
+    """A spec that the program itself asks for."""
 
     tensor: int
-    text: str
+    sharding: Sharding
+    where: str
+    """What asks, for a person: `with_sharding_constraint f/g at model.py:12`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Manual:
+    """A region that the program splits by hand (`shard_map`): its values are what one device holds."""
+
+    number: int
+    axes: tuple[str, ...]
+    """Axes that the region splits by hand; the others are free inside."""
+    mesh: tuple[tuple[str, int], ...]
+    where: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,6 +185,8 @@ class OpGraph:
     """Ops planned as replicated, for lack of a rule."""
     module_hash: str = ""
     """`structure_hash` of the inlined module that op numbers count in."""
+    regions: tuple[Manual, ...] = ()
+    """Regions that the program splits by hand, in order."""
 
     def trips(self, loop: int) -> int:
         """Executions in one step of an op whose loop is `loop`."""

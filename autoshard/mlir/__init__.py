@@ -18,6 +18,10 @@ from autoshard.mlir._number import canonical_text as canonical_text
 from autoshard.mlir._number import number_ops as number_ops
 from autoshard.mlir._number import strip as strip
 from autoshard.mlir._number import structure_hash as structure_hash
+from autoshard.mlir._own import argument_shardings as argument_shardings
+from autoshard.mlir._own import device_groups as device_groups
+from autoshard.mlir._own import mesh_texts as mesh_texts
+from autoshard.mlir._own import use_mesh as use_mesh
 from autoshard.mlir._pins import PinLike as PinLike
 from autoshard.mlir._pins import count_pins as count_pins
 from autoshard.mlir._pins import insert_pins as insert_pins

@@ -4,16 +4,17 @@ import hashlib
 from typing import Any
 
 from autoshard.mlir._module import main_block, to_bytes
+from autoshard.mlir._own import MESH_NAME
 
 
-DESCEND = frozenset({"stablehlo.while", "stablehlo.case", "stablehlo.if"})
+DESCEND = frozenset({"stablehlo.while", "stablehlo.case", "stablehlo.if", "sdy.manual_computation"})
 
 
 def number_ops(module: Any) -> list[Any]:
     """Ops of `@main` in pre-order, terminators included; position in the list is the op's number.
 
-    Descends into the regions of while, case and if; the little regions of reduce, sort, scatter and the like
-    are part of their op. Call `inline_calls` first.
+    Descends into the regions of while, case, if and manual computations; the little regions of reduce, sort, scatter
+    and the like are part of their op. Call `inline_calls` first.
     """
     ops: list[Any] = []
 
@@ -46,7 +47,7 @@ def canonical_text(module: Any) -> str:
     with module.context:
         copy = ir.Module.parse(to_bytes(module), module.context)
         strip(copy)
-        return str(copy.operation.get_asm(enable_debug_info=False))
+        return MESH_NAME.sub("<@mesh, [", str(copy.operation.get_asm(enable_debug_info=False)))
 
 
 def strip(module: Any) -> Any:

@@ -9,6 +9,8 @@ import inspect
 import sys
 from types import ModuleType
 
+from autoshard.plan._asked import Asked as Asked
+from autoshard.plan._asked import read_asked as read_asked
 from autoshard.plan._call import plan as _plan
 from autoshard.plan._make import PlanResult as PlanResult
 from autoshard.plan._make import make_plan as make_plan
@@ -21,6 +23,7 @@ from autoshard.plan._plan import Span as Span
 from autoshard.plan._plan import Timeline as Timeline
 from autoshard.plan._spec import Spec as Spec
 from autoshard.plan._store import load_plan as load_plan
+from autoshard.plan._store import parameter_specs as parameter_specs
 from autoshard.plan._store import save_plan as save_plan
 
 

@@ -1,7 +1,8 @@
 """`autoshard.plan(program, ...)`: the public function."""
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from autoshard.plan._plan import Plan
 
@@ -19,6 +20,11 @@ def plan(
     time_limit: float = 60.0,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
+    pins: Mapping[str, Any] | None = None,
+    replicate: Iterable[str] | None = None,
+    forbid: Mapping[str, Any] | None = None,
+    axis_only: Mapping[str, Any] | None = None,
+    pin_from: "Plan | str | os.PathLike[str] | None" = None,
 ) -> Plan:
     """Choose a sharding for every tensor of `program` on `topology`.
 
@@ -28,9 +34,17 @@ def plan(
     all devices form one axis `data`. `memory_limit` is in bytes of one device (default: the chip's usable memory),
     `time_limit` in seconds for the solver. `progress` is called with one line at the start of every phase.
 
-    Raises `UserError` for bad input, and `InfeasibleError` when no plan keeps within the memory limit.
+    What is asked for holds, and the rest is chosen for it. Names are those of reports, patterns take wildcards and may
+    begin after any dot. `pins` fix specs (`{"layers.*.mlp.*.weight": "model,None"}`; also `PartitionSpec`s; `?` leaves
+    a dim free, `+` stands between axes that split one dim; dims count from the right, so a stack of layers has the spec
+    of one layer); `replicate` names tensors that stay whole; `forbid` keeps axes from tensors (`{"*.embed*": "data"}`);
+    `axis_only` keeps an axis to dim groups (`{"data": "batch"}`); `pin_from` takes the specs of another plan's
+    parameters.
+
+    Raises `UserError` for bad input, such as a pin that cannot hold, and `InfeasibleError` when no plan keeps within
+    the memory limit.
     """
-    from autoshard.plan import make_plan
+    from autoshard.plan import make_plan, parameter_specs, read_asked
     from autoshard.program import open_source
 
     if isinstance(program, str):
@@ -44,4 +58,5 @@ def plan(
         seed=seed,
         progress=progress,
         save_problem=None,
+        asked=read_asked(pins, replicate, forbid, axis_only, None if pin_from is None else parameter_specs(pin_from)),
     ).plan

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoshard.cost import Compute
-from autoshard.graph import FactorKind, Op, OpGraph, Rule
+from autoshard.graph import IN, OUT, FactorKind, Op, OpGraph, Rule
 from autoshard.plan._handling import whole_factors
 from autoshard.plan._states import PARTIAL, WHOLE, Seconds, States, enumerate_states, local_elements, relabel
 
 
-MOVES_ONLY = frozenset({"slice", "concatenate", "pad", "reverse", "broadcast_in_dim", "reshape"})
+MOVES_ONLY = frozenset({"slice", "concatenate", "pad", "reverse", "broadcast_in_dim", "reshape", IN, OUT})
 """Ops that compilers fold into the fusions around them."""
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.plan._asked import Required
 from autoshard.plan._build import build_problem
 from autoshard.plan._model import Model
 from autoshard.plan._predict import evaluate
@@ -10,11 +11,21 @@ from autoshard.solver import Solution, solve
 from autoshard.units import format_bytes
 
 
-def explain_infeasible(model: Model, solution: Solution | None, memory_limit: int, time_limit: float, seed: int) -> str:
+def explain_infeasible(
+    model: Model,
+    solution: Solution | None,
+    memory_limit: int,
+    time_limit: float,
+    seed: int,
+    required: Required | None = None,
+) -> str:
     """One sentence: the least memory that any plan found needs, where its peak is, and what would help."""
-    least = _least_memory(model, memory_limit, time_limit, seed)
+    required = required or Required({}, {})
+    least = _least_memory(model, memory_limit, time_limit, seed, required)
     if least is None and solution is not None and len(solution.choices) == len(model.nodes):
         least = solution.choices
+    if least is not None and not required.holds(least):
+        return "no plan keeps everything that was asked for: leave one of the pins out."
     if least is None:
         return f"no plan fits into {format_bytes(memory_limit)} per device; use more devices or a smaller batch."
     outcome = evaluate(model, least)
@@ -23,7 +34,8 @@ def explain_infeasible(model: Model, solution: Solution | None, memory_limit: in
     parts = ", ".join(f"{kind.replace('_', ' ')} {format_bytes(size)}" for kind, size in kinds[:3])
     return (
         f"no plan fits into {format_bytes(memory_limit)} per device: the least found is "
-        f"{format_bytes(outcome.peak_bytes)}, at its peak in {op.kind} {op.name} ({parts}); {_advice(kinds[0][0])}."
+        f"{format_bytes(outcome.peak_bytes)}{' with these pins' if required.allowed else ''}, at its peak in "
+        f"{op.kind} {op.name} ({parts}); {_advice(kinds[0][0])}."
     )
 
 
@@ -35,15 +47,19 @@ def _advice(kind: str) -> str:
     return "more devices or a smaller dtype would help"
 
 
-def _least_memory(model: Model, memory_limit: int, time_limit: float, seed: int) -> NDArray[np.int64] | None:
+def _least_memory(
+    model: Model, memory_limit: int, time_limit: float, seed: int, required: Required
+) -> NDArray[np.int64] | None:
     """Choices of the smallest limit that the solver can keep, by bisection between the limit and twice the need."""
-    problem = build_problem(model, {}, None)
+    problem = build_problem(model, {}, None, required.allowed)
     start = solve(problem, time_limit=time_limit / 8, seed=seed)
     best = None
     low, high = memory_limit, max(evaluate(model, start.choices).peak_bytes, memory_limit + 1)
     for _ in range(12):
         middle = (low + high) // 2
-        try_it = solve(build_problem(model, {}, middle), time_limit=max(1.0, time_limit / 16), seed=seed)
+        try_it = solve(
+            build_problem(model, {}, middle, required.allowed), time_limit=max(1.0, time_limit / 16), seed=seed
+        )
         if try_it.gap != float("inf"):
             best = try_it.choices
             high = min(middle, evaluate(model, best).peak_bytes)

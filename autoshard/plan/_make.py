@@ -12,8 +12,10 @@ import numpy as np
 
 from autoshard.cost import Mesh, Topology, default_axis_names, load_calibration, make_mesh, parse_mesh
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.graph import analyse, build_structure, read_graph, replace_names
+from autoshard.graph import OpGraph, analyse, build_structure, read_graph, replace_names
+from autoshard.plan._asked import Asked, require
 from autoshard.plan._baselines import baselines, left_out
+from autoshard.plan._demands import check_regions, program_mesh, said_by_program
 from autoshard.plan._groups import Groups, find_groups
 from autoshard.plan._infeasible import explain_infeasible
 from autoshard.plan._model import Model
@@ -61,10 +63,12 @@ class _Phases:
         self.current = ""
 
 
-def choose_mesh(topology: Topology, mesh: str | Mapping[str, int] | None) -> Mesh:
-    """The mesh the user gave, else the one in `XLA_AUTO_SPMD_MESH`, else all devices on one axis `data`."""
-    if mesh is None and os.environ.get(MESH_VARIABLE):
-        mesh = os.environ[MESH_VARIABLE]
+def choose_mesh(
+    topology: Topology, mesh: str | Mapping[str, int] | None, named: Mapping[str, int] | None = None
+) -> Mesh:
+    """The mesh the user gave, else the one in `XLA_AUTO_SPMD_MESH`, else `named`, else one axis `data`."""
+    if mesh is None:
+        mesh = os.environ.get(MESH_VARIABLE) or named
     if mesh is None:
         sizes: Mapping[str, int] = {default_axis_names(1)[0]: topology.num_devices}
     else:
@@ -82,32 +86,40 @@ def make_plan(
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
     save_problem: str | os.PathLike[str] | None = None,
+    asked: Asked | None = None,
 ) -> PlanResult:
-    """Choose a sharding for every tensor; see `autoshard.plan` for the arguments.
+    """Choose a sharding for every tensor; see `autoshard.plan` for the arguments, `read_asked` for `asked`.
 
     `save_problem` writes the Problem whose bound is certified, in the contest's format.
     """
     phases = _Phases(progress)
     parsed = Topology.parse(topology)
-    chosen = choose_mesh(parsed, mesh)
     if memory_limit is None:
         memory_limit = parsed.usable_bytes
     if memory_limit <= 0:
         raise UserError(f"the memory limit is {memory_limit} bytes; it must be more than 0.")
-    _check_batch(program, chosen)
     phases.start("extract", "reading the program's ops and their sharding rules")
-    model = _model(program, chosen, memory_limit, phases)
+    graph = replace_names(read_graph(program.module), [a.name for a in program.arguments])
+    chosen = choose_mesh(parsed, mesh, program_mesh(graph, parsed.num_devices))
+    check_regions(graph, chosen)
+    _check_batch(program, chosen)
+    model = _model(program, graph, chosen, memory_limit, phases)
     groups = find_groups(program, model.graph, model.structure)
+    required = require(model, groups, asked or Asked())
     named = baselines(model, groups)
     phases.start(
         "solve", f"solving {len(model.nodes)} decisions with {sum(len(n.states) for n in model.nodes)} alternatives"
     )
     try:
-        found = search(model, named, memory_limit, time_limit, seed, phases.progress)
+        found = search(model, named, memory_limit, time_limit, seed, phases.progress, required)
     except Infeasible as error:
-        raise InfeasibleError(explain_infeasible(model, error.solution, memory_limit, time_limit, seed)) from error
+        said = explain_infeasible(model, error.solution, memory_limit, time_limit, seed, required)
+        raise InfeasibleError(said) from error
     phases.start("write", "writing the plan")
     plan = _plan(program, model, groups, found, found.best, memory_limit, seed)
+    if asked:
+        said = {"asked": asked.lines, "pinned": required.pinned}
+        plan = dataclasses.replace(plan, provenance=plan.provenance | said)
     others = {
         name: dataclasses.replace(_plan(program, model, groups, found, c, memory_limit, seed), baselines={})
         for name, c in found.baselines.items()
@@ -134,8 +146,7 @@ def _check_batch(program: Program, mesh: Mesh) -> None:
     )
 
 
-def _model(program: Program, mesh: Mesh, memory_limit: int, phases: _Phases) -> Model:
-    graph = replace_names(read_graph(program.module), [a.name for a in program.arguments])
+def _model(program: Program, graph: OpGraph, mesh: Mesh, memory_limit: int, phases: _Phases) -> Model:
     parameters = [t for t, a in zip(graph.arguments, program.arguments, strict=True) if a.role is Role.PARAMETER]
     ties = [
         (graph.results[a.result], t)
@@ -236,4 +247,4 @@ def _provenance(model: Model, found: Found, seed: int) -> dict[str, Any]:
         "alternatives": int(np.sum([len(n.states) for n in model.nodes])),
         "edges": len(model.moves),
         "bound_s": found.bound_s,
-    }
+    } | ({"said_by_program": said} if (said := said_by_program(model.graph)) else {})

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from autoshard.cost import Collectives, Compute, Mesh
-from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure
+from autoshard.graph import Cluster, FactorKind, Liveness, Op, OpClass, OpGraph, Structure
+from autoshard.plan._demands import Demand, allowed_states, axis_numbers, free_of, program_demands
+from autoshard.plan._hand import by_hand, own_collectives
 from autoshard.plan._handling import Handling, handling, inner_collectives
 from autoshard.plan._heavy import MOVES_ONLY, factor_states, heavy_seconds, heavy_states, result_states
 from autoshard.plan._model import EXPOSED, Channel, MemoryTerm, Model, Move, Node, Path, link_names
@@ -67,6 +69,9 @@ class _Pricer:
         self.updated = states | updates
         even = set(graph.arguments) | set(graph.results)
         self.even = self.clusters_of(even)
+        self.demands: dict[int, list[Demand]] = defaultdict(list)
+        for demand in program_demands(graph, structure, mesh):
+            self.demands[structure.cluster_of[demand.tensor]].append(demand)
 
     def clusters_of(self, tensors: Iterable[int]) -> set[int]:
         return {self.structure.cluster_of[t] for t in tensors} - {-1}
@@ -104,7 +109,9 @@ class _Pricer:
             if self.structure.cluster_of[tensor] >= 0:
                 buffers[self.structure.cluster_of[tensor]].append((tensor, start, stop))
         for cluster in self.structure.clusters:
-            states = enumerate_states(cluster.sizes, self.axes, cluster.blocked, cluster.id in self.even)
+            states = self.asked_states(
+                cluster, enumerate_states(cluster.sizes, self.axes, cluster.blocked, cluster.id in self.even)
+            )
             local = {t: self.local_bytes(cluster.id, states, t) for t in cluster.tensors}
             time: dict[Channel, Seconds] = {}
             for block, items in traffic[cluster.id].items():
@@ -117,6 +124,16 @@ class _Pricer:
             name = self.cluster_name(cluster.tensors)
             held = np.ones(len(states), dtype=bool)
             self.nodes.append(Node("cluster", cluster.id, states, held, time, memory, name))
+
+    def asked_states(self, cluster: Cluster, states: States) -> States:
+        """The states that keep what the program asks for; of demands that exclude each other the first ones."""
+        manual = {axis for t in cluster.tensors for axis in self.graph.tensors[t].manual}
+        kept = free_of(states, axis_numbers(self.mesh, sorted(manual)))
+        for demand in self.demands[cluster.id]:
+            narrower = kept & allowed_states(self.structure, states, demand)
+            if narrower.any():
+                kept = narrower
+        return states[kept]
 
     def cluster_name(self, tensors: Sequence[int]) -> str:
         arguments = [t for t in tensors if t in self.roles]
@@ -149,10 +166,12 @@ class _Pricer:
     def add_heavy(self, op: Op) -> None:
         backend = self.mesh.topology.backend
         states = heavy_states(self.graph, op, self.axes, backend)
+        states = states[by_hand(op, states, self.names)]
         trips = self.graph.trips(op.loop)
         seconds = heavy_seconds(self.graph, op, states, self.axes, self.compute) * trips
         time: dict[Channel, Seconds] = {(op.loop, "compute"): seconds}
         inner = tuple(inner_collectives(self.graph, op, states, self.axes, backend))
+        inner += own_collectives(self.graph, op, states, self.collectives)
         if inner:
             waits = [self.collectives.time(i.kind, tuple(self.names[a] for a in i.axes), i.size) for i in inner]
             needed = zip(inner, waits, strict=True)

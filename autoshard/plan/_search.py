@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.plan._asked import Required
 from autoshard.plan._baselines import Baseline
 from autoshard.plan._build import Allowed, Weights, build_problem
 from autoshard.plan._model import EXPOSED, Channel, Model
@@ -91,8 +92,13 @@ def search(
     time_limit: float,
     seed: int,
     progress: Callable[[str], None],
+    required: Required | None = None,
 ) -> Found:
-    """The best plan within the memory limit, never worse than the best baseline that fits."""
+    """The best plan within the memory limit that keeps what is `required`.
+
+    Never worse than the best baseline that fits and keeps it too. Baselines themselves are completed without it.
+    """
+    required = required or Required({}, {})
     start = clock.monotonic()
     weights: Weights = normalise(model, even_weights(model))
     named = {}
@@ -102,7 +108,7 @@ def search(
         candidate = complete(model, baseline, weights, memory_limit, share, seed)
         if candidate is not None:
             named[baseline.name] = candidate
-    fitting = [c for c in named.values() if c.fits]
+    fitting = [c for c in named.values() if c.fits and required.holds(c.choices)]
     best = min(fitting, key=_rank, default=None)
     bound, bound_problem, bound_solution = -1.0, None, None
     rounds = 0
@@ -112,12 +118,12 @@ def search(
             break
         hint = best.choices if best is not None else None
         share = max(2.0, left / (2 if rounds == 1 else 3))
-        problem, solution = _solve_within(model, weights, memory_limit, share, seed, hint)
+        problem, solution = _solve_within(model, weights, memory_limit, share, seed, hint, required.allowed)
         lower = solution.lower_bound * 1e-12
         if lower > bound or bound_problem is None:
             bound, bound_problem, bound_solution = lower, problem, solution
         candidate = make_candidate(model, "plan", solution, problem, memory_limit)
-        if candidate is None:
+        if candidate is None or not required.holds(candidate.choices):
             break
         if candidate.fits and (best is None or _rank(candidate) < _rank(best)):
             best = candidate

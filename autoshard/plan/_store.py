@@ -49,6 +49,12 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     return plan_from_json(text, str(path))
 
 
+def parameter_specs(plan: Plan | str | os.PathLike[str]) -> dict[str, Spec]:
+    """Specs of the parameters of a plan, or of a plan file, by name: what `pin_from` pins."""
+    plan = plan if isinstance(plan, Plan) else load_plan(plan)
+    return {name: spec for name, spec in plan.arguments.items() if plan.roles[name] == "parameter"}
+
+
 def plan_to_json(plan: Plan) -> str:
     """The plan as JSON text: the schema number first, all other keys sorted, arguments and results in order."""
     body = {field.name: getattr(plan, field.name) for field in dataclasses.fields(Plan)}

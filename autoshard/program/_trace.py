@@ -157,6 +157,8 @@ def _lower(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...
         try:
             return traced.lower()
         except ValueError as error:
+            if "lowering_platforms" in str(error):  # arguments on an abstract mesh: no devices to take one from
+                return traced.lower(lowering_platforms=("cpu",))
             if "interpret mode" not in str(error):
                 raise
             return traced.lower(lowering_platforms=("tpu",))  # its kernels exist for TPUs only
@@ -189,6 +191,10 @@ def _sharding_notes(lowered: Any) -> tuple[str, ...]:
         count = text.count(operation)
         if count:
             notes.append(f"The program itself holds {count} {said}; they are respected.")
+    signature = next((line for line in text.splitlines() if "func.func public @main" in line), "")
+    count = signature.partition(") -> ")[0].count("sdy.sharding =")
+    if count:
+        notes.append(f"The program itself says how {count} arguments are split; this is respected.")
     return tuple(notes)
 
 
@@ -210,7 +216,10 @@ def _abstract(leaf: Any, name: str) -> Any:
     if not jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     weak = bool(getattr(leaf, "weak_type", False))
-    return jax.ShapeDtypeStruct(tuple(int(size) for size in leaf.shape), dtype, weak_type=weak)
+    # A spec that was written down for a shape is meant; an array just is where it was made.
+    said = getattr(leaf, "sharding", None) if isinstance(leaf, jax.ShapeDtypeStruct) else None
+    said = said if isinstance(said, jax.sharding.NamedSharding) else None
+    return jax.ShapeDtypeStruct(tuple(int(size) for size in leaf.shape), dtype, weak_type=weak, sharding=said)
 
 
 def _aval(leaf: Any) -> tuple[tuple[int, ...], str]:

@@ -56,7 +56,7 @@ def test_the_check_catches_a_wrong_program(mlp, monkeypatch: pytest.MonkeyPatch)
     import autoshard.exec._measure as room
 
     right = room._run_unplanned
-    monkeypatch.setattr(room, "_run_unplanned", lambda program, args: [a * 1.001 for a in right(program, args)])
+    monkeypatch.setattr(room, "_run_unplanned", lambda *args: [a * 1.001 for a in right(*args)])
     measured = measure(mlp, handmade(mlp, MESH, TENSOR_PARALLEL), steps=1, warmup=0, check=True)
     assert measured.check is not None and not measured.check.passed
     assert measured.check.max_rel_diff == pytest.approx(1e-3, rel=0.01)

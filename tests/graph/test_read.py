@@ -9,6 +9,7 @@ from jax import lax
 
 from autoshard.graph import FactorKind, OpClass, analyse, build_structure, read_graph, replace_names
 from autoshard.graph._read import parse_type
+from autoshard.graph._shardings import parse_shardings
 from tests.graph import programs as made
 from tests.graph.programs import f32, graph_of, ops
 
@@ -239,14 +240,69 @@ def test_chlo_ops_have_rules() -> None:
     assert graph.without_rule == ()
 
 
-def test_constraints_of_the_program_are_kept_apart() -> None:
+def test_a_constraint_is_a_tensor_of_its_own() -> None:
     mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
+    sharding = jax.sharding.NamedSharding(
+        mesh, jax.sharding.PartitionSpec("a", jax.sharding.PartitionSpec.UNCONSTRAINED)
+    )
     graph = graph_of(lambda x: lax.with_sharding_constraint(jnp.sin(x), sharding) * 2, f32(8, 4))
     (constraint,) = graph.constraints
-    assert constraint.tensor == ops(graph, "sine")[0].results[0]
-    assert '{"a"}' in constraint.text
-    assert not ops(graph, "sharding_constraint")
+    (op,) = ops(graph, "sharding_constraint")
+    assert op.operands == ops(graph, "sine")[0].results and op.results == (constraint.tensor,)
+    assert [[use.name for use in dim] for dim in constraint.sharding.dims] == [["a"], []]
+    assert constraint.sharding.open == (False, True) and constraint.sharding.mesh == (("a", 8),)
+    assert constraint.where.startswith("with_sharding_constraint at test_read.py:")
+    structure = build_structure(graph)
+    ends = {structure.cluster_of[t] for t in (*op.operands, *op.results, *graph.results)}
+    assert len(ends) == 3, "what goes in, what the program asks for and what is made of it are decided apart"
+
+
+def test_a_constraint_on_an_argument_that_nothing_else_uses_is_the_arguments_own() -> None:
+    mesh = jax.sharding.AbstractMesh((8,), ("a",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
+    graph = graph_of(lambda x: lax.with_sharding_constraint(x, sharding) * 2, f32(8, 4))
+    (constraint,) = graph.constraints
+    assert constraint.tensor == graph.arguments[0] and not ops(graph, "sharding_constraint")
+
+
+def test_regions_by_hand_are_read_through() -> None:
+    mesh = jax.sharding.AbstractMesh((4, 2), ("a", "b"))
+    spec = jax.sharding.PartitionSpec
+    body = jax.shard_map(
+        lambda x: lax.psum(x, "b") @ jnp.ones((4, 3)), mesh=mesh, in_specs=spec("a", None), out_specs=spec("a", None),
+        check_vma=False,
+    )  # fmt: skip
+    graph = graph_of(lambda x: body(jnp.sin(x)), f32(8, 4))
+    (region,) = graph.regions
+    assert region.axes == ("a", "b") and region.mesh == (("a", 4), ("b", 2))
+    (enter,), (leave,), (total,) = (ops(graph, kind) for kind in ("shard_map_in", "shard_map_out", "all_reduce"))
+    assert [graph.tensors[t].shape for t in (*enter.operands, *enter.results)] == [(8, 4), (2, 4)]
+    assert [graph.tensors[t].shape for t in (*leave.operands, *leave.results)] == [(2, 3), (8, 3)]
+    assert enter.fixed == ((0, ("a",)),) and set(enter.manual) == {"a", "b"}
+    assert total.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert graph.tensors[total.results[0]].manual == ("a", "b") and not graph.tensors[leave.results[0]].manual
+    assert graph.without_rule == ()
+
+
+@pytest.mark.parametrize(
+    "text, dims, open_, whole",
+    [
+        ('#sdy.sharding<@mesh, [{"a"}, {}]>', [["a"], []], (False, False), []),
+        ('#sdy.sharding<@mesh, [{"a", "b", ?}p1, {?}], replicated={"c"}>', [["a", "b"], []], (True, True), ["c"]),
+        ("#sdy.sharding<@mesh, []>", [], (), []),
+    ],
+)
+def test_shardings_are_read_from_their_text(text: str, dims: list, open_: tuple, whole: list) -> None:
+    (sharding,) = parse_shardings(text, {"mesh": (("a", 2), ("b", 2), ("c", 2))})
+    assert [[use.name for use in dim] for dim in sharding.dims] == dims
+    assert sharding.open == open_ and [use.name for use in sharding.whole] == whole
+    two = parse_shardings(f"#sdy.sharding_per_value<[{text[13:]}, {text[13:]}]>", {})
+    assert [one.dims for one in two] == [sharding.dims] * 2
+
+
+def test_parts_of_axes_are_read() -> None:
+    (sharding,) = parse_shardings('#sdy.sharding<@mesh, [{"a":(2)4}]>', {})
+    assert sharding.dims[0][0].part == (2, 4)
 
 
 # What has no rule

@@ -11,6 +11,7 @@ import optax
 from numpy.typing import NDArray
 
 from autoshard.cost import Topology, make_mesh
+from autoshard.graph import read_graph, replace_names
 from autoshard.plan._groups import Groups, find_groups
 from autoshard.plan._make import PlanResult, _model, _Phases, make_plan
 from autoshard.plan._model import Model
@@ -102,7 +103,9 @@ def model(name: str, topology: str = "cpu:8", mesh: str = "data=4,model=2", limi
 def _built(name: str, topology: str, mesh: str, limit: int | None) -> Model:
     parsed = Topology.parse(topology)
     sizes = {name: int(size) for name, _, size in (part.partition("=") for part in mesh.split(","))}
-    return _model(program(name), make_mesh(parsed, sizes), limit or parsed.usable_bytes, _Phases(None))
+    source = program(name)
+    graph = replace_names(read_graph(source.module), [a.name for a in source.arguments])
+    return _model(source, graph, make_mesh(parsed, sizes), limit or parsed.usable_bytes, _Phases(None))
 
 
 def groups(built: Model) -> Groups:

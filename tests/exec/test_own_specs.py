@@ -1,0 +1,252 @@
+"""Programs that fix specs themselves: constraints, arguments with shardings, regions by hand. Planned and run."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autoshard.errors import UserError
+from autoshard.exec import measure
+from autoshard.plan import PlanResult, Spec, make_plan
+from autoshard.program import Program, trace
+
+
+SIZES, NAMES = (4, 2), ("data", "model")
+
+
+def concrete() -> Any:
+    return jax.make_mesh(SIZES, NAMES, axis_types=(AxisType.Auto,) * 2)
+
+
+def abstract() -> Any:
+    return AbstractMesh(SIZES, NAMES)
+
+
+def f32(*shape: int, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+
+def sgd(loss: Any) -> Any:
+    def step(params: Any, x: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+    return step
+
+
+def constrained(mesh: Any) -> Any:
+    """An MLP, its hidden value with one dim left open."""
+
+    def loss(params: Any, x: Any) -> Any:
+        hidden = x @ params["up"] if mesh is None else constrain(mesh, x @ params["up"], "data", P.UNCONSTRAINED)
+        return ((jnp.tanh(hidden) @ params["down"]) ** 2).mean()
+
+    return sgd(loss), ({"up": f32(64, 128), "down": f32(128, 64)}, f32(32, 64))
+
+
+def constrain(mesh: Any, value: Any, *spec: Any) -> Any:
+    return value if mesh is None else lax.with_sharding_constraint(value, NamedSharding(mesh, P(*spec)))
+
+
+def scanned(mesh: Any) -> Any:
+    """Weights gathered layer by layer, a carried value with a spec."""
+
+    def loss(stack: Any, x: Any) -> Any:
+        def layer(hidden: Any, weight: Any) -> Any:
+            weight = constrain(mesh, weight, None, "model")
+            return constrain(mesh, jnp.tanh(hidden @ weight), "data", None), None
+
+        return (lax.scan(layer, constrain(mesh, x, "data"), stack)[0] ** 2).mean()
+
+    return sgd(loss), (f32(4, 64, 64), f32(32, 64))
+
+
+def by_hand(mesh: Any) -> Any:
+    """A tensor parallel layer with its own sum, inside a program that is not split by hand."""
+
+    def inner(hidden: Any, down: Any) -> Any:
+        return hidden @ down
+
+    def summed(hidden: Any, down: Any) -> Any:
+        return lax.psum(hidden @ down, "model")
+
+    def loss(params: Any, x: Any) -> Any:
+        body = inner
+        if mesh is not None:
+            specs = (P("data", "model"), P("model", None))
+            body = jax.shard_map(summed, mesh=mesh, in_specs=specs, out_specs=P("data", None))
+        return (body(jnp.tanh(x @ params["up"]), params["down"]) ** 2).mean()
+
+    return sgd(loss), ({"up": f32(64, 128), "down": f32(128, 64)}, f32(32, 64))
+
+
+def partly_by_hand(mesh: Any) -> Any:
+    """Data parallel by hand, a scan inside, the other axis free."""
+
+    def gradients(stack: Any, x: Any) -> Any:
+        def loss(stack: Any) -> Any:
+            hidden = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack)[0]
+            return (hidden**2).mean()
+
+        found = jax.value_and_grad(loss)(stack)
+        return found if mesh is None else lax.pmean(found, "data")
+
+    def step(stack: Any, x: Any) -> Any:
+        body = gradients
+        if mesh is not None:
+            body = jax.shard_map(
+                gradients, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}, check_vma=False
+            )
+        value, gradient = body(stack, x)
+        return value, stack - 0.1 * gradient
+
+    return step, (f32(4, 64, 64), f32(32, 64))
+
+
+def shifted(mesh: Any) -> Any:
+    """Every kind of collective that a region may hold."""
+
+    def body(x: Any) -> Any:
+        x = lax.ppermute(x, "data", [(i, (i + 1) % 4) for i in range(4)])
+        whole = lax.all_gather(x, "model", axis=1, tiled=True)
+        part = lax.psum_scatter(whole, "model", scatter_dimension=1, tiled=True)
+        return lax.all_to_all(part, "model", 1, 0, tiled=True) * lax.axis_index("data")
+
+    return jax.shard_map(body, mesh=mesh, in_specs=P("data", "model"), out_specs=P(("data", "model"), None)), (
+        f32(16, 16),
+    )
+
+
+PROGRAMS = {made.__name__: made for made in (constrained, scanned, by_hand, partly_by_hand)}
+
+
+@functools.cache
+def planned(name: str, kind: str) -> tuple[Program, PlanResult]:
+    mesh = concrete() if kind == "concrete" else abstract()
+    fn, args = PROGRAMS[name](mesh)
+    program = trace(fn, args, name=name)
+    return program, make_plan(program, topology="cpu:8")
+
+
+@pytest.mark.parametrize("kind", ["concrete", "abstract"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_planned_equals_the_same_written_without_a_mesh(name: str, kind: str) -> None:
+    program, made = planned(name, kind)
+    assert made.plan.mesh == {"data": 4, "model": 2}, "the program's own mesh"
+    values = program.make_args(0)  # type: ignore[misc]
+    fn, _ = PROGRAMS[name](None)
+    wanted = jax.jit(fn)(*values)
+    found = made.plan.jit(program.fn)(*values)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_was_predicted_is_what_is_compiled(name: str) -> None:
+    program, made = planned(name, "abstract")
+    measured = measure(program, made.plan, steps=1, warmup=0, check=True)
+    assert measured.check is not None and measured.check.passed
+    for axis, predicted in measured.wire_predicted.items():
+        assert measured.wire_compiled.get(axis, 0) == pytest.approx(predicted, rel=0.02, abs=128), axis
+
+
+def test_a_regions_own_collectives_are_priced_on_their_axes() -> None:
+    _, made = planned("by_hand", "abstract")
+    (total,) = [c for c in made.plan.prediction.collectives if c.axes == ("model",)]
+    assert (total.kind, total.count, total.wire_bytes) == ("all-reduce", 1, 8 * 64 * 4)
+    (said,) = made.plan.provenance["said_by_program"]
+    assert said.startswith("shard_map at test_own_specs.py:") and said.endswith(": by hand over data, model")
+
+
+def test_every_kind_of_collective_is_priced() -> None:
+    fn, args = shifted(abstract())
+    made = make_plan(trace(fn, args), topology="cpu:8")
+    found = {c.kind: (c.axes, c.wire_bytes) for c in made.plan.prediction.collectives}
+    tile = 4 * 8 * 4
+    assert found["collective-permute"] == (("data",), tile)
+    assert found["all-gather"] == found["reduce-scatter"] == (("model",), tile)
+    assert found["all-to-all"] == (("model",), tile // 2)
+
+
+def test_the_constrained_value_has_the_spec_it_asks_for() -> None:
+    _, made = planned("constrained", "abstract")
+    pins = [pin.spec for pin in made.plan.pins if pin.operand is None and "sharding_constraint" in pin.name]
+    assert pins and all(spec.dims[0] == ("data",) for spec in pins)
+
+
+def test_shardings_of_arguments_hold() -> None:
+    own = NamedSharding(abstract(), P(None, "data"))
+    program = trace(lambda x, w: jnp.tanh(x @ w), (f32(16, 32, sharding=own), f32(32, 64)))
+    assert program.notes == ("The program itself says how 1 arguments are split; this is respected.",)
+    plan = make_plan(program, topology="cpu:8").plan
+    assert plan.arguments["x"] == Spec(((), ("data",)))
+
+
+def test_shardings_given_to_jit_hold() -> None:
+    def own(*spec: Any) -> Any:
+        return NamedSharding(concrete(), P(*spec))
+
+    fn = jax.jit(lambda x, w: x @ w, in_shardings=(own("model"), own(None, "data")), out_shardings=own(None, "data"))
+    plan = make_plan(trace(fn, (f32(16, 32), f32(32, 64))), topology="cpu:8").plan
+    assert plan.arguments == {"x": Spec((("model",), ())), "w": Spec(((), ("data",)))}
+    assert plan.results == {"result": Spec(((), ("data",)))}
+
+
+def test_another_mesh_may_have_the_same_axes() -> None:
+    fn, args = constrained(abstract())
+    plan = make_plan(trace(fn, args), topology="cpu:8", mesh="model=4,data=2").plan
+    assert plan.mesh == {"model": 4, "data": 2}
+    assert ("data",) in {pin.spec.dims[0] for pin in plan.pins if pin.name.endswith("sharding_constraint")}
+
+
+@pytest.mark.parametrize(
+    "make, mesh, said",
+    [
+        (
+            lambda: lambda x: constrain(AbstractMesh((8,), ("expert",)), x * 2, "expert"),
+            "data=8",
+            r"with_sharding_constraint at test_own_specs.py:\d+ names the axis `expert`, but the mesh has data=8: "
+            "plan with a --mesh that has `expert`, or change the program.",
+        ),
+        (
+            lambda: (
+                lambda x: jax.shard_map(
+                    lambda v: v * 2, mesh=AbstractMesh((8,), ("expert",)), in_specs=P("expert"), out_specs=P("expert")
+                )(x)
+            ),
+            "data=8",
+            r"shard_map at test_own_specs.py:\d+ names the axis `expert`, but the mesh has data=8: plan with --mesh "
+            "expert=8, or change the program.",
+        ),
+        (
+            lambda: (
+                lambda x: jax.shard_map(lambda v: v * 2, mesh=abstract(), in_specs=P("data"), out_specs=P("data"))(x)
+            ),
+            "data=2,model=4",
+            r"shard_map at test_own_specs.py:\d+ is written for the mesh data=4,model=2, but the mesh of the plan is "
+            "data=2,model=4: plan with --mesh data=4,model=2.",
+        ),
+        (
+            lambda: lambda x: constrain(abstract(), x * 2, ("model", "data")),
+            "data=4,model=2",
+            r"with_sharding_constraint at test_own_specs.py:\d+ splits dim 0 over model, data in this order, but the "
+            "mesh is data=4,model=2: axes that split one dim must stand in the mesh's order, so plan with "
+            "--mesh model=2,data=4.",
+        ),
+        (
+            lambda: lambda x: constrain(abstract(), x * 2, None, "model"),
+            "data=1,model=8",
+            r"with_sharding_constraint at test_own_specs.py:\d+ splits dim 1 of \[16, 4\] over model = 8, which does "
+            "not divide 4: take axes whose sizes do, or leave the dim whole.",
+        ),
+    ],
+)
+def test_what_cannot_hold_is_said(make: Any, mesh: str, said: str) -> None:
+    with pytest.raises(UserError, match=f"^{said}$"):
+        make_plan(trace(make(), (f32(16, 4),)), topology="cpu:8", mesh=mesh)
