@@ -24,3 +24,4 @@ from autoshard.graph._records import OpGraph as OpGraph
 from autoshard.graph._records import Rule as Rule
 from autoshard.graph._records import Sharding as Sharding
 from autoshard.graph._records import Tensor as Tensor
+from autoshard.graph._rotate import ROTATE as ROTATE

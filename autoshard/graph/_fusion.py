@@ -75,7 +75,8 @@ def analyse(graph: OpGraph, kept: Collection[int] = (), updates: Mapping[int, in
                 reach[tensor] = frozenset()
             continue
         if op.kind == "dynamic_slice" and op.op_class is OpClass.LAYER:
-            bases[op.results[0]] = reach.get(op.operands[0], frozenset())
+            whole = reach.get(op.operands[0], frozenset())
+            bases[op.results[0]] = frozenset().union(*(bases.get(t, (t,)) for t in whole))  # a slice of a slice
             reach[op.results[0]] = frozenset(op.results)
             continue
         if op.id in passing:

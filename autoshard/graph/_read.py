@@ -24,6 +24,7 @@ from autoshard.graph._records import (
     Sharding,
     Tensor,
 )
+from autoshard.graph._rotate import Cut, join_rolls
 from autoshard.graph._rules import parse_rule
 from autoshard.graph._shardings import parse_axes, parse_mesh, parse_shardings
 
@@ -40,6 +41,12 @@ _GENERATED = frozenset({"constant", "iota", "partition_id"})
 _ALIASES = frozenset({"optimization_barrier", "propagation_barrier"})
 _CONSTRAINTS = frozenset({"sharding_constraint", "reshard"})
 _REDUCERS = frozenset({"reduce"})
+_CUTS = {
+    "slice": ("start_indices", "limit_indices", "strides"),
+    "pad": ("edge_padding_low", "edge_padding_high", "interior_padding"),
+    "concatenate": ("dimension",),
+}
+"""Attributes that say what a slice, pad or concatenation does."""
 _RESHAPES = frozenset({"reshape", "broadcast_in_dim"})
 
 
@@ -70,14 +77,17 @@ class _Reader:
         self.constants: dict[int, int] = {}
         self.number = -1
         self.hash = ""
+        self.cuts: dict[int, Cut] = {}
         self.meshes: dict[str, tuple[tuple[str, int], ...]] = {}
         self.manual: tuple[str, ...] = ()
         self.regions: list[Manual] = []
 
     def graph(self) -> OpGraph:
         loops = tuple(loop for loop in self.loops if loop is not None)
+        returned = set(self.results) | {t for loop in loops for c in loop.carries for t in (c.init, c.update)}
+        ops = join_rolls(self.ops, self.tensors, self.cuts, returned)
         return OpGraph(
-            tuple(self.tensors), tuple(self.ops), loops, tuple(self.arguments), tuple(self.results),
+            tuple(self.tensors), tuple(ops), loops, tuple(self.arguments), tuple(self.results),
             tuple(self.constraints), tuple(self.without_rule), self.hash, tuple(self.regions),
         )  # fmt: skip
 
@@ -254,6 +264,8 @@ class _Reader:
             op_class = OpClass.HEAVY if kind in COLLECTIVES else op_class
             if rule is None and any(self.tensors[t].elements > 1 for t in (*operands, *results)):
                 self.without_rule.append(op_id)
+        if kind in _CUTS and all(name in op.attributes for name in _CUTS[kind]):
+            self.cuts[op_id] = tuple(_integers(str(op.attributes[name])) for name in _CUTS[kind])
         zeros = str(op.attributes["lhs_dilation"]).partition(":")[2] if "lhs_dilation" in op.attributes else ""
         dilation = math.prod(int(n) for n in re.findall(r"\d+", zeros))
         flops = op_flops(kind, rule, [self.tensors[t] for t in operands], [self.tensors[t] for t in results], dilation)
@@ -339,6 +351,12 @@ class _Reader:
             if carried[k] in terms and step:
                 return max(0, -(-(bound[1] - self.constants[init]) // step))
         return None
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    """The numbers of `array<i64: 3, 0>` or `0 : i64`."""
+    body = text.partition(":")[2] if text.startswith("array") else text.partition(":")[0]
+    return tuple(int(n) for n in re.findall(r"-?\d+", body))
 
 
 def _place(what: str, op: Any) -> str:

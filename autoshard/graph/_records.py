@@ -88,6 +88,10 @@ class Op:
     """Axes that the program itself has split the op over: they may split `fixed` factors only."""
     fixed: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """(factor, axes that split it and nothing else) where a region by hand begins or ends."""
+    seats: tuple[tuple[int, int], ...] = ()
+    """Of an op made of several: (number of the op in the module, operand) of every use of its one operand."""
+    shift: int = 0
+    """Of a `rotate`: by how many places."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

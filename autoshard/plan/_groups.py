@@ -3,7 +3,7 @@
 import dataclasses
 import re
 
-from autoshard.graph import OpGraph, Structure
+from autoshard.graph import ROTATE, FactorKind, OpGraph, Structure
 from autoshard.program import Program, Role
 
 
@@ -124,6 +124,7 @@ def _describe(
     batch = data[0][0] if data else None
     sequence = next((g[1] for g in data if len(g) > 1 and g[1] is not None and g[1] not in holders), None)
     # Two matrices share the inner dim of an MLP too; a stream is shared by more, or comes in with the data.
+    shifted = _shifted(graph, structure, of_factor)
     streams = [g for g in weight if matrices[g] > 2 or any(g in groups for groups in data)]
     hidden = max(streams, key=lambda g: (weight[g], -g), default=None)
     if hidden is not None and weight[hidden] < 0.6 * matrix_bytes:
@@ -136,9 +137,23 @@ def _describe(
             names[group] = "sequence"
         elif group == hidden:
             names[group] = "hidden"
+        elif group in shifted and group in holders:
+            names[group] = "stage"
         else:
             names[group] = _hint([program.arguments[p].name for p in holders.get(group, [])])
     return Groups(of_factor, sizes, names, {g: tuple(p) for g, p in holders.items()}, batch, sequence, hidden)
+
+
+def _shifted(graph: OpGraph, structure: Structure, of_factor: dict[tuple[int, int], int]) -> set[int]:
+    """Groups of dims that are rolled: a stage's result goes to the next, in a program written as a pipeline."""
+    found = set()
+    for op in graph.ops:
+        if op.kind == ROTATE and op.rule is not None:
+            tensor = op.operands[0]
+            dim = op.rule.kinds.index(FactorKind.PERMUTATION)
+            if structure.cluster_of[tensor] >= 0 and structure.dims_of[tensor][dim] >= 0:
+                found.add(of_factor[(structure.cluster_of[tensor], structure.dims_of[tensor][dim])])
+    return found
 
 
 def _hint(names: list[str]) -> str:

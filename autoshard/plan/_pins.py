@@ -133,6 +133,6 @@ def _operand_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
                 if a == b:
                     continue
                 for spec in _specs(model, iter([*gather_stages(a, b, model.collectives), b]), rank):
-                    where = (op.number, op.operand_numbers[k])
                     record = model.graph.tensors[tensor]
-                    yield Pin(*record.value, spec, where, record.name)
+                    for where in op.seats or ((op.number, op.operand_numbers[k]),):
+                        yield Pin(*record.value, spec, where, record.name)

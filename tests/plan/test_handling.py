@@ -70,6 +70,11 @@ def add_rows(x: Any, i: Any, u: Any) -> Any:
     return x.at[i].add(u, mode="promise_in_bounds")
 
 
+def rolled_back(x: Any) -> Any:
+    """The gradient of a roll, as JAX writes it."""
+    return jax.linear_transpose(lambda x: jnp.roll(x, 1, 0), x)(x)[0]
+
+
 def rows(x: Any, i: Any) -> Any:
     return x.at[i].get(mode="promise_in_bounds")
 
@@ -122,6 +127,13 @@ CASES = [
     Case("scatter, table", "scatter", set_rows, ROWS, 0, 0, P, LOCAL),
     Case("sort, along", "sort", lambda x: lax.sort(x, dimension=1), (X,), 0, 1, N, GATHERED),
     Case("sort, across", "sort", lambda x: lax.sort(x, dimension=1), (X,), 0, 0, P, LOCAL),
+    Case("roll, along", "rotate", lambda x: jnp.roll(x, 1, 1), (X,), 0, 1, M, SWAP),
+    Case("roll far, along", "rotate", lambda x: jnp.roll(x, 11, 1), (X,), 0, 1, M, SWAP),
+    Case("roll back, along", "rotate", lambda x: jnp.roll(x, -1, 1), (X,), 0, 1, M, SWAP),
+    Case("roll, across", "rotate", lambda x: jnp.roll(x, 1, 1), (X,), 0, 0, P, LOCAL),
+    Case("stages", "rotate", lambda x: jnp.roll(x, 1, 0), (f32(8, 16),), 0, 0, M, SWAP),
+    Case("stages, back", "rotate", rolled_back, (f32(8, 16),), 0, 0, M, SWAP),
+    Case("roll's gradient", "rotate", rolled_back, (f32(16, 16),), 0, 0, M, SWAP),
     Case("reverse, along", "reverse", lambda x: lax.rev(x, (1,)), (X,), 0, 1, M, SWAP),
     Case("reverse, across", "reverse", lambda x: lax.rev(x, (1,)), (X,), 0, 0, P, LOCAL),
     Case("top_k, along", "top_k", lambda x: lax.top_k(x, 8), (X,), 0, 1, N, GATHERED),
