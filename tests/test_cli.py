@@ -15,7 +15,7 @@ from autoshard.cli._parser import build_parser
 
 PROGRAM = {
     *("--batch", "--dtype", "--entry", "--image", "--infer", "--optimizer", "--param-dtype", "--remat", "--seq"),
-    *("--cache", "--capacity-factor", "--serve", "--state-dtype", "--train"),
+    *("--cache", "--capacity-factor", "--roles", "--serve", "--state-dtype", "--train"),
 }
 PLANNING = {
     *("--axis-only", "--forbid", "--memory-limit", "--mesh", "--pin", "--pin-from", "--replicate"),
@@ -72,6 +72,8 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         ("plan x.py --topology cpu:8 --time-limit nan", "argument --time-limit: 'nan' is not a positive number of"),
         ("plan x.py --topology cpu:8 --memory-limit 1G", "argument --memory-limit: '1G' is not a positive number of"),
         ("plan x.py --topology cpu:8 --capacity-factor 0", "argument --capacity-factor: '0' is not a positive number"),
+        ("plan x.py --topology cpu:8 --roles params", "argument --roles: 'params' is not NAME=ROLE, such as"),
+        ("plan x.py --topology cpu:8 --roles a5-a2=batch", "argument --roles: 'a5-a2' ends before it begins"),
         ("plan x.py --topology cpu:8 --serve chat", "argument --serve: invalid choice: 'chat'"),
         ("plan x.py --topology cpu:8 --train --infer", "argument --infer: not allowed with argument --train"),
         ("plan x.py --topology cpu:8 --out no/where.json", "where.json: the directory "),
@@ -309,6 +311,9 @@ def test_report_of_a_saved_plan(folder: Path):
         ("plan step.py --topology cpu:8 --mesh data=3", "mesh data=3 = 3, but cpu:8 has 8 devices; they must be equal"),
         ("plan step.py --topology cpu:8 --batch 8", "`--batch` only apply to `hf:CONFIG`"),
         ("plan step.py --topology cpu:8 --serve decode", "`--serve` only apply to `hf:CONFIG`"),
+        ("plan step.py --topology cpu:8 --roles paras=parameter", "roles: no argument is called `paras` or starts"),
+        ("plan step.py --topology cpu:8 --roles x=batches", "roles: `x` is given the role `batches`, which does not"),
+        ("plan hf:llama-tiny --topology cpu:8 --roles x=batch", "`--roles` is for files; the roles of `hf:llama-tiny`"),
         ("plan hf:llama-tiny --topology cpu:8 --cache 8", "--cache is for serving; add --serve prefill or --serve"),
         ("plan step.py --topology cpu:8 --memory-limit 0.00001", "no plan fits into 10.49 KiB per device: the least"),
         ("report none.json", "cannot read the plan file none.json"),

@@ -255,7 +255,7 @@ def _open(arguments: argparse.Namespace, progress: "Progress", topology: str | N
     names = ("train", "batch", "seq", "image", "dtype", "param_dtype", "state_dtype", "remat", "optimizer")
     names += ("serve", "cache", "capacity_factor")
     options = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    return open_source(arguments.program, entry=arguments.entry, **options)
+    return open_source(arguments.program, entry=arguments.entry, roles=arguments.roles, **options)
 
 
 def _start_devices(topology: "Topology") -> None:

@@ -7,6 +7,7 @@ and `autoshard --help` must not wait for imports.
 import argparse
 import contextlib
 import difflib
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -173,6 +174,13 @@ def _command(
 def _add_program(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("program", metavar="PROGRAM", help="model.py, step.mlir or hf:CONFIG, see below")
     parser.add_argument("--entry", default="program", metavar="NAME", help="name in model.py (default: program)")
+    parser.add_argument(
+        "--roles",
+        type=_roles,
+        metavar="NAME=ROLE,...",
+        help="what arguments are for where a file does not say: parameter, optimizer_state, batch or other, by name, "
+        "start of names, or arg0-arg7",
+    )
     group = parser.add_argument_group("for hf:CONFIG")
     mode = group.add_mutually_exclusive_group()
     mode.add_argument("--train", action="store_true", default=None, help="a training step: loss, backward, optimizer")
@@ -249,6 +257,24 @@ def _tolerance(text: str) -> float:
         if 0 <= (value := float(text)) < float("inf"):
             return value
     raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
+
+
+def _roles(text: str) -> dict[str, str]:
+    """`params=parameter,arg3-arg5=batch` by name; what the roles are called is checked where they are used."""
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        names, equals, role = (piece.strip() for piece in part.partition("="))
+        if not names or not equals or not role:
+            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=ROLE, such as params=parameter")
+        span = re.fullmatch(r"(.*?)(\d+)-\1(\d+)", names)
+        if span is None:
+            found[names] = role
+            continue
+        first, last = int(span[2]), int(span[3])
+        if first > last:
+            raise argparse.ArgumentTypeError(f"{names!r} ends before it begins")
+        found |= {f"{span[1]}{number}": role for number in range(first, last + 1)}
+    return found
 
 
 def _factor(text: str) -> float:

@@ -1,9 +1,18 @@
-"""The only room that touches jaxlib's MLIR bindings: parsing, inlining, numbering, pinning, propagating.
+"""The only room that touches jaxlib's MLIR bindings: reading, inlining, numbering, pinning, propagating.
 
 Nothing here knows costs or strategies. Positions of ops are those of `number_ops`; they are equal for the
 sharded and the unsharded lowering of one program, which `structure_hash` proves.
 """
 
+from autoshard.mlir._files import Entry as Entry
+from autoshard.mlir._files import argument_names as argument_names
+from autoshard.mlir._files import donated as donated
+from autoshard.mlir._files import first_line as first_line
+from autoshard.mlir._files import hlo_text_to_proto as hlo_text_to_proto
+from autoshard.mlir._files import hlo_to_stablehlo as hlo_to_stablehlo
+from autoshard.mlir._files import read_file_module as read_file_module
+from autoshard.mlir._files import take_entry as take_entry
+from autoshard.mlir._files import to_portable as to_portable
 from autoshard.mlir._inline import inline_calls as inline_calls
 from autoshard.mlir._inline import replace_body as replace_body
 from autoshard.mlir._module import location_name as location_name
@@ -35,3 +44,6 @@ from autoshard.mlir._shardings import read_shardings as read_shardings
 from autoshard.mlir._shardings import set_aliases as set_aliases
 from autoshard.mlir._shardings import set_shardings as set_shardings
 from autoshard.mlir._shardings import sharding_attribute as sharding_attribute
+from autoshard.mlir._uses import Use as Use
+from autoshard.mlir._uses import argument_uses as argument_uses
+from autoshard.mlir._uses import updated_arguments as updated_arguments

@@ -1,22 +1,19 @@
 """Programs that are files: StableHLO as text or bytecode, `jax.export` artifacts, HLO protos and dumps."""
 
-import importlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from autoshard import mlir
 from autoshard.errors import UserError
 from autoshard.program import _roles
-from autoshard.program._program import Program
+from autoshard.program._program import Program, Role
 from autoshard.program._trace import trace
 
 
 SUFFIXES = (".mlir", ".stablehlo", ".mlirbc", ".bc", ".jax_export", ".jaxexport", ".export", ".pb", ".hlo", ".txt")
 """Endings of files that are read here; what a file holds is told from its content."""
-
-_TYPES = {"i1": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
-_TYPES |= {f"{mark}i{n}": f"{kind}{n}" for mark, kind in (("", "int"), ("u", "uint")) for n in (8, 16, 32, 64)}
 
 
 def load_artifact(path: str | Path, *, roles: _roles.Roles | None = None) -> Program:
@@ -47,11 +44,6 @@ def load_artifact(path: str | Path, *, roles: _roles.Roles | None = None) -> Pro
     return _from_export(data, file, roles)
 
 
-def _module(name: str) -> Any:
-    """A module of jax that is no public interface; every use of one in this room goes through here."""
-    return importlib.import_module(name)
-
-
 def _text(data: bytes) -> str | None:
     try:
         text = data.decode()
@@ -66,52 +58,33 @@ def _hlo_proto(text: str, file: Path) -> bytes:
             f"`{file}` is an HLO dump taken after optimisation; give the one before it, with `before_optimizations` "
             "in its name."
         )
-    try:
-        return _module("jaxlib._hlo").hlo_module_from_text(text).as_serialized_hlo_module_proto()
-    except Exception as error:  # XLA's parser raises many types
-        raise UserError(f"`{file}` is not a readable HLO module: {_first_line(error)}.") from error
+    return mlir.hlo_text_to_proto(text, str(file))
 
 
 def _from_hlo(proto: bytes, file: Path, roles: _roles.Roles | None) -> Program:
-    try:
-        module = _module("jaxlib._jax").mlir.hlo_to_stablehlo(proto)
-    except Exception as error:  # XLA's converter raises many types
-        raise UserError(f"`{file}` does not convert from HLO to StableHLO: {_first_line(error)}.") from error
-    return _from_module(module, file, roles)
+    return _from_module(mlir.hlo_to_stablehlo(proto, str(file)), file, roles)
 
 
 def _from_module(source: bytes | str, file: Path, roles: _roles.Roles | None) -> Program:
     """Wrap a module as a callable by way of `jax.export`'s own record, and trace that."""
     import jax
     from jax import export
+    from jax.core import ShapedArray
 
-    jax_mlir = _module("jax._src.interpreters.mlir")
-    array = _module("jax.core").ShapedArray
-    with jax_mlir.make_ir_context() as context:
-        try:
-            if isinstance(source, bytes) and b"StableHLO_v" in source[:64]:
-                module = _module("jaxlib._jax").mlir.deserialize_portable_artifact(source, context)
-            else:
-                module = jax_mlir.ir.Module.parse(source)
-        except Exception as error:  # MLIR raises its own types
-            raise UserError(f"`{file}` is not a readable StableHLO module: {_first_line(error)}.") from error
-        main = _main_of(module, file)
-        kinds = main.type
-        ins = [_abstract(kind, f"argument {i}", file) for i, kind in enumerate(kinds.inputs)]
-        outs = [_abstract(kind, f"result {i}", file) for i, kind in enumerate(kinds.results)]
-        names = _argument_names(main, len(ins))
-        aliases, dropped = _take_attributes(main, len(ins), jax_mlir.ir)
-        aliases.update(_module_aliases(module))
-        if "mhlo.fusion" in str(module):
-            raise UserError(f"`{file}` holds fusions: it was dumped after optimisation; give the module before it.")
-        serialised = _module("jax._src.export._export")._module_to_bytecode(module)
+    module = mlir.read_file_module(source, str(file))
+    entry = mlir.take_entry(module, str(file))
+    ins = [_abstract(aval, f"argument {i}", file) for i, aval in enumerate(entry.arguments)]
+    outs = [_abstract(aval, f"result {i}", file) for i, aval in enumerate(entry.results)]
+    names = [f"arg{i}" for i in range(len(ins))] if entry.names is None else [_dotted(text) for text in entry.names]
+    uses = mlir.argument_uses(module)
+    ties = entry.aliases or _updates(module, uses)
     tree = jax.tree.structure
     exported = export.Exported(
         fun_name=file.stem,
         in_tree=tree((tuple(ins), {})),
-        in_avals=tuple(array(leaf.shape, leaf.dtype) for leaf in ins),
+        in_avals=tuple(ShapedArray(leaf.shape, leaf.dtype) for leaf in ins),
         out_tree=tree(tuple(outs)),
-        out_avals=tuple(array(leaf.shape, leaf.dtype) for leaf in outs),
+        out_avals=tuple(ShapedArray(leaf.shape, leaf.dtype) for leaf in outs),
         _has_named_shardings=False,
         _in_named_shardings=(None,) * len(ins),
         _out_named_shardings=(None,) * len(outs),
@@ -122,14 +95,62 @@ def _from_module(source: bytes | str, file: Path, roles: _roles.Roles | None) ->
         ordered_effects=(),
         unordered_effects=(),
         disabled_safety_checks=(export.DisabledSafetyCheck.platform(),),
-        mlir_module_serialized=serialised,
+        mlir_module_serialized=mlir.to_portable(module),
         calling_convention_version=export.maximum_supported_calling_convention_version,
         module_kept_var_idx=tuple(range(len(ins))),
         uses_global_constants=False,
         _get_vjp=None,
     )
-    notes = (f"Shardings on {dropped} arguments of the file were dropped.",) if dropped else ()
-    return _program(exported, tuple(ins), names, aliases, file, roles, notes)
+
+    def main(*values: Any) -> Any:
+        return exported.call(*values)
+
+    notes = (f"Shardings on {entry.dropped} arguments of the file were dropped.",) if entry.dropped else ()
+    return trace(
+        main,
+        tuple(ins),
+        name=file.stem,
+        donate_argnums=sorted(entry.aliases),
+        roles=roles,
+        arg_names=names,
+        notes=notes,
+        ties=ties,
+        evidence=_evidence(uses, ties, names, entry.arguments),
+    )
+
+
+def _updates(module: Any, uses: Sequence[mlir.Use]) -> dict[int, int]:
+    """State by what the program does, where no buffer is donated: none unless a weight is among what is updated.
+
+    Without that condition the output of a residual block would be the updated value of its input.
+    """
+    found = {
+        argument: result
+        for argument, result in mlir.updated_arguments(module).items()
+        if uses[argument] is not mlir.Use.DATA
+    }
+    return found if any(uses[argument] is mlir.Use.WEIGHT for argument in found) else {}
+
+
+def _evidence(
+    uses: Sequence[mlir.Use], ties: dict[int, int], names: Sequence[str], avals: Sequence[tuple[tuple[int, ...], str]]
+) -> list[Role | None]:
+    """Roles of the arguments whose names say nothing, from what the program does with them."""
+    return [
+        None if _roles.is_telling(name) else _role(use, index in ties, shape, dtype)
+        for index, (use, name, (shape, dtype)) in enumerate(zip(uses, names, avals, strict=True))
+    ]
+
+
+def _role(use: mlir.Use, tied: bool, shape: tuple[int, ...], dtype: str) -> Role:
+    floating = dtype.startswith(("float", "bfloat", "complex"))
+    if not shape or use is mlir.Use.WRITTEN:
+        return Role.OTHER
+    if tied:
+        if use is mlir.Use.WEIGHT and floating:
+            return Role.PARAMETER
+        return Role.OPTIMIZER_STATE if use is mlir.Use.PEER and floating else Role.OTHER
+    return Role.PARAMETER if use is mlir.Use.WEIGHT and floating else Role.BATCH
 
 
 def _from_export(data: bytes, file: Path, roles: _roles.Roles | None) -> Program:
@@ -140,7 +161,7 @@ def _from_export(data: bytes, file: Path, roles: _roles.Roles | None) -> Program
         exported = export.deserialize(bytearray(data))
     except Exception as error:  # the flatbuffer reader raises many types
         raise UserError(
-            f"`{file}` is neither a StableHLO module nor a readable jax.export artifact: {_first_line(error)}."
+            f"`{file}` is neither a StableHLO module nor a readable jax.export artifact: {mlir.first_line(error)}."
         ) from error
     if any(not isinstance(size, int) for aval in exported.in_avals for size in aval.shape):
         raise UserError(
@@ -154,79 +175,37 @@ def _from_export(data: bytes, file: Path, roles: _roles.Roles | None) -> Program
     args, kwargs = jax.tree.unflatten(exported.in_tree, leaves)
     if kwargs:
         raise UserError(f"`{file}` was exported with keyword arguments ({', '.join(kwargs)}); export positional ones.")
-    module = exported.mlir_module()
-    donated = {
-        int(i) for i in re.findall(r"%arg(\d+): [^%]*?\{[^%]*?(?:tf.aliasing_output|jax.buffer_donor)", _head(module))
-    }
+    module = mlir.read_file_module(exported.mlir_module_serialized, str(file))
     positions: list[int] = []
     for position, arg in enumerate(args):
         positions.extend([position] * len(jax.tree.leaves(arg)))
-    donate = sorted({positions[leaf] for leaf in donated if leaf < len(positions)})
-    names = _position_names(module, args)
-    return trace(exported.call, args, name=file.stem, donate_argnums=donate, roles=roles, arg_names=names)
+    kept = exported.module_kept_var_idx  # the module lacks arguments that nothing uses
+    donate = sorted({positions[kept[leaf]] for leaf in mlir.donated(module)})
+    names = _position_names(mlir.argument_names(module), kept, positions, len(args))
+    uses = [mlir.Use.NONE] * len(leaves)
+    for leaf, use in zip(kept, mlir.argument_uses(module), strict=True):
+        uses[leaf] = use
 
-
-def _program(
-    exported: Any,
-    args: tuple[Any, ...],
-    names: Sequence[str],
-    aliases: dict[int, int],
-    file: Path,
-    roles: _roles.Roles | None,
-    notes: Sequence[str],
-) -> Program:
-    def main(*values: Any) -> Any:
-        return exported.call(*values)
+    def evidence(ties: dict[int, int]) -> list[Role | None]:
+        avals = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]
+        return _evidence(uses, ties, [names[position] for position in positions], avals)
 
     return trace(
-        main,
-        args,
-        name=file.stem,
-        donate_argnums=sorted(aliases),
-        roles=roles,
-        arg_names=names,
-        notes=notes,
-        ties=aliases,
+        exported.call, args, name=file.stem, donate_argnums=donate, roles=roles, arg_names=names, evidence=evidence
     )
 
 
-def _main_of(module: Any, file: Path) -> Any:
-    functions = [op for op in module.body.operations if op.operation.name == "func.func"]
-    named = [op for op in functions if op.name.value == "main"]
-    if not named:
-        there = ", ".join(f"`{op.name.value}`" for op in functions) or "none"
-        raise UserError(f"`{file}` has no function `main` (its functions: {there}); rename the entry to `main`.")
-    return named[0]
-
-
-def _abstract(kind: Any, what: str, file: Path) -> Any:
+def _abstract(aval: tuple[tuple[int, ...], str], what: str, file: Path) -> Any:
     import jax
 
-    text = str(kind)
-    match = re.fullmatch(r"tensor<((?:[\d?]+x)*)([^,<>]+)(?:,.*)?>", text)
-    if match is None:
-        raise UserError(f"`{file}`: {what} of `main` is of type {text}; expected a tensor.")
-    if "?" in match.group(1):
-        raise UserError(f"`{file}`: {what} of `main` has the dynamic shape {text}; a plan is made for fixed sizes.")
-    shape = tuple(int(size) for size in match.group(1).split("x") if size)
-    if match.group(2) not in _TYPES:
-        raise UserError(f"`{file}`: {what} of `main` has elements of type {match.group(2)}, which is not supported.")
-    dtype = jax.numpy.dtype(_TYPES[match.group(2)])
+    shape, name = aval
+    dtype = jax.numpy.dtype(name)
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise UserError(
-            f"`{file}`: {what} of `main` is {text}, and JAX keeps 64-bit values only with JAX_ENABLE_X64=1; set it, or "
-            "export the program with 32-bit types."
+            f"`{file}`: {what} of `main` is {name}{list(shape)}, and JAX keeps 64-bit values only with "
+            "JAX_ENABLE_X64=1; set it, or export the program with 32-bit types."
         )
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _argument_names(main: Any, count: int) -> list[str]:
-    """Names from the locations of the arguments, `arg<i>` where there is none."""
-    found: list[str] = []
-    for index, argument in enumerate(main.arguments):
-        match = re.match(r'loc\("([^":]+)"', str(argument.location))
-        found.append(_dotted(match.group(1)) if match else f"arg{index}")
-    return found if len(set(found)) == count else [f"arg{i}" for i in range(count)]
 
 
 def _dotted(text: str) -> str:
@@ -238,55 +217,12 @@ def _dotted(text: str) -> str:
     )
 
 
-def _take_attributes(main: Any, count: int, ir: Any) -> tuple[dict[int, int], int]:
-    """Aliases argument -> result, and how many shardings were dropped; the module keeps neither."""
-    if "arg_attrs" not in main.attributes:
-        return {}, 0
-    aliases: dict[int, int] = {}
-    dropped = 0
-    kept: list[Any] = []
-    for index in range(count):
-        attributes = {item.name: item.attr for item in main.arg_attrs[index]}
-        if "tf.aliasing_output" in attributes:
-            aliases[index] = int(ir.IntegerAttr(attributes.pop("tf.aliasing_output")).value)
-        if attributes.pop("mhlo.sharding", None) is not None or attributes.pop("sdy.sharding", None) is not None:
-            dropped += 1
-        attributes.pop("jax.buffer_donor", None)
-        kept.append(ir.DictAttr.get(attributes))
-    main.attributes["arg_attrs"] = ir.ArrayAttr.get(kept)
-    return aliases, dropped
-
-
-def _module_aliases(module: Any) -> dict[int, int]:
-    """Aliases that a module converted from HLO carries as an attribute; only whole arguments."""
-    attributes = module.operation.attributes
-    if "mhlo.input_output_alias" not in attributes:
-        return {}
-    text = str(attributes["mhlo.input_output_alias"])
-    pattern = r"parameter_index = array<i64>, parameter_number = (\d+) : i64\}, output_index = array<i64(?:: (\d+))?>"
-    return {int(argument): int(result or 0) for argument, result in re.findall(pattern, text)}
-
-
-def _head(module: str) -> str:
-    return next((line for line in module.splitlines() if "func.func public @main" in line), "")
-
-
-def _position_names(module: str, args: Sequence[Any]) -> list[str]:
-    """Names of the positional arguments of an exported function, from the paths that its locations carry."""
-    import jax
-
-    paths = re.findall(r'^#loc\d* = loc\("([^"/]+)"\)', module, re.MULTILINE)
-    roots = list(dict.fromkeys(re.split(r"[.\[]", path)[0] for path in paths))
-    used = [i for i, arg in enumerate(args) if jax.tree.leaves(arg)]
-    if len(roots) != len(used):
-        return [f"arg{i}" for i in range(len(args))]
-    names = dict(zip(used, roots, strict=True))
-    return [names.get(i, f"arg{i}") for i in range(len(args))]
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    text = " ".join(line.strip() for line in lines[:2]) if lines[0].endswith(":") else lines[0]
-    return text.rstrip(".:")[:200]
+def _position_names(
+    found: Sequence[str] | None, kept: Sequence[int], positions: Sequence[int], count: int
+) -> list[str]:
+    """Names of the positional arguments of an exported function, from the paths of their leaves in the module."""
+    roots: dict[int, set[str]] = {}
+    for leaf, path in zip(kept, found or (), strict=False):
+        roots.setdefault(positions[leaf], set()).add(re.split(r"[.\[]", path)[0])
+    names = [next(iter(roots[i])) if len(roots.get(i, ())) == 1 else f"arg{i}" for i in range(count)]
+    return names if len(set(names)) == count else [f"arg{i}" for i in range(count)]

@@ -9,15 +9,19 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.program._artifact import SUFFIXES, load_artifact
 from autoshard.program._program import Program
+from autoshard.program._roles import Roles
 from autoshard.program._trace import trace
 
 
-def open_source(text: str, *, entry: str = "program", **options: Any) -> Program:
+def open_source(text: str, *, entry: str = "program", roles: Roles | None = None, **options: Any) -> Program:
     """The program that `text` names: `hf:CONFIG` (with its options), a Python file, or a module in a file.
 
-    Raises `UserError` if it names neither, or if `options` are given to a source that takes none.
+    `roles` says what arguments of a file are for, by the start of their names, where that is guessed wrongly.
+    Raises `UserError` if `text` names neither, or if `options` are given to a source that takes none.
     """
     if text.startswith("hf:"):
+        if roles is not None:
+            raise UserError(f"`--roles` is for files; the roles of `{text}` are known, so leave it out.")
         from autoshard.program._hf import from_config
 
         return from_config(text[3:], **options)
@@ -27,18 +31,18 @@ def open_source(text: str, *, entry: str = "program", **options: Any) -> Program
         if given:
             flags = ", ".join(f"`--{key.replace('_', '-')}`" for key in given)
             raise UserError(f"{flags} only apply to `hf:CONFIG`; `{text}` says itself what it runs.")
-        return load_program(path, entry) if path.suffix == ".py" else load_artifact(path)
+        return load_program(path, entry, roles) if path.suffix == ".py" else load_artifact(path, roles=roles)
     if path.is_dir():
         raise UserError(f"`{text}` is a directory; give the Python file that offers the program.")
     raise UserError(f"`{text}` is neither an existing file nor `hf:CONFIG`; check the path.")
 
 
-def load_program(path: str | Path, entry: str = "program") -> Program:
+def load_program(path: str | Path, entry: str = "program", roles: Roles | None = None) -> Program:
     """Run a Python file and take the program it offers under the name `entry`.
 
     `entry` is a `Program`, or a function without arguments that returns a `Program`, `(fn, args)` for JAX, or
     `(module, example_inputs)` for torch with an optional third dict of keyword inputs. The file may import its
-    neighbours.
+    neighbours. `roles` are those of `trace`, for `(fn, args)` only.
 
     Raises `UserError` if the file is missing, raises, or offers something else.
     """
@@ -50,7 +54,7 @@ def load_program(path: str | Path, entry: str = "program") -> Program:
     try:
         module = _run(file)
         offered = _offered(module, file, entry)
-        return _as_program(offered, file, entry)
+        return _as_program(offered, file, entry, roles)
     finally:
         sys.path.remove(folder)
 
@@ -84,7 +88,7 @@ def _offered(module: ModuleType, file: Path, entry: str) -> Any:
     )
 
 
-def _as_program(offered: Any, file: Path, entry: str) -> Program:
+def _as_program(offered: Any, file: Path, entry: str, roles: Roles | None) -> Program:
     if callable(offered) and not isinstance(offered, Program) and not _is_module(offered):
         try:
             offered = offered()
@@ -92,6 +96,12 @@ def _as_program(offered: Any, file: Path, entry: str) -> Program:
             raise
         except (Exception, SystemExit) as error:  # the user's own code runs here
             raise UserError(f"`{entry}()` in `{file}` raised {_place(error, file)}.") from error
+    if isinstance(offered, (tuple, list)) and len(offered) == 2 and callable(offered[0]) and not _is_module(offered[0]):
+        return trace(offered[0], offered[1], name=file.stem, roles=roles)
+    if roles is not None:
+        raise UserError(
+            f"`--roles` is for modules in files and for `(function, arguments)`; `{entry}` in `{file}` is neither."
+        )
     if isinstance(offered, Program):
         return offered
     if isinstance(offered, (tuple, list)) and len(offered) in (2, 3):
@@ -100,8 +110,6 @@ def _as_program(offered: Any, file: Path, entry: str) -> Program:
 
             kwargs = offered[2] if len(offered) == 3 else {}
             return from_torch(offered[0], offered[1], kwargs, name=file.stem)
-        if len(offered) == 2 and callable(offered[0]):
-            return trace(offered[0], offered[1], name=file.stem)
     found = (
         f"{type(offered).__name__} of {len(offered)}" if isinstance(offered, (tuple, list)) else type(offered).__name__
     )

@@ -50,6 +50,11 @@ def check_used(roles: Roles | None, names: Sequence[str]) -> None:
             raise UserError(f"roles: no argument is called `{prefix}` or starts with it; the arguments are {shown}.")
 
 
+def is_telling(name: str) -> bool:
+    """True if a name says what an argument is for, as far as `guess` knows."""
+    return any(pattern.search(name) for pattern in (_OPTIMIZER, _CACHE, _BATCH, _PARAMETER))
+
+
 def guess(
     name: str, position_name: str, leaf: Any, *, optax: bool, tied: bool, any_state: bool, container: bool
 ) -> Role:

@@ -13,6 +13,9 @@ from autoshard.program._modules import functional
 from autoshard.program._program import Argument, Program, Result, Role
 
 
+Evidence = Sequence[Role | None] | Callable[[dict[int, int]], Sequence[Role | None]]
+
+
 def trace(
     fn: Callable[..., Any],
     args: Sequence[Any],
@@ -27,6 +30,7 @@ def trace(
     arg_names: Sequence[str] | None = None,
     notes: Sequence[str] = (),
     ties: dict[int, int] | None = None,
+    evidence: Evidence | None = None,
 ) -> Program:
     """Lower `fn(*args)` without shardings and name everything that goes in and comes out.
 
@@ -35,7 +39,8 @@ def trace(
     arguments, and an empty one leaves the prefix out. State that the function returns updated is tied to its result.
     Roles are guessed (optax states, updated state, data) and overridden by `roles`: a mapping from name prefixes, or a
     callable from a name to a role or None. `model_flops` and `tokens` are the caller's figures for one step; `ties`
-    (leaf of the arguments -> leaf of the result) replaces the search for updated state.
+    (leaf of the arguments -> leaf of the result) replaces the search for updated state. `evidence` is what a file
+    shows about each leaf (a role or None), before its name is asked; a function of `ties` if it depends on them.
 
     Raises `UserError` if `fn` cannot be traced, a shape is dynamic, or a leaf is not an array.
     """
@@ -87,6 +92,7 @@ def trace(
 
     _roles.check_used(roles, names)
     in_optax = [mark for arg in args for mark in _optax_marks(arg)]
+    shown = evidence(ties) if callable(evidence) else evidence or [None] * len(leaves)
     chosen: list[Role] = []
     for index, leaf in enumerate(leaves):
         guessed = _roles.guess(
@@ -98,7 +104,7 @@ def trace(
             any_state=bool(ties),
             container=bool(treedefs[owner[index]].children()),
         )
-        chosen.append(_roles.said(roles, names[index]) or known[index] or guessed)
+        chosen.append(_roles.said(roles, names[index]) or known[index] or shown[index] or guessed)
 
     arguments = tuple(
         Argument(names[i], avals[i][0], avals[i][1], chosen[i], ties.get(i), donated[owner[i]])

@@ -99,9 +99,11 @@ def test_every_form_computes_the_same(tmp_path, write, name, names):
 def test_roles_can_be_said_for_a_file(tmp_path):
     path = tmp_path / "forward.mlir"
     path.write_text(jax.jit(lambda w, x: x @ w).lower(S((8, 4), F), S((2, 8), F)).as_text())
-    assert [a.role.value for a in load_artifact(path).arguments] == ["batch", "batch"]
-    program = load_artifact(path, roles={"arg0": "parameter"})
-    assert [a.role.value for a in program.arguments] == ["parameter", "batch"]
+    assert [a.role.value for a in load_artifact(path).arguments] == ["parameter", "batch"]
+    program = open_source(str(path), roles={"arg0": "batch", "arg1": "parameter"})
+    assert [a.role.value for a in program.arguments] == ["batch", "parameter"]
+    with pytest.raises(UserError, match="roles: no argument is called `arg7` or starts with it"):
+        open_source(str(path), roles={"arg7": "batch"})
 
 
 def test_shardings_on_the_arguments_of_a_file_are_dropped(tmp_path):
@@ -178,7 +180,7 @@ def _mistyped(path):
         (
             _wide,
             "wide.mlir",
-            "argument 0 of `main` is tensor<4xi64>, and JAX keeps 64-bit values only",
+            r"argument 0 of `main` is int64\[4\], and JAX keeps 64-bit values only",
         ),
     ],
 )
