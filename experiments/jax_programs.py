@@ -37,7 +37,6 @@ class Case:
     forward: Callable[[Tree, Tree], Any]
     loss: Callable[[Tree, Tree], Any]
     limits: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Name of a part of the batch -> what its integers stay below (64)."""
 
 
 def optimizer_of(mode: str) -> Any:
@@ -70,17 +69,22 @@ def infer_program(name: str, case: Case) -> Program:
 
 
 def _values(case: Case, seed: int) -> tuple[Any, Any]:
+    return values(case.params, case.batch, case.limits, seed)
+
+
+def values(params: Tree, batch: Tree, limits: dict[str, int], seed: int) -> tuple[Any, Any]:
+    """Small normal numbers, and integers below the limit of the part of the batch that they are in, else below 64."""
     key = jax.random.key(seed)
 
     def fill(path: Any, leaf: Any) -> Any:
         text = jax.tree_util.keystr(path)
         own = jax.random.fold_in(key, zlib.crc32(text.encode()) % 2**31)
         if jnp.issubdtype(leaf.dtype, jnp.integer):
-            limit = next((n for part, n in case.limits.items() if f"'{part}'" in text), 64)
+            limit = next((n for part, n in limits.items() if f"'{part}'" in text), 64)
             return jax.random.randint(own, leaf.shape, 0, limit, leaf.dtype)
         return 0.05 * jax.random.normal(own, leaf.shape, leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(fill, (case.params, case.batch))
+    return jax.tree_util.tree_map_with_path(fill, (params, batch))
 
 
 def layers(sizes: list[int]) -> Tree:
@@ -113,7 +117,7 @@ def mlp() -> Case:
     return Case(layers([256, 512, 512, 512, 128]), batch, forward, squares(forward))
 
 
-WIDTH, FFN, HEADS, GROUPS, HEAD, VOCAB, DEPTH, BATCH, SEQ = 128, 512, 4, 2, 32, 1024, 4, 16, 64
+WIDTH, FFN, HEADS, GROUPS, HEAD, VOCAB, DEPTH, BATCH, SEQ = 128, 512, 4, 2, 32, 1024, 2, 16, 64
 
 
 def _decoder_shapes() -> dict[str, tuple[int, ...]]:
@@ -385,10 +389,10 @@ def decode_step(batch: int = 16, length: int = 128, heads: int = HEADS) -> Progr
         "head": f32(VOCAB, WIDTH),
     }
     cache = {part: f32(DEPTH, batch, length, heads, HEAD) for part in ("k", "v")}
-    case = Case(params, {"cache": cache, "token": ids(batch), "position": ids()}, step, step, {"position": length})
+    given = {"cache": cache, "token": ids(batch), "position": ids()}
 
     def make_args(seed: int) -> tuple[Any, ...]:
-        made, data = _values(case, seed)
+        made, data = values(params, given, {"position": length}, seed)
         return made, data["cache"], data["token"], data["position"]
 
     args = (params, cache, ids(batch), ids())

@@ -1,6 +1,7 @@
 """What files hold: HLO text and protos, StableHLO text and bytecode; and a module's entry as plain data."""
 
 import dataclasses
+import importlib
 import re
 from typing import Any
 
@@ -29,22 +30,23 @@ class Entry:
     """How many arguments had a sharding, which is gone."""
 
 
+def _extension(name: str) -> Any:
+    """A compiled module of jaxlib that is no public interface and has no types."""
+    return importlib.import_module(f"jaxlib.{name}")
+
+
 def hlo_text_to_proto(text: str, what: str) -> bytes:
     """Parse an HLO module that was dumped before optimisation. Raises `UserError` with the parser's complaint."""
-    from jaxlib import _hlo
-
     try:
-        return _hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()
+        return _extension("_hlo").hlo_module_from_text(text).as_serialized_hlo_module_proto()
     except Exception as error:  # XLA's parser raises many types
         raise UserError(f"`{what}` is not a readable HLO module: {first_line(error)}.") from error
 
 
 def hlo_to_stablehlo(proto: bytes, what: str) -> bytes:
     """StableHLO bytecode of a serialised HLO module. Raises `UserError` with the converter's complaint."""
-    from jaxlib import _jax
-
     try:
-        return _jax.mlir.hlo_to_stablehlo(proto)
+        return _extension("_jax").mlir.hlo_to_stablehlo(proto)
     except Exception as error:  # XLA's converter raises many types
         raise UserError(f"`{what}` does not convert from HLO to StableHLO: {first_line(error)}.") from error
 
@@ -118,10 +120,9 @@ def donated(module: Any) -> frozenset[int]:
 
 def to_portable(module: Any) -> bytes:
     """The module as a portable artifact of the StableHLO version at hand."""
-    from jaxlib import _jax
     from jaxlib.mlir.dialects import stablehlo
 
-    return _jax.mlir.serialize_portable_artifact(module, stablehlo.get_current_version(), True)
+    return _extension("_jax").mlir.serialize_portable_artifact(module, stablehlo.get_current_version(), True)
 
 
 def first_line(error: Exception) -> str:

@@ -11,7 +11,8 @@ from autoshard.program._program import Role
 Roles = Mapping[str, Role | str] | Callable[[str], Role | str | None]
 
 _OPTIMIZER = re.compile(
-    r"(^|[._])(opt|optim|optimizer|opt_state|mu|nu|adam|momentum|trace)([._]|$|_?state)", re.IGNORECASE
+    r"(^|[._])(opt|optim|optimizer|opt_state|mu|nu|adam|momentum|moments?|velocity|trace)([._]|$|_?state)",
+    re.IGNORECASE,
 )
 _CACHE = re.compile(r"(^|[._])(cache|kv|carry|key|rng|step|count|buffers?|batch_stats)([._]|$|_)", re.IGNORECASE)
 _BATCH = re.compile(
@@ -51,8 +52,12 @@ def check_used(roles: Roles | None, names: Sequence[str]) -> None:
 
 
 def is_telling(name: str) -> bool:
-    """True if a name says what an argument is for, as far as `guess` knows."""
-    return any(pattern.search(name) for pattern in (_OPTIMIZER, _CACHE, _BATCH, _PARAMETER))
+    """True if a name says what an argument is for: in its first part, or with all of it about no parameter.
+
+    `state.scale` does not: optimizers name their state after the parameters.
+    """
+    first = name.partition(".")[0]
+    return any(p.search(first) for p in (_PARAMETER, _BATCH)) or any(p.search(name) for p in (_OPTIMIZER, _CACHE))
 
 
 def guess(
@@ -69,9 +74,11 @@ def guess(
         return Role.OPTIMIZER_STATE
     if dtype.startswith("key<"):
         return Role.OTHER
+    # Under `params` a part called `kv` or `key` is a weight.
+    cache = _CACHE.search(name) and not re.match(r"(?i)(params?|weights?)([._]|$)", position_name)
     if tied:
-        return Role.PARAMETER if floating and leaf.shape != () and not _CACHE.search(name) else Role.OTHER
-    if _CACHE.search(name) and not _BATCH.match(position_name):
+        return Role.PARAMETER if floating and leaf.shape != () and not cache else Role.OTHER
+    if cache and not _BATCH.match(position_name):
         return Role.OTHER
     if any_state and not re.match(r"(?i)^(params?|weights?|model|variables|frozen)", position_name):
         return Role.BATCH if leaf.shape else Role.OTHER
