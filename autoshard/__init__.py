@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autoshard.program import Argument as Argument
     from autoshard.program import Program as Program
     from autoshard.program import Role as Role
+    from autoshard.program import register_rule as register_rule
     from autoshard.program import trace as trace
 
     load = load_plan
@@ -31,6 +32,7 @@ _HOMES = {
     "Role": ("autoshard.program", "Role"),
     "Spec": ("autoshard.plan", "Spec"),
     "load": ("autoshard.plan", "load_plan"),
+    "register_rule": ("autoshard.program", "register_rule"),
     "trace": ("autoshard.program", "trace"),
 }
 """Public name -> the module and the name where it lives."""

@@ -3,13 +3,15 @@
 import dataclasses
 import functools
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
+from autoshard.exec._calls import lower_calls, place_calls
 from autoshard.exec._devices import jax_mesh, named_sharding, place
 from autoshard.plan import Plan, Spec
-from autoshard.program import Program
+from autoshard.program import OpaqueCall, Program, lower_traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,16 +145,24 @@ def lower_planned(
         donate_argnums=donate_argnums,
         keep_unused=True,
     ).trace(*abstract)
-    lowered = traced.lower()
+    found: dict[str, OpaqueCall] = {}
+    lowered = lower_traced(traced, found)
     ir = mlir.inline_calls(lowered.compiler_ir("stablehlo"))
     if plan.module_hash and mlir.structure_hash(ir) != plan.module_hash:
-        donor = module if module is not None else _lowered_for_cpu(planned, abstract)
-        found = mlir.inline_calls(mlir.parse_module(donor))
-        if mlir.structure_hash(found) != plan.module_hash:
+        donor = module if module is not None else _lowered_for_cpu(planned, abstract, found)
+        given = mlir.inline_calls(mlir.parse_module(donor))
+        if mlir.structure_hash(given) != plan.module_hash:
             raise UserError(other_program(plan))
         mlir.replace_body(ir, donor)
         mlir.use_mesh(ir, mlir.ensure_mesh(ir, "mesh", plan.mesh))
+    ops = mlir.number_ops(ir)
+    if own_specs and mlir.remaining_calls(ir):
+        _lowered_for_cpu(planned, abstract, found)
+    platform = application.mesh.devices.flat[0].platform
+    bodies, kept = lower_calls(plan, ops, found, application.mesh, "cuda" if platform == "gpu" else platform)
     _insert_pins(plan, ir, lowered)
+    place_calls(plan, ir, ops, bodies)
+    _KEPT_ALIVE[lowered] = kept
     return lowered
 
 
@@ -178,11 +188,18 @@ def _insert_pins(plan: Plan, ir: Any, lowered: Any) -> None:
         )
 
 
-def lower_module(application: Application, module: bytes, aliases: Mapping[int, int]) -> Any:
+_KEPT_ALIVE: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""A lowering -> the lowerings of calls in it: host callbacks live as long as what they came from."""
+
+
+def lower_module(
+    application: Application, module: bytes, aliases: Mapping[int, int], bodies: Mapping[int, bytes] | None = None
+) -> Any:
     """`jax.stages.Lowered` of a module that has no Python function here, under the plan, its pins inserted.
 
     A stand-in with the module's types is lowered for the devices and then given the module's body. `aliases` ties
-    donated arguments to results. Raises `UserError` if the module is not the planned one.
+    donated arguments to results; `bodies` are those of calls that stand for functions (`lower_for_compiler`). Raises
+    `UserError` if the module is not the planned one.
     """
     import jax
     import jax.numpy as jnp
@@ -225,7 +242,9 @@ def lower_module(application: Application, module: bytes, aliases: Mapping[int, 
     mlir.replace_body(ir, module)
     mlir.use_mesh(ir, mlir.ensure_mesh(ir, "mesh", plan.mesh))
     mlir.set_aliases(ir, aliases)
+    ops = mlir.number_ops(ir)
     _insert_pins(plan, ir, lowered)
+    place_calls(plan, ir, ops, bodies or {})
     return lowered
 
 
@@ -241,13 +260,15 @@ def donated_aliases(program: Program, plan: Plan) -> dict[int, int]:
     }
 
 
-def _lowered_for_cpu(planned: Callable[..., Any], abstract: tuple[Any, ...]) -> bytes:
+def _lowered_for_cpu(
+    planned: Callable[..., Any], abstract: tuple[Any, ...], found: dict[str, OpaqueCall] | None = None
+) -> bytes:
     import jax
 
     from autoshard import mlir
 
     traced = jax.jit(lambda *args: planned(*args), keep_unused=True).trace(*abstract)
-    return mlir.to_bytes(traced.lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo"))
+    return mlir.to_bytes(lower_traced(traced, found, ("cpu",)).compiler_ir("stablehlo"))
 
 
 def other_program(plan: Plan) -> str:

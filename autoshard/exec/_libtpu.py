@@ -20,6 +20,7 @@ from typing import Any
 from autoshard.cost import Topology
 from autoshard.errors import UserError
 from autoshard.exec._apply import donated_aliases
+from autoshard.exec._calls import lower_for_compiler
 from autoshard.plan import Plan
 from autoshard.program import Program
 
@@ -74,6 +75,8 @@ def compile_with_libtpu(program: Program, plan: Plan, time_limit: float) -> Comp
     with _scratch() as directory, _no_new_lock():
         plan.save(directory / "plan.json")
         (directory / "module.mlirbc").write_bytes(program.module)
+        for number, body in lower_for_compiler(program, plan, "tpu").items():
+            (directory / f"call-{number}.mlirbc").write_bytes(body)
         aliases = sorted(donated_aliases(program, plan).items())
         (directory / "job.json").write_text(json.dumps({"topology": name, "options": options, "aliases": aliases}))
         code, log = _run(directory, time_limit, topology.name)

@@ -1,7 +1,8 @@
 """The process in which libtpu compiles: `python -m autoshard.exec._tpu_worker DIRECTORY`.
 
-Reads `plan.json`, `module.mlirbc` and `job.json` from the directory and leaves `result.json` there, and
-`program.hlo`, the scheduled HLO. libtpu may abort, or never return; the parent (`_compile`) watches.
+Reads `plan.json`, `module.mlirbc`, `job.json` and the bodies of calls (`call-N.mlirbc`) from the directory and leaves
+`result.json` there, and `program.hlo`, the scheduled HLO. libtpu may abort, or never return; the parent (`_compile`)
+watches.
 """
 
 import json
@@ -47,7 +48,8 @@ def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
     plan = load_plan(directory / "plan.json")
     try:
         application = Application(plan, tuple(devices))
-        lowered = lower_module(application, (directory / "module.mlirbc").read_bytes(), dict(job["aliases"]))
+        bodies = {int(path.stem.partition("-")[2]): path.read_bytes() for path in directory.glob("call-*.mlirbc")}
+        lowered = lower_module(application, (directory / "module.mlirbc").read_bytes(), dict(job["aliases"]), bodies)
     except UserError as error:
         return {"status": "user", "message": str(error)}
     dump = directory / "dump"

@@ -19,6 +19,7 @@ from autoshard.graph._records import FactorKind as FactorKind
 from autoshard.graph._records import Loop as Loop
 from autoshard.graph._records import Manual as Manual
 from autoshard.graph._records import Op as Op
+from autoshard.graph._records import Opaque as Opaque
 from autoshard.graph._records import OpClass as OpClass
 from autoshard.graph._records import OpGraph as OpGraph
 from autoshard.graph._records import Rule as Rule

@@ -11,6 +11,7 @@ from typing import Any
 from autoshard import mlir
 from autoshard.graph._flops import op_flops
 from autoshard.graph._manual import COLLECTIVES, IN, OUT, end_rule, same_rule
+from autoshard.graph._opaque import read_opaque
 from autoshard.graph._records import (
     Carry,
     Constraint,
@@ -245,13 +246,15 @@ class _Reader:
         results = tuple(
             self.new_tensor(value, op_id, loop, (number, index), name) for index, value in enumerate(op.results)
         )
+        takes, gives = [self.tensors[t] for t in operands], [self.tensors[t] for t in results]
+        opaque = read_opaque(op, takes, gives, name) if kind == "custom_call" else None
         rule = parse_rule(str(op.attributes["sdy.sharding_rule"])) if "sdy.sharding_rule" in op.attributes else None
         groups: tuple[tuple[int, ...], ...] = ()
         if kind in COLLECTIVES:
             rule = same_rule([self.tensors[t].shape for t in operands], [self.tensors[t].shape for t in results])
             groups = mlir.device_groups(op)
-        if kind == "custom_call" and rule is not None:
-            rule = _whole_where_untied(rule)
+        if opaque is not None:
+            rule = opaque.rule
         if kind == "convolution" and rule is not None:
             rule = _whole_in_space(rule, str(op.attributes["dimension_numbers"]))
         if kind in _GENERATED or (operands and all(t in self.free for t in operands) and rule is not None):
@@ -260,7 +263,7 @@ class _Reader:
             if kind == "constant" and self.tensors[results[0]].shape == ():
                 self.note_constant(op, results[0])
         else:
-            op_class = classify(kind, rule, [self.tensors[t] for t in operands], [self.tensors[t] for t in results])
+            op_class = OpClass.HEAVY if opaque and opaque.on_shards else classify(kind, rule, takes, gives)
             op_class = OpClass.HEAVY if kind in COLLECTIVES else op_class
             if rule is None and any(self.tensors[t].elements > 1 for t in (*operands, *results)):
                 self.without_rule.append(op_id)
@@ -268,11 +271,12 @@ class _Reader:
             self.cuts[op_id] = tuple(_integers(str(op.attributes[name])) for name in _CUTS[kind])
         zeros = str(op.attributes["lhs_dilation"]).partition(":")[2] if "lhs_dilation" in op.attributes else ""
         dilation = math.prod(int(n) for n in re.findall(r"\d+", zeros))
-        flops = op_flops(kind, rule, [self.tensors[t] for t in operands], [self.tensors[t] for t in results], dilation)
+        flops = opaque.flops if opaque else op_flops(kind, rule, takes, gives, dilation)
+        numbers = tuple(range(len(operands)))
         self.ops.append(
             Op(
-                op_id, number, kind, op_class, operands, results, rule, loop, flops, name,
-                tuple(range(len(operands))), groups, self.manual,
+                op_id, number, kind, op_class, operands, results, rule, loop, flops, name, numbers, groups,
+                self.manual, opaque=opaque,
             )
         )  # fmt: skip
 
@@ -429,16 +433,6 @@ def _whole_in_space(rule: Rule, numbers: str) -> Rule:
     }
     kinds = tuple(
         FactorKind.NEED_REPLICATION if f in space and kind is FactorKind.REDUCTION else kind
-        for f, kind in enumerate(rule.kinds)
-    )
-    return dataclasses.replace(rule, kinds=kinds)
-
-
-def _whole_where_untied(rule: Rule) -> Rule:
-    """An opaque call's factors of one side only: the call needs, or makes, the whole of them."""
-    inputs, outputs = ({f for dims in side for dim in dims for f in dim} for side in (rule.operands, rule.results))
-    kinds = tuple(
-        FactorKind.NEED_REPLICATION if kind is FactorKind.PARALLEL and (f in inputs) != (f in outputs) else kind
         for f, kind in enumerate(rule.kinds)
     )
     return dataclasses.replace(rule, kinds=kinds)

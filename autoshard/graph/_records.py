@@ -64,6 +64,20 @@ class Tensor:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Opaque:
+    """What is known of a custom call."""
+
+    target: str
+    rule: Rule | None
+    flops: int = 0
+    traffic: int = 0
+    on_shards: bool = False
+    """True if it is run on shards by the plan's own doing, False if the partitioner splits it, or nobody."""
+    fixed: bool = False
+    """True if it holds code for whole tensors, so that no device can run it on a shard."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Op:
     """One op of the program, in program order."""
 
@@ -92,6 +106,14 @@ class Op:
     """Of an op made of several: (number of the op in the module, operand) of every use of its one operand."""
     shift: int = 0
     """Of a `rotate`: by how many places."""
+    opaque: Opaque | None = None
+    """For a custom call, what is known of it."""
+
+    @property
+    def label(self) -> str:
+        """Kind and name for people: `dot_general layers/mlp`, `my_kernel layers/attention`."""
+        kind = self.opaque.target if self.opaque else self.kind
+        return f"{kind} {self.name}" if self.name and self.name != kind else kind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,6 +4,18 @@ Nothing here knows costs or strategies. Positions of ops are those of `number_op
 sharded and the unsharded lowering of one program, which `structure_hash` proves.
 """
 
+from autoshard.mlir._calls import call_counts as call_counts
+from autoshard.mlir._calls import call_key as call_key
+from autoshard.mlir._calls import call_shapes as call_shapes
+from autoshard.mlir._calls import call_target as call_target
+from autoshard.mlir._calls import emit_call as emit_call
+from autoshard.mlir._calls import has_fixed_shapes as has_fixed_shapes
+from autoshard.mlir._calls import is_by_hand as is_by_hand
+from autoshard.mlir._calls import remaining_calls as remaining_calls
+from autoshard.mlir._calls import rule_attribute as rule_attribute
+from autoshard.mlir._calls import run_on_shards as run_on_shards
+from autoshard.mlir._calls import splice as splice
+from autoshard.mlir._calls import tensor_types as tensor_types
 from autoshard.mlir._files import Entry as Entry
 from autoshard.mlir._files import argument_names as argument_names
 from autoshard.mlir._files import donated as donated

@@ -15,12 +15,14 @@ from autoshard.plan._call import plan as _plan
 from autoshard.plan._make import PlanResult as PlanResult
 from autoshard.plan._make import make_plan as make_plan
 from autoshard.plan._plan import SCHEMA as SCHEMA
+from autoshard.plan._plan import Call as Call
 from autoshard.plan._plan import Collective as Collective
 from autoshard.plan._plan import Pin as Pin
 from autoshard.plan._plan import Plan as Plan
 from autoshard.plan._plan import Prediction as Prediction
 from autoshard.plan._plan import Span as Span
 from autoshard.plan._plan import Timeline as Timeline
+from autoshard.plan._plan import Unruled as Unruled
 from autoshard.plan._spec import Spec as Spec
 from autoshard.plan._store import load_plan as load_plan
 from autoshard.plan._store import parameter_specs as parameter_specs

@@ -62,10 +62,20 @@ def _of_several(graph: OpGraph, op: Op, factor: int) -> bool:
 
 
 def _on_compound_dim(graph: OpGraph, op: Op, factor: int) -> bool:
-    """True for a factor that shares a dim with others: its split is left to the reshapes around the op."""
+    """True for a factor that shares a dim with others: its split is left to the reshapes around the op.
+
+    Not for the major factor of a call that is run on shards: the minor one says how large a block must stay whole.
+    """
     if op.rule is None:
         return False
-    return any(factor in dim and len(dim) > 1 for dims in (*op.rule.operands, *op.rule.results) for dim in dims)
+    shared = [dim for dims in (*op.rule.operands, *op.rule.results) for dim in dims if factor in dim and len(dim) > 1]
+    major = op.opaque is not None and op.opaque.on_shards and all(dim[0] == factor for dim in shared)
+    return bool(shared) and not major
+
+
+def _called_by_hand(graph: OpGraph, op: Op, factor: int) -> bool:
+    """True for an opaque call inside a region that the program itself has split: it gets shards as they are."""
+    return bool(op.manual) and op.opaque is not None and op.opaque.on_shards
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,6 +94,7 @@ class Row:
 
 _ROWS = (
     Row("*", None, Handling.WHOLE, _on_compound_dim),
+    Row("*", None, Handling.WHOLE, _called_by_hand),
     Row("dynamic_update_slice", FactorKind.PARALLEL, Handling.WHOLE, _writes_a_part),
     Row("fft", None, Handling.WHOLE, backend="cpu"),
     Row("reduce", FactorKind.REDUCTION, Handling.COLLECT, _of_several),

@@ -19,7 +19,8 @@ def heavy_states(graph: OpGraph, op: Op, axes: Sequence[int], backend: str) -> S
     """Strategies of an op: mesh axes (sizes) assigned to its factors; one, whole, for an op without a rule."""
     if op.rule is None:
         return np.full((1, len(axes)), WHOLE, dtype=np.int64)
-    return enumerate_states(op.rule.sizes, axes, whole_factors(graph, op, backend))
+    even = op.opaque is not None and op.opaque.on_shards
+    return enumerate_states(op.rule.sizes, axes, whole_factors(graph, op, backend), even)
 
 
 def heavy_seconds(graph: OpGraph, op: Op, states: States, axes: Sequence[int], compute: Compute) -> Seconds:
@@ -39,6 +40,8 @@ def heavy_seconds(graph: OpGraph, op: Op, states: States, axes: Sequence[int], c
             continue
         local = local_elements(factor_states(states, dims), record.shape, axes) if dims else record.elements
         size = size + local * (record.bytes // max(1, record.elements))
+    if op.opaque is not None and op.opaque.traffic and op.rule is not None:
+        size = op.opaque.traffic * local_elements(states, op.rule.sizes, axes) / math.prod(op.rule.sizes)
     if op.flops == 0 or op.rule is None:
         return compute.op_seconds(np.zeros(len(states)), size)
     dtype = graph.tensors[op.operands[0]].dtype

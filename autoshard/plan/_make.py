@@ -19,13 +19,14 @@ from autoshard.plan._demands import check_regions, program_mesh, said_by_program
 from autoshard.plan._groups import Groups, find_groups
 from autoshard.plan._infeasible import explain_infeasible
 from autoshard.plan._model import Model
-from autoshard.plan._pins import make_pins
+from autoshard.plan._pins import make_calls, make_pins
 from autoshard.plan._plan import Plan
 from autoshard.plan._predict import predict, tensor_spec
 from autoshard.plan._price import price
 from autoshard.plan._search import Candidate, Found, Infeasible, search
 from autoshard.plan._spec import Spec
 from autoshard.plan._timeline import make_timeline
+from autoshard.plan._unruled import call_lines, find_unruled, unruled_lines
 from autoshard.plan._words import describe
 from autoshard.program import Program, Role
 from autoshard.solver import write_contest
@@ -200,21 +201,16 @@ def _plan(
         roles={a.name: str(a.role) for a in program.arguments},
         module_hash=graph.module_hash,
         timeline=make_timeline(model, choices),
+        calls=make_calls(model, choices),
+        unruled=find_unruled(model, choices, true),
     )
 
 
 def _warnings(program: Program, model: Model, found: Found, chosen: Candidate, memory_limit: int) -> tuple[str, ...]:
     lines = list(program.notes)
     graph = model.graph
-    total = chosen.outcome.step_time_s
-    for op_id in graph.without_rule:
-        op = graph.ops[op_id]
-        number = model.op_node.get(op_id)
-        seconds = sum(float(t[0]) for t in model.nodes[number].time.values()) if number is not None else 0.0
-        lines.append(
-            f"{op.kind} {op.name} has no sharding rule: every device repeats it whole "
-            f"({seconds / total:.1%} of the step)."
-        )
+    lines.extend(unruled_lines(find_unruled(model, chosen.choices, chosen.outcome.step_time_s)))
+    lines.extend(call_lines(model))
     for loop in graph.loops:
         if not loop.known:
             lines.append("a loop's number of trips cannot be read from the program: it is counted once.")

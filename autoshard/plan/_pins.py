@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Collectives
-from autoshard.graph import OpClass
+from autoshard.graph import FactorKind, OpClass
 from autoshard.plan._heavy import factor_states, result_states
 from autoshard.plan._model import Model
-from autoshard.plan._plan import Pin
+from autoshard.plan._plan import Call, Pin
 from autoshard.plan._predict import spec_of, tensor_spec
 from autoshard.plan._spec import Spec
 from autoshard.plan._states import PARTIAL, WHOLE, Emitted, States, emitted, emitted_gather
@@ -136,3 +136,24 @@ def _operand_pins(model: Model, choices: NDArray[np.int64]) -> Iterator[Pin]:
                     record = model.graph.tensors[tensor]
                     for where in op.seats or ((op.number, op.operand_numbers[k]),):
                         yield Pin(*record.value, spec, where, record.name)
+
+
+def make_calls(model: Model, choices: NDArray[np.int64]) -> tuple[Call, ...]:
+    """How every opaque call with a rule is run on shards."""
+    found = []
+    for op_id, number in sorted(model.op_node.items()):
+        op = model.graph.ops[op_id]
+        if op.rule is None or op.opaque is None or not op.opaque.on_shards:
+            continue
+        state = model.nodes[number].states[int(choices[number])][None, :]
+
+        def specs(tensors: Sequence[int], states: Sequence[States]) -> tuple[Spec, ...]:
+            ranks = [len(model.graph.tensors[t].shape) for t in tensors]
+            return tuple(spec_of(model, s, 0, rank) for s, rank in zip(states, ranks, strict=True))
+
+        into = specs(op.operands, [factor_states(state, dims) for dims in op.rule.operands])
+        left = [np.maximum(result_states(op, state, r), WHOLE) for r in range(len(op.results))]
+        sums = [f for f, kind in enumerate(op.rule.kinds) if kind is FactorKind.REDUCTION]
+        summed = tuple(model.axis_names[a] for a in np.flatnonzero(np.isin(state[0], sums)))
+        found.append(Call(op.number, op.opaque.target, into, specs(op.results, left), summed))
+    return tuple(found)

@@ -65,6 +65,36 @@ class Pin:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """An opaque call that every device makes on its shards."""
+
+    op: int
+    """Number of the op, as in `Pin`."""
+    name: str
+    operands: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+    summed: tuple[str, ...] = ()
+    """Mesh axes over which results are summed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unruled:
+    """Ops of one kind that every device repeats whole because nobody said what may be split in them."""
+
+    kind: str
+    """Kind of op, or target of a custom call."""
+    custom_call: bool
+    count: int
+    """Ops in the program; in a loop each counts once."""
+    seconds: float
+    """Of the predicted step."""
+    share: float
+    """Of the predicted step."""
+    example: str
+    """The source's name for the costliest of them, may be empty."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Span:
     """One piece of work in the predicted step; in a loop, of all its trips together."""
 
@@ -174,6 +204,10 @@ class Plan:
     """`graph.structure_hash` of the program's inlined module: pins are positions in it. Empty if there are no pins."""
     timeline: Timeline | None = None
     """None in a plan that was saved before there were timelines."""
+    calls: tuple[Call, ...] = ()
+    """Opaque calls with a rule; what is missing here every device makes whole."""
+    unruled: tuple[Unruled, ...] = ()
+    """What has no sharding rule, the largest share of the step first."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; see `save_plan`."""

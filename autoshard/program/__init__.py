@@ -3,9 +3,13 @@
 from autoshard.program._artifact import load_artifact as load_artifact
 from autoshard.program._load import load_program as load_program
 from autoshard.program._load import open_source as open_source
+from autoshard.program._opaque import OpaqueCall as OpaqueCall
+from autoshard.program._opaque import lower_on_shards as lower_on_shards
+from autoshard.program._opaque import lower_traced as lower_traced
 from autoshard.program._program import Argument as Argument
 from autoshard.program._program import Program as Program
 from autoshard.program._program import Result as Result
 from autoshard.program._program import Role as Role
+from autoshard.program._register import register_rule as register_rule
 from autoshard.program._torch import from_torch as from_torch
 from autoshard.program._trace import trace as trace

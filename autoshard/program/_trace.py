@@ -158,16 +158,16 @@ def serialise(ir_module: Any, arguments: Sequence[Argument]) -> tuple[bytes, str
 def _lower(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...], label: str) -> Any:
     import jax
 
+    from autoshard.program._opaque import lower_traced
+
     def lower() -> Any:
         traced = jax.jit(fn, keep_unused=True, donate_argnums=donate).trace(*args)
         try:
-            return traced.lower()
+            return lower_traced(traced)
         except ValueError as error:
-            if "lowering_platforms" in str(error):  # arguments on an abstract mesh: no devices to take one from
-                return traced.lower(lowering_platforms=("cpu",))
-            if "interpret mode" not in str(error):
+            if "lowering_platforms" not in str(error):
                 raise
-            return traced.lower(lowering_platforms=("tpu",))  # its kernels exist for TPUs only
+            return lower_traced(traced, platforms=("cpu",))  # arguments on an abstract mesh: it has no devices
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
@@ -183,6 +183,11 @@ def _user_code(label: str, run: Callable[[], Any]) -> Any:
     except Exception as error:
         reason = str(error).strip().splitlines()
         text = reason[0] if reason else "no message"
+        if "Differentiation rule for 'custom_partitioning'" in text:
+            raise UserError(
+                f"`{label}` takes the gradient of a function with a sharding rule, which has none of its own: put "
+                "jax.custom_vjp around it, and register_rule on its backward function too."
+            ) from error
         raise UserError(f"`{label}` could not be traced by JAX: {type(error).__name__}: {text}") from error
 
 

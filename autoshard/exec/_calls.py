@@ -1,0 +1,90 @@
+"""Opaque calls under a plan: each device runs the function, or the foreign code, on its shards."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autoshard import mlir
+from autoshard.errors import UserError
+from autoshard.plan import Call, Plan, Spec
+from autoshard.program import OpaqueCall, Program, lower_on_shards, lower_traced
+
+
+def lower_calls(
+    plan: Plan, ops: Sequence[Any], found: Mapping[str, OpaqueCall], mesh: Any, platform: str
+) -> tuple[dict[int, bytes], list[Any]]:
+    """The body of every call that stands for a function, by op number, and what must stay alive with it.
+
+    `ops` are those of `mlir.number_ops` before any pin, `found` the functions behind them by key. A call that the
+    plan does not split is made whole by every device. Raises `UserError` for a call whose function is not here, or
+    that cannot be lowered for `platform`.
+    """
+    planned = {call.op: call for call in plan.calls}
+    bodies: dict[int, bytes] = {}
+    kept = []
+    for number, op in enumerate(ops):
+        key = mlir.call_key(op)
+        if not key:
+            continue
+        name = key.rpartition("#")[0]
+        if key not in found:
+            raise UserError(
+                f"the program calls `{name}`, a Python function or kernel that a file does not hold; "
+                "give the Python program that it was traced from."
+            )
+        by_hand = mlir.is_by_hand(op)
+        call = _whole(number, op) if by_hand else planned.get(number, _whole(number, op))
+        operands, results = ([_partition_spec(spec) for spec in side] for side in (call.operands, call.results))
+        try:
+            bodies[number], lowering = lower_on_shards(found[key], mesh, operands, results, platform, by_hand)
+        except ValueError as error:
+            if "interpret mode" not in str(error):
+                raise
+            raise UserError(
+                f"the Pallas kernel `{name}` cannot run on {platform} devices; plan and run it on TPUs, or give "
+                "`pallas_call` interpret=True to rehearse it here."
+            ) from error
+        kept.append(lowering)
+    return bodies, kept
+
+
+def lower_for_compiler(program: Program, plan: Plan, platform: str) -> dict[int, bytes]:
+    """Bodies of a program's calls for a platform whose devices are not here."""
+    import jax
+    from jax.sharding import AbstractMesh
+
+    with mlir.new_context() as context:
+        module = mlir.inline_calls(mlir.parse_module(program.module, context))
+        if not mlir.remaining_calls(module):
+            return {}
+        found: dict[str, OpaqueCall] = {}
+        lower_traced(jax.jit(lambda *args: program.fn(*args), keep_unused=True).trace(*program.args), found)
+        mesh = AbstractMesh(tuple(plan.mesh.values()), tuple(plan.mesh))
+        return lower_calls(plan, mlir.number_ops(module), found, mesh, platform)[0]
+
+
+def place_calls(plan: Plan, module: Any, ops: Sequence[Any], bodies: Mapping[int, bytes]) -> None:
+    """Put every call's work on shards into the module, whose ops had the numbers of `ops` (in place)."""
+    planned = {call.op: call for call in plan.calls}
+    for number, call in planned.items():
+        op = ops[number]
+        if number in bodies or mlir.is_by_hand(op) or not any(spec.axes for spec in (*call.operands, *call.results)):
+            continue
+        if mlir.has_fixed_shapes(op):
+            raise UserError(
+                f"the plan splits `{call.name}`, whose code in the file is compiled for whole tensors; to run the "
+                "plan, give the Python program that it was traced from."
+            )
+        mlir.run_on_shards(module, op, plan.mesh, call.operands, call.results)
+    mlir.splice(module, {number: ops[number] for number in bodies}, bodies, plan.mesh)
+
+
+def _whole(number: int, op: Any) -> Call:
+    ranks = [[len(shape) for shape in side] for side in mlir.call_shapes(op)]
+    operands, results = (tuple(Spec.replicated(rank) for rank in side) for side in ranks)
+    return Call(number, "", operands, results)
+
+
+def _partition_spec(spec: Spec) -> Any:
+    from jax.sharding import PartitionSpec
+
+    return PartitionSpec(*(axes or None for axes in spec.dims))

@@ -1,0 +1,87 @@
+"""Sharding rules of custom calls: the user's, the call's own, and those of well-known kernels."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from autoshard import mlir
+from autoshard.graph._records import FactorKind, Opaque, Rule, Tensor
+from autoshard.graph._rules import parse_rule
+from autoshard.rules import bind, registered
+
+
+_KERNELS = {
+    "_flash_attention_kernel": 4,
+    "_flash_attention_dkv_kernel": 8,
+    "_flash_attention_dq_kernel": 6,
+    "splash_mha_fwd": 4,
+    "splash_mqa_fwd": 4,
+    "splash_mha_dkv": 8,
+    "splash_mqa_dkv": 8,
+    "splash_mha_dq": 6,
+    "splash_mqa_dq": 6,
+}
+"""Beginnings of names of jax's own TPU attention kernels, and flops for each pair of positions and head channel: two
+matmuls forward; for the gradients of keys and values four, of queries three."""
+
+
+def read_opaque(op: Any, operands: Sequence[Tensor], results: Sequence[Tensor], where: str) -> Opaque:
+    """What is known of a custom call; a rule the user registered comes first. Raises `UserError` if it does not fit."""
+    target, own = mlir.call_target(op), bool(mlir.call_key(op))
+    flops, traffic = mlir.call_counts(op)
+    fixed = mlir.has_fixed_shapes(op)
+    given = registered(target)
+    if given is not None:
+        shapes = [t.shape for t in operands], [t.shape for t in results]
+        bound = bind(given, *shapes, f"of `{target}`" + (f" at {where}" if where else ""))
+        kinds = tuple(FactorKind(kind) for kind in bound.kinds)
+        rule = Rule(bound.sizes, kinds, bound.operands, bound.results)
+        # Sums over devices are added to a function that is run on shards, not to a call that is passed shards.
+        rule = whole_where_untied(rule if own else _without_sums(rule))
+        return Opaque(target, rule, bound.flops or flops, traffic, True, fixed)
+    text = str(op.attributes["sdy.sharding_rule"]) if "sdy.sharding_rule" in op.attributes else ""
+    if text:
+        return Opaque(target, whole_where_untied(parse_rule(text)), flops, traffic, own, fixed)
+    for beginning, each in _KERNELS.items():
+        if target.startswith(beginning):
+            rule, count = _attention(operands, results, each)
+            return Opaque(target, rule, count, 0, True, fixed)
+    return Opaque(target, None, flops, traffic, own, fixed)
+
+
+def whole_where_untied(rule: Rule) -> Rule:
+    """An opaque call's factors of one side only: the call needs, or makes, the whole of them."""
+    inputs, outputs = ({f for dims in side for dim in dims for f in dim} for side in (rule.operands, rule.results))
+    kinds = tuple(
+        FactorKind.NEED_REPLICATION if kind is FactorKind.PARALLEL and (f in inputs) != (f in outputs) else kind
+        for f, kind in enumerate(rule.kinds)
+    )
+    return dataclasses.replace(rule, kinds=kinds)
+
+
+def _without_sums(rule: Rule) -> Rule:
+    kinds = tuple(FactorKind.NEED_REPLICATION if k is FactorKind.REDUCTION else k for k in rule.kinds)
+    return dataclasses.replace(rule, kinds=kinds)
+
+
+def _attention(operands: Sequence[Tensor], results: Sequence[Tensor], each: int) -> tuple[Rule | None, int]:
+    """Batch and heads, which lead the queries' dims, split wherever they lead; and the flops."""
+    floats = [t for t in operands if len(t.shape) > 2 and t.dtype.startswith(("float", "bfloat"))]
+    if len(floats) < 2:
+        return None, 0
+    queries, keys = floats[:2]
+    lead = queries.shape[:-2]
+    sizes, kinds = list(lead), [FactorKind.PARALLEL] * len(lead)
+    maps = []
+    for tensor in (*operands, *results):
+        dims = []
+        for d, size in enumerate(tensor.shape):
+            tied = d < min(len(lead), len(tensor.shape) - 2) and size == lead[d]
+            tied = tied and all(dims[i] == (i,) for i in range(d))
+            if not tied:
+                sizes.append(size)
+                kinds.append(FactorKind.NEED_REPLICATION)
+            dims.append((d,) if tied else (len(sizes) - 1,))
+        maps.append(tuple(dims))
+    rule = Rule(tuple(sizes), tuple(kinds), tuple(maps[: len(operands)]), tuple(maps[len(operands) :]))
+    return rule, each * queries.elements * keys.shape[-2]

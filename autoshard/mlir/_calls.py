@@ -1,0 +1,218 @@
+"""Opaque calls: custom calls that stand for a Python function until it is known how they are split."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autoshard.mlir._inline import inline_calls
+from autoshard.mlir._module import collect, main_block, parse_module, symbol
+from autoshard.mlir._shardings import SpecLike, ensure_mesh, sharding_attribute
+
+
+TARGET = "autoshard.call"
+"""Target of a custom call that stands for a Python function."""
+
+_COUNTS = ("flops", "traffic")
+
+FIXED_SHAPES = ("tpu_custom_call", "__cudnn$", "__gpu$xla.gpu.triton", "mosaic_gpu", "CustomSPMDPartitioning")
+"""Beginnings of targets whose configuration holds code for whole shapes, or a callback of another process."""
+
+
+def emit_call(
+    values: Sequence[Any],
+    results: Sequence[tuple[Sequence[int], Any]],
+    name: str,
+    digest: str,
+    rule: Any = None,
+    flops: int = 0,
+    traffic: int = 0,
+) -> list[Any]:
+    """Insert a custom call here that stands for the function `name`; gives its results.
+
+    `results`: shape and numpy dtype of each; `rule`: an `sdy.op_sharding_rule` or None; `flops` and `traffic`: matrix
+    flops and bytes of one execution, 0 if not known.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    call = stablehlo.CustomCallOp(
+        tensor_types(results),
+        list(values),
+        call_target_name=ir.StringAttr.get(TARGET),
+        has_side_effect=ir.BoolAttr.get(False),
+        api_version=ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 2),
+        called_computations=ir.ArrayAttr.get([]),
+        backend_config=ir.StringAttr.get(f"{name}#{digest}"),
+        operand_layouts=None,
+        result_layouts=None,
+    )
+    for key, count in zip(_COUNTS, (flops, traffic), strict=True):
+        call.operation.attributes[f"autoshard.{key}"] = ir.StringAttr.get(str(count))
+    if rule is not None:
+        call.operation.attributes["sdy.sharding_rule"] = rule
+    return list(call.results)
+
+
+def tensor_types(tensors: Sequence[tuple[Sequence[int], Any]]) -> list[Any]:
+    """MLIR types of (shape, numpy dtype); needs a current context."""
+    from jax.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    return [ir.RankedTensorType.get(list(shape), mlir.dtype_to_ir_type(dtype)) for shape, dtype in tensors]
+
+
+def rule_attribute(
+    sizes: Sequence[int],
+    kinds: Sequence[str],
+    operands: Sequence[Sequence[Sequence[int]]],
+    results: Sequence[Sequence[Sequence[int]]],
+) -> Any:
+    """`#sdy.op_sharding_rule` of numbered factors; `kinds` are `parallel`, `reduction` ...; needs a current context."""
+    from jaxlib.mlir.dialects import sdy
+
+    def tensors(side: Sequence[Sequence[Sequence[int]]]) -> list[Any]:
+        return [sdy.TensorMappingAttr.get([sdy.DimMappingAttr.get(list(dim)) for dim in dims]) for dims in side]
+
+    def of(kind: str) -> list[int]:
+        return [factor for factor, each in enumerate(kinds) if each == kind]
+
+    return sdy.OpShardingRuleAttr.get(
+        list(sizes),
+        tensors(operands),
+        tensors(results),
+        reduction_factors=of("reduction"),
+        need_replication_factors=of("need_replication"),
+        permutation_factors=of("permutation"),
+        is_custom=True,
+    )
+
+
+def call_target(op: Any) -> str:
+    """A custom call's target; for one that stands for a function or a TPU kernel, that one's name."""
+    from jaxlib.mlir import ir
+
+    target = ir.StringAttr(op.attributes["call_target_name"]).value
+    if target == TARGET:
+        return call_key(op).rpartition("#")[0]
+    if target == "tpu_custom_call" and "kernel_name" in op.attributes:
+        return ir.StringAttr(op.attributes["kernel_name"]).value
+    return target
+
+
+def call_key(op: Any) -> str:
+    """`name#digest` of a call that stands for a function; empty for any other op."""
+    from jaxlib.mlir import ir
+
+    if op.name != "stablehlo.custom_call" or ir.StringAttr(op.attributes["call_target_name"]).value != TARGET:
+        return ""
+    return ir.StringAttr(op.attributes["backend_config"]).value
+
+
+def call_counts(op: Any) -> tuple[int, int]:
+    """Flops and bytes of one execution, as the call itself says; 0 where it does not."""
+    from jaxlib.mlir import ir
+
+    names = [f"autoshard.{key}" for key in _COUNTS]
+    flops, traffic = (int(ir.StringAttr(op.attributes[n]).value) if n in op.attributes else 0 for n in names)
+    return flops, traffic
+
+
+def call_shapes(op: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Shapes of an op's operands and results."""
+    from jaxlib.mlir import ir
+
+    sides = (op.operands, op.results)
+    operands, results = ([tuple(ir.RankedTensorType(v.type).shape) for v in side] for side in sides)
+    return operands, results
+
+
+def is_by_hand(op: Any) -> bool:
+    """True inside a region that the program itself has split: values there are shards already."""
+    parent = op.parent
+    while parent is not None:
+        if parent.operation.name == "sdy.manual_computation":
+            return True
+        parent = parent.operation.parent
+    return False
+
+
+def has_fixed_shapes(op: Any) -> bool:
+    """True for a custom call that cannot be given shards in place of whole tensors."""
+    from jaxlib.mlir import ir
+
+    return ir.StringAttr(op.attributes["call_target_name"]).value.startswith(FIXED_SHAPES)
+
+
+def splice(module: Any, ops: Mapping[int, Any], bodies: Mapping[int, bytes], sizes: Mapping[str, int]) -> None:
+    """Put the body of `bodies[n]`'s `@main` in the place of op `ops[n]` (in place).
+
+    Each body is a module over whole tensors whose only mesh has the axes `sizes`.
+    """
+    for number, body in bodies.items():
+        donor = inline_calls(parse_module(body, module.context))
+        for op in list(donor.body.operations):
+            if op.operation.name == "sdy.mesh":
+                wanted = ensure_mesh(module, symbol(op), sizes)
+                if wanted != symbol(op):
+                    text = donor.operation.get_asm(enable_debug_info=False)
+                    donor = parse_module(text.replace(f"@{symbol(op)}", f"@{wanted}"), module.context)
+        call = ops[number]
+        block = main_block(donor)
+        for argument, operand in zip(list(block.arguments), list(call.operands), strict=True):
+            argument.replace_all_uses_with(operand)
+        inner = list(block.operations)
+        for op in inner[:-1]:
+            op.operation.move_before(call)
+        for result, value in zip(list(call.results), list(inner[-1].operation.operands), strict=True):
+            result.replace_all_uses_with(value)
+        call.erase()
+
+
+def run_on_shards(
+    module: Any, op: Any, sizes: Mapping[str, int], operands: Sequence[SpecLike], results: Sequence[SpecLike]
+) -> None:
+    """Put a custom call that takes any shape into a region where every device calls it on its shard (in place)."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import sdy
+
+    name = ensure_mesh(module, "mesh", sizes)
+
+    def shard(value: Any, spec: SpecLike) -> Any:
+        kind = ir.RankedTensorType(value.type)
+        shape = list(kind.shape)
+        for dim, axes in enumerate(spec.dims):
+            for axis in axes:
+                shape[dim] //= sizes[axis]
+        return ir.RankedTensorType.get(shape, kind.element_type)
+
+    def shardings(specs: Sequence[SpecLike]) -> Any:
+        return sdy.TensorShardingPerValueAttr.get([sharding_attribute(name, spec.dims) for spec in specs])
+
+    with module.context, op.location, ir.InsertionPoint(op):
+        region = sdy.ManualComputationOp(
+            [result.type for result in op.results],
+            list(op.operands),
+            shardings(operands),
+            shardings(results),
+            sdy.ManualAxesAttr.get([ir.StringAttr.get(axis) for axis in sizes]),
+        )
+        kinds = [shard(value, spec) for value, spec in zip(op.operands, operands, strict=True)]
+        block = region.operation.regions[0].blocks.append(*kinds, arg_locs=[op.location] * len(kinds))
+        attributes = {op.attributes[i].name: op.attributes[i].attr for i in range(len(op.attributes))}
+        attributes.pop("sdy.sharding_rule", None)
+        with ir.InsertionPoint(block):
+            inner = ir.Operation.create(
+                op.name,
+                results=[shard(value, spec) for value, spec in zip(op.results, results, strict=True)],
+                operands=list(block.arguments),
+                attributes=attributes,
+            )
+            sdy.ReturnOp(list(inner.results))
+        for old, new in zip(list(op.results), list(region.operation.results), strict=True):
+            old.replace_all_uses_with(new)
+    op.erase()
+
+
+def remaining_calls(module: Any) -> list[str]:
+    """Names of calls in `@main` that still stand for functions."""
+    calls = collect(module.operation, {"stablehlo.custom_call"})
+    return [call_target(op) for op in calls if call_key(op)]

@@ -1,0 +1,162 @@
+"""Calls that stay whole in a program: lowered as one custom call each, and later, when it is known how they are split,
+as the same function on shards.
+
+A function with `jax.experimental.custom_partitioning` (which `register_rule` uses too) and a Pallas kernel would
+otherwise be inlined on one device, or become code for one platform and one shape.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autoshard import mlir
+from autoshard.program._pallas import PallasCall
+from autoshard.program._register import Partition
+from autoshard.rules import bind
+
+
+OnShards = Callable[[Any, Sequence[Any], Sequence[Any]], tuple[Callable[..., Any], Sequence[Any], Sequence[Any]]]
+"""(mesh, operand specs, result specs) -> the function on shards, and the specs that it takes and gives."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpaqueCall:
+    """A function that a program calls as one op."""
+
+    name: str
+    operands: tuple[Any, ...]
+    """`jax.ShapeDtypeStruct` of each, whole."""
+    on_shards: OnShards
+
+
+Found = dict[str, OpaqueCall]
+"""Calls by their key in the module (`mlir.call_key`)."""
+
+
+def lower_traced(traced: Any, found: Found | None = None, platforms: tuple[str, ...] | None = None) -> Any:
+    """`traced.lower()` with opaque calls kept as calls; they are added to `found`."""
+    calls: Found = {} if found is None else found
+    parameters = _private("jax._src.interpreters.mlir").LoweringParameters(override_lowering_rules=_overrides(calls))
+    return traced.lower(lowering_platforms=platforms, _private_parameters=parameters)
+
+
+def lower_on_shards(
+    call: OpaqueCall, mesh: Any, operands: Sequence[Any], results: Sequence[Any], platform: str, by_hand: bool = False
+) -> tuple[bytes, Any]:
+    """A module over whole tensors in which every device of `mesh` runs the call on its shards.
+
+    `operands` and `results` are `PartitionSpec`s, `platform` is `cpu`, `tpu` or `cuda`; `by_hand`: the call stands
+    where its operands are shards already. Also gives the lowering, which keeps alive what the module refers to.
+    """
+    import jax
+
+    fn, into, out = call.on_shards(mesh, operands, results)
+
+    def flat(*args: Any) -> tuple[Any, ...]:
+        return tuple(jax.tree.leaves(fn(*args)))
+
+    if not by_hand:
+        flat = jax.shard_map(flat, mesh=mesh, in_specs=tuple(into), out_specs=tuple(out), check_vma=False)
+    lowered = jax.jit(flat, keep_unused=True).trace(*call.operands).lower(lowering_platforms=(platform,))
+    return mlir.to_bytes(lowered.compiler_ir("stablehlo")), lowered
+
+
+def _private(name: str) -> Any:
+    """A module of jax that is no public interface."""
+    return importlib.import_module(name)
+
+
+def _overrides(found: Found) -> tuple[tuple[Any, Any], ...]:
+    """Lowerings of our own; a program that uses neither module has not imported it."""
+    rules = []
+    partitioning = sys.modules.get("jax._src.custom_partitioning")
+    if partitioning is not None:
+        rules.append((partitioning.custom_partitioning_p, functools.partial(_ruled, found, partitioning)))
+    pallas = sys.modules.get("jax._src.pallas.pallas_call")
+    if pallas is not None:
+        rules.append((pallas.pallas_call_p, functools.partial(_emit_kernel, found)))
+    return tuple(rules)
+
+
+def _ruled(found: Found, partitioning: Any, ctx: Any, *values: Any, **params: Any) -> Any:
+    if params["sharding_rule"] is None:
+        return partitioning._custom_partitioning_lowering_rule(ctx, *values, **params)
+    return _emit_ruled(found, values, params)
+
+
+def _shapes(avals: Sequence[Any]) -> tuple[Any, ...]:
+    import jax
+
+    return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
+
+
+def _digest(*parts: Any) -> str:
+    """What tells calls of one name apart, the same in every process: addresses and source lines are left out."""
+    text = re.sub(r"0x[0-9a-f]+| at \S+:\d+|:\d+", "", "\n".join(map(str, parts)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _emit_ruled(found: Found, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    import jax
+    from jax.sharding import NamedSharding
+
+    call, partition, static = params["call"], params["partition"], params["static_args"]
+    operands, results = _shapes(call.in_avals), _shapes(call.out_avals)
+    flops = 0
+    if isinstance(partition, Partition):
+        name = partition.rule.name
+        flops = bind(partition.rule, [a.shape for a in operands], [r.shape for r in results], f"of `{name}`").flops
+    else:
+        name = getattr(call.jaxpr.debug_info, "func_name", "") or "custom_partitioning"
+
+    def on_shards(mesh: Any, into: Sequence[Any], out: Sequence[Any]) -> Any:
+        def pinned(shapes: Sequence[Any], specs: Sequence[Any]) -> list[Any]:
+            return [
+                jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec))
+                for s, spec in zip(shapes, specs, strict=True)
+            ]
+
+        args = params["in_tree"].unflatten(pinned(operands, into))
+        wanted = params["out_tree"].unflatten(pinned(results, out))
+        _, fn, gives, takes = partition(*static, mesh, args, wanted)
+
+        def flat(*leaves: Any) -> Any:
+            return fn(*params["in_tree"].unflatten(leaves))
+
+        return flat, [s.spec for s in jax.tree.leaves(takes)], [s.spec for s in jax.tree.leaves(gives)]
+
+    digest = _digest(call.jaxpr, static)
+    found[f"{name}#{digest}"] = OpaqueCall(name, operands, on_shards)
+    rule = _mlir_rule(params["sharding_rule"], static, operands, results)
+    return mlir.emit_call(values, [(r.shape, r.dtype) for r in results], name, digest, rule, flops)
+
+
+def _mlir_rule(rule: Any, static: Sequence[Any], operands: Sequence[Any], results: Sequence[Any]) -> Any:
+    """A rule in one of JAX's forms as an attribute."""
+    notation = _private("jax._src.custom_partitioning_sharding_rule")
+    operand_types, result_types = (
+        mlir.tensor_types([(a.shape, a.dtype) for a in side]) for side in (operands, results)
+    )
+    options: dict[str, Any] = {}
+    if callable(rule):
+        rule = rule(*static, None, operand_types, result_types)
+        if isinstance(rule, (list, tuple)) and len(rule) == 2:
+            rule, options = rule
+    if isinstance(rule, str):
+        rule = notation.str_to_sdy_sharding_rule(rule, **options)
+    return notation.sdy_sharding_rule_to_mlir(rule, operand_types, result_types)
+
+
+def _emit_kernel(found: Found, ctx: Any, *values: Any, **params: Any) -> list[Any]:
+    operands, results = _shapes(ctx.avals_in), _shapes(ctx.avals_out)
+    kernel = PallasCall.of(operands, results, params)
+    digest = _digest(params["jaxpr"], params["grid_mapping"], params["compiler_params"])
+    found[f"{kernel.name}#{digest}"] = OpaqueCall(kernel.name, operands, kernel.on_shards)
+    rule = mlir.rule_attribute(*kernel.rule)
+    shapes = [(r.shape, r.dtype) for r in results]
+    return mlir.emit_call(values, shapes, kernel.name, digest, rule, kernel.flops, kernel.traffic)

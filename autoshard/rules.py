@@ -1,0 +1,236 @@
+"""Sharding rules that users give for opaque calls: their notation, and how it fits a call's shapes.
+
+The notation is that of `jax.experimental.custom_partitioning`: one group of factors for each operand and result,
+separated by commas, one factor for each dim, separated by spaces. `"b h s d, b h t d, b h t d -> b h s d"` says that
+the first dims of all four tensors are split together. `(x y)` is a dim made of two factors, major first; a leading
+`...` stands for any number of dims that are the same everywhere; an empty group is a scalar.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from autoshard.errors import UserError
+
+
+Dims = tuple[tuple[str, ...], ...]
+"""The factors (major first) of each dim of one tensor."""
+
+REST = "..."
+"""Factor that stands for leading dims."""
+
+PARALLEL, REDUCTION, NEED_REPLICATION, PERMUTATION = "parallel", "reduction", "need_replication", "permutation"
+
+_TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z]\w*|[()])")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallRule:
+    """A rule before it meets shapes."""
+
+    name: str
+    text: str
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    kinds: tuple[tuple[str, str], ...] = ()
+    """(factor, kind) of factors that are not parallel."""
+    sizes: tuple[tuple[str, int], ...] = ()
+    """(factor, size) where shapes alone do not tell."""
+    flops: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    """Terms of a sum: a number times the sizes of factors. Empty if the call does no matrix work."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BoundRule:
+    """A rule for one call: factors are numbered."""
+
+    sizes: tuple[int, ...]
+    kinds: tuple[str, ...]
+    operands: tuple[tuple[tuple[int, ...], ...], ...]
+    results: tuple[tuple[tuple[int, ...], ...], ...]
+    flops: int = 0
+
+
+_registered: dict[str, CallRule] = {}
+
+
+def remember(rule: CallRule) -> None:
+    """Keep a rule for calls of its name; a later one of the same name replaces it."""
+    _registered[rule.name] = rule
+
+
+def forget(name: str) -> None:
+    """Drop the rule of a name, if there is one."""
+    _registered.pop(name, None)
+
+
+def registered(name: str) -> CallRule | None:
+    return _registered.get(name)
+
+
+def parse_call_rule(
+    name: str,
+    text: str,
+    *,
+    reduction: Sequence[str] = (),
+    need_replication: Sequence[str] = (),
+    permutation: Sequence[str] = (),
+    sizes: Mapping[str, int] | None = None,
+    flops: str | None = None,
+) -> CallRule:
+    """A rule from its notation; raises `UserError` that names the rule and the part of it that cannot be."""
+    sides = text.split("->")
+    if len(sides) != 2:
+        raise UserError(
+            f"the rule of `{name}` is {text!r}; expected operands -> results, such as 'b s d, d f -> b s f'."
+        )
+    operands, results = ([_tensor(name, text, part) for part in side.split(",")] for side in sides)
+    if sides[0].strip() == "":
+        operands = []
+    inner = {f for dims in operands for dim in dims for f in dim}
+    outer = {f for dims in results for dim in dims for f in dim}
+    kinds: dict[str, str] = {}
+    for kind, factors in ((REDUCTION, reduction), (NEED_REPLICATION, need_replication), (PERMUTATION, permutation)):
+        if isinstance(factors, str):
+            factors = factors.split()
+        for factor in factors:
+            if factor not in inner | outer:
+                raise UserError(
+                    f"the rule of `{name}` calls `{factor}` a {kind} factor, but {text!r} has no `{factor}`."
+                )
+            if kinds.setdefault(factor, kind) != kind:
+                raise UserError(f"the rule of `{name}` gives `{factor}` two kinds: {kinds[factor]} and {kind}.")
+            if kind == REDUCTION and factor in outer:
+                raise UserError(
+                    f"the rule of `{name}` calls `{factor}` a reduction factor, but a result has it as a dim; "
+                    "what is summed is gone from the results."
+                )
+    given = dict(sizes or {})
+    unknown = sorted(set(given) - inner - outer)
+    if unknown:
+        raise UserError(f"the rule of `{name}` has a size for `{unknown[0]}`, but {text!r} has no `{unknown[0]}`.")
+    terms = _flops(name, flops, inner | outer) if flops else ()
+    return CallRule(name, text, tuple(operands), tuple(results), tuple(kinds.items()), tuple(given.items()), terms)
+
+
+def _tensor(name: str, text: str, part: str) -> Dims:
+    dims: list[tuple[str, ...]] = []
+    group: list[str] | None = None
+    position = 0
+    part = part.rstrip()
+    while position < len(part):
+        match = _TOKEN.match(part, position)
+        if match is None:
+            raise UserError(
+                f"the rule of `{name}` has {part[position:].strip()[:1]!r} in {text!r}; "
+                "expected names of factors, `(x y)` for a dim of two factors, or a leading `...`."
+            )
+        token, position = match[1], match.end()
+        if token == "(" and group is None:
+            group = []
+        elif token == ")" and group:
+            dims.append(tuple(group))
+            group = None
+        elif token in "()" or (token == REST and (dims or group is not None)):
+            raise UserError(f"the rule of `{name}` has a {token!r} where none can be, in {text!r}.")
+        elif group is not None:
+            group.append(token)
+        else:
+            dims.append((token,))
+    if group is not None:
+        raise UserError(f"the rule of `{name}` has a '(' that is not closed, in {text!r}.")
+    factors = [f for dim in dims for f in dim]
+    twice = next((f for f in factors if factors.count(f) > 1), None)
+    if twice is not None:
+        raise UserError(f"the rule of `{name}` has `{twice}` twice in one tensor, in {text!r}.")
+    return tuple(dims)
+
+
+def _flops(name: str, text: str, known: set[str]) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    terms = []
+    for term in text.split("+"):
+        words = term.replace("*", " ").split()
+        number = math.prod(int(word) for word in words if word.isdigit())
+        factors = tuple(word for word in words if not word.isdigit())
+        strange = [f for f in factors if f not in known or f == REST]
+        if strange or not words:
+            raise UserError(
+                f"the rule of `{name}` has flops {text!r}; expected numbers and factors of the rule, "
+                "such as '4 b h s t d'."
+            )
+        terms.append((number, factors))
+    return tuple(terms)
+
+
+def bind(
+    rule: CallRule, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]], where: str = ""
+) -> BoundRule:
+    """The rule for a call with these shapes; `where` names the call. Raises `UserError` where they do not fit."""
+    call = f"the call {where}" if where else "a call"
+    for what, dims, shapes in (("operand", rule.operands, operands), ("result", rule.results, results)):
+        if len(dims) != len(shapes):
+            raise UserError(
+                f"the rule of `{rule.name}`, {rule.text!r}, has {len(dims)} {what}s, but {call} has {len(shapes)}; "
+                f"give one group of factors for each {what}."
+            )
+    rest: int | None = None
+    sizes = dict(rule.sizes)
+    tensors: list[list[tuple[str, ...]]] = []
+    named = [("operand", k, d, s) for k, (d, s) in enumerate(zip(rule.operands, operands, strict=True))]
+    named += [("result", k, d, s) for k, (d, s) in enumerate(zip(rule.results, results, strict=True))]
+    for what, k, dims, shape in named:
+        expanded = list(dims)
+        if dims and dims[0] == (REST,):
+            extra = len(shape) - (len(dims) - 1)
+            if rest is None and extra >= 0:
+                rest = extra
+            expanded = [(f"{REST}{i}",) for i in range(rest if rest is not None else 0)] + list(dims[1:])
+        if len(expanded) != len(shape):
+            raise UserError(
+                f"the rule of `{rule.name}` gives {what} {k} {len(expanded)} dims in {rule.text!r}, "
+                f"but {call} has the shape {list(shape)} there; give one factor for each dim."
+            )
+        tensors.append(expanded)
+        for dim, size in zip(expanded, shape, strict=True):
+            _fit(rule, sizes, dim, size, f"{what} {k} of {call}")
+    for (what, k, _, shape), expanded in zip(named, tensors, strict=True):
+        for dim, size in zip(expanded, shape, strict=True):
+            if len(dim) > 1:
+                _fit_compound(rule, sizes, dim, size, f"{what} {k} of {call}")
+    index = {f: i for i, f in enumerate(dict.fromkeys(f for tensor in tensors for dim in tensor for f in dim))}
+    kinds = dict(rule.kinds)
+    maps = [tuple(tuple(index[f] for f in dim) for dim in tensor) for tensor in tensors]
+    flops = sum(number * math.prod(sizes[f] for f in factors) for number, factors in rule.flops)
+    return BoundRule(
+        tuple(sizes[f] for f in index),
+        tuple(kinds.get(REST if f.startswith(REST) else f, PARALLEL) for f in index),
+        tuple(maps[: len(operands)]),
+        tuple(maps[len(operands) :]),
+        flops,
+    )
+
+
+def _fit(rule: CallRule, sizes: dict[str, int], dim: tuple[str, ...], size: int, where: str) -> None:
+    if len(dim) == 1 and sizes.setdefault(dim[0], size) != size:
+        raise UserError(
+            f"the rule of `{rule.name}`, {rule.text!r}, does not fit: `{dim[0]}` is {sizes[dim[0]]} elsewhere, "
+            f"but {size} in {where}; give dims of different sizes different factors."
+        )
+
+
+def _fit_compound(rule: CallRule, sizes: dict[str, int], dim: tuple[str, ...], size: int, where: str) -> None:
+    known = math.prod(sizes[f] for f in dim if f in sizes)
+    missing = [f for f in dim if f not in sizes]
+    if len(missing) > 1:
+        raise UserError(
+            f"the rule of `{rule.name}` does not say how {size} is made of `({' '.join(dim)})` in {where}; "
+            f"give the size of `{missing[0]}` with sizes={{...}}."
+        )
+    if missing and known and size % known == 0:
+        sizes[missing[0]] = size // known
+    elif missing or known != size:
+        raise UserError(
+            f"the rule of `{rule.name}`, {rule.text!r}, does not fit: the factors `({' '.join(dim)})` "
+            f"make up {known}, but {where} has a dim of {size}."
+        )
