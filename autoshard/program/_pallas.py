@@ -45,7 +45,8 @@ class PallasCall:
         asked = _asked(params["jaxpr"], mapping)
         splits, blocks = [], {}
         for dim, size in enumerate(mapping.grid):
-            block = _block(mapping, depends, dim, name) if isinstance(size, int) and dim not in asked else None
+            free = isinstance(size, int) and size > 1 and dim not in asked
+            block = _block(mapping, depends, dim, name) if free else None
             if block is not None:
                 splits.append(dim)
                 blocks[dim] = block
