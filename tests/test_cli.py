@@ -27,6 +27,7 @@ FLAGS = {
     "diff": {"--debug", "--json", "--quiet"},
     "doctor": {"--debug", "--json", "--quiet"},
     "plan": {"--debug", "--json", "--out", "--quiet"} | PROGRAM | PLANNING,
+    "explain": {"--debug", "--entry", "--json", "--program", "--quiet", "--time-limit"},
     "export": {"--debug", "--json", "--out", "--quiet", "--to", "-o"},
     "measure": {"--check", "--debug", "--json", "--plan", "--quiet", "--steps", "--tolerance"} | PROGRAM | PLANNING,
     "report": {"--compare", "--debug", "--json", "--measured", "--out", "--perfetto", "--quiet", "-o"},

@@ -37,7 +37,7 @@ def run(command: list[str], folder: Path) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("page", ["start.md", "reading.md"])
+@pytest.mark.parametrize("page", ["start.md", "reading.md", "constraints.md"])
 def test_the_examples_run(page: str, folder: Path):
     examples = [body for info, body in blocks(page, "python") if info.startswith("after=")]
     assert examples
@@ -51,12 +51,13 @@ def commands(page: str) -> list[str]:
     return [line.removeprefix("$ autoshard ") for line in lines if line.startswith("$ autoshard ")]
 
 
-def test_the_commands_of_the_start_work(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("page", ["start.md", "constraints.md"])
+def test_the_commands_shown_work(
+    page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(folder)
     # Without the compiler's minute; that it is shown with flags that exist is checked below.
-    for line in commands("start.md"):
+    for line in commands(page):
         if not line.startswith("compile "):
             assert main([*line.split(), "--quiet"]) == 0, line
             assert capsys.readouterr().out.strip(), line

@@ -147,6 +147,25 @@ def run_diff(arguments: argparse.Namespace, answer: TextIO) -> int:
     return 0
 
 
+def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from autoshard.plan import explain_plan, explanation_figures, load_plan, reopen
+    from autoshard.report import explanation_report
+
+    plan = load_plan(arguments.plan)
+    with _progress(arguments) as progress:
+        progress(f"Opening the program of {arguments.plan} again")
+        _stand_in_devices(arguments.program or (plan.provenance.get("source") or {}).get("program", ""), plan.topology)
+        program = reopen(plan, arguments.program, arguments.entry)
+        progress(f"Pricing what else {arguments.name} could be")
+        found = explain_plan(plan, arguments.name, program, time_limit=arguments.time_limit)
+    if arguments.json:
+        _print_json(explanation_figures(found), answer)
+    else:
+        _print_rich(explanation_report(found), answer)
+    return 0
+
+
 def run_export(arguments: argparse.Namespace, answer: TextIO) -> int:
     _check_writable("--out", arguments.out)
     from autoshard.plan import load_plan
@@ -245,17 +264,23 @@ def _open(arguments: argparse.Namespace, progress: "Progress", topology: str | N
     progress(f"Tracing {arguments.program}")
     from autoshard.program import open_source
 
-    if topology is not None and arguments.program.endswith(".py"):
-        from autoshard.cost import Topology
-        from autoshard.exec import ensure_devices
-
-        with contextlib.suppress(UserError):  # JAX has started with fewer, which is enough for most programs
-            ensure_devices(Topology.parse(topology).num_devices)
+    if topology is not None:
+        _stand_in_devices(arguments.program, topology)
 
     names = ("train", "batch", "seq", "image", "dtype", "param_dtype", "state_dtype", "remat", "optimizer")
     names += ("serve", "cache", "capacity_factor")
     options = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     return open_source(arguments.program, entry=arguments.entry, roles=arguments.roles, **options)
+
+
+def _stand_in_devices(source: str, topology: str) -> None:
+    """A CPU device for each of the topology's, where a program is Python and may make a mesh."""
+    if source.endswith(".py"):
+        from autoshard.cost import Topology
+        from autoshard.exec import ensure_devices
+
+        with contextlib.suppress(UserError):  # JAX has started with fewer, which is enough for most programs
+            ensure_devices(Topology.parse(topology).num_devices)
 
 
 def _start_devices(topology: "Topology") -> None:

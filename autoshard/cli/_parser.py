@@ -107,6 +107,13 @@ def build_parser() -> argparse.ArgumentParser:
     diff.add_argument("first", metavar="A.json", type=Path, help="a plan")
     diff.add_argument("second", metavar="B.json", type=Path, help="another")
 
+    explain = _command(commands, "explain", _commands.run_explain, "say why a tensor is split as it is, or not")
+    explain.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
+    explain.add_argument("name", metavar="NAME", help="an argument or result, as reports print it")
+    explain.add_argument("--program", metavar="PROGRAM", help="where the program is now (default: where it was)")
+    explain.add_argument("--entry", metavar="NAME", help="name in model.py (default: as it was)")
+    explain.add_argument("--time-limit", type=_seconds, default=60.0, metavar="S", help="for solving (default: 60)")
+
     report = _command(commands, "report", _commands.run_report, "show a plan that was saved")
     report.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
     report.add_argument("-o", "--out", metavar="REPORT.html", type=Path, help="write a page here instead")

@@ -12,6 +12,11 @@ from types import ModuleType
 from autoshard.plan._asked import Asked as Asked
 from autoshard.plan._asked import read_asked as read_asked
 from autoshard.plan._call import plan as _plan
+from autoshard.plan._explain import Alternative as Alternative
+from autoshard.plan._explain import Explanation as Explanation
+from autoshard.plan._explain import explain_plan as explain_plan
+from autoshard.plan._explain import explanation_figures as explanation_figures
+from autoshard.plan._explain import reopen as reopen
 from autoshard.plan._make import PlanResult as PlanResult
 from autoshard.plan._make import make_plan as make_plan
 from autoshard.plan._plan import SCHEMA as SCHEMA

@@ -84,7 +84,9 @@ def read_asked(
     `pin_from` are specs of another plan, by exact name. Raises `UserError` for what cannot be read.
     """
     found = [Pinned(pattern, _dims(pattern, spec), _said(pattern, spec)) for pattern, spec in (pins or {}).items()]
-    found += [Pinned(_literal(name), spec.dims, f"--pin-from ({name})") for name, spec in (pin_from or {}).items()]
+    for name, spec in (pin_from or {}).items():
+        pattern = _literal(name)
+        found.append(Pinned(pattern, spec.dims, _said(pattern, spec)))
     return Asked(
         tuple(found),
         (replicate,) if isinstance(replicate, str) else tuple(replicate or ()),
@@ -132,6 +134,19 @@ def _entry(entry: Any) -> tuple[str, ...] | None:
     return None  # PartitionSpec.UNCONSTRAINED
 
 
+def parse_lines(lines: Iterable[str]) -> Asked:
+    """What `Asked.lines` wrote."""
+    flags: dict[str, list[str]] = {}
+    for line in lines:
+        flag, _, rest = line.partition(" ")
+        flags.setdefault(flag, []).append(rest)
+    pairs = {flag: dict(text.split("=", 1) for text in flags.get(flag, [])) for flag in _PAIRS}
+    return read_asked(pairs["--pin"], flags.get("--replicate"), pairs["--forbid"], pairs["--axis-only"])
+
+
+_PAIRS = ("--pin", "--forbid", "--axis-only")
+
+
 # On a model
 
 
@@ -158,6 +173,11 @@ def require(model: Model, groups: Groups, asked: Asked) -> Required:
     for axis, names in asked.axis_only:
         made.keep_axis(axis, names)
     return Required(made.allowed, made.pinned)
+
+
+def require_lines(model: Model, groups: Groups, lines: Iterable[str]) -> Required:
+    """The same from the lines that a plan keeps."""
+    return require(model, groups, parse_lines(lines))
 
 
 class _Requirements:

@@ -104,7 +104,7 @@ def make_plan(
     chosen = choose_mesh(parsed, mesh, program_mesh(graph, parsed.num_devices))
     check_regions(graph, chosen)
     _check_batch(program, chosen)
-    model = _model(program, graph, chosen, memory_limit, phases)
+    model = build_model(program, graph, chosen, memory_limit, lambda line: phases.start("price", line))
     groups = find_groups(program, model.graph, model.structure)
     required = require(model, groups, asked or Asked())
     named = baselines(model, groups)
@@ -147,7 +147,14 @@ def _check_batch(program: Program, mesh: Mesh) -> None:
     )
 
 
-def _model(program: Program, graph: OpGraph, mesh: Mesh, memory_limit: int, phases: _Phases) -> Model:
+def build_model(
+    program: Program,
+    graph: OpGraph,
+    mesh: Mesh,
+    memory_limit: int,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Model:
+    """Every decision of a program on a mesh, priced."""
     parameters = [t for t, a in zip(graph.arguments, program.arguments, strict=True) if a.role is Role.PARAMETER]
     ties = [
         (graph.results[a.result], t)
@@ -160,7 +167,7 @@ def _model(program: Program, graph: OpGraph, mesh: Mesh, memory_limit: int, phas
     liveness = analyse(
         graph, kept, {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None}
     )
-    phases.start("price", f"pricing {len(graph.ops)} ops on {mesh.describe()}")
+    progress(f"pricing {len(graph.ops)} ops on {mesh.describe()}")
     return price(program, graph, structure, liveness, mesh, memory_limit)
 
 
@@ -203,6 +210,7 @@ def _plan(
         timeline=make_timeline(model, choices),
         calls=make_calls(model, choices),
         unruled=find_unruled(model, choices, true),
+        choices=" ".join(str(int(c)) for c in choices),
     )
 
 
@@ -232,15 +240,19 @@ def _provenance(model: Model, found: Found, seed: int) -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "unknown"
-    return {
-        "versions": versions,
-        "topology": model.mesh.topology.name,
-        "layout": model.mesh.describe(),
-        "seed": seed,
-        "calibration": calibration.hash(),
-        "weightings": found.rounds,
-        "nodes": len(model.nodes),
-        "alternatives": int(np.sum([len(n.states) for n in model.nodes])),
-        "edges": len(model.moves),
-        "bound_s": found.bound_s,
-    } | ({"said_by_program": said} if (said := said_by_program(model.graph)) else {})
+    return (
+        ({"source": source} if (source := model.program.source) else {})
+        | {
+            "versions": versions,
+            "topology": model.mesh.topology.name,
+            "layout": model.mesh.describe(),
+            "seed": seed,
+            "calibration": calibration.hash(),
+            "weightings": found.rounds,
+            "nodes": len(model.nodes),
+            "alternatives": int(np.sum([len(n.states) for n in model.nodes])),
+            "edges": len(model.moves),
+            "bound_s": found.bound_s,
+        }
+        | ({"said_by_program": said} if (said := said_by_program(model.graph)) else {})
+    )

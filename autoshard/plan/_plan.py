@@ -208,6 +208,8 @@ class Plan:
     """Opaque calls with a rule; what is missing here every device makes whole."""
     unruled: tuple[Unruled, ...] = ()
     """What has no sharding rule, the largest share of the step first."""
+    choices: str = ""
+    """The alternative taken at every decision, in order: what `explain` starts from."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; see `save_plan`."""
@@ -237,6 +239,16 @@ class Plan:
     def out_shardings(self) -> tuple[Any, ...]:
         """One `jax.sharding.NamedSharding` for every flat result, in order, on the devices present."""
         return _executor(self).out_shardings()
+
+    def explain(self, name: str, program: Any = None) -> Any:
+        """Why argument or result `name` has its spec: an `Explanation`, with what every other spec would cost.
+
+        The program is opened again where it came from (a file, `hf:CONFIG`); pass it if the plan was made of a
+        `Program`. See `explain_plan`.
+        """
+        from autoshard.plan._explain import explain_plan
+
+        return explain_plan(self, name, program)
 
     def to_frame(self) -> Any:
         """`pandas.DataFrame` with a row for each argument: role, shape, spec, bytes of the whole and of one device."""

@@ -118,7 +118,7 @@ def search(
             break
         hint = best.choices if best is not None else None
         share = max(2.0, left / (2 if rounds == 1 else 3))
-        problem, solution = _solve_within(model, weights, memory_limit, share, seed, hint, required.allowed)
+        problem, solution = solve_within(model, weights, memory_limit, share, seed, hint, required.allowed)
         lower = solution.lower_bound * 1e-12
         if lower > bound or bound_problem is None:
             bound, bound_problem, bound_solution = lower, problem, solution
@@ -145,7 +145,7 @@ def _rank(candidate: Candidate) -> tuple[float, int]:
     return round(candidate.outcome.step_time_s, 12), candidate.outcome.peak_bytes
 
 
-def _solve_within(
+def solve_within(
     model: Model,
     weights: Weights,
     memory_limit: int,
@@ -177,7 +177,7 @@ def complete(
     model: Model, baseline: Baseline, weights: Weights, memory_limit: int, time_limit: float, seed: int
 ) -> Candidate | None:
     """A baseline with everything it leaves open chosen by the solver; within the limit if that is possible."""
-    problem, solution = _solve_within(model, weights, memory_limit, time_limit, seed, None, baseline.allowed)
+    problem, solution = solve_within(model, weights, memory_limit, time_limit, seed, None, baseline.allowed)
     found = make_candidate(model, baseline.name, solution, problem, memory_limit)
     if found is None or not found.fits:
         # A baseline that cannot fit is shown all the same, with what it would take.

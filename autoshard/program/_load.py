@@ -1,5 +1,6 @@
 """Opening what a user names on the command line: a program file, or a model configuration."""
 
+import dataclasses
 import importlib.util
 import sys
 from pathlib import Path
@@ -17,8 +18,20 @@ def open_source(text: str, *, entry: str = "program", roles: Roles | None = None
     """The program that `text` names: `hf:CONFIG` (with its options), a Python file, or a module in a file.
 
     `roles` says what arguments of a file are for, by the start of their names, where that is guessed wrongly.
+    The program remembers what it was opened from (`Program.source`).
+
     Raises `UserError` if `text` names neither, or if `options` are given to a source that takes none.
     """
+    program = _open(text, entry, roles, options)
+    if callable(roles):
+        return program  # nothing that a file could hold says it again
+    kept: dict[str, Any] = {key: value for key, value in sorted(options.items()) if value is not None}
+    if roles is not None:
+        kept["roles"] = {name: str(role) for name, role in roles.items()}
+    return dataclasses.replace(program, source={"program": text, "entry": entry, "options": kept})
+
+
+def _open(text: str, entry: str, roles: Roles | None, options: dict[str, Any]) -> Program:
     if text.startswith("hf:"):
         if roles is not None:
             raise UserError(f"`--roles` is for files; the roles of `{text}` are known, so leave it out.")

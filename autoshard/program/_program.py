@@ -67,3 +67,5 @@ class Program:
     """`make_args(seed)` gives concrete host arrays for `args`: plausible initial values, valid ids."""
     notes: tuple[str, ...] = ()
     """Sentences about what the source changed or assumed; shown in reports."""
+    source: dict[str, Any] | None = None
+    """What `open_source` opened: `program`, `entry` and `options`; None for a program made in Python."""

@@ -11,6 +11,7 @@ from autoshard.report._diff import difference_figures as difference_figures
 from autoshard.report._diff import difference_report as difference_report
 from autoshard.report._doctor import doctor as doctor
 from autoshard.report._doctor import doctor_report as doctor_report
+from autoshard.report._explain import explanation_report as explanation_report
 from autoshard.report._export import EXPORT_FORMS as EXPORT_FORMS
 from autoshard.report._export import export_plan as export_plan
 from autoshard.report._export import hlo_sharding as hlo_sharding

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoshard.plan import Plan, Prediction
+from autoshard.report._fixed import fixed_lines
 
 
 def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[str, Any]:
@@ -25,6 +26,7 @@ def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[
         "objective": plan.objective,
         "lower_bound": plan.lower_bound,
         "words": list(plan.words),
+        "fixed": list(fixed_lines(plan)),
         "baselines": {name: prediction_figures(baseline) for name, baseline in plan.baselines.items()},
         "warnings": list(plan.warnings),
     }

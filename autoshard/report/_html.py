@@ -11,6 +11,7 @@ from autoshard.plan import Plan, Prediction
 from autoshard.report._binding import what_binds, why_not
 from autoshard.report._diff import difference, figure_name, figure_text
 from autoshard.report._figures import best_baseline
+from autoshard.report._fixed import fixed_lines
 from autoshard.report._names import clean, readable
 from autoshard.report._tree import module_trees
 from autoshard.units import format_bytes, format_seconds
@@ -61,6 +62,7 @@ def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, 
             communication=sorted(prediction.collectives, key=lambda c: -c.seconds)[:COLLECTIVES],
             more_communication=sorted(prediction.collectives, key=lambda c: -c.seconds)[COLLECTIVES:],
             binds=what_binds(plan),
+            fixed=fixed_lines(plan),
             compare=compare and _comparison(plan, compare),
             measured=measured and _measurement(plan, measured),
             provenance=_flat(plan.provenance),

@@ -13,6 +13,7 @@ from rich.text import Text
 from autoshard.plan import Collective, Plan, Prediction, Spec
 from autoshard.report._binding import what_binds
 from autoshard.report._figures import best_baseline, tensor_bytes
+from autoshard.report._fixed import fixed_lines
 from autoshard.report._names import clean, fold, readable
 from autoshard.units import format_bytes, format_seconds
 
@@ -42,6 +43,7 @@ class _Report:
         plan = self.plan
         yield _verdict(plan)
         yield from _section("Plan", Text("\n").join(Text(f"  {clean(line)}") for line in plan.words))
+        yield from _section("Fixed beforehand", _bullets(fixed_lines(plan)))
         yield from _section("Largest parameters", _parameters(plan, options.max_width))
         yield from _section("Step time", _time(plan.prediction))
         yield from _section("Memory of one device at the peak", _memory(plan))
