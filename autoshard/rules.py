@@ -53,11 +53,19 @@ class BoundRule:
 
 
 _registered: dict[str, CallRule] = {}
+_log: list[str] = []
+"""Names in the order in which they were registered."""
 
 
 def remember(rule: CallRule) -> None:
     """Keep a rule for calls of its name; a later one of the same name replaces it."""
     _registered[rule.name] = rule
+    _log.append(rule.name)
+
+
+def registrations() -> int:
+    """How many rules were ever registered in this process, replaced and dropped ones included."""
+    return len(_log)
 
 
 def forget(name: str) -> None:

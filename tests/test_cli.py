@@ -15,7 +15,7 @@ from autoshard.cli._parser import build_parser
 
 PROGRAM = {
     *("--batch", "--dtype", "--entry", "--image", "--infer", "--optimizer", "--param-dtype", "--remat", "--seq"),
-    *("--cache", "--capacity-factor", "--roles", "--serve", "--state-dtype", "--train"),
+    *("--cache", "--capacity-factor", "--roles", "--rules", "--serve", "--state-dtype", "--train"),
 }
 PLANNING = {
     *("--axis-only", "--forbid", "--memory-limit", "--mesh", "--pin", "--pin-from", "--replicate"),

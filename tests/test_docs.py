@@ -25,7 +25,7 @@ def blocks(page: str, language: str) -> list[tuple[str, str]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the files of the docs stand."""
     folder = tmp_path_factory.mktemp("docs")
-    for info, body in blocks("start.md", "python"):
+    for info, body in blocks("start.md", "python") + blocks("rules.md", "python"):
         if info.startswith("file="):
             (folder / info.removeprefix("file=")).write_text(body)
     return folder
@@ -37,7 +37,7 @@ def run(command: list[str], folder: Path) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("page", ["start.md", "reading.md", "constraints.md"])
+@pytest.mark.parametrize("page", ["start.md", "reading.md", "constraints.md", "rules.md"])
 def test_the_examples_run(page: str, folder: Path):
     examples = [body for info, body in blocks(page, "python") if info.startswith("after=")]
     assert examples

@@ -262,7 +262,7 @@ def _progress(arguments: argparse.Namespace) -> "Progress":
 def _open(arguments: argparse.Namespace, progress: "Progress", topology: str | None = None) -> "Program":
     """The program; the mesh that a Python file may make finds a CPU device for each of the topology's."""
     progress(f"Tracing {arguments.program}")
-    from autoshard.program import open_source
+    from autoshard.program import load_rules, open_source
 
     if topology is not None:
         _stand_in_devices(arguments.program, topology)
@@ -270,6 +270,8 @@ def _open(arguments: argparse.Namespace, progress: "Progress", topology: str | N
     names = ("train", "batch", "seq", "image", "dtype", "param_dtype", "state_dtype", "remat", "optimizer")
     names += ("serve", "cache", "capacity_factor")
     options = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    if arguments.rules is not None:
+        load_rules(arguments.rules)
     return open_source(arguments.program, entry=arguments.entry, roles=arguments.roles, **options)
 
 

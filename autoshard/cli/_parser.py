@@ -188,6 +188,9 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
         help="what arguments are for where a file does not say: parameter, optimizer_state, batch or other, by name, "
         "start of names, or arg0-arg7",
     )
+    parser.add_argument(
+        "--rules", metavar="RULES.py", type=Path, help="calls autoshard.register_rule for custom calls of the program"
+    )
     group = parser.add_argument_group("for hf:CONFIG")
     mode = group.add_mutually_exclusive_group()
     mode.add_argument("--train", action="store_true", default=None, help="a training step: loss, backward, optimizer")

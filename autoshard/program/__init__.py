@@ -2,6 +2,7 @@
 
 from autoshard.program._artifact import load_artifact as load_artifact
 from autoshard.program._load import load_program as load_program
+from autoshard.program._load import load_rules as load_rules
 from autoshard.program._load import open_source as open_source
 from autoshard.program._opaque import OpaqueCall as OpaqueCall
 from autoshard.program._opaque import lower_on_shards as lower_on_shards

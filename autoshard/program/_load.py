@@ -1,8 +1,10 @@
 """Opening what a user names on the command line: a program file, or a model configuration."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +14,7 @@ from autoshard.program._artifact import SUFFIXES, load_artifact
 from autoshard.program._program import Program
 from autoshard.program._roles import Roles
 from autoshard.program._trace import trace
+from autoshard.rules import registrations
 
 
 def open_source(text: str, *, entry: str = "program", roles: Roles | None = None, **options: Any) -> Program:
@@ -50,6 +53,36 @@ def _open(text: str, entry: str, roles: Roles | None, options: dict[str, Any]) -
     raise UserError(f"`{text}` is neither an existing file nor `hf:CONFIG`; check the path.")
 
 
+def load_rules(path: str | Path) -> None:
+    """Run a Python file that calls `autoshard.register_rule`.
+
+    Raises `UserError` if the file is missing, raises, or registers nothing.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(
+            f"--rules {path}: there is no such file; give a Python file that calls autoshard.register_rule."
+        )
+    before = registrations()
+    with _beside(file):
+        _run(file)
+    if registrations() == before:
+        raise UserError(
+            f'--rules {path} registers no rule; call autoshard.register_rule("target", "b s -> b s") in it.'
+        )
+
+
+@contextlib.contextmanager
+def _beside(file: Path) -> Iterator[None]:
+    """Lets a file import its neighbours."""
+    folder = str(file.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
 def load_program(path: str | Path, entry: str = "program", roles: Roles | None = None) -> Program:
     """Run a Python file and take the program it offers under the name `entry`.
 
@@ -62,14 +95,9 @@ def load_program(path: str | Path, entry: str = "program", roles: Roles | None =
     file = Path(path)
     if not file.is_file():
         raise UserError(f"there is no file `{path}`; give the path of a Python file that offers `{entry}`.")
-    folder = str(file.resolve().parent)
-    sys.path.insert(0, folder)
-    try:
-        module = _run(file)
-        offered = _offered(module, file, entry)
+    with _beside(file):
+        offered = _offered(_run(file), file, entry)
         return _as_program(offered, file, entry, roles)
-    finally:
-        sys.path.remove(folder)
 
 
 def _run(file: Path) -> ModuleType:

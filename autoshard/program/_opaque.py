@@ -79,7 +79,7 @@ def _overrides(found: Found) -> tuple[tuple[Any, Any], ...]:
         rules.append((partitioning.custom_partitioning_p, functools.partial(_ruled, found, partitioning)))
     pallas = sys.modules.get("jax._src.pallas.pallas_call")
     if pallas is not None:
-        rules.append((pallas.pallas_call_p, functools.partial(_emit_kernel, found)))
+        rules.append((pallas.pallas_call_p, functools.partial(_kernel, found, pallas)))
     return tuple(rules)
 
 
@@ -87,6 +87,12 @@ def _ruled(found: Found, partitioning: Any, ctx: Any, *values: Any, **params: An
     if params["sharding_rule"] is None:
         return partitioning._custom_partitioning_lowering_rule(ctx, *values, **params)
     return _emit_ruled(found, values, params)
+
+
+def _kernel(found: Found, pallas: Any, ctx: Any, *values: Any, **params: Any) -> Any:
+    if ctx.tokens_in.effects():  # host callbacks in order, as TPU interpret mode makes them: no call of its own
+        return pallas._pallas_call_lowering(ctx, *values, **params)
+    return _emit_kernel(found, ctx, values, params)
 
 
 def _shapes(avals: Sequence[Any]) -> tuple[Any, ...]:
@@ -152,7 +158,7 @@ def _mlir_rule(rule: Any, static: Sequence[Any], operands: Sequence[Any], result
     return notation.sdy_sharding_rule_to_mlir(rule, operand_types, result_types)
 
 
-def _emit_kernel(found: Found, ctx: Any, *values: Any, **params: Any) -> list[Any]:
+def _emit_kernel(found: Found, ctx: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     operands, results = _shapes(ctx.avals_in), _shapes(ctx.avals_out)
     kernel = PallasCall.of(operands, results, params)
     digest = _digest(params["jaxpr"], params["grid_mapping"], params["compiler_params"])

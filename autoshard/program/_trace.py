@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from autoshard import mlir
 from autoshard.errors import UserError
 from autoshard.program import _names, _roles, _ties, _values
 from autoshard.program._modules import functional
@@ -123,7 +124,13 @@ def trace(
         training = any(
             a.role is Role.OPTIMIZER_STATE or (a.role is Role.PARAMETER and a.result is not None) for a in arguments
         )
-    module, fingerprint = serialise(lowered.compiler_ir("stablehlo"), arguments)
+    ir = lowered.compiler_ir("stablehlo")
+    if len(mlir.main_block(ir).arguments) != len(arguments):
+        raise UserError(
+            f"`{label}` has side effects in a fixed order (ordered callbacks, or a Pallas kernel in TPU interpret "
+            "mode), which no plan can split; take them out, or give `pallas_call` interpret=True."
+        )
+    module, fingerprint = serialise(ir, arguments)
     if make_args is None:
         limit = _values.smallest_table([a.shape for a in arguments if a.role is Role.PARAMETER])
         make_args = _values.fill(tuple(args), names, chosen, lambda _: limit)
