@@ -17,9 +17,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+
+if TYPE_CHECKING:
+    from autoshard.program import Program
 
 
 HERE = Path(__file__).parent
@@ -83,40 +87,44 @@ def run(name: str, mode: str) -> dict[str, Any]:
 
 def work(name: str, mode: str) -> None:
     """Print one JSON object for each mesh."""
-    from autoshard.exec import ensure_devices, measure
+    from autoshard.exec import ensure_devices
 
     ensure_devices(8)
     from family_programs import MESHES, make
 
-    from autoshard.errors import UserError
-    from autoshard.plan import make_plan
-
     program = make(name, mode)
     for label, mesh in MESHES.items():
-        began = time.perf_counter()
-        row: dict[str, Any] = {"mesh": label}
-        try:
-            plan = make_plan(program, topology="cpu:8", mesh=mesh).plan
-            row["plan_s"] = round(time.perf_counter() - began, 2)
-            row["peak_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
-            row["words"] = list(plan.words)
-            row["without_rule"] = [w for w in plan.warnings if "has no sharding rule" in w]
-            found = measure(program, plan, steps=1, warmup=0, check=True)
-        except UserError as error:
-            row["error"] = str(error)
-        else:
-            assert found.check is not None
-            worst = found.check.worst
-            row |= {
-                "equal": found.check.passed,
-                "max_rel_diff": found.check.max_rel_diff,
-                "worst": worst.name if worst else "",
-                "wire": {
-                    axis: [found.wire_predicted.get(axis, 0), found.wire_compiled.get(axis, 0)]
-                    for axis in sorted({*found.wire_predicted, *found.wire_compiled})
-                },
-            }
-        print(json.dumps(row), flush=True)
+        print(json.dumps({"mesh": label} | row_of(program, mesh)), flush=True)
+
+
+def row_of(program: "Program", mesh: dict[str, int]) -> dict[str, Any]:
+    """Plan a program for eight CPU devices, run it, and compare."""
+    from autoshard.errors import UserError
+    from autoshard.exec import measure
+    from autoshard.plan import make_plan
+
+    began = time.perf_counter()
+    row: dict[str, Any] = {}
+    try:
+        plan = make_plan(program, topology="cpu:8", mesh=mesh).plan
+        row["plan_s"] = round(time.perf_counter() - began, 2)
+        row["peak_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
+        row["words"] = list(plan.words)
+        row["without_rule"] = [w for w in plan.warnings if "has no sharding rule" in w]
+        found = measure(program, plan, steps=1, warmup=0, check=True)
+    except UserError as error:
+        return row | {"error": str(error)}
+    assert found.check is not None
+    worst = found.check.worst
+    return row | {
+        "equal": found.check.passed,
+        "max_rel_diff": found.check.max_rel_diff,
+        "worst": worst.name if worst else "",
+        "wire": {
+            axis: [found.wire_predicted.get(axis, 0), found.wire_compiled.get(axis, 0)]
+            for axis in sorted({*found.wire_predicted, *found.wire_compiled})
+        },
+    }
 
 
 def errors_of(row: dict[str, Any]) -> list[float]:

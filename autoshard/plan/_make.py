@@ -132,12 +132,16 @@ def make_plan(
 
 
 def _check_batch(program: Program, mesh: Mesh) -> None:
-    """Refuse a batch that no mesh axis divides, when there is more than one device."""
+    """Refuse a batch that no mesh axis divides, when there is more than one device.
+
+    What else a step takes and returns, such as a key-value cache, counts too: it is what serving one sequence splits.
+    """
     batches = [a for a in program.arguments if a.role is Role.BATCH and a.shape]
     axes = [(name, size) for name, size in mesh.axes.items() if size > 1]
     if not batches or not axes:
         return
-    if any(size % n == 0 and size > 1 for a in batches for size in a.shape for _, n in axes):
+    state = [a for a in program.arguments if a.role is Role.OTHER and a.result is not None]
+    if any(size % n == 0 and size > 1 for a in (*batches, *state) for size in a.shape for _, n in axes):
         return
     listed = ", ".join(f"{name}={size}" for name, size in axes)
     worst = batches[0]

@@ -50,6 +50,8 @@ def _shares(
     split: dict[tuple[int, str], int] = defaultdict(int)
     total: dict[int, int] = defaultdict(int)
     for tensor in tensors:
+        if model.structure.cluster_of[tensor] < 0:
+            continue  # generated anew wherever it is needed
         size = model.graph.tensors[tensor].bytes
         spec = tensor_spec(model, choices, tensor)
         for group, axes in zip(tensor_groups(model.structure, groups.of_factor, tensor), spec.dims, strict=True):

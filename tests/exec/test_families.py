@@ -1,0 +1,45 @@
+"""A slice of the table of all families: planned equals unplanned, and the predicted bytes are those compiled.
+
+`python experiments/families.py` makes the whole table.
+"""
+
+import families
+import family_programs
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "mesh"),
+    [
+        ("hf:llama-tiny", "decode", "4x2"),
+        ("jax nnx module", "train", "2x2x2"),
+        ("jax equinox module", "train", "4x2"),
+        ("jax graph network", "infer", "4x2"),
+        ("jax embedding tables", "infer", "2x2x2"),
+        ("jax moe einsum", "infer", "4x2"),
+        ("jax moe ragged", "infer", "8"),
+        ("jax decode step", "decode", "4x2"),
+        ("torch cnn", "train", "8"),
+        ("torch mlp", "infer", "4x2"),
+    ],
+)
+def test_a_family_runs_as_planned(name: str, mode: str, mesh: str):
+    row = families.row_of(family_programs.make(name, mode), family_programs.MESHES[mesh])
+    assert "error" not in row
+    assert row["equal"], (row["worst"], row["max_rel_diff"])
+    assert max(families.errors_of(row), default=0.0) <= families.OUTLIER, row["wire"]
+
+
+def test_errors_are_relative_to_what_was_compiled():
+    row = {"wire": {"a": [150, 100], "b": [100, 1000], "c": [0, 0], "d": [1000, 0], "e": [2000, 1960]}}
+    assert families.errors_of(row) == [pytest.approx(0.0), pytest.approx(0.9), float("inf"), pytest.approx(0.0)]
+    assert families.errors_of({}) == []
+
+
+def test_the_table_names_what_needs_a_reason():
+    good = {"equal": True, "max_rel_diff": 1e-7, "worst": "x", "wire": {"data": [4096, 4096]}, "plan_s": 1.0}
+    rows = {"a/train/8": good, "b/train/8": good | {"wire": {"data": [8192, 4096]}}, "c/infer/8": {"error": "No."}}
+    text = families.table(rows)
+    assert "3 rows, 2 equal" in text and "1 without a plan" in text and "1 off by more than 50%" in text
+    remarks = [line.rsplit("|", 2)[1].strip() for line in text.splitlines() if line[:4] in ("| a ", "| b ", "| c ")]
+    assert remarks == ["", "unexplained", "No."]

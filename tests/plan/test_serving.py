@@ -1,0 +1,41 @@
+"""Which dims of a key-value cache are split comes out of the search."""
+
+import functools
+
+import pytest
+
+from autoshard.plan import Plan, make_plan
+from autoshard.program import open_source
+
+
+BATCH, HEADS, LENGTH = 1, 2, 3
+"""Dims of a stacked cache [layers, batch, heads, length, size]."""
+
+
+@functools.cache
+def decoding(batch: int, cache: int, mesh: str) -> Plan:
+    """Llama with 4 heads of keys, which 8 devices do not divide."""
+    program = open_source("hf:llama-tiny", serve="decode", batch=batch, cache=cache, seq=128)
+    return make_plan(program, topology="v5e:2x4", mesh=mesh).plan
+
+
+@pytest.mark.parametrize(
+    ("batch", "cache", "mesh", "split"),
+    [
+        (1, 131072, "data=8", {LENGTH: ("data",)}),
+        (64, 4096, "data=8", {BATCH: ("data",)}),
+        (4, 32768, "data=4,model=2", {BATCH: ("data",), HEADS: ("model",)}),
+    ],
+)
+def test_the_dim_of_the_cache_that_pays_is_split(batch: int, cache: int, mesh: str, split: dict[int, tuple[str, ...]]):
+    plan = decoding(batch, cache, mesh)
+    for part in ("keys", "values"):
+        name = f"cache.model.layers.*.{part}"
+        assert {dim: axes for dim, axes in enumerate(plan.arguments[name].dims) if axes} == split
+        assert plan.results[name] == plan.arguments[name]
+
+
+def test_the_cache_is_counted_once():
+    plan = decoding(1, 131072, "data=8")
+    cache = 2 * 4 * 4 * 131072 * 8 * 2 // 8
+    assert cache < plan.prediction.peak_bytes < 2 * cache
