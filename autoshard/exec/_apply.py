@@ -162,6 +162,7 @@ def lower_planned(
     bodies, kept = lower_calls(plan, ops, found, application.mesh, "cuda" if platform == "gpu" else platform)
     _insert_pins(plan, ir, lowered)
     place_calls(plan, ir, ops, bodies)
+    mlir.drop_gspmd(ir)
     _KEPT_ALIVE[lowered] = kept
     return lowered
 
@@ -245,6 +246,7 @@ def lower_module(
     ops = mlir.number_ops(ir)
     _insert_pins(plan, ir, lowered)
     place_calls(plan, ir, ops, bodies or {})
+    mlir.drop_gspmd(ir)
     return lowered
 
 

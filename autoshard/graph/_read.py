@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from autoshard import mlir
+from autoshard.errors import UserError
 from autoshard.graph._flops import op_flops
 from autoshard.graph._manual import COLLECTIVES, IN, OUT, end_rule, same_rule
 from autoshard.graph._opaque import read_opaque
@@ -27,7 +28,7 @@ from autoshard.graph._records import (
 )
 from autoshard.graph._rotate import Cut, join_rolls
 from autoshard.graph._rules import parse_rule
-from autoshard.graph._shardings import parse_axes, parse_mesh, parse_shardings
+from autoshard.graph._shardings import parse_axes, parse_mesh, parse_shardings, tiled
 
 
 _TENSOR = re.compile(r"tensor<((?:\d+x)*)(complex<f\d+>|[a-zA-Z0-9]+)(?:,.*)?>")
@@ -123,7 +124,7 @@ class _Reader:
                 self.read_manual(op, loop)
             elif kind in _ALIASES:
                 self.alias(op)
-            elif kind in _CONSTRAINTS:
+            elif kind in _CONSTRAINTS or _called(op, kind) == "Sharding":
                 self.read_constraint(op, loop)
             else:
                 self.read_op(op, kind, loop)
@@ -138,8 +139,11 @@ class _Reader:
 
         A constraint that says nothing is the value itself, and so is one on an argument that nothing else uses.
         """
-        (sharding,) = parse_shardings(str(op.attributes["sharding"]), self.meshes)
         source = self.ids[op.operands[0]]
+        if "sharding" in op.attributes:
+            (sharding,) = parse_shardings(str(op.attributes["sharding"]), self.meshes)
+        else:
+            sharding = tiled(op.attributes, len(self.tensors[source].shape))
         if sharding.is_free or not sharding.dims or source in self.free:
             return self.alias(op)
         where = _place("with_sharding_constraint", op)
@@ -357,6 +361,19 @@ class _Reader:
         return None
 
 
+def _called(op: Any, kind: str) -> str:
+    """What a custom call calls; regions by hand in GSPMD's form are refused."""
+    if kind != "custom_call":
+        return ""
+    target = str(op.attributes["call_target_name"]).strip('"')
+    if target in ("SPMDFullToShardShape", "SPMDShardToFullShape"):
+        raise UserError(
+            f"the program has a region split by hand in GSPMD's form ({target}), whose axes have no names: export it "
+            "with Shardy (jax_use_shardy_partitioner), or before it is split."
+        )
+    return target
+
+
 def _integers(text: str) -> tuple[int, ...]:
     """The numbers of `array<i64: 3, 0>` or `0 : i64`."""
     body = text.partition(":")[2] if text.startswith("array") else text.partition(":")[0]
@@ -366,6 +383,7 @@ def _integers(text: str) -> tuple[int, ...]:
 def _place(what: str, op: Any) -> str:
     """What asks for a spec and where, for a person: the source line if it is known, else the op's name."""
     name, line = mlir.location_name(op.location), mlir.source_line(op).rpartition("/")[2]
+    line = line.replace("-:", "line ", 1) if line.startswith("-:") else line
     return f"{what} at {line}" if line else f"{what} {name}".strip()
 
 

@@ -168,10 +168,12 @@ class Sharding:
     """Axes over which the value is still to be summed."""
     mesh: tuple[tuple[str, int], ...] = ()
     """Axes and sizes of the mesh that the program names."""
+    tiles: str = ""
+    """GSPMD's text, which names no axes; then `dims` are empty and only a mesh tells what it means."""
 
     @property
     def is_free(self) -> bool:
-        return all(self.open) and not any(self.dims) and not self.whole and not self.unreduced
+        return not self.tiles and all(self.open) and not any(self.dims) and not self.whole and not self.unreduced
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The program's own shardings, from the textual form of Shardy's attributes: constraints, and regions by hand."""
 
 import re
+from typing import Any
 
 from autoshard.graph._records import AxisUse, Sharding
 
@@ -37,6 +38,15 @@ def parse_shardings(text: str, meshes: dict[str, tuple[tuple[str, int], ...]]) -
             )
         )
     return tuple(found)
+
+
+def tiled(attributes: Any, rank: int) -> Sharding:
+    """The sharding of a `@Sharding` custom call, in GSPMD's form; `unspecified_dims=[1]` leaves dims open."""
+    config = str(attributes["backend_config"]) if "backend_config" in attributes else ""
+    match = re.search(r"unspecified_dims=\[([\d,]*)\]", config)
+    free = {int(n) for n in match[1].split(",") if n} if match else set()
+    text = str(attributes["mhlo.sharding"]).strip('"') if "mhlo.sharding" in attributes else "{replicated}"
+    return Sharding(((),) * rank, tuple(d in free for d in range(rank)), tiles=text)
 
 
 def parse_axes(text: str) -> tuple[str, ...]:

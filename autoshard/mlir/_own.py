@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from autoshard.mlir._module import argument_entries, main_block, main_function, symbol
+from autoshard.mlir._module import argument_entries, collect, main_block, main_function, symbol
 
 
 MESH_NAME = re.compile(r"<@[^,<>]*, \[")
@@ -30,6 +30,16 @@ def device_groups(op: Any) -> tuple[tuple[int, ...], ...]:
         if name in op.attributes:
             return tuple(tuple(int(d) for d in row if d >= 0) for row in np.asarray(op.attributes[name]))
     return ()
+
+
+def drop_gspmd(module: Any) -> Any:
+    """Take GSPMD's `@Sharding` custom calls out of `@main` (in place): for their sake XLA turns Shardy off."""
+    calls = collect(main_function(module).operation, {"stablehlo.custom_call"})
+    for op in calls:
+        if str(op.attributes["call_target_name"]).strip('"') == "Sharding":
+            op.results[0].replace_all_uses_with(op.operands[0])
+            op.erase()
+    return module
 
 
 def use_mesh(module: Any, mesh_name: str) -> Any:

@@ -12,6 +12,7 @@ from autoshard.errors import UserError
 from autoshard.graph import AxisUse, Constraint, OpGraph, Structure
 from autoshard.plan._spec import Spec
 from autoshard.plan._states import WHOLE, States
+from autoshard.plan._tiles import tiled_axes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ def _demand(graph: OpGraph, constraint: Constraint, mesh: Mesh) -> Demand:
             "sum it there."
         )
     dims = tuple(axis_numbers(mesh, (use.name for use in dim)) for dim in sharding.dims)
+    if sharding.tiles:
+        dims = tiled_axes(sharding.tiles, len(shape), mesh, constraint.where)
     check_dims(constraint.where, shape, dims, mesh)
     never = axis_numbers(mesh, (use.name for use in sharding.whole))
     return Demand(constraint.tensor, dims, sharding.open, never, constraint.where)
@@ -165,7 +168,7 @@ def said_by_program(graph: OpGraph) -> list[str]:
 
 def _spec(constraint: Constraint) -> str:
     dims = tuple(tuple(use.name for use in dim) for dim in constraint.sharding.dims)
-    text = str(Spec(dims))
+    text = constraint.sharding.tiles or str(Spec(dims))
     return f"{text}, more allowed on dims {_open(constraint)}" if any(constraint.sharding.open) else text
 
 
