@@ -160,7 +160,7 @@ def lower_planned(
         _lowered_for_cpu(planned, abstract, found)
     platform = application.mesh.devices.flat[0].platform
     bodies, kept = lower_calls(plan, ops, found, application.mesh, "cuda" if platform == "gpu" else platform)
-    _insert_pins(plan, ir, lowered)
+    _insert_choices(application, ir, lowered)
     place_calls(plan, ir, ops, bodies)
     mlir.drop_gspmd(ir)
     _KEPT_ALIVE[lowered] = kept
@@ -175,12 +175,17 @@ def _zeros(out: Any, *_: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), out)
 
 
-def _insert_pins(plan: Plan, ir: Any, lowered: Any) -> None:
-    """Insert the plan's pins into `ir`, which is `lowered`'s own module, and make sure that they are there."""
+def _insert_choices(application: Application, ir: Any, lowered: Any) -> None:
+    """Insert the plan's pins and regions into `ir`, `lowered`'s own module, and make sure that they are there."""
     from autoshard import mlir
 
+    plan = application.plan
     before = mlir.count_pins(ir)
+    found = mlir.regions_of(ir, plan.regions)
     inserted = mlir.insert_pins(ir, "mesh", plan.mesh, plan.pins)
+    mlir.insert_regions(ir, "mesh", plan.mesh, found)
+    if application.mesh.devices.flat[0].platform != "tpu":
+        mlir.unfold_pooling(ir)
     present = lowered.as_text().count("sdy.sharding_constraint")
     if present != before + inserted:
         raise RuntimeError(
@@ -244,7 +249,7 @@ def lower_module(
     mlir.use_mesh(ir, mlir.ensure_mesh(ir, "mesh", plan.mesh))
     mlir.set_aliases(ir, aliases)
     ops = mlir.number_ops(ir)
-    _insert_pins(plan, ir, lowered)
+    _insert_choices(application, ir, lowered)
     place_calls(plan, ir, ops, bodies or {})
     mlir.drop_gspmd(ir)
     return lowered

@@ -193,7 +193,9 @@ def _reshards(program: Program, plan: Plan) -> list[dict[str, Any]]:
 
     module = mlir.inline_calls(mlir.parse_module(program.module))
     mlir.set_shardings(module, "mesh", plan.mesh, list(plan.arguments.values()), list(plan.results.values()))
+    found = mlir.regions_of(module, plan.regions)
     mlir.insert_pins(module, "mesh", plan.mesh, plan.pins)
+    mlir.insert_regions(module, "mesh", plan.mesh, found)
     return mlir.explicit_reshards(module)
 
 

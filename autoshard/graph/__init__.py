@@ -16,6 +16,7 @@ from autoshard.graph._records import AxisUse as AxisUse
 from autoshard.graph._records import Carry as Carry
 from autoshard.graph._records import Constraint as Constraint
 from autoshard.graph._records import FactorKind as FactorKind
+from autoshard.graph._records import Halo as Halo
 from autoshard.graph._records import Loop as Loop
 from autoshard.graph._records import Manual as Manual
 from autoshard.graph._records import Op as Op

@@ -11,12 +11,14 @@ from typing import Any
 from autoshard import mlir
 from autoshard.errors import UserError
 from autoshard.graph._flops import op_flops
+from autoshard.graph._halos import windowed_rule
 from autoshard.graph._manual import COLLECTIVES, IN, OUT, end_rule, same_rule
 from autoshard.graph._opaque import read_opaque
 from autoshard.graph._records import (
     Carry,
     Constraint,
     FactorKind,
+    Halo,
     Loop,
     Manual,
     Op,
@@ -259,8 +261,12 @@ class _Reader:
             groups = mlir.device_groups(op)
         if opaque is not None:
             rule = opaque.rule
-        if kind == "convolution" and rule is not None:
-            rule = _whole_in_space(rule, str(op.attributes["dimension_numbers"]))
+        halos: tuple[Halo, ...] = ()
+        if rule is not None and kind in mlir.WINDOWED:
+            shapes = [[self.tensors[t] for t in side] for side in (operands, results)]
+            # A region in a region would be one of the program's own; and what lies beyond the edges must be known.
+            split = not self.manual and (kind != "select_and_scatter" or mlir.selects_extreme(op))
+            rule, halos = windowed_rule(kind, rule, mlir.attribute_texts(op), *shapes, split=split)
         if kind in _GENERATED or (operands and all(t in self.free for t in operands) and rule is not None):
             self.free.update(results)
             op_class = OpClass.FREE
@@ -280,7 +286,7 @@ class _Reader:
         self.ops.append(
             Op(
                 op_id, number, kind, op_class, operands, results, rule, loop, flops, name, numbers, groups,
-                self.manual, opaque=opaque,
+                self.manual, opaque=opaque, halos=halos,
             )
         )  # fmt: skip
 
@@ -433,27 +439,6 @@ def _dims_agree(rule: Rule, operands: list[Tensor], results: list[Tensor]) -> bo
             return False
         wanted = present
     return True
-
-
-def _whole_in_space(rule: Rule, numbers: str) -> Rule:
-    """A convolution's spatial factors stay whole, where windows would reach across shards.
-
-    A sum over them is not a sum of what shards have: XLA gave wrong gradients of kernels for images split in space
-    (jax 0.10.2, eight CPU devices as 4x2). `numbers` reads `#stablehlo.conv<[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]>`.
-    """
-    inputs = [side.split(",") for side in re.findall(r"\[([^\]]*)\]", numbers)[:2]]
-    space = {
-        factor
-        for names, dims in zip(inputs, rule.operands, strict=False)
-        for name, dim in zip(names, dims, strict=False)
-        if name.strip().isdigit()
-        for factor in dim
-    }
-    kinds = tuple(
-        FactorKind.NEED_REPLICATION if f in space and kind is FactorKind.REDUCTION else kind
-        for f, kind in enumerate(rule.kinds)
-    )
-    return dataclasses.replace(rule, kinds=kinds)
 
 
 def replace_names(graph: OpGraph, names: list[str]) -> OpGraph:

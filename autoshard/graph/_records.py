@@ -4,6 +4,8 @@ import dataclasses
 import enum
 import math
 
+from autoshard.mlir import WindowedDim
+
 
 class FactorKind(enum.StrEnum):
     """What may happen to a factor that a mesh axis splits (Shardy's op sharding rule)."""
@@ -37,6 +39,14 @@ class Rule:
     kinds: tuple[FactorKind, ...]
     operands: tuple[tuple[tuple[int, ...], ...], ...]
     results: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Halo:
+    """A factor that can be split in space if shards borrow elements from their neighbours."""
+
+    factor: int
+    dim: WindowedDim
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,6 +118,9 @@ class Op:
     """Of a `rotate`: by how many places."""
     opaque: Opaque | None = None
     """For a custom call, what is known of it."""
+
+    halos: tuple[Halo, ...] = ()
+    """Factors along which windows reach into neighbouring shards, in the order in which halos are exchanged."""
 
     @property
     def label(self) -> str:

@@ -27,6 +27,7 @@ from autoshard.mlir._files import take_entry as take_entry
 from autoshard.mlir._files import to_portable as to_portable
 from autoshard.mlir._inline import inline_calls as inline_calls
 from autoshard.mlir._inline import replace_body as replace_body
+from autoshard.mlir._module import attribute_texts as attribute_texts
 from autoshard.mlir._module import location_name as location_name
 from autoshard.mlir._module import main_block as main_block
 from autoshard.mlir._module import main_function as main_function
@@ -47,8 +48,14 @@ from autoshard.mlir._own import use_mesh as use_mesh
 from autoshard.mlir._pins import PinLike as PinLike
 from autoshard.mlir._pins import count_pins as count_pins
 from autoshard.mlir._pins import insert_pins as insert_pins
+from autoshard.mlir._pooling import selects_extreme as selects_extreme
+from autoshard.mlir._pooling import unfold_pooling as unfold_pooling
 from autoshard.mlir._propagate import explicit_reshards as explicit_reshards
 from autoshard.mlir._propagate import run_propagation as run_propagation
+from autoshard.mlir._regions import RegionLike as RegionLike
+from autoshard.mlir._regions import insert_regions as insert_regions
+from autoshard.mlir._regions import regions_of as regions_of
+from autoshard.mlir._regions import shift_pairs as shift_pairs
 from autoshard.mlir._rules import populate_rules as populate_rules
 from autoshard.mlir._shardings import SpecLike as SpecLike
 from autoshard.mlir._shardings import aliases as aliases
@@ -60,3 +67,8 @@ from autoshard.mlir._shardings import sharding_attribute as sharding_attribute
 from autoshard.mlir._uses import Use as Use
 from autoshard.mlir._uses import argument_uses as argument_uses
 from autoshard.mlir._uses import updated_arguments as updated_arguments
+from autoshard.mlir._windows import WINDOWED as WINDOWED
+from autoshard.mlir._windows import Window as Window
+from autoshard.mlir._windows import WindowedDim as WindowedDim
+from autoshard.mlir._windows import convolution_dims as convolution_dims
+from autoshard.mlir._windows import windowed_dims as windowed_dims

@@ -4,6 +4,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.mlir._module import collect, location_name, main_function, parse_module, symbol
+from autoshard.mlir._pooling import fold_pooling
 
 
 _CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
@@ -13,6 +14,7 @@ def inline_calls(module: Any) -> Any:
     """Replace every call and composite by a clone of its body, in every region; leaves `@main` alone (in place).
 
     Functions that a custom call names stay. An inlined op's location is `<name of the call>/<name of the op>`.
+    What platforms lower differently gets one form too (`fold_pooling`), so that positions of ops agree.
     """
     functions = {symbol(op): op for op in module.body.operations if op.operation.name == "func.func"}
     done: set[str] = set()
@@ -34,6 +36,7 @@ def inline_calls(module: Any) -> Any:
         for name, function in functions.items():
             if name != "main" and name not in kept:
                 function.operation.erase()
+        fold_pooling(main_function(module).operation)
     return module
 
 

@@ -137,3 +137,9 @@ def argument_entries(function: Any, key: str) -> list[dict[str, Any]]:
         return []
     dictionaries = map(ir.DictAttr, ir.ArrayAttr(function.attributes[key]))
     return [{entry[i].name: entry[i].attr for i in range(len(entry))} for entry in dictionaries]
+
+
+def attribute_texts(op: Any) -> dict[str, str]:
+    """The attributes of an op as MLIR text, by name."""
+    attributes = op.attributes
+    return {attributes[i].name: str(attributes[i].attr) for i in range(len(attributes))}

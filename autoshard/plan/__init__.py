@@ -25,6 +25,7 @@ from autoshard.plan._plan import Collective as Collective
 from autoshard.plan._plan import Pin as Pin
 from autoshard.plan._plan import Plan as Plan
 from autoshard.plan._plan import Prediction as Prediction
+from autoshard.plan._plan import Region as Region
 from autoshard.plan._plan import Span as Span
 from autoshard.plan._plan import Timeline as Timeline
 from autoshard.plan._plan import Unruled as Unruled

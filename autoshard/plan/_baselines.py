@@ -27,7 +27,9 @@ Assignment = Mapping[int, Sequence[int]]
 
 
 def baselines(model: Model, groups: Groups) -> list[Baseline]:
-    """Data parallel, FSDP, Megatron tensor parallel, FSDP x TP, each TP with and without sequence parallelism.
+    """Data parallel, FSDP, spatial, Megatron tensor parallel, FSDP x TP, each TP with and without sequence parallelism.
+
+    Spatial, for programs with convolutions: the batch over all axes but the last, the height of images over that.
 
     The first mesh axis carries data, the last one tensor parallelism (with one axis, all of it does); a baseline
     that the program's sizes do not allow is left out.
@@ -41,6 +43,7 @@ def baselines(model: Model, groups: Groups) -> list[Baseline]:
     _append(found, _restrict(model, groups, "data_parallel", whole, every, ()))
     if any(spread.values()):
         _append(found, _restrict(model, groups, "fsdp", spread, every, ()))
+    _append(found, _spatial(model, groups, data, tensor) or _spatial(model, groups, (), every))
     if not split:
         return found
     megatron = {p: _split(model, groups, p, split, tensor) for p in whole}
@@ -220,6 +223,38 @@ def _restrict(
                 spec[of[groups.sequence]] = sequence  # type: ignore[index]
             _allow_factors(model, allowed, cluster.id, spec)
     return Baseline(name, allowed)
+
+
+def _spatial(model: Model, groups: Groups, data: Sequence[int], space: Sequence[int]) -> Baseline | None:
+    """Images split over the batch and over their first spatial dim, parameters whole."""
+    if not groups.space or groups.batch is None:
+        return None
+    plain = _restrict(model, groups, "spatial", {p: {} for p in _parameters(model)}, data, ())
+    height = groups.space[0]
+    if plain is None:
+        return None
+    parts = math.prod(model.axis_sizes[a] for a in space)
+    allowed = dict(plain.allowed)
+    found = False
+    for cluster in model.structure.clusters:
+        of = {groups.of_factor[(cluster.id, f)]: f for f in range(len(cluster.sizes)) if f not in cluster.blocked}
+        if not {groups.batch, height} <= set(of) or cluster.sizes[of[height]] % parts:
+            continue
+        node = model.cluster_node[cluster.id]
+        allowed.pop(node, None)
+        found |= _allow_factors(model, allowed, cluster.id, {of[groups.batch]: data, of[height]: space})
+    for op_id, node in model.op_node.items():
+        op = model.graph.ops[op_id]
+        own = [h.factor for h in op.halos if _group_of(model, groups, op.operands[0], h.dim.source) == height]
+        mask = (model.nodes[node].states[:, list(space)] == own[0]).all(axis=1) if own else np.zeros(0, dtype=bool)
+        if mask.any():
+            allowed[node] = mask
+    return Baseline("spatial", allowed) if found else None
+
+
+def _group_of(model: Model, groups: Groups, tensor: int, dim: int) -> int | None:
+    cluster, factor = model.structure.cluster_of[tensor], model.structure.dims_of[tensor][dim]
+    return groups.of_factor[(cluster, factor)] if cluster >= 0 and factor >= 0 else None
 
 
 def _allow(model: Model, allowed: dict[int, NDArray[np.bool_]], tensor: int, spec: Assignment) -> bool:

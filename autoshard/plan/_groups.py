@@ -34,6 +34,8 @@ class Groups:
     sequence: int | None
     hidden: int | None
     """The group that most parameters share (the residual stream's), if there is one."""
+    space: tuple[int, ...] = ()
+    """Groups of the batch's dims along which windows move (height, width), in their order."""
 
 
 class _Union(dict[tuple[str, int, int], tuple[str, int, int]]):
@@ -129,6 +131,7 @@ def _describe(
     hidden = max(streams, key=lambda g: (weight[g], -g), default=None)
     if hidden is not None and weight[hidden] < 0.6 * matrix_bytes:
         hidden = None
+    space = _space(graph, structure, of_factor)
     names = {}
     for group in sizes:
         if group == batch:
@@ -139,9 +142,29 @@ def _describe(
             names[group] = "hidden"
         elif group in shifted and group in holders:
             names[group] = "stage"
+        elif group in space:
+            names[group] = space[group]
         else:
             names[group] = _hint([program.arguments[p].name for p in holders.get(group, [])])
-    return Groups(of_factor, sizes, names, {g: tuple(p) for g, p in holders.items()}, batch, sequence, hidden)
+    own = tuple(dict.fromkeys(g for groups in data for g in groups if g is not None and g in space and g in sizes))
+    return Groups(of_factor, sizes, names, {g: tuple(p) for g, p in holders.items()}, batch, sequence, hidden, own)
+
+
+def _space(graph: OpGraph, structure: Structure, of_factor: dict[tuple[int, int], int]) -> dict[int, str]:
+    """Groups of dims along which convolutions and pools move, and what such dims of images are called."""
+    words = {1: ("length",), 2: ("image height", "image width"), 3: ("depth", "image height", "image width")}
+    found: dict[int, str] = {}
+    for op in graph.ops:
+        tensor = op.operands[0] if op.halos and op.kind in ("convolution", "reduce_window") else -1
+        if tensor < 0 or structure.cluster_of[tensor] < 0:
+            continue
+        names = words.get(len(graph.tensors[tensor].shape) - 2, ())
+        dims = sorted(halo.dim.source for halo in op.halos)
+        for dim, name in zip(dims, names, strict=False) if len(dims) == len(names) else ():
+            own = structure.dims_of[tensor][dim]
+            if own >= 0:
+                found.setdefault(of_factor[(structure.cluster_of[tensor], own)], name)
+    return found
 
 
 def _shifted(graph: OpGraph, structure: Structure, of_factor: dict[tuple[int, int], int]) -> set[int]:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autoshard.cost import Kind
 from autoshard.graph import FactorKind, Op, OpGraph
-from autoshard.plan._states import Seconds, States, local_elements
+from autoshard.plan._halos import Inner, halo_exchanges
+from autoshard.plan._states import States, local_elements
 
 
 class Handling(enum.StrEnum):
@@ -27,6 +27,8 @@ class Handling(enum.StrEnum):
     """Every device has a part of a sum; the parts are added afterwards."""
     COLLECT = "collect"
     """Every device has a partial result; all of them are gathered and combined (reductions of several values)."""
+    HALO = "halo"
+    """Shards borrow what their windows reach into from their neighbours; done by a manual region, not by XLA."""
     SWAP = "swap"
     """Shards change places in one collective-permute."""
     WHOLE = "whole"
@@ -114,6 +116,8 @@ def handling(graph: OpGraph, op: Op, factor: int, backend: str) -> Handling:
     if op.rule is None:
         return Handling.WHOLE
     kind = op.rule.kinds[factor]
+    if any(halo.factor == factor for halo in op.halos):
+        return Handling.HALO
     for row in (*TABLE.get("*", ()), *TABLE.get(op.kind, ())):
         if row.factor in (None, kind) and row.backend in (None, backend) and row.when(graph, op, factor):
             return row.handling
@@ -126,16 +130,6 @@ def whole_factors(graph: OpGraph, op: Op, backend: str) -> frozenset[int]:
     return frozenset(f for f in range(count) if handling(graph, op, f, backend) is Handling.WHOLE)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Inner:
-    """One collective inside an op, for every state of the op at once."""
-
-    kind: Kind
-    axes: tuple[int, ...]
-    size: Seconds
-    """Bytes as `Collectives.time` counts them; 0 in states that do not need it."""
-
-
 def inner_collectives(graph: OpGraph, op: Op, states: States, axes: Sequence[int], backend: str) -> list[Inner]:
     """Collectives that run as part of an op: neither moves of its operands nor of its results."""
     if op.rule is None:
@@ -144,7 +138,7 @@ def inner_collectives(graph: OpGraph, op: Op, states: States, axes: Sequence[int
     for factor in range(len(op.rule.sizes)):
         if handling(graph, op, factor, backend) is Handling.SWAP:
             found += _swaps(graph, op, factor, states, axes)
-    return found
+    return found + halo_exchanges(graph, op, states, axes)
 
 
 def _swaps(graph: OpGraph, op: Op, factor: int, states: States, axes: Sequence[int]) -> list[Inner]:

@@ -7,6 +7,7 @@ import numpy as np
 
 from autoshard.cost import Compute
 from autoshard.graph import IN, OUT, FactorKind, Op, OpGraph, Rule
+from autoshard.plan._halos import even_halos, extended_elements
 from autoshard.plan._handling import whole_factors
 from autoshard.plan._states import PARTIAL, WHOLE, Seconds, States, enumerate_states, local_elements, relabel
 
@@ -20,7 +21,8 @@ def heavy_states(graph: OpGraph, op: Op, axes: Sequence[int], backend: str) -> S
     if op.rule is None:
         return np.full((1, len(axes)), WHOLE, dtype=np.int64)
     even = op.opaque is not None and op.opaque.on_shards
-    return enumerate_states(op.rule.sizes, axes, whole_factors(graph, op, backend), even)
+    states = enumerate_states(op.rule.sizes, axes, whole_factors(graph, op, backend), even)
+    return states[even_halos(op, states, axes)]
 
 
 def heavy_seconds(graph: OpGraph, op: Op, states: States, axes: Sequence[int], compute: Compute) -> Seconds:
@@ -42,6 +44,10 @@ def heavy_seconds(graph: OpGraph, op: Op, states: States, axes: Sequence[int], c
         size = size + local * (record.bytes // max(1, record.elements))
     if op.opaque is not None and op.opaque.traffic and op.rule is not None:
         size = op.opaque.traffic * local_elements(states, op.rule.sizes, axes) / math.prod(op.rule.sizes)
+    if op.halos and op.rule is not None:
+        # A shard is copied into one with its halo: read, written.
+        first = graph.tensors[op.operands[0]]
+        size = size + 2 * extended_elements(graph, op, states, axes) * (first.bytes // max(1, first.elements))
     if op.flops == 0 or op.rule is None:
         return compute.op_seconds(np.zeros(len(states)), size)
     dtype = graph.tensors[op.operands[0]].dtype
@@ -79,7 +85,9 @@ def result_states(op: Op, states: States, result: int) -> States:
     """States over an op's factors as states in which it leaves one result: over its dims, sums still to be done."""
     if op.rule is None:
         return np.full_like(states, WHOLE)
-    mapping = [PARTIAL - f if kind is FactorKind.REDUCTION else WHOLE for f, kind in enumerate(op.rule.kinds)]
+    # A region does all sums of an op split in space together (`mlir.insert_regions`).
+    label = [PARTIAL if op.halos else PARTIAL - f for f in range(len(op.rule.kinds))]
+    mapping = [label[f] if kind is FactorKind.REDUCTION else WHOLE for f, kind in enumerate(op.rule.kinds)]
     for dim, factors in enumerate(op.rule.results[result]):
         for factor in factors:
             mapping[factor] = dim

@@ -23,6 +23,7 @@ from autoshard.plan._pins import make_calls, make_pins
 from autoshard.plan._plan import Plan
 from autoshard.plan._predict import predict, tensor_spec
 from autoshard.plan._price import price
+from autoshard.plan._regions import make_regions
 from autoshard.plan._search import Candidate, Found, Infeasible, search
 from autoshard.plan._spec import Spec
 from autoshard.plan._timeline import make_timeline
@@ -198,6 +199,7 @@ def _plan(
         arguments=arguments,
         results=results,
         pins=make_pins(model, choices),
+        regions=make_regions(model, choices),
         prediction=prediction,
         baselines={name: predict(model, c.outcome, memory_limit) for name, c in found.baselines.items()},
         objective=int(found.solution.cost),

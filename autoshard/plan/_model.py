@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Collectives, Compute, Mesh, links
 from autoshard.graph import Liveness, OpGraph, Structure
-from autoshard.plan._handling import Inner
+from autoshard.plan._halos import Inner
 from autoshard.plan._states import Seconds, States
 from autoshard.program import Program
 

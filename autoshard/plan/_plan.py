@@ -95,6 +95,21 @@ class Unruled:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Region:
+    """One windowed op (a convolution, a pool) that is split in space: shards exchange halos and compute alone.
+
+    `op` counts as in `Pin`. Specs are those of its operands and results inside; each device holds a part of a sum
+    over the axes `summed`.
+    """
+
+    op: int
+    operands: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+    summed: tuple[str, ...]
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Span:
     """One piece of work in the predicted step; in a loop, of all its trips together."""
 
@@ -210,6 +225,8 @@ class Plan:
     """What has no sharding rule, the largest share of the step first."""
     choices: str = ""
     """The alternative taken at every decision, in order: what `explain` starts from."""
+    regions: tuple[Region, ...] = ()
+    """Ops that are split in space."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; see `save_plan`."""

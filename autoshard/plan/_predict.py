@@ -95,7 +95,7 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
                 trips = model.graph.trips(model.graph.ops[node.ref].loop)
                 entry = gathered[(inner.kind, axes, False, node.name)]
                 entry[0] += trips
-                entry[1] += size * trips
+                entry[1] += size * inner.senders * trips
                 entry[2] += float(model.collectives.time(inner.kind, axes, size)) * trips
     collectives = []
     for (kind, axes, hidden, cause), (count, size, seconds) in gathered.items():

@@ -211,6 +211,8 @@ def _check(plan: Plan, damaged: Callable[[str], UserError]) -> None:
         product = " x ".join(map(str, plan.mesh.values()))
         raise damaged(f"the mesh has {product} devices but `device_order` names {len(set(plan.device_order))}")
     named = [*plan.arguments.items(), *plan.results.items(), *((f"pin on op {pin.op}", pin.spec) for pin in plan.pins)]
+    named += [(f"region of op {r.op}", spec) for r in plan.regions for spec in (*r.operands, *r.results)]
+    named += [(f"region of op {r.op}", Spec((r.summed,))) for r in plan.regions]
     for name, spec in named:
         unknown = [axis for axis in spec.axes if axis not in plan.mesh]
         if unknown:

@@ -126,13 +126,16 @@ def test_flops_of_a_convolution_and_of_its_gradients(
         assert [op.flops for op in ops(graph, "convolution")] == [once, once]
 
 
-def test_convolutions_sum_over_features_and_batch_only() -> None:
-    """A sum over space would need the windows that reach into the neighbouring shards."""
+def test_convolutions_sum_over_features_or_batch_and_over_space_with_halos() -> None:
+    """A sum over space needs the windows that reach into the neighbouring shards."""
     graph = read_graph(made.convolutions().module)
     for op in ops(graph, "convolution"):
         assert op.rule is not None
-        summed = [f for f, kind in enumerate(op.rule.kinds) if kind is FactorKind.REDUCTION]
+        spatial = {halo.factor for halo in op.halos}
+        assert len(spatial) == 2
+        summed = [f for f, kind in enumerate(op.rule.kinds) if kind is FactorKind.REDUCTION and f not in spatial]
         (factor,) = summed
+        assert all(halo.dim.summed == (op.rule.kinds[halo.factor] is FactorKind.REDUCTION) for halo in op.halos)
         left, right = (graph.tensors[t].shape for t in op.operands)
         places = [dims.index((factor,)) for dims in op.rule.operands]
         assert left[places[0]] == right[places[1]] == op.rule.sizes[factor]

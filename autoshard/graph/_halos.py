@@ -1,0 +1,77 @@
+"""Sharding rules of windowed ops, with factors that are split in space by exchanging halos.
+
+Shardy's own rules tie the spatial dims of such ops by their sizes (a stride becomes a compound dim), which says
+little about where windows lie.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from autoshard.graph._records import FactorKind, Halo, Rule, Tensor
+from autoshard.mlir import convolution_dims, windowed_dims
+
+
+_Mapping = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+class _Draft:
+    """A rule while dims get factors of their own."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.sizes, self.kinds = list(rule.sizes), list(rule.kinds)
+        self.operands = [list(dims) for dims in rule.operands]
+        self.results = [list(dims) for dims in rule.results]
+
+    def factor(self, size: int, kind: FactorKind) -> int:
+        self.sizes.append(size)
+        self.kinds.append(kind)
+        return len(self.sizes) - 1
+
+    def rule(self) -> tuple[Rule, dict[int, int]]:
+        """The rule without factors that no dim has any more, and the new number of every factor."""
+        used = sorted({f for dims in (*self.operands, *self.results) for dim in dims for f in dim})
+        number = {f: n for n, f in enumerate(used)}
+
+        def renamed(side: list[list[tuple[int, ...]]]) -> _Mapping:
+            return tuple(tuple(tuple(number[f] for f in dim) for dim in dims) for dims in side)
+
+        kinds = tuple(self.kinds[f] for f in used)
+        sizes = tuple(self.sizes[f] for f in used)
+        return Rule(sizes, kinds, renamed(self.operands), renamed(self.results)), number
+
+
+def windowed_rule(
+    kind: str,
+    rule: Rule,
+    attributes: Mapping[str, str],
+    operands: Sequence[Tensor],
+    results: Sequence[Tensor],
+    split: bool = True,
+) -> tuple[Rule, tuple[Halo, ...]]:
+    """The rule of a windowed op and its halos; dims of other windows keep Shardy's factors.
+
+    A factor of a windowed dim has the size whose divisors split it evenly. Spatial dims of a convolution that no halo
+    can split stay whole, and so does everything unless `split`.
+    """
+    draft = _Draft(rule)
+    shapes = [t.shape for t in operands]
+    if kind == "convolution":
+        spatial = convolution_dims(attributes["dimension_numbers"])
+        sides = (draft.operands[0], draft.operands[1], draft.results[0])
+        for dims, side, tensor in zip(spatial, sides, (*operands[:2], results[0]), strict=True):
+            for dim in dims:
+                side[dim] = (draft.factor(tensor.shape[dim], FactorKind.NEED_REPLICATION),)
+    found = []
+    count = len(results) if kind == "reduce_window" else 1
+    for spot in windowed_dims(kind, attributes, shapes, results[0].shape) if split else ():
+        new = draft.factor(spot.parts, FactorKind.REDUCTION if spot.summed else FactorKind.PERMUTATION)
+        for dims in draft.operands[:count]:
+            dims[spot.source] = (new,)
+        if spot.partner is not None:
+            draft.operands[1][spot.partner] = (new,)
+        if spot.result is not None:
+            for dims in draft.results:
+                dims[spot.result] = (new,)
+        found.append(Halo(new, spot))
+    final, number = draft.rule()
+    return final, tuple(dataclasses.replace(halo, factor=number[halo.factor]) for halo in found)

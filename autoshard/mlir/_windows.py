@@ -1,0 +1,179 @@
+"""Windows: dims along which an op looks at neighbouring elements, and how far it looks.
+
+Read from the textual attributes of convolutions, pooling windows, slices and pads, so that nothing here needs MLIR.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+
+WINDOWED = frozenset({"convolution", "reduce_window", "select_and_scatter", "slice", "pad"})
+"""Kinds of op (without their dialect) that `windowed_dims` reads."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Window:
+    """One dim of a window, as StableHLO has it: `size` elements, `spread` (window dilation) apart.
+
+    It moves by `stride` over an input that has `base - 1` gaps between its elements (base dilation) and `low` and
+    `high` elements of padding (negative: cropped).
+    """
+
+    size: int = 1
+    stride: int = 1
+    low: int = 0
+    high: int = 0
+    base: int = 1
+    spread: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WindowedDim:
+    """A dim that can be split in space: shards keep their own elements and borrow a halo from their neighbours."""
+
+    window: Window
+    source: int
+    """Dim of the first operand (of every windowed operand), which the halo extends."""
+    partner: int | None
+    """Dim of the second operand split with it: the source of a select_and_scatter, the gradient in a kernel's."""
+    result: int | None
+    """Dim of the result split with it; None if the op sums over the dim."""
+    length: int
+    """Elements of the dim of the first operand."""
+    parts: int
+    """Numbers of shards that divide this are even on every side."""
+    before: int
+    after: int
+    """Elements that a shard borrows from the shard before it and from the one after it."""
+
+    @property
+    def summed(self) -> bool:
+        return self.result is None
+
+    def fits(self, shards: int) -> bool:
+        """True if so many shards are even, and a halo comes from the next neighbour only."""
+        return self.parts % shards == 0 and max(self.before, self.after) * shards <= self.length
+
+    def local(self, shards: int) -> Window:
+        """The window over one shard and its halo."""
+        own, w = self.length // shards, self.window
+        low = w.low - self.before * w.base
+        extended = (own + self.before + self.after - 1) * w.base + 1
+        if self.summed:
+            reached = (w.size // shards - 1) * w.spread + (self.positions() - 1) * w.stride + 1
+            high = reached - low - extended
+            return dataclasses.replace(w, size=w.size // shards, low=low, high=high)
+        last = own * w.base // w.stride - 1
+        return dataclasses.replace(w, low=low, high=last * w.stride + (w.size - 1) * w.spread + 1 - low - extended)
+
+    def positions(self) -> int:
+        """Positions of the window over the whole dim."""
+        w = self.window
+        padded = w.low + (self.length - 1) * w.base + 1 + w.high
+        return (padded - (w.size - 1) * w.spread - 1) // w.stride + 1
+
+
+def windowed_dims(
+    kind: str, attributes: Mapping[str, str], operands: Sequence[Sequence[int]], result: Sequence[int]
+) -> list[WindowedDim]:
+    """Dims of an op that can be split in space, from its attributes as text and the shapes around it."""
+    if kind == "convolution":
+        return _of_convolution(attributes, operands, result)
+    rank = len(operands[0])
+    if kind == "slice":
+        starts, strides = _numbers(attributes, "start_indices", rank, 0), _numbers(attributes, "strides", rank, 1)
+        windows = [Window(stride=s, low=-a) for a, s in zip(starts, strides, strict=True)]
+    elif kind == "pad":
+        low, high = (_numbers(attributes, f"edge_padding_{side}", rank, 0) for side in ("low", "high"))
+        gaps = _numbers(attributes, "interior_padding", rank, 0)
+        windows = [Window(low=a, high=b, base=g + 1) for a, b, g in zip(low, high, gaps, strict=True)]
+    else:
+        windows = [w for w in _windows(attributes, rank, "window_dimensions", "base_dilations", "window_dilations")]
+    found = []
+    for dim, window in enumerate(windows):
+        if window == Window():
+            continue
+        if kind == "select_and_scatter":
+            spot = _spatial(window, dim, dim, dim, operands[0][dim], operands[1][dim])
+        else:
+            spot = _spatial(window, dim, None, dim, operands[0][dim], result[dim])
+        # What falls off a shard's edge can be cropped from slices and pads only.
+        whole = kind in ("slice", "pad") or (window.base == 1 and window.low >= 0 and _after(window) >= 0)
+        if spot is not None and whole:
+            found.append(spot)
+    return found
+
+
+def _of_convolution(
+    attributes: Mapping[str, str], operands: Sequence[Sequence[int]], result: Sequence[int]
+) -> list[WindowedDim]:
+    left, right, out = convolution_dims(attributes["dimension_numbers"])
+    count = len(left)
+    kernel = [operands[1][d] for d in right]
+    windows = _windows(attributes, count, "", "lhs_dilation", "rhs_dilation", kernel)
+    reversed_ = _numbers(attributes, "window_reversal", count, 0)
+    found = []
+    for window, a, b, c, turned in zip(windows, left, right, out, reversed_, strict=True):
+        length, size = operands[0][a], operands[1][b]
+        spot = _spatial(window, a, None, c, length, result[c])
+        if spot is None and not turned:
+            spot = _summed(window, a, b, length, size, result[c])
+        if spot is not None:
+            found.append(spot)
+    return found
+
+
+def convolution_dims(numbers: str) -> tuple[list[int], list[int], list[int]]:
+    """Spatial dims of the two operands and the result, in one order, of `#stablehlo.conv<[b, 0, f]x[0, i, o]->...>`."""
+    sides = [[name.strip() for name in side.split(",")] for side in re.findall(r"\[([^\]]*)\]", numbers)[:3]]
+    spatial = [sorted((int(name), dim) for dim, name in enumerate(side) if name.isdigit()) for side in sides]
+    left, right, out = ([dim for _, dim in side] for side in spatial)
+    return left, right, out
+
+
+def _after(w: Window) -> int:
+    return ((w.size - 1) * w.spread - w.low - w.stride) // w.base + 1
+
+
+def _spatial(w: Window, source: int, partner: int | None, result: int, length: int, out: int) -> WindowedDim | None:
+    """Windows that lie where their shard lies: the window moves over the dim as fast as the result does."""
+    if length * w.base != out * w.stride or (w.base > 1 and w.stride > 1):
+        return None
+    before, after = max(0, w.low // w.base), max(0, _after(w))
+    return _near(WindowedDim(w, source, partner, result, length, math.gcd(length, out), before, after))
+
+
+def _summed(w: Window, source: int, partner: int, length: int, size: int, out: int) -> WindowedDim | None:
+    """A sum over space, as in the gradient of a kernel, where both operands are split alike."""
+    if size * w.spread != length or w.base > 1:
+        return None
+    before, after = max(0, w.low), max(0, (out - 1) * w.stride + 1 - w.spread - w.low)
+    return _near(WindowedDim(w, source, partner, None, length, math.gcd(length, size), before, after))
+
+
+def _near(spot: WindowedDim) -> WindowedDim | None:
+    """None for windows that reach past the neighbour even of two shards, as those of cumulative sums do."""
+    return spot if 2 * max(spot.before, spot.after) <= spot.length else None
+
+
+def _windows(
+    attributes: Mapping[str, str], count: int, sizes: str, base: str, spread: str, given: Sequence[int] = ()
+) -> list[Window]:
+    size = given or _numbers(attributes, sizes, count, 1)
+    strides = _numbers(attributes, "window_strides", count, 1)
+    padding = _numbers(attributes, "padding", 2 * count, 0)
+    bases, spreads = _numbers(attributes, base, count, 1), _numbers(attributes, spread, count, 1)
+    return [Window(size[i], strides[i], padding[2 * i], padding[2 * i + 1], bases[i], spreads[i]) for i in range(count)]
+
+
+def _numbers(attributes: Mapping[str, str], name: str, count: int, default: int) -> list[int]:
+    """`array<i64: 1, 2>`, `dense<[[1, 1]]> : tensor<1x2xi64>` or a splat as a flat list of so many numbers."""
+    if name not in attributes:
+        return [default] * count
+    body = attributes[name].partition("<")[2].partition(">")[0].partition("i64:")
+    text = body[2] or body[0].partition("i1:")[2] or body[0]
+    words: list[str] = re.findall(r"-?\d+|true|false", text)
+    numbers = [int(word == "true") if word.isalpha() else int(word) for word in words]
+    return numbers * count if len(numbers) == 1 else numbers

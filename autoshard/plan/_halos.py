@@ -1,0 +1,109 @@
+"""Ops split in space: which strategies there are, the halos that shards exchange, and what copying them costs."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost import Kind
+from autoshard.graph import Op, OpGraph
+from autoshard.plan._states import Seconds, States, local_elements
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inner:
+    """One collective inside an op, for every state of the op at once."""
+
+    kind: Kind
+    axes: tuple[int, ...]
+    size: Seconds
+    """Bytes as `Collectives.time` counts them; 0 in states that do not need it."""
+    senders: float = 1.0
+    """Share of the devices that send: the last shard of a row has nobody to send its halo to."""
+
+
+def even_halos(op: Op, states: States, axes: Sequence[int]) -> NDArray[np.bool_]:
+    """States in which nothing is split in space, or all is split evenly and no halo reaches past the next shard."""
+    assert op.rule is not None
+    uneven = np.zeros(len(states), dtype=bool)
+    for factor, size in enumerate(op.rule.sizes):
+        uneven |= size % _shards(states, factor, axes) > 0
+    bad: NDArray[np.bool_] = uneven & split_in_space(op, states)
+    for halo in op.halos:
+        bad |= [n > 1 and not halo.dim.fits(int(n)) for n in _shards(states, halo.factor, axes)]
+    return ~bad
+
+
+def split_in_space(op: Op, states: States) -> NDArray[np.bool_]:
+    """States in which an axis splits a windowed dim."""
+    found: NDArray[np.bool_] = np.zeros(len(states), dtype=bool)
+    for halo in op.halos:
+        found |= np.any(states == halo.factor, axis=1)
+    return found
+
+
+def extended_elements(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> NDArray[np.float64]:
+    """Elements of the first operand's shard with its halos, where it has any; 0 where it is computed as it is."""
+    size, found = _extended(graph, op, states, axes)
+    return np.where(found, size, 0.0)
+
+
+def _extended(
+    graph: OpGraph, op: Op, states: States, axes: Sequence[int], dims: int | None = None
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Elements with the halos of the first `dims` windowed dims, and whether there are any."""
+    assert op.rule is not None
+    size = local_elements(states, _sizes(graph, op), axes)
+    found = np.zeros(len(states), dtype=bool)
+    for halo in op.halos[:dims]:
+        shards = _shards(states, halo.factor, axes)
+        own, reach = halo.dim.length / shards, halo.dim.before + halo.dim.after
+        split = (shards > 1) & (reach > 0)
+        size = np.where(split, size * (own + reach) / own, size)
+        found |= split
+    return size, found
+
+
+def _sizes(graph: OpGraph, op: Op) -> list[int]:
+    """The first operand's dims by factor of the op; 1 for factors that it lacks."""
+    assert op.rule is not None
+    sizes = [1] * len(op.rule.sizes)
+    for size, dim in zip(graph.tensors[op.operands[0]].shape, op.rule.operands[0], strict=True):
+        for factor in dim:
+            sizes[factor] = size if len(dim) == 1 else op.rule.sizes[factor]
+    return sizes
+
+
+def _shards(states: States, factor: int, axes: Sequence[int]) -> NDArray[np.float64]:
+    return np.prod(np.where(states == factor, np.asarray(axes, dtype=np.float64), 1.0), axis=1)
+
+
+def halo_exchanges(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> list[Inner]:
+    """The permutes of an op split in space: rows before and after a shard, for each windowed dim in turn.
+
+    Later dims are exchanged with the halos of earlier ones, so that corners come along. What windows scatter into
+    halos goes back to where it belongs by as many permutes.
+    """
+    found: list[Inner] = []
+    if op.rule is None or not op.halos:
+        return found
+    record = graph.tensors[op.operands[0]]
+    item = record.bytes // max(1, record.elements)
+    times = {"reduce_window": len(op.results), "select_and_scatter": 2}.get(op.kind, 1)
+    for number, halo in enumerate(op.halos):
+        size, _ = _extended(graph, op, states, axes, number)
+        on_factor = states == halo.factor
+        rows = size * _shards(states, halo.factor, axes) / halo.dim.length * item
+        for used in np.unique(on_factor, axis=0):
+            if not used.any():
+                continue
+            same = (on_factor == used).all(axis=1)
+            group = tuple(np.flatnonzero(used).tolist())
+            shards = math.prod(axes[a] for a in group)
+            for reach in (halo.dim.before, halo.dim.after):
+                if reach:
+                    step = Inner("collective-permute", group, np.where(same, rows * reach, 0.0), (shards - 1) / shards)
+                    found += [step] * times
+    return found
