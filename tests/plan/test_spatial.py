@@ -274,3 +274,36 @@ def test_a_region_of_another_program_is_refused() -> None:
     plan = dataclasses.replace(handmade(program, {"a": 8}, {}), regions=(region,))
     with pytest.raises(UserError, match="the plan splits op 0 in space, which is .* here: the plan belongs to another"):
         Application(plan).lower(program.fn, program.args, module=program.module)
+
+
+def state_space_block(p: Any, x: Any) -> Any:
+    """A causal depthwise convolution over the sequence, between two projections."""
+    h = jnp.einsum("blc,cd->bdl", x, p["in"])
+    h = jax.nn.silu(convolution(1, ((3, 0),), 1, feature_group_count=h.shape[1])(h, p["conv"]))
+    return jnp.einsum("bdl,dc->blc", h, p["out"])
+
+
+def speech_front_end(p: Any, x: Any) -> Any:
+    x = jax.nn.gelu(convolution(1, ((1, 1),), 1)(x, p["in"]))
+    return jnp.einsum("bct,cd->btd", jax.nn.gelu(convolution(2, ((1, 1),), 1)(x, p["conv"])), p["out"])
+
+
+@pytest.mark.parametrize(
+    ("net", "shapes", "x", "word"),
+    [
+        (state_space_block, {"in": f32(16, 32), "conv": f32(32, 1, 4), "out": f32(32, 16)}, f32(2, 64, 16), "sequence"),
+        (speech_front_end, {"in": f32(16, 8, 3), "conv": f32(16, 16, 3), "out": f32(16, 16)}, f32(2, 8, 64), "length"),
+    ],
+)
+def test_convolutions_over_a_sequence_are_split_along_it(
+    net: Callable[..., Any], shapes: dict[str, Any], x: Any, word: str
+) -> None:
+    def step(p: Any, x: Any) -> Any:
+        return jax.tree.map(lambda a, g: a - 0.1 * g, p, jax.grad(lambda p: jnp.mean(net(p, x) ** 2))(p))
+
+    program = trace(step, (shapes, x), name=word, donate_argnums=(0,))
+    plan = make_plan(program, topology="cpu:8", mesh={"a": 8}).baseline_plans["spatial"]
+    assert plan.words == (f"{word} over a",) and plan.regions
+    measured = measure(program, plan, steps=1, warmup=0, check=True)
+    assert measured.check is not None and measured.check.passed
+    assert measured.wire_compiled == measured.wire_predicted
