@@ -79,7 +79,8 @@ def left_out(model: Model, found: Sequence[str]) -> list[str]:
     for name, reason in why.items():
         if name not in found:
             reasons.setdefault(reason, []).append(name)
-    return [f"not compared with {', '.join(names)}: {reason}." for reason, names in reasons.items()]
+    own = ", or the specs that the program fixes exclude it" if model.graph.constraints or model.graph.regions else ""
+    return [f"not compared with {', '.join(names)}: {reason}{own}." for reason, names in reasons.items()]
 
 
 def _append(found: list[Baseline], baseline: Baseline | None) -> None:

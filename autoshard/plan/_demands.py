@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +80,12 @@ def _demand(graph: OpGraph, constraint: Constraint, mesh: Mesh) -> Demand:
     check_dims(constraint.where, shape, dims, mesh)
     never = axis_numbers(mesh, (use.name for use in sharding.whole))
     return Demand(constraint.tensor, dims, sharding.open, never, constraint.where)
+
+
+def broken_demands(graph: OpGraph, structure: Structure, mesh: Mesh, state: Callable[[int], States]) -> list[Demand]:
+    """The program's demands that a choice does not keep; `state` gives the chosen row of a tensor's cluster."""
+    demands = program_demands(graph, structure, mesh)
+    return [d for d in demands if not allowed_states(structure, state(d.tensor), d)[0]]
 
 
 def axis_numbers(mesh: Mesh, names: Iterable[str]) -> tuple[int, ...]:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.cost import Mesh, Topology, default_axis_names, load_calibration, make_mesh, parse_mesh
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.graph import OpGraph, analyse, build_structure, read_graph, replace_names
 from autoshard.plan._asked import Asked, require
 from autoshard.plan._baselines import baselines, left_out
-from autoshard.plan._demands import check_regions, program_mesh, said_by_program
+from autoshard.plan._demands import broken_demands, check_regions, program_mesh, said_by_program
 from autoshard.plan._groups import Groups, find_groups
 from autoshard.plan._infeasible import explain_infeasible
 from autoshard.plan._model import Model
@@ -26,6 +27,7 @@ from autoshard.plan._price import price
 from autoshard.plan._regions import make_regions
 from autoshard.plan._search import Candidate, Found, Infeasible, search
 from autoshard.plan._spec import Spec
+from autoshard.plan._states import States
 from autoshard.plan._timeline import make_timeline
 from autoshard.plan._unruled import call_lines, find_unruled, unruled_lines
 from autoshard.plan._words import describe
@@ -228,6 +230,11 @@ def _warnings(program: Program, model: Model, found: Found, chosen: Candidate, m
     for loop in graph.loops:
         if not loop.known:
             lines.append("a loop's number of trips cannot be read from the program: it is counted once.")
+    for demand in broken_demands(graph, model.structure, model.mesh, lambda t: cluster_state(model, chosen.choices, t)):
+        lines.append(
+            f"{demand.why} excludes what the program asks for elsewhere of the same carried value: the compiler keeps "
+            "both, but the way between them is not in the prediction."
+        )
     lines.extend(left_out(model, list(found.baselines)))
     peak = chosen.outcome.peak_bytes
     if peak > 0.92 * memory_limit:
@@ -236,6 +243,12 @@ def _warnings(program: Program, model: Model, found: Found, chosen: Candidate, m
             "the compiler may need to rematerialise."
         )
     return tuple(dict.fromkeys(lines))
+
+
+def cluster_state(model: Model, choices: NDArray[np.int64], tensor: int) -> States:
+    """The chosen state of a tensor's cluster, as one row."""
+    node = model.cluster_node[model.structure.cluster_of[tensor]]
+    return model.nodes[node].states[int(choices[node])][None, :]
 
 
 def _provenance(model: Model, found: Found, seed: int) -> dict[str, Any]:

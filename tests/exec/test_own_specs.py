@@ -250,3 +250,24 @@ def test_another_mesh_may_have_the_same_axes() -> None:
 def test_what_cannot_hold_is_said(make: Any, mesh: str, said: str) -> None:
     with pytest.raises(UserError, match=f"^{said}$"):
         make_plan(trace(make(), (f32(16, 4),)), topology="cpu:8", mesh=mesh)
+
+
+def test_constraints_that_exclude_each_other_are_kept_and_said() -> None:
+    """An inner loop carries its value split one way, the outer loop the same value another way."""
+
+    def fn(mesh: Any, stack: Any, x: Any) -> Any:
+        def inner(hidden: Any, weight: Any) -> Any:
+            return constrain(mesh, jnp.tanh(hidden @ weight), "data", None), None
+
+        def outer(hidden: Any, weights: Any) -> Any:
+            return constrain(mesh, lax.scan(inner, hidden, weights)[0], None, "model"), None
+
+        return lax.scan(outer, x, stack)[0]
+
+    program = trace(functools.partial(fn, abstract()), (f32(3, 2, 64, 64), f32(32, 64)), name="nested")
+    plan = make_plan(program, topology="cpu:8").plan
+    said = [line for line in plan.warnings if "the way between them is not in the prediction" in line]
+    assert len(said) == 1 and said[0].startswith("with_sharding_constraint at test_own_specs.py:")
+    values = program.make_args(0)  # type: ignore[misc]
+    found, wanted = plan.jit(program.fn)(*values), fn(None, *values)
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
