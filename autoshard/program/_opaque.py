@@ -16,6 +16,7 @@ from typing import Any
 
 from autoshard import mlir
 from autoshard.program._pallas import PallasCall
+from autoshard.program._ragged import RaggedDot
 from autoshard.program._register import Partition
 from autoshard.rules import bind
 
@@ -72,7 +73,7 @@ def _private(name: str) -> Any:
 
 
 def _overrides(found: Found) -> tuple[tuple[Any, Any], ...]:
-    """Lowerings of our own; a program that uses neither module has not imported it."""
+    """Lowerings of our own; what a program uses it has imported."""
     rules = []
     partitioning = sys.modules.get("jax._src.custom_partitioning")
     if partitioning is not None:
@@ -80,6 +81,8 @@ def _overrides(found: Found) -> tuple[tuple[Any, Any], ...]:
     pallas = sys.modules.get("jax._src.pallas.pallas_call")
     if pallas is not None:
         rules.append((pallas.pallas_call_p, functools.partial(_kernel, found, pallas)))
+    lax = _private("jax._src.lax.lax")
+    rules.append((lax.ragged_dot_general_p, functools.partial(_ragged, found, lax)))
     return tuple(rules)
 
 
@@ -93,6 +96,18 @@ def _kernel(found: Found, pallas: Any, ctx: Any, *values: Any, **params: Any) ->
     if ctx.tokens_in.effects():  # host callbacks in order, as TPU interpret mode makes them: no call of its own
         return pallas._pallas_call_lowering(ctx, *values, **params)
     return _emit_kernel(found, ctx, values, params)
+
+
+def _ragged(found: Found, lax: Any, ctx: Any, *values: Any, **params: Any) -> Any:
+    operands, results = _shapes(ctx.avals_in), _shapes(ctx.avals_out)
+    dot = RaggedDot.of(operands, params)
+    if dot is None:
+        plain = _private("jax._src.interpreters.mlir").lower_fun(lax._ragged_dot_general_impl, multiple_results=False)
+        return plain(ctx, *values, **params)
+    digest = _digest(*params.values(), operands, results)
+    found[f"ragged_dot#{digest}"] = OpaqueCall("ragged_dot", operands, dot.on_shards)
+    shapes = [(r.shape, r.dtype) for r in results]
+    return mlir.emit_call(values, shapes, "ragged_dot", digest, mlir.rule_attribute(*dot.rule), dot.flops)
 
 
 def _shapes(avals: Sequence[Any]) -> tuple[Any, ...]:
@@ -161,7 +176,7 @@ def _mlir_rule(rule: Any, static: Sequence[Any], operands: Sequence[Any], result
 def _emit_kernel(found: Found, ctx: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     operands, results = _shapes(ctx.avals_in), _shapes(ctx.avals_out)
     kernel = PallasCall.of(operands, results, params)
-    digest = _digest(params["jaxpr"], params["grid_mapping"], params["compiler_params"])
+    digest = _digest(params["jaxpr"], params["grid_mapping"], params["compiler_params"], operands, results)
     found[f"{kernel.name}#{digest}"] = OpaqueCall(kernel.name, operands, kernel.on_shards)
     rule = mlir.rule_attribute(*kernel.rule)
     shapes = [(r.shape, r.dtype) for r in results]
