@@ -56,7 +56,29 @@ def heavy_seconds(graph: OpGraph, op: Op, states: States, axes: Sequence[int], c
         busy = compute.matmul_seconds(m, n, k, batch, dtype)
         return np.maximum(busy, compute.memory_seconds(size)) + compute.op_seconds(1.0, 0.0)
     share = local_elements(states, op.rule.sizes, axes) / math.prod(op.rule.sizes)
-    return compute.op_seconds(op.flops * share, size, dtype)
+    efficiency = _convolution_efficiency(graph, op, states, axes, compute) if op.kind == "convolution" else None
+    return compute.op_seconds(op.flops * share, size, dtype, efficiency)
+
+
+def _convolution_efficiency(
+    graph: OpGraph, op: Op, states: States, axes: Sequence[int], compute: Compute
+) -> Seconds | None:
+    """Share of the matrix unit's peak: the local convolution as one matmul, each window a row of its left side.
+
+    The window's elements are summed over with the features; in the gradient of a kernel they are its results. None
+    for convolutions of groups, which have no such form.
+    """
+    assert op.rule is not None
+    m, n, k, batch = _matmul_sizes(op.rule, states, axes)
+    if (batch > 1).any():
+        return None
+    left, right = ({f for dim in dims for f in dim} for dims in op.rule.operands[:2])
+    out = {f for dim in op.rule.results[0] for f in dim}
+    window, results, apart = (
+        math.prod(op.rule.sizes[f] for f in group)
+        for group in (right - left - out, out - left - right, left - right - out)
+    )
+    return compute.matmul_efficiency(m * results / apart, n / window, k * window)
 
 
 def _matmul_sizes(rule: Rule, states: States, axes: Sequence[int]) -> tuple[Seconds, ...]:

@@ -10,6 +10,7 @@ from autoshard.exec import plan_mesh, read_collectives, wire_by_axis
 from autoshard.plan import Plan
 from autoshard.plan._pins import make_pins
 from autoshard.plan._predict import evaluate, predict, tensor_spec
+from autoshard.plan._regions import make_regions
 from autoshard.program import Program
 from tests.plan import programs as made
 
@@ -60,7 +61,12 @@ def random_plan(name: str, rng: np.random.Generator) -> Plan:
     }
     predicted = predict(model, evaluate(model, choices), plan.memory_limit_bytes)
     return dataclasses.replace(
-        plan, arguments=specs, results=results, pins=make_pins(model, choices), prediction=predicted
+        plan,
+        arguments=specs,
+        results=results,
+        pins=make_pins(model, choices),
+        regions=make_regions(model, choices),
+        prediction=predicted,
     )
 
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autoshard.cost import Collectives, Mesh, Topology, make_mesh
+from autoshard.cost import Collectives, Compute, Mesh, Topology, make_mesh
 from autoshard.errors import UserError
 from autoshard.exec import Application, measure, read_collectives, wire_by_axis
 from autoshard.graph import Op, OpGraph, read_graph
 from autoshard.plan import Pin, Plan, Region, Spec, make_plan
 from autoshard.plan._halos import halo_exchanges, split_in_space
-from autoshard.plan._heavy import heavy_states, result_states
+from autoshard.plan._heavy import heavy_seconds, heavy_states, result_states
 from autoshard.plan._model import Path
 from autoshard.plan._price import path_steps
 from autoshard.plan._regions import region_of
@@ -307,3 +307,16 @@ def test_convolutions_over_a_sequence_are_split_along_it(
     measured = measure(program, plan, steps=1, warmup=0, check=True)
     assert measured.check is not None and measured.check.passed
     assert measured.wire_compiled == measured.wire_predicted
+
+
+def test_a_convolution_split_over_few_features_wastes_the_matrix_unit() -> None:
+    """64 features over 8 devices fill 8 of 128 columns; rows of images over 8 devices fill as many as before."""
+    case = three("stem", convolution(2, ((3, 3), (3, 3))), f32(16, 3, 1024, 1024), f32(64, 3, 7, 7))[0]
+    _, graph, op = found(case)
+    assert op.rule is not None
+    states = heavy_states(graph, op, [8], "tpu")
+    seconds = heavy_seconds(graph, op, states, [8], Compute(Topology.parse("v5p:2x2x2")))
+    by_factor = {int(s[0]): float(t) for s, t in zip(states, seconds, strict=True)}
+    (features,), (height,) = op.rule.results[0][1], op.rule.results[0][2]
+    assert by_factor[height] < by_factor[WHOLE] / 5
+    assert by_factor[features] > 4 * by_factor[height]
