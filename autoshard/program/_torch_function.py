@@ -9,6 +9,7 @@ from autoshard.errors import UserError
 from autoshard.program import _flops
 from autoshard.program._experts import capacity
 from autoshard.program._layers import Block, find_blocks
+from autoshard.program._lowering_error import lowering_error
 from autoshard.program._scan import LayerWeights, NotRepeatedError, checkpointed_lists, scanned
 from autoshard.program._torch_env import canonical_modules, environment
 
@@ -177,7 +178,7 @@ class TorchFunction:
                 self._give_up((error.block,), str(error))
             except Exception as error:  # the user's own code runs here
                 if not self.blocks:
-                    raise lowering_error(error, label) from error
+                    raise lowering_error(error, label, self.module) from error
                 self._give_up(self.blocks, "the hidden state between two layers is used elsewhere")
 
     def _give_up(self, blocks: tuple[Block, ...], reason: str) -> None:
@@ -205,18 +206,6 @@ class TorchFunction:
             block, offset, key = self.members[name]
             array = np.stack([_host(own[f"{block.layer(offset, r)}.{key}"]) for r in range(block.repeats)])
         return array if dtype is None else array.astype(dtype)
-
-
-def lowering_error(error: Exception, label: str) -> UserError:
-    """The sentence for a module that does not run through torchax."""
-    lines = str(error).strip().splitlines()
-    text = lines[0].rstrip(".") if lines else "no message"
-    if type(error).__name__ == "OperatorNotFound":
-        return UserError(
-            f"`{label}` uses a torch operation that has no lowering ({text}); "
-            "replace it, or give the program as a JAX function."
-        )
-    return UserError(f"`{label}` could not be lowered: {type(error).__name__}: {text}.")
 
 
 def plain(value: Any) -> Any:

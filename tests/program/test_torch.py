@@ -303,10 +303,36 @@ def test_bad_modules(make, inputs, options, sentence):
         from_torch(make().to("meta"), inputs(), **options)
 
 
-def test_an_operation_without_lowering_is_named():
-    class Odd(nn.Module):
-        def forward(self, x):
-            return torch.special.airy_ai(x)
+class Odd(nn.Module):
+    def forward(self, x):
+        return torch.special.airy_ai(x)
 
-    with pytest.raises(UserError, match="`Odd` uses a torch operation that has no lowering .*airy_ai"):
-        from_torch(Odd(), _meta(2))
+
+class Branching(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+class Picking(nn.Module):
+    def forward(self, x):
+        return x[x > 0]
+
+
+class Mistyped(nn.Module):
+    def forward(self, x):
+        return x.no_such_method()
+
+
+@pytest.mark.parametrize(
+    ("inner", "sentence"),
+    [
+        (Odd, "uses a torch operation that has no lowering .*airy_ai.* in `1`"),
+        (Branching, r"its code asks for the values of a tensor in `1` \(Branching.forward at test_torch.py:\d+\), and"),
+        (Picking, r"asks for the values of a tensor in `1` \(Picking.forward .*; replace the `if`"),
+        (Mistyped, r"AttributeError: .*'no_such_method' in `1` \(Mistyped.forward at test_torch.py:\d+\)\.$"),
+    ],
+)
+def test_what_does_not_lower_is_named_with_its_module(inner, sentence):
+    module = nn.Sequential(nn.Linear(8, 8), inner()).to("meta")
+    with pytest.raises(UserError, match="`Sequential` .*" + sentence):
+        from_torch(module, _meta(2, 8))

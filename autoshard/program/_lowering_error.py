@@ -1,0 +1,64 @@
+"""The sentence for a torch module that does not lower: which op, which module, which line, what to change."""
+
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from autoshard.errors import UserError
+
+
+_VALUES = {
+    "ConcretizationTypeError",
+    "NonConcreteBooleanIndexError",
+    "TracerArrayConversionError",
+    "TracerBoolConversionError",
+    "TracerIntegerConversionError",
+}
+"""What JAX raises when code asks for the values of a tensor while only its shape is known."""
+
+
+_MACHINERY = {"_call_impl", "_wrapped_call_impl", "__call__"}
+"""Methods of every module, which only call its `forward`."""
+
+
+def lowering_error(error: Exception, label: str, module: Any) -> UserError:
+    """The sentence for what was raised while `module`, shown as `label`, ran through torchax."""
+    lines = str(error).strip().splitlines()
+    text = lines[0].rstrip(".") if lines else "no message"
+    kind = type(error).__name__
+    place = _place(error.__traceback__, module)
+    if kind == "OperatorNotFound":
+        return UserError(
+            f"`{label}` uses a torch operation that has no lowering ({text}){place}; "
+            "replace it, or give the program as a JAX function."
+        )
+    if kind in _VALUES:
+        return UserError(
+            f"`{label}` could not be lowered: its code asks for the values of a tensor{place}, and a plan is made from "
+            "shapes alone; replace the `if`, `.item()`, `nonzero`, mask index or numpy call by torch.where or a "
+            "mask of a fixed size."
+        )
+    return UserError(f"`{label}` could not be lowered: {kind}: {text}{place}.")
+
+
+def _place(trace: TracebackType | None, module: Any) -> str:
+    """` in layers.1 (Block.forward at model.py:12)`: the innermost frame of a method of one of the modules."""
+    paths = {id(child): name for name, child in module.named_modules()}
+    found: tuple[FrameType, int] | None = None
+    while trace is not None:
+        if id(_owner(trace.tb_frame)) in paths and trace.tb_frame.f_code.co_name not in _MACHINERY:
+            found = trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+    if found is None:
+        return ""
+    frame, line = found
+    owner = _owner(frame)
+    where = f"{type(owner).__name__}.{frame.f_code.co_name} at {Path(frame.f_code.co_filename).name}:{line}"
+    path = paths[id(owner)]
+    return f" in `{path}` ({where})" if path else f" in {where}"
+
+
+def _owner(frame: FrameType) -> Any:
+    """The first argument of the function that a frame runs, `self` in a method."""
+    code = frame.f_code
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
