@@ -56,9 +56,14 @@ def _head(plan: Plan, lacks: tuple[str, ...], mark: str = "#") -> str:
 
 
 def _pins(plan: Plan) -> tuple[str, ...]:
-    if not plan.pins:
-        return ()
-    return (f"the {len(plan.pins)} intermediates that the plan pins; XLA's propagation chooses them instead.",)
+    lacks = []
+    if plan.pins:
+        lacks.append(f"the {len(plan.pins)} intermediates that the plan pins; XLA's propagation chooses them instead.")
+    if plan.regions:
+        lacks.append(
+            f"the {len(plan.regions)} ops that the plan splits in space with halos; XLA splits them its own way."
+        )
+    return tuple(lacks)
 
 
 def _table(name: str, rows: Mapping[str, str]) -> str:
