@@ -13,6 +13,7 @@ import json
 import math
 import re
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -62,7 +63,7 @@ def main() -> None:
         ROWS.parent.mkdir(exist_ok=True)
         ROWS.write_text(json.dumps({k: rows[k] for k in sorted(rows)}, indent=1) + "\n")
     done = [(key(*pair, mesh), rows.get(key(*pair, mesh))) for pair in pairs for mesh in MESHES]
-    TABLE.write_text(table({k: row for k, row in done if row is not None}))
+    TABLE.write_text(table({k: row for k, row in done if row is not None}, len(done)))
     print(TABLE.read_text().split("\n\n")[2])
 
 
@@ -145,20 +146,23 @@ def reason(name: str, row: dict[str, Any]) -> str:
     return next((text for pattern, text in REASONS.items() if re.fullmatch(pattern, name)), "unexplained")
 
 
-def table(rows: dict[str, Any]) -> str:
+def table(rows: dict[str, Any], wanted: int) -> str:
+    """The table in Markdown, and what it comes to; `wanted` is the number of rows once all have run."""
     ran = {k: row for k, row in rows.items() if "error" not in row}
     errors = [error for row in ran.values() for error in errors_of(row)]
-    percentiles = [float(np.percentile(errors, share, method="higher")) for share in (50, 90)] if errors else [0.0] * 2
+    middle = statistics.median(errors) if errors else 0.0
+    high = float(np.percentile(errors, 90, method="higher")) if errors else 0.0
     equal = sum(row["equal"] for row in ran.values())
     repeated = sorted({w for row in rows.values() for w in row.get("without_rule", [])})
     seconds = [row["plan_s"] for row in rows.values() if "plan_s" in row]
     lines = [
         "# Every family, small, on 8 CPU devices: planned against unplanned, predicted bytes against compiled",
         "`python experiments/families.py`",
-        f"{len(rows)} rows, {equal} equal to the unplanned run (largest difference of any result "
+        f"{len(rows)} rows{'' if len(rows) == wanted else f' of {wanted}'}, {equal} equal to the unplanned run "
+        f"(largest difference of any result "
         f"{max((row['max_rel_diff'] for row in ran.values()), default=0.0):.1e} of its tensor's maximum), "
         f"{len(rows) - len(ran)} without a plan. Bytes on the wire by mesh axis over {len(errors)} axes with any: "
-        f"median error {percentiles[0]:.1%}, 90th percentile {percentiles[1]:.1%}, "
+        f"median error {middle:.1%}, 90th percentile {high:.1%}, "
         f"{sum(e > OUTLIER for e in errors)} off by more than {OUTLIER:.0%}. Planning: median "
         f"{np.median(seconds):.1f} s, at most {max(seconds):.1f} s and "
         f"{max(row.get('peak_gib', 0.0) for row in rows.values()):.2f} GiB. Ops planned as replicated for lack of a "

@@ -39,7 +39,8 @@ def test_errors_are_relative_to_what_was_compiled():
 def test_the_table_names_what_needs_a_reason():
     good = {"equal": True, "max_rel_diff": 1e-7, "worst": "x", "wire": {"data": [4096, 4096]}, "plan_s": 1.0}
     rows = {"a/train/8": good, "b/train/8": good | {"wire": {"data": [8192, 4096]}}, "c/infer/8": {"error": "No."}}
-    text = families.table(rows)
-    assert "3 rows, 2 equal" in text and "1 without a plan" in text and "1 off by more than 50%" in text
+    text = families.table(rows, 4)
+    assert "3 rows of 4, 2 equal" in text and "3 rows, 2 equal" in families.table(rows, 3)
+    assert "median error 50.0%" in text and "1 without a plan" in text and "1 off by more than 50%" in text
     remarks = [line.rsplit("|", 2)[1].strip() for line in text.splitlines() if line[:4] in ("| a ", "| b ", "| c ")]
     assert remarks == ["", "unexplained", "No."]
