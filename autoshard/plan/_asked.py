@@ -84,19 +84,13 @@ def read_asked(
     `pin_from` are specs of another plan, by exact name. Raises `UserError` for what cannot be read.
     """
     found = [Pinned(pattern, _dims(pattern, spec), _said(pattern, spec)) for pattern, spec in (pins or {}).items()]
-    for name, spec in (pin_from or {}).items():
-        pattern = _literal(name)
-        found.append(Pinned(pattern, spec.dims, _said(pattern, spec)))
+    found += [Pinned(name, spec.dims, _said(name, spec)) for name, spec in (pin_from or {}).items()]
     return Asked(
         tuple(found),
         (replicate,) if isinstance(replicate, str) else tuple(replicate or ()),
         tuple((pattern, _names(axes)) for pattern, axes in (forbid or {}).items()),
         tuple((axis, _names(groups)) for axis, groups in (axis_only or {}).items()),
     )
-
-
-def _literal(name: str) -> str:
-    return re.sub(r"([*?\[])", r"[\1]", name)
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -194,7 +188,8 @@ class _Requirements:
 
     def matching(self, pattern: str, said: str) -> list[tuple[str, int]]:
         """Named tensors that a pattern means; a part of a name does not mean the optimizer state of a parameter."""
-        found = [name for name in self.tensors if fnmatch.fnmatchcase(name, pattern)]
+        found = [pattern] if pattern in self.tensors else []  # the name of a stack has a `*` of its own
+        found = found or [name for name in self.tensors if fnmatch.fnmatchcase(name, pattern)]
         if not found:
             found = [n for n in self.tensors if fnmatch.fnmatchcase(n, f"*.{pattern}")]
             found = [n for n in found if n not in self.state] or found
