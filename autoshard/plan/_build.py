@@ -34,7 +34,7 @@ def build_problem(model: Model, weights: Weights, memory_limit: int | None, allo
     edge_costs, edge_offsets, edge_nodes = [], [0], []
     for move in model.moves:
         shape = (len(move.path.source), len(move.path.target))
-        seconds = sum((_weight(weights, c) * t for c, t in move.costs.items()), np.zeros(shape))
+        seconds = sum((_weight(weights, c) * move.trips * t for c, t in move.costs.items()), np.zeros(shape))
         cost = _picoseconds(seconds)
         if move.forbidden is not None:
             cost = np.where(move.forbidden, FORBIDDEN, cost)

@@ -69,7 +69,7 @@ class Move:
     columns: NDArray[np.int64]
     """Column of `costs` for each alternative of `target`."""
     costs: dict[Channel, Seconds]
-    """Per channel a matrix [distinct source states, distinct target states] in seconds of the whole step."""
+    """Per channel a matrix [distinct source states, distinct target states]: seconds of one execution, of `trips`."""
     forbidden: NDArray[np.bool_] | None
     """Pairs of rows and columns that may not be."""
     path: "Path"

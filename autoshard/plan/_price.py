@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from autoshard.program import Program, Role
 LARGE_SHARE = 0.005
 """A gathered tensor above this share of the memory limit gets a copy node with memory of its own."""
 
+_CHUNK = 65_536
+"""Pairs of states priced at a time: the arrays between stay small."""
+
 
 def price(
     program: Program, graph: OpGraph, structure: Structure, liveness: Liveness, mesh: Mesh, memory_limit: int
@@ -60,7 +63,7 @@ class _Pricer:
         self.link_of = link_names(mesh)
         self.nodes: list[Node] = []
         self.moves: list[Move] = []
-        self.paths: dict[tuple[object, ...], tuple[list[Step], list[Step]]] = {}
+        self.paths: dict[tuple[object, ...], dict[str, Seconds]] = {}
         roles = {t: a.role for t, a in zip(graph.arguments, program.arguments, strict=True)}
         self.roles = roles
         self.stored = self.clusters_of(t for t, role in roles.items() if role is Role.PARAMETER)
@@ -340,15 +343,10 @@ class _Pricer:
         ends = (held[first], kept[first], tuple(factors), states[first], aim[first_aim])
         path = Path(record.shape, *ends, itemsize, reduce_itemsize, collected)
         hideable = self.collectives.can_overlap and self.is_hideable(source, target, op)
-        costs: dict[Channel, Seconds] = {}
-        gathers, steps = self.steps(path)
-        for step, axis in [(s, 1) for s in gathers] + [(s, 0) for s in steps]:
-            names = tuple(self.names[a] for a in step.axes)
-            size = np.diagonal(step.size)[:, None] if axis else step.size
-            seconds = np.where(size > 0, self.collectives.time(step.kind, names, size), 0.0) * trips
-            channels = {(block, self.link_of[n]) for n in names} if hideable else {EXPOSED}
-            for channel in channels:
-                costs[channel] = costs.get(channel, np.zeros((len(first), len(first_aim)))) + seconds
+        costs: dict[Channel, Seconds] = {
+            EXPOSED if what == EXPOSED[1] else (block, what): seconds
+            for what, seconds in self.seconds(path, hideable).items()
+        }
         forbidden = None
         if holds is not None and not holds.all():
             same = (path.source[:, None, :] == path.target[None, :, :]).all(axis=2)
@@ -385,14 +383,40 @@ class _Pricer:
         end = self.nodes[target]
         return end.kind == "cluster" and end.ref in self.updated and cluster not in self.updated
 
-    def steps(self, path: Path) -> tuple[list[Step], list[Step]]:
-        """Collectives of a path: gathers that come first (pairs of equal index), then those of every pair."""
-        key = (path.shape, path.held.tobytes(), path.kept.tobytes(), path.factors, path.source.tobytes(),
-               path.target.tobytes(), len(path.target), path.itemsize, path.reduce_itemsize,
-               path.collected)  # fmt: skip
+    def seconds(self, path: Path, hideable: bool) -> dict[str, Seconds]:
+        """Time of one execution, by link if it is hideable; equal paths share their tables."""
+        fields = (getattr(path, field.name) for field in dataclasses.fields(path))
+        key = (hideable, *((f.shape, f.tobytes()) if isinstance(f, np.ndarray) else f for f in fields))
         if key not in self.paths:
-            self.paths[key] = path_steps(path, self.collectives)
+            self.paths[key] = path_seconds(path, self.collectives, self.link_of if hideable else {})
         return self.paths[key]
+
+
+def path_seconds(path: Path, collectives: Collectives, link_of: Mapping[str, str]) -> dict[str, Seconds]:
+    """Tables [rows, columns] of a path's time by link (mesh axis -> link), or all of it as exposed without links."""
+    shape = (len(path.source), len(path.target))
+    names = collectives.mesh.names
+    found: dict[str, Seconds] = {}
+    height = max(1, _CHUNK // max(1, shape[1]))
+    for start in range(0, shape[0], height):
+        part = slice(start, start + height)
+        rows = dataclasses.replace(
+            path, held=path.held[part], kept=path.kept[part], source=path.source[part], target=path.target
+        )
+        gathers, steps = path_steps(rows, collectives)
+        wanted = [(step, np.diagonal(step.size)[:, None]) for step in gathers] + [(step, step.size) for step in steps]
+        for step, size in wanted:
+            used, axes = np.nonzero(size), tuple(names[a] for a in step.axes)
+            if not len(used[0]):
+                continue
+            seconds = collectives.time(step.kind, axes, size[used])
+            for what in {link_of.get(axis, EXPOSED[1]) for axis in axes}:
+                table = found.setdefault(what, np.zeros(shape))[part]
+                if size.shape[1] == shape[1]:
+                    table[used] += seconds
+                else:  # a gather that comes first is that of a row, whatever the column
+                    table[used[0]] += seconds[:, None]
+    return found
 
 
 def path_steps(path: Path, collectives: Collectives) -> tuple[list[Step], list[Step]]:

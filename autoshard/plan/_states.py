@@ -137,11 +137,13 @@ def transition(
     pairs = (len(source), len(target))
     local = np.broadcast_to(local_elements(source, sizes, axis_sizes)[:, None], pairs)
     f, t = source[:, None, :], target[None, :, :]
-    weights = 1 << np.arange(count, dtype=np.int64)
     steps: list[Step] = []
 
     def mask(condition: NDArray[np.bool_]) -> NDArray[np.int64]:
-        return np.broadcast_to(condition, (*pairs, count)).astype(np.int64) @ weights
+        bits = np.zeros(pairs, dtype=np.int64)
+        for axis in range(count):
+            bits |= condition[..., axis].astype(np.int64) << axis
+        return bits
 
     def members(bits: int) -> tuple[int, ...]:
         return tuple(a for a in range(count) if bits >> a & 1)
@@ -214,7 +216,7 @@ def _scattered(steps: list[Step], pairs: tuple[int, int]) -> NDArray[np.int64]:
 
 
 def _distinct(bits: NDArray[np.int64]) -> list[int]:
-    return [int(b) for b in np.unique(bits) if b]
+    return [b for b in np.flatnonzero(np.bincount(bits.ravel())).tolist() if b]
 
 
 def _tangled(

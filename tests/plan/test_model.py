@@ -163,7 +163,7 @@ def brute_force(model: Model, limit: int) -> float:
     for move in model.moves:
         rows, columns = move.rows[grid[move.source]], move.columns[grid[move.target]]
         for channel, seconds in move.costs.items():
-            channels[channel] += seconds[rows, columns]
+            channels[channel] += seconds[rows, columns] * move.trips
         if move.forbidden is not None:
             allowed &= ~move.forbidden[rows, columns]
     allowed &= held.max(axis=0) + model.fixed_bytes <= limit
