@@ -68,15 +68,34 @@ class Collectives:
         group = self._group(kind, axes)
         if not group:
             return np.zeros_like(size)
-        phases = 2 if kind == "all-reduce" and self.mesh.topology.backend != "cpu" else 1
-        base = "all-gather" if kind in ("reduce-scatter", "all-reduce") else kind
-        key = (base, group)
-        if key not in self._levels:
-            self._levels[key] = self._price(base, group)
         seconds = np.full_like(size, self.calibration.collective_launch_s)
-        for level in self._levels[key]:
+        for level in self._levels_of(kind, group):
             seconds += np.maximum(level.latency, size * level.per_byte)
-        return seconds * phases
+        return seconds * self._phases(kind)
+
+    def time_of_groups(self, kind: Kind, groups: NDArray[np.int64], size_bytes: NDArray[np.float64]) -> NDArray:
+        """The same for many groups at once: `groups` has the mesh axes of each as bits (the first axis is 1)."""
+        names = self.mesh.names
+        every = [tuple(n for a, n in enumerate(names) if bits >> a & 1) for bits in range(1 << len(names))]
+        levels = [self._levels_of(kind, group) if (group := self._group(kind, axes)) else () for axes in every]
+        depth = max(len(each) for each in levels)
+        idle = _Level(0.0, 0.0)
+        padded = [(*each, *[idle] * (depth - len(each))) for each in levels]
+        launch = np.array([self.calibration.collective_launch_s if each else 0.0 for each in levels])
+        seconds = launch[groups]
+        for k in range(depth):
+            latency = np.array([each[k].latency for each in padded])[groups]
+            seconds += np.maximum(latency, size_bytes * np.array([each[k].per_byte for each in padded])[groups])
+        return seconds * self._phases(kind)
+
+    def _phases(self, kind: Kind) -> int:
+        return 2 if kind == "all-reduce" and self.mesh.topology.backend != "cpu" else 1
+
+    def _levels_of(self, kind: Kind, group: tuple[str, ...]) -> tuple["_Level", ...]:
+        base = "all-gather" if kind in ("reduce-scatter", "all-reduce") else kind
+        if (base, group) not in self._levels:
+            self._levels[base, group] = self._price(base, group)
+        return self._levels[base, group]
 
     def wire_bytes(self, kind: Kind, axes: tuple[str, ...], size_bytes: ArrayLike) -> dict[str, NDArray[np.float64]]:
         """Bytes that one device puts on the wire, by mesh axis; the shares add up to the whole exactly.

@@ -21,11 +21,14 @@ from autoshard.plan._states import (
     Seconds,
     States,
     Step,
+    Wave,
     decompose,
     enumerate_states,
     local_elements,
+    members,
     relabel,
-    transition,
+    split,
+    waves,
 )
 from autoshard.program import Program, Role
 
@@ -395,7 +398,10 @@ class _Pricer:
 def path_seconds(path: Path, collectives: Collectives, link_of: Mapping[str, str]) -> dict[str, Seconds]:
     """Tables [rows, columns] of a path's time by link (mesh axis -> link), or all of it as exposed without links."""
     shape = (len(path.source), len(path.target))
-    names = collectives.mesh.names
+    links = {EXPOSED[1]: -1}  # link -> its mesh axes as bits
+    if link_of:
+        names = collectives.mesh.names
+        links = {link: sum(1 << names.index(a) for a in link_of if link_of[a] == link) for link in link_of.values()}
     found: dict[str, Seconds] = {}
     height = max(1, _CHUNK // max(1, shape[1]))
     for start in range(0, shape[0], height):
@@ -403,36 +409,46 @@ def path_seconds(path: Path, collectives: Collectives, link_of: Mapping[str, str
         rows = dataclasses.replace(
             path, held=path.held[part], kept=path.kept[part], source=path.source[part], target=path.target
         )
-        gathers, steps = path_steps(rows, collectives)
-        wanted = [(step, np.diagonal(step.size)[:, None]) for step in gathers] + [(step, step.size) for step in steps]
-        for step, size in wanted:
-            used, axes = np.nonzero(size), tuple(names[a] for a in step.axes)
-            if not len(used[0]):
-                continue
-            seconds = collectives.time(step.kind, axes, size[used])
-            for what in {link_of.get(axis, EXPOSED[1]) for axis in axes}:
+        before, after = path_waves(rows, collectives)
+        wanted = [(w.kind, np.diagonal(w.groups)[:, None], np.diagonal(w.size)[:, None]) for w in before]
+        wanted += [(w.kind, w.groups, w.size) for w in after]
+        for kind, groups, size in wanted:
+            used = np.nonzero(groups)
+            seconds = collectives.time_of_groups(kind, groups[used], size[used])
+            for what, bits in links.items():
+                mine = seconds if bits < 0 else np.where(groups[used] & bits, seconds, 0.0)
+                if not mine.any():
+                    continue
                 table = found.setdefault(what, np.zeros(shape))[part]
-                if size.shape[1] == shape[1]:
-                    table[used] += seconds
+                if groups.shape[1] == shape[1]:
+                    table[used] += mine
                 else:  # a gather that comes first is that of a row, whatever the column
-                    table[used[0]] += seconds[:, None]
+                    table[used[0]] += mine[:, None]
     return found
 
 
-def path_steps(path: Path, collectives: Collectives) -> tuple[list[Step], list[Step]]:
+def path_waves(path: Path, collectives: Collectives) -> tuple[list[Wave], list[Wave]]:
     """Collectives of a path: gathers that come first (pairs of equal index), then those of every pair."""
-    gathers: list[Step] = []
+    sizes = (path.itemsize, path.reduce_itemsize)
+    gathers: list[Wave] = []
     if (path.held != path.kept).any():
-        gathers = transition(path.held, path.kept, path.shape, path.itemsize, path.reduce_itemsize, collectives)
-    steps = transition(path.source, path.target, path.factors, path.itemsize, path.reduce_itemsize, collectives)
+        gathers = waves(path.held, path.kept, path.shape, *sizes, collectives)
+    steps = waves(path.source, path.target, path.factors, *sizes, collectives)
     if path.collected:
-        steps = [_collected(step, collectives) for step in steps]
+        steps = [_collected(wave, collectives) for wave in steps]
     return gathers, steps
 
 
-def _collected(step: Step, collectives: Collectives) -> Step:
+def path_steps(path: Path, collectives: Collectives) -> tuple[list[Step], list[Step]]:
+    """The same, one entry for every kind and group."""
+    gathers, steps = path_waves(path, collectives)
+    return [s for wave in gathers for s in split(wave)], [s for wave in steps for s in split(wave)]
+
+
+def _collected(wave: Wave, collectives: Collectives) -> Wave:
     """A sum as the gather of its parts, which every device then combines."""
-    if step.kind not in ("all-reduce", "reduce-scatter"):
-        return step
-    parts = math.prod(collectives.mesh.sizes[a] for a in step.axes)
-    return dataclasses.replace(step, kind="all-gather", size=step.size * parts)
+    if wave.kind not in ("all-reduce", "reduce-scatter"):
+        return wave
+    sizes = collectives.mesh.sizes
+    parts = np.array([math.prod(sizes[a] for a in members(bits)) for bits in range(1 << len(sizes))])
+    return dataclasses.replace(wave, kind="all-gather", size=wave.size * parts[wave.groups])

@@ -79,6 +79,17 @@ class Step:
     """[from, to] bytes as `Collectives.time` counts them; 0 where the pair does not need it."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wave:
+    """Collectives of one kind, at most one for each pair of states, over axes that differ from pair to pair."""
+
+    kind: Kind
+    groups: NDArray[np.int64]
+    """[from, to] the mesh axes of the pair's collective as bits (axis 0 is 1); 0 for none."""
+    size: NDArray[np.float64]
+    """[from, to] bytes as `Collectives.time` counts them, where there is one."""
+
+
 class Emitted(enum.Enum):
     """What a sum over a group that ends split becomes."""
 
@@ -122,6 +133,30 @@ def transition(
     reduce_itemsize: int,
     collectives: Collectives,
 ) -> list[Step]:
+    """The collectives of `waves`, one entry for every kind and group."""
+    found = waves(source, target, sizes, itemsize, reduce_itemsize, collectives)
+    return [step for wave in found for step in split(wave)]
+
+
+def split(wave: Wave) -> list[Step]:
+    """A wave as one entry for every group."""
+    groups = np.flatnonzero(np.bincount(wave.groups.ravel())).tolist()
+    return [Step(wave.kind, members(g), np.where(wave.groups == g, wave.size, 0.0)) for g in groups if g]
+
+
+def members(bits: int) -> tuple[int, ...]:
+    """The axes that the bits stand for."""
+    return tuple(a for a in range(bits.bit_length()) if bits >> a & 1)
+
+
+def waves(
+    source: States,
+    target: States,
+    sizes: Sequence[int],
+    itemsize: int,
+    reduce_itemsize: int,
+    collectives: Collectives,
+) -> list[Wave]:
     """Collectives that bring a tensor from each source state to each target state, as XLA's partitioner does it.
 
     In its order (each pair of states of a 3-dim tensor on two axes was compiled alone and read): sums first, as a
@@ -131,13 +166,16 @@ def transition(
     (XLA's "involuntary full rematerialization"). An axis that changes on a dim whose minor axes stay costs a
     collective-permute of the shard.
     """
-    names = list(collectives.mesh.axes)
-    count = len(names)
-    axis_sizes = list(collectives.mesh.axes.values())
+    axis_sizes = collectives.mesh.sizes
+    count = len(axis_sizes)
     pairs = (len(source), len(target))
     local = np.broadcast_to(local_elements(source, sizes, axis_sizes)[:, None], pairs)
     f, t = source[:, None, :], target[None, :, :]
-    steps: list[Step] = []
+    every = [members(bits) for bits in range(1 << count)]
+    parts = np.array([math.prod(axis_sizes[a] for a in axes) for axes in every], dtype=np.float64)
+    scattering = [emitted(collectives, axes) for axes in every]
+    gathering = [emitted_gather(collectives, axes) for axes in every]
+    found: list[Wave] = []
 
     def mask(condition: NDArray[np.bool_]) -> NDArray[np.int64]:
         bits = np.zeros(pairs, dtype=np.int64)
@@ -145,78 +183,48 @@ def transition(
             bits |= condition[..., axis].astype(np.int64) << axis
         return bits
 
-    def members(bits: int) -> tuple[int, ...]:
-        return tuple(a for a in range(count) if bits >> a & 1)
+    def only(groups: NDArray[np.int64], table: list[Emitted], how: Emitted) -> NDArray[np.int64]:
+        return np.where(np.array([each is how for each in table])[groups], groups, 0)
 
-    def parts(bits: int) -> int:
-        return math.prod(axis_sizes[a] for a in members(bits))
+    def add(kind: Kind, groups: NDArray[np.int64], item: int) -> None:
+        if groups.any():
+            found.append(Wave(kind, groups, local * item))
 
-    def groups(bits: int, how: Emitted) -> list[int]:
-        """The axes of one collective, or each alone where that is how it is pinned."""
-        return [1 << a for a in members(bits)] if how is Emitted.STAGED else [bits]
-
-    def add(kind: Kind, bits: int, where: NDArray[np.bool_], elements: NDArray[np.float64], item: int) -> None:
-        steps.append(Step(kind, members(bits), np.where(where, elements * item, 0.0)))
-
+    summed = np.zeros(pairs, dtype=np.int64)
     for axis in range(count):
         # Axes that split one factor are summed together, those of different factors one factor after the other.
         first = (f[..., axis] <= PARTIAL) & ~(f[..., :axis] == f[..., axis : axis + 1]).any(axis=2)
+        if not first.any():
+            continue
         own = (f == f[..., axis : axis + 1]) & first[..., None]
         scatter, total = mask(own & (t >= 0)), mask(own & (t < 0))
-        summed = np.zeros_like(scatter)
-        for bits in _distinct(scatter):
-            if emitted(collectives, members(bits)) is Emitted.SUM:
-                summed = np.where(scatter == bits, bits, summed)
-        total, scatter = total | summed, np.where(summed > 0, 0, scatter)
-        for bits in _distinct(scatter):
-            for group in groups(bits, emitted(collectives, members(bits))):
-                add("reduce-scatter", group, scatter == bits, local, reduce_itemsize)
-                local = np.where(scatter == bits, local / parts(group), local)
-        for bits in _distinct(total):
-            add("all-reduce", bits, total == bits, local, reduce_itemsize)
-    summed = mask((f <= PARTIAL) & (t >= 0)) & ~_scattered(steps, pairs)
-    for bits in _distinct(summed):
-        local = np.where(summed == bits, local / parts(bits), local)
+        sliced = only(scatter, scattering, Emitted.SUM)
+        together, staged = only(scatter, scattering, Emitted.SCATTER), only(scatter, scattering, Emitted.STAGED)
+        for groups in (together, *(staged & 1 << a for a in range(count))):
+            add("reduce-scatter", groups, reduce_itemsize)
+            local = local / parts[groups]
+        add("all-reduce", total | sliced, reduce_itemsize)
+        summed |= sliced
+    local = local / parts[summed]
 
     moved = (f >= 0) & (t >= 0) & (f != t)
     gathered = (f >= 0) & (t == WHOLE)
     gather, whole, joint, swaps = mask(gathered), *_tangled(f, t, moved, gathered)
-    early = np.where((gather == 0) & ~whole, mask((f == WHOLE) & (t >= 0)), 0)
-    for bits in _distinct(early):
-        local = np.where(early == bits, local / parts(bits), local)
+    local = local / parts[np.where((gather == 0) & ~whole, mask((f == WHOLE) & (t >= 0)), 0)]
+    add("collective-permute", np.where((swaps > 0) & ~whole, swaps | 1 << (count - 1), 0), itemsize)
     everything = np.where(whole, mask(np.broadcast_to(f >= 0, (*pairs, count))), gather)
-    for bits in _distinct(swaps):
-        add("collective-permute", bits | 1 << (count - 1), (swaps == bits) & ~whole, local, itemsize)
-    for bits in _distinct(everything):
-        parted = [np.where(everything == bits, bits & mask(f == dim), 0) for dim in reversed(range(len(sizes)))]
-        if emitted_gather(collectives, members(bits)) is Emitted.STAGED:
-            parted = [np.where(everything == bits, group, 0) for group in reversed(groups(bits, Emitted.STAGED))]
-        for part in parted:  # one gather for each dim, the last dim first, unless pinned axis by axis
-            for group in _distinct(part):
-                summed_up = emitted_gather(collectives, members(group)) is Emitted.SUM
-                kind = "all-reduce" if summed_up else "all-gather"
-                local = np.where(part == group, local * parts(group), local)
-                add(kind, group, part == group, local, itemsize)
-    for bits in _distinct(np.where(joint & ~whole, mask(moved), 0)):
-        add("all-to-all", bits, joint & ~whole & (mask(moved) == bits), local, itemsize)
+    staged = only(everything, gathering, Emitted.STAGED)
+    # One gather for each dim, the last dim first, unless pinned axis by axis.
+    by_dim = [(everything ^ staged) & mask(f == dim) for dim in reversed(range(len(sizes)))]
+    for groups in (*by_dim, *(staged & 1 << a for a in reversed(range(count)))):
+        local = local * parts[groups]
+        add("all-reduce", only(groups, gathering, Emitted.SUM), itemsize)
+        add("all-gather", groups ^ only(groups, gathering, Emitted.SUM), itemsize)
+    moves = np.where(whole, 0, mask(moved))
+    add("all-to-all", np.where(joint, moves, 0), itemsize)
     for axis in range(count):
-        alone = moved[..., axis] & ~whole & ~joint
-        if alone.any():
-            add("all-to-all", 1 << axis, alone, local, itemsize)
-    return steps
-
-
-def _scattered(steps: list[Step], pairs: tuple[int, int]) -> NDArray[np.int64]:
-    """Axes (as bits) that reduce-scatters have already split."""
-    done = np.zeros(pairs, dtype=np.int64)
-    for step in steps:
-        if step.kind == "reduce-scatter":
-            done |= np.where(step.size > 0, sum(1 << a for a in step.axes), 0)
-    return done
-
-
-def _distinct(bits: NDArray[np.int64]) -> list[int]:
-    return [b for b in np.flatnonzero(np.bincount(bits.ravel())).tolist() if b]
+        add("all-to-all", np.where(joint, 0, moves & 1 << axis), itemsize)
+    return found
 
 
 def _tangled(
