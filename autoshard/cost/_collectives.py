@@ -53,6 +53,7 @@ class Collectives:
         self.mesh = mesh
         self.calibration = calibration or load_calibration(mesh.topology.chip)
         self._levels: dict[tuple[str, tuple[str, ...]], tuple[_Level, ...]] = {}
+        self._tables: dict[str, tuple[NDArray[np.float64], list[tuple[NDArray[np.float64], ...]]]] = {}
 
     @property
     def can_overlap(self) -> bool:
@@ -73,19 +74,26 @@ class Collectives:
             seconds += np.maximum(level.latency, size * level.per_byte)
         return seconds * self._phases(kind)
 
-    def time_of_groups(self, kind: Kind, groups: NDArray[np.int64], size_bytes: NDArray[np.float64]) -> NDArray:
+    def time_of_groups(
+        self, kind: Kind, groups: NDArray[np.int32], size_bytes: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
         """The same for many groups at once: `groups` has the mesh axes of each as bits (the first axis is 1)."""
-        names = self.mesh.names
-        every = [tuple(n for a, n in enumerate(names) if bits >> a & 1) for bits in range(1 << len(names))]
-        levels = [self._levels_of(kind, group) if (group := self._group(kind, axes)) else () for axes in every]
-        depth = max(len(each) for each in levels)
-        idle = _Level(0.0, 0.0)
-        padded = [(*each, *[idle] * (depth - len(each))) for each in levels]
-        launch = np.array([self.calibration.collective_launch_s if each else 0.0 for each in levels])
+        if kind not in self._tables:
+            names = self.mesh.names
+            every = [tuple(n for a, n in enumerate(names) if bits >> a & 1) for bits in range(1 << len(names))]
+            levels = [self._levels_of(kind, group) if (group := self._group(kind, axes)) else () for axes in every]
+            launch = np.array([self.calibration.collective_launch_s if each else 0.0 for each in levels])
+            depth = max(len(each) for each in levels)
+            padded = [(*each, *[_Level(0.0, 0.0)] * (depth - len(each))) for each in levels]
+            rates = [
+                (np.array([each[k].latency for each in padded]), np.array([each[k].per_byte for each in padded]))
+                for k in range(depth)
+            ]
+            self._tables[kind] = (launch, rates)
+        launch, rates = self._tables[kind]
         seconds = launch[groups]
-        for k in range(depth):
-            latency = np.array([each[k].latency for each in padded])[groups]
-            seconds += np.maximum(latency, size_bytes * np.array([each[k].per_byte for each in padded])[groups])
+        for latency, per_byte in rates:
+            seconds += np.maximum(latency[groups], size_bytes * per_byte[groups])
         return seconds * self._phases(kind)
 
     def _phases(self, kind: Kind) -> int:

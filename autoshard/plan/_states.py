@@ -25,6 +25,8 @@ MAX_PADDING = 1.5
 
 States = NDArray[np.int64]
 Seconds = NDArray[np.float64]
+Bits = NDArray[np.int32]
+"""Sets of mesh axes, the first axis as 1."""
 
 
 def enumerate_states(
@@ -84,7 +86,7 @@ class Wave:
     """Collectives of one kind, at most one for each pair of states, over axes that differ from pair to pair."""
 
     kind: Kind
-    groups: NDArray[np.int64]
+    groups: Bits
     """[from, to] the mesh axes of the pair's collective as bits (axis 0 is 1); 0 for none."""
     size: NDArray[np.float64]
     """[from, to] bytes as `Collectives.time` counts them, where there is one."""
@@ -177,20 +179,20 @@ def waves(
     gathering = [emitted_gather(collectives, axes) for axes in every]
     found: list[Wave] = []
 
-    def mask(condition: NDArray[np.bool_]) -> NDArray[np.int64]:
-        bits = np.zeros(pairs, dtype=np.int64)
+    def mask(condition: NDArray[np.bool_]) -> Bits:
+        bits = np.zeros(pairs, dtype=np.int32)
         for axis in range(count):
-            bits |= condition[..., axis].astype(np.int64) << axis
+            bits |= condition[..., axis].astype(np.int32) << axis
         return bits
 
-    def only(groups: NDArray[np.int64], table: list[Emitted], how: Emitted) -> NDArray[np.int64]:
-        return np.where(np.array([each is how for each in table])[groups], groups, 0)
+    def only(groups: Bits, table: list[Emitted], how: Emitted) -> Bits:
+        return groups * np.array([each is how for each in table])[groups]
 
-    def add(kind: Kind, groups: NDArray[np.int64], item: int) -> None:
+    def add(kind: Kind, groups: Bits, item: int) -> None:
         if groups.any():
             found.append(Wave(kind, groups, local * item))
 
-    summed = np.zeros(pairs, dtype=np.int64)
+    summed = np.zeros(pairs, dtype=np.int32)
     for axis in range(count):
         # Axes that split one factor are summed together, those of different factors one factor after the other.
         first = (f[..., axis] <= PARTIAL) & ~(f[..., :axis] == f[..., axis : axis + 1]).any(axis=2)
@@ -229,12 +231,12 @@ def waves(
 
 def _tangled(
     f: States, t: States, moved: NDArray[np.bool_], gathered: NDArray[np.bool_]
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.int64]]:
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_], Bits]:
     """Pairs that gather everything, pairs whose moves are one, and axes (as bits) that need a permute."""
     pairs, count = moved.shape[:2], moved.shape[2]
     shares = np.zeros(pairs, dtype=bool)
     together = np.ones(pairs, dtype=bool)
-    swaps = np.zeros(pairs, dtype=np.int64)
+    swaps = np.zeros(pairs, dtype=np.int32)
     for a in range(count):
         for b in range(count):
             if a == b:
@@ -247,7 +249,7 @@ def _tangled(
                 stays = (f[..., b] >= 0) & (f[..., b] == t[..., b])
                 changes = moved[..., a] | gathered[..., a] | ((f[..., a] == WHOLE) & (t[..., a] >= 0))
                 near = stays & changes & ((f[..., a] == f[..., b]) | (t[..., a] == t[..., b]))
-                swaps |= near.astype(np.int64) << a
+                swaps |= near.astype(np.int32) << a
     several = (moved | gathered).sum(axis=2) > 1
     joint = together & (moved.sum(axis=2) > 1) & ~gathered.any(axis=2)
     return shares & several & ~joint, joint, swaps
