@@ -1,12 +1,12 @@
 """From priced decisions to the `Problem` that the solver takes: weights applied, seconds to picoseconds."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.plan._model import EXPOSED, Channel, Model
-from autoshard.solver import FORBIDDEN, Problem
+from autoshard.solver import FORBIDDEN, Link, Network, Problem, Term
 
 
 Weights = Mapping[Channel, float]
@@ -15,32 +15,76 @@ Weights = Mapping[Channel, float]
 Allowed = Mapping[int, NDArray[np.bool_]]
 """Node -> which of its alternatives may be chosen."""
 
+Kept = Sequence[NDArray[np.int64]]
+"""For every node the alternatives that are left, ascending."""
 
-def build_problem(model: Model, weights: Weights, memory_limit: int | None, allowed: Allowed | None = None) -> Problem:
+
+def kept_of(model: Model, allowed: Allowed | None) -> Kept:
+    """The alternatives that may be chosen."""
+    allowed = allowed or {}
+    return [
+        np.flatnonzero(allowed[n]) if n in allowed else np.arange(len(node.states))
+        for n, node in enumerate(model.nodes)
+    ]
+
+
+def entries(model: Model, kept: Kept) -> int:
+    """Numbers in the edge tables of `build_problem`."""
+    return sum(len(kept[move.source]) * len(kept[move.target]) for move in model.moves)
+
+
+def build_network(model: Model, weights: Weights, memory_limit: int | None, kept: Kept) -> Network:
+    """What `build_problem` would write out, in short; alternatives that are not in `kept` are closed."""
+    costs, links, terms = [], [], []
+    for node, mine in zip(model.nodes, kept, strict=True):
+        seconds = sum((_weight(weights, c) * t for c, t in node.time.items()), np.zeros(len(node.states)))
+        cost = np.full(len(node.states), float(FORBIDDEN))
+        cost[mine] = np.rint(seconds[mine] * 1e12)
+        costs.append(cost)
+    shared: dict[tuple[object, ...], NDArray[np.float64]] = {}
+    for move in model.moves:
+        parts = [(_weight(weights, c), t) for c, t in move.costs.items() if _weight(weights, c) > 0]
+        if not parts and move.forbidden is None:
+            continue
+        ends = (move.source, move.target, move.rows, move.columns)
+        if len(parts) == 1 and move.forbidden is None:
+            weight, table = parts[0]
+            links.append(Link(*ends, table, weight * move.trips * 1e12))
+            continue
+        key = (*((weight, id(table)) for weight, table in parts), -1 if move.forbidden is None else len(links))
+        if key not in shared:
+            table = sum((weight * t for weight, t in parts), np.zeros((len(move.path.source), len(move.path.target))))
+            shared[key] = table if move.forbidden is None else np.where(move.forbidden, float(FORBIDDEN), table)
+        links.append(Link(*ends, shared[key], move.trips * 1e12))
+    if memory_limit is not None:
+        terms = [Term(n, t.start, t.stop, t.usage) for n, node in enumerate(model.nodes) for t in node.memory]
+    return Network(costs, links, terms, _usage_limit(model, memory_limit))
+
+
+def build_problem(model: Model, weights: Weights, memory_limit: int | None, kept: Kept | None = None) -> Problem:
     """The `Problem` whose objective is exposed communication plus the weighted channels of every block.
 
     With weights that are non-negative and sum to one in every block the objective bounds the plan's true time
-    (`exposed + max over the channels` per block) from below.
+    (`exposed + max over the channels` per block) from below. With `kept` only these alternatives are in it.
     """
-    allowed = allowed or {}
+    kept = kept_of(model, None) if kept is None else kept
     costs, offsets = [], [0]
-    for number, node in enumerate(model.nodes):
+    for node, mine in zip(model.nodes, kept, strict=True):
         seconds = sum((_weight(weights, c) * t for c, t in node.time.items()), np.zeros(len(node.states)))
-        cost = _picoseconds(seconds)
-        if number in allowed:
-            cost = np.where(allowed[number], cost, FORBIDDEN)
-        costs.append(cost)
-        offsets.append(offsets[-1] + len(cost))
+        costs.append(_picoseconds(seconds[mine]))
+        offsets.append(offsets[-1] + len(mine))
     edge_costs, edge_offsets, edge_nodes = [], [0], []
     for move in model.moves:
-        shape = (len(move.path.source), len(move.path.target))
-        seconds = sum((_weight(weights, c) * move.trips * t for c, t in move.costs.items()), np.zeros(shape))
-        cost = _picoseconds(seconds)
+        rows, place = np.unique(move.rows[kept[move.source]], return_inverse=True)
+        columns, across = np.unique(move.columns[kept[move.target]], return_inverse=True)
+        part = np.ix_(rows, columns)
+        parts = (_weight(weights, c) * move.trips * t[part] for c, t in move.costs.items())
+        cost = _picoseconds(sum(parts, np.zeros((len(rows), len(columns)))))
         if move.forbidden is not None:
-            cost = np.where(move.forbidden, FORBIDDEN, cost)
+            cost = np.where(move.forbidden[part], FORBIDDEN, cost)
         if not cost.any():
             continue
-        full = cost[move.rows][:, move.columns].ravel()
+        full = cost[place][:, across].ravel()
         edge_costs.append(full)
         edge_offsets.append(edge_offsets[-1] + len(full))
         edge_nodes.append((move.source, move.target))
@@ -49,8 +93,8 @@ def build_problem(model: Model, weights: Weights, memory_limit: int | None, allo
         for term in node.memory:
             term_nodes.append(number)
             intervals.append((term.start, term.stop))
-            usages.append(term.usage)
-            term_offsets.append(term_offsets[-1] + len(term.usage))
+            usages.append(term.usage[kept[number]])
+            term_offsets.append(term_offsets[-1] + len(kept[number]))
     return Problem(
         node_offsets=np.array(offsets, dtype=np.int64),
         node_costs=_flat(costs),
@@ -61,8 +105,12 @@ def build_problem(model: Model, weights: Weights, memory_limit: int | None, allo
         term_intervals=np.array(intervals, dtype=np.int64).reshape(-1, 2),
         term_offsets=np.array(term_offsets, dtype=np.int64),
         term_usages=_flat(usages),
-        usage_limit=None if memory_limit is None else max(0, memory_limit - model.fixed_bytes),
+        usage_limit=_usage_limit(model, memory_limit),
     )
+
+
+def _usage_limit(model: Model, memory_limit: int | None) -> int | None:
+    return None if memory_limit is None else max(0, memory_limit - model.fixed_bytes)
 
 
 def _weight(weights: Weights, channel: Channel) -> float:

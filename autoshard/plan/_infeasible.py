@@ -4,16 +4,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.plan._asked import Required
-from autoshard.plan._build import build_problem
 from autoshard.plan._model import Model
 from autoshard.plan._predict import evaluate
-from autoshard.solver import Solution, solve
+from autoshard.plan._search import Solved, solve_within
 from autoshard.units import format_bytes
 
 
 def explain_infeasible(
     model: Model,
-    solution: Solution | None,
+    solved: Solved | None,
     memory_limit: int,
     time_limit: float,
     seed: int,
@@ -22,8 +21,8 @@ def explain_infeasible(
     """One sentence: the least memory that any plan found needs, where its peak is, and what would help."""
     required = required or Required({}, {})
     least = _least_memory(model, memory_limit, time_limit, seed, required)
-    if least is None and solution is not None and len(solution.choices) == len(model.nodes):
-        least = solution.choices
+    if least is None and solved is not None and len(solved.choices) == len(model.nodes):
+        least = solved.choices
     if least is not None and not required.holds(least):
         return "no plan keeps everything that was asked for: leave one of the pins out."
     if least is None:
@@ -51,16 +50,13 @@ def _least_memory(
     model: Model, memory_limit: int, time_limit: float, seed: int, required: Required
 ) -> NDArray[np.int64] | None:
     """Choices of the smallest limit that the solver can keep, by bisection between the limit and twice the need."""
-    problem = build_problem(model, {}, None, required.allowed)
-    start = solve(problem, time_limit=time_limit / 8, seed=seed)
+    start = solve_within(model, {}, None, time_limit / 8, seed, allowed=required.allowed)
     best = None
     low, high = memory_limit, max(evaluate(model, start.choices).peak_bytes, memory_limit + 1)
     for _ in range(12):
         middle = (low + high) // 2
-        try_it = solve(
-            build_problem(model, {}, middle, required.allowed), time_limit=max(1.0, time_limit / 16), seed=seed
-        )
-        if try_it.gap != float("inf"):
+        try_it = solve_within(model, {}, middle, max(1.0, time_limit / 16), seed, allowed=required.allowed)
+        if try_it.solution.gap != float("inf"):
             best = try_it.choices
             high = min(middle, evaluate(model, best).peak_bytes)
         else:

@@ -117,7 +117,7 @@ def make_plan(
     try:
         found = search(model, named, memory_limit, time_limit, seed, phases.progress, required)
     except Infeasible as error:
-        said = explain_infeasible(model, error.solution, memory_limit, time_limit, seed, required)
+        said = explain_infeasible(model, error.solved, memory_limit, time_limit, seed, required)
         raise InfeasibleError(said) from error
     phases.start("write", "writing the plan")
     plan = _plan(program, model, groups, found, found.best, memory_limit, seed)

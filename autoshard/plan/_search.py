@@ -9,16 +9,18 @@ from numpy.typing import NDArray
 
 from autoshard.plan._asked import Required
 from autoshard.plan._baselines import Baseline
-from autoshard.plan._build import Allowed, Weights, build_problem
+from autoshard.plan._build import Allowed, Kept, Weights, build_network, build_problem, entries, kept_of
 from autoshard.plan._model import EXPOSED, Channel, Model
 from autoshard.plan._predict import Outcome, evaluate
-from autoshard.solver import Problem, Solution, solve
+from autoshard.solver import Problem, Solution, Status, narrow, solve
 from autoshard.solver import evaluate as evaluate_problem
 
 
 MAX_ROUNDS = 6
 BASELINES_SHARE = 0.3
 """Part of the time limit that completing all baselines may take."""
+LARGE = 500_000
+"""Numbers in edge tables from which on a Problem is narrowed before it is written out."""
 GOOD_ENOUGH = 1e-3
 """Plan gap below which no further weighting is tried."""
 
@@ -110,7 +112,7 @@ def search(
             named[baseline.name] = candidate
     fitting = [c for c in named.values() if c.fits and required.holds(c.choices)]
     best = min(fitting, key=_rank, default=None)
-    bound, bound_problem, bound_solution = -1.0, None, None
+    bound, certified = -1.0, None
     rounds = 0
     for rounds in range(1, MAX_ROUNDS + 1):
         left = time_limit - (clock.monotonic() - start)
@@ -118,11 +120,11 @@ def search(
             break
         hint = best.choices if best is not None else None
         share = max(2.0, left / (2 if rounds == 1 else 3))
-        problem, solution = solve_within(model, weights, memory_limit, share, seed, hint, required.allowed)
-        lower = solution.lower_bound * 1e-12
-        if lower > bound or bound_problem is None:
-            bound, bound_problem, bound_solution = lower, problem, solution
-        candidate = make_candidate(model, "plan", solution, problem, memory_limit)
+        solved = solve_within(model, weights, memory_limit, share, seed, hint, required.allowed)
+        lower = solved.solution.lower_bound * 1e-12
+        if lower > bound or certified is None:
+            bound, certified = lower, solved
+        candidate = make_candidate(model, "plan", solved, memory_limit)
         if candidate is None or not required.holds(candidate.choices):
             break
         if candidate.fits and (best is None or _rank(candidate) < _rank(best)):
@@ -134,10 +136,10 @@ def search(
         if gap <= GOOD_ENOUGH or len(weights) <= len({b for b, _ in weights}):
             break
         weights = next_weights(model, weights, candidate.outcome, 1.0 / rounds**0.5)
-    if best is None or bound_problem is None or bound_solution is None:
-        raise Infeasible(bound_solution)
+    if best is None or certified is None:
+        raise Infeasible(certified)
     best = dataclasses.replace(best, name="plan")
-    return Found(best, bound_problem, bound_solution, bound, named, rounds)
+    return Found(best, certified.problem, certified.solution, bound, named, rounds)
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:
@@ -145,60 +147,110 @@ def _rank(candidate: Candidate) -> tuple[float, int]:
     return round(candidate.outcome.step_time_s, 12), candidate.outcome.peak_bytes
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Solved:
+    """A weighting's Problem, of what was left to choose from, and its solution."""
+
+    problem: Problem
+    solution: Solution
+    """Its choices are those of `problem`, its bound that of the whole."""
+    kept: Kept
+
+    @property
+    def choices(self) -> NDArray[np.int64]:
+        """For every node of the model; empty without any."""
+        if len(self.solution.choices) != len(self.kept):
+            return np.zeros(0, dtype=np.int64)
+        return np.array([mine[c] for mine, c in zip(self.kept, self.solution.choices.tolist(), strict=True)])
+
+
 def solve_within(
     model: Model,
     weights: Weights,
-    memory_limit: int,
+    memory_limit: int | None,
+    time_limit: float,
+    seed: int,
+    hint: NDArray[np.int64] | None = None,
+    allowed: Allowed | None = None,
+) -> Solved:
+    """The least weighted time within the memory limit; without it first, since an optimum that fits is one with it."""
+    start = clock.monotonic()
+    free = _solve_narrowed(model, weights, None, memory_limit, time_limit / 2, seed, hint, allowed)
+    if memory_limit is None or evaluate_problem(free.problem, free.solution.choices).feasible:
+        return free
+    left = max(1.0, time_limit - (clock.monotonic() - start))
+    return _solve_narrowed(model, weights, memory_limit, memory_limit, left, seed, hint, allowed)
+
+
+def _solve_narrowed(
+    model: Model,
+    weights: Weights,
+    enforced: int | None,
+    memory_limit: int | None,
     time_limit: float,
     seed: int,
     hint: NDArray[np.int64] | None,
-    allowed: Allowed | None = None,
-) -> tuple[Problem, Solution]:
-    """The least weighted time within the memory limit; without it first, since an optimum that fits is one with it."""
-    start = clock.monotonic()
-    limited = build_problem(model, weights, memory_limit, allowed)
-    free = dataclasses.replace(limited, usage_limit=None)
-    solution = solve(free, time_limit=time_limit / 2, seed=seed, hint=hint)
-    if evaluate_problem(limited, solution.choices).feasible:
-        return limited, solution
-    left = max(1.0, time_limit - (clock.monotonic() - start))
-    return limited, solve(limited, time_limit=left, seed=seed, hint=hint)
+    allowed: Allowed | None,
+) -> Solved:
+    """Solves under the limit `enforced`; a large Problem is narrowed first, and is given with `memory_limit`."""
+    kept = kept_of(model, allowed)
+    narrowed = None
+    if entries(model, kept) > LARGE:
+        narrowed = narrow(build_network(model, weights, enforced, kept), hint)
+        kept, hint = narrowed.kept, hint if narrowed.choices is None else narrowed.choices
+    problem = build_problem(model, weights, memory_limit, kept)
+    solution = solve(
+        problem if enforced is not None else dataclasses.replace(problem, usage_limit=None),
+        time_limit=time_limit,
+        seed=seed,
+        hint=None if hint is None else _places(kept, hint),
+    )
+    if narrowed is not None and not narrowed.complete:
+        lower = min(solution.lower_bound, max(0, int(narrowed.bound)))
+        status = Status.FEASIBLE if solution.status is Status.OPTIMAL else solution.status
+        status = Status.UNKNOWN if solution.status is Status.INFEASIBLE else status
+        solution = dataclasses.replace(solution, lower_bound=lower, status=status)
+    return Solved(problem, solution, kept)
+
+
+def _places(kept: Kept, choices: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """The same choices among the alternatives left; None if one is gone."""
+    places = [np.flatnonzero(mine == c) for mine, c in zip(kept, choices.tolist(), strict=True)]
+    return np.array([p[0] for p in places]) if all(len(p) for p in places) else None
 
 
 class Infeasible(Exception):
     """No choice within the memory limit was found; carries the solver's last answer."""
 
-    def __init__(self, solution: Solution | None) -> None:
+    def __init__(self, solved: Solved | None) -> None:
         super().__init__("no choice within the memory limit")
-        self.solution = solution
+        self.solved = solved
 
 
 def complete(
     model: Model, baseline: Baseline, weights: Weights, memory_limit: int, time_limit: float, seed: int
 ) -> Candidate | None:
     """A baseline with everything it leaves open chosen by the solver; within the limit if that is possible."""
-    problem, solution = solve_within(model, weights, memory_limit, time_limit, seed, None, baseline.allowed)
-    found = make_candidate(model, baseline.name, solution, problem, memory_limit)
+    solved = solve_within(model, weights, memory_limit, time_limit, seed, None, baseline.allowed)
+    found = make_candidate(model, baseline.name, solved, memory_limit)
     if found is None or not found.fits:
         # A baseline that cannot fit is shown all the same, with what it would take.
-        problem = build_problem(model, weights, None, baseline.allowed)
-        solution = solve(problem, time_limit=time_limit, seed=seed)
-        found = make_candidate(model, baseline.name, solution, problem, memory_limit)
+        solved = solve_within(model, weights, None, time_limit, seed, None, baseline.allowed)
+        found = make_candidate(model, baseline.name, solved, memory_limit)
     return found
 
 
-def make_candidate(
-    model: Model, name: str, solution: Solution, problem: Problem, memory_limit: int
-) -> Candidate | None:
+def make_candidate(model: Model, name: str, solved: Solved, memory_limit: int) -> Candidate | None:
     """A solution with its true outcome; None if it is not a choice at all.
 
     Checks the model against itself: memory by liveness must equal the Problem's, or a `RuntimeError` says so.
     """
-    if solution.choices is None or len(solution.choices) != problem.num_nodes:
+    choices = solved.choices
+    if len(choices) != len(model.nodes):
         return None
-    checked = evaluate_problem(problem, solution.choices)
+    checked = evaluate_problem(solved.problem, solved.solution.choices)
     try:
-        outcome = evaluate(model, solution.choices)
+        outcome = evaluate(model, choices)
     except ValueError:
         return None
     if checked.peak_usage + model.fixed_bytes != outcome.peak_bytes:
@@ -206,4 +258,4 @@ def make_candidate(
             f"memory from specs is {outcome.peak_bytes} bytes but the solved problem says "
             f"{checked.peak_usage + model.fixed_bytes}: the plan cannot be trusted"
         )
-    return Candidate(name, np.asarray(solution.choices), outcome, outcome.peak_bytes <= memory_limit)
+    return Candidate(name, choices, outcome, outcome.peak_bytes <= memory_limit)

@@ -1,5 +1,7 @@
 """Raising the lower bound: message passing and prices on memory together, with choices decoded on the way."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numba import njit
 
@@ -94,6 +96,15 @@ class Dual:
             self.prices, self._best_messages, self.decoded, self._state, rounds,
         )  # fmt: skip
         return self.decoded.copy()
+
+    def resume(self, other: "Dual", places: Sequence[Ints]) -> None:
+        """Starts where `other` is best: the same nodes and edges, of whose alternatives `places` are left."""
+        for edge, node in enumerate(self.flat.near.tolist()):
+            at, to = int(other.flat.message_at[edge]), int(self.flat.message_at[edge])
+            self._messages[to : to + len(places[node])] = other._best_messages[at + places[node]]
+        self._best_messages[:] = self._messages
+        self._now[:] = self.prices[:] = other.prices
+        self._state[0], self._state[1] = -np.inf, other.pace
 
     def slack(self) -> np.ndarray:
         """[alternatives] what choosing one costs above the bound, at the least; the better of both sweeps."""

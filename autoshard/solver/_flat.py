@@ -22,10 +22,20 @@ class Flat(NamedTuple):
     near: Ints
     """Directed edge -> the node it leads to."""
     table_at: Ints
-    """Directed edge -> offset of its table [alternatives of its node, of the other] in `tables`."""
+    """Directed edge -> offset of its table in `tables`; the kernels of block moves need every alternative to have a
+    row of its own, in order."""
     back: Ints
     """Directed edge -> the same edge from the other end."""
     tables: Floats
+    class_at: Ints
+    """Directed edge -> offset in `classes` of the table row of each of its node's alternatives."""
+    classes: NDArray[np.int32]
+    height: Ints
+    """Directed edge -> rows of its table."""
+    flipped: NDArray[np.bool_]
+    """Directed edge -> whether its table is stored with the other node's rows first."""
+    scale: Floats
+    """Directed edge -> what its table is multiplied by."""
     message_at: Ints
     """Directed edge -> offset of a message over the alternatives of the node it leads to; last: their total."""
     term_at: Ints
@@ -82,6 +92,11 @@ def flatten(graph: Graph) -> tuple[list[int], Flat]:
         table_at=ints(table_at),
         back=ints(back),
         tables=np.concatenate(tables).astype(np.float64) if tables else np.zeros(0),
+        class_at=ints([0] * len(near)),
+        classes=np.arange(max(sizes, default=0), dtype=np.int32),
+        height=ints([size for name, size in zip(names, sizes, strict=True) for _ in graph.edges[name]]),
+        flipped=np.zeros(len(near), dtype=bool),
+        scale=np.ones(len(near)),
         message_at=ints([0, *np.cumsum([sizes[other] for other in near]).tolist()]),
         term_at=ints(term_at),
         start=ints(start),

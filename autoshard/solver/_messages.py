@@ -10,6 +10,38 @@ from numba import njit
 
 
 @njit(cache=True, nogil=True)
+def entry(f, edge, a, b):
+    """Cost of a directed edge between alternative `a` of its node and `b` of the other."""
+    back = f.back[edge]
+    row, column = f.classes[f.class_at[edge] + a], f.classes[f.class_at[back] + b]
+    if f.flipped[edge]:
+        return f.scale[edge] * f.tables[f.table_at[edge] + column * f.height[edge] + row]
+    return f.scale[edge] * f.tables[f.table_at[edge] + row * f.height[back] + column]
+
+
+@njit(cache=True, nogil=True)
+def _least_rows(f, edge, values, out):
+    """Fills `out` [classes of the other node] with the least of `values` [classes of this one] plus the table."""
+    rows, columns = f.height[edge], f.height[f.back[edge]]
+    at, scale = f.table_at[edge], f.scale[edge]
+    if f.flipped[edge]:
+        for c in range(columns):
+            least = np.inf
+            for r in range(rows):
+                least = min(least, values[r] + scale * f.tables[at + r])
+            out[c] = least
+            at += rows
+        return
+    for c in range(columns):
+        out[c] = np.inf
+    for r in range(rows):
+        add = values[r]
+        for c in range(columns):
+            out[c] = min(out[c], add + scale * f.tables[at + c])
+        at += columns
+
+
+@njit(cache=True, nogil=True)
 def sweep(f, messages, unary, forward, decode, chosen, keep_slack, slack):
     """One sweep over all nodes, ascending when `forward`; returns the lower bound.
 
@@ -21,7 +53,8 @@ def sweep(f, messages, unary, forward, decode, chosen, keep_slack, slack):
     widest = 0
     for node in range(count):
         widest = max(widest, f.node_at[node + 1] - f.node_at[node])
-    own, out, guess = np.zeros(widest), np.zeros(widest), np.zeros(widest)
+    own, guess = np.zeros(widest), np.zeros(widest)
+    value, out, left = np.zeros(widest), np.zeros(widest), np.zeros(widest)
     bound = 0.0
     if keep_slack:
         slack[:] = 0.0
@@ -45,9 +78,8 @@ def sweep(f, messages, unary, forward, decode, chosen, keep_slack, slack):
             else:
                 behind += 1
                 if decode:
-                    row = f.table_at[f.back[edge]] + chosen[other] * width
                     for a in range(width):
-                        guess[a] += f.tables[row + a]
+                        guess[a] += entry(f, f.back[edge], chosen[other], a)
         least = own[0]
         for a in range(1, width):
             least = min(least, own[a])
@@ -65,48 +97,33 @@ def sweep(f, messages, unary, forward, decode, chosen, keep_slack, slack):
             for a in range(width):
                 slack[low + a] += rest * (own[a] - least)
         for edge in range(f.near_at[node], f.near_at[node + 1]):
-            other = f.near[edge]
+            other, back = f.near[edge], f.back[edge]
             if (other > node) != forward:
                 continue
-            span = f.node_at[other + 1] - f.node_at[other]
-            at = f.table_at[edge]
-            mine = f.message_at[f.back[edge]]
-            for b in range(span):
-                out[b] = np.inf
+            mine, here, there = f.message_at[back], f.class_at[edge], f.class_at[back]
+            for r in range(f.height[edge]):
+                value[r] = np.inf
             for a in range(width):
-                add = share * own[a] - messages[mine + a]
-                for b in range(span):
-                    out[b] = min(out[b], add + f.tables[at + b])
-                at += span
-            small = out[0]
-            for b in range(1, span):
-                small = min(small, out[b])
+                r = f.classes[here + a]
+                value[r] = min(value[r], share * own[a] - messages[mine + a])
+            _least_rows(f, edge, value, out)
+            small = np.inf
+            for c in range(f.height[back]):
+                small = min(small, out[c])
             bound += small
             to = f.message_at[edge]
-            for b in range(span):
-                messages[to + b] = out[b] - small
+            for b in range(f.node_at[other + 1] - f.node_at[other]):
+                messages[to + b] = out[f.classes[there + b]] - small
             if keep_slack:
-                _edge_slack(f, messages, own, share, small, edge, node, slack)
+                # With its new message every column of the edge has least 0; what a row has left over is slack of its
+                # alternative. A column is 0 at its least, so the far end gets nothing from this edge.
+                for c in range(f.height[back]):
+                    out[c] = -out[c]
+                _least_rows(f, back, out, left)
+                for a in range(width):
+                    row = share * own[a] - messages[mine + a] + left[f.classes[here + a]]
+                    slack[low + a] += max(row, 0.0)
     return bound
-
-
-@njit(cache=True, nogil=True)
-def _edge_slack(f, messages, own, share, small, edge, node, slack):
-    """With its new message every column of the edge has least 0; what a row has left over is slack of its alternative.
-
-    A column is 0 at its least, so the far end gets nothing from this edge.
-    """
-    low, width = f.node_at[node], f.node_at[node + 1] - f.node_at[node]
-    other = f.near[edge]
-    span = f.node_at[other + 1] - f.node_at[other]
-    at, mine, to = f.table_at[edge], f.message_at[f.back[edge]], f.message_at[edge]
-    for a in range(width):
-        add = share * own[a] - messages[mine + a] - small
-        row = np.inf
-        for b in range(span):
-            row = min(row, add + f.tables[at + b] - messages[to + b])
-        slack[low + a] += max(row, 0.0)
-        at += span
 
 
 @njit(cache=True, nogil=True)

@@ -8,6 +8,7 @@ import numpy as np
 from numba import njit
 
 from ._block import minimise, plan
+from ._messages import entry
 
 
 @njit(cache=True, nogil=True)
@@ -20,8 +21,7 @@ def profile(f, chosen, used):
         for edge in range(f.near_at[node], f.near_at[node + 1]):
             other = f.near[edge]
             if other > node:
-                width = f.node_at[other + 1] - f.node_at[other]
-                total += f.tables[f.table_at[edge] + chosen[node] * width + chosen[other]]
+                total += entry(f, edge, chosen[node], chosen[other])
         for term in range(f.term_at[node], f.term_at[node + 1]):
             amount = f.usages[f.usage_at[term] + chosen[node]]
             if amount:

@@ -1,0 +1,73 @@
+"""A problem in short, and leaving out of it what a bound proves useless before it is written out in full.
+
+The edges of a `Network` share tables between alternatives and between one another, so that it is small where the
+tables [alternatives x alternatives] of the `Problem` would not be.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Link:
+    """The costs between two nodes: `scale` times `table`, by the row of each alternative of both."""
+
+    first: int
+    second: int
+    rows: Ints
+    columns: Ints
+    table: Floats
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Term:
+    """Bytes that a node's alternatives hold during [start, stop)."""
+
+    node: int
+    start: int
+    stop: int
+    usage: Ints
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Network:
+    """A problem in short: costs in picoseconds (float), `FORBIDDEN` or more where not allowed."""
+
+    costs: Sequence[Floats]
+    links: Sequence[Link]
+    terms: Sequence[Term]
+    usage_limit: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Narrowed:
+    """What is left of a network."""
+
+    kept: tuple[Ints, ...]
+    """Per node the alternatives left, ascending."""
+    bound: float
+    """No choices of the whole network cost less."""
+    choices: Ints | None
+    """The best choices met that keep memory, as alternatives of the whole network; they are among those left."""
+    complete: bool
+    """Everything left out costs more than `choices`; False when more had to go to keep the rest small."""
+
+
+def narrow(network: Network, hint: Ints | None = None) -> Narrowed:
+    """Leaves out alternatives with which no choices can be as good as the best met (`hint` among them).
+
+    Message passing bounds from below what every alternative costs; the gap to the best choices decides. Costs may be
+    rounded to whole picoseconds afterwards: what could be better by that is kept.
+    """
+    # Imported here: the kernels bring numba, which most problems never need.
+    from ._narrow import narrow as run
+
+    return run(network, hint)
