@@ -18,7 +18,7 @@ PROGRAM = {
     *("--cache", "--capacity-factor", "--roles", "--rules", "--serve", "--state-dtype", "--train"),
 }
 PLANNING = {
-    *("--axis-only", "--forbid", "--memory-limit", "--mesh", "--pin", "--pin-from", "--replicate"),
+    *("--axis-only", "--forbid", "--memory-limit", "--mesh", "--no-refine-axes", "--pin", "--pin-from", "--replicate"),
     *("--save-problem", "--seed", "--time-limit", "--topology"),
 }
 FLAGS = {

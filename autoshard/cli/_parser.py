@@ -225,6 +225,12 @@ def _add_planning(parser: argparse.ArgumentParser, required: bool) -> None:
     group.add_argument("--time-limit", type=_seconds, default=60.0, metavar="S", help="for the solver (default: 60)")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of searches that draw lots (default: 0)")
     group.add_argument(
+        "--no-refine-axes",
+        dest="refine_axes",
+        action="store_false",
+        help="keep axes whole where a dim could use a part of one (8 heads on an axis of 16)",
+    )
+    group.add_argument(
         "--save-problem", type=Path, metavar="P.json.gz", help="write the Problem, in the contest's format"
     )
     fixed = parser.add_argument_group("specs that you fix; the rest is chosen for them (docs/constraints.md)")

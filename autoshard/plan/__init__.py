@@ -30,6 +30,8 @@ from autoshard.plan._plan import Span as Span
 from autoshard.plan._plan import Timeline as Timeline
 from autoshard.plan._plan import Unruled as Unruled
 from autoshard.plan._spec import Spec as Spec
+from autoshard.plan._spec import axis_words as axis_words
+from autoshard.plan._spec import mesh_words as mesh_words
 from autoshard.plan._store import load_plan as load_plan
 from autoshard.plan._store import parameter_specs as parameter_specs
 from autoshard.plan._store import save_plan as save_plan

@@ -25,6 +25,7 @@ def plan(
     forbid: Mapping[str, Any] | None = None,
     axis_only: Mapping[str, Any] | None = None,
     pin_from: "Plan | str | os.PathLike[str] | None" = None,
+    refine_axes: bool = True,
 ) -> Plan:
     """Choose a sharding for every tensor of `program` on `topology`.
 
@@ -32,7 +33,9 @@ def plan(
     `topology` names chips and shape, such as `"v5p:4x8x8"` or `"cpu:8"`. `mesh` gives axes and sizes, such as
     `{"data": 32, "model": 8}` or `"data=32,model=8"`; without it `XLA_AUTO_SPMD_MESH` is read, and without that
     all devices form one axis `data`. `memory_limit` is in bytes of one device (default: the chip's usable memory),
-    `time_limit` in seconds for the solver. `progress` is called with one line at the start of every phase.
+    `time_limit` in seconds for the solver. Where a dim is divided by a part of an axis only (8 key-value heads on an
+    axis of 16), the mesh may be refined: `model(8 of 16)` and `model(2 of 16)` are then axes of `Plan.mesh`;
+    `refine_axes=False` keeps the axes whole. `progress` is called with one line at the start of every phase.
 
     What is asked for holds, and the rest is chosen for it. Names are those of reports, patterns take wildcards and may
     begin after any dot. `pins` fix specs (`{"layers.*.mlp.*.weight": "model,None"}`; also `PartitionSpec`s; `?` leaves
@@ -59,4 +62,5 @@ def plan(
         progress=progress,
         save_problem=None,
         asked=read_asked(pins, replicate, forbid, axis_only, None if pin_from is None else parameter_specs(pin_from)),
+        refine_axes=refine_axes,
     ).plan

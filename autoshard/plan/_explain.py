@@ -10,13 +10,12 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
-from autoshard.graph import read_graph, replace_names
 from autoshard.plan._asked import Required, near_names, require_lines
-from autoshard.plan._groups import find_groups
-from autoshard.plan._make import build_model
+from autoshard.plan._make import build_model, read_program
 from autoshard.plan._model import Model
 from autoshard.plan._plan import Collective, Plan
 from autoshard.plan._predict import Outcome, evaluate, tensor_spec
+from autoshard.plan._refine import refinement_of
 from autoshard.plan._search import even_weights, make_candidate, normalise, solve_within
 from autoshard.plan._spec import Spec
 from autoshard.program import Program, open_source
@@ -109,8 +108,8 @@ def reopen(plan: Plan, program: str | None = None, entry: str | None = None) -> 
 
 
 def _rebuild(plan: Plan, program: Program) -> tuple[Model, NDArray[np.int64], Required]:
-    graph = replace_names(read_graph(program.module), [a.name for a in program.arguments])
-    model = build_model(program, graph, make_mesh(Topology.parse(plan.topology), plan.mesh), plan.memory_limit_bytes)
+    reading, mesh = read_program(program), make_mesh(Topology.parse(plan.topology), plan.mesh)
+    model = build_model(program, reading, mesh, plan.memory_limit_bytes)
     choices = np.array([int(c) for c in plan.choices.split()], dtype=np.int64)
     again = "plan it again with this version of autoshard."
     if len(choices) != len(model.nodes) or any(c >= len(n.states) for c, n in zip(choices, model.nodes, strict=True)):
@@ -121,8 +120,12 @@ def _rebuild(plan: Plan, program: Program) -> tuple[Model, NDArray[np.int64], Re
             f"the plan of {plan.program_name} predicts {plan.prediction.step_time_s:.6g} s a step, but its choices are "
             f"priced at {step:.6g} s now; {again}"
         )
-    groups = find_groups(program, graph, model.structure)
-    return model, choices, require_lines(model, groups, plan.provenance.get("asked", []))
+    lines, refinement = plan.provenance.get("asked", []), refinement_of(reading.groups, mesh)
+    if refinement is None or not lines:
+        return model, choices, require_lines(model, reading.groups, lines)
+    original = build_model(program, reading, refinement.original, plan.memory_limit_bytes)
+    asked = require_lines(original, reading.groups, lines)
+    return model, choices, Required(refinement.allowed(original, model, asked.allowed), asked.pinned)
 
 
 class _Explainer:
@@ -211,8 +214,8 @@ class _Explainer:
         hint = self.choices.copy()
         hint[node] = rows[0]
         limit = self.plan.memory_limit_bytes
-        problem, solution = solve_within(self.model, weights, limit, time_limit, self.seed, hint, allowed)
-        candidate = make_candidate(self.model, "alternative", solution, problem, limit)
+        solved = solve_within(self.model, weights, limit, time_limit, self.seed, hint, allowed)
+        candidate = make_candidate(self.model, "alternative", solved, limit)
         if candidate is None or not mask[int(candidate.choices[node])]:
             return None
         held = self.held(node, rows)

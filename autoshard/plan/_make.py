@@ -4,7 +4,7 @@ import dataclasses
 import importlib.metadata
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Mesh, Topology, default_axis_names, load_calibration, make_mesh, parse_mesh
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.graph import OpGraph, analyse, build_structure, read_graph, replace_names
-from autoshard.plan._asked import Asked, require
-from autoshard.plan._baselines import baselines, left_out
+from autoshard.graph import Liveness, OpGraph, Structure, analyse, build_structure, read_graph, replace_names
+from autoshard.plan._asked import Asked, Required, require
+from autoshard.plan._baselines import Baseline, baselines, left_out
 from autoshard.plan._demands import broken_demands, check_regions, program_mesh, said_by_program
 from autoshard.plan._groups import Groups, find_groups
 from autoshard.plan._infeasible import explain_infeasible
@@ -24,6 +24,7 @@ from autoshard.plan._pins import make_calls, make_pins
 from autoshard.plan._plan import Plan
 from autoshard.plan._predict import predict, tensor_spec
 from autoshard.plan._price import price
+from autoshard.plan._refine import LEAST_GAIN, Refinement, find_refinement, refinement_of
 from autoshard.plan._regions import make_regions
 from autoshard.plan._search import Candidate, Found, Infeasible, search
 from autoshard.plan._spec import Spec
@@ -91,6 +92,7 @@ def make_plan(
     progress: Callable[[str], None] | None = None,
     save_problem: str | os.PathLike[str] | None = None,
     asked: Asked | None = None,
+    refine_axes: bool = True,
 ) -> PlanResult:
     """Choose a sharding for every tensor; see `autoshard.plan` for the arguments, `read_asked` for `asked`.
 
@@ -103,30 +105,38 @@ def make_plan(
     if memory_limit <= 0:
         raise UserError(f"the memory limit is {memory_limit} bytes; it must be more than 0.")
     phases.start("extract", "reading the program's ops and their sharding rules")
-    graph = replace_names(read_graph(program.module), [a.name for a in program.arguments])
+    reading = read_program(program)
+    graph = reading.graph
     chosen = choose_mesh(parsed, mesh, program_mesh(graph, parsed.num_devices))
     check_regions(graph, chosen)
     _check_batch(program, chosen)
-    model = build_model(program, graph, chosen, memory_limit, lambda line: phases.start("price", line))
-    groups = find_groups(program, model.graph, model.structure)
-    required = require(model, groups, asked or Asked())
-    named = baselines(model, groups)
-    phases.start(
-        "solve", f"solving {len(model.nodes)} decisions with {sum(len(n.states) for n in model.nodes)} alternatives"
-    )
-    try:
-        found = search(model, named, memory_limit, time_limit, seed, phases.progress, required)
-    except Infeasible as error:
-        said = explain_infeasible(model, error.solved, memory_limit, time_limit, seed, required)
-        raise InfeasibleError(said) from error
+    search_on = _Searcher(program, reading, asked or Asked(), memory_limit, seed, phases)
+    groups = reading.groups
+    # A program that names axes itself keeps them whole.
+    refinement = None
+    if refine_axes and not graph.constraints and not graph.regions:
+        refinement = find_refinement(graph, reading.structure, groups, chosen)
+    share = 1.0 if refinement is None else 0.6
+    original = search_on.mesh(chosen, share * time_limit)
+    best = original
+    if refinement is not None:
+        refined = search_on.refined(refinement, original, (1 - share) * time_limit)
+        best = refined if refined.is_better_than(original) else original
+    if isinstance(best.found, Infeasible):
+        said = explain_infeasible(best.model, best.found.solved, memory_limit, time_limit, seed, best.required)
+        raise InfeasibleError(said) from best.found
     phases.start("write", "writing the plan")
-    plan = _plan(program, model, groups, found, found.best, memory_limit, seed)
+    found, compared = best.found, original if isinstance(original.found, Found) else best
+    assert isinstance(compared.found, Found)
+    named = {name: predict(compared.model, c.outcome, memory_limit) for name, c in compared.found.baselines.items()}
+    plan = _plan(program, best.model, groups, found, found.best, memory_limit, seed, list(named))
+    plan = dataclasses.replace(plan, baselines=named)
     if asked:
-        said = {"asked": asked.lines, "pinned": required.pinned}
+        said = {"asked": asked.lines, "pinned": best.required.pinned}
         plan = dataclasses.replace(plan, provenance=plan.provenance | said)
     others = {
-        name: dataclasses.replace(_plan(program, model, groups, found, c, memory_limit, seed), baselines={})
-        for name, c in found.baselines.items()
+        name: _plan(program, compared.model, groups, compared.found, c, memory_limit, seed, list(named))
+        for name, c in compared.found.baselines.items()
     }
     if save_problem is not None:
         write_contest(found.problem, Path(save_problem))
@@ -154,14 +164,19 @@ def _check_batch(program: Program, mesh: Mesh) -> None:
     )
 
 
-def build_model(
-    program: Program,
-    graph: OpGraph,
-    mesh: Mesh,
-    memory_limit: int,
-    progress: Callable[[str], None] = lambda line: None,
-) -> Model:
-    """Every decision of a program on a mesh, priced."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reading:
+    """What a program is, whatever the mesh."""
+
+    graph: OpGraph
+    structure: Structure
+    liveness: Liveness
+    groups: Groups
+
+
+def read_program(program: Program) -> Reading:
+    """Its ops, decisions, lifetimes and dim groups."""
+    graph = replace_names(read_graph(program.module), [a.name for a in program.arguments])
     parameters = [t for t, a in zip(graph.arguments, program.arguments, strict=True) if a.role is Role.PARAMETER]
     ties = [
         (graph.results[a.result], t)
@@ -174,12 +189,86 @@ def build_model(
     liveness = analyse(
         graph, kept, {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None}
     )
-    progress(f"pricing {len(graph.ops)} ops on {mesh.describe()}")
-    return price(program, graph, structure, liveness, mesh, memory_limit)
+    return Reading(graph, structure, liveness, find_groups(program, graph, structure))
+
+
+def build_model(program: Program, reading: Reading, mesh: Mesh, memory_limit: int) -> Model:
+    """Every decision of a program on a mesh, priced; axes that are parts of another go apart where they may."""
+    refinement = refinement_of(reading.groups, mesh)
+    return price(program, reading.graph, reading.structure, reading.liveness, mesh, memory_limit, refinement)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a search on one mesh came to."""
+
+    model: Model
+    required: Required
+    found: Found | Infeasible
+
+    def is_better_than(self, other: "_Outcome") -> bool:
+        """True if it is worth an axis in two parts."""
+        if isinstance(self.found, Infeasible) or isinstance(other.found, Infeasible):
+            return isinstance(self.found, Found)
+        return self.found.best.outcome.step_time_s < (1 - LEAST_GAIN) * other.found.best.outcome.step_time_s
+
+
+class _Searcher:
+    """Searches the plans of one program, mesh by mesh."""
+
+    def __init__(
+        self, program: Program, reading: Reading, asked: Asked, memory_limit: int, seed: int, phases: _Phases
+    ) -> None:
+        self.program, self.reading, self.asked = program, reading, asked
+        self.memory_limit, self.seed, self.phases = memory_limit, seed, phases
+
+    def mesh(self, mesh: Mesh, time_limit: float) -> _Outcome:
+        """On a mesh as it was asked for, with baselines."""
+        model = self._price(mesh)
+        required = require(model, self.reading.groups, self.asked)
+        return self._search(model, baselines(model, self.reading.groups), required, None, time_limit)
+
+    def refined(self, refinement: Refinement, original: _Outcome, time_limit: float) -> _Outcome:
+        """On its refinement, from the best that is known of it; what was asked for holds as it does there."""
+        model = self._price(refinement.mesh)
+        allowed = refinement.allowed(original.model, model, original.required.allowed)
+        known = None
+        if isinstance(original.found, Found):
+            known = refinement.choices(original.model, model, original.found.best.choices)
+        return self._search(model, [], Required(allowed, original.required.pinned), known, time_limit)
+
+    def _price(self, mesh: Mesh) -> Model:
+        self.phases.start("price", f"pricing {len(self.reading.graph.ops)} ops on {mesh.describe()}")
+        return build_model(self.program, self.reading, mesh, self.memory_limit)
+
+    def _search(
+        self,
+        model: Model,
+        named: list[Baseline],
+        required: Required,
+        known: NDArray[np.int64] | None,
+        time_limit: float,
+    ) -> _Outcome:
+        count = sum(len(node.states) for node in model.nodes)
+        self.phases.start("solve", f"solving {len(model.nodes)} decisions with {count} alternatives")
+        try:
+            found = search(
+                model, named, self.memory_limit, time_limit, self.seed, self.phases.progress, required, known
+            )
+        except Infeasible as error:
+            return _Outcome(model, required, error)
+        return _Outcome(model, required, found)
 
 
 def _plan(
-    program: Program, model: Model, groups: Groups, found: Found, chosen: Candidate, memory_limit: int, seed: int
+    program: Program,
+    model: Model,
+    groups: Groups,
+    found: Found,
+    chosen: Candidate,
+    memory_limit: int,
+    seed: int,
+    compared: Sequence[str],
 ) -> Plan:
     graph, choices = model.graph, chosen.choices
     prediction = predict(model, chosen.outcome, memory_limit)
@@ -203,13 +292,13 @@ def _plan(
         pins=make_pins(model, choices),
         regions=make_regions(model, choices),
         prediction=prediction,
-        baselines={name: predict(model, c.outcome, memory_limit) for name, c in found.baselines.items()},
+        baselines={},
         objective=int(found.solution.cost),
         lower_bound=int(found.solution.lower_bound),
         solver_gap=float(found.solution.gap),
         plan_gap=max(0.0, 1.0 - found.bound_s / true) if true > 0 else 0.0,
         words=describe(model, groups, choices),
-        warnings=_warnings(program, model, found, chosen, memory_limit),
+        warnings=_warnings(program, model, compared, chosen, memory_limit),
         provenance=_provenance(model, found, seed),
         shapes={a.name: tuple(a.shape) for a in program.arguments},
         dtypes={a.name: a.dtype for a in program.arguments},
@@ -222,7 +311,9 @@ def _plan(
     )
 
 
-def _warnings(program: Program, model: Model, found: Found, chosen: Candidate, memory_limit: int) -> tuple[str, ...]:
+def _warnings(
+    program: Program, model: Model, compared: Sequence[str], chosen: Candidate, memory_limit: int
+) -> tuple[str, ...]:
     lines = list(program.notes)
     graph = model.graph
     lines.extend(unruled_lines(find_unruled(model, chosen.choices, chosen.outcome.step_time_s)))
@@ -235,7 +326,7 @@ def _warnings(program: Program, model: Model, found: Found, chosen: Candidate, m
             f"{demand.why} excludes what the program asks for elsewhere of the same carried value: the compiler keeps "
             "both, but the way between them is not in the prediction."
         )
-    lines.extend(left_out(model, list(found.baselines)))
+    lines.extend(left_out(model, compared))
     peak = chosen.outcome.peak_bytes
     if peak > 0.92 * memory_limit:
         lines.append(

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from autoshard.plan._spec import Spec
+from autoshard.plan._spec import Spec, original_mesh
 
 
 SCHEMA = 1
@@ -193,7 +193,7 @@ class Plan:
     program_fingerprint: str
     topology: str
     mesh: dict[str, int]
-    """Axis names and sizes, major first."""
+    """Axis names and sizes, major first; `model(8 of 16)` is a part of a refined axis."""
     device_order: tuple[int, ...]
     """Device ids (positions in the topology's own order) laid out row-major over the mesh."""
     memory_limit_bytes: int
@@ -246,6 +246,11 @@ class Plan:
     def lower(self, fn: Callable[..., Any], *args: Any, donate_argnums: int | Sequence[int] | None = None) -> Any:
         """`jax.stages.Lowered` of `fn` under this plan, its pins inserted; `args` may be `jax.ShapeDtypeStruct`s."""
         return _executor(self).lower(fn, args, donate_argnums)
+
+    @property
+    def original_mesh(self) -> dict[str, int]:
+        """The mesh as it was asked for; `mesh` may have two axes in place of one of these, see `mesh_words`."""
+        return original_mesh(self.mesh)
 
     @property
     def in_shardings(self) -> tuple[Any, ...]:

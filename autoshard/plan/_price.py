@@ -15,6 +15,7 @@ from autoshard.plan._hand import by_hand, own_collectives
 from autoshard.plan._handling import Handling, handling, inner_collectives
 from autoshard.plan._heavy import MOVES_ONLY, factor_states, heavy_seconds, heavy_states, result_states
 from autoshard.plan._model import EXPOSED, Channel, MemoryTerm, Model, Move, Node, Path, link_names
+from autoshard.plan._refine import Refinement
 from autoshard.plan._states import (
     PARTIAL,
     WHOLE,
@@ -41,10 +42,16 @@ _CHUNK = 65_536
 
 
 def price(
-    program: Program, graph: OpGraph, structure: Structure, liveness: Liveness, mesh: Mesh, memory_limit: int
+    program: Program,
+    graph: OpGraph,
+    structure: Structure,
+    liveness: Liveness,
+    mesh: Mesh,
+    memory_limit: int,
+    refinement: Refinement | None = None,
 ) -> Model:
-    """All nodes, moves and memory of `program` on `mesh`."""
-    return _Pricer(program, graph, structure, liveness, mesh, memory_limit).model()
+    """All nodes, moves and memory of `program` on `mesh`, which is that of the refinement if there is one."""
+    return _Pricer(program, graph, structure, liveness, mesh, memory_limit, refinement).model()
 
 
 class _Pricer:
@@ -56,7 +63,9 @@ class _Pricer:
         liveness: Liveness,
         mesh: Mesh,
         memory_limit: int,
+        refinement: Refinement | None,
     ) -> None:
+        self.refinement = refinement
         self.program, self.graph, self.structure, self.liveness = program, graph, structure, liveness
         self.mesh, self.memory_limit = mesh, memory_limit
         self.collectives = Collectives(mesh)
@@ -118,6 +127,9 @@ class _Pricer:
             states = self.asked_states(
                 cluster, enumerate_states(cluster.sizes, self.axes, cluster.blocked, cluster.id in self.even)
             )
+            if self.refinement is not None:
+                groups = self.group_sizes(cluster.id, range(len(cluster.sizes)))
+                states = states[self.refinement.apart(states, groups)]
             local = {t: self.local_bytes(cluster.id, states, t) for t in cluster.tensors}
             time: dict[Channel, Seconds] = {}
             for block, items in traffic[cluster.id].items():
@@ -140,6 +152,28 @@ class _Pricer:
             if narrower.any():
                 kept = narrower
         return states[kept]
+
+    def group_sizes(self, cluster: int, factors: Iterable[int]) -> list[int]:
+        """For factors of a cluster (-1 for none), what an axis must divide to split their dim group evenly."""
+        if self.refinement is None:
+            return []
+        sizes, of = self.refinement.group_sizes, self.refinement.of_factor
+        return [sizes.get(of[(cluster, f)], 1) if f >= 0 else 1 for f in factors]
+
+    def factor_group_sizes(self, op: Op) -> list[int]:
+        """The same for the factors of an op."""
+        assert op.rule is not None
+        sizes = list(op.rule.sizes)
+        sides = [*zip(op.operands, op.rule.operands, strict=True), *zip(op.results, op.rule.results, strict=True)]
+        for tensor, dims in sides:
+            cluster = self.structure.cluster_of[tensor]
+            if cluster < 0:
+                continue
+            groups = self.group_sizes(cluster, self.structure.dims_of[tensor])
+            for factors, size in zip(dims, groups, strict=True):
+                if len(factors) == 1 and size > 1:
+                    sizes[factors[0]] = math.gcd(sizes[factors[0]], size)
+        return sizes
 
     def cluster_name(self, tensors: Sequence[int]) -> str:
         arguments = [t for t in tensors if t in self.roles]
@@ -173,6 +207,8 @@ class _Pricer:
         backend = self.mesh.topology.backend
         states = heavy_states(self.graph, op, self.axes, backend)
         states = states[by_hand(op, states, self.names)]
+        if self.refinement is not None and op.rule is not None:
+            states = states[self.refinement.apart(states, self.factor_group_sizes(op))]
         trips = self.graph.trips(op.loop)
         seconds = heavy_seconds(self.graph, op, states, self.axes, self.compute) * trips
         time: dict[Channel, Seconds] = {(op.loop, "compute"): seconds}
@@ -288,6 +324,8 @@ class _Pricer:
         factors = self.structure.dims_of[tensor]
         blocked = [d for d, f in enumerate(factors) if f < 0 or f in cluster.blocked]
         states = enumerate_states(record.shape, self.axes, blocked)
+        if self.refinement is not None:
+            states = states[self.refinement.apart(states, self.group_sizes(cluster.id, factors))]
         large = record.bytes > LARGE_SHARE * self.memory_limit
         held = np.ones(len(states), dtype=bool)
         memory: tuple[MemoryTerm, ...] = ()

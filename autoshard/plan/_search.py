@@ -19,7 +19,7 @@ from autoshard.solver import evaluate as evaluate_problem
 MAX_ROUNDS = 6
 BASELINES_SHARE = 0.3
 """Part of the time limit that completing all baselines may take."""
-LARGE = 500_000
+LARGE = 100_000
 """Numbers in edge tables from which on a Problem is narrowed before it is written out."""
 GOOD_ENOUGH = 1e-3
 """Plan gap below which no further weighting is tried."""
@@ -95,10 +95,12 @@ def search(
     seed: int,
     progress: Callable[[str], None],
     required: Required | None = None,
+    known: NDArray[np.int64] | None = None,
 ) -> Found:
     """The best plan within the memory limit that keeps what is `required`.
 
-    Never worse than the best baseline that fits and keeps it too. Baselines themselves are completed without it.
+    Never worse than the best baseline that fits and keeps it too, nor than the choices that are `known`. Baselines
+    themselves are completed without it.
     """
     required = required or Required({}, {})
     start = clock.monotonic()
@@ -111,6 +113,10 @@ def search(
         if candidate is not None:
             named[baseline.name] = candidate
     fitting = [c for c in named.values() if c.fits and required.holds(c.choices)]
+    if known is not None:
+        outcome = evaluate(model, known)
+        if outcome.peak_bytes <= memory_limit:
+            fitting.append(Candidate("known", known, outcome, True))
     best = min(fitting, key=_rank, default=None)
     bound, certified = -1.0, None
     rounds = 0

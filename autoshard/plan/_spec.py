@@ -2,8 +2,52 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+
+_PART = re.compile(r"(.+)\((\d+) of (\d+)(?:, (?:outer|inner))?\)")
+
+
+def part_names(axis: str, sizes: Sequence[int]) -> tuple[str, ...]:
+    """Names of the two parts of a refined axis, outer first: `model(8 of 16)` and `model(2 of 16)`."""
+    whole = math.prod(sizes)
+    marks = ("", "") if len(set(sizes)) == len(sizes) else (", outer", ", inner")
+    return tuple(f"{axis}({size} of {whole}{mark})" for size, mark in zip(sizes, marks, strict=True))
+
+
+def axis_words(axes: Sequence[str]) -> tuple[str, ...]:
+    """Axes as people read them: where all parts of a refined axis follow one another, the axis itself."""
+    words: list[str] = []
+    for axis in axes:
+        match, before = _PART.fullmatch(axis), _PART.fullmatch(words[-1]) if words else None
+        if match and before and match[1] == before[1] and int(match[2]) * int(before[2]) == int(match[3]):
+            words[-1] = match[1]
+        else:
+            words.append(axis)
+    return tuple(words)
+
+
+def original_mesh(mesh: Mapping[str, int]) -> dict[str, int]:
+    """The mesh as the user wrote it: parts of a refined axis put together."""
+    sizes: dict[str, int] = {}
+    for axis, size in mesh.items():
+        match = _PART.fullmatch(axis)
+        sizes[match[1] if match else axis] = int(match[3]) if match else size
+    return sizes
+
+
+def mesh_words(mesh: Mapping[str, int]) -> str:
+    """`data=16,model=16`, and how an axis is refined: `data=16,model=16 as 8x2`."""
+    parts = {axis: [] for axis in original_mesh(mesh)}
+    for axis, size in mesh.items():
+        match = _PART.fullmatch(axis)
+        parts[match[1] if match else axis].append(size)
+    made = (
+        f"{axis}={math.prod(p)}" + (f" as {'x'.join(map(str, p))}" if len(p) > 1 else "") for axis, p in parts.items()
+    )
+    return ", ".join(made)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,4 +89,4 @@ class Spec:
         return PartitionSpec(*entries)
 
     def __str__(self) -> str:
-        return "[" + ", ".join("x".join(axes) if axes else "-" for axes in self.dims) + "]"
+        return "[" + ", ".join("x".join(axis_words(axes)) if axes else "-" for axes in self.dims) + "]"

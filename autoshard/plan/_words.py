@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from autoshard.plan._groups import Groups, tensor_groups
 from autoshard.plan._model import Model
 from autoshard.plan._predict import tensor_spec
+from autoshard.plan._spec import axis_words
 from autoshard.program import Role
 
 
@@ -30,16 +31,16 @@ def describe(model: Model, groups: Groups, choices: NDArray[np.int64]) -> tuple[
             by_axes[axes].append(name)
     for axes, names in by_axes.items():
         if names:
-            lines.append(f"{_join(_ranked(names))} over {_join(axes)}")
+            lines.append(f"{_join(_ranked(names))} over {_over(axes)}")
     explained = {(g, a) for (g, a), share in activations.items() if share > 0.5}
     for what, shares in (("parameters", parameters), ("optimizer state", state)):
         extra = _extra_axes(model, shares, explained)
         if extra and not (what == "optimizer state" and extra == _extra_axes(model, parameters, explained)):
-            lines.append(f"{what} also over {_join(extra)}")
+            lines.append(f"{what} also over {_over(extra)}")
     used = {a for shares in (activations, parameters, state) for (_, a), share in shares.items() if share > 0.05}
     idle = [a for a in model.axis_names if a not in used and model.mesh.axes[a] > 1]
     if idle:
-        lines.append(f"nothing over {_join(idle)}: its devices repeat the same work")
+        lines.append(f"nothing over {_over(idle)}: its devices repeat the same work")
     return tuple(lines) or ("everything on every device",)
 
 
@@ -75,6 +76,10 @@ def _ranked(names: Sequence[str]) -> list[str]:
     if len(rest) > 3:
         rest = [*rest[:3], f"{len(rest) - 3} more dims"]
     return [*plain, *rest]
+
+
+def _over(axes: Sequence[str]) -> str:
+    return _join(axis_words(axes))
 
 
 def _join(words: Sequence[str]) -> str:

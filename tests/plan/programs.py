@@ -11,9 +11,8 @@ import optax
 from numpy.typing import NDArray
 
 from autoshard.cost import Topology, make_mesh
-from autoshard.graph import read_graph, replace_names
 from autoshard.plan._groups import Groups, find_groups
-from autoshard.plan._make import PlanResult, build_model, make_plan
+from autoshard.plan._make import PlanResult, build_model, make_plan, read_program
 from autoshard.plan._model import Model
 from autoshard.program import Program, trace
 from tests.graph import programs as shared
@@ -104,8 +103,7 @@ def _built(name: str, topology: str, mesh: str, limit: int | None) -> Model:
     parsed = Topology.parse(topology)
     sizes = {name: int(size) for name, _, size in (part.partition("=") for part in mesh.split(","))}
     source = program(name)
-    graph = replace_names(read_graph(source.module), [a.name for a in source.arguments])
-    return build_model(source, graph, make_mesh(parsed, sizes), limit or parsed.usable_bytes)
+    return build_model(source, read_program(source), make_mesh(parsed, sizes), limit or parsed.usable_bytes)
 
 
 def groups(built: Model) -> Groups:
