@@ -448,11 +448,9 @@ def path_seconds(path: Path, collectives: Collectives, link_of: Mapping[str, str
             path, held=path.held[part], kept=path.kept[part], source=path.source[part], target=path.target
         )
         before, after = path_waves(rows, collectives)
-        wanted = [(w.kind, np.diagonal(w.groups)[:, None], np.diagonal(w.size)[:, None]) for w in before]
-        wanted += [(w.kind, w.groups, w.size) for w in after]
-        for kind, groups, size in wanted:
-            used = np.nonzero(groups)
-            seconds = collectives.time_of_groups(kind, groups[used], size[used])
+        for wave in (*map(_of_rows, before), *after):
+            groups, used = wave.groups, np.nonzero(wave.groups)
+            seconds = collectives.time_of_groups(wave.kind, groups[used], wave.size[used])
             for what, bits in links.items():
                 mine = seconds if bits < 0 else np.where(groups[used] & bits, seconds, 0.0)
                 if not mine.any():
@@ -463,6 +461,11 @@ def path_seconds(path: Path, collectives: Collectives, link_of: Mapping[str, str
                 else:  # a gather that comes first is that of a row, whatever the column
                     table[used[0]] += mine[:, None]
     return found
+
+
+def _of_rows(wave: Wave) -> Wave:
+    """[rows, 1] of collectives that belong to pairs of equal index."""
+    return dataclasses.replace(wave, groups=np.diagonal(wave.groups)[:, None], size=np.diagonal(wave.size)[:, None])
 
 
 def path_waves(path: Path, collectives: Collectives) -> tuple[list[Wave], list[Wave]]:

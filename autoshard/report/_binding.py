@@ -1,6 +1,6 @@
 """What holds a plan back, in sentences."""
 
-from autoshard.plan import Collective, Plan, Prediction
+from autoshard.plan import Collective, Plan, Prediction, axis_words
 from autoshard.report._names import readable
 from autoshard.units import format_bytes, format_seconds
 
@@ -34,7 +34,7 @@ def _worst_exposed(prediction: Prediction) -> str:
     (kind, axes), members = max(groups.items(), key=lambda item: sum(c.seconds for c in item[1]))
     largest = max(members, key=lambda c: c.seconds)
     cause = f"{', chiefly' if len(members) > 1 else ''} for {readable(largest.cause)}" if largest.cause else ""
-    return f"{kind} over {' x '.join(axes)}, {format_seconds(sum(c.seconds for c in members))}{cause}"
+    return f"{kind} over {' x '.join(axis_words(axes))}, {format_seconds(sum(c.seconds for c in members))}{cause}"
 
 
 def _memory(plan: Plan) -> list[str]:

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan import Plan, Prediction
+from autoshard.plan import Plan, Prediction, mesh_words
 from autoshard.report._figures import prediction_figures
 from autoshard.report._names import clean
 from autoshard.units import format_bytes, format_seconds
@@ -60,7 +60,7 @@ def comparison_figures(rows: Sequence[Row]) -> dict[str, Any]:
 
 def comparison_report(plan: Plan, rows: Sequence[Row]) -> RenderableType:
     """The table for a terminal, fastest first by the best evidence there is."""
-    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+    mesh = mesh_words(plan.mesh)
     title = Text(f"{clean(plan.program_name, 60)} on {plan.topology}, mesh {mesh}", style="bold")
     compiled = any(row.compiled for row in rows)
     measured = any(row.measured for row in rows)

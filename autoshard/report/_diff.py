@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan import Plan
+from autoshard.plan import Plan, mesh_words
 from autoshard.report._names import clean
 from autoshard.units import format_bytes, format_seconds
 
@@ -59,7 +59,7 @@ def difference(first: Plan, second: Plan) -> Difference:
 
 
 def _mesh(plan: Plan) -> str:
-    return ",".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+    return mesh_words(plan.mesh).replace(", ", ",")
 
 
 def figure_text(key: str, value: Any) -> str:

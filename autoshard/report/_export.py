@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from autoshard.errors import UserError
-from autoshard.plan import Plan, Spec
+from autoshard.plan import Plan, Spec, axis_words, mesh_words
 from autoshard.report._names import clean
 
 
@@ -49,10 +49,17 @@ def _product(mesh: Mapping[str, int], axes: tuple[str, ...] | list[str]) -> int:
 
 def _head(plan: Plan, lacks: tuple[str, ...], mark: str = "#") -> str:
     """Comment lines: what this is, and what it leaves out."""
-    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+    mesh = mesh_words(plan.mesh)
     lines = [f"Shardings of {clean(plan.program_name, 80)} on {plan.topology}, mesh {mesh}; made by autoshard."]
+    refined = [axis for axis in plan.original_mesh if axis not in plan.mesh]
+    lines += [f"The mesh is refined: {', '.join(_parts(plan, axis))} are the parts of {axis}." for axis in refined]
     lines += [f"Not expressed here: {lack}" for lack in lacks]
     return "\n".join(f"{mark} {line}" for line in lines) + "\n"
+
+
+def _parts(plan: Plan, axis: str) -> list[str]:
+    """Axes of the mesh that are parts of a refined one, outer first."""
+    return [own for own in plan.mesh if own not in plan.original_mesh and own.startswith(f"{axis}(")]
 
 
 def _pins(plan: Plan) -> tuple[str, ...]:
@@ -266,8 +273,8 @@ def _flax(plan: Plan) -> str:
     rows = {}
     for name, spec in plan.arguments.items():
         if plan.roles[name] == "parameter":
-            names = [rules.setdefault(axes, f"over_{'_'.join(axes)}") if axes else None for axes in spec.dims]
-            rows[name] = repr(tuple(names))
+            words = [(axes, "_".join(axis_words(axes))) for axes in spec.dims]
+            rows[name] = repr(tuple(rules.setdefault(axes, f"over_{word}") if axes else None for axes, word in words))
     listed = "".join(f"    ({name!r}, {(axes[0] if len(axes) == 1 else axes)!r}),\n" for axes, name in rules.items())
     lacks = (*_pins(plan), "optimizer state and batch.", "the device order.")
     return _head(plan, lacks) + _FLAX.format(

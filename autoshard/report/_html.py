@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from autoshard.cost import Topology
-from autoshard.plan import Plan, Prediction
+from autoshard.plan import Plan, Prediction, axis_words, mesh_words
 from autoshard.report._binding import what_binds, why_not
 from autoshard.report._diff import difference, figure_name, figure_text
 from autoshard.report._figures import best_baseline
@@ -86,7 +86,9 @@ def environment() -> "jinja2.Environment":
     made.filters |= {
         "bytes": format_bytes,
         "seconds": format_seconds,
+        "axis_words": axis_words,
         "clean": clean,
+        "mesh_words": mesh_words,
         "readable": readable,
         "words": lambda kind: kind.replace("_", " "),
         "percent": lambda share: f"{share:.1%}",
@@ -104,7 +106,7 @@ def _time_bar(prediction: Prediction, scale: float) -> dict[str, Any]:
     exposed: dict[tuple[str, str], float] = {}
     for collective in prediction.collectives:
         if not collective.hidden:
-            key = (collective.kind, ", ".join(collective.axes))
+            key = (collective.kind, ", ".join(axis_words(collective.axes)))
             exposed[key] = exposed.get(key, 0.0) + collective.seconds
     listed = sum(exposed.values())
     # Partly hidden collectives count in full in the list, so it may add up to more than what is exposed.

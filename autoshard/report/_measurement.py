@@ -8,14 +8,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan import Plan
+from autoshard.plan import Plan, mesh_words
 from autoshard.report._names import clean
 from autoshard.units import format_bytes, format_seconds
 
 
 def measurement_report(plan: Plan, figures: Mapping[str, Any]) -> RenderableType:
     """`figures` is the object that `autoshard measure --json` prints."""
-    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+    mesh = mesh_words(plan.mesh)
     title = Text(f"{clean(plan.program_name, 60)} on {figures['device']}, mesh {mesh}", style="bold")
     predicted = plan.prediction.step_time_s
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")

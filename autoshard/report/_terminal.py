@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan import Collective, Plan, Prediction, Spec
+from autoshard.plan import Collective, Plan, Prediction, Spec, axis_words, mesh_words
 from autoshard.report._binding import what_binds
 from autoshard.report._figures import best_baseline, tensor_bytes
 from autoshard.report._fixed import fixed_lines
@@ -58,7 +58,7 @@ class _Report:
 
 def _verdict(plan: Plan) -> RenderableType:
     prediction = plan.prediction
-    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+    mesh = mesh_words(plan.mesh)
     devices = math.prod(plan.mesh.values())
     noun = "device" if devices == 1 else "devices"
     title = Text(f"{clean(plan.program_name, 60)} on {plan.topology} ({devices} {noun}), mesh {mesh}", style="bold")
@@ -144,7 +144,7 @@ def _split_shape(shape: tuple[int, ...], spec: Spec) -> Text:
     for index, (size, axes) in enumerate(zip(shape, spec.dims, strict=True)):
         text.append(" x " if index else "").append(str(size))
         if axes:
-            text.append("/" + "/".join(axes), style="cyan")
+            text.append("/" + "/".join(axis_words(axes)), style="cyan")
     return text if shape else Text("scalar")
 
 
@@ -231,7 +231,7 @@ def _collectives(prediction: Prediction, width: int) -> RenderableType | None:
     for (kind, axes, hidden), members in ordered[:COLLECTIVES]:
         table.add_row(
             _name(kind),
-            _name(", ".join(axes)),
+            _name(", ".join(axis_words(axes))),
             *([_name(readable(members[0].cause), width - 66)] if roomy else []),
             str(sum(c.count for c in members)),
             format_bytes(sum(c.wire_bytes for c in members)),

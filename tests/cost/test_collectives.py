@@ -255,3 +255,16 @@ def test_wrong_calls(kind: Kind, axes: tuple[str, ...], message: str) -> None:
         wire.time(kind, axes, 1.0)
     with pytest.raises(UserError, match=message):
         wire.wire_bytes(kind, axes, 1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_groups_at_once_take_what_each_takes(kind: Kind) -> None:
+    for topology, sizes in MESHES:
+        prices = Collectives(make_mesh(Topology.parse(topology), parse_mesh(sizes)))
+        names = prices.mesh.names
+        groups = np.arange(1 << len(names)).repeat(3)
+        size = np.tile([1.0, 1e5, 1e9], 1 << len(names))
+        found = prices.time_of_groups(kind, groups, size)
+        for bits, amount, seconds in zip(groups.tolist(), size.tolist(), found.tolist(), strict=True):
+            axes = tuple(name for a, name in enumerate(names) if bits >> a & 1)
+            assert seconds == pytest.approx(float(prices.time(kind, axes, amount)), rel=1e-12, abs=1e-15)

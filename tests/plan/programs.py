@@ -78,6 +78,28 @@ def wide_mlp(batch: int = 4096, dim: int = 2048, ffn: int = 8192, layers: int = 
     return trace(step, (params, state, half(batch, dim)), name="wide mlp", donate_argnums=(0, 1))
 
 
+def grouped_query(batch: int = 8, seq: int = 32, hidden: int = 64, kv: int = 4, group: int = 2) -> Program:
+    """SGD on a decoder layer whose attention has `kv` key-value heads, `group` query heads for each."""
+    depth = 16
+
+    def step(p: Any, x: Any) -> Any:
+        def loss(p: Any) -> Any:
+            q = (x @ p["q"]).reshape(batch, seq, kv, group, depth)
+            k, v = ((x @ p[name]).reshape(batch, seq, kv, depth) for name in "kv")
+            scores = jnp.einsum("bskgd,btkd->bkgst", q, k) / depth**0.5
+            shares = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((seq, seq), bool)), scores, -1e9))
+            h = x + jnp.einsum("bkgst,btkd->bskgd", shares, v).reshape(batch, seq, kv * group * depth) @ p["o"]
+            return jnp.mean((h + jax.nn.relu(h @ p["up"]) @ p["down"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(p)
+        return jax.tree.map(lambda a, b: a - 0.1 * b, p, grads), value
+
+    wide, narrow = kv * group * depth, kv * depth
+    p = {"q": f32(hidden, wide), "k": f32(hidden, narrow), "v": f32(hidden, narrow), "o": f32(wide, hidden)}
+    p |= {"up": f32(hidden, 4 * hidden), "down": f32(4 * hidden, hidden)}
+    return trace(step, (p, f32(batch, seq, hidden)), name="grouped query", donate_argnums=(0,))
+
+
 PROGRAMS: dict[str, Callable[[], Program]] = {
     **shared.PROGRAMS,
     "matmul": matmul,

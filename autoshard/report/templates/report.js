@@ -268,12 +268,25 @@
     return [rows, found.leaves];
   }
 
+  // Where both parts of a refined axis split one dim, the axis itself: "model" for "model(8 of 16)", "model(2 of 16)".
+  function axisWords(axes) {
+    const part = /^(.+)\((\d+) of (\d+)(?:, (?:outer|inner))?\)$/;
+    const words = [];
+    for (const axis of axes) {
+      const last = words.length ? part.exec(words[words.length - 1]) : null;
+      const here = part.exec(axis);
+      if (last && here && last[1] === here[1] && last[2] * here[2] === Number(here[3])) words[words.length - 1] = here[1];
+      else words.push(axis);
+    }
+    return words;
+  }
+
   function shapeCell(node) {
     const cell = create("td");
     node.shape.forEach((size, dim) => {
       if (dim) cell.append(" × ");
       cell.append(String(size));
-      if (node.dims[dim].length) cell.append("/", create("span", node.dims[dim].join("/"), "axes"));
+      if (node.dims[dim].length) cell.append("/", create("span", axisWords(node.dims[dim]).join("/"), "axes"));
     });
     cell.append(create("span", ` ${node.shape.length ? "" : "scalar "}${node.dtype}${node.dims.some((axes) => axes.length) ? "" : ", whole"}`, "whole"));
     return cell;

@@ -1,0 +1,80 @@
+"""Leaving alternatives out of a network never leaves out the optimum."""
+
+import numpy as np
+from hypothesis import given, settings
+from random_problems import brute_force, make_problem, problems
+
+from autoshard.solver import FORBIDDEN, Link, Network, Problem, Term, evaluate, narrow
+
+
+def network(problem: Problem) -> Network:
+    """The same in short, with tables that hold equal rows and columns once, one of them scaled."""
+    sizes = np.diff(problem.node_offsets)
+    costs = np.split(problem.node_costs.astype(np.float64), problem.node_offsets[1:-1])
+    links = []
+    for edge, (a, b) in enumerate(problem.edge_nodes.tolist()):
+        whole = problem.edge_costs[problem.edge_offsets[edge] : problem.edge_offsets[edge + 1]]
+        table = whole.reshape(sizes[a], sizes[b]).astype(np.float64)
+        less, rows = np.unique(table, axis=0, return_inverse=True)
+        least, columns = np.unique(less, axis=1, return_inverse=True)
+        least = np.where(least >= FORBIDDEN, float(FORBIDDEN), least / 4)
+        links.append(Link(a, b, rows.ravel(), columns.ravel(), least, 4.0))
+    terms = [
+        Term(
+            int(node), int(start), int(stop), problem.term_usages[problem.term_offsets[t] : problem.term_offsets[t + 1]]
+        )
+        for t, (node, (start, stop)) in enumerate(zip(problem.term_nodes, problem.term_intervals, strict=True))
+        if start < stop
+    ]
+    return Network(costs, links, terms, problem.usage_limit)
+
+
+def restricted(problem: Problem, kept: tuple[np.ndarray, ...]) -> Problem:
+    """The problem with all alternatives but those kept forbidden."""
+    costs = problem.node_costs.copy()
+    for node, mine in enumerate(kept):
+        low, high = problem.node_offsets[node : node + 2]
+        costs[np.setdiff1d(np.arange(low, high), low + mine)] = FORBIDDEN
+    return make_problem(
+        [part.tolist() for part in np.split(costs, problem.node_offsets[1:-1])],
+        [
+            (a, b, problem.edge_costs[problem.edge_offsets[e] : problem.edge_offsets[e + 1]].tolist())
+            for e, (a, b) in enumerate(problem.edge_nodes.tolist())
+        ],
+        [
+            (node, *span, problem.term_usages[problem.term_offsets[t] : problem.term_offsets[t + 1]].tolist())
+            for t, (node, span) in enumerate(
+                zip(problem.term_nodes.tolist(), problem.term_intervals.tolist(), strict=True)
+            )
+        ],
+        problem.usage_limit,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(most_nodes=5))
+def test_the_optimum_is_kept(problem: Problem) -> None:
+    found = narrow(network(problem))
+    best = brute_force(problem)
+    assert found.complete
+    assert all(len(mine) for mine in found.kept)
+    if best is None:
+        assert found.choices is None
+        return
+    assert found.bound <= best + 1e-6 * abs(best) + 1e-3
+    assert brute_force(restricted(problem, found.kept)) == best
+    if found.choices is not None:
+        assert evaluate(problem, found.choices).feasible
+        assert all(choice in mine for choice, mine in zip(found.choices, found.kept, strict=True))
+
+
+def test_most_of_a_chain_goes() -> None:
+    random = np.random.default_rng(0)
+    count, wide = 12, 40
+    costs = random.integers(0, 10**6, (count, wide)).tolist()
+    edges = [(n, n + 1, random.integers(0, 10**6, wide * wide).tolist()) for n in range(count - 1)]
+    problem = make_problem(costs, edges)
+    found = narrow(network(problem))
+    assert found.complete and found.choices is not None
+    assert sum(map(len, found.kept)) < 0.1 * count * wide
+    assert evaluate(problem, found.choices).cost <= found.bound * (1 + 1e-6)
