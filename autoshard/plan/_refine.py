@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Mesh, make_mesh
-from autoshard.graph import FactorKind, OpGraph, Structure
+from autoshard.graph import OpGraph, Structure
 from autoshard.plan._groups import Groups
 from autoshard.plan._model import Model
 from autoshard.plan._spec import original_mesh, part_names
@@ -83,7 +83,8 @@ class Refinement:
 def find_refinement(graph: OpGraph, structure: Structure, groups: Groups, mesh: Mesh) -> Refinement | None:
     """The cut that the most FLOPs ask for; None if no dim does, or so few FLOPs that nothing is gained.
 
-    Of equal ones the batch asks the first axis, any other dim the last.
+    The batch asks, and dims over which an op is many small ones (heads, experts); any other dim has others beside it
+    in its op that an axis can split as well. Of equal ones the batch asks the first axis, any other dim the last.
     """
     asked: dict[tuple[int, int], int] = defaultdict(int)
     batch: set[tuple[int, int]] = set()
@@ -91,14 +92,16 @@ def find_refinement(graph: OpGraph, structure: Structure, groups: Groups, mesh: 
         op = graph.ops[op_id]
         if op.rule is None or not op.flops:
             continue
-        for factor, (size, kind) in enumerate(zip(op.rule.sizes, op.rule.kinds, strict=True)):
-            if kind not in (FactorKind.PARALLEL, FactorKind.REDUCTION):
+        shared = set.intersection(*({f for dim in dims for f in dim} for dims in (*op.rule.operands, *op.rule.results)))
+        for factor, size in enumerate(op.rule.sizes):
+            of_batch = groups.batch is not None and _group(structure, groups, op_id, graph, factor) == groups.batch
+            if factor not in shared and not of_batch:
                 continue
             for axis, n in enumerate(mesh.sizes):
                 part = math.gcd(size, n)
                 if part not in (1, n):
                     asked[axis, part] += op.flops * graph.trips(op.loop)
-                    if groups.batch is not None and _group(structure, groups, op_id, graph, factor) == groups.batch:
+                    if of_batch:
                         batch.add((axis, part))
     if not asked:
         return None
