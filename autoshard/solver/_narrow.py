@@ -30,7 +30,9 @@ def narrow(network: Network, hint: Ints | None) -> Narrowed:
     kept = [np.flatnonzero(cost < _CLOSED) for cost in network.costs]
     reachable = _reachable(network, kept)
     if reachable is None:
-        return Narrowed(tuple(kept), -math.inf, None, True)
+        # There are no choices at all; that is for the solver to say.
+        left = (mine if len(mine) else np.arange(len(c)) for mine, c in zip(kept, network.costs, strict=True))
+        return Narrowed(tuple(left), -math.inf, None, True)
     state = _State(network, reachable)
     rounding = float(len(network.costs) + len(network.links) + 1)
     best, upper = (None, math.inf) if hint is None else state.offer(np.asarray(hint), None, math.inf)
@@ -122,6 +124,8 @@ class _State:
 def _reachable(network: Network, kept: list[Ints]) -> list[Ints] | None:
     """`kept` without alternatives that some link allows with none of the other node's; None if a node loses all."""
     kept = list(kept)
+    if not all(map(len, kept)):
+        return None
     closed = [(link, link.table >= _CLOSED) for link in network.links if (link.table >= _CLOSED).any()]
     changed = True
     while changed:
