@@ -9,6 +9,8 @@ from ._climb import Climber
 from ._dual import Dual
 from ._flat import flatten
 from ._graph import build
+from ._narrow import narrow
+from ._network import Link, Network
 from ._problem import Problem
 
 
@@ -30,6 +32,9 @@ def warm() -> None:
     dual = Dual(flat)
     chosen = dual.ascend(2, 10.0, 1.0)
     dual.slack()
+    table = np.array([[0.0, 1.0], [2.0, 0.0]])
+    link = Link(0, 1, np.arange(2), np.arange(2), table, 1.0)
+    narrow(Network([np.ones(2), np.ones(2)], [link], [], None), None)
     climber = Climber(flat, 0)
     climber.start(chosen)
     climber.run(dual.prices, 1)
