@@ -83,11 +83,11 @@ class Refinement:
 def find_refinement(graph: OpGraph, structure: Structure, groups: Groups, mesh: Mesh) -> Refinement | None:
     """The cut that the most FLOPs ask for; None if no dim does, or so few FLOPs that nothing is gained.
 
-    The batch asks, and dims over which an op is many small ones (heads, experts); any other dim has others beside it
-    in its op that an axis can split as well. Of equal ones the batch asks the first axis, any other dim the last.
+    The batch asks for a part of the first axis. Dims over which an op is many small ones (heads, experts) ask for one
+    of any axis, the last of equal ones, unless some axis divides them; other dims have others beside them in their
+    op that an axis can split as well.
     """
     asked: dict[tuple[int, int], int] = defaultdict(int)
-    batch: set[tuple[int, int]] = set()
     for op_id in structure.heavy:
         op = graph.ops[op_id]
         if op.rule is None or not op.flops:
@@ -95,17 +95,18 @@ def find_refinement(graph: OpGraph, structure: Structure, groups: Groups, mesh: 
         shared = set.intersection(*({f for dim in dims for f in dim} for dims in (*op.rule.operands, *op.rule.results)))
         for factor, size in enumerate(op.rule.sizes):
             of_batch = groups.batch is not None and _group(structure, groups, op_id, graph, factor) == groups.batch
-            if factor not in shared and not of_batch:
+            axes = [axis for axis, n in enumerate(mesh.sizes) if n > 1]
+            if of_batch:
+                axes = axes[:1]
+            elif factor not in shared or any(size % mesh.sizes[axis] == 0 for axis in axes):
                 continue
-            for axis, n in enumerate(mesh.sizes):
-                part = math.gcd(size, n)
-                if part not in (1, n):
+            for axis in axes:
+                part = math.gcd(size, mesh.sizes[axis])
+                if part not in (1, mesh.sizes[axis]):
                     asked[axis, part] += op.flops * graph.trips(op.loop)
-                    if of_batch:
-                        batch.add((axis, part))
     if not asked:
         return None
-    axis, part = max(asked, key=lambda key: (asked[key], -key[0] if key in batch else key[0], key[1]))
+    axis, part = max(asked, key=lambda key: (asked[key], *key))
     if asked[axis, part] < LEAST_SHARE * graph.flops:
         return None
     return refine(mesh, groups, axis, part)
