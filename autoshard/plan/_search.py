@@ -12,7 +12,7 @@ from autoshard.plan._baselines import Baseline
 from autoshard.plan._build import Allowed, Kept, Weights, build_network, build_problem, entries, kept_of
 from autoshard.plan._model import EXPOSED, Channel, Model
 from autoshard.plan._predict import Outcome, evaluate
-from autoshard.solver import Problem, Solution, Status, narrow, solve
+from autoshard.solver import Messages, Problem, Solution, Status, narrow, solve
 from autoshard.solver import evaluate as evaluate_problem
 
 
@@ -106,10 +106,14 @@ def search(
     start = clock.monotonic()
     weights: Weights = normalise(model, even_weights(model))
     named = {}
+    messages = None
+    if baselines and entries(model, kept_of(model, None)) > LARGE:
+        # Every baseline, and then every weighting, begins with what is found for all alternatives.
+        messages = narrow(build_network(model, weights, None, kept_of(model, None))).messages
     for number, baseline in enumerate(baselines):
         left = BASELINES_SHARE * time_limit - (clock.monotonic() - start)
         share = max(1.0, left / (len(baselines) - number))
-        candidate = complete(model, baseline, weights, memory_limit, share, seed)
+        candidate = complete(model, baseline, weights, memory_limit, share, seed, messages)
         if candidate is not None:
             named[baseline.name] = candidate
     fitting = [c for c in named.values() if c.fits and required.holds(c.choices)]
@@ -126,7 +130,8 @@ def search(
             break
         hint = best.choices if best is not None else None
         share = max(2.0, left / (2 if rounds == 1 else 3))
-        solved = solve_within(model, weights, memory_limit, share, seed, hint, required.allowed)
+        solved = solve_within(model, weights, memory_limit, share, seed, hint, required.allowed, messages)
+        messages = solved.messages
         lower = solved.solution.lower_bound * 1e-12
         if lower > bound or certified is None:
             bound, certified = lower, solved
@@ -161,6 +166,8 @@ class Solved:
     solution: Solution
     """Its choices are those of `problem`, its bound that of the whole."""
     kept: Kept
+    messages: Messages | None = None
+    """To begin the next weighting with, where there are any."""
 
     @property
     def choices(self) -> NDArray[np.int64]:
@@ -178,14 +185,15 @@ def solve_within(
     seed: int,
     hint: NDArray[np.int64] | None = None,
     allowed: Allowed | None = None,
+    messages: Messages | None = None,
 ) -> Solved:
     """The least weighted time within the memory limit; without it first, since an optimum that fits is one with it."""
     start = clock.monotonic()
-    free = _solve_narrowed(model, weights, None, memory_limit, time_limit / 2, seed, hint, allowed)
+    free = _solve_narrowed(model, weights, None, memory_limit, time_limit / 2, seed, hint, allowed, messages)
     if memory_limit is None or evaluate_problem(free.problem, free.solution.choices).feasible:
         return free
     left = max(1.0, time_limit - (clock.monotonic() - start))
-    return _solve_narrowed(model, weights, memory_limit, memory_limit, left, seed, hint, allowed)
+    return _solve_narrowed(model, weights, memory_limit, memory_limit, left, seed, hint, allowed, free.messages)
 
 
 def _solve_narrowed(
@@ -197,12 +205,14 @@ def _solve_narrowed(
     seed: int,
     hint: NDArray[np.int64] | None,
     allowed: Allowed | None,
+    messages: Messages | None,
 ) -> Solved:
     """Solves under the limit `enforced`; a large Problem is narrowed first, and is given with `memory_limit`."""
     kept = kept_of(model, allowed)
     narrowed = None
     if entries(model, kept) > LARGE:
-        narrowed = narrow(build_network(model, weights, enforced, kept), hint)
+        narrowed = narrow(build_network(model, weights, enforced, kept), hint, messages)
+        messages = narrowed.messages or messages
         kept, hint = narrowed.kept, hint if narrowed.choices is None else narrowed.choices
     problem = build_problem(model, weights, memory_limit, kept)
     solution = solve(
@@ -216,7 +226,7 @@ def _solve_narrowed(
         status = Status.FEASIBLE if solution.status is Status.OPTIMAL else solution.status
         status = Status.UNKNOWN if solution.status is Status.INFEASIBLE else status
         solution = dataclasses.replace(solution, lower_bound=lower, status=status)
-    return Solved(problem, solution, kept)
+    return Solved(problem, solution, kept, messages)
 
 
 def _places(kept: Kept, choices: NDArray[np.int64]) -> NDArray[np.int64] | None:
@@ -234,14 +244,20 @@ class Infeasible(Exception):
 
 
 def complete(
-    model: Model, baseline: Baseline, weights: Weights, memory_limit: int, time_limit: float, seed: int
+    model: Model,
+    baseline: Baseline,
+    weights: Weights,
+    memory_limit: int,
+    time_limit: float,
+    seed: int,
+    messages: Messages | None = None,
 ) -> Candidate | None:
     """A baseline with everything it leaves open chosen by the solver; within the limit if that is possible."""
-    solved = solve_within(model, weights, memory_limit, time_limit, seed, None, baseline.allowed)
+    solved = solve_within(model, weights, memory_limit, time_limit, seed, None, baseline.allowed, messages)
     found = make_candidate(model, baseline.name, solved, memory_limit)
     if found is None or not found.fits:
         # A baseline that cannot fit is shown all the same, with what it would take.
-        solved = solve_within(model, weights, None, time_limit, seed, None, baseline.allowed)
+        solved = solve_within(model, weights, None, time_limit, seed, None, baseline.allowed, messages)
         found = make_candidate(model, baseline.name, solved, memory_limit)
     return found
 

@@ -5,6 +5,7 @@ from ._contest import write_contest as write_contest
 from ._evaluate import Evaluation as Evaluation
 from ._evaluate import evaluate as evaluate
 from ._network import Link as Link
+from ._network import Messages as Messages
 from ._network import Narrowed as Narrowed
 from ._network import Network as Network
 from ._network import Term as Term

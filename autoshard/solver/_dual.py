@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numba import njit
 
-from ._flat import Flat
+from ._flat import Flat, Floats
 from ._graph import Ints
 from ._messages import price_memory, sweep
 from ._search import profile
@@ -97,14 +97,17 @@ class Dual:
         )  # fmt: skip
         return self.decoded.copy()
 
-    def resume(self, other: "Dual", places: Sequence[Ints]) -> None:
-        """Starts where `other` is best: the same nodes and edges, of whose alternatives `places` are left."""
-        for edge, node in enumerate(self.flat.near.tolist()):
-            at, to = int(other.flat.message_at[edge]), int(self.flat.message_at[edge])
-            self._messages[to : to + len(places[node])] = other._best_messages[at + places[node]]
+    def messages(self) -> list[Floats]:
+        """Where the bound is best, per directed edge a message over the alternatives of the node it leads to."""
+        return np.split(self._best_messages, self.flat.message_at[1:-1])
+
+    def begin(self, messages: Sequence[Floats], other: "Dual | None" = None) -> None:
+        """Goes on from these messages, and with the prices on memory that `other` has come to."""
+        self._messages[:] = np.concatenate(messages) if messages else 0.0
         self._best_messages[:] = self._messages
-        self._now[:] = self.prices[:] = other.prices
-        self._state[0], self._state[1] = -np.inf, other.pace
+        if other is not None:
+            self._now[:] = self.prices[:] = other.prices
+            self._state[1] = other.pace
 
     def slack(self) -> np.ndarray:
         """[alternatives] what choosing one costs above the bound, at the least; the better of both sweeps."""

@@ -8,7 +8,7 @@ import numpy as np
 from ._dual import Dual
 from ._flat import Flat, Floats
 from ._graph import Ints
-from ._network import Narrowed, Network
+from ._network import Messages, Narrowed, Network
 from ._search import profile
 
 
@@ -25,7 +25,7 @@ _CLOSED = 1e17
 """Costs from here on are not allowed."""
 
 
-def narrow(network: Network, hint: Ints | None) -> Narrowed:
+def narrow(network: Network, hint: Ints | None, start: Messages | None) -> Narrowed:
     """See `autoshard.solver.narrow`."""
     kept = [np.flatnonzero(cost < _CLOSED) for cost in network.costs]
     reachable = _reachable(network, kept)
@@ -34,6 +34,9 @@ def narrow(network: Network, hint: Ints | None) -> Narrowed:
         left = (mine if len(mine) else np.arange(len(c)) for mine, c in zip(kept, network.costs, strict=True))
         return Narrowed(tuple(left), -math.inf, None, True)
     state = _State(network, reachable)
+    if start is not None:
+        state.begin(start)
+    messages: Messages | None = None
     rounding = float(len(network.costs) + len(network.links) + 1)
     best, upper = (None, math.inf) if hint is None else state.offer(np.asarray(hint), None, math.inf)
     bound, idle = -math.inf, 0
@@ -44,6 +47,8 @@ def narrow(network: Network, hint: Ints | None) -> Narrowed:
         gap = upper - bound + rounding + 1e-9 * abs(bound)
         idle = 0 if bound - before > 1e-4 * abs(bound) else idle + 1
         done = gap <= 2 * rounding + 1e-6 * abs(bound) or idle >= _PATIENCE
+        if messages is None and (done or gap < 0.1 * abs(bound)):
+            messages = state.messages()
         if done or gap < 0.5 * abs(bound):
             state.cut(gap, best, done)
         if done or state.entries <= _ENOUGH:
@@ -52,16 +57,34 @@ def narrow(network: Network, hint: Ints | None) -> Narrowed:
     if not complete:
         state.dual.ascend(_SWEEPS, upper, 1.0)
         state.cut_to(_MOST, best)
-    return Narrowed(tuple(state.kept), bound, best, complete)
+    return Narrowed(tuple(state.kept), bound, best, complete, messages)
 
 
 class _State:
     """The network without what is gone, as flat arrays, and the messages on it."""
 
     def __init__(self, network: Network, kept: list[Ints]):
-        self.network, self.kept = network, kept
+        self.network, self.kept, self._cut = network, kept, False
         self.flat = _pack(network, kept)
         self.dual = Dual(self.flat)
+
+    def begin(self, start: Messages) -> None:
+        """Takes over messages of a network with the same links that has all of these alternatives."""
+        places = [np.searchsorted(old, mine) for old, mine in zip(start.kept, self.kept, strict=True)]
+        held = all(
+            (place < len(old)).all() and (old[place] == mine).all()
+            for place, old, mine in zip(places, start.kept, self.kept, strict=True)
+        )
+        if held and start.ends == self._ends():
+            near = self.flat.near.tolist()
+            self.dual.begin([values[places[node]] for values, node in zip(start.values, near, strict=True)])
+
+    def messages(self) -> Messages | None:
+        """The best so far, over what is left; None once something has been left out by its cost."""
+        return None if self._cut else Messages(tuple(self.kept), self._ends(), tuple(self.dual.messages()))
+
+    def _ends(self) -> tuple[tuple[int, int], ...]:
+        return tuple((link.first, link.second) for link in self.network.links)
 
     @property
     def entries(self) -> int:
@@ -115,10 +138,12 @@ class _State:
         if reachable is None:
             return
         places = [np.searchsorted(mine, left) for mine, left in zip(self.kept, reachable, strict=True)]
-        self.kept, old = reachable, self.dual
+        near = self.flat.near.tolist()
+        values = [message[places[node]] for message, node in zip(self.dual.messages(), near, strict=True)]
+        self.kept, self._cut, old = reachable, True, self.dual
         self.flat = _pack(self.network, reachable)
         self.dual = Dual(self.flat)
-        self.dual.resume(old, places)
+        self.dual.begin(values, old)
 
 
 def _reachable(network: Network, kept: list[Ints]) -> list[Ints] | None:

@@ -48,6 +48,18 @@ class Network:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Messages:
+    """What message passing had come to while nothing was left out yet."""
+
+    kept: tuple[Ints, ...]
+    """Per node the alternatives that the messages are over."""
+    ends: tuple[tuple[int, int], ...]
+    """Both nodes of every link."""
+    values: tuple[Floats, ...]
+    """Per directed edge (node by node, as flat arrays have them), over the alternatives of the node it leads to."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Narrowed:
     """What is left of a network."""
 
@@ -59,15 +71,18 @@ class Narrowed:
     """The best choices met that keep memory, as alternatives of the whole network; they are among those left."""
     complete: bool
     """Everything left out costs more than `choices`; False when more had to go to keep the rest small."""
+    messages: "Messages | None" = None
+    """To begin with on a network with the same links."""
 
 
-def narrow(network: Network, hint: Ints | None = None) -> Narrowed:
+def narrow(network: Network, hint: Ints | None = None, start: Messages | None = None) -> Narrowed:
     """Leaves out alternatives with which no choices can be as good as the best met (`hint` among them).
 
     Message passing bounds from below what every alternative costs; the gap to the best choices decides. Costs may be
-    rounded to whole picoseconds afterwards: what could be better by that is kept.
+    rounded to whole picoseconds afterwards: what could be better by that is kept. `start` are messages of a network
+    with the same links and other costs; they save most of the work if the costs are alike.
     """
     # Imported here: the kernels bring numba, which most problems never need.
     from ._narrow import narrow as run
 
-    return run(network, hint)
+    return run(network, hint, start)
