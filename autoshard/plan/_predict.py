@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.plan._model import EXPOSED, Channel, Model, Move, link_names
+from autoshard.plan._paths import path_steps
 from autoshard.plan._plan import Collective, Prediction
-from autoshard.plan._price import path_steps
 from autoshard.plan._spec import Spec
 from autoshard.plan._states import States
 

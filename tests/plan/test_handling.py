@@ -17,7 +17,7 @@ from autoshard.plan import Pin, Plan, Spec, make_plan
 from autoshard.plan._handling import TABLE, Handling, handling, inner_collectives, whole_factors
 from autoshard.plan._heavy import factor_states, heavy_states, result_states
 from autoshard.plan._model import Path
-from autoshard.plan._price import path_steps
+from autoshard.plan._paths import path_steps
 from autoshard.plan._states import WHOLE
 from autoshard.program import Program, trace
 from tests.exec.planned_programs import handmade

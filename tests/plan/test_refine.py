@@ -8,10 +8,8 @@ import pytest
 
 import autoshard
 from autoshard.cost import Topology, make_mesh
-from autoshard.graph import read_graph
 from autoshard.plan import Plan, axis_words, load_plan, mesh_words, read_asked
-from autoshard.plan._groups import find_groups
-from autoshard.plan._make import _read, make_plan
+from autoshard.plan._make import make_plan, read_program
 from autoshard.plan._refine import find_refinement
 from autoshard.plan._spec import Spec, original_mesh, part_names
 from autoshard.program import Program
@@ -56,8 +54,8 @@ def test_a_mesh_is_written_as_it_was_asked_for() -> None:
 
 
 def found(source: Program, topology: str, **sizes: int) -> tuple[str, ...] | None:
-    read = _read(source, read_graph(source.module))
-    groups = find_groups(source, read.graph, read.structure)
+    read = read_program(source)
+    groups = read.groups
     refinement = find_refinement(read.graph, read.structure, groups, make_mesh(Topology.parse(topology), sizes))
     return None if refinement is None else refinement.mesh.names
 
@@ -75,8 +73,8 @@ def test_an_axis_that_divides_every_dim_stays_whole() -> None:
 
 def test_parts_lie_one_inside_the_other() -> None:
     source = grouped_query(kv=4)
-    read = _read(source, read_graph(source.module))
-    groups = find_groups(source, read.graph, read.structure)
+    read = read_program(source)
+    groups = read.groups
     mesh = make_mesh(Topology.parse("cpu:8"), {"model": 8})
     refinement = find_refinement(read.graph, read.structure, groups, mesh)
     assert refinement is not None

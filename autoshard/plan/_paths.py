@@ -1,0 +1,77 @@
+"""What it takes to bring a value along a path, for all pairs of states at its ends, and how long that is."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from autoshard.cost import Collectives
+from autoshard.plan._model import EXPOSED, Path
+from autoshard.plan._states import Seconds, Step, Wave, members, split, waves
+
+
+_CHUNK = 65_536
+"""Pairs of states priced at a time: the arrays between stay small."""
+
+
+def path_seconds(path: Path, collectives: Collectives, link_of: Mapping[str, str]) -> dict[str, Seconds]:
+    """Tables [rows, columns] of a path's time by link (mesh axis -> link), or all of it as exposed without links."""
+    shape = (len(path.source), len(path.target))
+    links = {EXPOSED[1]: -1}  # link -> its mesh axes as bits
+    if link_of:
+        names = collectives.mesh.names
+        links = {link: sum(1 << names.index(a) for a in link_of if link_of[a] == link) for link in link_of.values()}
+    found: dict[str, Seconds] = {}
+    height = max(1, _CHUNK // max(1, shape[1]))
+    for start in range(0, shape[0], height):
+        part = slice(start, start + height)
+        rows = dataclasses.replace(
+            path, held=path.held[part], kept=path.kept[part], source=path.source[part], target=path.target
+        )
+        before, after = path_waves(rows, collectives)
+        for wave in (*map(_of_rows, before), *after):
+            groups, used = wave.groups, np.nonzero(wave.groups)
+            seconds = collectives.time_of_groups(wave.kind, groups[used], wave.size[used])
+            for what, bits in links.items():
+                mine = seconds if bits < 0 else np.where(groups[used] & bits, seconds, 0.0)
+                if not mine.any():
+                    continue
+                table = found.setdefault(what, np.zeros(shape))[part]
+                if groups.shape[1] == shape[1]:
+                    table[used] += mine
+                else:  # a gather that comes first is that of a row, whatever the column
+                    table[used[0]] += mine[:, None]
+    return found
+
+
+def _of_rows(wave: Wave) -> Wave:
+    """[rows, 1] of collectives that belong to pairs of equal index."""
+    return dataclasses.replace(wave, groups=np.diagonal(wave.groups)[:, None], size=np.diagonal(wave.size)[:, None])
+
+
+def path_waves(path: Path, collectives: Collectives) -> tuple[list[Wave], list[Wave]]:
+    """Collectives of a path: gathers that come first (pairs of equal index), then those of every pair."""
+    sizes = (path.itemsize, path.reduce_itemsize)
+    gathers: list[Wave] = []
+    if (path.held != path.kept).any():
+        gathers = waves(path.held, path.kept, path.shape, *sizes, collectives)
+    steps = waves(path.source, path.target, path.factors, *sizes, collectives)
+    if path.collected:
+        steps = [_collected(wave, collectives) for wave in steps]
+    return gathers, steps
+
+
+def path_steps(path: Path, collectives: Collectives) -> tuple[list[Step], list[Step]]:
+    """The same, one entry for every kind and group."""
+    gathers, steps = path_waves(path, collectives)
+    return [s for wave in gathers for s in split(wave)], [s for wave in steps for s in split(wave)]
+
+
+def _collected(wave: Wave, collectives: Collectives) -> Wave:
+    """A sum as the gather of its parts, which every device then combines."""
+    if wave.kind not in ("all-reduce", "reduce-scatter"):
+        return wave
+    sizes = collectives.mesh.sizes
+    parts = np.array([math.prod(sizes[a] for a in members(bits)) for bits in range(1 << len(sizes))])
+    return dataclasses.replace(wave, kind="all-gather", size=wave.size * parts[wave.groups])
