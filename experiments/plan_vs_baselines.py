@@ -26,17 +26,19 @@ ROWS = [
 
 
 def run(name: str, options: list[str]) -> dict:
-    """`autoshard plan hf:NAME OPTIONS --json` in a process of its own; with its wall seconds and peak bytes."""
+    """`autoshard plan hf:NAME OPTIONS --json` in a process of its own; with its wall and CPU seconds and peak bytes."""
     command = [sys.executable, "-m", "autoshard", "plan", f"hf:{name}", *options, "--json", "--quiet"]
     # The largest resident size of this one process, in KiB, from a parent of its own.
     code = (
         "import resource, subprocess, sys; r = subprocess.run(sys.argv[1:]); "
-        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr); sys.exit(r.returncode)"
+        "u = resource.getrusage(resource.RUSAGE_CHILDREN); "
+        "print(u.ru_maxrss, u.ru_utime + u.ru_stime, file=sys.stderr); sys.exit(r.returncode)"
     )
     start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
-    *said, kib = done.stderr.strip().splitlines()
-    seen = {"wall": time.monotonic() - start, "rss": int(kib) * 1024}
+    *said, used = done.stderr.strip().splitlines()
+    kib, cpu = used.split()
+    seen = {"wall": time.monotonic() - start, "cpu": float(cpu), "rss": int(kib) * 1024}
     return seen | (json.loads(done.stdout) if done.returncode == 0 else {"error": said[-1] if said else "failed"})
 
 
