@@ -19,7 +19,7 @@ from autoshard.plan import Pin, Plan, Region, Spec, make_plan
 from autoshard.plan._halos import halo_exchanges, split_in_space
 from autoshard.plan._heavy import heavy_seconds, heavy_states, result_states
 from autoshard.plan._model import Path
-from autoshard.plan._price import path_steps
+from autoshard.plan._paths import path_steps
 from autoshard.plan._regions import region_of
 from autoshard.plan._states import WHOLE
 from autoshard.plan._store import plan_from_json, plan_to_json
