@@ -84,8 +84,8 @@ def find_refinement(graph: OpGraph, structure: Structure, groups: Groups, mesh: 
     """The cut that the most FLOPs ask for; None if no dim does, or so few FLOPs that nothing is gained.
 
     The batch asks for a part of the first axis. Dims over which an op is many small ones (heads, experts) ask for one
-    of any axis, the last of equal ones, unless some axis divides them; other dims have others beside them in their
-    op that an axis can split as well.
+    of another axis, the last of equal ones, unless such an axis divides them; other dims have others beside them in
+    their op that an axis can split as well.
     """
     asked: dict[tuple[int, int], int] = defaultdict(int)
     for op_id in structure.heavy:
@@ -96,9 +96,8 @@ def find_refinement(graph: OpGraph, structure: Structure, groups: Groups, mesh: 
         for factor, size in enumerate(op.rule.sizes):
             of_batch = groups.batch is not None and _group(structure, groups, op_id, graph, factor) == groups.batch
             axes = [axis for axis, n in enumerate(mesh.sizes) if n > 1]
-            if of_batch:
-                axes = axes[:1]
-            elif factor not in shared or any(size % mesh.sizes[axis] == 0 for axis in axes):
+            axes = axes[:1] if of_batch else axes[1:] or axes
+            if not of_batch and (factor not in shared or any(size % mesh.sizes[axis] == 0 for axis in axes)):
                 continue
             for axis in axes:
                 part = math.gcd(size, mesh.sizes[axis])
