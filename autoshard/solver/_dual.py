@@ -99,7 +99,8 @@ class Dual:
 
     def messages(self) -> list[Floats]:
         """Where the bound is best, per directed edge a message over the alternatives of the node it leads to."""
-        return np.split(self._best_messages, self.flat.message_at[1:-1])
+        at = self.flat.message_at.tolist()
+        return [self._best_messages[low:high] for low, high in zip(at, at[1:], strict=False)]
 
     def begin(self, messages: Sequence[Floats], other: "Dual | None" = None) -> None:
         """Goes on from these messages, and with the prices on memory that `other` has come to."""
