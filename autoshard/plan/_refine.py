@@ -143,8 +143,8 @@ def _group(structure: Structure, groups: Groups, op_id: int, graph: OpGraph, fac
         *zip(op.results, op.rule.results, strict=True),
     ]:
         cluster = structure.cluster_of[tensor]
-        for dim, factors in enumerate(dims):
+        for dim, factors in enumerate(dims if cluster >= 0 else ()):
             own = structure.dims_of[tensor][dim]
-            if cluster >= 0 and own >= 0 and factors == (factor,):
+            if own >= 0 and factors == (factor,):
                 return groups.of_factor.get((cluster, own))
     return None
