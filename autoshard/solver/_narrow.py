@@ -149,9 +149,14 @@ class _State:
 def _reachable(network: Network, kept: list[Ints]) -> list[Ints] | None:
     """`kept` without alternatives that some link allows with none of the other node's; None if a node loses all."""
     kept = list(kept)
+    for link in network.links:
+        if link.first == link.second:
+            mine = kept[link.first]
+            kept[link.first] = mine[link.table[link.rows[mine], link.columns[mine]] < _CLOSED]
     if not all(map(len, kept)):
         return None
-    closed = [(link, link.table >= _CLOSED) for link in network.links if (link.table >= _CLOSED).any()]
+    pairs = [(link, link.table >= _CLOSED) for link in network.links if link.first != link.second]
+    closed = [(link, table) for link, table in pairs if table.any()]
     changed = True
     while changed:
         changed = False
