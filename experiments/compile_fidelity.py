@@ -1,190 +1,270 @@
-"""Published TPU training runs, rebuilt, planned as they were run, compiled and timed from the compiler's schedule.
+"""Plans for every TPU generation, predicted against what the real TPU compiler makes of them.
 
-    python experiments/compile_fidelity.py [ROW ...] [--time-limit S] [--out experiments/results/compile_fidelity.json]
+    python experiments/compile_fidelity.py [ROW ...] [--predict] [--time-limit S]
 
-Every row is one run whose model, batch and sharding are published (see `source`). The plan is the baseline of that
-name, completed by the planner, or our own (`ours`), whose step is then not the published one (`as_published` false);
-nothing is fitted to these rows. Columns: peak memory and bytes on the wire predicted
-against compiled, step time published against predicted and estimated.
+Every row runs in a process of its own with a time limit; results are kept by row in
+`experiments/results/compile_fidelity.json`, so that a broken run goes on where it stopped. Scheduled programs are
+kept under `build/compile_fidelity`, and a plan that was compiled before is not compiled again. `--predict` only plans.
 """
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
+import pickle
+import statistics
+import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+
+if TYPE_CHECKING:
+    from autoshard.exec._libtpu import Compiled
+    from autoshard.plan import Plan
+    from autoshard.program import Program
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from compile_programs import hf, jax_decoder, jax_mlp, llama, mixtral  # noqa: E402
+
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "compile_fidelity.json"
+TABLE = HERE / "results" / "compile_fidelity.md"
+KEPT = HERE.parent / "build" / "compile_fidelity"
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One published run."""
+    """One program under one plan on one topology."""
 
     name: str
-    layers: int
-    dim: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    seq: int
-    sequences: int
+    program: "Callable[[], Program]"
     topology: str
     mesh: dict[str, int]
-    baseline: str
-    remat: str
-    tflops: float
-    """Published model TFLOP/s of one chip, attention counted without causality."""
-    source: str
-    head_dim: int = 128
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_act": "silu",
-            "hidden_size": self.dim,
-            "intermediate_size": self.ffn,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab,
-            "max_position_embeddings": self.seq,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500000.0,
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-        }
-
-    @property
-    def flops(self) -> float:
-        """Model FLOPs of one step as the source counts them."""
-        attention = self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        weights = self.layers * (attention + 3 * self.dim * self.ffn) + self.dim * self.vocab
-        tokens = self.sequences * self.seq
-        return tokens * (6.0 * weights + 12.0 * self.layers * self.heads * self.head_dim * self.seq)
+    plan: str = "ours"
+    """`ours`, or a baseline, completed by the solver."""
+    limit: float = 1.0
+    """Planned for this share of the chip's memory: above 1 for what should not fit."""
 
 
-_MAXTEXT = "AI-Hypercomputer/maxtext@e591f30c:src/maxtext/configs/tpu"
-_V4, _V5E, _V5P = f"{_MAXTEXT}/v4", f"{_MAXTEXT}/v5e", f"{_MAXTEXT}/v5p"
-_V6E = "AI-Hypercomputer/tpu-recipes@c8cfe2f6:training/trillium"
-_TWO, _TWO_64 = {"slice": 2, "data": 256}, {"slice": 2, "data": 64}
-_16_8, _64_8 = {"data": 16, "model": 8}, {"data": 64, "model": 8}
+def _dm(data: int, model: int, slices: int = 1) -> dict[str, int]:
+    return ({"slice": slices} if slices > 1 else {}) | {"data": data, "model": model}
+
+
+def _train(config: Any, batch: int, seq: int, remat: str = "full", **options: Any) -> "Callable[[], Program]":
+    return hf(config, train=True, batch=batch, seq=seq, remat=remat, **options)
+
+
+SMALL = llama(8, 2048, 5632, 16, 8, 32000)
+WIDE = llama(8, 4096, 11008, 32, 8, 32000)
+EXPERTS = mixtral(4, 2048, 7168, 16, 8, 8, 32000)
 
 ROWS = (
-    Row("16b-v5e", 32, 4096, 28672, 64, 64, 32000, 2048, 1536, "v5e:16x16", {"data": 256}, "fsdp", "full", 120, _V5E),
-    Row("64b-v5e", 64, 8192, 28672, 64, 64, 32000, 2048, 512, "v5e:16x16", {"data": 256}, "fsdp", "full", 118, _V5E),
-    Row("32b-v5e*2", 32, 8192, 28672, 64, 64, 32000, 2048, 2048, "v5e:16x16*2", _TWO, "ours", "full", 128, _V5E),
-    Row("128b-v5p", 64, 8192, 57344, 128, 128, 32000, 2048, 128, "v5p:4x4x8", _16_8, "fsdp_tp", "dots", 315, _V5P),
-    Row("256b-v5p", 64, 16384, 57344, 128, 128, 32000, 2048, 512, "v5p:8x8x8", _64_8, "fsdp_tp", "dots", 308, _V5P),
-    # Ungated in the source: two matrices of 49152 are three of 32768.
-    Row(
-        "175b-v6e", 96, 12288, 32768, 96, 96, 50304, 2048, 768, "v6e:16x16", {"data": 256}, "fsdp", "full", 384.9, _V6E
-    ),
-    # Ungated too: two matrices of 24576 are three of 16384; 16 sequences of 1024 tokens a chip.
-    Row("22b-v4*2", 48, 6144, 16384, 24, 24, 32768, 1024, 2048, "v4:4x4x4*2", _TWO_64, "ours", "full", 152, _V4, 256),
+    # One slice, room to spare.
+    Row("llama-fsdp-v5e", _train(SMALL, 64, 1024), "v5e:4x4", {"data": 16}, "fsdp"),
+    Row("llama-tp-v5e", _train(SMALL, 32, 1024), "v5e:4x4", _dm(4, 4), "tensor_parallel"),
+    Row("llama-fsdp_tp-v5p", _train(WIDE, 64, 2048, "dots"), "v5p:2x4x4", _dm(8, 4), "fsdp_tp"),
+    Row("llama-ours-v5p", _train(WIDE, 128, 2048), "v5p:4x4x4", _dm(16, 4)),
+    Row("llama-tp_sp-v6e", _train(WIDE, 32, 2048), "v6e:4x8", _dm(4, 8), "tensor_parallel_sp"),
+    Row("llama-ours-tpu7x", _train(WIDE, 64, 2048), "tpu7x:2x2x4", _dm(8, 4)),
+    Row("llama-fsdp-v4", _train(SMALL, 128, 1024), "v4:4x4x4", {"data": 64}, "fsdp"),
+    Row("experts-ours-v5p", _train(EXPERTS, 32, 1024), "v5p:2x2x4", _dm(4, 4)),
+    Row("vit-dp-v6e", hf("vit-l16", train=True, batch=256), "v6e:4x4", {"data": 16}, "data_parallel"),
+    Row("llama-infer-v5e", hf(WIDE, infer=True, batch=16, seq=2048), "v5e:2x4", _dm(2, 4)),
+    Row("jax-decoder-v4", jax_decoder(8, 2048, 8192, 16, 32000, 64, 1024), "v4:2x2x4", _dm(4, 4)),
+    # One slice, near full.
+    Row("llama-fsdp-v5e-full", _train(SMALL, 128, 1024, "none"), "v5e:4x4", {"data": 16}, "fsdp", 1.3),
+    Row("jax-mlp-v5e-full", jax_mlp(12, 4096, 524288), "v5e:2x4", {"data": 8}, "fsdp", 1.3),
+    Row("gpt2-xl-v6e-full", _train("gpt2-xl", 256, 1024, "dots"), "v6e:4x4", _dm(4, 4), "ours", 1.3),
+    Row("llama-tp-v4-full", _train(WIDE, 32, 2048, "none"), "v4:2x2x4", _dm(4, 4), "fsdp_tp", 1.3),
+    Row("jax-decoder-v5e-full", jax_decoder(8, 2048, 8192, 16, 32000, 768, 1024), "v5e:4x4", _dm(4, 4), "ours", 1.3),
+    Row("llama-fsdp-v5p-full", _train(WIDE, 384, 4096), "v5p:2x2x4", {"data": 16}, "fsdp", 1.3),
+    Row("llama-tpu7x-full", _train(WIDE, 40, 4096, "none"), "tpu7x:2x2x2", _dm(8, 2), "fsdp_tp_sp", 1.3),
+    # Several slices.
+    Row("llama-ours-v5e*2", _train(SMALL, 64, 1024), "v5e:4x4*2", _dm(4, 4, 2)),
+    Row("llama-fsdp-v6e*2", _train(SMALL, 64, 1024), "v6e:4x4*2", {"slice": 2, "data": 16}, "fsdp"),
+    Row("llama-ours-v5p*2", _train(WIDE, 64, 2048), "v5p:2x2x4*2", {"slice": 2, "data": 16}),
+    Row("llama-ours-v4*2", _train(SMALL, 64, 1024), "v4:2x2x4*2", {"slice": 2, "data": 16}),
+    Row("llama-fsdp_tp-tpu7x*2", _train(WIDE, 64, 2048), "tpu7x:2x2x1*2", {"slice": 2, "model": 8}, "fsdp_tp"),
+    # A whole model.
+    Row("llama3-8b-v5p", _train("llama3-8b", 64, 8192), "v5p:4x8x8", _dm(32, 8)),
 )
-"""Runs with a sequence short enough that attention needs no fused kernel."""
 
 
-def run(row: Row, time_limit: float) -> dict[str, Any]:
-    """Plan, compile and compare one row."""
+def run(row: Row, time_limit: float, predict_only: bool) -> dict[str, Any]:
+    """Plan, compile (unless this very plan was compiled before) and compare one row."""
     from autoshard.cost import Topology
-    from autoshard.exec import compile_plan
+    from autoshard.exec import compile_figures
+    from autoshard.exec._compile import report
     from autoshard.plan import make_plan
-    from autoshard.program import open_source
 
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / f"{row.name}.json"
-        path.write_text(json.dumps(row.config))
-        program = open_source(f"hf:{path}", train=True, batch=row.sequences, seq=row.seq, remat=row.remat)
+    program = row.program()
     began = time.monotonic()
-    made = make_plan(program, topology=row.topology, mesh=row.mesh)
+    limit = int(Topology.parse(row.topology).usable_bytes * row.limit)
+    made = make_plan(program, topology=row.topology, mesh=row.mesh, memory_limit=limit)
     plan_s = time.monotonic() - began
-    plan = made.baseline_plans.get(row.baseline) or made.plan
-    chips = Topology.parse(row.topology).num_chips
-    published = row.flops / (chips * row.tflops * 1e12)
-    report = compile_plan(program, plan, time_limit)
-    estimated = report.estimate.step_time_s if report.estimate else None
-    return {
-        "row": row.name,
-        "plan": row.baseline if row.baseline in made.baseline_plans else "ours",
-        "as_published": row.baseline in made.baseline_plans,
-        "known_baselines": sorted(made.baseline_plans),
+    plan = made.plan if row.plan == "ours" else made.baseline_plans.get(row.plan)
+    if plan is None:
+        raise SystemExit(f"{row.name}: no baseline {row.plan} here, only {', '.join(made.baseline_plans)}")
+    prediction = plan.prediction
+    figures: dict[str, Any] = {
+        "plan": row.plan,
         "topology": row.topology,
-        "verdict": report.verdict.value,
-        "peak_bytes": {"predicted": report.peak_predicted, "compiled": report.peak_compiled},
-        "wire_bytes": {
-            axis: {"predicted": report.wire_predicted.get(axis, 0), "compiled": report.wire_compiled.get(axis, 0)}
-            for axis in sorted({*report.wire_predicted, *report.wire_compiled})
-        },
-        "step_time_s": {
-            "published": published,
-            "predicted": plan.prediction.step_time_s,
-            "estimated": estimated,
-            "error": estimated / published - 1 if estimated else None,
-        },
-        "time": dataclasses.asdict(report.estimate) if report.estimate else None,
-        "model_flops_ratio": report.model_flops_ratio,
-        "unforeseen": [dataclasses.asdict(u) for u in report.unforeseen],
+        "mesh": row.mesh,
+        "limit_bytes": Topology.parse(row.topology).usable_bytes,
         "plan_s": plan_s,
-        "compile_s": report.compile_s,
-        "source": row.source,
+        "predicted": {
+            "memory": prediction.memory,
+            "peak_bytes": prediction.peak_bytes,
+            "peak_at": prediction.peak_at,
+            "step_time_s": prediction.step_time_s,
+            "wire_bytes": prediction.wire_bytes,
+        },
     }
+    if predict_only:
+        return figures
+    compiled = _compiled(row, program, plan, time_limit)
+    return figures | compile_figures(report(program, plan, compiled))
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    lines = [
-        f"{'row':<11} {'plan':<9} {'verdict':<9} {'peak GiB pred/comp':>19} {'wire pred/comp':>15} "
-        f"{'published s':>12} {'predicted':>10} {'estimated':>10} {'error':>7}"
-    ]
-    for result in results:
-        times, peak = result["step_time_s"], result["peak_bytes"]
-        wire = [sum(axis[key] for axis in result["wire_bytes"].values()) for key in ("predicted", "compiled")]
-        ratio = f"{wire[0] / wire[1]:.2f}" if wire[1] else "-"
-        estimated = f"{times['estimated']:.2f}" if times["estimated"] else "-"
-        error = f"{times['error']:+.0%}" if times["error"] is not None else "-"
-        lines.append(
-            f"{result['row']:<11} {result['plan']:<9} {result['verdict'][:9]:<9} "
-            f"{peak['predicted'] / 2**30:>9.1f} {(peak['compiled'] or 0) / 2**30:>9.1f} {ratio:>15} "
-            f"{times['published']:>12.2f} {times['predicted']:>10.2f} {estimated:>10} {error:>7}"
-        )
-    return "\n".join(lines)
+def _compiled(row: Row, program: "Program", plan: "Plan", time_limit: float) -> "Compiled":
+    """From the folder of compiled plans, or from the compiler."""
+    from autoshard.exec._libtpu import compile_with_libtpu
+
+    digest = hashlib.sha256(program.module)
+    what = (plan.topology, plan.mesh, plan.device_order, plan.arguments, plan.results, plan.pins)
+    digest.update(repr(what).encode())
+    path = KEPT / f"{row.name}-{digest.hexdigest()[:12]}.pickle"
+    if path.exists():
+        return pickle.loads(path.read_bytes())
+    compiled = compile_with_libtpu(program, plan, time_limit)
+    KEPT.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pickle.dumps(compiled))
+    return compiled
+
+
+def in_process(row: Row, time_limit: float, predict_only: bool) -> dict[str, Any]:
+    """`run` in a process of its own; what it could not do is `failed`."""
+    command = [sys.executable, __file__, row.name, "--inside", "--time-limit", str(time_limit)]
+    command += ["--predict"] if predict_only else []
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit + 300)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done within {time_limit + 300:.0f} s"}
+    if done.returncode:
+        return {"failed": " ".join(done.stderr.strip().splitlines()[-1:])}
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> int:
-    from autoshard import UserError
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", help=f"rows to run (default: all): {', '.join(r.name for r in ROWS)}")
-    parser.add_argument("--time-limit", type=float, default=900.0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "compile_fidelity.json")
+    parser.add_argument("--time-limit", type=float, default=900.0, help="of one compilation, in seconds")
+    parser.add_argument("--predict", action="store_true", help="only plan, and print what is predicted")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    args_rows = arguments.rows or [row.name for row in ROWS]
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    known = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
-    results = {result["row"]: result for result in known}
-    for row in ROWS:
-        if row.name in args_rows:
-            try:
-                results[row.name] = run(row, arguments.time_limit)
-            except UserError as error:
-                print(f"{row.name}: {error}", flush=True)
-                continue
-            scratch = arguments.out.with_suffix(".part")
-            scratch.write_text(json.dumps(list(results.values()), indent=1) + "\n")
-            os.replace(scratch, arguments.out)
-            print(table([results[row.name]]), flush=True)
-    print(table(list(results.values())))
+    rows = [row for row in ROWS if not arguments.rows or row.name in arguments.rows]
+    if arguments.inside:
+        from autoshard import UserError
+
+        try:
+            print(json.dumps(run(rows[0], arguments.time_limit, arguments.predict)))
+        except UserError as error:
+            raise SystemExit(str(error)) from error
+        return 0
+    for row in rows:
+        result = {"row": row.name} | in_process(row, arguments.time_limit, arguments.predict)
+        if arguments.predict:
+            if "failed" in result:
+                print(f"{row.name:<24} {result['failed']}", flush=True)
+            else:
+                peak = result["predicted"]["peak_bytes"]
+                share = peak / result["limit_bytes"]
+                print(
+                    f"{row.name:<24} {peak / 2**30:7.2f} GiB {share:7.1%} {result['plan_s']:6.1f} s "
+                    f"{result['predicted']['memory']} at {result['predicted']['peak_at'][-60:]}",
+                    flush=True,
+                )
+            continue
+        _keep(result)
+        print(f"{row.name}: {result.get('failed') or result['verdict']}", flush=True)
+    if not arguments.predict:
+        text = table(_load())
+        TABLE.write_text(text)
+        print(text)
     return 0
+
+
+def _load() -> list[dict[str, Any]]:
+    known = {result["row"]: result for result in (json.loads(RESULTS.read_text()) if RESULTS.exists() else [])}
+    return [known[row.name] for row in ROWS if row.name in known]
+
+
+def _keep(result: dict[str, Any]) -> None:
+    results = [known for known in _load() if known["row"] != result["row"]] + [result]
+    RESULTS.parent.mkdir(exist_ok=True)
+    scratch = RESULTS.with_suffix(f".{os.getpid()}.part")
+    scratch.write_text(json.dumps(results, indent=1) + "\n")
+    os.replace(scratch, RESULTS)
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The results as a page of Markdown."""
+    done = [result for result in results if "failed" not in result]
+    lines = [
+        "# Plans predicted against the TPU compiler",
+        "",
+        "`python experiments/compile_fidelity.py`; libtpu, no TPU. Bytes of one device, GiB. `memory` and `wire` are",
+        "predicted over compiled; `wire` is of all axes together, the other columns speak for themselves.",
+        "",
+        "| row | topology | plan | predicted | compiled | memory | limit | verdicts | wire | by axis | unforeseen | "
+        "step s predicted | estimated | compile s |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    memory, wires, agree, judged = [], [], 0, 0
+    for result in done:
+        peak, limit = result["peak_bytes"], result["limit_bytes"]
+        ratio = peak["predicted"] / peak["compiled"] if peak["compiled"] else None
+        if ratio:
+            memory.append(abs(ratio - 1))
+        ours = "fits" if peak["predicted"] <= limit else "does not fit"
+        theirs = result["verdict"]
+        if abs(peak["predicted"] / limit - 1) > 0.1:
+            judged += 1
+            agree += ours.startswith("fits") == theirs.startswith("fits")
+        axes = []
+        for axis, wire in result["wire_bytes"].items():
+            if wire["compiled"] > 0.01 * sum(w["compiled"] for w in result["wire_bytes"].values()):
+                axes.append(f"{axis} {wire['predicted'] / wire['compiled']:.2f}")
+                wires.append(abs(wire["predicted"] / wire["compiled"] - 1))
+        total = [sum(w[key] for w in result["wire_bytes"].values()) for key in ("predicted", "compiled")]
+        blamed = f"{len(result['unforeseen'])}: {sum(u['share'] for u in result['unforeseen']):.0%}"
+        times = result["step_time_s"]
+        lines.append(
+            f"| {result['row']} | {result['topology']} | {result['plan']} | {peak['predicted'] / 2**30:.2f} | "
+            f"{(peak['compiled'] or 0) / 2**30:.2f} | {f'{ratio:.2f}' if ratio else '-'} | {limit / 2**30:.2f} | "
+            f"{ours} / {theirs} | {f'{total[0] / total[1]:.2f}' if total[1] else '-'} | {', '.join(axes)} | "
+            f"{blamed if result['unforeseen'] else '-'} | {times['predicted']:.4g} | "
+            f"{times['estimated'] or 0:.4g} | {result['compile_s']:.0f} |"
+        )
+    lines += ["", f"Memory: {_spread(memory)}. Bytes on the wire by axis: {_spread(wires)}."]
+    lines += [f"Verdicts agree in {agree} of {judged} rows predicted more than 10 % away from the limit."]
+    lines += [f"- {result['row']}: {result['failed']}" for result in results if "failed" in result]
+    return "\n".join(lines) + "\n"
+
+
+def _spread(errors: list[float]) -> str:
+    if not errors:
+        return "no rows"
+    ordered = sorted(errors)
+    ninth = ordered[min(len(ordered) - 1, round(0.9 * (len(ordered) - 1)))]
+    return f"median error {statistics.median(ordered):.1%}, 90th percentile {ninth:.1%}, worst {ordered[-1]:.1%}"
 
 
 if __name__ == "__main__":

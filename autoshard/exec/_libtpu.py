@@ -55,6 +55,8 @@ class Compiled:
     available_bytes: int | None
     log: str
     """What the compiler wrote to stderr."""
+    live: str = ""
+    """The compiler's report of live ranges, its last part the buffers at the peak; empty if it left none."""
 
 
 def compile_with_libtpu(program: Program, plan: Plan, time_limit: float) -> Compiled:
@@ -188,7 +190,9 @@ def _read_result(directory: Path, code: int, log: str, topology: str, argument_b
             needed += argument_bytes  # that message counts what the program allocates, not what it is given
         return Compiled("", {}, result["compile_s"], needed, available, log)
     text = (directory / "program.hlo").read_text()
-    return Compiled(text, result["memory"], result["compile_s"], None, None, log)
+    live = directory / "program.live"
+    ranges = live.read_text() if live.exists() else ""
+    return Compiled(text, result["memory"], result["compile_s"], None, None, log, ranges)
 
 
 def _last_line(log: str) -> str:

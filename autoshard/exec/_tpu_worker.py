@@ -1,8 +1,8 @@
 """The process in which libtpu compiles: `python -m autoshard.exec._tpu_worker DIRECTORY`.
 
 Reads `plan.json`, `module.mlirbc`, `job.json` and the bodies of calls (`call-N.mlirbc`) from the directory and leaves
-`result.json` there, and `program.hlo`, the scheduled HLO. libtpu may abort, or never return; the parent (`_compile`)
-watches.
+`result.json` there, `program.hlo`, the scheduled HLO, and `program.live`, what lives at its peak. libtpu may abort, or
+never return; the parent (`_compile`) watches.
 """
 
 import json
@@ -67,7 +67,10 @@ def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
     # The compiler dumps the modules of its helpers too (for the sparse cores, for instance).
     texts = sorted(dump.glob("*.after_optimizations.txt"), key=lambda path: (".jit_" not in path.name, path.name))
     if texts:
+        live = texts[0].with_name(texts[0].name.removesuffix(".txt") + "-live-range.txt")
         os.replace(texts[0], directory / "program.hlo")
+        if live.exists():
+            os.replace(live, directory / "program.live")
     else:
         (directory / "program.hlo").write_text(compiled.as_text())
     stats = compiled.memory_analysis()

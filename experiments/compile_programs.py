@@ -1,0 +1,154 @@
+"""Programs of some tens of layers at most, near full size in width, for the TPU compiler without a TPU."""
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from autoshard.program import Program, open_source, trace
+
+
+def llama(layers: int, dim: int, ffn: int, heads: int, kv_heads: int, vocab: int, head_dim: int = 128) -> dict[str, Any]:
+    """A configuration of Llama's architecture."""
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": dim,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+
+def mixtral(layers: int, dim: int, ffn: int, heads: int, kv_heads: int, experts: int, vocab: int) -> dict[str, Any]:
+    """A configuration of Mixtral's architecture."""
+    return {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": dim,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "output_router_logits": False,
+    }
+
+
+def hf(config: str | dict[str, Any], **options: Any) -> Callable[[], Program]:
+    """A model of the transformers library, by a bundled name or by its configuration."""
+
+    def make() -> Program:
+        if isinstance(config, str):
+            return open_source(f"hf:{config}", **options)
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / f"{config['model_type']}.json"
+            path.write_text(json.dumps(config))
+            return open_source(f"hf:{path}", **options)
+
+    return make
+
+
+def jax_decoder(layers: int, dim: int, ffn: int, heads: int, vocab: int, batch: int, seq: int) -> Callable[[], Program]:
+    """A scanned, rematerialised decoder in plain JAX, in bf16 with f32 masters and AdamW."""
+
+    def make() -> Program:
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        shapes = {
+            "embed": (vocab, dim),
+            "qkv": (layers, dim, 3, heads, 128),
+            "out": (layers, heads, 128, dim),
+            "up": (layers, dim, ffn),
+            "down": (layers, ffn, dim),
+            "norm": (layers, 2, dim),
+        }
+        stacked = ("qkv", "out", "up", "down", "norm")
+
+        def norm(x, scale):  # noqa: ANN001, ANN202
+            y = x.astype(jnp.float32)
+            y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)
+            return (y * (1 + scale)).astype(x.dtype)
+
+        def layer(x, w):  # noqa: ANN001, ANN202
+            h = norm(x, w["norm"][0])
+            q, k, v = jnp.moveaxis(jnp.einsum("bsd,dchk->cbshk", h, w["qkv"].astype(h.dtype)), 0, 0)
+            scores = jnp.einsum("bshk,bthk->bhst", q, k) * 128**-0.5
+            scores = jnp.where(jnp.arange(seq)[:, None] >= jnp.arange(seq), scores.astype(jnp.float32), -1e9)
+            mixed = jnp.einsum("bhst,bthk->bshk", jax.nn.softmax(scores).astype(h.dtype), v)
+            x = x + jnp.einsum("bshk,hkd->bsd", mixed, w["out"].astype(h.dtype))
+            h = norm(x, w["norm"][1])
+            up = jax.nn.gelu(jnp.einsum("bsd,df->bsf", h, w["up"].astype(h.dtype)))
+            return x + jnp.einsum("bsf,fd->bsd", up, w["down"].astype(h.dtype)), None
+
+        def loss(params, batch):  # noqa: ANN001, ANN202
+            x = params["embed"].astype(jnp.bfloat16)[batch["ids"]]
+            x, _ = jax.lax.scan(jax.checkpoint(layer), x, {name: params[name] for name in stacked})
+            logits = jnp.einsum("bsd,vd->bsv", x, params["embed"].astype(x.dtype)).astype(jnp.float32)
+            picked = jnp.take_along_axis(logits, batch["labels"][..., None], -1)[..., 0]
+            return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+        ids = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
+        params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+        return _adamw_step("jax decoder", loss, params, {"ids": ids, "labels": ids}, optax)
+
+    return make
+
+
+def jax_mlp(layers: int, width: int, batch: int) -> Callable[[], Program]:
+    """Matmuls of one size without remat, unrolled, in bf16."""
+
+    def make() -> Program:
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        params = {f"w{i}": jax.ShapeDtypeStruct((width, width), jnp.bfloat16) for i in range(layers)}
+
+        def loss(params, batch):  # noqa: ANN001, ANN202
+            x = batch["x"]
+            for i in range(layers):
+                x = jax.nn.gelu(x @ params[f"w{i}"])
+            return jnp.mean((x.astype(jnp.float32) - batch["y"]) ** 2)
+
+        inputs = {
+            "x": jax.ShapeDtypeStruct((batch, width), jnp.bfloat16),
+            "y": jax.ShapeDtypeStruct((batch, width), jnp.float32),
+        }
+        return _adamw_step("jax mlp", loss, params, inputs, optax)
+
+    return make
+
+
+def _adamw_step(name: str, loss: Any, params: Any, batch: Any, optax: Any) -> Program:
+    import jax
+
+    tx = optax.adamw(1e-3)
+
+    def step(params, state, batch):  # noqa: ANN001, ANN202
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    state = jax.eval_shape(tx.init, params)
+    return trace(step, (params, state, batch), name=name, donate_argnums=(0, 1), training=True)
