@@ -257,6 +257,37 @@ def test_compare_runs_the_plan_and_every_baseline(folder: Path):
     assert "measured" not in table
 
 
+@pytest.mark.parametrize("failing", [{"plan"}, {"plan", "fsdp", "fsdp*", "data_parallel", "data_parallel*"}])
+def test_a_plan_that_cannot_be_judged_is_dropped_and_the_others_go_on(
+    failing: set[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    import autoshard.exec
+    import autoshard.report
+    from autoshard.errors import UserError
+
+    names = iter(["plan", "fsdp", "fsdp*", "data_parallel", "data_parallel*"])
+
+    def judge(program, plan, **_):
+        if next(names) in failing:
+            raise UserError("it ran out of memory")
+        return {"verdict": "fits", "step_time_s": {"estimated": 1.0}, "peak_bytes": {"compiled": 1}}
+
+    def five(plan, baselines, propagated):
+        return [(name, plan, True) for name in ("plan", "fsdp", "fsdp*", "data_parallel", "data_parallel*")]
+
+    monkeypatch.setattr(autoshard.exec, "compile_plan", judge)
+    monkeypatch.setattr(autoshard.exec, "compile_figures", lambda figures: figures)
+    monkeypatch.setattr(autoshard.report, "candidates", five)
+    code = cli.main(["compare", str(folder / "step.py"), *ON_CPU, "--compile", "--json", "--quiet"])
+    captured = capsys.readouterr()
+    if len(failing) > 1:
+        assert code == 2 and captured.err == "autoshard: it ran out of memory\n"
+        return
+    plans = json.loads(captured.out)["plans"]
+    assert code == 0 and plans["plan"]["failed"] == "it ran out of memory" and plans["plan"]["compiled"] is None
+    assert all(plans[name]["compiled"] for name in plans if name != "plan")
+
+
 def test_validate_prints_every_row_and_its_difference():
     result = run("validate", "--json")
     figures = json.loads(result.stdout)

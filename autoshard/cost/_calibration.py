@@ -41,8 +41,8 @@ class Calibration:
     """Least time of one step between slices or islands."""
     shared_memory_traffic: float
     """Bytes through main memory for each byte of a collective between devices of one process."""
-    reduce_scatter_max_group: int
-    """Largest group of all devices for which the compiler emits a reduce-scatter (see `partial_to_split_kind`)."""
+    gather_max_group: int
+    """Largest group of all devices of a 3-D torus for which the compiler emits an all-gather (see `gather_kind`)."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
     def __hash__(self) -> int:
@@ -93,7 +93,7 @@ def load_calibration(chip: str | Chip, path: str | pathlib.Path | None = None) -
     if missing:
         raise UserError(f"calibration of {name} misses {', '.join(missing)}")
     values: dict[str, Any] = {key: figure["value"] for key, figure in figures.items()}
-    values["reduce_scatter_max_group"] = int(values["reduce_scatter_max_group"])
+    values["gather_max_group"] = int(values["gather_max_group"])
     return Calibration(name, **values, sources={key: f"{f['source']} ({f['date']})" for key, f in figures.items()})
 
 

@@ -137,15 +137,32 @@ class Collectives:
         """What the backend's compiler emits for a partial result that must end split over `axes`.
 
         An all-reduce (of the full size) stands for all-reduce and a local slice. CPU never emits reduce-scatter. TPU
-        does in some form, but for a group of all devices larger than `Calibration.reduce_scatter_max_group`
-        (found by compiling weight gradients for v4, v5e, v5p and v6e with libtpu 0.0.51).
+        does in some form between slices, and inside a slice unless the group is all of a slice of several hosts;
+        what spans slices and chips of a slice becomes an all-reduce in levels (weight gradients compiled for every
+        generation with libtpu 0.0.51: 8 of v5e:2x4 are scattered, 8 of v5p:2x2x2 and 16 of v5e:4x4 are not).
         """
         group = self._group("reduce-scatter", axes)
-        n = math.prod(self.mesh.axes[axis] for axis in group)
-        if self.mesh.topology.backend == "cpu":
+        topology = self.mesh.topology
+        if topology.backend != "tpu":
+            return "all-reduce" if topology.backend == "cpu" else "reduce-scatter"
+        between = {segment.kind == "network" for axis in group for segment in self.mesh.segments(axis)}
+        if len(between) > 1:
             return "all-reduce"
-        whole = n == self.mesh.num_devices
-        return "all-reduce" if whole and n > self.calibration.reduce_scatter_max_group else "reduce-scatter"
+        n = math.prod(self.mesh.axes[axis] for axis in group)
+        whole = between == {False} and n * topology.slices == topology.num_devices
+        return "all-reduce" if whole and topology.num_hosts > topology.slices else "reduce-scatter"
+
+    def gather_kind(self, axes: tuple[str, ...]) -> Kind:
+        """What the backend's compiler emits for an all-gather over `axes`.
+
+        On 3-D tori an all-reduce of the gathered size for a group of all devices larger than
+        `Calibration.gather_max_group` (v5p:4x4x4 does, v5e:8x8 and v6e:8x8 do not; libtpu 0.0.51).
+        """
+        topology = self.mesh.topology
+        n = math.prod(self.mesh.axes[axis] for axis in self._group("all-gather", axes))
+        torus = topology.backend == "tpu" and len(topology.shape) > 2
+        whole = torus and n == self.mesh.num_devices and n > self.calibration.gather_max_group
+        return "all-reduce" if whole else "all-gather"
 
     def widen_dtype(self, dtype: str) -> str:
         """The dtype in which the backend reduces: CPU turns 16-bit floats into `f32`."""

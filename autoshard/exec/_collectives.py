@@ -61,6 +61,8 @@ class CompiledCollective:
     """Arrays that one execution carries: the compiler combines small collectives."""
     trips_known: bool = True
     """False if a loop around it has a trip count that the text does not tell: counted as one."""
+    line: str = ""
+    """`file:line` of the source, where the text tells."""
 
     @property
     def wire_bytes(self) -> float:
@@ -108,8 +110,8 @@ class _Place:
     in_loop: bool = False
     asynchronous: bool = False
     known: bool = True
-    source: str = ""
-    """Name of the op around it, for collectives that have none of their own."""
+    near: Instruction | None = None
+    """The named op around it, for collectives that have no name of their own."""
 
 
 class Walk:
@@ -133,7 +135,7 @@ class Walk:
             if "chain_id=" in op.attributes and not _starts(owner):
                 return []  # the later parts of one asynchronous fusion repeat the collective that it started
             asynchronous = place.asynchronous or started or _starts(owner)
-            where = dataclasses.replace(place, asynchronous=asynchronous, source=place.source or _source(owner, op))
+            where = dataclasses.replace(place, asynchronous=asynchronous, near=place.near or _named(owner, op))
             return self.collective(op, _KINDS[base], started, where)
         if op.opcode == "send":
             return self.transfer(owner, op, place)
@@ -148,7 +150,7 @@ class Walk:
         if op.opcode == "async-start":
             return self.called(op, "calls", dataclasses.replace(place, asynchronous=True))
         if op.opcode == "fusion":
-            found = self.called(op, "calls", dataclasses.replace(place, source=place.source or _source(owner, op)))
+            found = self.called(op, "calls", dataclasses.replace(place, near=place.near or _named(owner, op)))
             return [self.scattered(c) if _scatters(op) else c for c in found]
         if op.opcode == "call":
             return self.called(op, "to_apply", place)
@@ -180,6 +182,7 @@ class Walk:
     def record(
         self, op: Instruction, kind: Kind, axes: tuple[str, ...], group: int, size: int, share: float, place: _Place
     ) -> CompiledCollective:
+        named = op if op.op_name or place.near is None else place.near
         return CompiledCollective(
             kind=kind,
             axes=axes,
@@ -190,7 +193,8 @@ class Walk:
             asynchronous=place.asynchronous,
             network=False,
             name=op.name,
-            source=op.op_name or place.source,
+            source=named.op_name,
+            line=self.module.lines.get(named.frame, ""),
             group=group,
             arrays=1 if kind == "all-to-all" else max(1, len(op.operands)),
             trips_known=place.known,
@@ -233,7 +237,7 @@ class Walk:
         group = len(members[1].split(",")) if members else slices
         size = op.shapes[0].bytes * (group if kind == "all-gather" else 1)
         axes = _axes_between_slices(self.mesh)
-        place = dataclasses.replace(place, asynchronous=True, source=place.source or _source(owner, op))
+        place = dataclasses.replace(place, asynchronous=True, near=place.near or _named(owner, op))
         share = 1.0
         if kind == "collective-permute":
             pairs = len(re.findall(r"->", op.attributes))
@@ -280,18 +284,18 @@ class Walk:
         return tuple(self.mesh.names[i] for i, width in enumerate(span) if width > 1), size
 
 
-def _source(owner: Computation, op: Instruction) -> str:
-    """Op name of an instruction, or of the nearest one that takes or makes its value."""
+def _named(owner: Computation, op: Instruction) -> Instruction | None:
+    """The instruction itself if the source names it, or else the nearest named one that takes or makes its value."""
     frontier, seen = [op], {op.name}
     for _ in range(4):
         for near in frontier:
             if near.op_name:
-                return near.op_name
+                return near
         following = [user for near in frontier for user in owner.users.get(near.name, ())]
         following += [owner.by_name[name] for near in frontier for name in near.operands if name in owner.by_name]
         frontier = [near for near in following if near.name not in seen and near.opcode not in ("parameter", "tuple")]
         seen |= {near.name for near in frontier}
-    return ""
+    return None
 
 
 def _starts(computation: Computation) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -188,7 +189,7 @@ def _foreseen(collective: CompiledCollective, expected: Sequence[Any]) -> bool:
 
 
 def _reshards(program: Program, plan: Plan) -> list[dict[str, Any]]:
-    """Shardy's list of reshards for the program under the plan."""
+    """Shardy's list of reshards and sums for the program under the plan."""
     from autoshard import mlir
 
     module = mlir.inline_calls(mlir.parse_module(program.module))
@@ -196,7 +197,7 @@ def _reshards(program: Program, plan: Plan) -> list[dict[str, Any]]:
     found = mlir.regions_of(module, plan.regions)
     mlir.insert_pins(module, "mesh", plan.mesh, plan.pins)
     mlir.insert_regions(module, "mesh", plan.mesh, found)
-    return mlir.explicit_reshards(module)
+    return [*mlir.explicit_reshards(module), *mlir.explicit_sums(module)]
 
 
 def _involuntary(log: str) -> list[str]:
@@ -208,8 +209,11 @@ def _explained(
     collective: CompiledCollective, total: float, reshards: Sequence[dict[str, Any]], notes: Sequence[str]
 ) -> Unforeseen:
     tail = _tail(collective.source)
-    best = next((r for r in reshards if any(_tail(name) == tail for name in r["names"])), None) if tail else None
+    best = max(reshards, key=lambda r: _likeness(r, collective), default=None)
+    if best is not None and not _likeness(best, collective)[0]:
+        best = None
     note = next((text for text in notes if tail and tail in text), "")
+    before, after = _specs(best) if best else ("", "")
     return Unforeseen(
         kind=collective.kind,
         axes=collective.axes,
@@ -217,11 +221,37 @@ def _explained(
         share=collective.wire_bytes / total,
         count=collective.count,
         op=collective.source or collective.name,
-        line=best["line"] if best else "",
-        before=str(Spec(best["before"])) if best else "",
-        after=str(Spec(best["after"])) if best else "",
+        line=(best["line"] if best else "") or collective.line,
+        before=before,
+        after=after,
         note=note,
     )
+
+
+def _likeness(reshard: dict[str, Any], collective: CompiledCollective) -> tuple[bool, bool, bool, int]:
+    """How well a reshard of Shardy's list explains a collective: at all, by its axes, by kind, by its op's name."""
+    tail = _tail(collective.source)
+    same = bool(tail) and any(_tail(name) == tail for name in reshard["names"])
+    summed = reshard.get("summed", ())
+    places = [{a: d for d, axes in enumerate(reshard[side]) for a in axes} for side in ("before", "after")]
+    changed = {*summed, *(a for a in {*places[0], *places[1]} if places[0].get(a) != places[1].get(a))}
+    fitting = bool(changed & set(collective.axes))
+    near = max((_shared(_tail(name), tail) for name in reshard["names"]), default=0)
+    kind = bool(summed) == (collective.kind in _REDUCING)
+    return (same or (fitting and kind and near > 0)), fitting, kind and same, near
+
+
+def _shared(name: str, tail: str) -> int:
+    """Leading parts of two name stacks that are the same."""
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(name.split("/"), tail.split("/"), strict=False))
+    return sum(1 for _ in pairs)
+
+
+def _specs(reshard: dict[str, Any]) -> tuple[str, str]:
+    before, after = str(Spec(reshard["before"])), str(Spec(reshard["after"]))
+    if reshard.get("summed"):
+        before += f" not yet summed over {', '.join(reshard['summed'])}"
+    return before, after
 
 
 def _tail(name: str) -> str:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Mapping
 
 
 DTYPE_BITS = {
@@ -90,6 +91,11 @@ class Instruction:
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return "" if found is None or re.fullmatch(r"[\w\-]+\.\d+", found[1]) else found[1]
 
+    @property
+    def frame(self) -> int:
+        """`stack_frame_id` of the metadata, -1 if it has none."""
+        return _field(self.attributes, "stack_frame_id")
+
 
 _CALL_KEYS = ("calls", "to_apply", "body", "condition", "branch_computations", "true_computation", "false_computation")
 
@@ -130,6 +136,8 @@ class HloModule:
     computations: dict[str, Computation]
     entry: str
     scheduled: bool
+    lines: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    """`stack_frame_id` -> `file:line` of the source, from the tables at the head of the text."""
 
     def trip_count(self, loop: Instruction) -> int | None:
         """How often a while loop's body runs, or None if the text does not tell."""
@@ -160,7 +168,33 @@ def parse_hlo(text: str) -> HloModule:
             instruction = _parse_line(line)
             if instruction is not None:
                 body.append(instruction)
-    return HloModule(computations, entry or next(reversed(computations), ""), scheduled)
+    return HloModule(computations, entry or next(reversed(computations), ""), scheduled, _source_lines(text))
+
+
+def _source_lines(text: str) -> dict[int, str]:
+    tables: dict[str, dict[int, str]] = {"FileNames": {}, "FileLocations": {}, "StackFrames": {}}
+    current: dict[int, str] | None = None
+    for line in text.splitlines():
+        number, _, rest = line.partition(" ")
+        if number.isdigit():
+            if current is not None:
+                current[int(number)] = rest
+        elif line:
+            if line.startswith(("%", "ENTRY")):
+                break
+            current = tables.get(line)
+    lines = {}
+    for frame, what in tables["StackFrames"].items():
+        place = tables["FileLocations"].get(_field(what, "file_location_id"), "")
+        name = tables["FileNames"].get(_field(place, "file_name_id"), "").strip('"')
+        if name:
+            lines[frame] = f"{name}:{_field(place, 'line')}"
+    return lines
+
+
+def _field(text: str, key: str) -> int:
+    found = re.search(rf"\b{key}=(\d+)", text)
+    return int(found[1]) if found else -1
 
 
 def _parse_line(line: str) -> Instruction | None:

@@ -64,7 +64,7 @@ def measure(
 
     Updated state is fed into the next step, donation included. With `check`, one step of the unplanned program
     runs on one device first, from the same arguments, and all results are compared (see `Check`). Raises
-    `UserError` for too few devices, another program than the planned one, or memory that runs out.
+    `UserError` for too few devices, another program than the planned one, memory that runs out, or a runtime that fails.
     """
     if steps < 1 or warmup < 0:
         raise UserError(f"measure: {steps} steps after {warmup} for warm-up; at least 1 step and 0 are needed.")
@@ -78,18 +78,16 @@ def measure(
     # Copies on the host: a donated step would take device arrays of the caller's along.
     leaves = [_host(leaf) if isinstance(leaf, jax.Array) and not _is_key(leaf) else leaf for leaf in leaves]
     made = tree.unflatten(leaves)
-    unplanned = _run_unplanned(program, plan, made) if check else None
-
-    start = time.perf_counter()
-    lowered = application.lower(program.fn, program.args, program.donate_argnums, program.module)
-    compiled = lowered.compile()
-    compile_s = time.perf_counter() - start
-
-    shardings = application.in_shardings()
-    current = [place(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
     verdict: Check | None = None
     times: list[float] = []
     try:
+        unplanned = _run_unplanned(program, plan, made) if check else None
+        start = time.perf_counter()
+        lowered = application.lower(program.fn, program.args, program.donate_argnums, program.module)
+        compiled = lowered.compile()
+        compile_s = time.perf_counter() - start
+        shardings = application.in_shardings()
+        current = [place(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
         for step in range(warmup + steps):
             jax.block_until_ready(current)
             start = time.perf_counter()
@@ -103,7 +101,7 @@ def measure(
                 times.append(elapsed)
             current = _next(program, current, results, leaves, shardings)
     except jax.errors.JaxRuntimeError as error:
-        raise _out_of_memory(plan, error) from error
+        raise _failed(plan, error) from error
 
     found = read_collectives(compiled.as_text(), plan_mesh(plan))
     counts: dict[str, int] = {}
@@ -228,11 +226,10 @@ def _memory(compiled: Any) -> dict[str, int]:
     }
 
 
-def _out_of_memory(plan: Plan, error: Exception) -> Exception:
-    if "RESOURCE_EXHAUSTED" not in str(error):
-        return error
-    first = str(error).splitlines()[0][:200]
-    return UserError(f"{plan.program_name} ran out of memory on the devices here: {first}")
+def _failed(plan: Plan, error: Exception) -> UserError:
+    what = "ran out of memory" if "RESOURCE_EXHAUSTED" in str(error) else "failed"
+    first = " ".join(str(error).split())[:200]
+    return UserError(f"{plan.program_name} {what} on the devices here: {first}")
 
 
 def measurement_figures(measurement: Measurement) -> dict[str, Any]:

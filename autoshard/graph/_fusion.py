@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 
 from autoshard.graph._manual import IN, OUT
 from autoshard.graph._records import Op, OpClass, OpGraph
+from autoshard.graph._stored import stored
 
 
 _CHEAP_INTO_MATMUL = frozenset({"convert", "transpose", "reshape", "broadcast_in_dim"})
@@ -38,6 +39,13 @@ class Liveness:
     materialised: frozenset[int]
     buffers: tuple[tuple[int, int, int], ...]
     """(tensor, start, stop); a loop's carried value has one buffer, named by the tensor inside the body."""
+    widths: Mapping[tuple[int, int, int], int] = dataclasses.field(default_factory=dict)
+    """Bytes of an element, for buffers that hold their tensor in another dtype (see `_stored`)."""
+
+    def itemsize(self, graph: OpGraph, buffer: tuple[int, int, int]) -> int:
+        """Bytes of an element of a buffer."""
+        record = graph.tensors[buffer[0]]
+        return self.widths.get(buffer) or record.bytes // max(1, record.elements)
 
 
 def analyse(graph: OpGraph, kept: Collection[int] = (), updates: Mapping[int, int] | None = None) -> Liveness:
@@ -97,7 +105,8 @@ def analyse(graph: OpGraph, kept: Collection[int] = (), updates: Mapping[int, in
             moved = op.operands[1:2] if in_place else tuple(writes)
             fusions.append(Fusion(op.id, tuple(writes), tuple(sorted(reads)), moved))
     buffers = _buffers(graph, fusions, materialised, free, reach, bases, kept, updates or {})
-    return Liveness(tuple(fusions), frozenset(materialised), buffers)
+    more, widths = stored(graph, buffers)
+    return Liveness(tuple(fusions), frozenset(materialised), tuple(sorted((*buffers, *more))), widths)
 
 
 def _takes_stored(graph: OpGraph, op: Op) -> bool:

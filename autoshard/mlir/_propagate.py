@@ -1,5 +1,6 @@
 """Shardy's propagation, and the reshards it finds necessary."""
 
+import re
 from typing import Any
 
 from autoshard.mlir._module import argument_entries, location_name, main_function, source_line
@@ -53,6 +54,36 @@ def explicit_reshards(module: Any) -> list[dict[str, Any]]:
                 "shape": tuple(ir.RankedTensorType(value.type).shape),
                 "before": before,
                 "after": after,
+            }
+        )
+    return found
+
+
+def explicit_sums(module: Any) -> list[dict[str, Any]]:
+    """The sums over mesh axes in a module that `explicit_reshards` has changed: the same records, with `summed` axes.
+
+    `before` and `after` are the spec of the value; before the sum, each device along `summed` has a part of it.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import sdy
+
+    found = []
+    for op in number_ops(module):
+        if op.name != "sdy.all_reduce":
+            continue
+        value = op.operands[0]
+        users = [use.owner for use in op.results[0].uses]
+        named = [*([value.owner] if isinstance(value.owner, ir.Operation) else []), op, *users]
+        names = [location_name(each.location) for each in named]
+        spec = axes_of(sdy.TensorShardingAttr(op.attributes["out_sharding"]))
+        found.append(
+            {
+                "names": sorted({name for name in names if name}),
+                "line": next((line for line in map(source_line, named) if line), ""),
+                "shape": tuple(ir.RankedTensorType(value.type).shape),
+                "before": spec,
+                "after": spec,
+                "summed": tuple(re.findall(r'"([^"]+)"', str(op.attributes["reduction_axes"]))),
             }
         )
     return found

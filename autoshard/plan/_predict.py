@@ -160,7 +160,7 @@ def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, i
             continue
         record = model.graph.tensors[tensor]
         local = tensor_spec(model, choices, tensor).local_shape(record.shape, sizes)
-        size = int(np.prod(local, dtype=np.int64)) * (record.bytes // record.elements)
+        size = int(np.prod(local, dtype=np.int64)) * model.liveness.itemsize(model.graph, (tensor, start, stop))
         kind = kinds[(start, stop, model.cluster_node[cluster])]
         events += [(start, size, kind), (stop, -size, kind)]
     for (tensor, _), number in model.copy_nodes.items():

@@ -129,7 +129,7 @@ class _Pricer:
                 size = sum((local[t] * trips for t, trips in items), np.zeros(len(states)))
                 time[(block, "compute")] = self.compute.memory_seconds(size)
             memory = tuple(
-                MemoryTerm(self.memory_kind(cluster.id, t, start, stop), start, stop, local[t].astype(np.int64))
+                MemoryTerm(self.memory_kind(cluster.id, t, start, stop), start, stop, self.held(local[t], t, start, stop))
                 for t, start, stop in buffers[cluster.id]
             )
             name = self.cluster_name(cluster.tensors)
@@ -186,8 +186,16 @@ class _Pricer:
         dims = self.dims_states(cluster, states, tensor)
         return local_elements(dims, record.shape, self.axes) * (record.bytes // max(1, record.elements))
 
+    def held(self, local: Seconds, tensor: int, start: int, stop: int) -> np.ndarray:
+        """Bytes that a buffer takes, from those of its tensor as the program types it."""
+        record = self.graph.tensors[tensor]
+        width = self.liveness.itemsize(self.graph, (tensor, start, stop))
+        return (local / (record.bytes // max(1, record.elements)) * width).astype(np.int64)
+
     def memory_kind(self, cluster: int, tensor: int, start: int, stop: int) -> str:
         role = self.roles.get(tensor)
+        if role is not None and (tensor, start, stop) in self.liveness.widths:
+            return "temporaries"
         if role is not None:
             return {Role.PARAMETER: "parameters", Role.OPTIMIZER_STATE: "optimizer_state"}.get(role, "batch")
         if cluster in self.updated:

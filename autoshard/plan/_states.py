@@ -106,25 +106,28 @@ class Emitted(enum.Enum):
 def emitted(collectives: Collectives, axes: Sequence[int]) -> Emitted:
     """How the backend's compiler ends a sum over these mesh axes (by number) that ends split.
 
-    TPU compilers turn reduce-scatters and all-gathers of all devices together, when those are many, into
-    all-reduces; asked for one axis at a time they emit real ones (seen on v5p:4x4x4 as 16x4).
+    TPU compilers turn a reduce-scatter over all devices of a slice into an all-reduce; asked for one axis at a time
+    they emit real ones (seen on every generation, v5e:4x4 as 4x4 to v4:4x4x4 as 16x4). Not so between slices: the
+    slice axis, major in the spec, would have to come first, at the full size.
     """
     names = tuple(collectives.mesh.names[a] for a in axes)
     if collectives.partial_to_split_kind(names) == "reduce-scatter":
         return Emitted.SCATTER
-    large = [a for a in axes if collectives.mesh.sizes[a] > 1]
-    return Emitted.STAGED if collectives.mesh.topology.backend == "tpu" and len(large) > 1 else Emitted.SUM
+    mesh = collectives.mesh
+    crossing = any(segment.kind == "network" for name in names for segment in mesh.segments(name))
+    return _in_turn(collectives, axes) if not crossing else Emitted.SUM
 
 
 def emitted_gather(collectives: Collectives, axes: Sequence[int]) -> Emitted:
-    """The same of an all-gather: `SUM` is an all-reduce of the gathered tensor.
-
-    Only on 3-D tori: v5p:4x4x4 turns a gather over all devices into one, v5e:8x8 and v6e:8x8 do not.
-    """
-    topology = collectives.mesh.topology
-    if topology.backend != "tpu" or len(topology.shape) < 3:
+    """The same of an all-gather: `SUM` is an all-reduce of the gathered tensor."""
+    if collectives.gather_kind(tuple(collectives.mesh.names[a] for a in axes)) == "all-gather":
         return Emitted.SCATTER
-    return emitted(collectives, axes)
+    return _in_turn(collectives, axes)
+
+
+def _in_turn(collectives: Collectives, axes: Sequence[int]) -> Emitted:
+    large = [a for a in axes if collectives.mesh.sizes[a] > 1]
+    return Emitted.STAGED if collectives.mesh.topology.backend == "tpu" and len(large) > 1 else Emitted.SUM
 
 
 def transition(

@@ -202,8 +202,17 @@ def test_links(topology: str, mesh: str, expected: tuple) -> None:
     [
         ("cpu:8", "4,2", ("data",), "all-reduce"),
         ("h100:8", "8", ("data",), "reduce-scatter"),
-        # As libtpu 0.0.51 compiled a weight gradient: only large groups of all devices fall back to all-reduce.
-        ("v5e:4x8", "32", ("data",), "reduce-scatter"),
+        # As libtpu 0.0.51 compiled a weight gradient: all of a slice of several hosts falls back to all-reduce.
+        ("v5e:2x4", "8", ("data",), "reduce-scatter"),
+        ("v5p:2x2x2", "8", ("data",), "all-reduce"),
+        ("v5e:4x4", "16", ("data",), "all-reduce"),
+        ("v5e:4x4", "4,4", ("data", "model"), "all-reduce"),
+        ("v5e:4x4", "4,4", ("data",), "reduce-scatter"),
+        ("v5p:2x4x4", "8,4", ("data",), "reduce-scatter"),
+        ("v5e:4x4*2", "2,16", ("data",), "reduce-scatter"),
+        ("v5e:4x4*2", "2,16", ("model",), "all-reduce"),
+        ("v5e:4x4*2", "2,4,4", ("data", "model"), "all-reduce"),
+        ("v5e:4x8", "32", ("data",), "all-reduce"),
         ("v5e:8x8", "64", ("data",), "all-reduce"),
         ("v5e:16x16", "256", ("data",), "all-reduce"),
         ("v5e:16x16", "64,4", ("data",), "reduce-scatter"),

@@ -190,3 +190,19 @@ def test_device_arrays_that_the_program_gives_survive_a_donated_step() -> None:
     found = measure(program, make_plan(program, topology="cpu:8").plan, steps=2, warmup=0, check=True)
     assert found.check is not None and found.check.passed
     assert params["w"].sum() == 128.0 and not params["b"].is_deleted()
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes", "mlp ran out of memory on the devices here: RESOURCE"),
+        ("INTERNAL: no such\nluck", "mlp failed on the devices here: INTERNAL: no such luck"),
+    ],
+)
+def test_what_the_runtime_says_is_one_sentence(mlp, monkeypatch: pytest.MonkeyPatch, message: str, sentence: str):
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr("autoshard.exec._measure.place", fail)
+    with pytest.raises(UserError, match=sentence):
+        measure(mlp, handmade(mlp, MESH, TENSOR_PARALLEL), steps=1, warmup=0)

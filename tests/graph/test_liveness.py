@@ -13,7 +13,8 @@ from tests.graph.programs import f32, graph_of, ops
 
 
 def lifetimes(liveness: Liveness) -> dict[int, tuple[int, int]]:
-    return {tensor: (start, stop) for tensor, start, stop in liveness.buffers}
+    """Without the narrow copies of stacks, which have their stack's name."""
+    return {b[0]: b[1:] for b in reversed(liveness.buffers)}
 
 
 def peak(graph: OpGraph, liveness: Liveness) -> int:
@@ -227,7 +228,7 @@ def test_buffers_are_sound(name: str) -> None:
     program = made.PROGRAMS[name]()
     graph = read_graph(program.module)
     liveness = analyse(graph)
-    tensors = [t for t, _, _ in liveness.buffers]
+    tensors = [b[0] for b in liveness.buffers if b not in liveness.widths or b[0] not in graph.arguments]
     assert len(set(tensors)) == len(tensors) and set(tensors) <= liveness.materialised
     assert all(0 <= start < stop <= len(graph.ops) + 1 for _, start, stop in liveness.buffers)
     assert set(graph.arguments) <= set(tensors)

@@ -1,0 +1,83 @@
+"""Where what memory holds is not the value as the program types it.
+
+A matmul's kernel goes on with the elementwise ops that follow it one by one, and stores what the last of them makes:
+attention scores that are widened and masked are stored wide, logits that are only widened are not. And a stack of layers
+is converted once, before the loop that takes a slice of it and narrows that (both seen in every decoder that was
+compiled for TPUs, v4 to v6e, libtpu 0.0.51).
+"""
+
+from collections.abc import Iterable, Mapping
+
+from autoshard.graph._records import Op, OpClass, OpGraph
+
+
+Buffer = tuple[int, int, int]
+"""(tensor, start, stop)"""
+
+_MATMULS = frozenset({"dot_general", "convolution"})
+_VIEWS = frozenset({"reshape", "transpose", "broadcast_in_dim"})
+
+
+def stored(graph: OpGraph, buffers: Iterable[Buffer]) -> tuple[tuple[Buffer, ...], Mapping[Buffer, int]]:
+    """Buffers of converted stacks, and the bytes of an element of every buffer whose dtype is not its tensor's."""
+    widths: dict[Buffer, int] = {}
+    wide = dict(_widened(graph))
+    for buffer in buffers:
+        if buffer[0] in wide:
+            widths[buffer] = wide[buffer[0]]
+    converted = _converted(graph)
+    widths |= converted
+    return tuple(sorted(converted)), widths
+
+
+def _itemsize(graph: OpGraph, tensor: int) -> int:
+    record = graph.tensors[tensor]
+    return record.bytes // max(1, record.elements)
+
+
+def _widened(graph: OpGraph) -> Iterable[tuple[int, int]]:
+    """Results of matmuls that are stored as a wider value that follows from them, with its width."""
+    users: dict[int, list[Op]] = {}
+    for op in graph.ops:
+        for tensor in set(op.operands):
+            users.setdefault(tensor, []).append(op)
+    kept = {*graph.results, *(t for loop in graph.loops for c in loop.carries for t in (c.init, c.update))}
+    for op in graph.ops:
+        if op.kind not in _MATMULS:
+            continue
+        last, computed = op.results[0], False
+        while last not in kept and len(users.get(last, ())) == 1:
+            (user,) = users[last]
+            if user.op_class is not OpClass.POINTWISE or user.loop != op.loop:
+                break
+            last, computed = user.results[0], computed or user.kind != "convert"
+        if computed and _itemsize(graph, last) > _itemsize(graph, op.results[0]):
+            yield op.results[0], _itemsize(graph, last)
+
+
+def _converted(graph: OpGraph) -> dict[Buffer, int]:
+    """A stack that loops narrow slice by slice: its narrow copy, from the first of these loops to the last."""
+    makers = {tensor: op for op in graph.ops for tensor in op.results}
+    spans: dict[tuple[int, int], tuple[int, int]] = {}
+    for op in graph.ops:
+        if op.kind != "convert" or op.loop < 0:
+            continue
+        width = _itemsize(graph, op.results[0])
+        source = op.operands[0]
+        if width >= _itemsize(graph, source):
+            continue
+        maker = makers.get(source)
+        while maker is not None and maker.kind in _VIEWS and maker.loop == op.loop:
+            maker = makers.get(maker.operands[0])
+        if maker is None or maker.op_class is not OpClass.LAYER or maker.kind != "dynamic_slice":
+            continue
+        stack = maker.operands[0]
+        if stack not in graph.arguments:
+            continue
+        outer = op.loop
+        while graph.loops[outer].parent >= 0:
+            outer = graph.loops[outer].parent
+        start, stop = graph.loops[outer].start, graph.loops[outer].stop
+        before = spans.get((stack, width), (start, stop))
+        spans[(stack, width)] = (min(before[0], start), max(before[1], stop))
+    return {(stack, start, stop): width for (stack, width), (start, stop) in spans.items()}
