@@ -9,7 +9,9 @@ from typing import Any
 from autoshard.program import Program, open_source, trace
 
 
-def llama(layers: int, dim: int, ffn: int, heads: int, kv_heads: int, vocab: int, head_dim: int = 128) -> dict[str, Any]:
+def llama(
+    layers: int, dim: int, ffn: int, heads: int, kv_heads: int, vocab: int, head_dim: int = 128
+) -> dict[str, Any]:
     """A configuration of Llama's architecture."""
     return {
         "model_type": "llama",

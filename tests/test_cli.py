@@ -281,7 +281,7 @@ def test_a_plan_that_cannot_be_judged_is_dropped_and_the_others_go_on(
     code = cli.main(["compare", str(folder / "step.py"), *ON_CPU, "--compile", "--json", "--quiet"])
     captured = capsys.readouterr()
     if len(failing) > 1:
-        assert code == 2 and captured.err == "autoshard: it ran out of memory\n"
+        assert code == 2 and captured.err.endswith("autoshard: it ran out of memory\n")
         return
     plans = json.loads(captured.out)["plans"]
     assert code == 0 and plans["plan"]["failed"] == "it ran out of memory" and plans["plan"]["compiled"] is None

@@ -64,7 +64,8 @@ def measure(
 
     Updated state is fed into the next step, donation included. With `check`, one step of the unplanned program
     runs on one device first, from the same arguments, and all results are compared (see `Check`). Raises
-    `UserError` for too few devices, another program than the planned one, memory that runs out, or a runtime that fails.
+    `UserError` for too few devices, another program than the planned one, memory that runs out, or a runtime that
+    fails.
     """
     if steps < 1 or warmup < 0:
         raise UserError(f"measure: {steps} steps after {warmup} for warm-up; at least 1 step and 0 are needed.")

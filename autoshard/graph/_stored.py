@@ -1,9 +1,9 @@
 """Where what memory holds is not the value as the program types it.
 
-A matmul's kernel goes on with the elementwise ops that follow it one by one, and stores what the last of them makes:
-attention scores that are widened and masked are stored wide, logits that are only widened are not. And a stack of layers
-is converted once, before the loop that takes a slice of it and narrows that (both seen in every decoder that was
-compiled for TPUs, v4 to v6e, libtpu 0.0.51).
+A matmul's kernel goes on with the elementwise ops that follow it one by one, and stores what the last of them
+makes: attention scores that are widened and masked are stored wide, logits that are only widened are not. And a stack
+of layers is converted once, before the loop that takes a slice of it and narrows that (both seen in every decoder that
+was compiled for TPUs, v4 to v6e, libtpu 0.0.51).
 """
 
 from collections.abc import Iterable, Mapping

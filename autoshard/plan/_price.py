@@ -129,8 +129,8 @@ class _Pricer:
                 size = sum((local[t] * trips for t, trips in items), np.zeros(len(states)))
                 time[(block, "compute")] = self.compute.memory_seconds(size)
             memory = tuple(
-                MemoryTerm(self.memory_kind(cluster.id, t, start, stop), start, stop, self.held(local[t], t, start, stop))
-                for t, start, stop in buffers[cluster.id]
+                MemoryTerm(self.memory_kind(cluster.id, *buffer), *buffer[1:], self.held(local[buffer[0]], *buffer))
+                for buffer in buffers[cluster.id]
             )
             name = self.cluster_name(cluster.tensors)
             held = np.ones(len(states), dtype=bool)

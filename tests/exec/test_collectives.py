@@ -367,3 +367,16 @@ def test_a_collective_without_a_name_takes_its_neighbours():
         '  ROOT %b = f32[16,16] copy(%a), metadata={op_name="jit(step)/jvp()/dot_general"}'
     )
     assert found.source == "jit(step)/jvp()/dot_general"
+
+
+def test_a_collective_names_its_source_line():
+    text = (
+        'HloModule m, is_scheduled=true, num_partitions=8\n\nFileNames\n1 "/a/model.py"\n\nFunctionNames\n1 "step"\n\n'
+        "FileLocations\n1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=2}\n\n"
+        "StackFrames\n1 {file_location_id=1 parent_frame_id=1}\n\n"
+        "ENTRY %main (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n"
+        "  ROOT %ar = f32[8]{0} all-reduce(%p), replica_groups={}, to_apply=%add, "
+        'metadata={op_name="jit(step)/sum" stack_frame_id=1}\n}\n'
+    )
+    (found,) = read_collectives(text, make_mesh(Topology.parse("cpu:8"), {"data": 8}))
+    assert (found.source, found.line) == ("jit(step)/sum", "/a/model.py:7")

@@ -252,3 +252,33 @@ def test_the_peak_is_near_the_compilers(name: str) -> None:
     found = compiled.memory_analysis()
     total = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
     assert peak(graph, analyse(graph, kept, updates)) == pytest.approx(total - found.alias_size_in_bytes, rel=0.25)
+
+
+def bf16(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_scores_are_stored_as_what_the_matmul_goes_on_to(masked: bool) -> None:
+    def fn(a: Any, b: Any) -> Any:
+        scores = (a @ b).astype(jnp.float32)
+        return jax.nn.softmax(jnp.sin(scores) if masked else scores)
+
+    graph = graph_of(fn, bf16(8, 8), bf16(8, 8))
+    liveness = analyse(graph)
+    product = ops(graph, "dot_general")[0].results[0]
+    (buffer,) = (b for b in liveness.buffers if b[0] == product)
+    assert liveness.itemsize(graph, buffer) == (4 if masked else 2)
+
+
+def test_a_stack_that_a_loop_narrows_is_narrowed_once_before_it() -> None:
+    def fn(stack: Any, x: Any) -> Any:
+        return lax.scan(lambda c, w: (c @ w.astype(jnp.bfloat16), None), x, stack)[0]
+
+    graph = graph_of(fn, f32(4, 8, 8), bf16(8, 8))
+    liveness = analyse(graph)
+    (loop,) = graph.loops
+    stack = graph.arguments[0]
+    assert [(b, liveness.itemsize(graph, b)) for b in liveness.buffers if b[0] == stack and b[1]] == [
+        ((stack, loop.start, loop.stop), 2)
+    ]
