@@ -137,7 +137,7 @@ def _compiled(row: Row, program: "Program", plan: "Plan", time_limit: float) -> 
     """From the folder of compiled plans, or from the compiler."""
     from autoshard.exec._libtpu import compile_with_libtpu
 
-    digest = hashlib.sha256(program.module)
+    digest = hashlib.sha256(program.fingerprint.encode())  # not the module, which has line numbers
     what = (plan.topology, plan.mesh, plan.device_order, plan.arguments, plan.results, plan.pins)
     digest.update(repr(what).encode())
     path = KEPT / f"{row.name}-{digest.hexdigest()[:12]}.pickle"

@@ -290,6 +290,7 @@ def compile_figures(result: CompileReport) -> dict[str, Any]:
                 "asynchronous": c.asynchronous,
                 "network": c.network,
                 "op": c.source or c.name,
+                "line": c.line,
             }
             for c in result.collectives
         ],
