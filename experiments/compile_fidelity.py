@@ -114,6 +114,7 @@ def run(row: Row, time_limit: float, predict_only: bool) -> dict[str, Any]:
         raise SystemExit(f"{row.name}: no baseline {row.plan} here, only {', '.join(made.baseline_plans)}")
     prediction = plan.prediction
     figures: dict[str, Any] = {
+        "code": _code(),
         "plan": row.plan,
         "topology": row.topology,
         "mesh": row.mesh,
@@ -131,6 +132,12 @@ def run(row: Row, time_limit: float, predict_only: bool) -> dict[str, Any]:
         return figures
     compiled = _compiled(row, program, plan, time_limit)
     return figures | compile_figures(report(program, plan, compiled))
+
+
+def _code() -> str:
+    """The commit that is checked out: rows that older code made are told apart."""
+    done = subprocess.run(["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 def _compiled(row: Row, program: "Program", plan: "Plan", time_limit: float) -> "Compiled":
@@ -221,11 +228,11 @@ def table(results: list[dict[str, Any]]) -> str:
         "# Plans predicted against the TPU compiler",
         "",
         "`python experiments/compile_fidelity.py`; libtpu, no TPU. Bytes of one device, GiB. `memory` and `wire` are",
-        "predicted over compiled; `wire` is of all axes together, the other columns speak for themselves.",
+        "predicted over compiled; `wire` is of all axes together; `code` is the commit whose predictions these are.",
         "",
         "| row | topology | plan | predicted | compiled | memory | limit | verdicts | wire | by axis | unforeseen | "
-        "step s predicted | estimated | compile s |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "step s predicted | estimated | compile s | code |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     memory, wires, agree, judged = [], [], 0, 0
     for result in done:
@@ -251,7 +258,7 @@ def table(results: list[dict[str, Any]]) -> str:
             f"{(peak['compiled'] or 0) / 2**30:.2f} | {f'{ratio:.2f}' if ratio else '-'} | {limit / 2**30:.2f} | "
             f"{ours} / {theirs} | {f'{total[0] / total[1]:.2f}' if total[1] else '-'} | {', '.join(axes)} | "
             f"{blamed if result['unforeseen'] else '-'} | {times['predicted']:.4g} | "
-            f"{times['estimated'] or 0:.4g} | {result['compile_s']:.0f} |"
+            f"{times['estimated'] or 0:.4g} | {result['compile_s']:.0f} | {result['code']} |"
         )
     lines += ["", f"Memory: {_spread(memory)}. Bytes on the wire by axis: {_spread(wires)}."]
     lines += [f"Verdicts agree in {agree} of {judged} rows predicted more than 10 % away from the limit."]
