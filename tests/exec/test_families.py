@@ -42,5 +42,8 @@ def test_the_table_names_what_needs_a_reason():
     text = families.table(rows, 4)
     assert "3 rows of 4, 2 equal" in text and "3 rows, 2 equal" in families.table(rows, 3)
     assert "median error 50.0%" in text and "1 without a plan" in text and "1 off by more than 50%" in text
+    noisy = {"d/train/8": good | {"equal": False, "max_rel_diff": 2e-3, "rounding": 1.5e-3}}
+    wrong = {"d/train/8": good | {"equal": False, "max_rel_diff": 4e-3, "rounding": 1.5e-3}}
+    assert "| rounding |" in families.table(noisy, 1) and "| NO: x |" in families.table(wrong, 1)
     remarks = [line.rsplit("|", 2)[1].strip() for line in text.splitlines() if line[:4] in ("| a ", "| b ", "| c ")]
     assert remarks == ["", "unexplained", "No."]
