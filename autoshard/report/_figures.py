@@ -1,5 +1,6 @@
 """The figures of a plan as plain values: what `--json` prints, and what every report is made of."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[
         "fixed": list(fixed_lines(plan)),
         "baselines": {name: prediction_figures(baseline) for name, baseline in plan.baselines.items()},
         "warnings": list(plan.warnings),
+        "unruled": [dataclasses.asdict(each) for each in plan.unruled],
     }
     if wall_s is not None:
         figures["wall_s"] = {phase: round(seconds, 4) for phase, seconds in wall_s.items()}
