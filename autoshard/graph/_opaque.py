@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard import mlir
+from autoshard.graph._cudnn import cudnn_rule, is_cudnn_attention
 from autoshard.graph._records import FactorKind, Opaque, Rule, Tensor
 from autoshard.graph._rules import parse_rule
 from autoshard.rules import bind, registered
@@ -31,6 +32,8 @@ def read_opaque(op: Any, operands: Sequence[Tensor], results: Sequence[Tensor], 
     flops, traffic = mlir.call_counts(op)
     fixed = mlir.has_fixed_shapes(op)
     given = registered(target)
+    if given is None and is_cudnn_attention(target):
+        given = cudnn_rule(target, mlir.backend_config(op), operands, results)
     if given is not None:
         shapes = [t.shape for t in operands], [t.shape for t in results]
         bound = bind(given, *shapes, f"of `{target}`" + (f" at {where}" if where else ""))

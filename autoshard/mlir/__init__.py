@@ -4,6 +4,7 @@ Nothing here knows costs or strategies. Positions of ops are those of `number_op
 sharded and the unsharded lowering of one program, which `structure_hash` proves.
 """
 
+from autoshard.mlir._calls import backend_config as backend_config
 from autoshard.mlir._calls import call_counts as call_counts
 from autoshard.mlir._calls import call_key as call_key
 from autoshard.mlir._calls import call_shapes as call_shapes

@@ -107,6 +107,15 @@ def call_key(op: Any) -> str:
     return ir.StringAttr(op.attributes["backend_config"]).value
 
 
+def backend_config(op: Any) -> str:
+    """What a custom call is told besides its operands, as text; of a dictionary MLIR's own text of it."""
+    for name in ("backend_config", "mhlo.backend_config"):
+        if name in op.attributes:
+            attribute = op.attributes[name]
+            return str(getattr(attribute, "value", attribute))
+    return ""
+
+
 def call_counts(op: Any) -> tuple[int, int]:
     """Flops and bytes of one execution, as the call itself says; 0 where it does not."""
     from jaxlib.mlir import ir

@@ -55,7 +55,8 @@ def heavy_seconds(graph: OpGraph, op: Op, states: States, axes: Sequence[int], c
         m, n, k, batch = _matmul_sizes(op.rule, states, axes)
         busy = compute.matmul_seconds(m, n, k, batch, dtype)
         return np.maximum(busy, compute.memory_seconds(size)) + compute.op_seconds(1.0, 0.0)
-    share = local_elements(states, op.rule.sizes, axes) / math.prod(op.rule.sizes)
+    factors = [max(1, n) for n in op.rule.sizes]  # a call may have empty results
+    share = local_elements(states, factors, axes) / math.prod(factors)
     efficiency = _convolution_efficiency(graph, op, states, axes, compute) if op.kind == "convolution" else None
     return compute.op_seconds(op.flops * share, size, dtype, efficiency)
 

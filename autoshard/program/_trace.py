@@ -190,6 +190,11 @@ def _user_code(label: str, run: Callable[[], Any]) -> Any:
     except Exception as error:
         reason = str(error).strip().splitlines()
         text = reason[0] if reason else "no message"
+        if text == "cuDNN is not detected.":
+            raise UserError(
+                f"`{label}` uses implementation='cudnn', which JAX traces only where it finds cuDNN: trace it there "
+                "and plan the StableHLO file (.lower().as_text(), `autoshard plan step.mlir`), or use 'xla'."
+            ) from error
         if "Differentiation rule for 'custom_partitioning'" in text:
             raise UserError(
                 f"`{label}` takes the gradient of a function with a sharding rule, which has none of its own: put "
