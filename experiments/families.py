@@ -36,8 +36,11 @@ SCALARS = 64
 OUTLIER = 0.5
 """Relative error of an axis from which a row needs a reason."""
 
-REASONS: dict[str, str] = {}
-"""Pattern of a row's key -> why its bytes are predicted wrongly."""
+REASONS: dict[str, str] = {
+    "hf:whisper-mini/train/.*": "Cross attention is uniform at the initial values: this gradient is 3e-5 of the "
+    "largest one, and the difference under 1e-9 of that one, below what fp32 resolves.",
+}
+"""Pattern of a row's key -> why it differs, or why its bytes are predicted wrongly."""
 
 
 def main() -> None:
@@ -175,7 +178,7 @@ def reason(name: str, row: dict[str, Any]) -> str:
         return row["error"]
     if is_rounding(row):
         return f"The unplanned step with its examples in another order differs by {row['rounding']:.1e} too."
-    if max(errors_of(row), default=0.0) <= OUTLIER:
+    if row["equal"] and max(errors_of(row), default=0.0) <= OUTLIER:
         return ""
     return next((text for pattern, text in REASONS.items() if re.fullmatch(pattern, name)), "unexplained")
 
