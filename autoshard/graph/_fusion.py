@@ -5,11 +5,11 @@ whoever consumes them, unless recomputing them for several consumers would read 
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from autoshard.graph._manual import IN, OUT
 from autoshard.graph._records import Op, OpClass, OpGraph
-from autoshard.graph._stored import stored
+from autoshard.graph._stored import stored, widened
 
 
 _CHEAP_INTO_MATMUL = frozenset({"convert", "transpose", "reshape", "broadcast_in_dim"})
@@ -59,6 +59,8 @@ def analyse(graph: OpGraph, kept: Collection[int] = (), updates: Mapping[int, in
     for op in graph.ops:
         for tensor in set(op.operands):
             consumers[tensor].append(op.id)
+    wide = widened(graph)
+    sizes = [t.elements * wide[t.id] if t.id in wide else t.bytes for t in graph.tensors]
     pinned = set(graph.results)
     for loop in graph.loops:
         for carry in loop.carries:
@@ -95,7 +97,7 @@ def analyse(graph: OpGraph, kept: Collection[int] = (), updates: Mapping[int, in
         reads = frozenset().union(*(reach.get(t, frozenset()) for t in sources))
         writes = []
         for tensor in op.results:
-            if _is_written(graph, op.id, tensor, consumers[tensor], reads, pinned):
+            if _is_written(graph, op.id, tensor, consumers[tensor], reads, pinned, sizes):
                 materialised.add(tensor)
                 reach[tensor] = frozenset((tensor,))
                 writes.append(tensor)
@@ -105,7 +107,7 @@ def analyse(graph: OpGraph, kept: Collection[int] = (), updates: Mapping[int, in
             moved = op.operands[1:2] if in_place else tuple(writes)
             fusions.append(Fusion(op.id, tuple(writes), tuple(sorted(reads)), moved))
     buffers = _buffers(graph, fusions, materialised, free, reach, bases, kept, updates or {})
-    more, widths = stored(graph, buffers)
+    more, widths = stored(graph, buffers, wide)
     return Liveness(tuple(fusions), frozenset(materialised), tuple(sorted((*buffers, *more))), widths)
 
 
@@ -125,7 +127,13 @@ def _takes_stored(graph: OpGraph, op: Op) -> bool:
 
 
 def _is_written(
-    graph: OpGraph, op_id: int, tensor: int, users: list[int], reads: frozenset[int], pinned: set[int]
+    graph: OpGraph,
+    op_id: int,
+    tensor: int,
+    users: list[int],
+    reads: frozenset[int],
+    pinned: set[int],
+    sizes: Sequence[int],
 ) -> bool:
     op = graph.ops[op_id]
     writes = op.kind in _WRITERS or op.kind == "dynamic_update_slice" or tensor in pinned
@@ -134,8 +142,7 @@ def _is_written(
     heavy = any(graph.ops[u].op_class is OpClass.HEAVY and graph.ops[u].kind not in _FUSED_MOVES for u in users)
     if heavy and op.kind not in _CHEAP_INTO_MATMUL and op.op_class is not OpClass.LAYER:
         return True
-    size = graph.tensors[tensor].bytes
-    return len(users) > 1 and sum(graph.tensors[t].bytes for t in reads) > size
+    return len(users) > 1 and sum(sizes[t] for t in reads) > sizes[tensor]
 
 
 def _buffers(
@@ -163,6 +170,9 @@ def _buffers(
             last[tensor] = end
     last |= dict.fromkeys(kept, end)
     home = _share_carried(graph, free, start, last)
+    # A result that is written over no argument has memory of its own before the program starts.
+    for tensor in set(graph.results) - set(updates.values()) - set(graph.arguments):
+        start[home.get(tensor, tensor)] = 0
     buffers = []
     for tensor in sorted(materialised):
         if home.get(tensor, tensor) != tensor:

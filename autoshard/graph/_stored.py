@@ -15,13 +15,17 @@ Buffer = tuple[int, int, int]
 """(tensor, start, stop)"""
 
 _MATMULS = frozenset({"dot_general", "convolution"})
-_VIEWS = frozenset({"reshape", "transpose", "broadcast_in_dim"})
+_VIEWS = frozenset({"reshape", "transpose", "broadcast_in_dim", "sharding_constraint"})
 
 
-def stored(graph: OpGraph, buffers: Iterable[Buffer]) -> tuple[tuple[Buffer, ...], Mapping[Buffer, int]]:
-    """Buffers of converted stacks, and the bytes of an element of every buffer whose dtype is not its tensor's."""
+def stored(
+    graph: OpGraph, buffers: Iterable[Buffer], wide: Mapping[int, int]
+) -> tuple[tuple[Buffer, ...], Mapping[Buffer, int]]:
+    """Buffers of converted stacks, and the bytes of an element of every buffer whose dtype is not its tensor's.
+
+    `wide`: what `widened` gives.
+    """
     widths: dict[Buffer, int] = {}
-    wide = dict(_widened(graph))
     for buffer in buffers:
         if buffer[0] in wide:
             widths[buffer] = wide[buffer[0]]
@@ -35,13 +39,14 @@ def _itemsize(graph: OpGraph, tensor: int) -> int:
     return record.bytes // max(1, record.elements)
 
 
-def _widened(graph: OpGraph) -> Iterable[tuple[int, int]]:
-    """Results of matmuls that are stored as a wider value that follows from them, with its width."""
+def widened(graph: OpGraph) -> dict[int, int]:
+    """Results of matmuls that are stored as a wider value that follows from them: bytes of an element."""
     users: dict[int, list[Op]] = {}
     for op in graph.ops:
         for tensor in set(op.operands):
             users.setdefault(tensor, []).append(op)
     kept = {*graph.results, *(t for loop in graph.loops for c in loop.carries for t in (c.init, c.update))}
+    found = {}
     for op in graph.ops:
         if op.kind not in _MATMULS:
             continue
@@ -52,7 +57,8 @@ def _widened(graph: OpGraph) -> Iterable[tuple[int, int]]:
                 break
             last, computed = user.results[0], computed or user.kind != "convert"
         if computed and _itemsize(graph, last) > _itemsize(graph, op.results[0]):
-            yield op.results[0], _itemsize(graph, last)
+            found[op.results[0]] = _itemsize(graph, last)
+    return found
 
 
 def _converted(graph: OpGraph) -> dict[Buffer, int]:
