@@ -13,7 +13,7 @@ from autoshard.graph._stored import stored, widened
 
 
 _CHEAP_INTO_MATMUL = frozenset({"convert", "transpose", "reshape", "broadcast_in_dim"})
-_WRITERS = frozenset({"reduce"})
+_WRITERS = frozenset({"reduce", "case", "if"})
 _PASSING = frozenset({"sharding_constraint", IN, OUT})
 """Ops that say how a value is split and leave it where it is."""
 _FUSED_MOVES = frozenset({"slice", "concatenate", "pad", "reverse"})
@@ -228,9 +228,13 @@ def _share_carried(graph: OpGraph, free: set[int], start: dict[int, int], last: 
 
 
 def _outlast(graph: OpGraph, tensor: int, user: int) -> int:
-    """Last moment a value is needed by an op: the end of the outermost loop that runs the op but not the value."""
+    """Last moment a value is needed by an op: the end of the outermost loop that runs the op but not the value.
+
+    A branch of a conditional runs once, so what it needs it needs no longer than its op.
+    """
     home, loop, moment = graph.tensors[tensor].loop, graph.ops[user].loop, user
     while loop != home and loop >= 0:
-        moment = max(moment, graph.loops[loop].stop - 1)
+        if not graph.loops[loop].branches:
+            moment = max(moment, graph.loops[loop].stop - 1)
         loop = graph.loops[loop].parent
     return moment

@@ -42,6 +42,7 @@ _DTYPES = {
     "complex<f32>": ("complex64", 8), "complex<f64>": ("complex128", 16),
 }  # fmt: skip
 _GENERATED = frozenset({"constant", "iota", "partition_id"})
+BRANCHING = frozenset({"case", "if"})
 _ALIASES = frozenset({"optimization_barrier", "propagation_barrier"})
 _CONSTRAINTS = frozenset({"sharding_constraint", "reshard"})
 _REDUCERS = frozenset({"reduce"})
@@ -122,6 +123,8 @@ class _Reader:
                 return [self.ids[value] for value in op.operands]
             if kind == "while":
                 self.read_while(op, loop)
+            elif kind in BRANCHING:
+                self.read_branches(op, kind, loop)
             elif kind == "manual_computation":
                 self.read_manual(op, loop)
             elif kind in _ALIASES:
@@ -243,10 +246,6 @@ class _Reader:
     def read_op(self, op: Any, kind: str, loop: int) -> None:
         number = self.number
         name = mlir.location_name(op.location)
-        for region in op.regions:
-            if kind in ("case", "if"):
-                for block in region.blocks:
-                    self.read_block(block, loop)
         op_id = len(self.ops)
         operands = tuple(self.ids[value] for value in op.operands)
         results = tuple(
@@ -294,6 +293,35 @@ class _Reader:
         match = re.search(r"dense<(-?\d+)>", str(op.attributes["value"]))
         if match:
             self.constants[tensor] = int(match[1])
+
+    def read_branches(self, op: Any, kind: str, parent: int) -> None:
+        """A conditional: the ops of every branch, and for each result an op that takes what the branches give for it.
+
+        So branches and results agree on a spec as operands and results of pointwise ops do.
+        """
+        number, name = self.number, mlir.location_name(op.location)
+        given = []
+        for region in op.regions:
+            branch, start = len(self.loops), len(self.ops)
+            self.loops.append(None)
+            given.append(self.read_block(region.blocks[0], branch))
+            self.loops[branch] = Loop(
+                branch, number, parent, 1, True, (), start, len(self.ops), 0, branches=len(op.regions)
+            )
+        for r, value in enumerate(op.results):
+            sources, op_id = tuple(values[r] for values in given), len(self.ops)
+            result = self.new_tensor(value, op_id, parent, (number, r), name)
+            shape = self.tensors[result].shape
+            op_class = OpClass.POINTWISE
+            if all(source in self.free for source in sources):
+                self.free.add(result)
+                op_class = OpClass.FREE
+            rule = same_rule([shape] * len(sources), [shape])
+            numbers = tuple(range(len(sources)))
+            self.ops.append(
+                Op(op_id, number, kind, op_class, sources, (result,), rule, parent, 0, name, numbers,
+                   manual=self.manual)
+            )  # fmt: skip
 
     def read_while(self, op: Any, parent: int) -> None:
         number, loop_id = self.number, len(self.loops)

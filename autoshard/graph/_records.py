@@ -141,7 +141,7 @@ class Carry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loop:
-    """A `while` with a known or assumed number of trips."""
+    """A `while` with a known or assumed number of trips, or one branch of a `case` or `if`."""
 
     id: int
     number: int
@@ -156,6 +156,8 @@ class Loop:
     """One past the last op of the body."""
     width: int
     """Carried values of the `while` op, those that the body does not change included."""
+    branches: int = 0
+    """For one branch of a conditional, which is no loop but a block of its own too: how many branches there are."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -229,15 +231,16 @@ class OpGraph:
     regions: tuple[Manual, ...] = ()
     """Regions that the program splits by hand, in order."""
 
-    def trips(self, loop: int) -> int:
-        """Executions in one step of an op whose loop is `loop`."""
+    def trips(self, loop: int) -> float:
+        """Executions in one step of an op whose loop is `loop`; each branch of a conditional runs equally often."""
         count = 1
         while loop >= 0:
-            count *= self.loops[loop].trips
-            loop = self.loops[loop].parent
+            record = self.loops[loop]
+            count = count / record.branches if record.branches > 1 else count * record.trips
+            loop = record.parent
         return count
 
     @property
     def flops(self) -> int:
         """Matmul and convolution FLOPs of one step, loop trips counted, unsharded."""
-        return sum(op.flops * self.trips(op.loop) for op in self.ops)
+        return round(sum(op.flops * self.trips(op.loop) for op in self.ops))

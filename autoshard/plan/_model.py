@@ -62,7 +62,7 @@ class Move:
     op: int
     """The op that the value enters or leaves; -1 for a tie."""
     block: int
-    trips: int
+    trips: float
     hideable: bool
     rows: NDArray[np.int64]
     """Row of `costs` for each alternative of `source`."""

@@ -19,7 +19,7 @@ class Collective:
     """`all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all` or `collective-permute`."""
     axes: tuple[str, ...]
     count: int
-    """Executions in one step (loop trips counted)."""
+    """Executions in one step: loop trips counted, branches of a conditional by their share, rounded up."""
     wire_bytes: int
     """Bytes that one device puts on the wire in one step."""
     seconds: float

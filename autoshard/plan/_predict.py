@@ -5,6 +5,7 @@ Everything is listed again from the chosen specs, one pair of states at a time, 
 """
 
 import dataclasses
+import math
 from collections import defaultdict
 
 import numpy as np
@@ -100,7 +101,7 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     collectives = []
     for (kind, axes, hidden, cause), (count, size, seconds) in gathered.items():
         wire = sum(float(v) for v in model.collectives.wire_bytes(kind, axes, size).values())  # type: ignore[arg-type]
-        collectives.append(Collective(kind, axes, int(count), int(round(wire)), seconds, hidden, cause))
+        collectives.append(Collective(kind, axes, math.ceil(count), int(round(wire)), seconds, hidden, cause))
     collectives.sort(key=lambda c: (-c.seconds, c.kind, c.axes, c.cause))
     peak, when, memory = _memory(model, choices)
     return Outcome(dict(channels), tuple(collectives), peak, when, memory)
@@ -224,7 +225,7 @@ def mfu(model: Model, step: float) -> float | None:
     flops = model.program.model_flops or model.graph.flops
     if not flops or step <= 0:
         return None
-    dtypes: dict[str, int] = defaultdict(int)
+    dtypes: dict[str, float] = defaultdict(float)
     for op in model.graph.ops:
         if op.flops:
             dtypes[model.graph.tensors[op.operands[0]].dtype] += op.flops * model.graph.trips(op.loop)

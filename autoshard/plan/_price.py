@@ -103,7 +103,7 @@ class _Pricer:
     # Nodes
 
     def add_clusters(self) -> None:
-        traffic: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+        traffic: dict[int, dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
         for fusion in self.liveness.fusions:
             op = self.graph.ops[fusion.root]
             if op.op_class is OpClass.HEAVY and op.kind not in MOVES_ONLY:
@@ -200,7 +200,7 @@ class _Pricer:
             return {Role.PARAMETER: "parameters", Role.OPTIMIZER_STATE: "optimizer_state"}.get(role, "batch")
         if cluster in self.updated:
             return "gradients"
-        crosses = any(start < loop.start and stop > loop.stop for loop in self.graph.loops)
+        crosses = any(start < loop.start and stop > loop.stop for loop in self.graph.loops if not loop.branches)
         carried = any(tensor == c.body for loop in self.graph.loops for c in loop.carries)
         return "activations" if crosses or carried else "temporaries"
 
@@ -250,11 +250,19 @@ class _Pricer:
             self.add_tie(result, argument, cluster_node)
         return copies
 
-    def block_trips(self, tensor: int, op: Op) -> tuple[int, int]:
-        """Block in which a value moves, and how often: a value that the loop does not change moves once."""
+    def block_trips(self, tensor: int, op: Op) -> tuple[int, float]:
+        """Block in which a value moves, and how often: a value that the loop does not change moves once.
+
+        Nothing is moved ahead of a conditional: what a branch needs moves as often as the branch runs.
+        """
         home = self.graph.tensors[tensor].loop
-        loop = op.loop
-        return loop, self.graph.trips(home if home != loop and home >= -1 and not self.inside(home, loop) else loop)
+        if home == op.loop or self.inside(home, op.loop):
+            return op.loop, self.graph.trips(op.loop)
+        count, loop = self.graph.trips(home), op.loop
+        while loop >= 0 and loop != home:
+            count /= max(1, self.graph.loops[loop].branches)
+            loop = self.graph.loops[loop].parent
+        return op.loop, count
 
     def inside(self, home: int, loop: int) -> bool:
         while home >= 0:
@@ -361,7 +369,7 @@ class _Pricer:
         tensor: int,
         op: int,
         block: int,
-        trips: int,
+        trips: float,
         held: States,
         kept: States,
         states: States,

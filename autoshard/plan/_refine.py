@@ -87,7 +87,7 @@ def find_refinement(graph: OpGraph, structure: Structure, groups: Groups, mesh: 
     of another axis, the last of equal ones, unless such an axis divides them; other dims have others beside them in
     their op that an axis can split as well.
     """
-    asked: dict[tuple[int, int], int] = defaultdict(int)
+    asked: dict[tuple[int, int], float] = defaultdict(float)
     for op_id in structure.heavy:
         op = graph.ops[op_id]
         if op.rule is None or not op.flops:

@@ -328,16 +328,23 @@ def test_ops_without_rule_are_reported() -> None:
     assert build_structure(graph).heavy == (op_id,)
 
 
-def test_branches_are_read_and_the_choice_between_them_is_reported() -> None:
-    def fn(x: Any, i: Any) -> Any:
-        return lax.cond(i > 0, jnp.sin, lambda x: x * 2, x) + 1
+def test_branches_agree_with_what_is_made_of_them() -> None:
+    def fn(x: Any, w: Any, i: Any) -> Any:
+        return lax.cond(i > 0, lambda x: jnp.sin(x @ w), lambda x: x * 2, x) + 1
 
-    graph = graph_of(fn, f32(8, 8), jax.ShapeDtypeStruct((), jnp.int32))
+    graph = graph_of(fn, f32(16, 8), f32(8, 8), jax.ShapeDtypeStruct((), jnp.int32))
     assert [op.id for op in graph.ops] == list(range(len(graph.ops)))
-    (case,) = (graph.ops[o] for o in graph.without_rule)
-    assert case.kind == "case"
-    assert graph.tensors[case.results[0]].producer == case.id
-    assert case.number < min(op.number for op in ops(graph, "sine")), "numbered before its branches, as in the module"
+    assert graph.without_rule == ()
+    (case,) = ops(graph, "case")
+    (dot,), (sine,), (double,) = ops(graph, "dot_general"), ops(graph, "sine"), ops(graph, "multiply")
+    assert case.operands == (double.results[0], sine.results[0])
+    assert graph.tensors[case.results[0]].value == (case.number, 0)
+    assert case.number < min(op.number for op in (dot, sine, double)), "numbered before its branches, as in the module"
+    structure = build_structure(graph)
+    assert structure.heavy == (dot.id,)
+    assert len({structure.cluster_of[t] for t in (*case.operands, *case.results)}) == 1
+    assert graph.trips(dot.loop) == graph.trips(double.loop) == 0.5
+    assert graph.flops == dot.flops / 2
     assert analyse(graph).buffers
 
 
