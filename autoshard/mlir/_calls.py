@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.mlir._inline import inline_calls
-from autoshard.mlir._module import collect, main_block, parse_module, symbol
+from autoshard.mlir._module import collect, main_block, parse_module, replace_by_block, symbol
 from autoshard.mlir._shardings import SpecLike, ensure_mesh, sharding_attribute
 
 
@@ -164,16 +164,7 @@ def splice(module: Any, ops: Mapping[int, Any], bodies: Mapping[int, bytes], siz
                 if wanted != symbol(op):
                     text = donor.operation.get_asm(enable_debug_info=False)
                     donor = parse_module(text.replace(f"@{symbol(op)}", f"@{wanted}"), module.context)
-        call = ops[number]
-        block = main_block(donor)
-        for argument, operand in zip(list(block.arguments), list(call.operands), strict=True):
-            argument.replace_all_uses_with(operand)
-        inner = list(block.operations)
-        for op in inner[:-1]:
-            op.operation.move_before(call)
-        for result, value in zip(list(call.results), list(inner[-1].operation.operands), strict=True):
-            result.replace_all_uses_with(value)
-        call.erase()
+        replace_by_block(ops[number], main_block(donor))
 
 
 def run_on_shards(

@@ -3,7 +3,8 @@
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.mlir._module import collect, location_name, main_function, parse_module, symbol
+from autoshard.mlir._module import collect, location_name, main_function, parse_module, replace_by_block, symbol
+from autoshard.mlir._norms import expand_norms
 from autoshard.mlir._pooling import fold_pooling
 
 
@@ -14,7 +15,8 @@ def inline_calls(module: Any) -> Any:
     """Replace every call and composite by a clone of its body, in every region; leaves `@main` alone (in place).
 
     Functions that a custom call names stay. An inlined op's location is `<name of the call>/<name of the op>`.
-    What platforms lower differently gets one form too (`fold_pooling`), so that positions of ops agree.
+    What platforms lower differently gets one form too (`fold_pooling`), so that positions of ops agree, and what the
+    partitioner cannot split is expanded first (`expand_norms`).
     """
     functions = {symbol(op): op for op in module.body.operations if op.operation.name == "func.func"}
     done: set[str] = set()
@@ -37,21 +39,14 @@ def inline_calls(module: Any) -> Any:
             if name != "main" and name not in kept:
                 function.operation.erase()
         fold_pooling(main_function(module).operation)
+        expand_norms(module)
     return module
 
 
 def _inline_one(call: Any, function: Any) -> None:
     clone = function.operation.clone(ip=False)
-    block = clone.regions[0].blocks[0]
     _prefix_locations(clone, call.location)
-    for argument, operand in zip(list(block.arguments), list(call.operands), strict=True):
-        argument.replace_all_uses_with(operand)
-    body = list(block.operations)
-    for op in body[:-1]:
-        op.operation.move_before(call)
-    for result, value in zip(list(call.results), list(body[-1].operation.operands), strict=True):
-        result.replace_all_uses_with(value)
-    call.erase()
+    replace_by_block(call, clone.regions[0].blocks[0])
     clone.erase()
 
 

@@ -124,6 +124,18 @@ def collect(root: Any, names: Iterable[str]) -> list[Any]:
     return found
 
 
+def replace_by_block(op: Any, block: Any) -> None:
+    """Put the ops of a function's block in the place of an op with its operands and results; the block is emptied."""
+    for argument, operand in zip(list(block.arguments), list(op.operands), strict=True):
+        argument.replace_all_uses_with(operand)
+    inner = list(block.operations)
+    for each in inner[:-1]:
+        each.operation.move_before(op)
+    for result, value in zip(list(op.results), list(inner[-1].operation.operands), strict=True):
+        result.replace_all_uses_with(value)
+    op.erase()
+
+
 def symbol(function: Any) -> str:
     from jaxlib.mlir import ir
 
