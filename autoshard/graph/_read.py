@@ -10,6 +10,7 @@ from typing import Any
 
 from autoshard import mlir
 from autoshard.errors import UserError
+from autoshard.graph._classes import classify
 from autoshard.graph._flops import op_flops
 from autoshard.graph._halos import windowed_rule
 from autoshard.graph._manual import COLLECTIVES, IN, OUT, end_rule, same_rule
@@ -17,7 +18,6 @@ from autoshard.graph._opaque import read_opaque
 from autoshard.graph._records import (
     Carry,
     Constraint,
-    FactorKind,
     Halo,
     Loop,
     Manual,
@@ -31,28 +31,19 @@ from autoshard.graph._records import (
 from autoshard.graph._rotate import Cut, join_rolls
 from autoshard.graph._rules import parse_rule
 from autoshard.graph._shardings import parse_axes, parse_mesh, parse_shardings, tiled
+from autoshard.graph._types import parse_type
 
 
-_TENSOR = re.compile(r"tensor<((?:\d+x)*)(complex<f\d+>|[a-zA-Z0-9]+)(?:,.*)?>")
-_DTYPES = {
-    "f64": ("float64", 8), "f32": ("float32", 4), "f16": ("float16", 2), "bf16": ("bfloat16", 2),
-    "i1": ("bool", 1), "i4": ("int4", 1), "ui4": ("uint4", 1), "i8": ("int8", 1), "ui8": ("uint8", 1),
-    "i16": ("int16", 2), "ui16": ("uint16", 2), "i32": ("int32", 4), "ui32": ("uint32", 4),
-    "i64": ("int64", 8), "ui64": ("uint64", 8), "f8E4M3FN": ("float8_e4m3fn", 1), "f8E5M2": ("float8_e5m2", 1),
-    "complex<f32>": ("complex64", 8), "complex<f64>": ("complex128", 16),
-}  # fmt: skip
 _GENERATED = frozenset({"constant", "iota", "partition_id"})
 BRANCHING = frozenset({"case", "if"})
 _ALIASES = frozenset({"optimization_barrier", "propagation_barrier"})
 _CONSTRAINTS = frozenset({"sharding_constraint", "reshard"})
-_REDUCERS = frozenset({"reduce"})
 _CUTS = {
     "slice": ("start_indices", "limit_indices", "strides"),
     "pad": ("edge_padding_low", "edge_padding_high", "interior_padding"),
     "concatenate": ("dimension",),
 }
 """Attributes that say what a slice, pad or concatenation does."""
-_RESHAPES = frozenset({"reshape", "broadcast_in_dim"})
 
 
 def read_graph(module: bytes) -> OpGraph:
@@ -419,54 +410,6 @@ def _place(what: str, op: Any) -> str:
     name, line = mlir.location_name(op.location), mlir.source_line(op).rpartition("/")[2]
     line = line.replace("-:", "line ", 1) if line.startswith("-:") else line
     return f"{what} at {line}" if line else f"{what} {name}".strip()
-
-
-def parse_type(text: str) -> tuple[tuple[int, ...], str, int]:
-    """Shape, dtype name and bytes per element of an MLIR tensor type; tokens and tuples count nothing."""
-    match = _TENSOR.match(text)
-    if match is None:
-        return (), "token", 0
-    dims, element = match.groups()
-    shape = tuple(int(d) for d in dims.split("x")[:-1])
-    if element not in _DTYPES:
-        return shape, element, 1
-    dtype, size = _DTYPES[element]
-    return shape, dtype, size
-
-
-def classify(kind: str, rule: Rule | None, operands: list[Tensor], results: list[Tensor]) -> OpClass:
-    if rule is None or not results:
-        return OpClass.HEAVY
-    if kind in _RESHAPES or kind in _REDUCERS:
-        return OpClass.VIEW
-    if kind in ("dynamic_slice", "dynamic_update_slice") and _one_slice(operands, results, kind):
-        return OpClass.LAYER
-    special = [s for s, k in zip(rule.sizes, rule.kinds, strict=True) if k is not FactorKind.PARALLEL and s > 1]
-    if special:
-        return OpClass.HEAVY
-    return OpClass.POINTWISE if _dims_agree(rule, operands, results) else OpClass.HEAVY
-
-
-def _one_slice(operands: list[Tensor], results: list[Tensor], kind: str) -> bool:
-    """True if exactly the leading dim is cut to one slice (a layer of a stack)."""
-    whole, part = (operands[0], results[0]) if kind == "dynamic_slice" else (operands[0], operands[1])
-    return bool(whole.shape) and part.shape[0] == 1 and whole.shape[1:] == part.shape[1:] and whole.shape[0] > 1
-
-
-def _dims_agree(rule: Rule, operands: list[Tensor], results: list[Tensor]) -> bool:
-    """True if every non-scalar operand and result has the same factors, one per dim, in any order."""
-    wanted = None
-    for tensor, dims in zip((*operands, *results), (*rule.operands, *rule.results), strict=True):
-        if tensor.elements == 1:
-            continue
-        factors = [dim for dim, size in zip(dims, tensor.shape, strict=True) if size > 1]
-        if any(len(dim) != 1 for dim in factors):
-            return False
-        present = sorted(dim[0] for dim in factors)
-        if wanted is not None and present != wanted:
-            return False
-        wanted = present
-    return True
 
 
 def replace_names(graph: OpGraph, names: list[str]) -> OpGraph:
