@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import autoshard
 from autoshard import __version__, cli
 from autoshard.cli._parser import build_parser
+from autoshard.plan._published import read_rows
 
 
 PROGRAM = {
@@ -289,7 +291,8 @@ def test_a_plan_that_cannot_be_judged_is_dropped_and_the_others_go_on(
 
 
 def test_validate_prints_every_row_and_its_difference():
-    result = run("validate", "--json")
+    questions = str(Path(autoshard.__file__).parent / "cost" / "questions.json")
+    result = run("validate", "--json", "--data", questions)
     figures = json.loads(result.stdout)
     assert len(figures["rows"]) > 40
     for row in figures["rows"]:
@@ -298,8 +301,21 @@ def test_validate_prints_every_row_and_its_difference():
             assert row["delta_percent"] == pytest.approx(100 * (row["ours"] - row["theirs"]) / row["theirs"])
     assert sum(group["rows"] for group in figures["groups"].values()) == len(figures["rows"])
     assert result.returncode == 0
-    table = run("validate").stdout
+    table = run("validate", "--data", questions).stdout
     assert all(row["id"] in table for row in figures["rows"])
+
+
+def test_validate_rebuilds_published_runs(tmp_path: Path):
+    chosen = [row for row in read_rows() if row["id"].startswith("gemm") or row["id"] == "recipe-v6e-llama3.1-8b-v6e-8"]
+    (tmp_path / "runs.json").write_text(json.dumps([*chosen, chosen[0] | {"id": "later", "value": None}]))
+    result = run("validate", "--json", "--data", "runs.json", cwd=tmp_path)
+    figures = json.loads(result.stdout)
+    assert result.returncode == 0 and figures["passed"]
+    assert [row["id"] for row in figures["rows"]] == [*(row["id"] for row in chosen), "later"]
+    assert figures["rows"][-1]["skipped"] == "no rate of one device"
+    for row in figures["rows"][:-1]:
+        assert row["delta_percent"] == pytest.approx(100 * (row["ours"] - row["theirs"]) / row["theirs"])
+    assert "recipe-v6e-llama3.1-8b-v6e-8" in result.stderr
 
 
 def test_diff_of_two_plans(folder: Path):
@@ -356,7 +372,7 @@ def test_report_of_a_saved_plan(folder: Path):
             "export plan.json --to jaxx",
             "there is no export to 'jaxx'; choose from jax, flax, maxtext, torch-xla",
         ),
-        ("validate --data none.json", "question file none.json cannot be read: No such file or directory"),
+        ("validate --data none.json", "data file none.json cannot be read: No such file or directory"),
         ("diff plan.json none.json", "cannot read the plan file none.json"),
         ("compare step.py --topology v5e:2x2 --measure", "the plan is for v5e:2x2, but only CPU devices are here;"),
         ("solve none.json", "cannot read the problem none.json: No such file or directory"),

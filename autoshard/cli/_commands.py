@@ -231,15 +231,15 @@ def run_solve(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_validate(arguments: argparse.Namespace, answer: TextIO) -> int:
-    from autoshard.cost import validate_questions
-    from autoshard.report import passes, validation_figures, validation_report
+    from autoshard.report import passes, validate, validation_figures, validation_report
 
-    rows = validate_questions(arguments.data)
+    with _progress(arguments) as progress:
+        found = validate(arguments.data, progress)
     if arguments.json:
-        _print_json(validation_figures(rows), answer)
+        _print_json(validation_figures(found), answer)
     else:
-        _print_rich(validation_report(rows), answer)
-    return 0 if passes(rows) else 1
+        _print_rich(validation_report(found), answer)
+    return 0 if passes(found) else 1
 
 
 def run_doctor(arguments: argparse.Namespace, answer: TextIO) -> int:

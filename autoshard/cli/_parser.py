@@ -140,9 +140,9 @@ def build_parser() -> argparse.ArgumentParser:
     solve.add_argument("--out", type=Path, metavar="OUT.json", help="write choices, cost and bound here")
 
     validate = _command(
-        commands, "validate", _commands.run_validate, "check the cost model against worked questions of others"
+        commands, "validate", _commands.run_validate, "check the cost model against worked questions and runs"
     )
-    validate.add_argument("--data", metavar="FILE", type=Path, help="other questions, of the shipped file's form")
+    validate.add_argument("--data", metavar="FILE", type=Path, help="other runs or questions, of a shipped file's form")
 
     _command(commands, "doctor", _commands.run_doctor, "say what is installed, what is here, and what will work")
     return parser

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,9 @@ from autoshard.files import write_whole
 
 _FILE = pathlib.Path(__file__).with_name("calibration.json")
 _SCHEMA = 1
+
+OWN_FILE = "AUTOSHARD_CALIBRATION"
+"""Environment variable that names a user's own calibration file."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,12 +41,22 @@ class Calibration:
     collective_launch_s: float
     """Fixed time of one collective phase."""
     network_efficiency: float
+    network_contention: float
+    """By how much every further slice slows a transfer between slices: shared switches, and the slowest slice."""
     network_latency_s: float
     """Least time of one step between slices or islands."""
     shared_memory_traffic: float
     """Bytes through main memory for each byte of a collective between devices of one process."""
     gather_max_group: int
     """Largest group of all devices of a 3-D torus for which the compiler emits an all-gather (see `gather_kind`)."""
+    reduction_overlap: float
+    """Share of a gradient's sum that runs beside compute."""
+    pipelined_overlap: float
+    """Share of a collective at a matmul that is pipelined into the matmul, for groups up to the next figure."""
+    pipelined_max_group: int
+    """Largest group whose collectives are pipelined into matmuls."""
+    attention_ops: float
+    """Vector-unit operations for each score of an attention kernel and matmul over the scores."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
     def __hash__(self) -> int:
@@ -70,6 +84,7 @@ class Calibration:
             hop_s=1e-6,
             collective_launch_s=0.0,
             network_efficiency=1.0,
+            network_contention=0.0,
             network_latency_s=0.0,
             sources={"all": "peaks of the chip file"},
         )
@@ -81,19 +96,23 @@ def figure_names() -> tuple[str, ...]:
 
 
 def load_calibration(chip: str | Chip, path: str | pathlib.Path | None = None) -> Calibration:
-    """Figures of a chip; those in a user's own file `path` replace the shipped ones, figure by figure.
+    """Figures of a chip; those in a user's own file replace the shipped ones, figure by figure.
+
+    That file is `path`, else the one that the environment variable `AUTOSHARD_CALIBRATION` names, if it is set.
 
     Raises: UserError for an unreadable file, an unknown chip or figure, or a value that is not a number.
     """
     name = (chip if isinstance(chip, Chip) else load_chip(chip)).name
     figures = dict(_read(_FILE)[name])
-    if path is not None:
-        figures |= _read(pathlib.Path(path)).get(name, {})
+    own = os.environ.get(OWN_FILE) if path is None else path
+    if own:
+        figures |= _read(pathlib.Path(own)).get(name, {})
     missing = [figure for figure in figure_names() if figure not in figures]
     if missing:
         raise UserError(f"calibration of {name} misses {', '.join(missing)}")
     values: dict[str, Any] = {key: figure["value"] for key, figure in figures.items()}
-    values["gather_max_group"] = int(values["gather_max_group"])
+    for key in ("gather_max_group", "pipelined_max_group"):
+        values[key] = int(values[key])
     return Calibration(name, **values, sources={key: f"{f['source']} ({f['date']})" for key, f in figures.items()})
 
 

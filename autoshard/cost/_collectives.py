@@ -199,7 +199,8 @@ class Collectives:
         topology, figures = self.mesh.topology, self.calibration
         chip, per_chip = topology.chip, topology.devices_per_chip
         if link == "network":
-            return figures.network_latency_s, chip.network_bytes_per_s_per_chip * figures.network_efficiency / per_chip
+            rate = chip.network_bytes_per_s_per_chip * figures.network_efficiency / per_chip
+            return figures.network_latency_s, rate / (1.0 + figures.network_contention * (topology.slices - 1))
         if link == "memory":
             rate = topology.memory_bytes_per_s * figures.memory_efficiency
             return figures.hop_s, rate / figures.shared_memory_traffic

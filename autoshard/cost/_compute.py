@@ -9,6 +9,13 @@ from autoshard.cost._calibration import Calibration, load_calibration
 from autoshard.cost._topology import Topology
 
 
+_BLOCK = 1024
+"""Edge of a matmul's blocks in on-chip memory: three of them in bf16 fit in 8 MB."""
+_SHARPNESS = 3.0
+"""Two engines that share one instruction stream take `(a**p + b**p) ** (1/p)` together: the longer one where it is
+much longer, a quarter more where they are equal (a smooth roofline; p = infinity would be perfect overlap)."""
+
+
 class Compute:
     """Rooflines of one device of a topology; all methods take and give arrays (local shapes, seconds)."""
 
@@ -37,6 +44,48 @@ class Compute:
         m, n, k, batch = (np.asarray(x, dtype=np.float64) for x in (m, n, k, batch))
         flops = 2.0 * m * n * k * batch
         return flops / (self.topology.peak_flops(dtype) * self.matmul_efficiency(m, n, k))
+
+    def dot_seconds(
+        self,
+        m: ArrayLike,
+        n: ArrayLike,
+        k: ArrayLike,
+        batch: ArrayLike = 1,
+        dtype: str = "bf16",
+        size_bytes: ArrayLike | None = None,
+    ) -> NDArray[np.float64]:
+        """Time of `batch` local matmuls by themselves: matrix unit against memory traffic, and what cannot overlap.
+
+        A matmul runs in blocks of about `_BLOCK` in each dim: an operand is read once for every block of the dim that
+        it has not (the usual lower bound of blocked multiplication), and while one block is multiplied the next is
+        loaded, so only one block's share of the shorter time cannot be hidden. `size_bytes` is the traffic with every
+        operand read once (default: two bytes an element of operands and result).
+        """
+        m, n, k, batch = (np.asarray(x, dtype=np.float64) for x in (m, n, k, batch))
+        busy = self.matmul_seconds(m, n, k, batch, dtype)
+        m_blocks, n_blocks, k_blocks = (np.ceil(x / _BLOCK) for x in (m, n, k))
+        once = m * k + k * n + m * n
+        size = 2.0 * batch * once if size_bytes is None else np.asarray(size_bytes, dtype=np.float64)
+        again = (m * k * n_blocks + k * n * m_blocks + m * n) / once
+        moved = self.memory_seconds(size * again)
+        together = _beside(busy, moved) + np.minimum(busy, moved) / (batch * m_blocks * n_blocks * k_blocks)
+        return together + self.calibration.op_overhead_s
+
+    def attention_seconds(
+        self, scores: ArrayLike, head: int, value_head: int, matmuls: int, dtype: str, size_bytes: ArrayLike
+    ) -> NDArray[np.float64]:
+        """Time of an attention kernel that keeps its scores on chip; `scores` counts those that it computes.
+
+        Each of `matmuls` passes over the scores multiplies with a head dim, which the matrix unit pads to its edge,
+        and costs `Calibration.attention_ops` operations of the vector unit for each score (softmax, masks, casts).
+        """
+        edge = self.topology.chip.mxu_edge
+        scores = np.asarray(scores, dtype=np.float64)
+        padded = sum(float(-(-size // edge) * edge) for size in (head, value_head)) / 2.0
+        rate = self.topology.peak_flops(dtype) * self.calibration.matmul_efficiency
+        busy = 2.0 * scores * padded * matmuls / rate
+        vector = self.vector_seconds(scores * (matmuls * self.calibration.attention_ops))
+        return np.maximum(_beside(busy, vector), self.memory_seconds(size_bytes)) + self.calibration.op_overhead_s
 
     def memory_seconds(self, size_bytes: ArrayLike, on_chip: bool = False) -> NDArray[np.float64]:
         """Time to stream that many bytes from and to main memory, or on-chip memory (VMEM) where the chip has one."""
@@ -86,6 +135,13 @@ class Compute:
         share = self.calibration.matmul_efficiency if efficiency is None else np.asarray(efficiency, dtype=np.float64)
         busy = np.maximum(flops / (self.topology.peak_flops(dtype) * share), self.memory_seconds(size))
         return np.where((flops > 0) | (size > 0), busy + self.calibration.op_overhead_s, 0.0)
+
+
+def _beside(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Seconds of two engines that work at once; see `_SHARPNESS`."""
+    longer, shorter = np.maximum(a, b), np.minimum(a, b)
+    share = np.divide(shorter, longer, out=np.zeros_like(shorter), where=longer > 0)
+    return longer * (1.0 + share**_SHARPNESS) ** (1.0 / _SHARPNESS)
 
 
 def _filled(size: NDArray[np.float64], tile: int) -> NDArray[np.float64]:

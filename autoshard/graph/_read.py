@@ -10,6 +10,7 @@ from typing import Any
 
 from autoshard import mlir
 from autoshard.errors import UserError
+from autoshard.graph._calls import known_call
 from autoshard.graph._classes import classify
 from autoshard.graph._flops import op_flops
 from autoshard.graph._halos import windowed_rule
@@ -257,6 +258,11 @@ class _Reader:
             # A region in a region would be one of the program's own; and what lies beyond the edges must be known.
             split = not self.manual and (kind != "select_and_scatter" or mlir.selects_extreme(op))
             rule, halos = windowed_rule(kind, rule, mlir.attribute_texts(op), *shapes, split=split)
+        known = None
+        if opaque is not None and "mhlo.backend_config" in op.attributes:
+            known = known_call(opaque.target, str(op.attributes["mhlo.backend_config"]), takes, gives)
+        if known is not None:
+            (kind, rule, _), opaque = known, None
         if kind in _GENERATED or (operands and all(t in self.free for t in operands) and rule is not None):
             self.free.update(results)
             op_class = OpClass.FREE
@@ -273,6 +279,7 @@ class _Reader:
         dilation = math.prod(int(n) for n in re.findall(r"\d+", zeros))
         flops = opaque.flops if opaque else op_flops(kind, rule, takes, gives, dilation)
         numbers = tuple(range(len(operands)))
+        flops = known[2] if known is not None else flops
         self.ops.append(
             Op(
                 op_id, number, kind, op_class, operands, results, rule, loop, flops, name, numbers, groups,

@@ -275,3 +275,66 @@ def _allow_factors(model: Model, allowed: dict[int, NDArray[np.bool_]], cluster:
         return False
     allowed[node] = mask
     return True
+
+
+def stated(
+    model: Model, groups: Groups, name: str, *, copies: Sequence[int], spread: Sequence[int], tensor: Sequence[int]
+) -> Baseline | None:
+    """The sharding that a run's author states, by numbers of mesh axes; None if the program's sizes do not allow it.
+
+    The batch is split over `copies` and `spread`, parameters are whole over `copies` (data parallelism), spread over
+    `spread` (FSDP) and split over `tensor` (Megatron's choice of dims, the residual stream's sequence split as well).
+    """
+    parts = math.prod(model.axis_sizes[a] for a in tensor)
+    chosen = _tensor_parallel_groups(model, groups, parts) if parts > 1 else set()
+    if parts > 1 and not chosen:
+        return None
+    split = {p: _split(model, groups, p, chosen, tensor) if chosen else {} for p in _parameters(model)}
+    parameters = {p: _spread(model, p, spread, taken) if spread else taken for p, taken in split.items()}
+    found = _restrict(model, groups, name, parameters, (*copies, *spread), tensor if parts > 1 else ())
+    if found is not None and chosen:
+        _split_inner(model, groups, found.allowed, chosen, (*copies, *spread), tensor)
+    return found
+
+
+def _split_inner(
+    model: Model,
+    groups: Groups,
+    allowed: dict[int, NDArray[np.bool_]],
+    chosen: set[int],
+    data: Sequence[int],
+    tensor: Sequence[int],
+) -> None:
+    """Every matmul computes, and every activation between two is held, split along its heads or ffn dim.
+
+    Else gathering the weights, which is another strategy, may look cheaper to the solver than what was stated.
+    """
+    for cluster in model.structure.clusters:
+        of = {groups.of_factor[(cluster.id, f)]: f for f in range(len(cluster.sizes)) if f not in cluster.blocked}
+        inner = sorted(chosen & set(of))
+        if groups.batch in of and len(inner) == 1:
+            _allow_factors(model, allowed, cluster.id, {of[groups.batch]: data, of[inner[0]]: tensor})
+    for op_id, node in model.op_node.items():
+        of = _op_groups(model, groups, op_id)
+        inner = sorted(chosen & set(of))
+        if groups.batch in of and len(inner) == 1:
+            state = np.full(len(model.axis_sizes), WHOLE, dtype=np.int64)
+            state[list(data)], state[list(tensor)] = of[groups.batch], of[inner[0]]
+            mask = (model.nodes[node].states == state).all(axis=1)
+            if mask.any():
+                allowed[node] = mask
+
+
+def _op_groups(model: Model, groups: Groups, op_id: int) -> dict[int, int]:
+    """Groups of a heavy op's factors -> the factor, as its operands and results have them."""
+    op, structure = model.graph.ops[op_id], model.structure
+    if op.rule is None:
+        return {}
+    found: dict[int, int] = {}
+    sides = [*zip(op.operands, op.rule.operands, strict=True), *zip(op.results, op.rule.results, strict=True)]
+    for tensor, dims in sides:
+        for own, factors in zip(structure.dims_of[tensor], dims, strict=False):
+            group = groups.of_factor.get((structure.cluster_of[tensor], own))
+            if group is not None and len(factors) == 1:
+                found.setdefault(group, factors[0])
+    return found

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoshard.cost import Compute
-from autoshard.graph import IN, OUT, FactorKind, Op, OpGraph, Rule
+from autoshard.graph import IN, MATMULS, OUT, FactorKind, Op, OpGraph, Rule
 from autoshard.plan._halos import even_halos, extended_elements
 from autoshard.plan._handling import whole_factors
 from autoshard.plan._states import PARTIAL, WHOLE, Seconds, States, enumerate_states, local_elements, relabel
@@ -53,10 +53,13 @@ def heavy_seconds(graph: OpGraph, op: Op, states: States, axes: Sequence[int], c
     dtype = graph.tensors[op.operands[0]].dtype
     if op.kind == "dot_general":
         m, n, k, batch = _matmul_sizes(op.rule, states, axes)
-        busy = compute.matmul_seconds(m, n, k, batch, dtype)
-        return np.maximum(busy, compute.memory_seconds(size)) + compute.op_seconds(1.0, 0.0)
+        return compute.dot_seconds(m, n, k, batch, dtype, size)
     factors = [max(1, n) for n in op.rule.sizes]  # a call may have empty results
     share = local_elements(states, factors, axes) / math.prod(factors)
+    if op.kind in MATMULS:
+        head, value_head = op.rule.sizes[5:7]
+        scores = op.flops / (MATMULS[op.kind] * (head + value_head)) * share
+        return compute.attention_seconds(scores, head, value_head, MATMULS[op.kind], dtype, size)
     efficiency = _convolution_efficiency(graph, op, states, axes, compute) if op.kind == "convolution" else None
     return compute.op_seconds(op.flops * share, size, dtype, efficiency)
 

@@ -63,7 +63,8 @@ class Move:
     """The op that the value enters or leaves; -1 for a tie."""
     block: int
     trips: float
-    hideable: bool
+    overlap: str
+    """An `Overlap`: what the move may hide behind."""
     rows: NDArray[np.int64]
     """Row of `costs` for each alternative of `source`."""
     columns: NDArray[np.int64]

@@ -8,6 +8,7 @@ import numpy as np
 
 from autoshard.cost import Collectives
 from autoshard.plan._model import EXPOSED, Path
+from autoshard.plan._overlap import Overlap, hidden_share
 from autoshard.plan._states import Seconds, Step, Wave, members, split, waves
 
 
@@ -15,13 +16,16 @@ _CHUNK = 65_536
 """Pairs of states priced at a time: the arrays between stay small."""
 
 
-def path_seconds(path: Path, collectives: Collectives, link_of: Mapping[str, str]) -> dict[str, Seconds]:
-    """Tables [rows, columns] of a path's time by link (mesh axis -> link), or all of it as exposed without links."""
+def path_seconds(
+    path: Path, collectives: Collectives, link_of: Mapping[str, str], overlap: Overlap
+) -> dict[str, Seconds]:
+    """Tables [rows, columns] of a path's time: what is exposed, and what is hidden by link (mesh axis -> link)."""
     shape = (len(path.source), len(path.target))
-    links = {EXPOSED[1]: -1}  # link -> its mesh axes as bits
-    if link_of:
-        names = collectives.mesh.names
-        links = {link: sum(1 << names.index(a) for a in link_of if link_of[a] == link) for link in link_of.values()}
+    names = collectives.mesh.names
+    every = [tuple(name for a, name in enumerate(names) if bits >> a & 1) for bits in range(1 << len(names))]
+    # link -> its mesh axes as bits; -1 for what is exposed
+    links = {link: sum(1 << names.index(a) for a in link_of if link_of[a] == link) for link in link_of.values()}
+    links[EXPOSED[1]] = -1
     found: dict[str, Seconds] = {}
     height = max(1, _CHUNK // max(1, shape[1]))
     for start in range(0, shape[0], height):
@@ -33,8 +37,10 @@ def path_seconds(path: Path, collectives: Collectives, link_of: Mapping[str, str
         for wave in (*map(_of_rows, before), *after):
             groups, used = wave.groups, np.nonzero(wave.groups)
             seconds = collectives.time_of_groups(wave.kind, groups[used], wave.size[used])
+            shares = np.array([hidden_share(collectives, overlap, wave.kind, axes) for axes in every])
+            hidden = seconds * shares[groups[used]]
             for what, bits in links.items():
-                mine = seconds if bits < 0 else np.where(groups[used] & bits, seconds, 0.0)
+                mine = seconds - hidden if bits < 0 else np.where(groups[used] & bits, hidden, 0.0)
                 if not mine.any():
                     continue
                 table = found.setdefault(what, np.zeros(shape))[part]

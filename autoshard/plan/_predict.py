@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.plan._model import EXPOSED, Channel, Model, Move, link_names
+from autoshard.plan._overlap import Overlap, lanes
 from autoshard.plan._paths import path_steps
 from autoshard.plan._plan import Collective, Prediction
 from autoshard.plan._spec import Spec
@@ -80,10 +81,10 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     link_of = link_names(model.mesh)
     for move in model.moves:
         for kind, axes, size, seconds in move_steps(model, move, choices):
-            hidden = move.hideable
-            targets = {(move.block, link_of[a]) for a in axes} if hidden else {EXPOSED}
-            for channel in targets:
-                channels[channel] += seconds * move.trips
+            where = lanes(model.collectives, link_of, Overlap(move.overlap), kind, axes, move.block)
+            for channel, share in where.items():
+                channels[channel] += seconds * share * move.trips
+            hidden = where.get(EXPOSED, 0.0) < 0.5
             entry = gathered[(kind, axes, hidden, move_cause(model, move))]
             entry[0] += move.trips
             entry[1] += size * move.trips

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from autoshard.cost import Collectives, Compute, Mesh
+from autoshard.cost import Calibration, Collectives, Compute, Mesh
 from autoshard.graph import Cluster, FactorKind, Liveness, Op, OpClass, OpGraph, Structure
 from autoshard.plan._demands import Demand, allowed_states, axis_numbers, free_of, program_demands
 from autoshard.plan._hand import by_hand, own_collectives
 from autoshard.plan._handling import Handling, handling, inner_collectives
 from autoshard.plan._heavy import MOVES_ONLY, factor_states, heavy_seconds, heavy_states, result_states
 from autoshard.plan._model import EXPOSED, Channel, MemoryTerm, Model, Move, Node, Path, link_names
+from autoshard.plan._overlap import Overlap
 from autoshard.plan._paths import path_seconds
 from autoshard.plan._refine import Refinement
 from autoshard.plan._states import (
@@ -42,9 +43,13 @@ def price(
     mesh: Mesh,
     memory_limit: int,
     refinement: Refinement | None = None,
+    calibration: Calibration | None = None,
 ) -> Model:
-    """All nodes, moves and memory of `program` on `mesh`, which is that of the refinement if there is one."""
-    return _Pricer(program, graph, structure, liveness, mesh, memory_limit, refinement).model()
+    """All nodes, moves and memory of `program` on `mesh`, which is that of the refinement if there is one.
+
+    `calibration`: by default that of the mesh's chip.
+    """
+    return _Pricer(program, graph, structure, liveness, mesh, memory_limit, refinement, calibration).model()
 
 
 class _Pricer:
@@ -57,12 +62,13 @@ class _Pricer:
         mesh: Mesh,
         memory_limit: int,
         refinement: Refinement | None,
+        calibration: Calibration | None,
     ) -> None:
         self.refinement = refinement
         self.program, self.graph, self.structure, self.liveness = program, graph, structure, liveness
         self.mesh, self.memory_limit = mesh, memory_limit
-        self.collectives = Collectives(mesh)
-        self.compute = Compute(mesh.topology)
+        self.collectives = Collectives(mesh, calibration)
+        self.compute = Compute(mesh.topology, calibration)
         self.axes = list(mesh.axes.values())
         self.names = list(mesh.axes)
         self.link_of = link_names(mesh)
@@ -392,10 +398,10 @@ class _Pricer:
         reduce_itemsize = 4 if widened != dtype else itemsize
         ends = (held[first], kept[first], tuple(factors), states[first], aim[first_aim])
         path = Path(record.shape, *ends, itemsize, reduce_itemsize, collected)
-        hideable = self.collectives.can_overlap and self.is_hideable(source, target, op)
+        overlap = self.overlap(source, target, op)
         costs: dict[Channel, Seconds] = {
             EXPOSED if what == EXPOSED[1] else (block, what): seconds
-            for what, seconds in self.seconds(path, hideable).items()
+            for what, seconds in self.seconds(path, overlap).items()
         }
         forbidden = None
         if holds is not None and not holds.all():
@@ -411,7 +417,7 @@ class _Pricer:
                     op,
                     block,
                     trips,
-                    hideable,
+                    overlap,
                     rows.ravel(),
                     columns.ravel(),
                     costs,
@@ -420,23 +426,26 @@ class _Pricer:
                 )
             )
 
-    def is_hideable(self, source: int, target: int, op: int) -> bool:
-        """True for what waits for parameters only, or feeds the optimizer only."""
+    def overlap(self, source: int, target: int, op: int) -> Overlap:
+        """What a move may hide behind: it waits for parameters, feeds the optimizer, or stands at a matmul."""
         if op < 0:
-            return False
+            return Overlap.NONE
         origin = self.nodes[source]
         cluster = origin.ref if origin.kind == "cluster" else -1
         if origin.kind == "copy":
             cluster = self.structure.cluster_of[origin.ref]
         if cluster in self.stored:
-            return True
+            return Overlap.PARAMETERS
         end = self.nodes[target]
-        return end.kind == "cluster" and end.ref in self.updated and cluster not in self.updated
+        at_matmul = self.graph.ops[op].kind == "dot_general"
+        if end.kind == "cluster" and end.ref in self.updated and cluster not in self.updated:
+            return Overlap.GRADIENTS_AT_MATMUL if at_matmul else Overlap.GRADIENTS
+        return Overlap.MATMUL if at_matmul else Overlap.NONE
 
-    def seconds(self, path: Path, hideable: bool) -> dict[str, Seconds]:
-        """Time of one execution, by link if it is hideable; equal paths share their tables."""
+    def seconds(self, path: Path, overlap: Overlap) -> dict[str, Seconds]:
+        """Time of one execution, exposed and by link; equal paths share their tables."""
         fields = (getattr(path, field.name) for field in dataclasses.fields(path))
-        key = (hideable, *((f.shape, f.tobytes()) if isinstance(f, np.ndarray) else f for f in fields))
+        key = (overlap, *((f.shape, f.tobytes()) if isinstance(f, np.ndarray) else f for f in fields))
         if key not in self.paths:
-            self.paths[key] = path_seconds(path, self.collectives, self.link_of if hideable else {})
+            self.paths[key] = path_seconds(path, self.collectives, self.link_of, overlap)
         return self.paths[key]

@@ -54,7 +54,7 @@ def attend(
         scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     # A causal (or windowed) pass needs only part of the score matrix; model FLOPs count that part.
-    seen = _seen_share(length, keys, causal, window) if position is None else 1.0
+    seen = seen_share(length, keys, causal, window) if position is None else 1.0
     _flops.record_matmul((batch, heads, length, keys), dim * seen)
     _flops.record_matmul((batch, heads, length, value.shape[-1]), keys * seen)
     mixed = jnp.einsum("bkgst,bktd->bskgd", weights, value)
@@ -87,7 +87,7 @@ def _visible(length: int, keys: int, causal: bool, window: int | None, first: An
     return visible
 
 
-def _seen_share(length: int, keys: int, causal: bool, window: int | None) -> float:
+def seen_share(length: int, keys: int, causal: bool, window: int | None) -> float:
     if not causal:
         return 1.0
     if window is None or window >= keys:

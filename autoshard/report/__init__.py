@@ -25,7 +25,9 @@ from autoshard.report._perfetto import perfetto_json as perfetto_json
 from autoshard.report._perfetto import perfetto_trace as perfetto_trace
 from autoshard.report._progress import Progress as Progress
 from autoshard.report._terminal import terminal_report as terminal_report
+from autoshard.report._validation import Validation as Validation
 from autoshard.report._validation import passes as passes
+from autoshard.report._validation import validate as validate
 from autoshard.report._validation import validation_figures as validation_figures
 from autoshard.report._validation import validation_report as validation_report
 from autoshard.report._write import write_text as write_text

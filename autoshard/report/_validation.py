@@ -1,7 +1,9 @@
-"""Our answers to worked questions of others, beside theirs."""
+"""Our answers to worked questions of others, and our step times of published runs, beside theirs."""
 
+import dataclasses
+import pathlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -9,25 +11,54 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.cost import QuestionRow
+from autoshard.cost import QuestionRow, validate_questions
+from autoshard.plan import PublishedRow, is_published, validate_published
 from autoshard.report._names import clean
+from autoshard.report._published import error_groups, published_figures, published_pass, published_report
 
 
-def validation_figures(rows: Sequence[QuestionRow]) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Validation:
+    """Worked questions and published runs, each with our answer beside theirs."""
+
+    questions: tuple[QuestionRow, ...]
+    runs: tuple[PublishedRow, ...]
+
+
+def validate(path: str | pathlib.Path | None = None, progress: Callable[[str], None] | None = None) -> Validation:
+    """Answers the questions and rebuilds the runs of a file, or all shipped ones.
+
+    Raises: UserError for a file that cannot be read or a row of unknown form.
+    """
+    if path is None:
+        return Validation(validate_questions(), validate_published(progress=progress))
+    if is_published(path):
+        return Validation((), validate_published(path, progress))
+    return Validation(validate_questions(path), ())
+
+
+def validation_figures(found: Validation) -> dict[str, Any]:
     """The JSON object of `autoshard validate --json`."""
     return {
-        "rows": [
-            {"id": row.id, "kind": row.kind, "theirs": row.theirs, "unit": row.unit, "source": row.source}
-            | (
-                {"skipped": row.skipped}
-                if row.ours is None
-                else {"ours": row.ours, "delta_percent": row.delta_percent, "within": row.within}
-            )
-            for row in rows
-        ],
-        "groups": _groups(rows),
-        "passed": passes(rows),
+        "rows": _question_figures(found.questions) + published_figures(found.runs),
+        "groups": _groups(found.questions),
+        "step_times": error_groups(found.runs, lambda row: "all")
+        | error_groups(found.runs, lambda row: row.chip or "no chip named"),
+        "sources": error_groups(found.runs, lambda row: row.group),
+        "passed": passes(found),
     }
+
+
+def _question_figures(rows: Sequence[QuestionRow]) -> list[dict[str, Any]]:
+    return [
+        {"id": row.id, "kind": row.kind, "theirs": row.theirs, "unit": row.unit, "source": row.source}
+        | (
+            {"skipped": row.skipped}
+            if row.ours is None
+            else {"ours": row.ours, "delta_percent": row.delta_percent, "within": row.within}
+        )
+        for row in rows
+    ]
 
 
 _ENOUGH = {"training": 0.9, "inference": 0.9}
@@ -35,7 +66,12 @@ _ENOUGH = {"training": 0.9, "inference": 0.9}
 assumptions of its author that a single collective does not."""
 
 
-def passes(rows: Sequence[QuestionRow]) -> bool:
+def passes(found: Validation) -> bool:
+    """Whether enough answers are within tolerance, and the errors of step times within bounds."""
+    return _questions_pass(found.questions) and published_pass(found.runs)
+
+
+def _questions_pass(rows: Sequence[QuestionRow]) -> bool:
     """Whether enough rows of every group are within their tolerances; rows that are not to be trusted do not count."""
     counted = [row for row in rows if row.trust == "use" and row.ours is not None]
     return all(
@@ -60,8 +96,13 @@ def _groups(rows: Sequence[QuestionRow]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def validation_report(rows: Sequence[QuestionRow]) -> RenderableType:
+def validation_report(found: Validation) -> RenderableType:
     """Every row and, for each group, the median and the worst difference."""
+    parts = [_questions_report(found.questions)] if found.questions else []
+    return Group(*parts, *([published_report(found.runs)] if found.runs else []))
+
+
+def _questions_report(rows: Sequence[QuestionRow]) -> RenderableType:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
     table.add_column("", no_wrap=True)
     table.add_column("question")

@@ -93,3 +93,16 @@ def test_nothing_is_written_for_a_wrong_figure(tmp_path: pathlib.Path) -> None:
     with pytest.raises(UserError, match="unknown figure speed"):
         save_calibration(tmp_path / "mine.json", "v5e", {"speed": 1.0}, "s", "2026-01-01")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_of_ones_own_can_be_named_in_the_environment(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = tmp_path / "mine.json"
+    save_calibration(mine, "v5e", {"matmul_efficiency": 0.5}, "my machine", "2026-01-02")
+    monkeypatch.setenv("AUTOSHARD_CALIBRATION", str(mine))
+    assert load_calibration("v5e").matmul_efficiency == 0.5
+    assert load_calibration("v5p") == load_calibration("v5p", mine)
+    monkeypatch.setenv("AUTOSHARD_CALIBRATION", str(tmp_path / "none.json"))
+    with pytest.raises(UserError, match="none.json cannot be read"):
+        load_calibration("v5e")

@@ -277,3 +277,12 @@ def test_many_groups_at_once_take_what_each_takes(kind: Kind) -> None:
         for bits, amount, seconds in zip(groups.tolist(), size.tolist(), found.tolist(), strict=True):
             axes = tuple(name for a, name in enumerate(names) if bits >> a & 1)
             assert seconds == pytest.approx(float(prices.time(kind, axes, amount)), rel=1e-12, abs=1e-15)
+
+
+def test_more_slices_slow_each_other() -> None:
+    def seconds(slices: int) -> float:
+        mesh = make_mesh(Topology.parse(f"v5e:4x4*{slices}"), {"slice": slices, "data": 16})
+        return float(Collectives(mesh).time("all-reduce", ("slice",), 1e9))
+
+    ideal = [2 * 1e9 * (n - 1) / n for n in (2, 32)]
+    assert seconds(32) / seconds(2) > 2 * ideal[1] / ideal[0]

@@ -1,9 +1,14 @@
 """When enough answers are right."""
 
+import io
+
 import pytest
+from rich.console import Console
 
 from autoshard.cost import QuestionRow
-from autoshard.report import passes, validation_figures
+from autoshard.plan import PublishedRow
+from autoshard.report import Validation, passes, validation_figures, validation_report
+from autoshard.report._published import percentile
 
 
 def row(kind: str, ours: float | None, trust: str = "use") -> QuestionRow:
@@ -25,13 +30,54 @@ def row(kind: str, ours: float | None, trust: str = "use") -> QuestionRow:
     ],
 )
 def test_enough_rows_of_every_group_must_be_within(rows: list[QuestionRow], expected: bool):
-    assert passes(rows) is expected
+    assert passes(Validation(tuple(rows), ())) is expected
 
 
 def test_figures_of_a_group():
-    figures = validation_figures([row("memory", 101.0), row("memory", 90.0), row("memory", None)])
+    rows = (row("memory", 101.0), row("memory", 90.0), row("memory", None))
+    figures = validation_figures(Validation(rows, ()))
     assert figures["groups"] == {
         "memory": {"rows": 3, "answered": 2, "within": 1, "median_percent": 5.5, "worst_percent": 10.0}
     }
     assert figures["rows"][2]["skipped"] == "no such chip"
     assert figures["passed"] is False
+
+
+def run(name: str, ours: float | None, chip: str = "v5e", source: str = "a/b@0:x/v5e/README.md") -> PublishedRow:
+    return PublishedRow(
+        name, "model", chip, source, theirs=10.0, ours=ours, their_mfu=0.5, our_mfu=0.5,
+        skipped="" if ours else "not stated: seq",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [([10.9, 9.2], True), ([11.5, 11.5], False), ([10.0] * 8 + [14.0] * 2, False), ([None], True), ([], True)],
+)
+def test_step_times_must_be_near_in_the_middle_and_at_the_90th(times: list[float | None], expected: bool):
+    rows = tuple(run(str(k), time) for k, time in enumerate(times))
+    assert passes(Validation((), rows)) is expected
+
+
+def test_figures_of_step_times():
+    rows = (run("one", 11.0), run("two", 9.5, "v5p", "a/b@0:x/v5p/README.md"), run("three", None))
+    figures = validation_figures(Validation((), rows))
+    assert [r["delta_percent"] for r in figures["rows"][:2]] == pytest.approx([10.0, -5.0])
+    assert figures["rows"][2]["skipped"] == "not stated: seq" and "ours" not in figures["rows"][2]
+    assert figures["step_times"]["all"]["median_percent"] == pytest.approx(7.5)
+    assert figures["step_times"]["v5e"]["answered"] == 1 and figures["step_times"]["v5e"]["rows"] == 2
+    assert set(figures["sources"]) == {"a/b: x/v5e", "a/b: x/v5p"}
+
+
+def test_the_report_shows_rows_groups_and_what_was_left_out():
+    screen = io.StringIO()
+    rows = (run("one", 11.0), run("three", None))
+    Console(file=screen, width=100).print(validation_report(Validation((), rows)))
+    text = screen.getvalue()
+    assert "+10.0 %" in text and "a/b: x/v5e" in text
+    assert "1 incomplete rows, not rebuilt:" in text and "three: not stated: seq" in text
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, 1.0), (0.5, 2.5), (0.9, 3.7), (1.0, 4.0)])
+def test_percentile(share: float, expected: float):
+    assert percentile([1.0, 2.0, 3.0, 4.0], share) == pytest.approx(expected)

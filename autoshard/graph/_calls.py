@@ -1,0 +1,44 @@
+"""Custom calls whose meaning is known: what their factors are, and how much they compute.
+
+Attention kernels take query [b, k, g, s, d], key [b, k, t, d] and value [b, k, t, e]. Batch, key-value heads and
+groups of query heads are independent; a kernel wants sequence and head dims whole. Scores never reach memory.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from autoshard.graph._records import FactorKind, Rule, Tensor
+
+
+ATTENTION = "attention"
+ATTENTION_BACKWARD = "attention_backward"
+"""Kinds that these calls have as ops of a graph."""
+
+_TARGETS = {"autoshard_attention": ATTENTION, "autoshard_attention_backward": ATTENTION_BACKWARD}
+
+MATMULS: Mapping[str, int] = {ATTENTION: 2, ATTENTION_BACKWARD: 5}
+"""Matmuls over the scores: q k and p v; backward the scores again, dv, dp, dq and dk in one fused kernel
+(Dao et al. 2022, algorithm 4)."""
+
+_QUERY, _KEY, _VALUE, _MIXED, _ROWS = (0, 1, 2, 3, 5), (0, 1, 4, 5), (0, 1, 4, 6), (0, 1, 2, 3, 6), (0, 1, 2, 3)
+"""Factors of each tensor's dims, in the order b, k, g, s, t, d, e."""
+
+
+def known_call(
+    target: str, attributes: str, operands: Sequence[Tensor], results: Sequence[Tensor]
+) -> tuple[str, Rule, int] | None:
+    """Kind, rule and FLOPs of a custom call by its target; None for a call that is not known."""
+    kind = _TARGETS.get(target)
+    if kind is None:
+        return None
+    backward = kind == ATTENTION_BACKWARD
+    ins = (_QUERY, _KEY, _VALUE, *((_MIXED, _ROWS, _MIXED) if backward else ()))
+    outs = (_QUERY, _KEY, _VALUE) if backward else (_MIXED, _ROWS)
+    sizes = (*operands[0].shape[:4], operands[1].shape[2], operands[0].shape[4], operands[2].shape[3])
+    kinds = (FactorKind.PARALLEL,) * 3 + (FactorKind.NEED_REPLICATION,) * 4
+    rule = Rule(sizes, kinds, *(tuple(tuple((f,) for f in dims) for dims in side) for side in (ins, outs)))
+    match = re.search(r"seen_share\s*=\s*([0-9.eE+-]+)", attributes)
+    share = float(match[1]) if match else 1.0
+    flops = MATMULS[kind] * (sizes[5] + sizes[6]) * math.prod(sizes[:5]) * share
+    return kind, rule, int(flops)

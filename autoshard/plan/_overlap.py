@@ -1,0 +1,70 @@
+"""What communication hides behind, and what is left exposed: the one rule of overlap.
+
+A program runs in blocks: the body of every loop, and what is outside of loops. A block takes
+
+    exposed + max(compute, hidden on link 1, hidden on link 2, ...)
+
+A collective is hidden, wholly or by a share, where the compiler can run it beside the block's compute:
+
+- what waits for parameters only (the gather of a split weight) can be fetched before it is needed: all of it, unless
+  the compiler makes an all-reduce of it;
+- what feeds the optimizer only (the sum of a gradient) could wait as well, but TPU compilers schedule it as a
+  synchronous op: `Calibration.reduction_overlap` of it;
+- what stands at a matmul (the gather of its operand, the reduce-scatter of its result) is pipelined into it as a loop
+  of permutes beside parts of the matmul, if the group is no larger than `Calibration.pipelined_max_group` and
+  stays on ICI: `Calibration.pipelined_overlap` of it;
+- everything else is exposed, and on devices that share cores (`cpu:N`) everything is.
+
+A hidden collective counts on every link that its mesh axes use. Loops are as long as their trips; blocks do not
+overlap one another.
+
+How this stays inside a pairwise Problem: for weights that are non-negative and sum to one in a block, the weighted sum
+of its compute and links is at most their maximum, and it is a sum over nodes and edges. So the optimum of the weighted
+Problem is a lower bound of every plan's true time, for any weights; a few weightings give candidates, the true time of
+each is evaluated without weights, the best plan is kept and the highest bound is the certified one (`_search`).
+"""
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+
+from autoshard.cost import Collectives
+from autoshard.plan._model import EXPOSED, Channel
+
+
+class Overlap(enum.StrEnum):
+    """Why a move may be hidden."""
+
+    NONE = "none"
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    MATMUL = "matmul"
+    GRADIENTS_AT_MATMUL = "gradients at a matmul"
+
+
+def hidden_share(collectives: Collectives, overlap: Overlap, kind: str, axes: Sequence[str]) -> float:
+    """Share of a collective over mesh axes that runs beside compute."""
+    if not collectives.can_overlap or overlap is Overlap.NONE:
+        return 0.0
+    figures = collectives.calibration
+    if overlap is Overlap.PARAMETERS:
+        return figures.reduction_overlap if kind == "all-reduce" else 1.0
+    share = figures.reduction_overlap if overlap in (Overlap.GRADIENTS, Overlap.GRADIENTS_AT_MATMUL) else 0.0
+    if overlap in (Overlap.MATMUL, Overlap.GRADIENTS_AT_MATMUL) and kind in ("all-gather", "reduce-scatter"):
+        mesh = collectives.mesh
+        group = math.prod(mesh.axes[axis] for axis in axes)
+        near = all(segment.kind != "network" for axis in axes for segment in mesh.segments(axis))
+        if near and group <= figures.pipelined_max_group:
+            share = max(share, figures.pipelined_overlap)
+    return share
+
+
+def lanes(
+    collectives: Collectives, link_of: Mapping[str, str], overlap: Overlap, kind: str, axes: Sequence[str], block: int
+) -> dict[Channel, float]:
+    """What a collective competes with: channel -> share of its seconds there."""
+    hidden = hidden_share(collectives, overlap, kind, axes)
+    found: dict[Channel, float] = {(block, link_of[axis]): hidden for axis in axes} if hidden else {}
+    if hidden < 1.0:
+        found[EXPOSED] = 1.0 - hidden
+    return found

@@ -1,0 +1,259 @@
+"""Published runs of others as data: which are complete, what they ran, and how long a step took.
+
+A row names a model by its dims, chips, a topology, batch, sharding and rematerialisation, and a step time, a rate or
+an MFU. What a complete row leaves open is filled in here, and said in `Run.assumed`.
+"""
+
+import dataclasses
+import json
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from autoshard.cost import Chip, Decoder, Topology, chip_names, load_chip, slice_names
+from autoshard.errors import UserError
+from autoshard.program import SAVED
+
+
+FILE = pathlib.Path(__file__).with_name("published.json")
+"""Rows shipped with the project; each names its source."""
+
+_KEYS = {"id", "model", "metric", "value", "source"}
+_DIMS = {"L": "layers", "D": "width", "F": "mlp_width", "N": "heads", "K": "kv_heads", "H": "head_size"}
+_AXES = {"DP": "copies", "FSDP": "spread", "FSDP_TRANSPOSE": "spread", "TP": "tensor"}
+_RATE = re.compile(r"TFLOP/s/(chip|device)|(?:MFU|HW utilisation) %")
+_LOCAL_WINDOW = {"gemma3": (1024, 6)}
+"""Families with local attention: tokens that a local layer sees, and layers in a group that ends with a global one
+(Gemma 3 technical report, 2025)."""
+_FLASH = re.compile(r"maxtext|tpu-recipes", re.I)
+"""Sources that state `attention=flash` (MaxText's splash kernel); others compute scores in full."""
+
+
+class IncompleteError(Exception):
+    """Why a row cannot be rebuilt."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """One complete row."""
+
+    decoder: Decoder
+    window: int | None
+    global_every: int
+    topology: Topology
+    copies: int
+    spread: int
+    tensor: int
+    """Devices over which parameters are whole, spread (FSDP) and split (tensor parallelism)."""
+    batch: int
+    seq: int
+    remat: str
+    flash: bool
+    step_s: float
+    assumed: tuple[str, ...]
+
+    def flops(self, causal: bool) -> float:
+        """Model FLOPs of a step: 6 per matmul parameter and token, and attention; causal counts half of it."""
+        return _flops(self.decoder, self.window, self.global_every, self.seq, causal) * self.batch * self.seq
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MatmulRun:
+    """A measured matmul [n, n] x [n, n] on one device."""
+
+    size: int
+    topology: Topology
+    step_s: float
+
+
+def _flops(decoder: Decoder, window: int | None, every: int, seq: int, causal: bool) -> float:
+    """Model FLOPs a token; of a window of w, half of the first w scores are masked and all others outside of it."""
+    whole = decoder.train_flops(1, seq, causal)
+    if window is None or window >= seq:
+        return whole
+    attention = 3.0 * decoder.attention_flops_per_token(seq, causal)
+    seen = window / seq * (2.0 - window / seq if causal else 1.0)
+    return whole - attention * (1 - 1 / every) * (1.0 - seen)
+
+
+def is_published(path: str | pathlib.Path) -> bool:
+    """Whether a file holds published runs; False for worked questions.
+
+    Raises: UserError for a file that cannot be read, or whose first row is neither.
+    """
+    rows = _rows(pathlib.Path(path))
+    first = rows[0] if rows and isinstance(rows[0], dict) else {}
+    if first.keys() >= _KEYS or "metric" in first:
+        return True
+    if "setting" in first:
+        return False
+    raise UserError(
+        f"data file {path}: its first row is neither a published run (keys {', '.join(sorted(_KEYS))} ...) "
+        "nor a worked question (keys id, setting, answer ...)"
+    )
+
+
+def read_rows(path: str | pathlib.Path | None = None) -> list[dict[str, Any]]:
+    """Rows of a file of this form. Raises: UserError for a file that cannot be read or a row of another form."""
+    file = FILE if path is None else pathlib.Path(path)
+    rows = _rows(file)
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict) or not row.keys() >= _KEYS:
+            missing = sorted(_KEYS - row.keys()) if isinstance(row, dict) else sorted(_KEYS)
+            raise UserError(f"{file}, row {number} of the published runs misses {', '.join(missing)}")
+    return rows
+
+
+def _rows(file: pathlib.Path) -> list[Any]:
+    try:
+        document = json.loads(file.read_text())
+    except OSError as error:
+        raise UserError(f"data file {file} cannot be read: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"data file {file} is not JSON: {error}") from error
+    rows = document.get("rows") if isinstance(document, dict) else document
+    if not isinstance(rows, list):
+        raise UserError(f"data file {file} holds no list of rows")
+    return rows
+
+
+def parse_run(row: Mapping[str, Any]) -> Run | MatmulRun:
+    """A row as a run. Raises `IncompleteError` with what is missing."""
+    assumed: list[str] = []
+    if isinstance(row.get("assume"), dict):
+        row = {**row, **row["assume"]}
+        assumed.append(str(row.get("why", "")))
+    size = re.fullmatch(r"matmul (\d+)\^3 bf16", str(row["model"]))
+    chip = _chip(row)
+    if size is not None:
+        if row["metric"] != "TFLOP/s/device" or not row["value"]:
+            raise IncompleteError("no rate of one device")
+        n = int(size[1])
+        one = Topology.make(chip, chip.small_shapes[0])
+        return MatmulRun(n, one, 2.0 * n**3 / (row["value"] * 1e12))
+    dims = row.get("dims")
+    if not isinstance(dims, dict) or not dims.keys() >= {*_DIMS, "V"}:
+        raise IncompleteError("the model's dims are not stated")
+    other = dims.keys() - {*_DIMS, "V", "gated", "tied"}
+    if other:
+        raise IncompleteError(f"dims of another family ({', '.join(sorted(other))})")
+    missing = [key for key in ("seq", "sharding", "remat", "chips_per_slice") if not row.get(key)]
+    missing += [] if row.get("per_chip_batch") or row.get("global_batch_seqs") else ["batch"]
+    if missing:
+        raise IncompleteError(f"not stated: {', '.join(missing)}")
+    family = next((name for name in _LOCAL_WINDOW if str(row["model"]).startswith(name)), None)
+    window, every = _LOCAL_WINDOW[family] if family else (None, 1)
+    if dims["L"] % every:
+        raise IncompleteError(f"{dims['L']} layers are not whole groups of {every}")
+    decoder = Decoder(
+        **{name: dims[key] for key, name in _DIMS.items()},
+        vocabulary=dims["V"],
+        gated=dims.get("gated", True),
+        tied=dims.get("tied", str(row["model"]).startswith("gemma")),
+    )
+    topology = _topology(row, chip, assumed)
+    copies, spread, tensor = _sharding(str(row["sharding"]), topology)
+    remat = str(row["remat"]).removesuffix("?")
+    if remat not in SAVED and remat != "none":
+        raise IncompleteError(f"remat {remat!r} is not known")
+    flash = bool(_FLASH.search(str(row["source"])))
+    chips = topology.num_chips
+    batch = row.get("global_batch_seqs") or row["per_chip_batch"] * chips
+    batch, step = _step(row, decoder, (window, every), chip, chips, int(batch), assumed)
+    return Run(
+        decoder, window, every, topology, copies, spread, tensor, batch, int(row["seq"]), remat, flash, step,
+        tuple(assumed),
+    )  # fmt: skip
+
+
+def _chip(row: Mapping[str, Any]) -> Chip:
+    name = str(row.get("tpu") or row.get("gpu") or "").split(" ")[0].lower()
+    if not name:
+        raise IncompleteError("no chip is named")
+    try:
+        return load_chip(name)
+    except UserError:
+        raise IncompleteError(f"the chip {name} is not known ({', '.join(chip_names())} are)") from None
+
+
+def _topology(row: Mapping[str, Any], chip: Chip, assumed: list[str]) -> Topology:
+    count, slices = int(row["chips_per_slice"]), int(row.get("slices") or 1)
+    shape = row.get("topology")
+    if shape and not re.fullmatch(r"\d+(x\d+)*", str(shape)):
+        raise IncompleteError(f"the topology {shape!r} is not a shape")
+    if not shape:
+        named = [Topology.parse(name) for name in slice_names() if name.startswith(f"{chip.name}-")]
+        whole = [t for t in named if t.num_chips == count]
+        if not whole:
+            raise IncompleteError(f"no slice of {count} chips is known and no topology is stated")
+        shape = whole[0].name.partition(":")[2]
+        assumed.append(f"topology {shape}")
+    try:
+        found = Topology.parse(f"{chip.name}:{shape}" + (f"*{slices}" if slices > 1 else ""))
+    except UserError as error:
+        raise IncompleteError(str(error)) from None
+    if found.num_chips != count * slices:
+        raise IncompleteError(f"{count} chips a slice are stated, but {shape} has {found.num_chips // slices}")
+    return found
+
+
+def _sharding(text: str, topology: Topology) -> tuple[int, int, int]:
+    """`ICI FSDP=16,TP=4; DCN DP` or `... (data,model)=(32,4)` as numbers of devices: copies, spread, tensor."""
+    found = {"copies": 1, "spread": 1, "tensor": 1}
+    pair = re.search(r"\(data, ?model\) ?= ?\((\d+), ?(\d+)\)", text)
+    if pair is not None:
+        found["spread"], found["tensor"] = int(pair[1]), int(pair[2])
+        parts = []
+    else:
+        parts = [part.split() for part in re.split(r"[;,]", text)]
+    level = "ICI"
+    for words in parts:
+        if len(words) == 2 and words[0] in ("ICI", "DCN"):
+            level, words = words[0], words[1:]
+        name, _, size = words[0].partition("=") if len(words) == 1 else ("", "", "")
+        if name.upper() not in _AXES or not (size.isdigit() or (level == "DCN" and not size)):
+            raise IncompleteError(f"the sharding {text!r} is not understood")
+        found[_AXES[name.upper()]] *= int(size) if size else topology.slices
+    devices = topology.num_devices
+    if devices % (found["copies"] * found["spread"] * found["tensor"]):
+        raise IncompleteError(f"the sharding {text!r} does not make {devices} devices")
+    # What is not named is replicated: pure data parallelism.
+    found["copies"] *= devices // (found["copies"] * found["spread"] * found["tensor"])
+    return found["copies"], found["spread"], found["tensor"]
+
+
+def _step(
+    row: Mapping[str, Any],
+    decoder: Decoder,
+    local: tuple[int | None, int],
+    chip: Chip,
+    chips: int,
+    batch: int,
+    assumed: list[str],
+) -> tuple[int, float]:
+    """Batch, and seconds of a step: as stated, or from the rate.
+
+    Rates count attention in full, causal or not, unless a step time beside them says otherwise. A step time and a rate
+    of one log line also say how many tokens the line is about; where the stated batch differs, the line is believed.
+    """
+    step, value, metric, seq = row.get("step_time_s"), row["value"], str(row["metric"]), int(row["seq"])
+    rate = None
+    if value and _RATE.match(metric):
+        rate = value * 1e12 if metric.startswith("TFLOP") else value / 100 * chip.peak_flops("bf16")
+        if metric.endswith("device"):
+            rate *= chip.devices_per_chip
+    if step is None and rate is None:
+        raise IncompleteError("neither a step time nor a rate is stated")
+    full, causal = (_flops(decoder, *local, seq, half) * seq for half in (False, True))
+    if rate is None:
+        return batch, float(step)
+    if step is None:
+        return batch, batch * full / (rate * chips)
+    counts = [step * rate * chips / flops for flops in (full, causal)]
+    if min(abs(count - batch) for count in counts) > 0.1 * batch:
+        told = min((abs(count / chips - round(count / chips)), round(count / chips)) for count in counts)[1]
+        if told >= 1:
+            assumed.append(f"{told} sequences a chip, which step time and rate imply, not {batch / chips:g}")
+            batch = told * chips
+    return batch, step

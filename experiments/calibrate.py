@@ -1,0 +1,166 @@
+"""Fitting the few constants that published step times can tell; `experiments/validate_sources.py` runs it.
+
+One matmul efficiency for each TPU generation, and three figures that all generations share. Every constant has a prior
+from elsewhere and a width, so that a generation with few runs stays near it; errors beyond `HUBER` count linearly, so
+that no single run pulls. Nothing is fitted to one model or one row.
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost import Calibration, Compute, load_calibration
+from autoshard.plan._model import Model
+from autoshard.plan._predict import evaluate
+from autoshard.plan._price import price
+from autoshard.plan._published import IncompleteError, MatmulRun, parse_run, read_rows
+from autoshard.plan._rebuild import rebuild, source_group
+
+
+DATE = "2026-11-20"
+SIGMA, HUBER = 0.08, 0.10
+"""Expected error of one run in log time, and where an error starts to count linearly."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Constant:
+    """One constant to fit: a figure of the calibration, of one chip or (None) of all TPU generations."""
+
+    figure: str
+    chip: str | None
+    prior: float
+    width: float
+    why: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.figure} ({self.chip or 'all TPUs'})"
+
+
+_MXU = "mean of 0.937, 0.922, 0.939, which libtpu 0.0.51 estimates for a 16384^3 bf16 matmul on v4, v5e, v5p"
+CONSTANTS = (
+    *(Constant("matmul_efficiency", chip, 0.93, 0.04, _MXU) for chip in ("v4", "v5e", "v5p", "v6e", "tpu7x")),
+    Constant("pipelined_overlap", None, 0.5, 0.25, "half: nothing is known but that loops of permutes are emitted"),
+    Constant("network_contention", None, 0.1, 0.1, "assumed"),
+    Constant("attention_ops", None, 5.0, 2.0, "mask, maximum, exponential, sum and casts over two matmuls, counted"),
+)
+TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """One published run, ready to be priced again with other constants."""
+
+    id: str
+    source: str
+    chip: str
+    theirs: float
+    model: Model | None
+    choices: NDArray[np.int64] | None
+    matmul: MatmulRun | None
+    work: float | None
+    """Model FLOPs of a step on one chip."""
+
+    def seconds(self, calibration: Calibration) -> float:
+        if self.matmul is not None:
+            n = self.matmul.size
+            return float(Compute(self.matmul.topology, calibration).dot_seconds(n, n, n))
+        m = self.model
+        assert m is not None and self.choices is not None
+        priced = price(m.program, m.graph, m.structure, m.liveness, m.mesh, 1 << 62, calibration=calibration)
+        return evaluate(priced, self.choices).step_time_s
+
+
+def load_cases(path: str | pathlib.Path | None = None) -> list[Case]:
+    """Every complete TPU run of a file (default: the shipped one)."""
+    cases = []
+    for row in read_rows(path):
+        try:
+            run = parse_run(row)
+            if run.topology.backend != "tpu":
+                continue
+            made = (None, None) if isinstance(run, MatmulRun) else rebuild(run)
+        except IncompleteError:
+            continue
+        print(row["id"], file=sys.stderr)
+        matmul = run if isinstance(run, MatmulRun) else None
+        work = None if isinstance(run, MatmulRun) else run.flops(causal=True) / run.topology.num_chips
+        chip, source = run.topology.chip.name, source_group(row["source"])
+        cases.append(Case(row["id"], source, chip, run.step_s, *made, matmul, work))
+    return cases
+
+
+def with_constants(chip: str, values: Sequence[float]) -> Calibration:
+    """The shipped calibration of a chip with the fitted constants in place."""
+    changes = {c.figure: v for c, v in zip(CONSTANTS, values, strict=True) if c.chip in (None, chip)}
+    return dataclasses.replace(load_calibration(chip), **changes)
+
+
+def errors(cases: Sequence[Case], values: Sequence[float]) -> NDArray[np.float64]:
+    """log(ours / theirs) of every case."""
+    own = {chip: with_constants(chip, values) for chip in {case.chip for case in cases}}
+    return np.array([np.log(case.seconds(own[case.chip]) / case.theirs) for case in cases])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Line:
+    """Log errors at the priors, and how they change with each constant."""
+
+    errors: NDArray[np.float64]
+    slopes: NDArray[np.float64]
+
+
+def priors() -> list[float]:
+    return [c.prior for c in CONSTANTS]
+
+
+def linear(cases: Sequence[Case]) -> Line:
+    """Errors around the priors, to first order; prices every case once for each constant that it depends on."""
+    now = errors(cases, priors())
+    slopes = np.zeros((len(cases), len(CONSTANTS)))
+    for k, constant in enumerate(CONSTANTS):
+        mine = [i for i, case in enumerate(cases) if constant.chip in (None, case.chip)]
+        if mine:
+            moved = priors()
+            moved[k] += 0.3 * constant.width
+            slopes[mine, k] = (errors([cases[i] for i in mine], moved) - now[mine]) / (0.3 * constant.width)
+    return Line(now, slopes)
+
+
+def fit(line: Line, members: Sequence[int], rounds: int = 20) -> list[float]:
+    """The constants that suit some of the cases: least squares on Huber-weighted log errors, held by the priors."""
+    prior, width = np.array(priors()), np.array([c.width for c in CONSTANTS])
+    start, slopes = line.errors[list(members)], line.slopes[list(members)]
+    values = prior.copy()
+    for _ in range(rounds):
+        now = start + slopes @ (values - prior)
+        weight = np.minimum(1.0, HUBER / np.maximum(np.abs(now), 1e-9)) / SIGMA**2
+        normal = slopes.T @ (weight[:, None] * slopes) + np.diag(width**-2.0)
+        values = prior + np.linalg.solve(normal, -slopes.T @ (weight * start))
+        values = np.clip(values, 0.0, [20.0 if c.figure == "attention_ops" else 0.98 for c in CONSTANTS])
+    return [float(v) for v in values]
+
+
+def groups(cases: Sequence[Case], key: str) -> Mapping[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for number, case in enumerate(cases):
+        found.setdefault(getattr(case, key), []).append(number)
+    return found
+
+
+def write(values: Sequence[float]) -> None:
+    """Stores the constants, rounded to three digits, with what they were fitted to."""
+    file = pathlib.Path(__file__).parent.parent / "autoshard" / "cost" / "calibration.json"
+    document = json.loads(file.read_text())
+    for constant, value in zip(CONSTANTS, values, strict=True):
+        source = (
+            f"fitted to published runs by experiments/validate_sources.py; prior {constant.prior:g}: {constant.why}"
+        )
+        for chip in (constant.chip,) if constant.chip else TPUS:
+            document["chips"][chip][constant.figure] = {"value": round(value, 3), "source": source, "date": DATE}
+    file.write_text(json.dumps(document, indent=1) + "\n")

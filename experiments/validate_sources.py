@@ -1,0 +1,91 @@
+"""Leaves each source of published runs out of the calibration in turn, and says how well it is then predicted.
+
+    python experiments/validate_sources.py [--data FILE] [--out FILE.md]
+
+The shipped constants are fitted to all sources (`--write`); this tells what they are worth for a
+source that they have not seen. Also: whether models of one table come out in the right order.
+"""
+
+import argparse
+import itertools
+import pathlib
+import statistics
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from calibrate import CONSTANTS, Case, Line, errors, fit, groups, linear, load_cases, write
+
+
+ORDER_GAP = 0.08
+"""Two models of one table whose published rates differ by more than this must come out in that order."""
+
+
+def left_out(cases: Sequence[Case], line: Line) -> Iterator[tuple[str, list[int], list[float], list[float]]]:
+    """For each source: its cases, the constants fitted without it, and its log errors with them."""
+    for source, members in groups(cases, "source").items():
+        others = [i for i in range(len(cases)) if i not in members]
+        values = fit(line, others)
+        yield source, members, values, errors([cases[i] for i in members], values).tolist()
+
+
+def ordered(cases: Sequence[Case], final: Sequence[float]) -> tuple[int, int]:
+    """Pairs of runs of one source and their published order, and how many come out right, by time per model FLOP."""
+    right = total = 0
+    for members in groups(cases, "source").values():
+        for a, b in itertools.combinations(members, 2):
+            if cases[a].matmul is not None or cases[a].work is None or cases[b].work is None:
+                continue
+            theirs = np.log(cases[a].theirs / cases[a].work) - np.log(cases[b].theirs / cases[b].work)
+            if abs(theirs) > np.log1p(ORDER_GAP):
+                total += 1
+                right += (theirs + final[a] - final[b]) * theirs > 0
+    return right, total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="another file of published runs")
+    parser.add_argument("--out", type=pathlib.Path, help="write the tables here as Markdown")
+    parser.add_argument("--write", action="store_true", help="store the fit to all sources in the shipped calibration")
+    arguments = parser.parse_args()
+    cases = load_cases(arguments.data)
+    line = linear(cases)
+    values = fit(line, range(len(cases)))
+    final = errors(cases, values).tolist()
+    lines = ["# Step times of published runs", "", "Made by `python experiments/validate_sources.py`.", ""]
+    lines += ["| constant | prior | width | fit to all |", "| --- | --- | --- | --- |"]
+    for constant, value in zip(CONSTANTS, values, strict=True):
+        lines.append(f"| {constant.name} | {constant.prior:.3f} | {constant.width:.3f} | {value:.3f} |")
+    lines += ["", "Errors of step times in percent, all sources in the fit:", ""]
+    lines += ["| | runs | median | 90th | worst |", "| --- | --- | --- | --- | --- |", _row("all", final)]
+    lines += [_row(chip, [final[i] for i in members]) for chip, members in groups(cases, "chip").items()]
+    lines += ["", "Each source with itself left out of the fit:", ""]
+    lines += ["| source | runs | median | 90th | worst |", "| --- | --- | --- | --- | --- |"]
+    lines += [_row(source, deltas) for source, _, _, deltas in left_out(cases, line)]
+    right, total = ordered(cases, final)
+    lines += [
+        "",
+        f"Order of models within a source, where the published gap exceeds 8 %: {right} of {total} pairs.",
+        "",
+    ]
+    lines += ["| run | ours, s | theirs, s | delta |", "| --- | --- | --- | --- |"]
+    for case, delta in zip(cases, final, strict=True):
+        lines.append(
+            f"| {case.id} | {case.theirs * np.exp(delta):.4g} | {case.theirs:.4g} | {100 * np.expm1(delta):+.1f} % |"
+        )
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text)
+    if arguments.write:
+        write(values)
+
+
+def _row(name: str, deltas: Sequence[float]) -> str:
+    sizes = [abs(100 * float(np.expm1(delta))) for delta in deltas]
+    high = float(np.percentile(sizes, 90))
+    return f"| {name} | {len(sizes)} | {statistics.median(sizes):.1f} | {high:.1f} | {max(sizes):.1f} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Published runs, rebuilt and priced."""
+
+import functools
+import json
+import pathlib
+
+import pytest
+
+from autoshard.plan import PublishedRow, validate_published
+from autoshard.plan._predict import evaluate
+from autoshard.plan._published import Run, parse_run, read_rows
+from autoshard.plan._rebuild import rebuild
+from tests.plan.test_published import SMALL
+
+
+CHOSEN = (
+    "maxtext-v5e-64b-1x",
+    "maxtext-v5p-64b-64c-2x",
+    "recipe-v6e-llama3.1-8b-v6e-8",
+    "gemm-tpu7x-16384",
+    "gemm-tpu7x-1024",
+)
+
+
+def rows_of(folder: pathlib.Path, rows: list[dict]) -> tuple[PublishedRow, ...]:
+    file = folder / "rows.json"
+    file.write_text(json.dumps(rows))
+    return validate_published(file)
+
+
+@functools.cache
+def published() -> dict[str, dict]:
+    return {row["id"]: row for row in read_rows()}
+
+
+def test_one_run_of_every_generation_is_near(tmp_path: pathlib.Path) -> None:
+    for row in rows_of(tmp_path, [published()[name] for name in CHOSEN]):
+        assert row.delta_percent is not None and abs(row.delta_percent) < 22, row.id
+        assert row.our_mfu * row.ours == pytest.approx(row.their_mfu * row.theirs)
+        assert row.compute_s + row.exposed_s == pytest.approx(row.ours)
+
+
+def test_more_slices_and_slower_links_take_longer(tmp_path: pathlib.Path) -> None:
+    variants = [SMALL | {"id": str(n), "slices": n} for n in (1, 2, 8)]
+    times = [row.ours for row in rows_of(tmp_path, variants)]
+    assert times == sorted(times) and times[0] < times[-1]
+
+
+def test_tensor_parallelism_is_computed_as_stated(tmp_path: pathlib.Path) -> None:
+    few = {"sharding": "FSDP=32", "per_chip_batch": None, "global_batch_seqs": 8}
+    both, impossible = rows_of(tmp_path, [SMALL, SMALL | few])
+    run = parse_run(SMALL)
+    assert isinstance(run, Run)
+    moved = {(c.kind, c.axes) for c in evaluate(*rebuild(run)).collectives if c.cause.startswith("jit")}
+    assert {("all-gather", ("model",)), ("reduce-scatter", ("model",))} <= moved
+    assert both.exposed_s > 0
+    assert impossible.skipped == "the model's sizes do not allow the stated sharding (fsdp=32)"
+
+
+def test_progress_and_skipped_rows(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps([SMALL | {"seq": None}, SMALL]))
+    lines: list[str] = []
+    skipped, done = validate_published(file, lines.append)
+    assert skipped.skipped == "not stated: seq" and skipped.delta_percent is None
+    assert done.delta_percent is not None and lines == ["2/2 small"]
