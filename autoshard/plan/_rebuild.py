@@ -11,14 +11,12 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Compute, chip_names, load_chip, make_mesh
 from autoshard.plan._baselines import stated
-from autoshard.plan._build import build_problem
 from autoshard.plan._make import build_model, read_program
 from autoshard.plan._model import Model
 from autoshard.plan._predict import evaluate
 from autoshard.plan._published import IncompleteError, MatmulRun, Run, parse_run, read_rows
-from autoshard.plan._search import even_weights, normalise
+from autoshard.plan._search import even_weights, normalise, solve_within
 from autoshard.program import DecoderDims, decoder_program
-from autoshard.solver import solve
 
 
 SOLVE_S = 20.0
@@ -141,9 +139,8 @@ def rebuild(run: Run) -> tuple[Model, NDArray[np.int64]]:
     if wanted is None:
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise IncompleteError(f"the model's sizes do not allow the stated sharding ({listed})")
-    problem = build_problem(model, normalise(model, even_weights(model)), None, wanted.allowed)
-    solution = solve(problem, time_limit=SOLVE_S, seed=0)
-    return model, solution.choices
+    solved = solve_within(model, normalise(model, even_weights(model)), None, SOLVE_S, 0, allowed=wanted.allowed)
+    return model, solved.choices
 
 
 def _dims(run: Run) -> Mapping[str, Any]:
