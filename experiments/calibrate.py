@@ -84,14 +84,14 @@ def load_cases(path: str | pathlib.Path | None = None) -> list[Case]:
             run = parse_run(row)
             if run.topology.backend != "tpu":
                 continue
-            made = (None, None) if isinstance(run, MatmulRun) else rebuild(run)
+            model, choices = (None, None) if isinstance(run, MatmulRun) else rebuild(run)
         except IncompleteError:
             continue
         print(row["id"], file=sys.stderr)
         matmul = run if isinstance(run, MatmulRun) else None
         work = None if isinstance(run, MatmulRun) else run.flops(causal=True) / run.topology.num_chips
         chip, source = run.topology.chip.name, source_group(row["source"])
-        cases.append(Case(row["id"], source, chip, run.step_s, *made, matmul, work))
+        cases.append(Case(row["id"], source, chip, run.step_s, model, choices, matmul, work))
     return cases
 
 

@@ -33,9 +33,10 @@ def ordered(cases: Sequence[Case], final: Sequence[float]) -> tuple[int, int]:
     right = total = 0
     for members in groups(cases, "source").values():
         for a, b in itertools.combinations(members, 2):
-            if cases[a].matmul is not None or cases[a].work is None or cases[b].work is None:
+            work = cases[a].work, cases[b].work
+            if work[0] is None or work[1] is None:
                 continue
-            theirs = np.log(cases[a].theirs / cases[a].work) - np.log(cases[b].theirs / cases[b].work)
+            theirs = np.log(cases[a].theirs / work[0]) - np.log(cases[b].theirs / work[1])
             if abs(theirs) > np.log1p(ORDER_GAP):
                 total += 1
                 right += (theirs + final[a] - final[b]) * theirs > 0
