@@ -65,7 +65,7 @@ def plan_devices(plan: Plan, devices: Sequence[Any] | None = None) -> list[Any]:
         )
     topology = Topology.parse(plan.topology)
     if topology.backend == "tpu" and all(hasattr(device, "coords") for device in pool):
-        numbered = _by_coordinates(topology, pool)
+        numbered = by_coordinates(topology, pool)
     else:
         numbered = dict(enumerate(sorted(pool, key=lambda device: (device.process_index, device.id))))
     missing = [number for number in plan.device_order if number not in numbered]
@@ -77,7 +77,7 @@ def plan_devices(plan: Plan, devices: Sequence[Any] | None = None) -> list[Any]:
     return [numbered[number] for number in plan.device_order]
 
 
-def _by_coordinates(topology: Topology, pool: Sequence[Any]) -> dict[int, Any]:
+def by_coordinates(topology: Topology, pool: Sequence[Any]) -> dict[int, Any]:
     """Devices by number; coordinates count from the least one of each slice, axes in the topology's order."""
     slices = sorted({getattr(device, "slice_index", 0) or 0 for device in pool})
     numbered = {}

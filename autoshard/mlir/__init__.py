@@ -17,6 +17,8 @@ from autoshard.mlir._calls import rule_attribute as rule_attribute
 from autoshard.mlir._calls import run_on_shards as run_on_shards
 from autoshard.mlir._calls import splice as splice
 from autoshard.mlir._calls import tensor_types as tensor_types
+from autoshard.mlir._custom_calls import constrain_custom_calls as constrain_custom_calls
+from autoshard.mlir._custom_calls import custom_call_pins as custom_call_pins
 from autoshard.mlir._files import Entry as Entry
 from autoshard.mlir._files import argument_names as argument_names
 from autoshard.mlir._files import donated as donated
@@ -58,6 +60,8 @@ from autoshard.mlir._regions import RegionLike as RegionLike
 from autoshard.mlir._regions import insert_regions as insert_regions
 from autoshard.mlir._regions import regions_of as regions_of
 from autoshard.mlir._regions import shift_pairs as shift_pairs
+from autoshard.mlir._results import cut_results as cut_results
+from autoshard.mlir._results import to_hlo_proto as to_hlo_proto
 from autoshard.mlir._rules import populate_rules as populate_rules
 from autoshard.mlir._shardings import SpecLike as SpecLike
 from autoshard.mlir._shardings import aliases as aliases

@@ -19,6 +19,10 @@ from autoshard.plan._explain import explanation_figures as explanation_figures
 from autoshard.plan._explain import reopen as reopen
 from autoshard.plan._make import PlanResult as PlanResult
 from autoshard.plan._make import make_plan as make_plan
+from autoshard.plan._notation import hlo_sharding as hlo_sharding
+from autoshard.plan._notation import mesh_split as mesh_split
+from autoshard.plan._notation import parse_hlo_sharding as parse_hlo_sharding
+from autoshard.plan._notation import tile_devices as tile_devices
 from autoshard.plan._plan import SCHEMA as SCHEMA
 from autoshard.plan._plan import Call as Call
 from autoshard.plan._plan import Collective as Collective

@@ -1,5 +1,6 @@
 """Turning a plan and measurements into something to look at."""
 
+from autoshard.plan import hlo_sharding as hlo_sharding
 from autoshard.plan._plan import set_viewer
 from autoshard.report._compare import Row as Row
 from autoshard.report._compare import candidates as candidates
@@ -14,7 +15,6 @@ from autoshard.report._doctor import doctor_report as doctor_report
 from autoshard.report._explain import explanation_report as explanation_report
 from autoshard.report._export import EXPORT_FORMS as EXPORT_FORMS
 from autoshard.report._export import export_plan as export_plan
-from autoshard.report._export import hlo_sharding as hlo_sharding
 from autoshard.report._export import placements as placements
 from autoshard.report._figures import best_baseline as best_baseline
 from autoshard.report._figures import plan_figures as plan_figures
@@ -23,6 +23,9 @@ from autoshard.report._measurement import measurement_report as measurement_repo
 from autoshard.report._notebook import NotebookView as NotebookView
 from autoshard.report._perfetto import perfetto_json as perfetto_json
 from autoshard.report._perfetto import perfetto_trace as perfetto_trace
+from autoshard.report._picture import visualize_sharding as visualize_sharding
+from autoshard.report._picture import visualize_spec as visualize_spec
+from autoshard.report._picture import visualize_tensor_sharding as visualize_tensor_sharding
 from autoshard.report._progress import Progress as Progress
 from autoshard.report._terminal import terminal_report as terminal_report
 from autoshard.report._validation import Validation as Validation

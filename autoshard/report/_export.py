@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from autoshard.errors import UserError
-from autoshard.plan import Plan, Spec, axis_words, mesh_words
+from autoshard.plan import Plan, Spec, axis_words, hlo_sharding, mesh_words
 from autoshard.report._names import clean
 
 
@@ -16,35 +16,6 @@ def export_plan(plan: Plan, form: str) -> str:
     if form not in EXPORT_FORMS:
         raise UserError(f"there is no export to {form!r}; choose from {', '.join(EXPORT_FORMS)}.")
     return EXPORT_FORMS[form](plan)
-
-
-def hlo_sharding(spec: Spec, mesh: Mapping[str, int]) -> str:
-    """A spec in XLA's notation, such as `{devices=[1,2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate}`.
-
-    Numbers count places of the mesh, row-major; which device stands where is the device assignment's business.
-    Source: `HloSharding::ToString` (openxla/xla, xla/hlo/ir/hlo_sharding.cc) and its iota tile assignments.
-    """
-    split = [axis for axis in spec.axes if mesh[axis] > 1]
-    if not split:
-        return "{replicated}"
-    axes = [axis for axis, size in mesh.items() if size > 1]
-    rest = [axis for axis in axes if axis not in split]
-    tiles = [_product(mesh, dim) for dim in spec.dims]
-    copies = _product(mesh, rest)
-    order = [axes.index(axis) for axis in (*split, *rest)]
-    shape = ",".join(map(str, [*tiles, *([copies] if copies > 1 else [])]))
-    if order == sorted(order):
-        source = f"[{_product(mesh, axes)}]"
-    else:
-        source = f"[{','.join(str(mesh[axis]) for axis in axes)}]T({','.join(map(str, order))})"
-    return f"{{devices=[{shape}]<={source}{' last_tile_dim_replicate' if copies > 1 else ''}}}"
-
-
-def _product(mesh: Mapping[str, int], axes: tuple[str, ...] | list[str]) -> int:
-    product = 1
-    for axis in axes:
-        product *= mesh[axis]
-    return product
 
 
 def _head(plan: Plan, lacks: tuple[str, ...], mark: str = "#") -> str:

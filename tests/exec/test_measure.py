@@ -14,7 +14,7 @@ import pytest
 from autoshard.cost import Topology
 from autoshard.errors import UserError
 from autoshard.exec import ensure_devices, measure, measurement_figures, plan_devices
-from autoshard.exec._devices import _by_coordinates
+from autoshard.exec._devices import by_coordinates
 from autoshard.plan import Collective, Pin, make_plan
 from autoshard.program import trace
 from tests.exec import planned_programs as made
@@ -139,7 +139,7 @@ def test_tpus_are_found_by_their_coordinates(mlp):
     host_major = [
         FakeTpu((x + 2 * hx, y + 2 * hy, 0)) for hy in (0, 1) for hx in (0, 1) for y in (0, 1) for x in (0, 1)
     ]
-    numbered = _by_coordinates(Topology.parse("v5e:4x4"), host_major)
+    numbered = by_coordinates(Topology.parse("v5e:4x4"), host_major)
     assert [numbered[i].coords for i in range(16)] == [(i // 4, i % 4, 0) for i in range(16)]
     plan = handmade(mlp, {"data": 4, "model": 4}, {}, topology="v5e:4x4", device_order=tuple(range(16)))
     assert [d.coords[:2] for d in plan_devices(plan, host_major)][:5] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]
@@ -153,14 +153,14 @@ def test_tpus_are_found_by_their_coordinates(mlp):
 def test_tpu_slices_and_cores_are_told_apart():
     topology = Topology.parse("v5e:2x2*2")
     pool = [FakeTpu((x, y, 0), slice_index=s) for s in (1, 0) for x in (0, 1) for y in (0, 1)]
-    numbered = _by_coordinates(topology, pool)
+    numbered = by_coordinates(topology, pool)
     assert [(numbered[i].slice_index, numbered[i].coords[:2]) for i in (0, 3, 4)] == [
         (0, (0, 0)),
         (0, (1, 1)),
         (1, (0, 0)),
     ]
     cores = [FakeTpu((x, y, z), core) for core in (0, 1) for z in (0, 1) for y in (0, 1) for x in (0, 1)]
-    numbered = _by_coordinates(Topology.parse("tpu7x:2x2x2"), cores)
+    numbered = by_coordinates(Topology.parse("tpu7x:2x2x2"), cores)
     assert sorted(numbered) == list(range(16))
     assert (numbered[1].coords, numbered[1].core_on_chip) == ((0, 0, 0), 1)
 

@@ -1,0 +1,152 @@
+"""What stays after the planned first step: marks on state, on new batches, and on activations."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from autoshard.exec.torch_xla_hook._capture import Capture
+from autoshard.exec.torch_xla_hook._marks import LiveMesh, held_spec, is_split, mark
+from autoshard.exec.torch_xla_hook._planning import Decision
+from autoshard.exec.torch_xla_hook._tensors import leaves, on_xla, pending
+from autoshard.exec.torch_xla_hook._watch import Place, Watch, optimizer_state
+from autoshard.plan import Plan, Spec
+from autoshard.program import Role
+
+
+@dataclasses.dataclass(frozen=True)
+class Pins:
+    """Where recorded activations are made: in the user's modules, and in the captured graph."""
+
+    calls: Sequence[Place]
+    shapes: Sequence[tuple[int, ...]]
+    places: Sequence[tuple[int, int]]
+
+    def of(self, plan: Plan) -> dict[tuple[Place, tuple[int, ...]], Spec]:
+        """The spec that the plan pins each of them to; those that it leaves to propagation are left out."""
+        pinned = {(pin.op, pin.index): pin.spec for pin in plan.pins if pin.operand is None}
+        return {
+            (call, shape): pinned[place]
+            for call, shape, place in zip(self.calls, self.shapes, self.places, strict=True)
+            if place in pinned
+        }
+
+
+class Applied:
+    """Marks that later steps need. Shardings are kept ready-made, since these run in every step."""
+
+    def __init__(self) -> None:
+        from torch.utils.weak import WeakIdKeyDictionary
+
+        self.state: Any = WeakIdKeyDictionary()
+        """Parameter, buffer or state of an optimizer -> its sharding."""
+        self.specs: Any = WeakIdKeyDictionary()
+        self.batches: dict[tuple[Any, ...], tuple[Spec, LiveMesh]] = {}
+        """Shape and dtype of an input -> how it is split."""
+        self._optimizers: Any = WeakIdKeyDictionary()
+        self._outermost: Any = WeakIdKeyDictionary()
+        self._pinned: Any = WeakIdKeyDictionary()
+        """Module -> the pins on what it gives."""
+
+    def decided(self, taken: Capture) -> dict[int, Spec]:
+        """Specs by argument that an earlier plan gave to the same tensors; these are held that way already."""
+        found = {}
+        for number, tensor in enumerate(taken.tensors):
+            if tensor is not None and tensor in self.specs:
+                found[number] = self.specs[tensor]
+        for number, (value, argument) in enumerate(zip(taken.inputs, taken.program.arguments, strict=True)):
+            key = (tuple(value.shape), value.dtype)
+            if argument.role is Role.BATCH and number in taken.split and key in self.batches:
+                found[number] = self.batches[key][0]
+        return found
+
+    def take(self, taken: Capture, decision: Decision, mesh: LiveMesh, pins: Pins, watch: Watch) -> None:
+        """Remember how a script's tensors are split, and pin the modules' outputs from the next call on."""
+        plan = decision.plan
+        inputs = zip(taken.inputs, taken.tensors, taken.program.arguments, decision.specs, strict=True)
+        for value, tensor, argument, spec in inputs:
+            if spec is None:
+                continue
+            if argument.role is Role.BATCH:
+                self.batches[tuple(value.shape), value.dtype] = (spec, mesh)
+            elif tensor is not None:
+                self._keep(tensor, spec, mesh)
+        results = {id(root): plan.results[r.name] for root, r in zip(taken.roots, taken.program.results, strict=True)}
+        for optimizer in watch.optimizers:
+            self._optimizers[optimizer] = None
+            for _, _, tensor in optimizer_state(optimizer):
+                if id(tensor) in results and results[id(tensor)].dims:
+                    self._keep(tensor, results[id(tensor)], mesh)
+        for (call, shape), spec in pins.of(plan).items():
+            self._pin(watch.modules[call[0]], call, shape, mesh.sharding(spec))
+
+    def _keep(self, tensor: Any, spec: Spec, mesh: LiveMesh) -> None:
+        self.specs[tensor] = spec
+        self.state[tensor] = mesh.sharding(spec)
+
+    def hook_calls(
+        self, modules: Iterable[Any], on_call: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+    ) -> None:
+        """Have `on_call` told before each call of these modules."""
+
+        def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            on_call(module, args, kwargs)
+
+        for module in modules:
+            if module not in self._outermost:
+                self._outermost[module] = module.register_forward_pre_hook(before, with_kwargs=True)
+
+    def _pin(self, module: Any, call: Place, shape: tuple[int, ...], sharding: Any) -> None:
+        if module not in self._pinned:
+            pins = self._pinned[module] = _ModulePins()
+            module.register_forward_hook(pins)
+        self._pinned[module].add(call, shape, sharding)
+
+    def mark_batch(self, named: Iterable[tuple[str, Any]]) -> None:
+        """Split the inputs among these tensors as planned."""
+        for _, tensor in named:
+            self.mark_input(tensor)
+
+    def mark_input(self, tensor: Any) -> None:
+        found = self.batches.get((tuple(tensor.shape), tensor.dtype))
+        if found is not None and on_xla(tensor) and not tensor.requires_grad and not is_split(held_spec(tensor)):
+            spec, mesh = found
+            mark(tensor, mesh.sharding(spec))
+
+    def mark_state(self) -> None:
+        """Keep the specs of updated state: what a graph computes is else split as propagation has it."""
+        for optimizer in list(self._optimizers):
+            for parameter, _, tensor in optimizer_state(optimizer):
+                if tensor not in self.state and parameter in self.state and tensor.shape == parameter.shape:
+                    self.specs[tensor], self.state[tensor] = self.specs[parameter], self.state[parameter]
+        known = list(self.state.items())
+        for (tensor, sharding), waits in zip(known, pending([tensor for tensor, _ in known]), strict=True):
+            if waits:
+                mark(tensor, sharding)
+
+
+class _ModulePins:
+    """A forward hook that pins the outputs of one module, and their gradients."""
+
+    def __init__(self) -> None:
+        self._by_call: list[dict[tuple[Any, ...], Any]] = []
+        self._calls = 0
+
+    def add(self, call: Place, shape: tuple[int, ...], sharding: Any) -> None:
+        _, number, position, what = call
+        while len(self._by_call) <= number:
+            self._by_call.append({})
+        self._by_call[number][position, shape, what] = sharding
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        pins = self._by_call[self._calls % len(self._by_call)]
+        self._calls += 1
+        for position, (_, tensor) in enumerate(leaves(output, "")):
+            if not on_xla(tensor):
+                continue
+            shape = tuple(tensor.shape)
+            here = pins.get((position, shape, "output"))
+            gradient = pins.get((position, shape, "gradient"))
+            if here is not None:
+                mark(tensor, here)
+            if gradient is not None and tensor.requires_grad:
+                tensor.register_hook(lambda value, sharding=gradient: mark(value, sharding))

@@ -1,0 +1,73 @@
+"""Specs on live tensors: the plan's mesh in PyTorch/XLA's words, and marking."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from autoshard.errors import UserError
+from autoshard.exec.torch_xla_hook._xlac import xlac
+from autoshard.plan import Spec, hlo_sharding, parse_hlo_sharding
+
+
+class LiveMesh:
+    """A mesh over the devices that are here, and specs on it in PyTorch/XLA's own records.
+
+    `devices` are PyTorch/XLA's device numbers, row-major over the mesh.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], devices: Sequence[int]) -> None:
+        self.sizes = dict(sizes)
+        self.devices = tuple(devices)
+        self._shardings: dict[Spec, Any] = {}
+
+    @functools.cached_property
+    def mesh(self) -> Any:
+        """`torch_xla.distributed.spmd.Mesh`."""
+        import torch_xla.distributed.spmd as xs
+
+        return xs.Mesh(np.array(self.devices), tuple(self.sizes.values()), tuple(self.sizes))
+
+    def sharding(self, spec: Spec) -> Any:
+        """`_XLAC.OpSharding` of a spec; the same object for the same spec."""
+        if spec not in self._shardings:
+            self._shardings[spec] = self.mesh.get_op_sharding(partition(spec))
+        return self._shardings[spec]
+
+    def write(self, spec: Spec) -> str:
+        """The HLO sharding string of a spec."""
+        return hlo_sharding(spec, self.sizes, self.devices)
+
+    def read(self, text: str, rank: int) -> Spec | None:
+        """The spec of an HLO sharding string; None if this mesh cannot express it."""
+        try:
+            return parse_hlo_sharding(text, rank, self.sizes, self.devices)
+        except UserError:
+            return None
+
+    def read_dims(self, text: str, rank: int) -> tuple[tuple[str, ...], ...] | None:
+        spec = self.read(text, rank)
+        return None if spec is None else spec.dims
+
+
+def partition(spec: Spec) -> tuple[Any, ...]:
+    """A spec as PyTorch/XLA's partition spec: axis names, None, or tuples of names."""
+    return tuple(axes[0] if len(axes) == 1 else axes if axes else None for axes in spec.dims)
+
+
+def mark(tensor: Any, sharding: Any) -> None:
+    """Shard a tensor in place (data: moved; pending: constrained). A scalar, or what is so sharded, is left alone."""
+
+    xlac()._xla_mark_sharding(tensor, sharding)
+
+
+def held_spec(tensor: Any) -> str:
+    """The tensor's HLO sharding string; empty if it has none yet."""
+
+    return xlac()._get_xla_sharding_spec(tensor)
+
+
+def is_split(text: str) -> bool:
+    """Whether an HLO sharding string splits anything."""
+    return text.startswith("{devices=")

@@ -1,0 +1,66 @@
+"""Planning a captured graph, with what is already decided held fixed."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from autoshard.exec.torch_xla_hook._capture import Capture
+from autoshard.exec.torch_xla_hook._marks import LiveMesh
+from autoshard.plan import Plan, Spec, make_plan, read_asked
+from autoshard.program import Role
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """A plan, and how it splits the inputs of the captured graph."""
+
+    plan: Plan
+    specs: tuple[Spec | None, ...]
+    """By argument; None for what stays as it is: the user's own marks, and scalars."""
+
+
+def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Spec]) -> Decision:
+    """Plan a captured graph. `fixed` are specs by argument that an earlier plan gave, or an earlier step.
+
+    Arguments that the user has split keep their marks. Data of one shape and dtype gets one spec, since of a batch
+    that is moved later nobody can tell which of them it will be.
+    """
+    arguments = taken.program.arguments
+    pins: dict[str, Spec] = {arguments[number].name: spec for number, spec in fixed.items()}
+    notes: list[str] = []
+    for number, text in taken.split.items():
+        name, shape = arguments[number].name, arguments[number].shape
+        if number in fixed:
+            continue
+        spec = mesh.read(text, len(shape))
+        if spec is None:
+            notes.append(f"your own mark on {name}, {text}, is kept, but the mesh {mesh.sizes} cannot express it.")
+        else:
+            pins[name] = spec
+            notes.append(f"your own mark on {name}, {spec}, is kept.")
+    plan = make_plan(taken.program, topology=topology, mesh=mesh.sizes, asked=read_asked(pins)).plan
+    agreed = _agreed(taken, plan, pins)
+    if agreed:
+        pins |= agreed
+        plan = make_plan(taken.program, topology=topology, mesh=mesh.sizes, asked=read_asked(pins)).plan
+    if notes:
+        plan = dataclasses.replace(plan, warnings=(*plan.warnings, *notes))
+    specs = [
+        None if not argument.shape or (number in taken.split and number not in fixed) else plan.arguments[argument.name]
+        for number, argument in enumerate(arguments)
+    ]
+    return Decision(plan, tuple(specs))
+
+
+def _agreed(taken: Capture, plan: Plan, pins: Mapping[str, Spec]) -> dict[str, Spec]:
+    """One spec for data of one shape and dtype that the plan splits in several ways: the most split one."""
+    alike: dict[tuple[tuple[int, ...], str], list[str]] = {}
+    for argument in taken.program.arguments:
+        if argument.role is Role.BATCH and argument.shape and argument.name not in pins:
+            alike.setdefault((argument.shape, argument.dtype), []).append(argument.name)
+    agreed = {}
+    for names in alike.values():
+        specs = {plan.arguments[name] for name in names}
+        if len(specs) > 1:
+            best = max((plan.arguments[name] for name in names), key=lambda spec: spec.shards(plan.mesh))
+            agreed |= dict.fromkeys(names, best)
+    return agreed

@@ -1,0 +1,170 @@
+"""From the first step of a script to its planned steps: the states between which the hook moves."""
+
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.exec.torch_xla_hook._apply_plan import Applied, Pins
+from autoshard.exec.torch_xla_hook._capture import Capture, capture
+from autoshard.exec.torch_xla_hook._here import live_mesh, mesh_here, topology_here
+from autoshard.exec.torch_xla_hook._marks import LiveMesh, mark
+from autoshard.exec.torch_xla_hook._planning import Decision, decide
+from autoshard.exec.torch_xla_hook._reads import Reads
+from autoshard.exec.torch_xla_hook._replay import planned_proto, replay
+from autoshard.exec.torch_xla_hook._tensors import leaves, live_pending, on_xla
+from autoshard.exec.torch_xla_hook._watch import Watch
+from autoshard.exec.torch_xla_hook._xlac import xlac
+from autoshard.plan import Plan
+
+
+log = logging.getLogger("autoshard.torch_xla")
+
+STRICT_VARIABLE = "AUTOSHARD_STRICT"
+
+
+class Session:
+    """Auto-sharding of one process. `armed`: the next step boundary plans the pending graph."""
+
+    def __init__(self) -> None:
+        self.plans: list[Plan] = []
+        self.applied = Applied()
+        self.armed = False
+        self.failed = False
+        self._trained = False
+        self._watch: Watch | None = None
+        self._reads = Reads(self.on_read)
+        self._seen: set[tuple[Any, ...]] = set()
+        """Signatures of forward calls that are planned (or could not be)."""
+        self._current: set[tuple[Any, ...]] = set()
+
+    def arm(self) -> None:
+        """Watch from now on, until the next step boundary."""
+        if not self.armed:
+            self.armed = True
+            self._watch = Watch(self._on_forward)
+            self._watch.start()
+            self._reads.start()
+
+    def disarm(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+        self._watch = None
+        self._reads.stop()
+        self.armed = False
+
+    def _on_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._current.add(signature(module, args, kwargs))
+
+    def on_call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A known module is called in a planned step: mark its batch; what was never seen is planned next."""
+        self.applied.mark_batch(leaves((args, kwargs), "batch"))
+        if not self.armed and signature(module, args, kwargs) not in self._seen:
+            self.arm()
+            assert self._watch is not None
+            self._watch.join(module, args, kwargs)
+
+    def on_sync(self) -> None:
+        """A step boundary: everything pending is about to run."""
+        if self.armed:
+            watch = self._watch
+            assert watch is not None
+            if self._current and self._current <= self._seen:  # a step that is planned already
+                self._current = set()
+                watch.restart()
+            else:
+                roots = self._roots(watch)
+                if roots and (watch.seen or _is_heavy(roots)):
+                    self._plan(watch, roots)
+                    return
+        self.applied.mark_state()
+
+    def on_read(self, tensor: Any) -> None:
+        """A value is about to be read. If a whole step is pending it is planned and run now."""
+        watch = self._watch
+        if watch is None or not on_xla(tensor) or not watch.seen:
+            return
+        roots = self._roots(watch)
+        if watch.training and not watch.changed(roots):
+            return  # a loss that is looked at in the middle of a step
+        if roots and self._plan(watch, roots):
+            xlac()._xla_sync_multi(roots, [], wait=False, sync_xla_data=True)
+
+    def _roots(self, watch: Watch) -> list[Any]:
+        kept = {id(tensor) for tensor in watch.recorded.values()}
+        return [root for root in live_pending(watch.persistent()) if id(root) not in kept]
+
+    def _plan(self, watch: Watch, roots: Sequence[Any]) -> bool:
+        """Plan the pending graph, and make `roots` the results of its planned run. False if it could not be planned."""
+        self._seen |= self._current
+        self._current = set()
+        topology = topology_here()
+        mesh = live_mesh(topology, mesh_here())  # what is wrong with these, the user has to mend
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self._plan_pending(watch, roots, topology, mesh)
+        except Exception as error:  # whatever went wrong, the user's training goes on
+            if os.environ.get(STRICT_VARIABLE, "0") not in ("", "0"):
+                raise
+            if not self.failed:
+                reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                warnings.warn(
+                    f"autoshard: this step runs replicated, since it could not be planned: {reason}", stacklevel=3
+                )
+            self.failed = True
+            return False
+        finally:
+            self.disarm()
+        return True
+
+    def _plan_pending(self, watch: Watch, roots: Sequence[Any], topology: str, mesh: LiveMesh) -> None:
+        calls, recorded = list(watch.recorded), list(watch.recorded.values())
+        shapes = [tuple(tensor.shape) for tensor in recorded]
+        taken = capture(roots, recorded, watch.known, watch.training, watch.title(), mesh)
+        del recorded
+        watch.recorded.clear()
+        replaces = watch.training and not self._trained
+        fixed = {} if replaces else self.applied.decided(taken)
+        decision = decide(taken, topology, mesh, fixed)
+        plan = decision.plan
+        self._place(taken, decision, mesh, replaces)
+        outputs = replay(planned_proto(taken, plan, mesh), taken.inputs)
+        for root, output, result in zip(taken.roots, outputs, taken.program.results, strict=True):
+            if result.shape:
+                mark(output, mesh.sharding(plan.results[result.name]))
+            root.data = output
+        self.applied.take(taken, decision, mesh, Pins(calls, shapes, taken.places), watch)
+        self.applied.hook_calls(watch.outermost, self.on_call)
+        self._trained |= watch.training
+        self.plans.append(plan)
+        log.info("planned %s: %s", plan.program_name, "; ".join(plan.words) or "everything is replicated")
+        for sentence in plan.warnings:
+            log.warning("%s", sentence)
+
+    def _place(self, taken: Capture, decision: Decision, mesh: LiveMesh, replaces: bool) -> None:
+        """Split the graph's inputs as decided. What an inference plan has split before training, is split anew."""
+
+        for number, (value, spec) in enumerate(zip(taken.inputs, decision.specs, strict=True)):
+            if spec is None:
+                continue
+            if replaces and number in taken.split and mesh.write(spec) != taken.split[number]:
+                xlac()._xla_clear_sharding(value)
+            mark(value, mesh.sharding(spec))
+
+
+def signature(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What makes two calls of a module the same graph: shapes, and whether gradients are kept."""
+    import torch
+
+    shapes = tuple((tuple(tensor.shape), tensor.dtype) for _, tensor in leaves((args, kwargs), ""))
+    return id(module), module.training, torch.is_grad_enabled(), shapes
+
+
+def _is_heavy(roots: Sequence[Any]) -> bool:
+    """Whether a graph without modules is worth planning: it has a matmul or a convolution."""
+
+    text = xlac()._get_xla_tensors_text(list(roots))
+    return any(f"aten::{op}" in text for op in ("mm", "bmm", "addmm", "einsum", "convolution", "matmul"))

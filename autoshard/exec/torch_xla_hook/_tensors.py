@@ -1,0 +1,75 @@
+"""Finding tensors of the lazy backend: which are live, which are pending, which data a graph reads."""
+
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from autoshard.exec.torch_xla_hook._xlac import xlac
+
+
+def pending(tensors: Sequence[Any]) -> list[bool]:
+    """For each tensor on the XLA device: whether its value is still to be computed."""
+
+    return list(xlac()._check_tensor_need_materialization(list(tensors))) if tensors else []
+
+
+def handles(tensors: Sequence[Any]) -> list[int]:
+    """An identity of the device data of each tensor, equal for tensors that share it.
+
+    Data that is on the host still is uploaded. Not for pending tensors: these would be computed.
+    """
+
+    return list(xlac()._get_tensors_handle(list(tensors))) if tensors else []
+
+
+def on_xla(tensor: Any) -> bool:
+    return tensor.device.type == "xla"
+
+
+def live_pending(first: Iterable[Any]) -> list[Any]:
+    """All live pending tensors that Python can see: those in `first` in its order, then the others.
+
+    A parameter's gradient may have no Python object until it is asked for. What only C++ holds (tensors saved for a
+    backward pass that has not run) is not found.
+    """
+    found: dict[int, Any] = {}
+
+    def take(tensor: Any) -> None:
+        if id(tensor) not in found and on_xla(tensor):
+            found[id(tensor)] = tensor
+
+    everything = [*first, *_tensors_of_process()]
+    for tensor in everything:
+        take(tensor)
+        if tensor.is_leaf and tensor.grad is not None:
+            take(tensor.grad)
+    tensors = list(found.values())
+    return [tensor for tensor, is_pending in zip(tensors, pending(tensors), strict=True) if is_pending]
+
+
+def live_on_xla() -> list[Any]:
+    """All tensors on the XLA device that Python can see."""
+    return [tensor for tensor in _tensors_of_process() if on_xla(tensor)]
+
+
+def _tensors_of_process() -> Iterator[Any]:
+    import torch
+
+    tensor = torch.Tensor
+    for thing in gc.get_objects():
+        if issubclass(type(thing), tensor):
+            yield thing
+
+
+def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Tensors in nested tuples, lists, mappings and model outputs, with dotted names."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, (tuple, list)):
+        for index, inner in enumerate(value):
+            yield from leaves(inner, f"{name}.{index}" if name else str(index))

@@ -1,0 +1,169 @@
+"""Watching the first step: which modules run, what they are given, and what they give to each other."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from autoshard.exec.torch_xla_hook._capture import Known
+from autoshard.exec.torch_xla_hook._tensors import handles, leaves, on_xla, pending
+from autoshard.program import Role
+
+
+Place = tuple[str, int, int, str]
+"""Module, number of its call, number of the tensor in its output, `output` or `gradient`."""
+
+
+class Watch:
+    """Hooks on every module while a step is to be captured; names tensors before the step changes them."""
+
+    def __init__(self, on_forward: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        self.known: dict[int, Known] = {}
+        """Device data handle -> the tensor that held it."""
+        self.recorded: dict[Place, Any] = {}
+        self.outermost: list[Any] = []
+        """Modules that the user's code calls, in order."""
+        self.modules: dict[str, Any] = {}
+        self.optimizers: list[Any] = []
+        self.training = False
+        self._on_forward = on_forward
+        self._names: dict[int, str] = {}
+        self._calls: dict[str, int] = {}
+        self._depth = 0
+        self._hooks = contextlib.ExitStack()
+
+    def start(self) -> None:
+        """Stand in for `Module.__call__` (hooks of all modules are not told keyword arguments) and await optimizers."""
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        call = torch.nn.Module.__call__
+
+        @functools.wraps(call)
+        def watched(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._depth:
+                self._enter(module, args, kwargs)
+            self._depth += 1
+            try:
+                output = call(module, *args, **kwargs)
+            finally:
+                self._depth -= 1
+            self._after(module, output)
+            return output
+
+        torch.nn.Module.__call__ = watched
+        self._hooks.callback(setattr, torch.nn.Module, "__call__", call)
+        self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+
+    def stop(self) -> None:
+        self._hooks.close()
+        self.recorded.clear()
+        self.known.clear()
+
+    def join(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Watch a call that has begun already: its pre-hooks are running."""
+        self._enter(module, args, kwargs)
+        self._depth += 1
+
+        def leave(module: Any, args: Any, output: Any) -> None:
+            handle.remove()
+            self._depth = max(self._depth - 1, 0)
+            self._after(module, output)
+
+        handle = module.register_forward_hook(leave, always_call=True)
+
+    def restart(self) -> None:
+        """Forget the step so far, and go on watching."""
+        self.recorded.clear()
+        self.known.clear()
+        self.outermost.clear()
+        self._calls.clear()
+        self.training = False
+
+    @property
+    def seen(self) -> bool:
+        """Whether a module has run since the start."""
+        return bool(self.outermost)
+
+    def learn(self, named: Iterator[tuple[str, Any]], role: Callable[[Any], Role]) -> None:
+        """Remember the device data that tensors hold now. Pending tensors have none, and scalars may be constants."""
+        tensors = [(name, tensor) for name, tensor in named if on_xla(tensor) and tensor.dim() > 0]
+        waiting = pending([tensor for _, tensor in tensors])
+        held = [each for each, waits in zip(tensors, waiting, strict=True) if not waits]
+        for handle, (name, tensor) in zip(handles([tensor for _, tensor in held]), held, strict=True):
+            self.known.setdefault(handle, Known(name, role(tensor), tensor))
+
+    def _enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        import torch
+
+        if not any(each is module for each in self.outermost):
+            prefix = f"model{len(self.outermost) or ''}." if self.outermost else ""
+            self.outermost.append(module)
+            for name, inner in module.named_modules():
+                self._names.setdefault(id(inner), f"{prefix}{name}")
+                self.modules.setdefault(f"{prefix}{name}", inner)
+            self.learn(((prefix + name, each) for name, each in module.named_parameters()), lambda _: Role.PARAMETER)
+            self.learn(((prefix + name, each) for name, each in module.named_buffers()), lambda _: Role.OTHER)
+        self.training |= torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        self._on_forward(module, args, kwargs)
+        self.learn(leaves((args, kwargs), "batch"), lambda _: Role.BATCH)
+
+    def _after(self, module: Any, output: Any) -> None:
+        name = self._names.get(id(module))
+        if name is None:
+            return
+        call = self._calls.get(name, 0)
+        self._calls[name] = call + 1
+        for number, (_, tensor) in enumerate(leaves(output, "")):
+            if on_xla(tensor) and tensor.dim() > 0 and tensor.is_floating_point():
+                self._record((name, call, number), tensor)
+
+    def _record(self, where: tuple[str, int, int], tensor: Any) -> None:
+        """Keep the values that the tensor and its gradient have now: in-place ops may follow."""
+        import torch
+
+        with torch.no_grad():
+            self.recorded[(*where, "output")] = tensor.detach().clone()
+
+        def keep(gradient: Any) -> None:
+            with torch.no_grad():
+                self.recorded[(*where, "gradient")] = gradient.detach().clone()
+
+        if tensor.requires_grad and torch.is_grad_enabled():
+            tensor.register_hook(keep)
+
+    def persistent(self) -> list[Any]:
+        """Tensors that outlive a step, in an order that is the same in every run."""
+        states = [tensor for optimizer in self.optimizers for _, _, tensor in optimizer_state(optimizer)]
+        return [*(each.tensor for each in self.known.values()), *states]
+
+    def changed(self, roots: Sequence[Any]) -> bool:
+        """Whether these pending tensors hold an updated parameter."""
+        parameters = {id(each.tensor) for each in self.known.values() if each.role is Role.PARAMETER}
+        return any(id(root) in parameters for root in roots)
+
+    def title(self) -> str:
+        """What to call the captured program."""
+        names = [type(module).__name__ for module in self.outermost]
+        return "+".join(dict.fromkeys(names)) or "graph"
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not any(each is optimizer for each in self.optimizers):
+            self.optimizers.append(optimizer)
+        names = {id(each.tensor): each.name for each in self.known.values()}
+        named = (
+            (f"optimizer.{key}.{names.get(id(parameter), 'parameter')}", tensor)
+            for parameter, key, tensor in optimizer_state(optimizer)
+        )
+        self.learn(named, lambda _: Role.OPTIMIZER_STATE)
+
+
+def optimizer_state(optimizer: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Parameter, key and tensor of everything that an optimizer keeps on the XLA device."""
+    import torch
+
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and on_xla(value):
+                    yield parameter, key, value

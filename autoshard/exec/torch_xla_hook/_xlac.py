@@ -1,0 +1,9 @@
+"""PyTorch/XLA's extension module: everything that has no public Python interface goes through here."""
+
+import importlib
+from typing import Any
+
+
+def xlac() -> Any:
+    """`torch_xla._XLAC`."""
+    return importlib.import_module("torch_xla")._XLAC
