@@ -67,7 +67,7 @@ def gpt2() -> Case:
     return Case(GPT2LMHeadModel(config), _tokens, _language_loss)
 
 
-_DECODER = {
+_DECODER: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 128,

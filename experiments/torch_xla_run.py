@@ -61,14 +61,15 @@ def planned(model: Any, optimizer: Any) -> dict[str, Any]:
     import sys
 
     import torch
-    import torch_xla
 
     hook = sys.modules.get("autoshard.torch_xla")
     if hook is None:
         return {}
 
+    from autoshard.exec.torch_xla_hook import held_spec, is_split
+
     def split(tensor: Any) -> bool:
-        return torch_xla._XLAC._get_xla_sharding_spec(tensor).startswith("{devices=")
+        return is_split(held_spec(tensor))
 
     states = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor) and t.dim()]
     plan = hook.session().plans[-1]

@@ -24,6 +24,9 @@ from autoshard.exec._estimate import estimate as estimate
 from autoshard.exec._measure import Measurement as Measurement
 from autoshard.exec._measure import measure as measure
 from autoshard.exec._measure import measurement_figures as measurement_figures
+from autoshard.exec._torch_plan import TorchPlan as TorchPlan
+from autoshard.exec._torch_plan import placements_of as placements_of
+from autoshard.exec._torch_plan import spec_of_placements as spec_of_placements
 from autoshard.plan._plan import set_executor
 
 

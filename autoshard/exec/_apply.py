@@ -10,6 +10,7 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.exec._calls import lower_calls, place_calls
 from autoshard.exec._devices import jax_mesh, named_sharding, place
+from autoshard.exec._torch_plan import TorchPlan
 from autoshard.plan import Plan, Spec
 from autoshard.program import OpaqueCall, Program, lower_traced
 
@@ -32,6 +33,30 @@ class Application:
 
     def out_shardings(self) -> tuple[Any, ...]:
         return tuple(named_sharding(self.mesh, spec) for spec in self.plan.results.values())
+
+    def shard_batch(self, batch: Any) -> Any:
+        """See `Plan.shard_batch`."""
+        import jax
+
+        plan = self.plan
+        names = [name for name in plan.arguments if plan.roles[name] == "batch"]
+        leaves, tree = jax.tree.flatten(batch)
+        found = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+        if found != [plan.shapes[name] for name in names]:
+            wanted = ", ".join(f"{name} {list(plan.shapes[name])}" for name in names) or "nothing"
+            raise UserError(
+                f"the batch has arrays of shapes {', '.join(str(list(shape)) for shape in found) or 'nothing'}; the "
+                f"plan for {plan.program_name} wants {wanted}."
+            )
+        placed = [
+            place(leaf, named_sharding(self.mesh, plan.arguments[name]))
+            for leaf, name in zip(leaves, names, strict=True)
+        ]
+        return tree.unflatten(placed)
+
+    def torch(self) -> TorchPlan:
+        """What applies the plan to torch modules."""
+        return TorchPlan(self.plan)
 
     def jit(self, fn: Callable[..., Any], donate_argnums: int | Sequence[int] | None = None) -> "PlannedFunction":
         return PlannedFunction(self, fn, donate_argnums)

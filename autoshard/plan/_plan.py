@@ -141,6 +141,8 @@ class Executor(Protocol):
     def lower(self, fn: Callable[..., Any], args: Sequence[Any], donate_argnums: int | Sequence[int] | None) -> Any: ...
     def in_shardings(self) -> tuple[Any, ...]: ...
     def out_shardings(self) -> tuple[Any, ...]: ...
+    def shard_batch(self, batch: Any) -> Any: ...
+    def torch(self) -> Any: ...
 
 
 _make_executor: list[Callable[["Plan"], Executor]] = []
@@ -271,6 +273,39 @@ class Plan:
         from autoshard.plan._explain import explain_plan
 
         return explain_plan(self, name, program)
+
+    def shard_batch(self, batch: Any) -> Any:
+        """A pytree of host arrays as `jax.Array`s that are split as planned; each device is sent its own part only.
+
+        The leaves are the plan's batch arguments, in order. With several processes each gives the whole batch.
+        Raises `UserError` for a batch of other shapes.
+        """
+        return _executor(self).shard_batch(batch)
+
+    def mark(self, model: Any) -> Any:
+        """Put a torch module's parameters on the XLA devices, split as planned; returns the module.
+
+        SPMD mode must be on. The module may be on the host, or on the meta device: then its modules'
+        `reset_parameters` make the values, one module at a time, so that the whole never exists anywhere.
+        """
+        return _executor(self).torch().mark(model)
+
+    def xla_mesh(self) -> Any:
+        """`torch_xla.distributed.spmd.Mesh` of the plan."""
+        return _executor(self).torch().xla_mesh()
+
+    @property
+    def input_sharding(self) -> Any:
+        """For torch_xla's `MpDeviceLoader(input_sharding=...)`: one `ShardingSpec`, or a dict by name of the input."""
+        return _executor(self).torch().input_sharding()
+
+    def placements(self, model: Any, mesh: Any) -> dict[str, Any]:
+        """DTensor placements (`Shard`, `Replicate`) of every parameter of a torch module on a `DeviceMesh`."""
+        return _executor(self).torch().placements(model, mesh)
+
+    def distribute(self, model: Any, mesh: Any) -> Any:
+        """Make every parameter of a torch module a DTensor on a `DeviceMesh`, split as planned; returns the module."""
+        return _executor(self).torch().distribute(model, mesh)
 
     def to_frame(self) -> Any:
         """`pandas.DataFrame` with a row for each argument: role, shape, spec, bytes of the whole and of one device."""

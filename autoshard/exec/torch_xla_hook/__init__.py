@@ -7,4 +7,10 @@ outputs of the user's modules are pinned in every later step.
 
 from autoshard.exec.torch_xla_hook._enable import install as install
 from autoshard.exec.torch_xla_hook._enable import session as session
+from autoshard.exec.torch_xla_hook._here import live_mesh as live_mesh
+from autoshard.exec.torch_xla_hook._marks import LiveMesh as LiveMesh
+from autoshard.exec.torch_xla_hook._marks import held_spec as held_spec
+from autoshard.exec.torch_xla_hook._marks import is_split as is_split
+from autoshard.exec.torch_xla_hook._marks import partition as partition
+from autoshard.exec.torch_xla_hook._offline import move_marked as move_marked
 from autoshard.exec.torch_xla_hook._session import Session as Session

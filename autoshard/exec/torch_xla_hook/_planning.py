@@ -16,6 +16,8 @@ class Decision:
     plan: Plan
     specs: tuple[Spec | None, ...]
     """By argument; None for what stays as it is: the user's own marks, and scalars."""
+    notes: tuple[str, ...]
+    """What was decided otherwise than the planner alone would have; also among the plan's warnings."""
 
 
 def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Spec]) -> Decision:
@@ -37,18 +39,29 @@ def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Sp
         else:
             pins[name] = spec
             notes.append(f"your own mark on {name}, {spec}, is kept.")
-    plan = make_plan(taken.program, topology=topology, mesh=mesh.sizes, asked=read_asked(pins)).plan
+    axis_only: dict[str, tuple[str, ...]] = {}
+
+    def make() -> Plan:
+        return make_plan(
+            taken.program, topology=topology, mesh=mesh.sizes, asked=read_asked(pins, axis_only=axis_only)
+        ).plan
+
+    plan = make()
+    if plan.regions:
+        axis_only = dict.fromkeys(mesh.sizes, ("batch",))
+        notes.append("only the batch is split: PyTorch/XLA cannot be given the exchange of halos of convolutions.")
+        plan = make()
     agreed = _agreed(taken, plan, pins)
     if agreed:
         pins |= agreed
-        plan = make_plan(taken.program, topology=topology, mesh=mesh.sizes, asked=read_asked(pins)).plan
+        plan = make()
     if notes:
         plan = dataclasses.replace(plan, warnings=(*plan.warnings, *notes))
     specs = [
         None if not argument.shape or (number in taken.split and number not in fixed) else plan.arguments[argument.name]
         for number, argument in enumerate(arguments)
     ]
-    return Decision(plan, tuple(specs))
+    return Decision(plan, tuple(specs), tuple(notes))
 
 
 def _agreed(taken: Capture, plan: Plan, pins: Mapping[str, Spec]) -> dict[str, Spec]:

@@ -141,7 +141,7 @@ class Session:
         self._trained |= watch.training
         self.plans.append(plan)
         log.info("planned %s: %s", plan.program_name, "; ".join(plan.words) or "everything is replicated")
-        for sentence in plan.warnings:
+        for sentence in decision.notes:
             log.warning("%s", sentence)
 
     def _place(self, taken: Capture, decision: Decision, mesh: LiveMesh, replaces: bool) -> None:

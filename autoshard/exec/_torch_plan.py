@@ -1,0 +1,155 @@
+"""A plan on PyTorch modules: PyTorch/XLA marks, and DTensor placements on any device mesh."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.plan import Plan, Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchPlan:
+    """What `Plan.mark`, `Plan.placements` and their neighbours call."""
+
+    plan: Plan
+
+    def specs(self, model: Any) -> dict[str, Spec]:
+        """The spec of every parameter of a module, by its name there.
+
+        A parameter that the plan stacks over layers has the spec of one layer; how it is split over the layers is
+        left out. Raises `UserError` for a parameter that the plan does not have, or has in another shape.
+        """
+        known = {
+            name: (re.compile(re.escape(name).replace(r"\*", r"\d+") + "$"), spec)
+            for name, spec in self.plan.arguments.items()
+            if self.plan.roles[name] == "parameter"
+        }
+        found: dict[str, Spec] = {}
+        for name, parameter in model.named_parameters():
+            plain = re.sub(r"(_orig_module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.", "", name)
+            named = [key for key, (pattern, _) in known.items() if pattern.match(plain)]
+            if not named:
+                raise UserError(
+                    f"the plan for {self.plan.program_name} has no parameter `{plain}`: plan this module, or mark the "
+                    "one that was planned."
+                )
+            stacked = "*" in named[0].split(".")
+            shape, spec = self.plan.shapes[named[0]], known[named[0]][1]
+            shape, spec = (shape[1:], Spec(spec.dims[1:])) if stacked else (shape, spec)
+            if tuple(parameter.shape) != shape:
+                raise UserError(
+                    f"parameter `{plain}` is of shape {list(parameter.shape)}, but the plan for "
+                    f"{self.plan.program_name} has {list(shape)}: plan it again."
+                )
+            found[name] = spec
+        return found
+
+    def mark(self, model: Any) -> Any:
+        """Hold a module's parameters on the XLA devices as planned; see `Plan.mark`."""
+        import torch_xla.runtime as xr
+
+        if not xr.is_spmd():
+            raise UserError("plan.mark: SPMD mode is off; call torch_xla.runtime.use_spmd() first.")
+        from autoshard.exec.torch_xla_hook import live_mesh, move_marked
+
+        specs = self.specs(model)
+        mesh = live_mesh(self.plan.topology, self.plan.mesh)
+        move_marked(model, {name: mesh.sharding(spec) for name, spec in specs.items() if spec.dims})
+        return model
+
+    def xla_mesh(self) -> Any:
+        """`torch_xla.distributed.spmd.Mesh` of the plan, its axes by name."""
+        from autoshard.exec.torch_xla_hook import live_mesh
+
+        return live_mesh(self.plan.topology, self.plan.mesh).mesh
+
+    def input_sharding(self) -> Any:
+        """What `MpDeviceLoader(input_sharding=...)` takes; see `Plan.input_sharding`."""
+        import torch_xla.distributed.spmd as xs
+
+        from autoshard.exec.torch_xla_hook import partition
+
+        mesh = self.xla_mesh()
+        batch = {name: self.plan.arguments[name] for name in self.plan.arguments if self.plan.roles[name] == "batch"}
+        if not batch:
+            raise UserError(f"the plan for {self.plan.program_name} has no batch, so that there is nothing to load.")
+        made = {name: xs.ShardingSpec(mesh, partition(spec)) for name, spec in batch.items()}
+        if len({spec for spec in batch.values()}) == 1:
+            return next(iter(made.values()))
+        return {name.removeprefix("batch."): spec for name, spec in made.items()}
+
+    def placements(self, model: Any, mesh: Any) -> dict[str, tuple[Any, ...]]:
+        """DTensor placements of every parameter of a module on a `DeviceMesh`; see `Plan.placements`."""
+        sizes = mesh_sizes(mesh)
+        if sizes != self.plan.mesh:
+            raise UserError(
+                f"the device mesh is {sizes}, but the plan for {self.plan.program_name} is for {self.plan.mesh}: make "
+                "the mesh with init_device_mesh(device, tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))."
+            )
+        return {name: placements_of(spec, sizes, name) for name, spec in self.specs(model).items()}
+
+    def distribute(self, model: Any, mesh: Any) -> Any:
+        """Make a module's parameters DTensors on a `DeviceMesh`; see `Plan.distribute`."""
+        import torch
+        from torch.distributed.tensor import distribute_tensor
+
+        places = self.placements(model, mesh)
+        made: dict[int, Any] = {}
+        for module, key, name, parameter in owned_parameters(model):
+            if id(parameter) not in made:
+                value = distribute_tensor(parameter.detach(), mesh, list(places[name]))
+                made[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+            module.register_parameter(key, made[id(parameter)])
+        return model
+
+
+def mesh_sizes(mesh: Any) -> dict[str, int]:
+    """Axes and sizes of a `torch.distributed.device_mesh.DeviceMesh`; unnamed axes are named as ours are."""
+    from autoshard.cost import default_axis_names
+
+    sizes = tuple(int(size) for size in mesh.mesh.shape)
+    return dict(zip(mesh.mesh_dim_names or default_axis_names(len(sizes)), sizes, strict=True))
+
+
+def owned_parameters(model: Any) -> Iterator[tuple[Any, str, str, Any]]:
+    """Owner, key, name and parameter; a shared parameter comes once for each owner, under its first name."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module in list(model.modules()):
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            yield module, key, names[id(parameter)], parameter
+
+
+def placements_of(spec: Spec, mesh: Mapping[str, int], name: str) -> tuple[Any, ...]:
+    """`Shard` or `Replicate` for each mesh axis.
+
+    Raises `UserError` where a dim is split by axes in another order than the mesh's, which DTensor cannot hold.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    axes = list(mesh)
+    for dim in spec.dims:
+        if [axes.index(axis) for axis in dim] != sorted(axes.index(axis) for axis in dim):
+            raise UserError(
+                f"`{name}` is split as {spec}, one dim by axes in another order than the mesh ({', '.join(axes)}); "
+                "DTensor cannot hold that: plan with a mesh whose axes are in the other order."
+            )
+    where = {axis: dim for dim, used in enumerate(spec.dims) for axis in used}
+    return tuple(Shard(where[axis]) if axis in where else Replicate() for axis in axes)
+
+
+def spec_of_placements(placements: Any, rank: int, mesh: Mapping[str, int]) -> Spec:
+    """The spec that DTensor placements mean: the reverse of `placements_of`.
+
+    Raises `UserError` for a partial or strided placement.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    dims: list[tuple[str, ...]] = [()] * rank
+    for axis, placement in zip(mesh, placements, strict=True):
+        if type(placement) is Shard:
+            dims[placement.dim % rank] += (axis,)
+        elif type(placement) is not Replicate:
+            raise UserError(f"a tensor placed as {placement} over {axis} is not split in a way that a spec can say.")
+    return Spec(tuple(dims))

@@ -1,0 +1,134 @@
+"""Plans on torch modules: specs by parameter, DTensors over two processes, batches for JAX."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard.errors import UserError
+from autoshard.exec import placements_of, spec_of_placements
+from autoshard.plan import Spec
+from tests.exec.planned_programs import handmade
+
+
+def module_plan(mesh: dict[str, int], specs: dict[str, str]):
+    """A handmade plan of a small torch module."""
+    import torch
+
+    from autoshard.program import from_torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+    program = from_torch(model, torch.zeros(8, 16), name="small")
+    return model, handmade(program, mesh, specs)
+
+
+MESH = {"data": 2, "model": 1}
+SPECS = {"0.weight": "data,-", "0.bias": "data", "2.weight": "-,data"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.lists(st.integers(-1, 3), min_size=1, max_size=3))
+def test_placements_round_trip(rank: int, where: list[int]):
+    mesh = {f"a{number}": 2 for number in range(len(where))}
+    dims: list[tuple[str, ...]] = [()] * rank
+    for axis, dim in zip(mesh, where, strict=True):
+        if 0 <= dim < rank:
+            dims[dim] += (axis,)
+    spec = Spec(tuple(dims))
+    assert spec_of_placements(placements_of(spec, mesh, "x"), rank, mesh) == spec
+
+
+def test_an_order_that_dtensor_has_not():
+    with pytest.raises(UserError) as error:
+        placements_of(Spec((("b", "a"),)), {"a": 2, "b": 2}, "weight")
+    assert "`weight` is split as [bxa]" in str(error.value) and "other order" in str(error.value)
+
+
+def test_specs_by_parameter():
+    import torch
+
+    from autoshard.exec import TorchPlan
+
+    model, plan = module_plan(MESH, SPECS)
+    assert TorchPlan(plan).specs(model)["2.weight"] == Spec(((), ("data",)))
+    with pytest.raises(UserError) as error:
+        TorchPlan(plan).specs(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+    assert "parameter `0.weight` is of shape [4, 4], but the plan for small has [32, 16]" in str(error.value)
+    with pytest.raises(UserError) as error:
+        TorchPlan(plan).specs(torch.nn.Linear(4, 4))
+    assert "the plan for small has no parameter `weight`" in str(error.value)
+
+
+WORKER = """
+import json, os, sys
+os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=sys.argv[2])
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from tests.exec.test_torch_plan import MESH, SPECS, module_plan
+torch.manual_seed(0)
+model, plan = module_plan(MESH, SPECS)
+mesh = init_device_mesh("cpu", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
+inputs = torch.randn(8, 16)
+expected = model(inputs)
+plan.distribute(model, mesh)
+from torch.distributed.tensor import distribute_tensor, Replicate
+given = distribute_tensor(inputs, mesh, [Replicate(), Replicate()])
+found = model(given).full_tensor()
+print(json.dumps({
+    "local": {name: list(p.to_local().shape) for name, p in model.named_parameters()},
+    "difference": float((found - expected).detach().abs().max()),
+}))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_dtensors_over_two_processes():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(rank), port],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        outputs = [worker.communicate(timeout=200) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for (out, err), worker in zip(outputs, workers, strict=True):
+        assert worker.returncode == 0, err[-2000:]
+        found = json.loads(out.splitlines()[-1])
+        assert found["local"] == {"0.weight": [16, 16], "0.bias": [16], "2.weight": [8, 16], "2.bias": [8]}
+        assert found["difference"] < 1e-5
+
+
+def test_a_batch_is_sent_in_parts():
+    import numpy as np
+
+    from autoshard.exec import ensure_devices
+
+    ensure_devices(8)
+    from tests.exec import planned_programs as made
+
+    plan = handmade(made.mlp(), {"data": 4, "model": 2}, {"arg1": "data,-", "arg2": "data,-"})
+    names = [name for name in plan.arguments if plan.roles[name] == "batch"]
+    host = [np.arange(np.prod(plan.shapes[name]), dtype=np.float32).reshape(plan.shapes[name]) for name in names]
+    placed = plan.shard_batch(tuple(host))
+    for value, array in zip(host, placed, strict=True):
+        assert (np.asarray(array) == value).all()
+        assert {shard.data.shape[0] for shard in array.addressable_shards} == {value.shape[0] // 4}
+    with pytest.raises(UserError) as error:
+        plan.shard_batch((host[0][:2],))
+    assert "the batch has arrays of shapes [2, " in str(error.value)
