@@ -55,9 +55,9 @@ def visualize_tensor_sharding(tensor: Any, **options: Any) -> Any:
         raise UserError(
             f"visualize_tensor_sharding draws JAX arrays and tensors on the XLA device, not a {type(tensor).__name__}."
         )
-    import torch_xla
+    from autoshard.exec.torch_xla_hook import held_spec
 
-    text = torch_xla._XLAC._get_xla_sharding_spec(tensor)
+    text = held_spec(tensor)
     return _draw(parts_of_string(text or "{replicated}", shape, _devices_here()), **options)
 
 

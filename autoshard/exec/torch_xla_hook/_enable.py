@@ -29,6 +29,7 @@ _NEEDED = (
 )
 
 _session: list[Session] = []
+_installed: list[Callable[..., None]] = []
 
 
 def session() -> Session | None:
@@ -46,7 +47,7 @@ def install() -> None:
     import torch_xla.runtime as xr
 
     original = xr.use_spmd
-    if getattr(original, "autoshard", False):
+    if original in _installed:
         return
 
     @functools.wraps(original)
@@ -56,7 +57,7 @@ def install() -> None:
         else:
             original()
 
-    use_spmd.autoshard = True
+    _installed.append(use_spmd)
     xr.use_spmd = use_spmd
     if asked_by_environment():
         xr.use_spmd(auto=True)

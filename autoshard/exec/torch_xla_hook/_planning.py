@@ -42,9 +42,8 @@ def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Sp
     axis_only: dict[str, tuple[str, ...]] = {}
 
     def make() -> Plan:
-        return make_plan(
-            taken.program, topology=topology, mesh=mesh.sizes, asked=read_asked(pins, axis_only=axis_only)
-        ).plan
+        asked = read_asked(pins, axis_only=axis_only)
+        return make_plan(taken.program, topology=topology, mesh=mesh.sizes, asked=asked, refine_axes=False).plan
 
     plan = make()
     if plan.regions:
