@@ -70,14 +70,16 @@ import json, os, sys
 os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=sys.argv[2])
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from tests.exec.test_torch_plan import MESH, SPECS, module_plan
+from torch.distributed.tensor import Replicate, distribute_tensor
+import autoshard
+torch.distributed.init_process_group("gloo")
 torch.manual_seed(0)
-model, plan = module_plan(MESH, SPECS)
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+plan = autoshard.load(sys.argv[3])
 mesh = init_device_mesh("cpu", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
 inputs = torch.randn(8, 16)
 expected = model(inputs)
 plan.distribute(model, mesh)
-from torch.distributed.tensor import distribute_tensor, Replicate
 given = distribute_tensor(inputs, mesh, [Replicate(), Replicate()])
 found = model(given).full_tensor()
 print(json.dumps({
@@ -88,13 +90,14 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_dtensors_over_two_processes():
+def test_dtensors_over_two_processes(tmp_path: Path):
+    module_plan(MESH, SPECS)[1].save(tmp_path / "plan.json")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(rank), port],
+            [sys.executable, "-c", WORKER, str(rank), port, str(tmp_path / "plan.json")],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -103,7 +106,7 @@ def test_dtensors_over_two_processes():
         for rank in (0, 1)
     ]
     try:
-        outputs = [worker.communicate(timeout=200) for worker in workers]
+        outputs = [worker.communicate(timeout=300) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

@@ -138,3 +138,11 @@ def test_who_does_not_ask_gets_nothing(installed: Path):
     assert found["loaded"] == ["autoshard", "autoshard.autoload", "autoshard.errors"]
     assert found["value"] == 512.0
     assert found["to"] == "TensorBase.to"
+
+
+def test_a_module_that_is_planned_and_made_in_parts(installed: Path):
+    found = run(installed, "offline", XLA_AUTO_SPMD_MESH="4,2", JAX_PLATFORMS="cpu")["offline"]
+    assert found["weight"] == "{devices=[2,4]0,2,4,6,1,3,5,7}"
+    assert found["difference"] < 1e-5
+    assert found["mesh"] == "OrderedDict([('data', 4), ('model', 2)])"
+    assert split(found["sent"]) == split(found["planned"]) * 2

@@ -199,6 +199,39 @@ def accumulation() -> dict[str, Any]:
 
 
 @check
+def offline() -> dict[str, Any]:
+    """A module on the meta device, planned there and made in parts, and an input sharding for a loader."""
+    import torch
+    import torch_xla.distributed.parallel_loader as loader
+    import torch_xla.runtime as xr
+
+    import autoshard
+    from autoshard.plan import hlo_sharding
+    from autoshard.program import from_torch
+
+    xr.use_spmd()
+    with torch.device("meta"):
+        model = mlp()
+    inputs = torch.empty(64, 256, device="meta")
+    plan = autoshard.plan(from_torch(model, inputs, train=True), topology="cpu:8", pins={"0.weight": "model,data"})
+    plan.mark(model)
+    host = [torch.randn(64, 256) for _ in range(2)]
+    sharding = plan.input_sharding
+    sent = list(loader.MpDeviceLoader(host, "xla", input_sharding=sharding))
+    with torch.no_grad():
+        found = model(sent[0]).cpu()
+        weights = [p.detach().cpu() for p in model.parameters()]
+        expected = torch.relu(host[0] @ weights[0].T + weights[1]) @ weights[2].T + weights[3]
+    return {
+        "weight": spec(model[0].weight),
+        "difference": difference(found, expected),
+        "sent": [spec(value) for value in sent],
+        "planned": [hlo_sharding(plan.arguments[n], plan.mesh) for n in plan.arguments if plan.roles[n] == "batch"],
+        "mesh": str(plan.xla_mesh().shape()),
+    }
+
+
+@check
 def early_tensors() -> dict[str, Any]:
     """A model on the device before SPMD mode is on."""
     import torch_xla.runtime as xr
