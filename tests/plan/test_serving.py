@@ -14,7 +14,7 @@ BATCH, HEADS, LENGTH = 1, 2, 3
 
 @functools.cache
 def decoding(batch: int, cache: int, mesh: str) -> Plan:
-    """Llama with 4 heads of keys, which 8 devices do not divide."""
+    """Llama with 4 heads of keys, which take a part of an axis of 8."""
     program = open_source("hf:llama-tiny", serve="decode", batch=batch, cache=cache, seq=128)
     return make_plan(program, topology="v5e:2x4", mesh=mesh).plan
 
@@ -22,7 +22,7 @@ def decoding(batch: int, cache: int, mesh: str) -> Plan:
 @pytest.mark.parametrize(
     ("batch", "cache", "mesh", "split"),
     [
-        (1, 131072, "data=8", {LENGTH: ("data",)}),
+        (1, 131072, "data=8", {HEADS: ("data(4 of 8)",), LENGTH: ("data(2 of 8)",)}),
         (64, 4096, "data=8", {BATCH: ("data",)}),
         (4, 32768, "data=4,model=2", {BATCH: ("data",), HEADS: ("model",)}),
     ],

@@ -239,8 +239,9 @@ def test_a_convnet_split_over_height_equals_the_unplanned_run(mesh: str) -> None
     plan = result.baseline_plans["spatial"]
     assert any("image height over" in line for line in plan.words)
     assert any(region.operands[0].dims[2] for region in plan.regions)
-    measured = measure(program, plan, steps=1, warmup=0, check=True)
-    assert measured.check is not None and measured.check.max_rel_diff < 1e-5
+    # The gradient of a kernel before a norm is what is left of sums that cancel: rounding weighs more there.
+    measured = measure(program, plan, steps=1, warmup=0, check=True, tolerance=3e-5)
+    assert measured.check is not None and measured.check.passed
     assert measured.wire_compiled == pytest.approx(measured.wire_predicted, rel=0.02)
     assert "collective-permute" in measured.counts_compiled
     assert load_text(plan) == plan
