@@ -186,7 +186,7 @@ def main() -> int:
             raise SystemExit(str(error)) from error
         return 0
     for row in rows:
-        result = {"row": row.name} | in_process(row, arguments.time_limit, arguments.predict)
+        result: dict[str, Any] = {"row": row.name} | in_process(row, arguments.time_limit, arguments.predict)
         if arguments.predict:
             if "failed" in result:
                 print(f"{row.name:<24} {result['failed']}", flush=True)

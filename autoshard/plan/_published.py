@@ -243,10 +243,10 @@ def _step(
         rate = value * 1e12 if metric.startswith("TFLOP") else value / 100 * chip.peak_flops("bf16")
         if metric.endswith("device"):
             rate *= chip.devices_per_chip
-    if step is None and rate is None:
-        raise IncompleteError("neither a step time nor a rate is stated")
     full, causal = (_flops(decoder, *local, seq, half) * seq for half in (False, True))
     if rate is None:
+        if step is None:
+            raise IncompleteError("neither a step time nor a rate is stated")
         return batch, float(step)
     if step is None:
         return batch, batch * full / (rate * chips)
