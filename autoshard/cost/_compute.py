@@ -66,6 +66,8 @@ class Compute:
         m_blocks, n_blocks, k_blocks = (np.ceil(x / _BLOCK) for x in (m, n, k))
         once = m * k + k * n + m * n
         size = 2.0 * batch * once if size_bytes is None else np.asarray(size_bytes, dtype=np.float64)
+        if self.topology.backend == "cpu":  # caches hold small blocks and load ahead: a plain roofline
+            return np.maximum(busy, self.memory_seconds(size)) + self.calibration.op_overhead_s
         again = (m * k * n_blocks + k * n * m_blocks + m * n) / once
         moved = self.memory_seconds(size * again)
         together = _beside(busy, moved) + np.minimum(busy, moved) / (batch * m_blocks * n_blocks * k_blocks)

@@ -164,3 +164,11 @@ def test_attention_kernels() -> None:
         scores, 256, 256, 2, "bf16", 0
     )
     assert v6e.attention_seconds(1.0, 128, 128, 2, "bf16", 1.6e12) > 1.0
+
+
+@given(SIZES, SIZES, SIZES)
+def test_a_cpu_has_a_plain_roofline(m: int, n: int, k: int) -> None:
+    compute = _compute("cpu:4")
+    moved = float(compute.memory_seconds(2.0 * (m * k + k * n + m * n)))
+    least = max(float(compute.matmul_seconds(m, n, k)), moved)
+    assert compute.dot_seconds(m, n, k) == pytest.approx(least + compute.calibration.op_overhead_s)
