@@ -307,7 +307,7 @@ def test_validate_prints_every_row_and_its_difference():
 
 def test_validate_rebuilds_published_runs(tmp_path: Path):
     chosen = [row for row in read_rows() if row["id"].startswith("gemm") or row["id"] == "recipe-v6e-llama3.1-8b-v6e-8"]
-    (tmp_path / "runs.json").write_text(json.dumps([*chosen, chosen[0] | {"id": "later", "value": None}]))
+    (tmp_path / "runs.json").write_text(json.dumps([*chosen, chosen[-1] | {"id": "later", "value": None}]))
     result = run("validate", "--json", "--data", "runs.json", cwd=tmp_path)
     figures = json.loads(result.stdout)
     assert result.returncode == 0 and figures["passed"]
