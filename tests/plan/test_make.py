@@ -209,9 +209,9 @@ def test_integers_scalars_keys_and_flags_are_planned() -> None:
 
 
 def test_a_limit_that_binds_is_kept() -> None:
-    free = made.planned("wide mlp", "v5e:4x4", "data=4,model=4").plan
+    free = made.planned("wide mlp", "cpu:8", "data=4,model=2").plan
     limit = free.prediction.peak_bytes * 9 // 10
-    bound = made.planned("wide mlp", "v5e:4x4", "data=4,model=4", limit).plan
+    bound = made.planned("wide mlp", "cpu:8", "data=4,model=2", limit).plan
     assert bound.prediction.peak_bytes <= limit < free.prediction.peak_bytes
     assert bound.prediction.step_time_s >= free.prediction.step_time_s
     assert bound.memory_limit_bytes == limit
