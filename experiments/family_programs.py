@@ -31,16 +31,18 @@ def _hf(config: str, **sizes: int) -> Callable[[str], Program]:
 
 def _jax(name: str) -> Callable[[str], Program]:
     def make(mode: str) -> Program:
+        import jax_case
+        import jax_decoders
         import jax_programs
 
         if name == "decode step":
-            return jax_programs.decode_step()
+            return jax_decoders.decode_step()
         if name in jax_programs.MODULES:
             return jax_programs.MODULES[name](mode)
         case = jax_programs.CASES[name]()
         if mode == "infer":
-            return jax_programs.infer_program(name, case)
-        return jax_programs.train_program(name, case, mode)
+            return jax_case.infer_program(name, case)
+        return jax_case.train_program(name, case, mode)
 
     return make
 
