@@ -231,6 +231,7 @@ def run_solve(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_validate(arguments: argparse.Namespace, answer: TextIO) -> int:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # models are rebuilt, never run
     from autoshard.report import passes, validate, validation_figures, validation_report
 
     with _progress(arguments) as progress:

@@ -8,25 +8,16 @@ import dataclasses
 from collections.abc import Iterable
 
 from autoshard.errors import UserError
+from autoshard.program import DecoderDims
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Decoder:
-    """Dims of a decoder: layers, width, MLP width, query heads, key/value heads, head size, vocabulary.
+class Decoder(DecoderDims):
+    """Dims of a decoder, and what follows from them.
 
-    `gated` MLPs have three matrices, others two; `tied` models use one matrix for embedding and head. With `experts`
-    > 1 every layer has that many MLPs (and a router), of which `active_experts` see a token.
+    With `experts` > 1 every layer has that many MLPs (and a router), of which `active_experts` see a token.
     """
 
-    layers: int
-    width: int
-    mlp_width: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    vocabulary: int
-    gated: bool = True
-    tied: bool = False
     experts: int = 1
     active_experts: int = 1
 
@@ -55,8 +46,15 @@ class Decoder:
         return self.layers * layer + self.vocabulary * self.width
 
     def attention_flops_per_token(self, sequence: float, causal: bool = True) -> float:
-        """Forward FLOPs of scores and weighted sums for one token of a sequence; causal attention does half."""
-        return 4.0 * sequence * self.heads * self.head_size * self.layers * (0.5 if causal else 1.0)
+        """Forward FLOPs of scores and weighted sums for one token of a sequence; causal attention does half.
+
+        A layer with a window of w computes the scores of w tokens, of which causality takes half of the first w rows.
+        """
+        whole = 4.0 * sequence * self.heads * self.head_size * (0.5 if causal else 1.0)
+        if self.window is None or self.window >= sequence:
+            return whole * self.layers
+        seen = self.window / sequence * (2.0 - self.window / sequence if causal else 1.0)
+        return whole * self.layers * (1.0 + (self.global_every - 1) * seen) / self.global_every
 
     def train_flops(self, tokens: float, sequence: float = 0, causal: bool = True) -> float:
         """Model FLOPs of one training step: 6 per matmul parameter and token, and three times forward attention."""

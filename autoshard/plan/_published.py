@@ -39,8 +39,6 @@ class Run:
     """One complete row."""
 
     decoder: Decoder
-    window: int | None
-    global_every: int
     topology: Topology
     copies: int
     spread: int
@@ -55,7 +53,7 @@ class Run:
 
     def flops(self, causal: bool) -> float:
         """Model FLOPs of a step: 6 per matmul parameter and token, and attention; causal counts half of it."""
-        return _flops(self.decoder, self.window, self.global_every, self.seq, causal) * self.batch * self.seq
+        return self.decoder.train_flops(self.batch * self.seq, self.seq, causal)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,16 +63,6 @@ class MatmulRun:
     size: int
     topology: Topology
     step_s: float
-
-
-def _flops(decoder: Decoder, window: int | None, every: int, seq: int, causal: bool) -> float:
-    """Model FLOPs a token; of a window of w, half of the first w scores are masked and all others outside of it."""
-    whole = decoder.train_flops(1, seq, causal)
-    if window is None or window >= seq:
-        return whole
-    attention = 3.0 * decoder.attention_flops_per_token(seq, causal)
-    seen = window / seq * (2.0 - window / seq if causal else 1.0)
-    return whole - attention * (1 - 1 / every) * (1.0 - seen)
 
 
 def is_published(path: str | pathlib.Path) -> bool:
@@ -151,6 +139,8 @@ def parse_run(row: Mapping[str, Any]) -> Run | MatmulRun:
         vocabulary=dims["V"],
         gated=dims.get("gated", True),
         tied=dims.get("tied", str(row["model"]).startswith("gemma")),
+        window=window,
+        global_every=every,
     )
     topology = _topology(row, chip, assumed)
     copies, spread, tensor = _sharding(str(row["sharding"]), topology)
@@ -160,9 +150,9 @@ def parse_run(row: Mapping[str, Any]) -> Run | MatmulRun:
     flash = bool(_FLASH.search(str(row["source"])))
     chips = topology.num_chips
     batch = row.get("global_batch_seqs") or row["per_chip_batch"] * chips
-    batch, step = _step(row, decoder, (window, every), chip, chips, int(batch), assumed)
+    batch, step = _step(row, decoder, chip, chips, int(batch), assumed)
     return Run(
-        decoder, window, every, topology, copies, spread, tensor, batch, int(row["seq"]), remat, flash, step,
+        decoder, topology, copies, spread, tensor, batch, int(row["seq"]), remat, flash, step,
         tuple(assumed),
     )  # fmt: skip
 
@@ -226,7 +216,6 @@ def _sharding(text: str, topology: Topology) -> tuple[int, int, int]:
 def _step(
     row: Mapping[str, Any],
     decoder: Decoder,
-    local: tuple[int | None, int],
     chip: Chip,
     chips: int,
     batch: int,
@@ -243,7 +232,7 @@ def _step(
         rate = value * 1e12 if metric.startswith("TFLOP") else value / 100 * chip.peak_flops("bf16")
         if metric.endswith("device"):
             rate *= chip.devices_per_chip
-    full, causal = (_flops(decoder, *local, seq, half) * seq for half in (False, True))
+    full, causal = (decoder.train_flops(seq, seq, half) for half in (False, True))
     if rate is None:
         if step is None:
             raise IncompleteError("neither a step time nor a rate is stated")

@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from autoshard.plan._model import Model
 from autoshard.plan._predict import evaluate
 from autoshard.plan._published import IncompleteError, MatmulRun, Run, parse_run, read_rows
 from autoshard.plan._search import even_weights, normalise, solve_within
-from autoshard.program import DecoderDims, decoder_program
+from autoshard.program import decoder_program
 
 
 SOLVE_S = 20.0
@@ -123,8 +123,7 @@ def rebuild(run: Run) -> tuple[Model, NDArray[np.int64]]:
     """
     sizes = {name: size for name, size in mesh_sizes(run).items() if size > 1} or {"data": 1}
     mesh = make_mesh(run.topology, sizes)
-    dims = DecoderDims(**_dims(run), window=run.window, global_every=run.global_every)
-    program = decoder_program(dims, batch=run.batch, seq=run.seq, remat=run.remat, flash=run.flash)
+    program = decoder_program(run.decoder, batch=run.batch, seq=run.seq, remat=run.remat, flash=run.flash)
     reading = read_program(program)
     model = build_model(program, reading, mesh, 1 << 62)
     axes = {name: [k] for k, name in enumerate(sizes)}
@@ -141,11 +140,3 @@ def rebuild(run: Run) -> tuple[Model, NDArray[np.int64]]:
         raise IncompleteError(f"the model's sizes do not allow the stated sharding ({listed})")
     solved = solve_within(model, normalise(model, even_weights(model)), None, SOLVE_S, 0, allowed=wanted.allowed)
     return model, solved.choices
-
-
-def _dims(run: Run) -> Mapping[str, Any]:
-    d = run.decoder
-    return {
-        "layers": d.layers, "width": d.width, "mlp_width": d.mlp_width, "heads": d.heads, "kv_heads": d.kv_heads,
-        "head_size": d.head_size, "vocabulary": d.vocabulary, "gated": d.gated, "tied": d.tied,
-    }  # fmt: skip

@@ -36,7 +36,12 @@ Where they are kept, on the device or on its host, changes no matmul. `none` kee
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecoderDims:
-    """What the model is. One layer in `global_every` attends to everything, the others to the last `window` tokens."""
+    """What the model is: layers, width, MLP width, query heads, key/value heads, head size, vocabulary.
+
+    `gated` MLPs have three matrices, others two; `tied` models use one matrix for embedding and head. One layer in
+    `global_every` attends to everything, the others to the last `window` tokens (None: all to everything).
+    `autoshard.cost.Decoder` counts what such a model computes and holds.
+    """
 
     layers: int
     width: int

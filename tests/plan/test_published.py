@@ -109,7 +109,7 @@ def test_matmuls_and_local_attention() -> None:
     assert matmul.step_s == pytest.approx(2 * 1024**3 / 349.7e12)
     gemma = parse_run(ROWS["recipe-v6e-gemma3-12b-1x"])
     assert isinstance(gemma, Run)
-    assert (gemma.window, gemma.global_every, gemma.decoder.tied) == (1024, 6, True)
+    assert (gemma.decoder.window, gemma.decoder.global_every, gemma.decoder.tied) == (1024, 6, True)
     # The row's rate and step time agree with a causal count that knows the windows.
     stated = ROWS["recipe-v6e-gemma3-12b-1x"]
     assert stated["value"] * 1e12 * stated["step_time_s"] * 256 == pytest.approx(gemma.flops(causal=True), rel=0.02)
