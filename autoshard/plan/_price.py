@@ -24,6 +24,7 @@ from autoshard.plan._states import (
     Seconds,
     States,
     decompose,
+    distinct,
     enumerate_states,
     local_elements,
     relabel,
@@ -387,12 +388,9 @@ class _Pricer:
     ) -> None:
         """Adds the move unless it is always free; `holds` marks a copy's alternatives with memory of their own."""
         record = self.graph.tensors[tensor]
-        both = np.concatenate([held, states], axis=1)
-        _, first, rows = np.unique(both, axis=0, return_index=True, return_inverse=True)
+        first, rows = distinct(held if held is states else np.concatenate([held, states], axis=1))
         marks = np.ones((len(aim), 1), dtype=np.int64) if holds is None else holds[:, None].astype(np.int64)
-        _, first_aim, columns = np.unique(
-            np.concatenate([aim, marks], axis=1), axis=0, return_index=True, return_inverse=True
-        )
+        first_aim, columns = distinct(np.concatenate([aim, marks], axis=1))
         itemsize = record.bytes // max(1, record.elements)
         widened = self.collectives.widen_dtype(dtype)
         reduce_itemsize = 4 if widened != dtype else itemsize
@@ -418,8 +416,8 @@ class _Pricer:
                     block,
                     trips,
                     overlap,
-                    rows.ravel(),
-                    columns.ravel(),
+                    rows,
+                    columns,
                     costs,
                     forbidden,
                     path,

@@ -7,6 +7,7 @@ still have to be summed because it splits factor `f` of the op that made them.
 
 import dataclasses
 import enum
+import functools
 import itertools
 import math
 from collections.abc import Collection, Sequence
@@ -36,6 +37,11 @@ def enumerate_states(
 
     `even` keeps only splits without padding; otherwise a dim may be padded by at most `MAX_PADDING`.
     """
+    return _enumerated(tuple(sizes), tuple(axes), frozenset(blocked), even).copy()
+
+
+@functools.lru_cache(maxsize=4096)
+def _enumerated(sizes: tuple[int, ...], axes: tuple[int, ...], blocked: frozenset[int], even: bool) -> States:
     choices = [WHOLE, *(d for d, size in enumerate(sizes) if d not in blocked and size > 1)]
     kept = []
     for state in itertools.product(choices, repeat=len(axes)):
@@ -54,15 +60,28 @@ def _fits(state: tuple[int, ...], sizes: Sequence[int], axes: Sequence[int], eve
     return True
 
 
+def distinct(rows: States) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """First index of every distinct row, and for each row which of them it is.
+
+    In the order of `numpy.unique` over rows, which compares them as records and takes several times as long.
+    """
+    low = int(rows.min(initial=0))
+    base = int(rows.max(initial=0)) - low + 1
+    if base ** rows.shape[1] >= 1 << 63:
+        _, first, place = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+        return first, place.ravel()
+    keys = np.zeros(len(rows), dtype=np.int64)
+    for column in range(rows.shape[1]):
+        keys = keys * base + (rows[:, column] - low)
+    _, first, place = np.unique(keys, return_index=True, return_inverse=True)
+    return first, place
+
+
 def local_elements(states: States, sizes: Sequence[int], axes: Sequence[int]) -> NDArray[np.float64]:
     """Elements of one device's shard in every state, padding included."""
-    elements = np.ones(len(states))
-    for dim, size in enumerate(sizes):
-        parts = np.ones(len(states))
-        for axis, n in enumerate(axes):
-            parts[states[:, axis] == dim] *= n
-        elements *= np.ceil(size / parts)
-    return elements
+    dims = np.arange(len(sizes))[None, :, None]
+    parts = np.where(states[:, None, :] == dims, np.asarray(axes, dtype=np.float64), 1.0).prod(axis=2)
+    return np.ceil(np.asarray(sizes, dtype=np.float64) / parts).prod(axis=1)
 
 
 def relabel(states: States, mapping: Sequence[int]) -> States:
