@@ -16,8 +16,9 @@ from autoshard.plan._model import Model
 from autoshard.plan._plan import Collective, Plan
 from autoshard.plan._predict import Outcome, evaluate, tensor_spec
 from autoshard.plan._refine import refinement_of
-from autoshard.plan._search import even_weights, make_candidate, normalise, solve_within
+from autoshard.plan._search import make_candidate, solve_within
 from autoshard.plan._spec import Spec
+from autoshard.plan._weights import even_weights, normalise
 from autoshard.program import Program, open_source
 
 
@@ -210,7 +211,7 @@ class _Explainer:
         mask = np.zeros(len(self.model.nodes[node].states), dtype=bool)
         mask[rows] = True
         allowed = {**self.required.allowed, node: mask}
-        weights = normalise(self.model, even_weights(self.model))
+        weights = normalise(even_weights(self.model))
         hint = self.choices.copy()
         hint[node] = rows[0]
         limit = self.plan.memory_limit_bytes

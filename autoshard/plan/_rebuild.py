@@ -15,7 +15,8 @@ from autoshard.plan._make import build_model, read_program
 from autoshard.plan._model import Model
 from autoshard.plan._predict import evaluate
 from autoshard.plan._published import IncompleteError, MatmulRun, Run, parse_run, read_rows
-from autoshard.plan._search import even_weights, normalise, solve_within
+from autoshard.plan._search import solve_within
+from autoshard.plan._weights import even_weights, normalise
 from autoshard.program import decoder_program
 
 
@@ -138,5 +139,5 @@ def rebuild(run: Run) -> tuple[Model, NDArray[np.int64]]:
     if wanted is None:
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise IncompleteError(f"the model's sizes do not allow the stated sharding ({listed})")
-    solved = solve_within(model, normalise(model, even_weights(model)), None, SOLVE_S, 0, allowed=wanted.allowed)
+    solved = solve_within(model, normalise(even_weights(model)), None, SOLVE_S, 0, allowed=wanted.allowed)
     return model, solved.choices

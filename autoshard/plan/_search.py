@@ -2,7 +2,7 @@
 
 import dataclasses
 import time as clock
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from autoshard.plan._asked import Required
 from autoshard.plan._baselines import Baseline
 from autoshard.plan._build import Allowed, Kept, Weights, build_network, build_problem, entries, kept_of
-from autoshard.plan._model import EXPOSED, Channel, Model
+from autoshard.plan._model import Model
 from autoshard.plan._predict import Outcome, evaluate
+from autoshard.plan._weights import Weighing, even_weights, normalise
 from autoshard.solver import Messages, Problem, Solution, Status, narrow, solve
 from autoshard.solver import evaluate as evaluate_problem
 
@@ -49,44 +50,6 @@ class Found:
     rounds: int
 
 
-def even_weights(model: Model) -> dict[Channel, float]:
-    """The start: half of every block's weight on compute, the rest shared by its links."""
-    return {c: (0.5 if c[1] == "compute" else 0.5) / n for c, n in _channel_counts(model).items()}
-
-
-def _channels(model: Model) -> list[Channel]:
-    found = {c for node in model.nodes for c in node.time} | {c for move in model.moves for c in move.costs}
-    return sorted(found - {EXPOSED})
-
-
-def _channel_counts(model: Model) -> dict[Channel, int]:
-    """For every channel the number by which an even share of its half is divided."""
-    channels = _channels(model)
-    counts = {}
-    for block, what in channels:
-        peers = [c for c in channels if c[0] == block]
-        counts[(block, what)] = 1 if what == "compute" else max(1, len(peers) - 1)
-    return counts
-
-
-def normalise(model: Model, weights: Mapping[Channel, float]) -> dict[Channel, float]:
-    """The same with every block's weights summing to one, as the bound needs."""
-    totals: dict[int, float] = {}
-    for (block, _), w in weights.items():
-        totals[block] = totals.get(block, 0.0) + w
-    return {c: w / totals[c[0]] for c, w in weights.items() if totals[c[0]] > 0}
-
-
-def next_weights(model: Model, weights: Mapping[Channel, float], outcome: Outcome, rate: float) -> dict[Channel, float]:
-    """Moves weight towards the channel that is longest in each block (multiplicative weights)."""
-    raised = {}
-    for (block, what), w in weights.items():
-        longest = max(s for (b, _), s in outcome.channels.items() if b == block) if block in outcome.blocks else 0.0
-        share = outcome.channels.get((block, what), 0.0) / longest if longest > 0 else 1.0
-        raised[(block, what)] = max(w, 1e-3) * np.exp(rate * (share - 1.0))
-    return normalise(model, raised)
-
-
 def search(
     model: Model,
     baselines: list[Baseline],
@@ -104,7 +67,7 @@ def search(
     """
     required = required or Required({}, {})
     start = clock.monotonic()
-    weights: Weights = normalise(model, even_weights(model))
+    weights: Weights = normalise(even_weights(model))
     named = {}
     messages = None
     if baselines and entries(model, kept_of(model, None)) > LARGE:
@@ -124,6 +87,10 @@ def search(
     best = min(fitting, key=_rank, default=None)
     bound, certified = -1.0, None
     rounds = 0
+    weighing = Weighing(weights)
+    for candidate in fitting:
+        weighing.add_choice(candidate.outcome)
+    weights = weighing.following(0.0) or weights
     for rounds in range(1, MAX_ROUNDS + 1):
         left = time_limit - (clock.monotonic() - start)
         if rounds > 1 and left < 0.1 * time_limit:
@@ -133,20 +100,24 @@ def search(
         solved = solve_within(model, weights, memory_limit, share, seed, hint, required.allowed, messages)
         messages = solved.messages
         lower = solved.solution.lower_bound * 1e-12
+        weighing.add_bound(weights, lower)
         if lower > bound or certified is None:
             bound, certified = lower, solved
         candidate = make_candidate(model, "plan", solved, memory_limit)
         if candidate is None or not required.holds(candidate.choices):
             break
-        if candidate.fits and (best is None or _rank(candidate) < _rank(best)):
-            best = candidate
+        if candidate.fits:
+            weighing.add_choice(candidate.outcome)
+            if best is None or _rank(candidate) < _rank(best):
+                best = candidate
         if best is None:
             break
         gap = 1.0 - bound / best.outcome.step_time_s
         progress(f"weighting {rounds}: step {best.outcome.step_time_s:.6g} s, plan gap {max(gap, 0):.2%}")
-        if gap <= GOOD_ENOUGH or len(weights) <= len({b for b, _ in weights}):
+        following = weighing.following(GOOD_ENOUGH * best.outcome.step_time_s)
+        if gap <= GOOD_ENOUGH or following is None:
             break
-        weights = next_weights(model, weights, candidate.outcome, 1.0 / rounds**0.5)
+        weights = following
     if best is None or certified is None:
         raise Infeasible(certified)
     best = dataclasses.replace(best, name="plan")

@@ -20,7 +20,7 @@ from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan import Plan, make_plan
 from autoshard.plan._build import build_problem
 from autoshard.plan._predict import evaluate, tensor_spec
-from autoshard.plan._search import even_weights
+from autoshard.plan._weights import even_weights
 from autoshard.program import trace
 from autoshard.solver import FORBIDDEN, solve
 from tests.graph.programs import f32

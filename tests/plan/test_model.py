@@ -9,8 +9,9 @@ import pytest
 from autoshard.plan._build import build_problem
 from autoshard.plan._model import EXPOSED, Channel, Model
 from autoshard.plan._predict import evaluate, tensor_spec
-from autoshard.plan._search import even_weights, normalise, search
+from autoshard.plan._search import search
 from autoshard.plan._states import WHOLE
+from autoshard.plan._weights import even_weights, normalise
 from autoshard.program import Role
 from autoshard.solver import FORBIDDEN
 from autoshard.solver import evaluate as evaluate_problem
@@ -31,7 +32,7 @@ CASES = [
 
 
 def random_weights(model: Model, rng: np.random.Generator) -> dict[Any, float]:
-    return normalise(model, {channel: float(rng.random()) for channel in even_weights(model)})
+    return normalise({channel: float(rng.random()) for channel in even_weights(model)})
 
 
 @pytest.mark.parametrize(("name", "topology", "mesh"), CASES)
