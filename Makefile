@@ -1,7 +1,7 @@
 # The virtual environment is made once, and again when pyproject.toml changes.
 VENV ?= .venv
 PYTHON ?= python3
-EXTRAS ?= dev,xla,tpu,browser
+EXTRAS ?= dev,docs,xla,tpu,browser
 WORKERS ?= 2
 RUN := $(VENV)/bin
 STAMP := $(VENV)/.autoshard-installed
@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # A program that wants another environment's packages is not ours.
 unexport PYTHONPATH
 
-.PHONY: demo readme test test-browser lint bench clean
+.PHONY: demo readme test test-browser docs lint bench clean
 
 demo: $(STAMP)
 	mkdir -p build
@@ -31,6 +31,11 @@ test: lint
 test-browser: $(STAMP)
 	command -v chromium >/dev/null || { apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium; }
 	$(RUN)/pytest tests-browser
+
+# The pages, with the API from the docstrings. A broken link, a missing page or bad markup fails.
+docs: $(STAMP)
+	$(RUN)/sphinx-build --fail-on-warning --keep-going --quiet --fresh-env --builder html docs build/docs
+	@echo "The docs are in build/docs/index.html"
 
 lint: $(STAMP)
 	$(RUN)/ruff check .

@@ -2,17 +2,17 @@
 
 import dataclasses
 import functools
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
+from autoshard.exec._agree import check_arguments, check_even, check_results, other_program
 from autoshard.exec._calls import lower_calls, place_calls
 from autoshard.exec._devices import jax_mesh, named_sharding, place
 from autoshard.exec._torch_plan import TorchPlan
-from autoshard.plan import Plan, Spec
-from autoshard.program import OpaqueCall, Program, lower_traced
+from autoshard.plan import Plan
+from autoshard.program import Functional, OpaqueCall, Program, arrays_of, functional, lower_traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,15 +71,16 @@ class Application:
         """`jax.stages.Lowered` with shardings and pins; see `lower_planned`."""
         import jax
 
-        abstract = jax.tree.map(_abstract, tuple(args))
-        return lower_planned(self, fn, abstract, _donated(fn, abstract, donate_argnums), module)
+        made = functional(fn, args)
+        abstract = jax.tree.map(_abstract, made.args)
+        return lower_planned(self, made.fn, abstract, _donated(made.fn, abstract, donate_argnums), module)
 
 
 class PlannedFunction:
     """A function compiled under a plan, once for every structure of its arguments; call it like the function.
 
     Arguments that are not where the plan wants them are moved there. A donated argument that already is there is
-    consumed, as under `jax.jit`.
+    consumed, as under `jax.jit`. Flax NNX objects are updated in place, as under `nnx.jit`.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class PlannedFunction:
         self.application = application
         self.fn = fn
         self.donate_argnums = donate_argnums
-        self._compiled: dict[Any, tuple[Any, Any]] = {}
+        self._compiled: dict[Any, _Compiled] = {}
         functools.update_wrapper(self, fn, updated=())
 
     def lower(self, *args: Any) -> Any:
@@ -97,25 +98,29 @@ class PlannedFunction:
 
     def compile(self, *args: Any) -> Any:
         """`jax.stages.Compiled` for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
-        return self._compile(args)[0]
+        return self._compile(args)[0].step
 
     def shardings(self, *args: Any) -> tuple[Any, ...]:
         """Pytrees of `NamedSharding` like the arguments: where to put or load them."""
-        return self._compile(args)[1]
+        return self._compile(args)[0].shardings
 
     def __call__(self, *args: Any) -> Any:
         import jax
 
-        compiled, shardings = self._compile(args)
+        made, arrays = self._compile(args)
         if self.application.mesh.is_multi_process:
-            return compiled(*jax.tree.map(place, args, shardings))
-        return compiled(*jax.device_put(args, shardings))
+            out = made.step(*jax.tree.map(place, arrays, made.shardings))
+        else:
+            out = made.step(*jax.device_put(arrays, made.shardings))
+        return made.function.finish(args, out)
 
-    def _compile(self, args: tuple[Any, ...]) -> tuple[Any, Any]:
+    def _compile(self, args: tuple[Any, ...]) -> tuple["_Compiled", tuple[Any, ...]]:
+        """What was compiled for such arguments, and the arrays in them."""
         import jax
         from jax.core import Tracer
 
-        leaves, tree = jax.tree.flatten(args)
+        taken = arrays_of(args)
+        leaves, tree = jax.tree.flatten(taken.args)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             name = getattr(self.fn, "__name__", "the function")
             raise UserError(
@@ -123,12 +128,22 @@ class PlannedFunction:
                 "plan the whole step and call that."
             )
         abstract = [_abstract(leaf) for leaf in leaves]
-        key = (tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in abstract))
+        key = (taken.key, tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in abstract))
         if key not in self._compiled:
-            lowered = self.lower(*tree.unflatten(abstract))
+            made = functional(self.fn, args)
+            lowered = self.application.lower(made.fn, tree.unflatten(abstract), self.donate_argnums)
             shardings = tree.unflatten(list(self.application.in_shardings()))
-            self._compiled[key] = (lowered.compile(), shardings)
-        return self._compiled[key]
+            self._compiled[key] = _Compiled(lowered.compile(), shardings, made)
+        return self._compiled[key], taken.args
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A compiled step, where its arguments go, and the function over arrays that it is."""
+
+    step: Any
+    shardings: tuple[Any, ...]
+    function: Functional
 
 
 def lower_planned(
@@ -301,83 +316,6 @@ def _lowered_for_cpu(
 
     traced = jax.jit(lambda *args: planned(*args), keep_unused=True).trace(*abstract)
     return mlir.to_bytes(lower_traced(traced, found, ("cpu",)).compiler_ir("stablehlo"))
-
-
-def other_program(plan: Plan) -> str:
-    """The sentence for a program whose arguments agree with the plan but whose computation does not."""
-    import jax
-
-    made = plan.provenance.get("versions", {}).get("jax")
-    version = (
-        f" (the plan was made with jax {made}, this is {jax.__version__})"
-        if made not in (None, jax.__version__)
-        else ""
-    )
-    return (
-        f"the plan is for another program: its arguments agree with {plan.program_name}, "
-        f"but the computation has changed{version}; plan it again."
-    )
-
-
-def check_arguments(plan: Plan, leaves: Sequence[tuple[Any, Any]]) -> None:
-    """Compare flat arguments, `(path, abstract)` in order, with those of the plan, and their split.
-
-    Raises `UserError` that names the first argument that differs.
-    """
-    import jax
-
-    names = list(plan.arguments)
-    for name, (path, leaf) in zip(names, leaves, strict=False):
-        found = (tuple(leaf.shape), str(leaf.dtype))
-        if found != (plan.shapes[name], plan.dtypes[name]):
-            raise UserError(
-                f"the plan is for another program: argument `{name}` is "
-                f"{_typed(plan.shapes[name], plan.dtypes[name])} in the plan, but args{jax.tree_util.keystr(path)} "
-                f"is {_typed(*found)}; plan it again."
-            )
-    if len(names) != len(leaves):
-        extra = (
-            f"the plan's `{names[len(leaves)]}` is missing"
-            if len(names) > len(leaves)
-            else f"args{jax.tree_util.keystr(leaves[len(names)][0])} is not in the plan"
-        )
-        raise UserError(
-            f"the plan is for another program: it has {len(names)} arguments, this one {len(leaves)} ({extra}); "
-            "plan it again."
-        )
-    for name, spec in plan.arguments.items():
-        check_even(plan, f"argument `{name}`", plan.shapes[name], spec)
-
-
-def check_results(plan: Plan, leaves: Sequence[Any]) -> None:
-    """The same for flat results."""
-    if len(leaves) != len(plan.results):
-        raise UserError(
-            f"the plan is for another program: it has {len(plan.results)} results, this one {len(leaves)}; "
-            "plan it again."
-        )
-    for (name, spec), leaf in zip(plan.results.items(), leaves, strict=True):
-        if len(spec.dims) != len(leaf.shape):
-            raise UserError(
-                f"the plan is for another program: result `{name}` has {len(spec.dims)} dims in the plan, "
-                f"here {len(leaf.shape)}; plan it again."
-            )
-        check_even(plan, f"result `{name}`", leaf.shape, spec)
-
-
-def check_even(plan: Plan, what: str, shape: Sequence[int], spec: Spec) -> None:
-    """Raise `UserError` if a spec does not split a shape evenly: JAX places only even shards."""
-    for dim, (size, axes) in enumerate(zip(shape, spec.dims, strict=True)):
-        parts = math.prod(plan.mesh[axis] for axis in axes)
-        if size % parts:
-            raise UserError(
-                f"{what} of shape {list(shape)} cannot be split by {spec}: dim {dim} has {size} elements, "
-                f"which {' x '.join(axes)} = {parts} does not divide."
-            )
-
-
-def _typed(shape: Sequence[int], dtype: str) -> str:
-    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def _abstract(leaf: Any) -> Any:

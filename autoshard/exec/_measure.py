@@ -6,7 +6,8 @@ import time
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.exec._apply import Application, check_arguments, other_program
+from autoshard.exec._agree import check_arguments, other_program
+from autoshard.exec._apply import Application
 from autoshard.exec._check import Check, compare
 from autoshard.exec._collectives import (
     CompiledCollective,

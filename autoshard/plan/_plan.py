@@ -246,7 +246,7 @@ class Plan:
         return _executor(self).jit(fn, donate_argnums)
 
     def lower(self, fn: Callable[..., Any], *args: Any, donate_argnums: int | Sequence[int] | None = None) -> Any:
-        """`jax.stages.Lowered` of `fn` under this plan, its pins inserted; `args` may be `jax.ShapeDtypeStruct`s."""
+        """`jax.stages.Lowered` of `fn` under this plan, its pins inserted; `args` are arrays or shapes."""
         return _executor(self).lower(fn, args, donate_argnums)
 
     @property
@@ -275,7 +275,7 @@ class Plan:
         return explain_plan(self, name, program)
 
     def shard_batch(self, batch: Any) -> Any:
-        """A pytree of host arrays as `jax.Array`s that are split as planned; each device is sent its own part only.
+        """A pytree of host arrays, each as a `jax.Array` split as planned; a device is sent its own part only.
 
         The leaves are the plan's batch arguments, in order. With several processes each gives the whole batch.
         Raises `UserError` for a batch of other shapes.

@@ -8,6 +8,9 @@ from autoshard.program._kernels import flash_attention as flash_attention
 from autoshard.program._load import load_program as load_program
 from autoshard.program._load import load_rules as load_rules
 from autoshard.program._load import open_source as open_source
+from autoshard.program._modules import Functional as Functional
+from autoshard.program._modules import arrays_of as arrays_of
+from autoshard.program._modules import functional as functional
 from autoshard.program._opaque import OpaqueCall as OpaqueCall
 from autoshard.program._opaque import lower_on_shards as lower_on_shards
 from autoshard.program._opaque import lower_traced as lower_traced

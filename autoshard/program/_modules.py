@@ -10,6 +10,22 @@ from autoshard.program._program import Role
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Arrays:
+    """Arguments with nothing but arrays in them, and what was taken out."""
+
+    args: tuple[Any, ...]
+    key: Any
+    """Equal for arguments that differ in nothing but their arrays."""
+    objects: dict[int, Any]
+    """NNX objects by their position; the state of each is in its place."""
+    graphs: Any
+    """What `nnx.merge` makes those objects of again."""
+    full: list[Any] | None
+    """All leaves, where some of them are static leaves of Equinox modules."""
+    treedef: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Functional:
     """A function whose arguments and results hold arrays only."""
 
@@ -17,6 +33,27 @@ class Functional:
     args: tuple[Any, ...]
     roles: dict[int, list[Role | None]]
     """For a positional argument: the roles of its leaves as far as the framework says them."""
+    changed: tuple[int, ...] = ()
+    """Positions of the NNX objects that the function changes; their states come first in its result."""
+    static: list[Any] = dataclasses.field(default_factory=list)
+    """Once the function has been traced: the static leaves of its result and its structure."""
+
+    def finish(self, given: Sequence[Any], out: Any) -> Any:
+        """What the original function would return, of what `fn` returned; NNX objects in `given` are updated."""
+        import jax
+
+        if self.static:
+            leaves, treedef = self.static
+            new = jax.tree.leaves(out, is_leaf=_is_none)
+            out = treedef.unflatten([old if leaf is None else leaf for old, leaf in zip(leaves, new, strict=True)])
+        if not self.changed:
+            return out
+        from flax import nnx
+
+        *states, result = out
+        for position, state in zip(self.changed, states, strict=True):
+            nnx.update(given[position], state)
+        return result
 
 
 def functional(fn: Callable[..., Any], args: Sequence[Any]) -> Functional:
@@ -24,80 +61,101 @@ def functional(fn: Callable[..., Any], args: Sequence[Any]) -> Functional:
 
     What `fn` does to an NNX object in place becomes a leading part of its result: `(states, result)`.
     """
-    fn, args, roles = _without_nnx(fn, tuple(args))
-    fn, args = _without_static(fn, args)
-    return Functional(fn, args, roles)
+    taken = arrays_of(args)
+    fn, changed, roles = _without_nnx(fn, taken)
+    static: list[Any] = []
+    if taken.full is not None:
+        fn = _without_static(fn, taken.full, taken.treedef, static)
+    return Functional(fn, taken.args, roles, changed, static)
 
 
-def _without_static(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Hold the leaves of Equinox modules that are no arrays (activations, rates) fixed; `None` in their place."""
+def arrays_of(args: Sequence[Any]) -> Arrays:
+    """Take NNX objects apart and static leaves out of Equinox modules."""
     import jax
 
+    args, objects, graphs, full, treedef = list(args), {}, None, None, None
+    if "flax" in sys.modules:
+        from flax import nnx
+
+        objects = {
+            i: arg for i, arg in enumerate(args) if isinstance(arg, nnx.Pytree) and not isinstance(arg, nnx.State)
+        }
+        if objects:
+            graphs, states = nnx.split(tuple(objects.values()))
+            # One state for each argument, so that each keeps its name, role and donation.
+            for k, i in enumerate(objects):
+                args[i] = states[k] if k in states else nnx.State({})
+    if any(_is_module(node) for node in jax.tree.leaves(args, is_leaf=_is_module)):
+        leaves, structure = jax.tree.flatten(tuple(args), is_leaf=_is_none)
+        args = _arrays(args)
+        if jax.tree.structure(tuple(args)) != jax.tree.structure(structure.unflatten(leaves)):
+            full, treedef = leaves, structure
+    static = [(type(leaf), leaf) for leaf in full or () if not _is_array(leaf)]
+    known = tuple((kind, leaf if kind.__hash__ else id(leaf)) for kind, leaf in static)
+    return Arrays(tuple(args), (graphs, treedef, known), objects, graphs, full, treedef)
+
+
+def _is_module(node: Any) -> bool:
     equinox = sys.modules.get("equinox")
-    if equinox is None:
-        return fn, args
+    return equinox is not None and isinstance(node, equinox.Module)
 
-    def is_module(node: Any) -> bool:
-        return isinstance(node, equinox.Module)
 
-    def is_none(node: Any) -> bool:
-        return node is None
+def _is_none(node: Any) -> bool:
+    return node is None
 
-    def is_array(leaf: Any) -> bool:
-        return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
-    if not any(is_module(node) for node in jax.tree.leaves(args, is_leaf=is_module)):
-        return fn, args
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
-    def arrays_of(node: Any) -> Any:
-        return jax.tree.map(lambda x: x if is_array(x) else None, node) if is_module(node) else node
 
-    def arrays(tree: Any) -> Any:
-        return jax.tree.map(arrays_of, tree, is_leaf=is_module)
+def _arrays(tree: Any) -> Any:
+    """`None` in place of the leaves of Equinox modules that are no arrays (activations, rates)."""
+    import jax
 
-    dynamic = arrays(args)
-    full, treedef = jax.tree.flatten(args, is_leaf=is_none)
+    def of(node: Any) -> Any:
+        return jax.tree.map(lambda x: x if _is_array(x) else None, node) if _is_module(node) else node
+
+    return jax.tree.map(of, tree, is_leaf=_is_module)
+
+
+def _without_static(fn: Callable[..., Any], full: list[Any], treedef: Any, static: list[Any]) -> Callable[..., Any]:
+    """Hold the static leaves of the arguments fixed, and note those of the result."""
+    import jax
 
     @functools.wraps(fn)
     def run(*given: Any) -> Any:
-        leaves = jax.tree.leaves(given, is_leaf=is_none)
+        leaves = jax.tree.leaves(given, is_leaf=_is_none)
         merged = [old if new is None else new for old, new in zip(full, leaves, strict=True)]
-        return arrays(fn(*jax.tree.unflatten(treedef, merged)))
+        result = fn(*jax.tree.unflatten(treedef, merged))
+        ends, structure = jax.tree.flatten(result, is_leaf=_is_none)
+        static[:] = [[None if _is_array(leaf) else leaf for leaf in ends], structure]
+        return _arrays(result)
 
-    return run, dynamic
+    return run
 
 
 def _without_nnx(
-    fn: Callable[..., Any], args: tuple[Any, ...]
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[int, list[Role | None]]]:
-
-    if "flax" not in sys.modules:
-        return fn, args, {}
+    fn: Callable[..., Any], taken: Arrays
+) -> tuple[Callable[..., Any], tuple[int, ...], dict[int, list[Role | None]]]:
+    """The function over states, the objects that it changes, and the roles of their leaves."""
+    if not taken.objects:
+        return fn, (), {}
     from flax import nnx
 
-    places = [i for i, arg in enumerate(args) if isinstance(arg, nnx.Pytree) and not isinstance(arg, nnx.State)]
-    if not places:
-        return fn, args, {}
-    graphs, states = nnx.split(tuple(args[i] for i in places))
-    # One state for each argument, so that each keeps its name, role and donation.
-    per_argument = [states[k] if k in states else nnx.State({}) for k in range(len(places))]
-    held = dict(zip(places, per_argument, strict=True))
-    roles = {i: [_role(nnx, kind) for kind in _kinds(nnx, state)] for i, state in held.items()}
+    places = list(taken.objects)
+    roles = {i: [_role(nnx, kind) for kind in _kinds(nnx, taken.args[i])] for i in places}
 
     def run(*given: Any) -> Any:
         merged = list(given)
-        joined = nnx.State({k: given[i] for k, i in enumerate(places) if k in states})
-        objects = nnx.merge(graphs, joined)
+        joined = nnx.State({k: given[i] for k, i in enumerate(places) if len(taken.args[i])})
+        objects = nnx.merge(taken.graphs, joined)
         for k, i in enumerate(places):
             merged[i] = objects[k]
         result = fn(*merged)
         after = nnx.state(tuple(objects))
         return tuple(after[k] if k in after else nnx.State({}) for k in range(len(places))), result
 
-    new_args = list(args)
-    for i, state in held.items():
-        new_args[i] = state
-    changed = _changed(run, tuple(new_args), len(places))
+    changed = _changed(run, taken.args, len(places))
 
     @functools.wraps(fn)
     def step(*given: Any) -> Any:
@@ -105,7 +163,7 @@ def _without_nnx(
         kept = tuple(state for state, differs in zip(states_after, changed, strict=True) if differs)
         return (*kept, result) if kept else result
 
-    return step, tuple(new_args), roles
+    return step, tuple(i for i, differs in zip(places, changed, strict=True) if differs), roles
 
 
 def _changed(run: Callable[..., Any], args: tuple[Any, ...], count: int) -> list[bool]:

@@ -81,6 +81,18 @@ def shardings(specs, mesh):
     return {{name: NamedSharding(mesh, spec) for name, spec in specs.items()}}
 
 
+def jit(fn, args, mesh=None, **options):
+    """`jax.jit(fn)` with the plan's shardings; `args` are its arguments, or their shapes, as they were planned."""
+    mesh = make_mesh() if mesh is None else mesh
+    ins, outs = jax.tree.structure(tuple(args)), jax.tree.structure(jax.eval_shape(fn, *args))
+    return jax.jit(
+        fn,
+        in_shardings=ins.unflatten(shardings(ARGUMENTS, mesh).values()),
+        out_shardings=outs.unflatten(shardings(RESULTS, mesh).values()),
+        **options,
+    )
+
+
 {arguments}
 
 {results}'''
@@ -232,10 +244,17 @@ def _dtensor(plan: Plan) -> str:
     return _head(plan, lacks) + _DTENSOR.format(mesh=f"MESH = {plan.mesh!r}", parameters=_table("PARAMETERS", rows))
 
 
-_FLAX = """
+_FLAX = '''
+from flax.linen import logical_to_mesh_axes
+
 {mesh}
 {rules}
-{parameters}"""
+{parameters}
+
+def partition_specs():
+    """The `PartitionSpec` of each parameter, as Flax makes it of names and rules."""
+    return {{name: logical_to_mesh_axes(axes, RULES) for name, axes in LOGICAL_AXES.items()}}
+'''
 
 
 def _flax(plan: Plan) -> str:
@@ -283,20 +302,32 @@ def _maxtext(plan: Plan) -> str:
 
 
 def _use(plan: Plan, axis: str) -> str:
-    """What an axis does, in MaxText's words: data, fsdp, context, expert or tensor."""
+    """What an axis does, in MaxText's words: expert, data, fsdp, tensor or context."""
     batch = [spec for name, spec in plan.arguments.items() if plan.roles[name] == "batch" and spec.dims]
-    by_role = {
-        role: [name for name in plan.arguments if plan.roles[name] == role and axis in plan.arguments[name].axes]
-        for role in ("parameter", "optimizer_state")
-    }
-    experts = [name for name in by_role["parameter"] if "expert" in name]
-    if any(axis in plan.arguments[name].dims[1 if "*" in name else 0] for name in experts):
+    stored = [
+        name for name in plan.arguments
+        if plan.roles[name] in ("parameter", "optimizer_state") and axis in plan.arguments[name].axes
+    ]  # fmt: skip
+    groups = _groups_over(plan, axis)
+    if "experts" in groups:
         return "expert"
-    if any(axis in spec.dims[0] for spec in batch):
-        return "fsdp" if by_role["parameter"] or by_role["optimizer_state"] else "data"
-    if any(axis in dim for spec in batch for dim in spec.dims[1:]) and not by_role["parameter"]:
+    if "batch" in groups or any(axis in spec.dims[0] for spec in batch):
+        return "fsdp" if stored else "data"
+    if groups & {"heads", "kv heads", "ffn"}:
+        return "tensor"
+    if "sequence" in groups or any(axis in dim for spec in batch for dim in spec.dims[1:]):
         return "context"
     return "tensor"
+
+
+def _groups_over(plan: Plan, axis: str) -> set[str]:
+    """The dim groups that an axis splits, by the plan's words: `ffn and heads over model`."""
+    found: set[str] = set()
+    for line in plan.words:
+        groups, _, axes = line.rpartition(" over ")
+        if axis in re.split(", | and ", axes):
+            found |= set(re.split(", | and ", groups))
+    return found
 
 
 EXPORT_FORMS: dict[str, Callable[[Plan], str]] = {

@@ -94,6 +94,24 @@ def test_jax_gives_the_plans_own_mesh_and_shardings(small: Plan):
     assert value.addressable_shards[0].data.shape == (32, 8)
 
 
+def test_jax_jits_a_step_with_the_plans_shardings(small: Plan):
+    in_order = dataclasses.replace(
+        small,
+        arguments={name: small.arguments[name] for name in sorted(small.arguments)},
+        results={name: small.results[name] for name in sorted(small.results)},
+    )
+    names: dict[str, Any] = {}
+    exec(export_plan(in_order, "jax"), names)
+    args = ({name: np.ones(shape, np.float32) for name, shape in small.shapes.items()},)
+    step = names["jit"](lambda tree: {k: v + 1 for k, v in tree.items()}, args)
+    out = step(*args)
+    for name, spec in small.arguments.items():
+        assert out[name].sharding.is_equivalent_to(
+            NamedSharding(jax_mesh(small), spec.partition_spec()), out[name].ndim
+        )
+        assert float(out[name].min()) == 2.0
+
+
 def parsed(text: str) -> tuple[tuple[int, ...], list[int], bool]:
     """Tile shape, devices, and whether the last tile dim is of copies."""
     match = re.fullmatch(r"\{devices=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?( last_tile_dim_replicate)?\}", text)
@@ -201,6 +219,9 @@ def test_flax_rules_turn_names_into_the_plans_specs(small: Plan):
 
     names: dict[str, Any] = {}
     exec(export_plan(small, "flax"), names)
+    for name, spec in names["partition_specs"]().items():
+        expected = NamedSharding(jax_mesh(small), small.arguments[name].partition_spec())
+        assert NamedSharding(jax_mesh(small), spec).is_equivalent_to(expected, len(small.shapes[name])), name
     with logical_axis_rules(names["RULES"]):
         for name, axes in names["LOGICAL_AXES"].items():
             sharding = NamedSharding(jax_mesh(small), logical_to_mesh_axes(axes))
@@ -221,6 +242,20 @@ def test_maxtext_settings_multiply_to_the_devices(plan: Plan, topology: str, mes
     found = {key: int(value) for key, value in re.findall(r"^(\w+)_parallelism: (\d+)$", text, re.MULTILINE)}
     assert found == settings
     assert np.prod(list(found.values())) == np.prod(list(mesh.values()))
+
+
+@pytest.mark.parametrize(
+    ("words", "use"),
+    [
+        (("batch over data", "experts over model"), "expert"),
+        (("batch over data", "ffn, heads and sequence over model"), "tensor"),
+        (("batch over data", "vocabulary and sequence over model"), "context"),
+        (("batch over data and model",), "fsdp"),
+    ],
+)
+def test_maxtext_names_what_an_axis_does(plan: Plan, words: tuple[str, ...], use: str):
+    text = export_plan(dataclasses.replace(plan, words=words), "maxtext")
+    assert f"# model=8 is used as {use} parallelism." in text
 
 
 @pytest.mark.parametrize("form", EXPORT_FORMS)
