@@ -1,6 +1,7 @@
 """The docs' examples run, their commands work, and the tables of JSON keys are complete."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -31,8 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(command: list[str], folder: Path) -> str:
-    result = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True)
+def run(command: list[str], folder: Path, **variables: str) -> str:
+    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | variables
+    result = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True)
     assert result.returncode == 0, f"{' '.join(command)}\n{result.stderr}"
     return result.stdout
 
@@ -47,6 +49,16 @@ def test_the_examples_run(page: str, folder: Path):
     for number, body in enumerate(examples):
         (folder / f"example{number}.py").write_text(body)
         assert run([f"example{number}.py"], folder).strip()
+
+
+def test_the_torch_xla_script_is_planned_and_learns(folder: Path):
+    ((settings, script),) = re.findall(
+        r"^((?:\w+=\S+ )+)python (\w+\.py)$", (DOCS / "start.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    lines = run([script], folder, **dict(each.split("=", 1) for each in settings.split())).splitlines()
+    losses = [float(line.split()[1]) for line in lines if re.match(r"\d ", line)]
+    assert len(losses) == 3 and losses[0] > losses[1] > losses[2]
+    assert lines[-1].startswith("{'data': 4, 'model': 2}")
 
 
 def commands(page: str) -> list[str]:
