@@ -34,7 +34,7 @@ FLAGS = {
     "measure": {"--check", "--debug", "--json", "--plan", "--quiet", "--steps", "--tolerance"} | PROGRAM | PLANNING,
     "report": {"--compare", "--debug", "--json", "--measured", "--out", "--perfetto", "--quiet", "-o"},
     "validate": {"--data", "--debug", "--json", "--quiet"},
-    "solve": {"--debug", "--iterations", "--out", "--quiet", "--seed", "--threads", "--time-limit"},
+    "solve": {"--debug", "--iterations", "--json", "--out", "--quiet", "--seed", "--threads", "--time-limit"},
 }
 """Every flag of every command: an option is added here on purpose, or not at all."""
 

@@ -1,6 +1,5 @@
 """The docs' examples run, their commands work, and the tables of JSON keys are complete."""
 
-import json
 import os
 import re
 import subprocess
@@ -85,27 +84,6 @@ def test_every_command_shown_anywhere_has_its_flags():
         name, *words = line.split()
         known = {flag for action in parser_of(build_parser(), name)._actions for flag in action.option_strings}
         assert {word for word in words if word.startswith("-")} <= known, line
-
-
-@pytest.mark.parametrize(
-    ("section", "line"),
-    [
-        ("plan", "plan step.py --topology v5e:4x4 --mesh data=4,model=4 --json"),
-        (
-            "measure",
-            "measure hf:llama-tiny --infer --batch 8 --seq 32 --topology cpu:8 --mesh data=8 --check --steps 2 --json",
-        ),
-    ],
-)
-def test_the_keys_of_json_are_those_in_the_docs(
-    section: str, line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    text = (DOCS / "json.md").read_text(encoding="utf-8").split(f"## `autoshard {section}`")[1].split("\n## ")[0]
-    first_cells = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
-    documented = {key for cell in first_cells for key in re.findall(r"`(\w+)`", cell)}
-    monkeypatch.chdir(folder)
-    assert main([*line.split(), "--quiet"]) == 0
-    assert set(json.loads(capsys.readouterr().out)) == documented
 
 
 def test_no_example_is_left_out():

@@ -227,6 +227,7 @@ def run_solve(arguments: argparse.Namespace, answer: TextIO) -> int:
             threads=arguments.threads,
             iterations=arguments.iterations,
             out=str(arguments.out) if arguments.out else None,
+            as_json=arguments.json,
         )
 
 

@@ -131,7 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     export.add_argument("-o", "--out", metavar="FILE", type=Path, help="write here instead of to stdout")
 
-    solve = _command(commands, "solve", _commands.run_solve, "solve a Problem in the contest's format", json_flag=False)
+    solve = _command(commands, "solve", _commands.run_solve, "solve a Problem in the contest's format")
     solve.add_argument("problem", metavar="PROBLEM.json", help="JSON, also gzipped; what --save-problem writes")
     solve.add_argument("--time-limit", type=_seconds, default=60.0, metavar="S", help="in all (default: 60)")
     solve.add_argument("--seed", type=int, default=0, metavar="N", help="of searches that draw lots (default: 0)")
@@ -160,7 +160,6 @@ def _command(
     run: Callable[[argparse.Namespace, TextIO], int],
     summary: str,
     epilog: str = "",
-    json_flag: bool = True,
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         name,
@@ -171,8 +170,7 @@ def _command(
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
-    if json_flag:
-        parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, nothing else there")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, nothing else there")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser

@@ -21,8 +21,11 @@ def run_solve(
     threads: int = 2,
     iterations: int | None = None,
     out: str | None = None,
+    as_json: bool = False,
 ) -> int:
     """Solves a contest file; progress goes to stderr, the choices are the last line of stdout. Returns the exit code.
+
+    With `as_json` stdout gets one object instead: the choices, their cost, the bound and more.
 
     The limit counts from the start of the process, so it includes reading. SIGINT and SIGTERM end the search; the best
     so far is then printed, with exit code 0. Otherwise 0 with feasible choices, 1 when there are none or none were
@@ -55,15 +58,26 @@ def run_solve(
         excess, when = answer.stats["excess"], answer.stats["excess_time"]
         print(f"the smallest excess found is {excess} bytes, at time {when}", file=sys.stderr)
     choices = answer.choices.tolist()
+    record = {
+        "choices": choices,
+        "cost": answer.cost,
+        "lower_bound": answer.lower_bound,
+        "status": answer.status.name.lower(),
+    }
     if out is not None:
-        record = {
-            "choices": choices,
-            "cost": answer.cost,
-            "lower_bound": answer.lower_bound,
-            "status": answer.status.name.lower(),
-        }
         write_beside(pathlib.Path(out), (json.dumps(record) + "\n").encode())
-    print("[" + ", ".join(map(str, choices)) + "]", flush=True)
+    if as_json:
+        figures = {
+            "gap": (answer.cost - answer.lower_bound) / max(1, abs(answer.cost)) if feasible else None,
+            "nodes": problem.num_nodes,
+            "edges": problem.num_edges,
+            "usage_limit": problem.usage_limit,
+            "peak_usage": int(answer.stats["peak_usage"]),
+            "wall_s": round(time.monotonic() - began, 3),
+        }
+        print(json.dumps({**record, **figures}), flush=True)
+    else:
+        print("[" + ", ".join(map(str, choices)) + "]", flush=True)
     if stop.is_set():
         # An exact solve may still run on a thread, and would hold up a normal exit.
         sys.stderr.flush()
