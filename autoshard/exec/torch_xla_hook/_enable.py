@@ -8,6 +8,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook._inputs import PlannedInputs, watch_moves
+from autoshard.exec.torch_xla_hook._norms import expand_norms
 from autoshard.exec.torch_xla_hook._session import Session
 from autoshard.exec.torch_xla_hook._tensors import live_on_xla
 from autoshard.exec.torch_xla_hook._xlac import xlac
@@ -22,6 +23,7 @@ _NEEDED = (
     "_get_tensors_handle",
     "_get_tensors_xla_device_data_node",
     "_get_xla_sharding_spec",
+    "_xla_annotate_custom_sharding",
     "_xla_mark_sharding",
     "_xla_step_marker",
     "_xla_sync_multi",
@@ -81,6 +83,7 @@ def enable(use_spmd: Callable[[], None]) -> Session:
     made = Session()
     _session.append(made)
     _stand_in(made)
+    expand_norms()
     made.arm()
     return made
 

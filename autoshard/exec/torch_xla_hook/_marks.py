@@ -62,6 +62,14 @@ def mark(tensor: Any, sharding: Any) -> None:
     xlac()._xla_mark_sharding(tensor, sharding)
 
 
+def constrain(tensor: Any, shardings: Sequence[Any]) -> None:
+    """Constrain a pending value to one sharding after the other; it keeps the last."""
+    *before, last = shardings
+    for sharding in before:
+        xlac()._xla_annotate_custom_sharding(tensor, sharding)
+    mark(tensor, last)
+
+
 def held_spec(tensor: Any) -> str:
     """The tensor's HLO sharding string; empty if it has none yet."""
 

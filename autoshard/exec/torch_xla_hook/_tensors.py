@@ -1,6 +1,7 @@
 """Finding tensors of the lazy backend: which are live, which are pending, which data a graph reads."""
 
 import gc
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -32,10 +33,15 @@ def live_pending(first: Iterable[Any]) -> list[Any]:
     A parameter's gradient may have no Python object until it is asked for. What only C++ holds (tensors saved for a
     backward pass that has not run) is not found.
     """
+    import torch
+
+    functional: Any = vars(torch)["_is_functional_tensor"]
     found: dict[int, Any] = {}
+    # Kernels that are written in Python see tensors below functionalisation; these are no one else's.
+    wrapped = not _flag("XLA_DISABLE_FUNCTIONALIZATION")
 
     def take(tensor: Any) -> None:
-        if id(tensor) not in found and on_xla(tensor):
+        if id(tensor) not in found and on_xla(tensor) and functional(tensor) == wrapped:
             found[id(tensor)] = tensor
 
     everything = [*first, *_tensors_of_process()]
@@ -45,6 +51,10 @@ def live_pending(first: Iterable[Any]) -> list[Any]:
             take(tensor.grad)
     tensors = list(found.values())
     return [tensor for tensor, is_pending in zip(tensors, pending(tensors), strict=True) if is_pending]
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() in ("1", "true")
 
 
 def live_on_xla() -> list[Any]:
@@ -58,6 +68,7 @@ def _tensors_of_process() -> Iterator[Any]:
     tensor = torch.Tensor
     for thing in gc.get_objects():
         if issubclass(type(thing), tensor):
+            thing._fix_weakref()  # a tensor that only C++ held is Python's too from here on
             yield thing
 
 

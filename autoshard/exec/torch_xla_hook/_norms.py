@@ -1,0 +1,112 @@
+"""Batch norm on the XLA device as the ops it is made of; PyTorch/XLA lowers layer and group norm to it too.
+
+XLA repeats a norm that stands as one op whole on every device: it expands it only after it has partitioned the
+program. While auto-sharding is on the lazy graph therefore has the sums and products, in every step.
+"""
+
+import warnings
+from typing import Any
+
+
+_ROUGH = ("torch.bfloat16", "torch.float16")
+"""Types whose sums are made in float32."""
+
+_library: list[Any] = []
+
+
+def expand_norms() -> None:
+    """Stand in for PyTorch/XLA's kernels of batch norm, until the process ends."""
+    import torch
+
+    if _library:
+        return
+    library = torch.library.Library("aten", "IMPL")
+    _library.append(library)  # a library that is collected takes its kernels along
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that they replace others
+        library.impl("native_batch_norm", native_batch_norm, "XLA")
+        library.impl("native_batch_norm_backward", native_batch_norm_backward, "XLA")
+
+
+def native_batch_norm(
+    value: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, Any, Any]:
+    """`aten::native_batch_norm`: the normed value, and in training the mean and 1 / deviation by channel (dim 1).
+
+    Running statistics are updated in place, the variance as that of a sample (n - 1), as PyTorch has it.
+    """
+    import torch
+
+    x = _wide(value)
+    others = _others(x)
+    count = x.numel() // x.shape[1]
+    if training:
+        mean = x.sum(others) / count
+        centred = x - _spread(mean, x)
+        variance = (centred * centred).sum(others) / count
+        if running_mean is not None:
+            running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
+            unbiased = variance * (count / max(count - 1, 1))
+            running_var.mul_(1 - momentum).add_(unbiased.to(running_var.dtype), alpha=momentum)
+    else:
+        mean, variance = running_mean.to(x.dtype), running_var.to(x.dtype)
+        centred = x - _spread(mean, x)
+    inverse = torch.rsqrt(variance + eps)
+    slope = inverse if weight is None else inverse * weight.to(x.dtype)
+    out = centred * _spread(slope, x)
+    if bias is not None:
+        out = out + _spread(bias.to(x.dtype), x)
+    return out.to(value.dtype), mean, inverse
+
+
+def native_batch_norm_backward(
+    gradient: Any,
+    value: Any,
+    weight: Any,
+    running_mean: Any,
+    running_var: Any,
+    save_mean: Any,
+    save_inverse: Any,
+    training: bool,
+    eps: float,
+    wanted: Any,
+) -> tuple[Any, Any, Any]:
+    """`aten::native_batch_norm_backward`: gradients of value, weight and bias; None for what is not wanted."""
+    import torch
+
+    x, g = _wide(value), _wide(gradient)
+    others = _others(x)
+    count = x.numel() // x.shape[1]
+    if training:
+        mean, inverse = save_mean, save_inverse
+    else:
+        mean, inverse = running_mean.to(x.dtype), torch.rsqrt(running_var.to(x.dtype) + eps)
+    unit = (x - _spread(mean, x)) * _spread(inverse, x)
+    of_weight, of_bias = (g * unit).sum(others), g.sum(others)
+    slope = inverse if weight is None else inverse * weight.to(x.dtype)
+    of_value = None
+    if wanted[0]:
+        rest = g - _spread(of_bias / count, x) - unit * _spread(of_weight / count, x) if training else g
+        of_value = (rest * _spread(slope, x)).to(value.dtype)
+    kind = value.dtype if weight is None else weight.dtype
+    return of_value, of_weight.to(kind) if wanted[1] else None, of_bias.to(kind) if wanted[2] else None
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if str(value.dtype) in _ROUGH else value
+
+
+def _others(value: Any) -> list[int]:
+    return [dim for dim in range(value.dim()) if dim != 1]
+
+
+def _spread(row: Any, value: Any) -> Any:
+    """One number for each channel, as a tensor that broadcasts with `value`."""
+    return row.view([1, -1, *(1 for _ in range(value.dim() - 2))])

@@ -1,0 +1,55 @@
+"""A slice of the matrix of PyTorch/XLA runs: losses, compilations, and what the executed HLO sends."""
+
+from typing import Any
+
+import pytest
+import torch_xla_matrix
+
+
+MODEL = ["--optimizers", "momentum"]
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Any]:
+    """A convolutional net: norms in every step, and a value that is made in one spec and used in one more."""
+    plain = torch_xla_matrix.run("cnn", MODEL, STEPS)
+    split = torch_xla_matrix.run("cnn", [*MODEL, "--mesh", "2,4"], STEPS)
+    return {"plain": plain["momentum"], "split": split["momentum"]}
+
+
+def test_losses_equal_the_unsharded_run(rows: dict[str, Any]):
+    off = torch_xla_matrix.largest_difference(rows["split"]["losses"], rows["plain"]["losses"])
+    assert off < torch_xla_matrix.ALLOWED
+    assert rows["plain"]["losses"][-1] != rows["plain"]["losses"][0]
+    assert rows["split"]["split_parameters"] > 0 and rows["split"]["split_states"] > 0
+
+
+def test_as_many_compilations_as_unsharded(rows: dict[str, Any]):
+    assert rows["split"]["compiles"] == rows["plain"]["compiles"]
+
+
+def test_every_step_sends_what_is_planned(rows: dict[str, Any]):
+    wire = rows["split"]["wire"]
+    assert set(wire["planned"]) == {"data", "model"} and len(wire["executed"]) == 2
+    for executed in wire["executed"]:
+        assert executed == pytest.approx(wire["planned"], rel=0.2)
+
+
+def test_the_table_says_what_differs():
+    wire = {"planned": {"data": 1000, "model": 0}, "executed": [{"data": 5}, {"data": 1500, "model": 8}]}
+    assert torch_xla_matrix.on_the_wire(wire) == "data 1000 (+50.0%), model 0 (8 unplanned)"
+    row = {
+        "losses": [2.0, 1.0],
+        "compiles": [1],
+        "split_parameters": 1,
+        "split_states": 0,
+        "words": ["batch over data"],
+    }
+    found = {
+        "mlp unsharded": {"momentum": {"losses": [2.0, 1.0]}},
+        "mlp reordered": {"momentum": {"losses": [2.0, 1.001]}},
+        "mlp 8": {"momentum": {**row, "losses": [2.0, 1.01], "wire": wire}},
+    }
+    line = torch_xla_matrix.table(found).splitlines()[-1]
+    assert line.startswith("| mlp | 8 | momentum | 1.0e-02 (above what is allowed) | 1.0e-03 | 1 | 1 parameters")
