@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 
 DTYPE_BITS = {
@@ -155,7 +155,7 @@ def parse_hlo(text: str) -> HloModule:
     name: str | None = None
     body: list[Instruction] = []
     scheduled = "is_scheduled=true" in text[:2000]
-    for line in text.splitlines():
+    for line in _whole_lines(text):
         if name is None:
             head = re.match(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$", line)
             if head and not line.startswith("HloModule"):
@@ -169,6 +169,22 @@ def parse_hlo(text: str) -> HloModule:
             if instruction is not None:
                 body.append(instruction)
     return HloModule(computations, entry or next(reversed(computations), ""), scheduled, _source_lines(text))
+
+
+def _whole_lines(text: str) -> Iterator[str]:
+    """Lines of HLO text; an attribute that holds line breaks (a kernel's metadata) is joined to its instruction."""
+    held: str | None = None
+    for line in text.splitlines():
+        if held is not None and not line.startswith((" ", "%", "ENTRY")) and re.match(r"\}(,|\s*$)", line) is None:
+            held += line
+            continue
+        if held is not None:
+            yield held
+        held = line if line.startswith("  ") else None
+        if held is None:
+            yield line
+    if held is not None:
+        yield held
 
 
 def _source_lines(text: str) -> dict[int, str]:
