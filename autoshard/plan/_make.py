@@ -22,7 +22,7 @@ from autoshard.plan._infeasible import explain_infeasible
 from autoshard.plan._model import Model
 from autoshard.plan._pins import make_calls, make_pins
 from autoshard.plan._plan import Plan
-from autoshard.plan._predict import predict, tensor_spec
+from autoshard.plan._predict import Outcome, predict, tensor_spec
 from autoshard.plan._price import price
 from autoshard.plan._refine import LEAST_GAIN, Refinement, find_refinement, refinement_of
 from autoshard.plan._regions import make_regions
@@ -33,7 +33,7 @@ from autoshard.plan._timeline import make_timeline
 from autoshard.plan._unruled import call_lines, find_unruled, unruled_lines
 from autoshard.plan._words import describe
 from autoshard.program import Program, Role
-from autoshard.solver import write_contest
+from autoshard.solver import Solution, write_contest
 from autoshard.units import format_bytes
 
 
@@ -129,13 +129,13 @@ def make_plan(
     found, compared = best.found, original if isinstance(original.found, Found) else best
     assert isinstance(compared.found, Found)
     named = {name: predict(compared.model, c.outcome, memory_limit) for name, c in compared.found.baselines.items()}
-    plan = _plan(program, best.model, groups, found, found.best, memory_limit, seed, list(named))
+    plan = _found_plan(program, best.model, groups, found, found.best, memory_limit, seed, list(named))
     plan = dataclasses.replace(plan, baselines=named)
     if asked:
         said = {"asked": asked.lines, "pinned": best.required.pinned}
         plan = dataclasses.replace(plan, provenance=plan.provenance | said)
     others = {
-        name: _plan(program, compared.model, groups, compared.found, c, memory_limit, seed, list(named))
+        name: _found_plan(program, compared.model, groups, compared.found, c, memory_limit, seed, list(named))
         for name, c in compared.found.baselines.items()
     }
     if save_problem is not None:
@@ -260,7 +260,7 @@ class _Searcher:
         return _Outcome(model, required, found)
 
 
-def _plan(
+def _found_plan(
     program: Program,
     model: Model,
     groups: Groups,
@@ -270,8 +270,30 @@ def _plan(
     seed: int,
     compared: Sequence[str],
 ) -> Plan:
-    graph, choices = model.graph, chosen.choices
-    prediction = predict(model, chosen.outcome, memory_limit)
+    warnings = _warnings(program, model, compared, chosen.choices, chosen.outcome, memory_limit)
+    more = {"weightings": found.rounds, "bound_s": found.bound_s}
+    true = chosen.outcome.step_time_s
+    plan = plan_of_choices(program, model, groups, chosen.choices, chosen.outcome, found.solution, memory_limit)
+    return dataclasses.replace(
+        plan,
+        plan_gap=max(0.0, 1.0 - found.bound_s / true) if true > 0 else 0.0,
+        warnings=warnings,
+        provenance=_provenance(model, seed, more),
+    )
+
+
+def plan_of_choices(
+    program: Program,
+    model: Model,
+    groups: Groups,
+    choices: NDArray[np.int64],
+    outcome: Outcome,
+    solution: Solution,
+    memory_limit: int,
+) -> Plan:
+    """Choices as a plan. `solution` is of the Problem that they solve; nothing is said of what bounds them."""
+    graph = model.graph
+    prediction = predict(model, outcome, memory_limit)
     arguments = {
         a.name: tensor_spec(model, choices, t) for a, t in zip(program.arguments, graph.arguments, strict=True)
     }
@@ -279,7 +301,6 @@ def _plan(
     for r, tensor in zip(program.results, graph.results, strict=True):
         tied = program.arguments[r.argument] if r.argument is not None else None
         results[r.name] = arguments[tied.name] if tied else tensor_spec(model, choices, tensor)
-    true = chosen.outcome.step_time_s
     return Plan(
         program_name=program.name,
         program_fingerprint=program.fingerprint,
@@ -293,41 +314,46 @@ def _plan(
         regions=make_regions(model, choices),
         prediction=prediction,
         baselines={},
-        objective=int(found.solution.cost),
-        lower_bound=int(found.solution.lower_bound),
-        solver_gap=float(found.solution.gap),
-        plan_gap=max(0.0, 1.0 - found.bound_s / true) if true > 0 else 0.0,
+        objective=int(solution.cost),
+        lower_bound=int(solution.lower_bound),
+        solver_gap=float(solution.gap),
+        plan_gap=1.0,
         words=describe(model, groups, choices),
-        warnings=_warnings(program, model, compared, chosen, memory_limit),
-        provenance=_provenance(model, found, seed),
+        warnings=tuple(program.notes),
+        provenance=_provenance(model, 0, {}),
         shapes={a.name: tuple(a.shape) for a in program.arguments},
         dtypes={a.name: a.dtype for a in program.arguments},
         roles={a.name: str(a.role) for a in program.arguments},
         module_hash=graph.module_hash,
         timeline=make_timeline(model, choices),
         calls=make_calls(model, choices),
-        unruled=find_unruled(model, choices, true),
+        unruled=find_unruled(model, choices, outcome.step_time_s),
         choices=" ".join(str(int(c)) for c in choices),
     )
 
 
 def _warnings(
-    program: Program, model: Model, compared: Sequence[str], chosen: Candidate, memory_limit: int
+    program: Program,
+    model: Model,
+    compared: Sequence[str],
+    choices: NDArray[np.int64],
+    outcome: Outcome,
+    memory_limit: int,
 ) -> tuple[str, ...]:
     lines = list(program.notes)
     graph = model.graph
-    lines.extend(unruled_lines(find_unruled(model, chosen.choices, chosen.outcome.step_time_s)))
+    lines.extend(unruled_lines(find_unruled(model, choices, outcome.step_time_s)))
     lines.extend(call_lines(model))
     for loop in graph.loops:
         if not loop.known:
             lines.append("a loop's number of trips cannot be read from the program: it is counted once.")
-    for demand in broken_demands(graph, model.structure, model.mesh, lambda t: cluster_state(model, chosen.choices, t)):
+    for demand in broken_demands(graph, model.structure, model.mesh, lambda t: cluster_state(model, choices, t)):
         lines.append(
             f"{demand.why} excludes what the program asks for elsewhere of the same carried value: the compiler keeps "
             "both, but the way between them is not in the prediction."
         )
     lines.extend(left_out(model, compared))
-    peak = chosen.outcome.peak_bytes
+    peak = outcome.peak_bytes
     if peak > 0.92 * memory_limit:
         lines.append(
             f"memory is tight: {format_bytes(peak)} of {format_bytes(memory_limit)}; "
@@ -342,7 +368,7 @@ def cluster_state(model: Model, choices: NDArray[np.int64], tensor: int) -> Stat
     return model.nodes[node].states[int(choices[node])][None, :]
 
 
-def _provenance(model: Model, found: Found, seed: int) -> dict[str, Any]:
+def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, Any]:
     calibration = load_calibration(model.mesh.topology.chip)
     versions = {}
     for package in ("autoshard", "jax", "jaxlib", "highspy", "numpy"):
@@ -358,11 +384,10 @@ def _provenance(model: Model, found: Found, seed: int) -> dict[str, Any]:
             "layout": model.mesh.describe(),
             "seed": seed,
             "calibration": calibration.hash(),
-            "weightings": found.rounds,
             "nodes": len(model.nodes),
             "alternatives": int(np.sum([len(n.states) for n in model.nodes])),
             "edges": len(model.moves),
-            "bound_s": found.bound_s,
         }
+        | more
         | ({"said_by_program": said} if (said := said_by_program(model.graph)) else {})
     )

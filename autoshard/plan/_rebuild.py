@@ -11,13 +11,15 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Compute, chip_names, load_chip, make_mesh
 from autoshard.plan._baselines import stated
-from autoshard.plan._make import build_model, read_program
+from autoshard.plan._groups import Groups
+from autoshard.plan._make import build_model, plan_of_choices, read_program
 from autoshard.plan._model import Model
+from autoshard.plan._plan import Plan
 from autoshard.plan._predict import evaluate
 from autoshard.plan._published import IncompleteError, MatmulRun, Run, parse_run, read_rows
-from autoshard.plan._search import solve_within
+from autoshard.plan._search import Solved, solve_within
 from autoshard.plan._weights import even_weights, normalise
-from autoshard.program import decoder_program
+from autoshard.program import Program, decoder_program
 
 
 SOLVE_S = 20.0
@@ -122,9 +124,25 @@ def rebuild(run: Run) -> tuple[Model, NDArray[np.int64]]:
 
     Raises `IncompleteError` if the model's sizes do not allow the sharding.
     """
+    _, model, _, solved = _stated(run, "flash" if run.flash else "plain")
+    return model, solved.choices
+
+
+def stated_plan(run: Run) -> tuple[Program, Plan]:
+    """A run as a program that compiles for TPUs, attention by jax's splash kernel, and its stated sharding as a plan.
+
+    Raises `IncompleteError` as `rebuild` does.
+    """
+    program, model, groups, solved = _stated(run, "splash" if run.flash else "plain")
+    outcome = evaluate(model, solved.choices)
+    limit = run.topology.usable_bytes
+    return program, plan_of_choices(program, model, groups, solved.choices, outcome, solved.solution, limit)
+
+
+def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
     sizes = {name: size for name, size in mesh_sizes(run).items() if size > 1} or {"data": 1}
     mesh = make_mesh(run.topology, sizes)
-    program = decoder_program(run.decoder, batch=run.batch, seq=run.seq, remat=run.remat, flash=run.flash)
+    program = decoder_program(run.decoder, batch=run.batch, seq=run.seq, remat=run.remat, attention=attention)
     reading = read_program(program)
     model = build_model(program, reading, mesh, 1 << 62)
     axes = {name: [k] for k, name in enumerate(sizes)}
@@ -140,4 +158,4 @@ def rebuild(run: Run) -> tuple[Model, NDArray[np.int64]]:
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise IncompleteError(f"the model's sizes do not allow the stated sharding ({listed})")
     solved = solve_within(model, normalise(even_weights(model)), None, SOLVE_S, 0, allowed=wanted.allowed)
-    return model, solved.choices
+    return program, model, reading.groups, solved

@@ -10,7 +10,7 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.program import _flops, _train
 from autoshard.program._attention import attend
-from autoshard.program._kernels import flash_attention
+from autoshard.program._kernels import flash_attention, splash_attention
 from autoshard.program._program import Program, Role
 from autoshard.program._trace import trace
 
@@ -32,6 +32,9 @@ SAVED: Mapping[str, tuple[str, ...]] = {
 
 Where they are kept, on the device or on its host, changes no matmul. `none` keeps everything.
 """
+
+
+ATTENTIONS = ("flash", "splash", "plain")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,18 +65,20 @@ def decoder_program(
     batch: int,
     seq: int,
     remat: str = "full",
-    flash: bool = True,
+    attention: str = "flash",
     optimizer: str = "adamw",
     name: str = "decoder",
 ) -> Program:
     """One training step of `batch` sequences of `seq` tokens: bf16 compute on f32 parameters and moments.
 
-    `flash` makes attention one kernel (`flash_attention`), which can be planned and priced but not run here;
-    otherwise scores are computed in full. `remat` is `none` or a key of `SAVED`.
-    Raises: UserError for an unknown `remat`, or layers or heads that do not divide.
+    `attention` is `flash`, one kernel that can be planned and priced but neither run nor compiled (`flash_attention`);
+    `splash`, jax's kernel for TPUs; or `plain`, scores in full. `remat` is `none` or a key of `SAVED`.
+    Raises: UserError for an unknown `remat` or `attention`, or layers or heads that do not divide.
     """
     import jax
 
+    if attention not in ATTENTIONS:
+        raise UserError(f"attention {attention!r} is not known; known are {', '.join(ATTENTIONS)}")
     if remat != "none" and remat not in SAVED:
         raise UserError(f"remat {remat!r} is not known; known are none, {', '.join(SAVED)}")
     if dims.layers % dims.global_every or dims.heads % dims.kv_heads:
@@ -88,7 +93,7 @@ def decoder_program(
 
     def loss(p: Any, given: Any) -> Any:
         with _flops.counting() as scope:
-            value = _train.token_loss(_forward(dims, p, given["input_ids"], remat, flash), given["labels"])
+            value = _train.token_loss(_forward(dims, p, given["input_ids"], remat, attention), given["labels"])
         forward_flops[0] = scope[0]
         return value
 
@@ -132,7 +137,7 @@ def _parameters(dims: DecoderDims) -> dict[str, Any]:
     return {key: jax.ShapeDtypeStruct(shape, "float32") for key, shape in shapes.items()}
 
 
-def _forward(dims: DecoderDims, params: Mapping[str, Any], ids: Any, remat: str, flash: bool) -> Any:
+def _forward(dims: DecoderDims, params: Mapping[str, Any], ids: Any, remat: str, attention: str) -> Any:
     import jax
     import jax.numpy as jnp
 
@@ -147,7 +152,7 @@ def _forward(dims: DecoderDims, params: Mapping[str, Any], ids: Any, remat: str,
 
     def layers(carried: Any, own: Sequence[Mapping[str, Any]]) -> tuple[Any, None]:
         for weights, window in zip(own, windows, strict=True):
-            carried = _kept(lambda x, w, window=window: _layer(dims, x, w, window, flash), remat)(carried, weights)
+            carried = _kept(lambda x, w, window=window: _layer(dims, x, w, window, attention), remat)(carried, weights)
         return carried, None
 
     with _flops.counting() as scope:
@@ -166,7 +171,7 @@ def _kept(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
     return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*SAVED[remat]))
 
 
-def _layer(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], window: int | None, flash: bool) -> Any:
+def _layer(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], window: int | None, attention: str) -> Any:
     import jax
     from jax.ad_checkpoint import checkpoint_name
 
@@ -175,8 +180,9 @@ def _layer(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], window: i
     key = checkpoint_name(_product("bsd,dkh->bksh", normed, weights["attn.k_proj.weight"]), "key")
     value = checkpoint_name(_product("bsd,dkh->bksh", normed, weights["attn.v_proj.weight"]), "value")
     query, key = _rotated(query), _rotated(key)
-    if flash:
-        mixed = flash_attention(query, key, value, causal=True, window=window)
+    if attention != "plain":
+        kernel = flash_attention if attention == "flash" else splash_attention
+        mixed = kernel(query, key, value, causal=True, window=window)
     else:
         shape = query.shape
         merged = query.reshape(shape[0], shape[1] * shape[2], *shape[3:])

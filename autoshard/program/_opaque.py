@@ -59,7 +59,8 @@ def lower_on_shards(
     fn, into, out = call.on_shards(mesh, operands, results)
 
     def flat(*args: Any) -> tuple[Any, ...]:
-        return tuple(jax.tree.leaves(fn(*args)))
+        with jax.named_scope(call.name):  # what reads the compiled program finds the kernel by it
+            return tuple(jax.tree.leaves(fn(*args)))
 
     if not by_hand:
         flat = jax.shard_map(flat, mesh=mesh, in_specs=tuple(into), out_specs=tuple(out), check_vma=False)

@@ -55,7 +55,8 @@ class PallasCall:
             where.append({dim: each[dim][0] for dim in splits if each.get(dim)})
         steps = math.prod(size for size in mapping.grid if isinstance(size, int))
         estimate = params.get("cost_estimate")
-        flops = int(estimate.flops) if estimate is not None else _flops(params["jaxpr"]) * steps
+        steps *= masked_share(name, operands)
+        flops = int(estimate.flops) if estimate is not None else int(_flops(params["jaxpr"]) * steps)
         return cls(
             name, params, tuple(operands), tuple(results), tuple(where), tuple(splits), blocks, flops,
             _traffic(mapping, depends),
@@ -109,10 +110,33 @@ class PallasCall:
         params = self.params | {
             "grid_mapping": mapping.replace(grid=grid, block_mappings=tuple(blocks)),
             "out_avals": shards,
-            "cost_estimate": _less(self.params.get("cost_estimate"), math.prod(parts.values())),
+            "cost_estimate": self._cost(math.prod(parts.values())),
         }
         primitive = importlib.import_module("jax._src.pallas.pallas_call").pallas_call_p
         return functools.partial(primitive.bind, **params), into, out
+
+
+    def _cost(self, parts: int) -> Any:
+        """What the compiler, and whoever reads its program, is told of one part: the author's figures, or ours."""
+        from jax.experimental.pallas import CostEstimate
+
+        given = self.params.get("cost_estimate")
+        whole = given or CostEstimate(flops=self.flops, transcendentals=0, bytes_accessed=self.traffic)
+        counts = ("flops", "transcendentals", "bytes_accessed")
+        return dataclasses.replace(whole, **{key: getattr(whole, key) // parts for key in counts})
+
+
+def masked_share(name: str, operands: Sequence[Any]) -> float:
+    """Share of the grid's steps that a kernel runs: those of jax's splash attention skip blocks that are masked.
+
+    Its second operand says which, `[heads, rows, columns]`. The values are known on the device only, but a grid that
+    was not cut to a window's width is that of a causal mask: of n x n blocks the n (n + 1) / 2 up to the diagonal.
+    """
+    if not name.startswith(SCRATCH_RESULTS) or len(operands) < 2:
+        return 1.0
+    blocks = operands[1]
+    whole = len(blocks.shape) == 3 and blocks.dtype.kind == "i" and blocks.shape[1] == blocks.shape[2]
+    return (1.0 + 1.0 / blocks.shape[1]) / 2.0 if whole else 1.0
 
 
 def kernel_name(params: dict[str, Any]) -> str:
@@ -193,13 +217,6 @@ def _cut(aval: Any, where: dict[int, int], parts: dict[int, int]) -> Any:
     for dim, d in where.items():
         shape[d] //= parts[dim]
     return aval.update(shape=tuple(shape))
-
-
-def _less(estimate: Any, parts: int) -> Any:
-    if estimate is None:
-        return None
-    counts = ("flops", "transcendentals", "bytes_accessed")
-    return dataclasses.replace(estimate, **{key: getattr(estimate, key) // parts for key in counts})
 
 
 def _flops(jaxpr: Any) -> int:

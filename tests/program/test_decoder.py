@@ -52,10 +52,10 @@ def test_what_is_recomputed_follows_from_what_is_saved() -> None:
 
 
 def test_a_flash_kernel_computes_the_scores_once_more_and_half_of_them() -> None:
-    kernel, plain = matmul_flops(step(remat="none")), matmul_flops(step(remat="none", flash=False))
+    kernel, plain = matmul_flops(step(remat="none")), matmul_flops(step(remat="none", attention="plain"))
     forward = 64 * CLOSED.attention_flops_per_token(32, causal=False)
     assert plain - kernel == pytest.approx(3.0 * forward - 0.5 * (1.0 + 2.5) * forward)
-    assert step(flash=False).model_flops == pytest.approx(CLOSED.train_flops(64, 32))
+    assert step(attention="plain").model_flops == pytest.approx(CLOSED.train_flops(64, 32))
 
 
 def test_local_layers_see_a_window() -> None:
