@@ -11,8 +11,6 @@ stopped and a change of the estimator costs seconds; `--table` only reads what i
 import argparse
 import dataclasses
 import gzip
-import hashlib
-import json
 import os
 import pickle
 import sys
@@ -32,41 +30,18 @@ HERE = Path(__file__).parent
 KEPT = HERE.parent / "build" / "published_runs"
 
 
-FLAGS = {
-    "xla_enable_async_all_gather": True,
-    "xla_tpu_enable_async_collective_fusion": True,
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
-    "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
-    "xla_tpu_overlap_compute_collective_tc": True,
-}
-"""The compiler's flags that the sources of v5p runs set (AI-Hypercomputer/maxtext: src/maxtext/configs/tpu/v5p/*.sh);
-on other generations the same is on by default, or (v4) not set."""
-
-
-def flags(run: "Run") -> dict[str, bool]:
-    return FLAGS if run.topology.chip.name == "v5p" else {}
-
-
 @dataclasses.dataclass(frozen=True)
-class Rebuilt:
-    """One published run as a program and a plan."""
+class Kept:
+    """One published run as it was compiled."""
 
-    id: str
-    source: str
-    run: "Run"
     layers: int
-    """Layers of the program that is compiled: fewer than the run's where what it kept on hosts would not fit."""
-    program: "Program"
-    plan: "Plan"
-
-    @property
-    def file(self) -> Path:
-        digest = hashlib.sha256(self.program.fingerprint.encode())
-        plan = self.plan
-        what = (plan.topology, plan.mesh, plan.device_order, plan.arguments, plan.results, plan.pins, plan.calls)
-        what += tuple(sorted(flags(self.run)))
-        digest.update(repr(what).encode())
-        return KEPT / f"{self.id}-{digest.hexdigest()[:12]}.pickle.gz"
+    """Layers of the program: fewer than the run's where what the run kept on its hosts would not fit the chips."""
+    predicted_s: float
+    """Our prediction for that program."""
+    predicted_peak: int
+    device_order: tuple[int, ...]
+    mesh: dict[str, int]
+    compiled: "Compiled"
 
 
 def published_rows() -> "list[tuple[dict[str, Any], Run]]":
@@ -84,32 +59,40 @@ def published_rows() -> "list[tuple[dict[str, Any], Run]]":
     return found
 
 
-def rebuild(row: dict[str, Any], run: "Run") -> Rebuilt:
-    """The run's program and plan; with fewer layers, half by half, until its prediction fits the chips' memory."""
+def rebuild(run: "Run") -> "tuple[int, Program, Plan]":
+    """The run's layers, program and plan; with fewer layers, half by half, where offloading made room for the rest."""
     from autoshard.plan._rebuild import stated_plan
 
-    every = run.global_every
+    every = run.decoder.global_every
     layers = run.decoder.layers
     while True:
         small = dataclasses.replace(run, decoder=dataclasses.replace(run.decoder, layers=layers))
         program, plan = stated_plan(small)
-        if "offload" not in run.remat or plan.prediction.peak_bytes < 0.9 * run.topology.usable_bytes:
-            return Rebuilt(row["id"], row["source"], run, layers, program, plan)
+        fits = plan.prediction.peak_bytes < 0.9 * run.topology.usable_bytes
+        if "offload" not in run.remat or fits or layers <= every:
+            return layers, program, plan
         layers = max(every, layers // 2 // every * every)
 
 
-def compiled(rebuilt: Rebuilt, time_limit: float) -> "Compiled":
-    """From the folder of compiled programs, or from the compiler."""
+def load(row: dict[str, Any]) -> Kept | None:
+    """What was compiled of a run."""
+    file = KEPT / f"{row['id']}.pickle.gz"
+    return Kept(**pickle.loads(gzip.decompress(file.read_bytes()))) if file.exists() else None
+
+
+def compile_row(row: dict[str, Any], run: "Run", time_limit: float) -> Kept:
     from autoshard.exec._libtpu import compile_with_libtpu
 
-    if rebuilt.file.exists():
-        return pickle.loads(gzip.decompress(rebuilt.file.read_bytes()))
-    found = compile_with_libtpu(rebuilt.program, rebuilt.plan, time_limit, flags(rebuilt.run))
+    layers, program, plan = rebuild(run)
+    found = compile_with_libtpu(program, plan, time_limit)
+    predicted = plan.prediction
+    kept = Kept(layers, predicted.step_time_s, predicted.peak_bytes, plan.device_order, plan.mesh, found)
     KEPT.mkdir(parents=True, exist_ok=True)
-    part = rebuilt.file.with_suffix(".part")
-    part.write_bytes(gzip.compress(pickle.dumps(found)))
-    os.replace(part, rebuilt.file)
-    return found
+    file = KEPT / f"{row['id']}.pickle.gz"
+    part = file.with_suffix(".part")
+    part.write_bytes(gzip.compress(pickle.dumps({f.name: getattr(kept, f.name) for f in dataclasses.fields(kept)})))
+    os.replace(part, file)
+    return kept
 
 
 def main() -> int:
@@ -122,13 +105,13 @@ def main() -> int:
     for row, run in published_rows():
         if arguments.rows and row["id"] not in arguments.rows:
             continue
-        rebuilt = rebuild(row, run)
         try:
-            found = compiled(rebuilt, arguments.time_limit)
+            kept = load(row) or compile_row(row, run, arguments.time_limit)
         except UserError as error:
             print(f"{row['id']}: {error}", flush=True)
             continue
-        print(row["id"], rebuilt.layers, found.compile_s, found.needed_bytes, found.memory, len(found.text), flush=True)
+        c = kept.compiled
+        print(row["id"], kept.layers, c.compile_s, c.needed_bytes, c.memory, len(c.text), flush=True)
     return 0
 
 

@@ -63,6 +63,10 @@ class CompiledCollective:
     """False if a loop around it has a trip count that the text does not tell: counted as one."""
     line: str = ""
     """`file:line` of the source, where the text tells."""
+    members: tuple[int, ...] = ()
+    """Devices of one group, as numbers in the topology."""
+    pairs: tuple[tuple[int, int], ...] = ()
+    """Of a collective-permute: who sends to whom."""
 
     @property
     def wire_bytes(self) -> float:
@@ -121,7 +125,7 @@ class Walk:
         self.prices = Collectives(mesh)
         self.sizes = tuple(mesh.axes.values())
         self.positions = _first_slice(mesh)
-        self.groups: dict[str, tuple[tuple[str, ...], int]] = {}
+        self.groups: dict[str, tuple[tuple[str, ...], int, tuple[int, ...]]] = {}
 
     def computation(self, computation: Computation, place: _Place) -> list[CompiledCollective]:
         found: list[CompiledCollective] = []
@@ -173,11 +177,12 @@ class Walk:
             return self.permute(op, sum(shape.bytes for shape in arrays), place)
         if started and kind != "all-reduce":
             shapes = shapes[len(op.operands) : 2 * len(op.operands)]
-        axes, group = self.group(op)
+        axes, group, members = self.group(op)
         if group <= 1:
             return []
         size = sum(shape.bytes for shape in shapes) * (group if kind == "reduce-scatter" else 1)
-        return [self.record(op, kind, axes, group, size, 1.0, place)]
+        record = self.record(op, kind, axes, group, size, 1.0, place)
+        return [dataclasses.replace(record, members=members)]
 
     def record(
         self, op: Instruction, kind: Kind, axes: tuple[str, ...], group: int, size: int, share: float, place: _Place
@@ -224,7 +229,9 @@ class Walk:
         ]
         axes = tuple(self.mesh.names[i] for i in differing)
         group = math.prod(self.sizes[i] for i in differing)
-        return [self.record(op, "collective-permute", axes, group, size, len(moving) / len(self.positions), place)]
+        record = self.record(op, "collective-permute", axes, group, size, len(moving) / len(self.positions), place)
+        order = self.mesh.device_order
+        return [dataclasses.replace(record, pairs=tuple((order[a], order[b]) for a, b in moving))]
 
     def transfer(self, owner: Computation, op: Instruction, place: _Place) -> list[CompiledCollective]:
         """A transfer between slices: send and recv of the host, in the name of a collective."""
@@ -258,8 +265,8 @@ class Walk:
             result.insert(0, digit)
         return tuple(result)
 
-    def group(self, op: Instruction) -> tuple[tuple[str, ...], int]:
-        """Mesh axes that a collective's groups span, and the size of one group."""
+    def group(self, op: Instruction) -> tuple[tuple[str, ...], int, tuple[int, ...]]:
+        """Mesh axes that a collective's groups span, the size of one group, and the devices of the first."""
         found = re.search(
             r"replica_groups=(mesh\[.*?\](?:, device_ids=\(.*?\))? \{.*?\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|"
             r"\{\{.*?\}\}|\{\})",
@@ -267,7 +274,10 @@ class Walk:
         )
         text = found[1] if found else "{}"
         if text not in self.groups:
-            self.groups[text] = self.axes_of(parse_groups(text, len(self.positions)))
+            groups = parse_groups(text, len(self.positions))
+            first = max(groups, key=len, default=[])
+            members = tuple(self.mesh.device_order[self.place_of(member)] for member in first)
+            self.groups[text] = (*self.axes_of(groups), members)
         return self.groups[text]
 
     def axes_of(self, groups: Sequence[Sequence[int]]) -> tuple[tuple[str, ...], int]:

@@ -8,12 +8,13 @@ hidden. Collectives that share links queue. Loop bodies are walked once and mult
 
 import collections
 import dataclasses
-import math
 import re
 
-from autoshard.cost import Calibration, Collectives, Compute, Mesh, dtype_class, links
-from autoshard.exec._collectives import OTHER, CompiledCollective, Walk, _Place
+from autoshard.cost import Calibration, Compute, Mesh, Segment, dtype_class
+from autoshard.exec._collectives import CompiledCollective, Walk, _Place
 from autoshard.exec._hlo import Computation, HloModule, Instruction, parse_hlo
+from autoshard.exec._kernel import Kernel
+from autoshard.exec._physical import group_segments, permute_seconds, route
 from autoshard.exec._work import FREE, Reader, Work
 
 
@@ -111,10 +112,7 @@ class _Simulator:
         self.reader = Reader(module)
         self.walk = Walk(module, mesh)
         self.compute = Compute(mesh.topology, calibration)
-        self.inner = Collectives(_part_of(mesh, network=False), calibration)
-        self.outer = Collectives(_part_of(mesh, network=True), calibration)
-        self.whole = Collectives(mesh, calibration)
-        self.link_of = {axis: f"link{i}" for i, group in enumerate(links(mesh)) for axis in group}
+        self.routes: dict[tuple[object, ...], tuple[float, frozenset[str]]] = {}
         self.cache: dict[str, _Clock] = {}
 
     def run(self, computation: Computation) -> _Clock:
@@ -195,41 +193,68 @@ class _Simulator:
         clock.pending[op.name] = (until, "copy")
 
     def roofline(self, clock: _Clock, work: Work) -> None:
+        if work.kernel is not None:
+            self.kernel(clock, work.kernel)
+            return
         if not work.matmuls and not work.hbm_bytes and not work.vmem_bytes and not work.elements:
             return
-        matrix = sum(
-            float(self.compute.matmul_seconds(x.m, x.n, x.k, x.flops / (2.0 * x.m * x.n * x.k), dtype_class(x.dtype)))
-            * x.passes
-            for x in work.matmuls
-            if x.flops
-        )
         memory = float(self.compute.memory_seconds(work.hbm_bytes))
         memory += float(self.compute.memory_seconds(work.vmem_bytes, on_chip=True))
         vector = float(self.compute.vector_seconds(work.elements))
+        matrix = self.matrix(work)
         longest = max(matrix, memory, vector)
         kind = "matmul" if longest == matrix else "memory" if longest == memory else "vector"
         clock.flops += work.flops
         clock.work(longest, kind)
         clock.work(self.compute.calibration.op_overhead_s, "overhead")
 
+    def matrix(self, work: Work) -> float:
+        """Seconds of a fusion's matmuls, the traffic that blocks of theirs cause included."""
+        total = sum(x.flops for x in work.matmuls)
+        seconds = 0.0
+        for x in work.matmuls:
+            if x.flops:
+                batch, share = x.flops / (2.0 * x.m * x.n * x.k), x.flops / total
+                dot = self.compute.dot_seconds(x.m, x.n, x.k, batch, dtype_class(x.dtype), work.hbm_bytes * share)
+                busy = self.compute.matmul_seconds(x.m, x.n, x.k, batch, dtype_class(x.dtype))
+                seconds += float(dot) - self.compute.calibration.op_overhead_s + float(busy) * (x.passes - 1)
+        return seconds
+
+    def kernel(self, clock: _Clock, kernel: Kernel) -> None:
+        if kernel.head:
+            passes = kernel.score_passes
+            seconds = self.compute.attention_seconds(passes, kernel.head, kernel.head, 1, "bf16", kernel.traffic)
+        else:
+            seconds = self.compute.op_seconds(kernel.flops, kernel.traffic)
+        clock.flops += kernel.flops
+        clock.work(float(seconds), "kernel")
+
     # Collectives
 
-    def seconds(self, collective: CompiledCollective) -> float:
-        if collective.axes == (OTHER,) or not collective.axes:
-            axes = self.mesh.names
-            ratio = collective.group / max(1, self.mesh.num_devices)
-            return float(self.whole.time(collective.kind, axes, collective.size_bytes)) * max(ratio, 0.5)
-        prices = self.outer if collective.network else self.inner
-        return float(prices.time(collective.kind, collective.axes, collective.size_bytes))
+    def cost(self, collective: CompiledCollective) -> tuple[float, frozenset[str]]:
+        """Seconds of one execution, and the physical axes that it occupies."""
+        key = (collective.kind, collective.size_bytes, collective.members, collective.pairs, collective.network)
+        if key not in self.routes:
+            self.routes[key] = self.priced(collective)
+        return self.routes[key]
 
-    def resources(self, collective: CompiledCollective) -> list[str]:
+    def priced(self, collective: CompiledCollective) -> tuple[float, frozenset[str]]:
+        topology, calibration = self.mesh.topology, self.compute.calibration
+        size = collective.size_bytes
         if collective.network:
-            return ["network"]
-        return sorted({self.link_of.get(axis, "link0") for axis in collective.axes}) or ["link0"]
+            segments = (Segment("slice", "network", max(2, collective.group), 1, False),)
+        elif collective.pairs:
+            return permute_seconds(topology, calibration, collective.pairs, size)
+        else:
+            segments = group_segments(topology, collective.members)
+        if segments is None:
+            # No box: as if all devices took part, which no group of them can be slower than.
+            segments = tuple(s for axis in self.mesh.names for s in self.mesh.segments(axis))
+        found = route(topology, calibration, segments)
+        return float(found.prices.time(collective.kind, ("group",), size)), found.links
 
     def synchronous(self, clock: _Clock, collective: CompiledCollective) -> None:
-        seconds = self.seconds(collective)
-        used = self.resources(collective)
+        seconds, used = self.cost(collective)
         until = max([clock.now, *(clock.busy[link] for link in used)]) + seconds
         for link in used:
             clock.busy[link] = until
@@ -237,8 +262,7 @@ class _Simulator:
         clock.wait(until, collective.kind)
 
     def begin(self, clock: _Clock, collective: CompiledCollective, key: str) -> None:
-        seconds = self.seconds(collective)
-        used = self.resources(collective)
+        seconds, used = self.cost(collective)
         until = max([clock.now, *(clock.busy[link] for link in used)]) + seconds
         for link in used:
             clock.busy[link] = until
@@ -300,14 +324,3 @@ def _rendezvous(owner: Computation, op: Instruction) -> str:
         op = owner.by_name[op.operands[0]]
     found = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', op.attributes)
     return f"transfer {found[1]}" if found else op.name
-
-
-def _part_of(mesh: Mesh, network: bool) -> Mesh:
-    """The mesh of one slice, or of one device per slice: what prices the two halves of a split collective."""
-    layout = tuple(
-        tuple(segment for segment in segments if (segment.kind == "network") == network) for segments in mesh.layout
-    )
-    if not any(segment.kind == "network" for segments in mesh.layout for segment in segments):
-        return mesh
-    sizes = tuple(math.prod(segment.size for segment in segments) for segments in layout)
-    return dataclasses.replace(mesh, sizes=sizes, layout=layout, device_order=tuple(range(math.prod(sizes))))

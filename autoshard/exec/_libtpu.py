@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +59,9 @@ class Compiled:
     """The compiler's report of live ranges, its last part the buffers at the peak; empty if it left none."""
 
 
-def compile_with_libtpu(
-    program: Program, plan: Plan, time_limit: float, flags: Mapping[str, str | bool] | None = None
-) -> Compiled:
+def compile_with_libtpu(program: Program, plan: Plan, time_limit: float) -> Compiled:
     """Apply the plan to the program's module and compile it for the plan's topology.
 
-    `flags` are the compiler's own, by name without dashes (`xla_tpu_scoped_vmem_limit_kib`).
     Raises `UserError` if libtpu is not installed, the topology is no TPU, the compiler refuses it, fails, dies or
     takes longer than `time_limit` seconds; no process and no lock is left behind in any case.
     """
@@ -83,8 +80,7 @@ def compile_with_libtpu(
         for number, body in lower_for_compiler(program, plan, "tpu").items():
             (directory / f"call-{number}.mlirbc").write_bytes(body)
         aliases = sorted(donated_aliases(program, plan).items())
-        job = {"topology": name, "options": options, "aliases": aliases, "flags": dict(flags or {})}
-        (directory / "job.json").write_text(json.dumps(job))
+        (directory / "job.json").write_text(json.dumps({"topology": name, "options": options, "aliases": aliases}))
         code, log = _run(directory, time_limit, topology.name)
         return _read_result(directory, code, log, topology.name, _argument_bytes(program, plan))
 

@@ -57,8 +57,7 @@ def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     try:
         # as_text() fails on some programs with asynchronous ops; the dump has the same text.
-        dumped = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
-        compiled = lowered.compile(compiler_options=job["flags"] | dumped)
+        compiled = lowered.compile(compiler_options={"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True})
     except jax.errors.JaxRuntimeError as error:
         seconds = time.perf_counter() - start
         if "RESOURCE_EXHAUSTED" in str(error):

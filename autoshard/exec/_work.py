@@ -6,6 +6,7 @@ import math
 import re
 
 from autoshard.exec._hlo import Computation, HloModule, Instruction, Shape
+from autoshard.exec._kernel import Kernel, is_idle, read_kernel
 
 
 FREE = frozenset(
@@ -55,10 +56,12 @@ class Work:
     vmem_bytes: int
     elements: float
     """Elementwise operations."""
+    kernel: Kernel | None = None
+    """A Pallas kernel, whose work is all in here."""
 
     @property
     def flops(self) -> float:
-        return sum(matmul.flops for matmul in self.matmuls)
+        return sum(matmul.flops for matmul in self.matmuls) + (self.kernel.flops if self.kernel else 0.0)
 
 
 class Reader:
@@ -70,8 +73,12 @@ class Reader:
 
     def work(self, owner: Computation, op: Instruction) -> Work:
         """Work of an instruction that is no loop, call or collective."""
-        if op.opcode in FREE:
+        if op.opcode in FREE or (op.opcode == "custom-call" and is_idle(op)):
             return Work((), 0, 0, 0.0)
+        if op.opcode == "custom-call":
+            kernel = read_kernel(owner, op)
+            if kernel is not None:
+                return Work((), 0, 0, 0.0, kernel)
         matmuls, elements = self._arithmetic(owner, op)
         hbm, vmem = self._traffic(owner, op)
         return Work(matmuls, hbm, vmem, elements)

@@ -388,6 +388,6 @@ def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, A
             "alternatives": int(np.sum([len(n.states) for n in model.nodes])),
             "edges": len(model.moves),
         }
-        | more
+        | dict(more)
         | ({"said_by_program": said} if (said := said_by_program(model.graph)) else {})
     )

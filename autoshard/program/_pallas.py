@@ -115,7 +115,6 @@ class PallasCall:
         primitive = importlib.import_module("jax._src.pallas.pallas_call").pallas_call_p
         return functools.partial(primitive.bind, **params), into, out
 
-
     def _cost(self, parts: int) -> Any:
         """What the compiler, and whoever reads its program, is told of one part: the author's figures, or ours."""
         from jax.experimental.pallas import CostEstimate

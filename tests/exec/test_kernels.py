@@ -69,7 +69,8 @@ def test_batch_and_heads_may_be_split(kind: str, names: list[str]) -> None:
     assert sorted(found) == sorted(names)
     for op in found.values():
         assert free_sizes(op) == [BATCH, HEADS]
-        pairs = BATCH * HEADS * SEQ * SEQ * DIM
+        # Blocks of 128 x 128: splash attention skips the one above the diagonal.
+        pairs = BATCH * HEADS * SEQ * SEQ * DIM * (0.75 if kind == "splash" else 1.0)
         assert 4 * pairs <= op.flops <= 12 * pairs
         assert op.opaque is not None
         assert 0 < op.opaque.traffic < 50 * BATCH * HEADS * SEQ * DIM * 4, "no scores in memory"

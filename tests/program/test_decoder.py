@@ -2,12 +2,17 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from autoshard.cost import Decoder
 from autoshard.errors import UserError
 from autoshard.graph import read_graph
 from autoshard.program import SAVED, DecoderDims, Program, Role, decoder_program
+from autoshard.program._attention import attend
+from autoshard.program._kernels import splash_attention
 
 
 DIMS = DecoderDims(4, 64, 160, 4, 2, 16, 128)
@@ -58,6 +63,35 @@ def test_a_flash_kernel_computes_the_scores_once_more_and_half_of_them() -> None
     assert step(attention="plain").model_flops == pytest.approx(CLOSED.train_flops(64, 32))
 
 
+def test_splash_attention_skips_what_is_masked() -> None:
+    dims = dataclasses.replace(DIMS, head_size=128)
+    steps = {a: decoder_program(dims, batch=2, seq=2048, remat="none", attention=a) for a in ("flash", "splash")}
+    assert steps["flash"].model_flops == steps["splash"].model_flops
+    kernels = [op for op in read_graph(steps["splash"].module).ops if op.opaque is not None]
+    assert sorted(op.opaque.target.partition("_no_")[0] for op in kernels if op.opaque) == [
+        "splash_mqa_dkv",
+        "splash_mqa_dq",
+        "splash_mqa_fwd_residuals",
+    ]
+    # Of 4 x 4 blocks of 512 those up to the diagonal: 10; two, four and three matmuls over them.
+    scores = 2 * 4 * 2048 * 2048 * 10 / 16
+    assert sum(op.flops for op in kernels) == pytest.approx((2 + 4 + 3) * 2 * 128 * scores)
+
+
+def test_splash_attention_is_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = pl.pallas_call
+    monkeypatch.setattr(pl, "pallas_call", lambda *args, **options: real(*args, **options | {"interpret": True}))
+    rng = np.random.default_rng(0)
+    query = jnp.asarray(rng.normal(size=(1, 2, 2, 256, 128)), jnp.float32)
+    key, value = (jnp.asarray(rng.normal(size=(1, 2, 256, 128)), jnp.float32) for _ in range(2))
+    for window in (None, 100):
+        found = splash_attention(query, key, value, causal=True, window=window)
+        wanted = attend(query.reshape(1, 4, 256, 128), key, value, causal=True, window=window)
+        np.testing.assert_allclose(
+            np.asarray(found).reshape(1, 4, 256, 128), np.asarray(wanted).transpose(0, 2, 1, 3), atol=2e-5
+        )
+
+
 def test_local_layers_see_a_window() -> None:
     local = decoder_program(dataclasses.replace(DIMS, window=8, global_every=2), batch=2, seq=32)
     everywhere = step()
@@ -72,5 +106,7 @@ def test_local_layers_see_a_window() -> None:
 def test_bad_settings_are_named() -> None:
     with pytest.raises(UserError, match="remat 'some' is not known; known are none, full, minimal"):
         step(remat="some")
+    with pytest.raises(UserError, match="attention 'dense' is not known; known are flash, splash, plain"):
+        step(attention="dense")
     with pytest.raises(UserError, match="4 layers in groups of 3, 4 heads in groups of 2 key-value heads"):
         decoder_program(dataclasses.replace(DIMS, global_every=3), batch=2, seq=32)
