@@ -20,6 +20,7 @@ from autoshard.cost._layout import Segment as Segment
 from autoshard.cost._memory import shard_bytes as shard_bytes
 from autoshard.cost._mesh import Mesh as Mesh
 from autoshard.cost._mesh import default_axis_names as default_axis_names
+from autoshard.cost._mesh import hybrid_mesh as hybrid_mesh
 from autoshard.cost._mesh import make_mesh as make_mesh
 from autoshard.cost._mesh import parse_mesh as parse_mesh
 from autoshard.cost._questions import QuestionRow as QuestionRow

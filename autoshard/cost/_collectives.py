@@ -10,7 +10,7 @@ Time of one collective = launch + sum over kinds of links, slowest outside, of m
   (jax-ml/scaling-book, sharding.md). Line of n: the end receives n - 1 shards over one link: `V * (n-1)/n / W`.
 - Several torus axes of one group work at once on a part of the data each: their rates add up.
 - All-to-all is bound by the middle cut: `B * floor(n/2) * ceil(n/2) / n / W`, half of it in a ring; on several
-  axes the worst one binds (dimension-ordered routing).
+  axes the worst one binds (dimension-ordered routing). On a twisted torus all axes carry the same (`_twist`).
 - Between slices every chip talks to its counterparts through its share of the network; the part inside a slice runs
   on a size reduced by the group outside of it: the gather starts with the slow links, where data is small.
 - All-reduce is a reduce-scatter and an all-gather; between threads of one process (CPU) every kind is one pass
@@ -27,6 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 from autoshard.cost._calibration import Calibration, load_calibration
 from autoshard.cost._layout import Segment
 from autoshard.cost._mesh import Mesh
+from autoshard.cost._twist import in_group, is_whole, mean_hops
 from autoshard.errors import UserError
 
 
@@ -180,6 +181,10 @@ class Collectives:
 
     def _price(self, kind: str, group: tuple[str, ...]) -> tuple[_Level, ...]:
         segments = _joined([segment for axis in group for segment in self.mesh.segments(axis)])
+        torus = {axis.name: axis.size for axis in self.mesh.topology.physical_axes if axis.kind == "torus"}
+        twisted = self.mesh.topology.twisted
+        if twisted:
+            segments = in_group(segments, torus)
         inner = math.prod(segment.size for segment in segments)
         levels = []
         for link in _LEVELS:
@@ -190,7 +195,11 @@ class Collectives:
             # A gather moves 1/inner of the result on this level; the other kinds move everything there.
             share = 1.0 / inner if kind == "all-gather" else 1.0
             step, rate = self._link(link)
-            latency, per_byte = _SHAPES[kind](mine, link)
+            if twisted and link == "torus" and kind == "all-to-all" and is_whole(mine, torus):
+                hops, longest = mean_hops(tuple(torus[segment.axis] for segment in mine))
+                latency, per_byte = float(longest), max(hops) / 2.0
+            else:
+                latency, per_byte = _SHAPES[kind](mine, link)
             levels.append(_Level(latency * step, per_byte * share / rate))
         return tuple(levels)
 

@@ -46,11 +46,15 @@ class Mesh:
         parts = []
         for name, size, segments in zip(self.names, self.sizes, self.layout, strict=True):
             made = " + ".join(
-                f"{s.axis}({s.size}{'' if s.stride == 1 else f' by {s.stride}'}{', ring' if s.wrap else ''})"
-                for s in segments
+                f"{s.axis}({s.size}{'' if s.stride == 1 else f' by {s.stride}'}{self._closed(s)})" for s in segments
             )
             parts.append(f"{name}={size}" + (f" on {made}" if made else ""))
         return "; ".join(parts)
+
+    def _closed(self, segment: Segment) -> str:
+        shape = self.topology.shape
+        twisted = self.topology.twisted and shape["xyz".index(segment.axis)] == min(shape) if segment.wrap else False
+        return ", twisted" if twisted else ", ring" if segment.wrap else ""
 
 
 def make_mesh(topology: Topology, sizes: Mapping[str, int], network: Mapping[str, int] | None = None) -> Mesh:
@@ -65,6 +69,30 @@ def make_mesh(topology: Topology, sizes: Mapping[str, int], network: Mapping[str
     return _make_mesh(topology, tuple(sizes.items()), frozen)
 
 
+def hybrid_mesh(topology: Topology, ici: Mapping[str, int], dcn: Mapping[str, int]) -> Mesh:
+    """A mesh of two shapes over the same axes, as PyTorch/XLA's `HybridMesh` and JAX's `create_hybrid_device_mesh`.
+
+    Axis by axis, `ici` is its size within a slice (or island) and `dcn` how many slices it spans, 1 if left out; the
+    axis is as large as both together, slices major. Raises: UserError for shapes that the topology does not have.
+    """
+    unknown = sorted(dcn.keys() - ici.keys())
+    within = math.prod(ici.values())
+    spanned = math.prod(dcn.values())
+    if unknown or within * topology.slices != topology.num_devices or spanned != topology.slices:
+        found = f"has ici {_equation(ici)} = {within} and dcn {_equation(dcn)} = {spanned}"
+        found = f"names {unknown[0]} in dcn alone" if unknown else found
+        each = topology.num_devices // topology.slices
+        raise UserError(
+            f"the hybrid mesh {found}, but {topology.name} has {each} devices in each of {topology.slices} slices; "
+            "ici must name every axis and multiply to the first, dcn to the second"
+        )
+    return make_mesh(topology, {name: size * dcn.get(name, 1) for name, size in ici.items()}, dcn)
+
+
+def _equation(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{name}={size}" for name, size in sizes.items())
+
+
 @functools.lru_cache(maxsize=256)
 def _make_mesh(
     topology: Topology, items: tuple[tuple[str, int], ...], network: tuple[tuple[str, int], ...] | None
@@ -77,9 +105,9 @@ def _make_mesh(
             raise UserError(f"mesh axis {name}={size} must be at least 1")
     product = math.prod(sizes.values())
     if product != topology.num_devices:
-        equation = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise UserError(
-            f"mesh {equation} = {product}, but {topology.name} has {topology.num_devices} devices; they must be equal"
+            f"mesh {_equation(sizes)} = {product}, but {topology.name} has {topology.num_devices} devices; "
+            "they must be equal"
         )
     layout = choose_layout(sizes, topology.physical_axes, None if network is None else dict(network))
     segments = tuple(layout.values())

@@ -52,22 +52,24 @@ class Topology:
     shape: tuple[int, ...]
     slices: int
     wrap: tuple[bool, ...]
+    twisted: bool = False
+    """Whether the links that close the short axes lead half-way along the long ones (see `_twist`)."""
     host_memory_bytes: int = 0
     host_cores: int = 0
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
-        """Reads `v5e:4x4`, `v5p:4x4x8`, `v6e:16x16*2`, `v5litepod-16`, `h100:8*4` or `cpu:8`.
+        """Reads `v5e:4x4`, `v5p:4x4x8`, `v4:4x4x8_twisted`, `v6e:16x16*2`, `v5litepod-16`, `h100:8*4` or `cpu:8`.
 
         Raises: UserError for an unknown chip, slice or shape; it says what is near or what exists.
         """
-        match = re.fullmatch(r"([^:*]+)(?::([0-9x]+))?(?:\*([0-9]+))?", text.strip())
+        match = re.fullmatch(r"([^:*]+)(?::([0-9x]+)(_twisted|_untwisted)?)?(?:\*([0-9]+))?", text.strip())
         if match is None or (match[2] is None and "-" not in match[1]):
             raise UserError(
                 f"topology {text!r} is not of the form CHIP:SHAPE, CHIP:SHAPE*SLICES or a slice name; "
                 "examples: v5e:4x4, v6e:16x16*2, v5p-128, h100:8*4, cpu:8"
             )
-        slices = int(match[3] or 1)
+        slices = int(match[4] or 1)
         if slices < 1:
             raise UserError(f"topology {text!r} has {slices} slices, expected at least 1")
         if match[2] is None:
@@ -77,10 +79,10 @@ class Topology:
             if not re.fullmatch(r"[0-9]+(x[0-9]+)*", match[2]):
                 raise UserError(f"topology {text!r}: {match[2]!r} is not a shape such as 4x4 or 2x2x4")
             shape = tuple(int(size) for size in match[2].split("x"))
-        return cls.make(chip, shape, slices)
+        return cls.make(chip, shape, slices, match[3] == "_twisted")
 
     @classmethod
-    def make(cls, chip: Chip, shape: tuple[int, ...], slices: int = 1) -> "Topology":
+    def make(cls, chip: Chip, shape: tuple[int, ...], slices: int = 1, twisted: bool = False) -> "Topology":
         """A topology from its parts; TPU shapes are put in ascending order (`4x8x4` is `4x4x8`).
 
         Raises: UserError for a shape that the chip does not come in.
@@ -100,9 +102,15 @@ class Topology:
                     f"cpu:{shape[0]}*{slices} asks for {slices} machines; cpu topologies are one machine: cpu:N"
                 )
             wrap = (False,)
-        name = f"{chip.name}:{'x'.join(map(str, shape))}" + (f"*{slices}" if slices > 1 else "")
+        text = "x".join(map(str, shape))
+        if twisted and not (chip.cube_edge and all(wrap) and _may_twist(shape)):
+            have = "KxKx2K and Kx2Kx2K made of whole cubes are, such as 4x4x8 and 4x8x8"
+            raise UserError(
+                f"{chip.name}:{text} has no twisted form: " + (have if chip.cube_edge else "only 3-D tori have")
+            )
+        name = f"{chip.name}:{text}{'_twisted' if twisted else ''}" + (f"*{slices}" if slices > 1 else "")
         cores, memory = _machine() if chip.backend == "cpu" else (0, 0)
-        return cls(name, chip, shape, slices, wrap, memory, cores)
+        return cls(name, chip, shape, slices, wrap, twisted, memory, cores)
 
     @property
     def backend(self) -> str:
@@ -234,8 +242,14 @@ def _check_tpu_shape(chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
     raise UserError(f"{chip.name} has no shape {asked}; it has {shapes}{larger}{beyond}")
 
 
+def _may_twist(shape: tuple[int, ...]) -> bool:
+    """Whether a shape is k x k x 2k or k x 2k x 2k, the ones that twisted tori come in (Cloud TPU, v4 and v5p)."""
+    return len(shape) == 3 and set(shape) == {min(shape), 2 * min(shape)}
+
+
 def _wraps(chip: Chip, shape: tuple[int, ...], size: int) -> bool:
-    """Whether a torus axis closes to a ring (2-D: only at length 16; 3-D: only in shapes of whole cubes)."""
-    if chip.wrap_rule == "length 16":
-        return size == 16
+    """Whether a torus axis closes to a ring (2-D: only at the pod's length; 3-D: only in shapes of whole cubes)."""
+    rule, _, length = chip.wrap_rule.partition(" ")
+    if rule == "length":
+        return size == int(length)
     return all(length % chip.cube_edge == 0 for length in shape)

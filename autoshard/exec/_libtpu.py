@@ -103,7 +103,10 @@ def libtpu_topology(topology: Topology) -> tuple[str, dict[str, Any]]:
         options["num_slices"] = topology.slices
     if topology.chip.name == "v4" and topology.devices_per_chip == 1:
         options["chip_config_name"] = "megacore"
-    return f"{topology.chip.name}:{'x'.join(map(str, topology.shape))}", options
+    if topology.twisted:
+        options["wrap"] = topology.wrap
+    shape = "x".join(map(str, topology.shape)) + ("_twisted" if topology.twisted else "")
+    return f"{topology.chip.name}:{shape}", options
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ def _written(tmp_path: pathlib.Path, change: dict, drop: str = "") -> pathlib.Pa
 
 
 def test_known_chips() -> None:
-    assert set(chip_names()) == {"v4", "v5e", "v5p", "v6e", "tpu7x", "h100", "h200", "cpu"}
+    assert set(chip_names()) == {"v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x", "h100", "h200", "cpu"}
     assert all(isinstance(load_chip(name), Chip) for name in chip_names())
 
 
@@ -29,7 +29,7 @@ def test_aliases(alias: str, name: str) -> None:
     assert load_chip(alias).name == name
 
 
-@pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e", "tpu7x", "h100", "h200", "cpu"])
+@pytest.mark.parametrize("name", ["v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x", "h100", "h200", "cpu"])
 def test_every_figure_has_a_source(name: str) -> None:
     chip = load_chip(name)
     assert set(chip.sources) == {"peak_flops_per_s", "memory", "usable_bytes_per_device", "links", "network", "vmem"}

@@ -27,6 +27,8 @@ MESHES = [
     ("v5e:16x16", "32,8"),
     ("v5p:2x4x4", "2,4,4"),
     ("v5p:4x8x8", "32,8"),
+    ("v4:4x4x8_twisted", "4,4,8"),
+    ("v3:16x32", "32,32"),
     ("v6e:16x16*2", "32,16"),
     ("tpu7x:4x4x4", "16,8"),
     ("h100:8*4", "8,4"),
@@ -151,6 +153,15 @@ W5E, W5P = 4.5e10, 9e10
         ("v6e:16x16*2", "32,16", "all-gather", "data", 1e9, 1e9 / 16 / 2 / 1.25e10 + 1e9 / (2 * 9e10)),
         # Two devices a chip share its links; between themselves they have their own.
         ("tpu7x:4x4x4", "16,8", "all-gather", "model", 1e9, 0.5e9 / (2 * 9e10 / 2) + 0.5e9 / 5.4e11),
+        # A twisted torus: with the long axis, rings all over and every axis as busy as the others ...
+        ("v4:4x4x8_twisted", "128", "all-gather", "data", 1e9, 1e9 / (6 * W5E)),
+        ("v4:4x4x8_twisted", "128", "all-to-all", "data", 1e9, 55 / 48 * 1e9 / (2 * W5E)),
+        ("v4:4x8x8_twisted", "256", "all-to-all", "data", 1e9, 69 / 48 * 1e9 / (2 * W5E)),
+        ("v4:4x4x8_twisted", "4,4,8", "all-gather", "data axis2", 1e9, 1e9 / (4 * W5E)),
+        # ... without it, short axes are lines.
+        ("v4:4x4x8_twisted", "4,4,8", "all-gather", "model", 1e9, 3 / 4 * 1e9 / W5E),
+        ("v4:4x4x8_twisted", "4,4,8", "all-gather", "axis2", 1e9, 1e9 / (2 * W5E)),
+        ("v4:4x8x8_twisted", "4,8,8", "all-gather", "data model", 1e9, 1e9 / (3 * W5E)),
         # Islands: an eighth over the network, the rest through NVLink.
         ("h100:8*4", "32", "all-gather", "data", 1e9, 3 / 4 * 1e9 / 8 / 5e10 + 7 / 8 * 1e9 / 4.5e11),
         ("h100:8", "8", "all-to-all", "data", 1e9, 7 / 8 * 1e9 / 4.5e11),
@@ -277,6 +288,17 @@ def test_many_groups_at_once_take_what_each_takes(kind: Kind) -> None:
         for bits, amount, seconds in zip(groups.tolist(), size.tolist(), found.tolist(), strict=True):
             axes = tuple(name for a, name in enumerate(names) if bits >> a & 1)
             assert seconds == pytest.approx(float(prices.time(kind, axes, amount)), rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize(("shape", "measured"), [("4x4x8", 1.63), ("4x8x8", 1.31)])
+def test_twisting_speeds_up_all_to_all_as_published(shape: str, measured: float) -> None:
+    """Jouppi et al., ISCA 2023, measured these; shortest paths allow a little more."""
+    chips = math.prod(map(int, shape.split("x")))
+    plain, twisted = (
+        float(_wire(f"v4:{shape}{form}", str(chips), ideal=True).time("all-to-all", ("data",), 1e9))
+        for form in ("", "_twisted")
+    )
+    assert measured <= plain / twisted <= 1.1 * measured
 
 
 def test_more_slices_slow_each_other() -> None:

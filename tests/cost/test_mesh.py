@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.cost import Mesh, Topology, default_axis_names, make_mesh, parse_mesh
+from autoshard.cost import Mesh, Topology, default_axis_names, hybrid_mesh, make_mesh, parse_mesh
 from autoshard.errors import UserError
 
 
@@ -19,6 +19,8 @@ TOPOLOGIES = [
     "v5p:2x2x4",
     "v5p:4x4x8",
     "v5p:4x4x12*2",
+    "v4:4x8x8_twisted",
+    "v3:8x16",
     "tpu7x:4x4x4",
     "h100:8*4",
     "cpu:8",
@@ -140,6 +142,8 @@ def test_neighbours_are_as_near_as_jax_makes_them(topology: str, sizes: tuple, t
         ("tpu7x:2x2x1", "4,2", "data=4 on x(2) + y(2); model=2 on core(2)"),
         ("cpu:8", "4,2", "data=4 on cpu(4 by 2); model=2 on cpu(2)"),
         ("v5e:1x1", "1", "data=1"),
+        ("v4:4x4x8_twisted", "16,8", "data=16 on x(4, twisted) + y(4, twisted); model=8 on z(8, ring)"),
+        ("v3:4x4", "16,2", "data=16 on x(4) + y(4); model=2 on core(2)"),
     ],
 )
 def test_layouts(topology: str, mesh: str, words: str) -> None:
@@ -155,6 +159,30 @@ def test_device_order_is_a_ring_where_the_torus_has_none() -> None:
     points = [divmod(device, 4) for device in order]
     for (a, b), (c, d) in itertools.pairwise([*points, points[0]]):
         assert abs(a - c) + abs(b - d) == 1
+
+
+def test_a_hybrid_mesh_is_made_of_two_shapes() -> None:
+    topology = Topology.parse("v5e:4x4*4")
+    mesh = hybrid_mesh(topology, {"data": 4, "model": 4}, {"data": 2, "model": 2})
+    assert mesh == make_mesh(topology, {"data": 8, "model": 8}, network={"data": 2, "model": 2})
+    assert mesh.describe() == "data=8 on slice(2 by 2) + x(4); model=8 on slice(2) + y(4)"
+    # Slices are major on each axis: the other half of an axis lies in another slice.
+    places = np.array(mesh.device_order).reshape(8, 8) // 16
+    assert len(np.unique(places[:4, :4])) == 1 and len(np.unique(places)) == 4
+    assert hybrid_mesh(topology, {"data": 16}, {"data": 4}) == make_mesh(topology, {"data": 64})
+
+
+@pytest.mark.parametrize(
+    ("ici", "dcn", "message"),
+    [
+        ({"data": 8}, {"data": 4}, "has ici data=8 = 8 and dcn data=4 = 4, but v5e:4x4\\*4 has 16 devices in each"),
+        ({"data": 16}, {"slice": 4}, "the hybrid mesh names slice in dcn alone"),
+        ({"data": 16}, {"data": 2}, "and dcn data=2 = 2, but v5e:4x4\\*4 has 16 devices in each of 4 slices"),
+    ],
+)
+def test_wrong_hybrid_mesh(ici: dict, dcn: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        hybrid_mesh(Topology.parse("v5e:4x4*4"), ici, dcn)
 
 
 def test_hybrid_mesh() -> None:

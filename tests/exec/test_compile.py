@@ -83,6 +83,8 @@ def test_another_program_is_refused(program):
         ("v6e:16x16*2", "v6e:16x16", {"num_slices": 2}),
         ("v4:4x4x4", "v4:4x4x4", {"chip_config_name": "megacore"}),
         ("tpu7x:4x4x4", "tpu7x:4x4x4", {}),
+        ("v5p:4x4x8_twisted", "v5p:4x4x8_twisted", {"wrap": (True, True, True)}),
+        ("v3:4x8", "v3:4x8", {}),
     ],
 )
 def test_topologies_in_the_compilers_words(topology, name, options):
