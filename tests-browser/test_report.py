@@ -162,11 +162,26 @@ def test_sorting_both_tables(visit: Visit):
     assert values == sorted(values, reverse=True)
     assert len(values) == 4
     page = visit(llama_plan())
-    column = page.locator("#collectives tbody td:nth-child(4)")
+    column = page.locator("#collectives tbody td:nth-child(5)")
     page.locator("#collectives").get_by_role("button", name="times").click()
     assert column.all_inner_texts() == ["448", "256", "64", "6"]
     page.locator("#collectives").get_by_role("button", name="times").click()
     assert column.all_inner_texts() == ["6", "64", "256", "448"]
+
+
+def test_long_lists_of_collectives_unfold_and_sort_as_a_whole(visit: Visit):
+    plan = llama_plan()
+    (first, *_) = plan.prediction.collectives
+    many = tuple(dataclasses.replace(first, seconds=(50 - n) / 1024, count=n) for n in range(50))
+    page = visit(dataclasses.replace(plan, prediction=dataclasses.replace(plan.prediction, collectives=many)))
+    shown = page.locator("#collectives tbody tr:visible")
+    assert shown.count() == 20
+    page.locator("#collectives").get_by_role("button", name="times").click()
+    assert shown.first.locator("td").nth(4).inner_text() == "49"
+    page.get_by_role("button", name="Show all 50").click()
+    assert shown.count() == 50
+    page.get_by_role("button", name="Show the first 20").click()
+    assert shown.count() == 20
 
 
 def colors(page: Page, canvas: str = "#devices") -> int:

@@ -37,7 +37,7 @@ def read_branches(reading: Reading, op: Any, kind: str, parent: int, read_block:
         numbers = tuple(range(len(sources)))
         reading.ops.append(
             Op(op_id, number, kind, op_class, sources, (result,), rule, parent, 0, name, numbers,
-               manual=reading.manual)
+               manual=reading.manual, line=mlir.code_line(op))
         )  # fmt: skip
 
 

@@ -126,7 +126,7 @@ class _Reader(Reading):
         self.ops.append(
             Op(
                 op_id, number, kind, op_class, operands, results, rule, loop, flops, name, numbers, groups,
-                self.manual, opaque=opaque, halos=halos,
+                self.manual, opaque=opaque, halos=halos, line="" if op_class is OpClass.FREE else mlir.code_line(op),
             )
         )  # fmt: skip
 

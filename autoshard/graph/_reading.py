@@ -89,6 +89,7 @@ class Reading:
                 (),
                 manual,
                 fixed,
+                line=mlir.code_line(op),
             )
         )
 

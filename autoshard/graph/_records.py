@@ -121,6 +121,8 @@ class Op:
 
     halos: tuple[Halo, ...] = ()
     """Factors along which windows reach into neighbouring shards, in the order in which halos are exchanged."""
+    line: str = ""
+    """Where the user's own code asks for it, `model.py:12`; may be empty."""
 
     @property
     def label(self) -> str:

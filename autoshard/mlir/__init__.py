@@ -30,6 +30,8 @@ from autoshard.mlir._files import take_entry as take_entry
 from autoshard.mlir._files import to_portable as to_portable
 from autoshard.mlir._inline import inline_calls as inline_calls
 from autoshard.mlir._inline import replace_body as replace_body
+from autoshard.mlir._lines import code_line as code_line
+from autoshard.mlir._lines import source_line as source_line
 from autoshard.mlir._module import attribute_texts as attribute_texts
 from autoshard.mlir._module import location_name as location_name
 from autoshard.mlir._module import main_block as main_block
@@ -37,7 +39,6 @@ from autoshard.mlir._module import main_function as main_function
 from autoshard.mlir._module import main_types as main_types
 from autoshard.mlir._module import new_context as new_context
 from autoshard.mlir._module import parse_module as parse_module
-from autoshard.mlir._module import source_line as source_line
 from autoshard.mlir._module import to_bytes as to_bytes
 from autoshard.mlir._number import canonical_text as canonical_text
 from autoshard.mlir._number import number_ops as number_ops

@@ -92,24 +92,6 @@ def location_name(location: Any) -> str:
     return ir.NameLoc(location).name_str.rstrip(":") if isinstance(location, ir.NameLoc) else ""
 
 
-def source_line(op: Any) -> str:
-    """`file:line` of the innermost frame of an op's location, or an empty string."""
-    from jaxlib.mlir import ir
-
-    location = op.location
-    while True:
-        if isinstance(location, ir.NameLoc):
-            location = location.child_loc
-        elif isinstance(location, ir.CallSiteLoc):
-            location = location.callee
-        elif isinstance(location, ir.FusedLoc) and location.locations:
-            location = location.locations[0]
-        elif isinstance(location, ir.FileLineColLoc):
-            return f"{location.filename}:{location.start_line}"
-        else:
-            return ""
-
-
 def collect(root: Any, names: Iterable[str]) -> list[Any]:
     from jaxlib.mlir import ir
 

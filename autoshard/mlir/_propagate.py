@@ -3,7 +3,8 @@
 import re
 from typing import Any
 
-from autoshard.mlir._module import argument_entries, location_name, main_function, source_line
+from autoshard.mlir._lines import source_line
+from autoshard.mlir._module import argument_entries, location_name, main_function
 from autoshard.mlir._number import number_ops
 from autoshard.mlir._shardings import CONSTRAINT, axes_of, read_shardings
 

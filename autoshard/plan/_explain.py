@@ -262,7 +262,8 @@ def _added(base: tuple[Collective, ...], other: tuple[Collective, ...]) -> list[
     for c in other:
         old = before.get((c.kind, c.axes, c.hidden, c.cause))
         more = c if old is None else dataclasses.replace(
-            c, count=c.count - old.count, wire_bytes=c.wire_bytes - old.wire_bytes, seconds=c.seconds - old.seconds
+            c, count=c.count - old.count, wire_bytes=c.wire_bytes - old.wire_bytes, seconds=c.seconds - old.seconds,
+            exposed_s=c.waited_s - old.waited_s,
         )  # fmt: skip
         if more.seconds > 0:
             found.append(more)

@@ -26,6 +26,15 @@ class Collective:
     hidden: bool
     cause: str = ""
     """Name of the tensor or op that causes most of it."""
+    line: str = ""
+    """Where the code asks for that op, `model.py:12`; empty if it is not known."""
+    exposed_s: float | None = None
+    """The part of `seconds` that compute waits for; None in plans that were saved before it was kept."""
+
+    @property
+    def waited_s(self) -> float:
+        """The same, in older plans all or nothing."""
+        return self.exposed_s if self.exposed_s is not None else 0.0 if self.hidden else self.seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

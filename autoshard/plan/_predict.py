@@ -77,32 +77,43 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     for node, choice in zip(model.nodes, choices, strict=True):
         for channel, seconds in node.time.items():
             channels[channel] += float(seconds[int(choice)])
-    gathered: dict[tuple[str, tuple[str, ...], bool, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    gathered: dict[tuple[str, tuple[str, ...], bool, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
+    lines: dict[tuple[str, tuple[str, ...], bool, str], str] = {}
     link_of = link_names(model.mesh)
     for move in model.moves:
         for kind, axes, size, seconds in move_steps(model, move, choices):
             where = lanes(model.collectives, link_of, Overlap(move.overlap), kind, axes, move.block)
             for channel, share in where.items():
                 channels[channel] += seconds * share * move.trips
-            hidden = where.get(EXPOSED, 0.0) < 0.5
-            entry = gathered[(kind, axes, hidden, move_cause(model, move))]
+            exposed = where.get(EXPOSED, 0.0)
+            key = (kind, axes, exposed < 0.5, move_cause(model, move))
+            lines[key] = lines.get(key) or move_line(model, move)
+            entry = gathered[key]
             entry[0] += move.trips
             entry[1] += size * move.trips
             entry[2] += seconds * move.trips
+            entry[3] += seconds * exposed * move.trips
     for node, choice in zip(model.nodes, choices, strict=True):
         for inner in node.inner:
             size = float(inner.size[int(choice)])
             if size > 0:
                 axes = tuple(model.axis_names[a] for a in inner.axes)
                 trips = model.graph.trips(model.graph.ops[node.ref].loop)
-                entry = gathered[(inner.kind, axes, False, node.name)]
+                key = (inner.kind, axes, False, node.name)
+                lines[key] = model.graph.ops[node.ref].line
+                entry = gathered[key]
                 entry[0] += trips
                 entry[1] += size * inner.senders * trips
-                entry[2] += float(model.collectives.time(inner.kind, axes, size)) * trips
+                seconds = float(model.collectives.time(inner.kind, axes, size)) * trips
+                entry[2] += seconds
+                entry[3] += seconds
     collectives = []
-    for (kind, axes, hidden, cause), (count, size, seconds) in gathered.items():
+    for key, (count, size, seconds, exposed) in gathered.items():
+        kind, axes, hidden, cause = key
         wire = sum(float(v) for v in model.collectives.wire_bytes(kind, axes, size).values())  # type: ignore[arg-type]
-        collectives.append(Collective(kind, axes, math.ceil(count), int(round(wire)), seconds, hidden, cause))
+        collectives.append(
+            Collective(kind, axes, math.ceil(count), int(round(wire)), seconds, hidden, cause, lines[key], exposed)
+        )
     collectives.sort(key=lambda c: (-c.seconds, c.kind, c.axes, c.cause))
     peak, when, memory = _memory(model, choices)
     return Outcome(dict(channels), tuple(collectives), peak, when, memory)
@@ -123,6 +134,13 @@ def move_cause(model: Model, move: Move) -> str:
                 if tensor in arguments:
                     return arguments[tensor]
     return model.graph.tensors[move.tensor].name or node.name
+
+
+def move_line(model: Model, move: Move) -> str:
+    """Where the code asks for the op that the value enters or leaves, else for the one that makes it."""
+    ops = model.graph.ops
+    maker = model.graph.tensors[move.tensor].producer
+    return next((ops[op].line for op in (move.op, maker) if op >= 0 and ops[op].line), "")
 
 
 def move_steps(model: Model, move: Move, choices: NDArray[np.int64]) -> list[tuple[str, tuple[str, ...], float, float]]:

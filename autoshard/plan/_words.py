@@ -70,10 +70,12 @@ def _extra_axes(model: Model, shares: dict[tuple[int, str], float], explained: s
 
 
 def _ranked(names: Sequence[str]) -> list[str]:
-    """Plain words first, dims known only by a parameter's name last, at most three of those."""
+    """Plain words; dims known only by a parameter's name are counted beside those, else at most three are named."""
     plain = [n for n in names if not n.startswith("dim of ")]
     rest = [n for n in names if n.startswith("dim of ")]
-    if len(rest) > 3:
+    if plain and rest:
+        rest = [f"{len(rest)} more dim{'s' if len(rest) > 1 else ''}"]
+    elif len(rest) > 3:
         rest = [*rest[:3], f"{len(rest) - 3} more dims"]
     return [*plain, *rest]
 

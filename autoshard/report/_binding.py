@@ -27,14 +27,14 @@ def _worst_exposed(prediction: Prediction) -> str:
     """The kind of collective, and the axes, that expose most communication, with the largest of its causes."""
     groups: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
     for collective in prediction.collectives:
-        if not collective.hidden:
+        if collective.waited_s > 0:
             groups.setdefault((collective.kind, collective.axes), []).append(collective)
     if not groups:
         return ""
-    (kind, axes), members = max(groups.items(), key=lambda item: sum(c.seconds for c in item[1]))
-    largest = max(members, key=lambda c: c.seconds)
+    (kind, axes), members = max(groups.items(), key=lambda item: sum(c.waited_s for c in item[1]))
+    largest = max(members, key=lambda c: c.waited_s)
     cause = f"{', chiefly' if len(members) > 1 else ''} for {readable(largest.cause)}" if largest.cause else ""
-    return f"{kind} over {' x '.join(axis_words(axes))}, {format_seconds(sum(c.seconds for c in members))}{cause}"
+    return f"{kind} over {' x '.join(axis_words(axes))}, {format_seconds(sum(c.waited_s for c in members))}{cause}"
 
 
 def _memory(plan: Plan) -> list[str]:

@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from autoshard.cost import Topology
+from autoshard.cost import Topology, make_mesh
 from autoshard.plan import Plan, Prediction, axis_words, mesh_words
 from autoshard.report._binding import what_binds, why_not
 from autoshard.report._diff import difference, figure_name, figure_text
 from autoshard.report._figures import best_baseline
 from autoshard.report._fixed import fixed_lines
-from autoshard.report._names import clean, readable
+from autoshard.report._names import breakable, clean, readable
 from autoshard.report._tree import module_trees
 from autoshard.units import format_bytes, format_seconds
 
@@ -57,6 +57,7 @@ def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, 
                 }
                 for name, row in [("this plan", prediction), *ordered]
             ],
+            lies=_layout(plan),
             memory=_memory_bar(plan),
             memory_chart=_memory_chart(plan),
             communication=sorted(prediction.collectives, key=lambda c: -c.seconds)[:COLLECTIVES],
@@ -87,7 +88,9 @@ def environment() -> "jinja2.Environment":
         "bytes": format_bytes,
         "seconds": format_seconds,
         "axis_words": axis_words,
+        "breakable": breakable,
         "clean": clean,
+        "file_line": lambda line: line.rpartition("/")[2],
         "mesh_words": mesh_words,
         "readable": readable,
         "words": lambda kind: kind.replace("_", " "),
@@ -95,6 +98,12 @@ def environment() -> "jinja2.Environment":
         "css": lambda kind: kind.replace("_", "-"),
     }
     return made
+
+
+def _layout(plan: Plan) -> str:
+    """Which physical axes each axis of the mesh is made of; empty for a mesh that was laid by other rules."""
+    mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
+    return mesh.describe() if mesh.device_order == plan.device_order else ""
 
 
 def _time_bar(prediction: Prediction, scale: float) -> dict[str, Any]:
@@ -105,11 +114,11 @@ def _time_bar(prediction: Prediction, scale: float) -> dict[str, Any]:
 
     exposed: dict[tuple[str, str], float] = {}
     for collective in prediction.collectives:
-        if not collective.hidden:
+        if collective.waited_s > 0:
             key = (collective.kind, ", ".join(axis_words(collective.axes)))
-            exposed[key] = exposed.get(key, 0.0) + collective.seconds
+            exposed[key] = exposed.get(key, 0.0) + collective.waited_s
     listed = sum(exposed.values())
-    # Partly hidden collectives count in full in the list, so it may add up to more than what is exposed.
+    # Plans of older versions do not say which part of a collective is hidden: there the list may add up to more.
     shrink = min(1.0, prediction.exposed_comm_s / listed) if listed > 0 else 0.0
     parts = [
         {"kind": kind, "label": f"{kind} over {axes}", "seconds": seconds * shrink, "width": width(seconds * shrink)}

@@ -20,6 +20,11 @@ def clean(name: str, width: int | None = None) -> str:
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
 
 
+def breakable(name: str) -> str:
+    """`name` with a place to break the line after dots, slashes and underscores (zero-width spaces)."""
+    return re.sub(r"(?<=[./_])(?=[^./_])", "\u200b", name)
+
+
 _TRACED = re.compile(r"^(transpose|jvp|vmap|jit|pjit|remat|checkpoint|custom_\w+)\((.*)\)$")
 _NOISE = {"while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "pjit", "scan", ""}
 

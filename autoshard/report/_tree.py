@@ -61,7 +61,7 @@ def module_trees(plan: Plan) -> list[Node]:
             root = Node(title)
             for name in names:
                 _insert(root, name, plan)
-            _settle(root, _seconds_by_cause(plan) if role == "parameter" else {})
+            _settle(root, _seconds_by_cause(plan))
             trees.append(root)
     return trees
 

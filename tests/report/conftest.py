@@ -49,8 +49,20 @@ def llama_plan() -> Plan:
         0.31,
         41.0,
         collectives=(
-            Collective("all-gather", ("data",), 448, 12 * GIB, 0.52, True, layer + "mlp.up_proj.weight"),
-            Collective("reduce-scatter", ("model",), 256, 7 * GIB, 0.21, False, "dot_general in mlp.down_proj"),
+            Collective(
+                "all-gather", ("data",), 448, 12 * GIB, 0.52, True, layer + "mlp.up_proj.weight", "model.py:31", 0.0
+            ),
+            Collective(
+                "reduce-scatter",
+                ("model",),
+                256,
+                7 * GIB,
+                0.21,
+                False,
+                "dot_general in mlp.down_proj",
+                "lib/nets/mlp.py:7",
+                0.15,
+            ),
             Collective("all-reduce", ("data", "model"), 6, 3 * GIB, 0.06, False, "loss"),
             Collective("all-to-all", ("model",), 64, GIB, 0.04, False, ""),
         ),

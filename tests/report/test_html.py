@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from autoshard.cost import Topology, make_mesh
 from autoshard.plan import Plan, Spec, load_plan, save_plan
 from autoshard.report import html_report
 
@@ -16,7 +17,7 @@ from autoshard.report import html_report
 class Page(HTMLParser):
     """What a test wants to know of a page."""
 
-    VOID = ("meta", "link", "input", "br")
+    VOID = ("meta", "link", "input", "br", "wbr")
 
     def __init__(self, text: str):
         super().__init__()
@@ -153,8 +154,38 @@ def test_only_the_costliest_collectives_are_listed(plan: Plan):
     prediction = dataclasses.replace(plan.prediction, collectives=many)
     page = Page(html_report(dataclasses.replace(plan, prediction=prediction)))
     text = " ".join(page.text.split())
-    assert "The costliest 100 are shown; 50 more take 1.2 s together." in text
+    assert "The costliest 100 are listed; 50 more take 1.2 s together." in text
     assert "146 ms" in text
+
+
+def test_a_collective_says_what_causes_it_where_and_what_of_it_is_exposed(plan: Plan):
+    text = html_report(plan)
+    rows = re.findall(r"<tr><td><i class=.*?</tr>", text)
+    assert len(rows) == 4
+    cells = [[re.sub("<.*?>|\u200b", "", cell) for cell in re.findall(r"<td.*?</td>", row)] for row in rows]
+    assert cells[0] == [
+        "all-gather", "data", "model.layers.*.mlp.up_proj.weight", "model.py:31", "448", "12.00 GiB", "520 ms",
+        "hidden",
+    ]  # fmt: skip
+    assert cells[1][2:4] == ["dot_general in mlp.down_proj", "mlp.py:7"] and cells[1][6:] == ["210 ms", "150 ms"]
+    assert 'title="lib/nets/mlp.py:7"' in rows[1]
+    assert cells[2][7] == "60 ms"  # a plan of an older version, which does not say: all of it
+
+
+def test_the_bar_and_the_sentence_show_what_is_exposed_and_no_more(plan: Plan):
+    text = " ".join(Page(html_report(plan)).text.split())
+    assert (
+        "exposed: reduce-scatter over model 150 ms, all-reduce over data, model 60 ms, all-to-all over model 40 ms"
+        in text
+    )
+    assert "the costliest is reduce-scatter over model, 150 ms for dot_general in mlp.down_proj" in text
+
+
+def test_it_says_which_mesh_axis_lies_where(plan: Plan):
+    words = "data=32 on x(4, ring) + y(8, ring); model=8 on z(8, ring)"
+    order = make_mesh(Topology.parse(plan.topology), plan.mesh).device_order
+    assert words in html_report(dataclasses.replace(plan, device_order=order))
+    assert words not in html_report(dataclasses.replace(plan, device_order=order[::-1]))  # laid by hand
 
 
 def test_another_plan_beside_it(plan: Plan):

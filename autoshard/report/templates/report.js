@@ -14,6 +14,16 @@
     return element;
   }
 
+  // Names break after dots and underscores, not within words.
+  function named(text, className) {
+    const element = create("bdi", undefined, className);
+    text.split(/(?<=[._])(?=[^._])/).forEach((part, index) => {
+      if (index) element.append(create("wbr"));
+      element.append(part);
+    });
+    return element;
+  }
+
   function bytes(value) {
     const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
     let unit = 0;
@@ -118,7 +128,7 @@
   }
 
   function draw() {
-    const width = Math.min(canvas.parentElement.clientWidth, 420);
+    const width = Math.min(canvas.parentElement.clientWidth, matchMedia("(max-width: 860px)").matches ? 190 : 420);
     const layout = layOut(width);
     const context = prepare(canvas, width, layout.height);
     const style = getComputedStyle(document.documentElement);
@@ -192,7 +202,7 @@
     const [rowDim, columnDim] = order.length > 1 ? order : [null, order[0]];
     const rows = rowDim === null ? 1 : counts[rowDim];
     const columns = counts[columnDim];
-    const width = Math.min(box.parentElement.clientWidth, 260);
+    const width = Math.min(box.clientWidth, 260);
     const height = rowDim === null ? 28 : 110;
     const context = prepare(byId("tensor-picture"), width, height);
     const drawnRows = Math.min(rows, 64);
@@ -285,8 +295,9 @@
     const cell = create("td");
     node.shape.forEach((size, dim) => {
       if (dim) cell.append(" × ");
-      cell.append(String(size));
-      if (node.dims[dim].length) cell.append("/", create("span", axisWords(node.dims[dim]).join("/"), "axes"));
+      const part = create("span", String(size), "dim");
+      if (node.dims[dim].length) part.append("/", create("span", axisWords(node.dims[dim]).join("/"), "axes"));
+      cell.append(part);
     });
     cell.append(create("span", ` ${node.shape.length ? "" : "scalar "}${node.dtype}${node.dims.some((axes) => axes.length) ? "" : ", whole"}`, "whole"));
     return cell;
@@ -301,7 +312,7 @@
     name.style.paddingLeft = `${(level - 1 + (node.children ? 0 : 1)) * 16}px`;
     const opened = Boolean(wanted) || open.has(node.id);
     if (node.children) name.append(create("span", opened ? "▾" : "▸", "twist"));
-    const label = create("bdi", node.label, node.children ? "module" : "");
+    const label = named(node.label, node.children ? "module" : "");
     name.append(label);
     if (node.repeats > 1) name.append(create("span", ` ×${node.repeats}`, "times"));
     row.append(name);
@@ -401,6 +412,16 @@
         table.tBodies[0].append(...rows);
         mark(button, down);
       });
+    });
+  }
+
+  const all = byId("all-collectives");
+  if (all) {
+    const closed = all.textContent;
+    all.addEventListener("click", () => {
+      const opened = byId("collectives").classList.toggle("all");
+      all.setAttribute("aria-expanded", String(opened));
+      all.textContent = opened ? "Show the first 20" : closed;
     });
   }
 
