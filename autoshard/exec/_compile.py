@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard.exec._collectives import CompiledCollective, plan_mesh, read_collectives, wire_by_axis
-from autoshard.exec._estimate import Estimate, estimate
+from autoshard.exec._estimate import Estimate, decided, estimate
+from autoshard.exec._flops import FlopCheck, check_flops
 from autoshard.exec._hlo import parse_hlo
 from autoshard.exec._libtpu import Compiled, compile_with_libtpu
 from autoshard.exec._measure import verify_program
@@ -76,8 +77,8 @@ class CompileReport:
     unforeseen: tuple[Unforeseen, ...]
     step_time_predicted_s: float
     estimate: Estimate | None
-    model_flops_ratio: float | None
-    """Matrix flops of the compiled program over those of the model: about 1, and 1.25-1.35 with full remat."""
+    flops: FlopCheck | None
+    """Matrix flops of the compiled program beside the traced one's and the model's."""
     compile_s: float
     hlo: str
     """The scheduled HLO."""
@@ -117,7 +118,7 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
             collectives=(),
             unforeseen=(),
             estimate=None,
-            model_flops_ratio=None,
+            flops=None,
             warnings=_warnings(compiled.log),
             **common,
         )
@@ -125,13 +126,13 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
     module = parse_hlo(compiled.text)
     found = read_collectives(module, mesh)
     timed = estimate(module, mesh)
-    ratio = None
-    if program.model_flops:
-        ratio = timed.flops * mesh.num_devices / program.model_flops
+    flops = check_flops(program, timed, mesh.num_devices)
     rematerialised = re.search(r"%[\w.\-]+\.remat[\w.\-]* = ", compiled.text) is not None
     warnings = list(_warnings(compiled.log))
     if timed.unknown_trips:
         warnings.append(f"{timed.unknown_trips} loops have a trip count that the compiled text does not tell")
+    if flops.complaint:
+        warnings.append(flops.complaint)
     return CompileReport(
         verdict=Verdict.FITS_WITH_REMAT if rematerialised else Verdict.FITS,
         over_bytes=0,
@@ -141,7 +142,7 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
         collectives=tuple(found),
         unforeseen=unforeseen(program, plan, found, compiled.log),
         estimate=timed,
-        model_flops_ratio=ratio,
+        flops=flops,
         warnings=tuple(warnings),
         **common,
     )
@@ -298,6 +299,7 @@ def compile_figures(result: CompileReport) -> dict[str, Any]:
             "predicted": result.step_time_predicted_s,
             "estimated": timed.step_time_s if timed else None,
             "error": timed.error if timed else None,
+            "undecided": not decided(timed.step_time_s, result.step_time_predicted_s) if timed else None,
         },
         "time": {
             "compute_s": timed.compute_s,
@@ -308,7 +310,15 @@ def compile_figures(result: CompileReport) -> dict[str, Any]:
         }
         if timed
         else None,
-        "model_flops_ratio": result.model_flops_ratio,
+        "flops": {
+            "program": result.flops.program,
+            "compiled": result.flops.compiled,
+            "remat": result.flops.remat,
+            "model": result.flops.model,
+        }
+        if result.flops
+        else None,
+        "model_flops_ratio": result.flops.model_ratio if result.flops else None,
         "unforeseen": [dataclasses.asdict(row) for row in result.unforeseen],
         "compile_s": result.compile_s,
         "warnings": list(result.warnings),
@@ -337,8 +347,12 @@ def compile_lines(result: CompileReport) -> list[str]:
             f"{timed.step_time_s:.3g} s +- {timed.error:.0%} "
             f"(compute {timed.compute_s:.3g}, exposed communication {timed.exposed_comm_s:.3g})"
         )
-    if result.model_flops_ratio is not None:
-        lines.append(f"Matrix flops: {result.model_flops_ratio:.2f} x the model's")
+        if not decided(timed.step_time_s, result.step_time_predicted_s):
+            lines[-1] += ": undecided, they differ by less than the estimator's error"
+    if result.flops is not None:
+        model = result.flops.model_ratio
+        lines.append(f"Matrix flops: {result.flops.ratio:.2f} x the program's")
+        lines[-1] += f", {model:.2f} x the model's" if model is not None else ""
     for collective in sorted(result.collectives, key=lambda c: -c.wire_bytes)[:12]:
         flags = [
             "in a loop" if collective.in_loop else "",

@@ -1,16 +1,20 @@
 """How long a scheduled TPU program takes: its instructions walked in the order in which they will run.
 
 Compute is a roofline (matrix unit, main memory, vector units) with the chip's calibrated efficiencies; collectives
-are priced by `cost` on the mesh axes that their groups use. A synchronous collective stops everything. An
+are priced by `cost` on the physical axes that their groups span. A synchronous collective stops everything. An
 asynchronous one occupies its links from its start, and its done waits for it: what compute stands between is
 hidden. Collectives that share links queue. Loop bodies are walked once and multiplied by their trips.
 """
 
-import collections
 import dataclasses
+import functools
+import json
+import pathlib
 import re
+from collections.abc import Mapping
 
 from autoshard.cost import Calibration, Compute, Mesh, Segment, dtype_class
+from autoshard.exec._clock import Busy, Clock
 from autoshard.exec._collectives import CompiledCollective, Walk, _Place
 from autoshard.exec._hlo import Computation, HloModule, Instruction, parse_hlo
 from autoshard.exec._kernel import Kernel
@@ -18,8 +22,25 @@ from autoshard.exec._physical import group_segments, permute_seconds, route
 from autoshard.exec._work import FREE, Reader, Work
 
 
-ERROR = 0.15
-"""Share by which the estimate may be wrong: two plans that differ by less are undecided."""
+_ERROR_FILE = pathlib.Path(__file__).with_name("estimator.json")
+SHORTEST = 1e-5
+"""Spans shorter than this share of the step are left out of the timeline."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EstimatorError:
+    """How far estimates were from published step times, as shares of those."""
+
+    mean: float
+    within: float
+    """Nine of ten runs were nearer than this. Plans that differ by less are undecided."""
+    source: str
+
+
+@functools.cache
+def estimator_error() -> EstimatorError:
+    """The estimator's error, as it was measured on published runs (`experiments/published_runs.py`)."""
+    return EstimatorError(**json.loads(_ERROR_FILE.read_text()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,17 +55,34 @@ class Estimate:
     """Waiting for copies between memories."""
     flops: float
     """Matrix flops of one device in one step, recompute included."""
+    remat_flops: float
+    """The part of them that the compiler's own rematerialisation added."""
     by_kind: dict[str, float]
-    """Seconds by what the time went to: matmul, memory, vector, overhead, and the kinds of collectives."""
+    """Seconds by what the time went to: matmul, kernel, memory, vector, overhead, and the kinds of collectives."""
     unknown_trips: int
     """Loops whose trip count the text does not tell; counted once."""
-    error: float = ERROR
+    spans: tuple[Busy, ...]
+    """The step laid out in time; all trips of a loop are drawn as one."""
+
+    @property
+    def error(self) -> float:
+        """Share by which the step time may be wrong."""
+        return estimator_error().within
 
 
-def estimate(text: str | HloModule, mesh: Mesh, calibration: Calibration | None = None) -> Estimate:
-    """Estimate one step of scheduled HLO that was compiled for `mesh`."""
+def estimate(
+    text: str | HloModule,
+    mesh: Mesh,
+    calibration: Calibration | None = None,
+    trips: Mapping[int, int] | None = None,
+) -> Estimate:
+    """Estimate one step of scheduled HLO that was compiled for `mesh`.
+
+    `trips` replaces trip counts of the outermost loops: `{8: 32}` for a program that was compiled with 8 of its 32
+    layers.
+    """
     module = parse_hlo(text) if isinstance(text, str) else text
-    clock = _Simulator(module, mesh, calibration).run(module.computations[module.entry])
+    clock = _Simulator(module, mesh, calibration, trips or {}).run(module.computations[module.entry])
     return Estimate(
         step_time_s=clock.now,
         compute_s=clock.compute,
@@ -52,84 +90,45 @@ def estimate(text: str | HloModule, mesh: Mesh, calibration: Calibration | None 
         hidden_comm_s=max(0.0, clock.communication - clock.exposed),
         copy_s=clock.copies,
         flops=clock.flops,
+        remat_flops=clock.again,
         by_kind=dict(sorted(clock.by_kind.items())),
         unknown_trips=clock.unknown_trips,
+        spans=tuple(span for span in clock.spans if span.seconds >= SHORTEST * clock.now),
     )
 
 
-def decided(a: float, b: float, error: float = ERROR) -> bool:
+def decided(a: float, b: float, error: float | None = None) -> bool:
     """Whether two estimated times differ by more than the estimator's own error."""
-    return abs(a - b) > error * max(a, b)
-
-
-class _Clock:
-    """Time inside one computation, and what it was spent on."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.compute = 0.0
-        self.exposed = 0.0
-        self.communication = 0.0
-        self.copies = 0.0
-        self.flops = 0.0
-        self.unknown_trips = 0
-        self.by_kind: dict[str, float] = collections.defaultdict(float)
-        self.busy: dict[str, float] = collections.defaultdict(float)
-        """When each link group is free again."""
-        self.pending: dict[str, tuple[float, str]] = {}
-        """Key of a running transfer -> when it ends, and its kind."""
-
-    def work(self, seconds: float, kind: str) -> None:
-        self.now += seconds
-        self.compute += seconds
-        self.by_kind[kind] += seconds
-
-    def wait(self, until: float, kind: str) -> None:
-        waited = max(0.0, until - self.now)
-        self.now += waited
-        self.by_kind[kind] += waited
-        if kind == "copy":
-            self.copies += waited
-        else:
-            self.exposed += waited
-
-    def add(self, other: "_Clock", times: float) -> None:
-        self.now += other.now * times
-        self.compute += other.compute * times
-        self.exposed += other.exposed * times
-        self.communication += other.communication * times
-        self.copies += other.copies * times
-        self.flops += other.flops * times
-        self.unknown_trips += other.unknown_trips
-        for kind, seconds in other.by_kind.items():
-            self.by_kind[kind] += seconds * times
+    return abs(a - b) > (estimator_error().within if error is None else error) * max(a, b)
 
 
 class _Simulator:
-    def __init__(self, module: HloModule, mesh: Mesh, calibration: Calibration | None) -> None:
+    def __init__(
+        self, module: HloModule, mesh: Mesh, calibration: Calibration | None, trips: Mapping[int, int]
+    ) -> None:
         self.module = module
         self.mesh = mesh
+        self.trips = trips
         self.reader = Reader(module)
         self.walk = Walk(module, mesh)
         self.compute = Compute(mesh.topology, calibration)
         self.routes: dict[tuple[object, ...], tuple[float, frozenset[str]]] = {}
-        self.cache: dict[str, _Clock] = {}
+        self.cache: dict[str, Clock] = {}
 
-    def run(self, computation: Computation) -> _Clock:
+    def run(self, computation: Computation) -> Clock:
         if computation.name not in self.cache:
-            clock = _Clock()
+            clock = Clock()
             for op in computation.instructions:
                 self.step(clock, computation, op)
-            for until, kind in list(clock.pending.values()):
-                clock.wait(until, kind)
+            clock.finish()
             self.cache[computation.name] = clock
         return self.cache[computation.name]
 
-    def step(self, clock: _Clock, owner: Computation, op: Instruction) -> None:
+    def step(self, clock: Clock, owner: Computation, op: Instruction) -> None:
         if op.opcode in FREE and op.opcode != "copy-done":
             return
         if op.opcode == "while":
-            self.loop(clock, op)
+            self.loop(clock, owner, op)
         elif op.opcode == "conditional":
             branches = [self.module.computations[name] for name in op.called if name in self.module.computations]
             if branches:
@@ -144,27 +143,29 @@ class _Simulator:
             for found in self.walk.instruction(owner, op, _Place()):
                 self.begin(clock, found, _rendezvous(owner, op))
         elif op.opcode == "recv-done":
-            self.end(clock, _rendezvous(owner, op))
+            clock.end(_rendezvous(owner, op))
         elif op.opcode.endswith("-done"):
-            self.end(clock, self.origin(owner, op))
+            clock.end(self.origin(owner, op))
         elif op.opcode.endswith("-update"):
             return
         else:
             self.plain(clock, owner, op)
 
-    def loop(self, clock: _Clock, op: Instruction) -> None:
+    def loop(self, clock: Clock, owner: Computation, op: Instruction) -> None:
         body = self.module.computations.get((op.attribute("body") or "").lstrip("%"))
         if body is None:
             return
         trips = self.module.trip_count(op)
         clock.unknown_trips += trips is None
+        if trips is not None and owner.name == self.module.entry:
+            trips = self.trips.get(trips, trips)
         clock.add(self.run(body), 1 if trips is None else trips)
 
-    def plain(self, clock: _Clock, owner: Computation, op: Instruction) -> None:
+    def plain(self, clock: Clock, owner: Computation, op: Instruction) -> None:
         """Compute, a copy, or a collective."""
         chain = self.chain(op)
         if chain is not None and chain[0] == "done":
-            self.end(clock, chain[1])
+            clock.end(chain[1])
             return
         found = self.walk.instruction(owner, op, _Place()) if _may_communicate(op) else []
         if op.opcode.endswith("-start") or (chain is not None and chain[0] == "start"):
@@ -177,24 +178,23 @@ class _Simulator:
             else:
                 # Asynchronous compute (the sparse core's gathers): memory bound, beside everything else.
                 size = sum(shape.bytes for shape in op.shapes if shape.space == 0)
-                clock.pending[key] = (clock.now + float(self.compute.memory_seconds(size)), "copy")
+                clock.transfer(float(self.compute.memory_seconds(size)), (), _title(op), key, "copy")
             return
         if found:
             for collective in found:
                 self.synchronous(clock, collective)
             return
-        self.roofline(clock, self.reader.work(owner, op))
+        self.roofline(clock, op, self.reader.work(owner, op))
 
-    def copy(self, clock: _Clock, op: Instruction) -> None:
-        size = op.shapes[0].bytes
-        begin = max(clock.now, clock.busy["copy"])
-        until = begin + float(self.compute.memory_seconds(size))
-        clock.busy["copy"] = until
-        clock.pending[op.name] = (until, "copy")
+    def copy(self, clock: Clock, op: Instruction) -> None:
+        seconds = float(self.compute.memory_seconds(op.shapes[0].bytes))
+        clock.transfer(seconds, ("copies",), _title(op), op.name, "copy")
 
-    def roofline(self, clock: _Clock, work: Work) -> None:
+    def roofline(self, clock: Clock, op: Instruction, work: Work) -> None:
+        clock.flops += work.flops
+        clock.again += work.flops if ".remat" in op.name else 0.0
         if work.kernel is not None:
-            self.kernel(clock, work.kernel)
+            clock.work(self.kernel(work.kernel), "kernel", _title(op))
             return
         if not work.matmuls and not work.hbm_bytes and not work.vmem_bytes and not work.elements:
             return
@@ -204,9 +204,8 @@ class _Simulator:
         matrix = self.matrix(work)
         longest = max(matrix, memory, vector)
         kind = "matmul" if longest == matrix else "memory" if longest == memory else "vector"
-        clock.flops += work.flops
-        clock.work(longest, kind)
-        clock.work(self.compute.calibration.op_overhead_s, "overhead")
+        clock.work(longest, kind, _title(op))
+        clock.work(self.compute.calibration.op_overhead_s, "overhead", "overhead")
 
     def matrix(self, work: Work) -> float:
         """Seconds of a fusion's matmuls, the traffic that blocks of theirs cause included."""
@@ -220,14 +219,11 @@ class _Simulator:
                 seconds += float(dot) - self.compute.calibration.op_overhead_s + float(busy) * (x.passes - 1)
         return seconds
 
-    def kernel(self, clock: _Clock, kernel: Kernel) -> None:
-        if kernel.head:
-            passes = kernel.score_passes
-            seconds = self.compute.attention_seconds(passes, kernel.head, kernel.head, 1, "bf16", kernel.traffic)
-        else:
-            seconds = self.compute.op_seconds(kernel.flops, kernel.traffic)
-        clock.flops += kernel.flops
-        clock.work(float(seconds), "kernel")
+    def kernel(self, kernel: Kernel) -> float:
+        if not kernel.head:
+            return float(self.compute.op_seconds(kernel.flops, kernel.traffic))
+        passes = kernel.score_passes
+        return float(self.compute.attention_seconds(passes, kernel.head, kernel.head, 1, "bf16", kernel.traffic))
 
     # Collectives
 
@@ -253,27 +249,12 @@ class _Simulator:
         found = route(topology, calibration, segments)
         return float(found.prices.time(collective.kind, ("group",), size)), found.links
 
-    def synchronous(self, clock: _Clock, collective: CompiledCollective) -> None:
-        seconds, used = self.cost(collective)
-        until = max([clock.now, *(clock.busy[link] for link in used)]) + seconds
-        for link in used:
-            clock.busy[link] = until
-        clock.communication += seconds
-        clock.wait(until, collective.kind)
+    def synchronous(self, clock: Clock, collective: CompiledCollective) -> None:
+        clock.wait(self.begin(clock, collective, ""), collective.kind)
 
-    def begin(self, clock: _Clock, collective: CompiledCollective, key: str) -> None:
-        seconds, used = self.cost(collective)
-        until = max([clock.now, *(clock.busy[link] for link in used)]) + seconds
-        for link in used:
-            clock.busy[link] = until
-        clock.communication += seconds
-        earlier = clock.pending.get(key)
-        clock.pending[key] = (max(until, earlier[0]) if earlier else until, collective.kind)
-
-    def end(self, clock: _Clock, key: str) -> None:
-        if key in clock.pending:
-            until, kind = clock.pending.pop(key)
-            clock.wait(until, kind)
+    def begin(self, clock: Clock, collective: CompiledCollective, key: str) -> float:
+        seconds, links = self.cost(collective)
+        return clock.transfer(seconds, links, _named(collective), key, collective.kind)
 
     def origin(self, owner: Computation, op: Instruction) -> str:
         """Name of the start that a done belongs to, through updates and tuple elements."""
@@ -304,6 +285,14 @@ class _Simulator:
                 )
                 return part, f"chain {found[1]}"
         return None
+
+
+def _title(op: Instruction) -> str:
+    return op.op_name or op.name
+
+
+def _named(collective: CompiledCollective) -> str:
+    return f"{collective.kind} over {', '.join(collective.axes)}: {collective.source or collective.name}"
 
 
 def _may_communicate(op: Instruction) -> bool:
