@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.exec import decided
 from autoshard.plan import Plan, Prediction, mesh_words
 from autoshard.report._figures import prediction_figures
 from autoshard.report._names import clean
@@ -52,10 +53,24 @@ def comparison_figures(rows: Sequence[Row]) -> dict[str, Any]:
                 "compiled": row.compiled,
                 "measured": row.measured,
                 "failed": row.failed or None,
+                "undecided": undecided(row, rows),
             }
             for row in rows
         }
     }
+
+
+def undecided(row: Row, rows: Sequence[Row]) -> list[str]:
+    """Names of the other plans whose estimated step differs by less than the estimator's own error."""
+    mine = _estimated(row)
+    if mine is None:
+        return []
+    others = [(other.name, _estimated(other)) for other in rows if other is not row]
+    return [name for name, theirs in others if theirs is not None and not decided(mine, theirs)]
+
+
+def _estimated(row: Row) -> float | None:
+    return row.compiled["step_time_s"]["estimated"] if row.compiled else None
 
 
 def comparison_report(plan: Plan, rows: Sequence[Row]) -> RenderableType:
@@ -77,8 +92,22 @@ def comparison_report(plan: Plan, rows: Sequence[Row]) -> RenderableType:
         cells += [format_seconds(row.measured["step_time_s"]) if row.measured else "-"] if measured else []
         table.add_row(Text(clean(row.name, 28), style="bold" if row.name == "plan" else ""), *cells)
     notes = [Text(f"{row.name}: {clean(row.failed, 300)}", style="yellow") for row in rows if row.failed]
+    notes += _close(rows)
     meaning = "*: intermediates chosen by autoshard; without it, by XLA's propagation from the arguments"
     return Group(title, Text(), table, *([Text(meaning, style="dim")] if len(rows) > 1 else []), *notes)
+
+
+def _close(rows: Sequence[Row]) -> list[Text]:
+    """What the estimates cannot tell apart; nothing where a measurement does."""
+    timed = sorted((r for r in rows if _estimated(r) is not None and not r.measured), key=lambda r: _estimated(r) or 0)
+    close = undecided(timed[0], timed) if timed else []
+    if not close:
+        return []
+    error = timed[0].compiled["step_time_s"]["error"] if timed[0].compiled else 0.0
+    among = ", ".join([timed[0].name, *close])
+    return [
+        Text(f"undecided among {clean(among, 300)}: estimates from schedules may be {error:.0%} wrong", style="dim")
+    ]
 
 
 def _evidence(row: Row) -> tuple[bool, float]:

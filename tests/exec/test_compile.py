@@ -131,11 +131,13 @@ def test_a_program_that_fits(program):
     assert (found.verdict, found.over_bytes, found.peak_compiled) == (Verdict.FITS, 0, 150)
     assert found.wire_compiled == {"model": 32 * 128 * 4}
     assert found.estimate is not None and found.estimate.step_time_s > 0
-    assert found.model_flops_ratio == 0
+    assert found.flops is not None and found.flops.model_ratio == 0
+    assert [w[:69] for w in found.warnings] == ["the compiled program does 0.00 x the matrix flops of the traced one: "]
     figures = compile_figures(found)
     assert set(figures) >= {"verdict", "peak_bytes", "wire_bytes", "step_time_s", "unforeseen", "compile_s"}
     assert figures["verdict"] == "fits" and figures["wire_bytes"]["model"]["compiled"] == 32 * 128 * 4
-    assert figures["step_time_s"]["error"] == found.estimate.error
+    assert figures["step_time_s"]["error"] == found.estimate.error and figures["step_time_s"]["undecided"] is False
+    assert figures["flops"]["compiled"] == 0 < figures["flops"]["program"]
     json.dumps(figures)
     assert any("all-reduce over model: 16.00 KiB (sync)" in line for line in compile_lines(found))
 
@@ -181,7 +183,7 @@ def test_involuntary_rematerialisation_is_reported(program):
     )
     plan = planned(program)
     found = report(program, plan, Compiled(hlo(), MEMORY, 1.5, None, None, log))
-    assert found.warnings == ("the compiler reports 1 involuntary full rematerializations",)
+    assert found.warnings[0] == "the compiler reports 1 involuntary full rematerializations"
     assert "was not able to go from sharding {devices=[2,1]}" in found.unforeseen[0].note
 
 
@@ -284,5 +286,6 @@ def test_the_real_compiler_compiles_a_small_step(program):
     assert found.peak_compiled is not None and found.peak_compiled > 0
     assert found.memory_compiled["donated"] >= 2 * 256 * 128 * 4 // 2
     assert found.wire_compiled["data"] > 0 and found.wire_compiled["model"] > 0
-    assert found.model_flops_ratio == pytest.approx(5 / 6, rel=0.01), "the first layer's input needs no gradient"
+    assert found.flops is not None and not found.flops.complaint
+    assert found.flops.model_ratio == pytest.approx(5 / 6, rel=0.01), "the first layer's input needs no gradient"
     assert processes() == set()
