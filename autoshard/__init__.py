@@ -11,6 +11,7 @@ from autoshard.errors import UserError as UserError
 
 
 if TYPE_CHECKING:
+    from autoshard.exec.torch_xla_hook import plan_first_step
     from autoshard.plan import Plan as Plan
     from autoshard.plan import Spec as Spec
     from autoshard.plan import load_plan
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from autoshard.program import register_rule as register_rule
     from autoshard.program import trace as trace
 
+    auto_policy = plan_first_step
     load = load_plan
 
 __version__ = "0.1.0"
@@ -31,6 +33,7 @@ _HOMES = {
     "Program": ("autoshard.program", "Program"),
     "Role": ("autoshard.program", "Role"),
     "Spec": ("autoshard.plan", "Spec"),
+    "auto_policy": ("autoshard.exec.torch_xla_hook", "plan_first_step"),
     "load": ("autoshard.plan", "load_plan"),
     "register_rule": ("autoshard.program", "register_rule"),
     "trace": ("autoshard.program", "trace"),

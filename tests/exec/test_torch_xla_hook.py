@@ -1,17 +1,12 @@
 """Auto-sharding inside PyTorch/XLA: the real torch_xla on 8 CPU devices, in processes of their own."""
 
-import json
-import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-
-ROOT = Path(__file__).parents[2]
+from tests.exec.torch_xla_processes import ROOT, run_checks
 
 
 @pytest.fixture(scope="session")
@@ -31,20 +26,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(installed: Path, *names: str, **environment: str) -> dict[str, dict[str, Any]]:
-    """What each of the named checks found, run in one process."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "PJRT_", "AUTOSHARD_"))}
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.exec.torch_xla_checks", *names],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=kept
-        | {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "PYTHONPATH": f"{installed}{os.pathsep}{ROOT}"}
-        | environment,
-    )
-    lines = [line.removeprefix("found ") for line in process.stdout.splitlines() if line.startswith("found ")]
-    assert len(lines) == len(names), process.stderr[-3000:]
-    return {found.pop("name"): found for found in map(json.loads, lines)}
+    return run_checks("torch_xla_checks", *names, path=str(installed), **environment)
 
 
 @pytest.fixture(scope="module")

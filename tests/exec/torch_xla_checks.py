@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 
-CHECKS: dict[str, Callable[[], dict[str, Any]]] = {}
+Check = Callable[[], dict[str, Any]]
+CHECKS: dict[str, Check] = {}
 
 
-def check(function: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+def check(function: Check) -> Check:
     CHECKS[function.__name__] = function
     return function
 
@@ -288,11 +289,12 @@ def failing() -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def report(checks: dict[str, Check]) -> None:
+    """Run the checks named on the command line, and print what each found as a line of JSON."""
     warnings.simplefilter("ignore")
     for name in sys.argv[1:]:
-        print("found " + json.dumps({"name": name, **CHECKS[name]()}), flush=True)
+        print("found " + json.dumps({"name": name, **checks[name]()}), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    report(CHECKS)

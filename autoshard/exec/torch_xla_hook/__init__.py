@@ -13,4 +13,5 @@ from autoshard.exec.torch_xla_hook._marks import held_spec as held_spec
 from autoshard.exec.torch_xla_hook._marks import is_split as is_split
 from autoshard.exec.torch_xla_hook._marks import partition as partition
 from autoshard.exec.torch_xla_hook._offline import move_marked as move_marked
+from autoshard.exec.torch_xla_hook._policy import plan_first_step as plan_first_step
 from autoshard.exec.torch_xla_hook._session import Session as Session

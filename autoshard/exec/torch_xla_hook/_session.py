@@ -14,7 +14,7 @@ from autoshard.exec.torch_xla_hook._marks import LiveMesh, mark
 from autoshard.exec.torch_xla_hook._planning import Decision, decide
 from autoshard.exec.torch_xla_hook._reads import Reads
 from autoshard.exec.torch_xla_hook._replay import planned_proto, replay
-from autoshard.exec.torch_xla_hook._tensors import leaves, live_pending, on_xla
+from autoshard.exec.torch_xla_hook._tensors import become, leaves, live_pending, on_xla, pending
 from autoshard.exec.torch_xla_hook._watch import Watch
 from autoshard.exec.torch_xla_hook._xlac import xlac
 from autoshard.plan import Plan
@@ -30,6 +30,8 @@ class Session:
 
     def __init__(self) -> None:
         self.plans: list[Plan] = []
+        self.mesh: dict[str, int] | None = None
+        """What the script says; otherwise the environment's."""
         self.applied = Applied()
         self.armed = False
         self.failed = False
@@ -101,7 +103,7 @@ class Session:
         self._seen |= self._current
         self._current = set()
         topology = topology_here()
-        mesh = live_mesh(topology, mesh_here())  # what is wrong with these, the user has to mend
+        mesh = live_mesh(topology, self.mesh or mesh_here())  # what is wrong with these, the user has to mend
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
@@ -121,7 +123,11 @@ class Session:
         return True
 
     def _plan_pending(self, watch: Watch, roots: Sequence[Any], topology: str, mesh: LiveMesh) -> None:
-        calls, recorded = list(watch.recorded), list(watch.recorded.values())
+        every = list(watch.recorded.items())
+        waits = pending([tensor for _, tensor in every])  # what a script has read in between is computed already
+        calls = [call for (call, _), waiting in zip(every, waits, strict=True) if waiting]
+        recorded = [tensor for (_, tensor), waiting in zip(every, waits, strict=True) if waiting]
+        del every
         shapes = [tuple(tensor.shape) for tensor in recorded]
         taken = capture(roots, recorded, watch.known, watch.training, watch.title(), mesh)
         del recorded
@@ -135,7 +141,7 @@ class Session:
         for root, output, result in zip(taken.roots, outputs, taken.program.results, strict=True):
             if result.shape:
                 mark(output, mesh.sharding(plan.results[result.name]))
-            root.data = output
+            become(root, output)
         self.applied.take(taken, decision, mesh, Pins(calls, shapes, taken.places), watch)
         self.applied.hook_calls(watch.outermost, self.on_call)
         self._trained |= watch.training

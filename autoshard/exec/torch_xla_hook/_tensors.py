@@ -23,6 +23,25 @@ def handles(tensors: Sequence[Any]) -> list[int]:
     return list(xlac()._get_tensors_handle(list(tensors))) if tensors else []
 
 
+def plain(tensor: Any) -> Any:
+    """The tensor inside of an `XLAShardedTensor`, which is what `xs.mark_sharding` and `distribute_tensor` return."""
+    return getattr(tensor, "global_tensor", tensor)
+
+
+def is_functional(tensor: Any) -> bool:
+    """Whether functionalisation wraps this tensor, as it does all that a script sees by itself."""
+    import torch
+
+    return vars(torch)["_is_functional_tensor"](tensor)
+
+
+def become(tensor: Any, value: Any) -> None:
+    """Make a tensor hold what `value`, of the same shape and dtype, computes."""
+    import torch
+
+    tensor.data = value if is_functional(tensor) else vars(torch)["_from_functional_tensor"](value)
+
+
 def on_xla(tensor: Any) -> bool:
     return tensor.device.type == "xla"
 
@@ -33,16 +52,14 @@ def live_pending(first: Iterable[Any]) -> list[Any]:
     A parameter's gradient may have no Python object until it is asked for. What only C++ holds (tensors saved for a
     backward pass that has not run) is not found.
     """
-    import torch
-
-    functional: Any = vars(torch)["_is_functional_tensor"]
     found: dict[int, Any] = {}
     # Kernels that are written in Python see tensors below functionalisation; these are no one else's.
     wrapped = not _flag("XLA_DISABLE_FUNCTIONALIZATION")
 
     def take(tensor: Any) -> None:
-        if id(tensor) not in found and on_xla(tensor) and functional(tensor) == wrapped:
-            found[id(tensor)] = tensor
+        inner = plain(tensor)
+        if id(inner) not in found and on_xla(inner) and (inner is not tensor or is_functional(inner) == wrapped):
+            found[id(inner)] = inner
 
     everything = [*first, *_tensors_of_process()]
     for tensor in everything:
@@ -77,7 +94,7 @@ def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     import torch
 
     if isinstance(value, torch.Tensor):
-        yield name, value
+        yield name, plain(value)
     elif isinstance(value, dict):
         for key, inner in value.items():
             yield from leaves(inner, f"{name}.{key}" if name else str(key))

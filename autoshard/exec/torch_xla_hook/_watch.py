@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from autoshard.exec.torch_xla_hook._capture import Known
-from autoshard.exec.torch_xla_hook._tensors import handles, leaves, on_xla, pending
+from autoshard.exec.torch_xla_hook._tensors import handles, leaves, on_xla, pending, plain
 from autoshard.program import Role
 
 
@@ -87,7 +87,7 @@ class Watch:
 
     def learn(self, named: Iterator[tuple[str, Any]], role: Callable[[Any], Role]) -> None:
         """Remember the device data that tensors hold now. Pending tensors have none, and scalars may be constants."""
-        tensors = [(name, tensor) for name, tensor in named if on_xla(tensor) and tensor.dim() > 0]
+        tensors = [(name, plain(tensor)) for name, tensor in named if on_xla(tensor) and tensor.dim() > 0]
         waiting = pending([tensor for _, tensor in tensors])
         held = [each for each, waits in zip(tensors, waiting, strict=True) if not waits]
         for handle, (name, tensor) in zip(handles([tensor for _, tensor in held]), held, strict=True):
@@ -166,4 +166,4 @@ def optimizer_state(optimizer: Any) -> Iterator[tuple[Any, str, Any]]:
         for parameter in group["params"]:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and on_xla(value):
-                    yield parameter, key, value
+                    yield parameter, key, plain(value)
