@@ -271,6 +271,9 @@ def test_it_prints_on_white_without_tools(visit: Visit):
     page = visit(llama_plan(), color_scheme="dark")
     page.emulate_media(media="print", color_scheme="dark")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    for selector in (".warnings", ".card", ".track"):
+        color = page.evaluate("s => getComputedStyle(document.querySelector(s)).backgroundColor", selector)
+        assert min(map(int, re.findall(r"\d+", color)[:3])) > 200, selector
     assert not page.get_by_label("Search").is_visible()
     assert len(page.pdf()) > 20_000
 
