@@ -125,7 +125,9 @@ class NotebookView:
             if index >= len(panels):
                 cell.set_visible(False)
                 continue
-            cell.imshow(panels[index], cmap="hsv", vmin=0, vmax=max(count, 2))
+            # Few parts in colours far apart; of many, neighbours look alike but their order can be seen.
+            few = count <= 10
+            cell.imshow(panels[index], cmap="tab10" if few else "turbo", vmin=0, vmax=9 if few else count - 1)
             if len(panels) > 1:
                 outer = np.unravel_index(index, grid.shape[:-2])
                 labels = [f"{a.name} {i}" for a, i in zip(physical, outer, strict=False)]
