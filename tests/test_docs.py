@@ -65,7 +65,7 @@ def commands(page: str) -> list[str]:
     return [line.removeprefix("$ autoshard ") for line in lines if line.startswith("$ autoshard ")]
 
 
-@pytest.mark.parametrize("page", ["start.md", "constraints.md"])
+@pytest.mark.parametrize("page", ["start.md", "constraints.md", "command.md"])
 def test_the_commands_shown_work(
     page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
