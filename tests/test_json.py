@@ -99,7 +99,8 @@ def test_nested_objects_have_the_keys_in_the_docs(printed: Callable[[str], Any])
     figures = next(iter(plan["baselines"].values()))
     assert set(figures) < set(plan)
     row = next(iter(printed(f"compare step.py {MESH}")["plans"].values()))
-    assert set(row) == {"predicted", "compiled", "measured", "failed"}
+    (line,) = [line for line in TEXT.splitlines() if line.startswith("| `plans`")]
+    assert set(row) <= set(re.findall(r"`(\w+)`", line))
     assert set(row["predicted"]) == set(figures)
 
 
