@@ -207,12 +207,16 @@ def test_progress_is_plain_lines_when_piped_and_nothing_when_quiet(folder: Path)
     assert quiet.stderr == "noise from the user's file\n"
 
 
-def test_the_mesh_comes_from_the_flag_then_the_environment_then_all_devices(folder: Path):
+def test_the_mesh_comes_from_the_flag_then_the_environment_then_a_search(folder: Path):
     def mesh(*arguments: str, **env: str) -> dict[str, int]:
         result = run("plan", "step.py", "--topology", "cpu:8", "--json", *arguments, cwd=folder, env=env)
-        return json.loads(result.stdout)["mesh"]
+        figures = json.loads(result.stdout)
+        searched = figures["meshes"]
+        assert not searched or searched[0]["mesh"] == ",".join(f"{k}={v}" for k, v in figures["mesh"].items())
+        return {} if searched else figures["mesh"]
 
-    assert mesh() == {"data": 8}
+    assert mesh() == {}
+    assert mesh("--mesh", "auto", XLA_AUTO_SPMD_MESH="2,4") == {}
     assert mesh(XLA_AUTO_SPMD_MESH="2,4") == {"data": 2, "model": 4}
     assert mesh("--mesh", "a=4,b=2", XLA_AUTO_SPMD_MESH="2,4") == {"a": 4, "b": 2}
 

@@ -217,7 +217,7 @@ def _add_planning(parser: argparse.ArgumentParser, required: bool) -> None:
     group.add_argument(
         "--mesh",
         metavar="AXIS=N,...",
-        help="axes and sizes, major first (default: XLA_AUTO_SPMD_MESH, else data=<all devices>)",
+        help="axes and sizes, major first (default: XLA_AUTO_SPMD_MESH, else the best is looked for, as by auto)",
     )
     group.add_argument("--memory-limit", type=_gib, metavar="GiB", help="of one device (default: what the chip has)")
     group.add_argument("--time-limit", type=_seconds, default=60.0, metavar="S", help="for the solver (default: 60)")

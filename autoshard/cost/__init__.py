@@ -16,6 +16,8 @@ from autoshard.cost._collectives import links as links
 from autoshard.cost._compute import Compute as Compute
 from autoshard.cost._decoder import Decoder as Decoder
 from autoshard.cost._decoder import train_state_bytes as train_state_bytes
+from autoshard.cost._factorise import MOST_AXES as MOST_AXES
+from autoshard.cost._factorise import candidate_meshes as candidate_meshes
 from autoshard.cost._layout import Segment as Segment
 from autoshard.cost._memory import shard_bytes as shard_bytes
 from autoshard.cost._mesh import Mesh as Mesh

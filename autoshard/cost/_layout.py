@@ -6,6 +6,7 @@ still closes to a ring (through 8 hops), the minor one is a line.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,22 +40,43 @@ def _takes(size: int, left: Sequence[int]) -> Iterator[_Counts]:
         if size == 1:
             yield ()
         return
-    common = math.gcd(size, left[0])
-    for count in range(1, common + 1):
-        if common % count == 0:
+    others = math.prod(left[1:])
+    for count in _divisors(math.gcd(size, left[0])):
+        if others % (size // count) == 0:
             for rest in _takes(size // count, left[1:]):
                 yield (count, *rest)
 
 
-def _assignments(sizes: Sequence[int], left: tuple[int, ...]) -> Iterator[tuple[_Counts, ...]]:
-    """Every way to give each mesh axis its share of each physical axis."""
+@functools.cache
+def _divisors(number: int) -> tuple[int, ...]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+def _assignments(
+    sizes: Sequence[int], left: tuple[int, ...], pieces: float = math.inf
+) -> Iterator[tuple[_Counts, ...]]:
+    """Every way to give each mesh axis its share of each physical axis, in at most so many pieces in all."""
     if not sizes:
         yield ()
         return
     for counts in _takes(sizes[0], left):
+        used = sum(count > 1 for count in counts)
+        if used + len(sizes) - 1 > pieces:
+            continue
         remaining = tuple(whole // count for whole, count in zip(left, counts, strict=True))
-        for rest in _assignments(sizes[1:], remaining):
+        for rest in _assignments(sizes[1:], remaining, pieces - used):
             yield (counts, *rest)
+
+
+def least_cuts(sizes: Sequence[int], physical: Sequence[PhysicalAxis], most: int) -> int | None:
+    """How often physical axes have to be cut to make mesh axes of these sizes; None if more than `most` times."""
+    lengths = tuple(axis.size for axis in physical)
+    whole = sum(length > 1 for length in lengths)
+    for cuts in range(most + 1):
+        if next(_assignments(sizes, lengths, whole + cuts), None) is not None:
+            return cuts
+    return None
 
 
 _PLACE = {"network": math.inf, "die": 0, "switch": 0, "memory": 0}

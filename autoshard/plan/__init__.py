@@ -26,6 +26,7 @@ from autoshard.plan._notation import tile_devices as tile_devices
 from autoshard.plan._plan import SCHEMA as SCHEMA
 from autoshard.plan._plan import Call as Call
 from autoshard.plan._plan import Collective as Collective
+from autoshard.plan._plan import MeshTried as MeshTried
 from autoshard.plan._plan import Pin as Pin
 from autoshard.plan._plan import Plan as Plan
 from autoshard.plan._plan import Prediction as Prediction

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
 from autoshard.plan._asked import Required, near_names, require_lines
-from autoshard.plan._make import build_model, read_program
 from autoshard.plan._model import Model
 from autoshard.plan._plan import Collective, Plan
 from autoshard.plan._predict import Outcome, evaluate, tensor_spec
+from autoshard.plan._reading import build_model, read_program
 from autoshard.plan._refine import refinement_of
 from autoshard.plan._search import make_candidate, solve_within
 from autoshard.plan._spec import Spec

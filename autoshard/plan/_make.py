@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.metadata
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import Mesh, Topology, default_axis_names, load_calibration, make_mesh, parse_mesh
+from autoshard.cost import Mesh, Topology, load_calibration, make_mesh, parse_mesh
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.graph import Liveness, OpGraph, Structure, analyse, build_structure, read_graph, replace_names
-from autoshard.plan._asked import Asked, Required, require
-from autoshard.plan._baselines import Baseline, baselines, left_out
+from autoshard.plan._asked import Asked
+from autoshard.plan._baselines import left_out
 from autoshard.plan._demands import broken_demands, check_regions, program_mesh, said_by_program
-from autoshard.plan._groups import Groups, find_groups
+from autoshard.plan._groups import Groups
 from autoshard.plan._infeasible import explain_infeasible
+from autoshard.plan._meshes import MeshSearch, splits_batch
 from autoshard.plan._model import Model
 from autoshard.plan._pins import make_calls, make_pins
-from autoshard.plan._plan import Plan
+from autoshard.plan._plan import MeshTried, Plan
 from autoshard.plan._predict import Outcome, predict, tensor_spec
-from autoshard.plan._price import price
-from autoshard.plan._refine import LEAST_GAIN, Refinement, find_refinement, refinement_of
+from autoshard.plan._reading import read_program
+from autoshard.plan._refine import find_refinement
 from autoshard.plan._regions import make_regions
-from autoshard.plan._search import Candidate, Found, Infeasible, search
+from autoshard.plan._search import Candidate, Found, Infeasible
+from autoshard.plan._searcher import Phases, Searcher
 from autoshard.plan._spec import Spec
 from autoshard.plan._states import States
 from autoshard.plan._timeline import make_timeline
@@ -38,6 +38,8 @@ from autoshard.units import format_bytes
 
 
 MESH_VARIABLE = "XLA_AUTO_SPMD_MESH"
+AUTO = "auto"
+"""Written where a mesh may be given: search for one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,35 +52,17 @@ class PlanResult:
     """Every baseline as a plan of its own, completed by the solver, to apply, compile or measure beside ours."""
 
 
-class _Phases:
-    def __init__(self, progress: Callable[[str], None] | None) -> None:
-        self.wall: dict[str, float] = {}
-        self.progress = progress or (lambda line: None)
-        self.began = time.monotonic()
-        self.current = ""
-
-    def start(self, name: str, line: str) -> None:
-        self.stop()
-        self.current, self.began = name, time.monotonic()
-        self.progress(line)
-
-    def stop(self) -> None:
-        if self.current:
-            self.wall[self.current] = self.wall.get(self.current, 0.0) + time.monotonic() - self.began
-        self.current = ""
-
-
-def choose_mesh(
+def given_mesh(
     topology: Topology, mesh: str | Mapping[str, int] | None, named: Mapping[str, int] | None = None
-) -> Mesh:
-    """The mesh the user gave, else the one in `XLA_AUTO_SPMD_MESH`, else `named`, else one axis `data`."""
+) -> Mesh | None:
+    """The mesh the user gave, else the one in `XLA_AUTO_SPMD_MESH`, else `named`; None if it is to be searched for."""
     if mesh is None:
-        mesh = os.environ.get(MESH_VARIABLE) or named
+        mesh = os.environ.get(MESH_VARIABLE, "").strip() or named
+    if mesh == AUTO:
+        mesh = named
     if mesh is None:
-        sizes: Mapping[str, int] = {default_axis_names(1)[0]: topology.num_devices}
-    else:
-        sizes = parse_mesh(mesh) if isinstance(mesh, str) else mesh
-    return make_mesh(topology, sizes)
+        return None
+    return make_mesh(topology, parse_mesh(mesh) if isinstance(mesh, str) else mesh)
 
 
 def make_plan(
@@ -98,7 +82,7 @@ def make_plan(
 
     `save_problem` writes the Problem whose bound is certified, in the contest's format.
     """
-    phases = _Phases(progress)
+    phases = Phases(progress)
     parsed = Topology.parse(topology)
     if memory_limit is None:
         memory_limit = parsed.usable_bytes
@@ -107,17 +91,28 @@ def make_plan(
     phases.start("extract", "reading the program's ops and their sharding rules")
     reading = read_program(program)
     graph = reading.graph
-    chosen = choose_mesh(parsed, mesh, program_mesh(graph, parsed.num_devices))
-    check_regions(graph, chosen)
-    _check_batch(program, chosen)
-    search_on = _Searcher(program, reading, asked or Asked(), memory_limit, seed, phases)
+    given = given_mesh(parsed, mesh, program_mesh(graph, parsed.num_devices))
+    asked = asked or Asked()
+    search_on = Searcher(program, reading, asked, memory_limit, seed, phases)
+    tried: tuple[MeshTried, ...] = ()
     groups = reading.groups
+    if given is None:
+        phases.start("meshes", f"looking for the mesh of {parsed.num_devices} devices")
+        looked = MeshSearch(program, reading, asked, memory_limit, time_limit, seed, phases.progress).run(parsed)
+        chosen, tried = looked.model.mesh, looked.tried
+    else:
+        looked, chosen = None, given
+        check_regions(graph, chosen)
+        _check_batch(program, chosen)
     # A program that names axes itself keeps them whole.
     refinement = None
     if refine_axes and not graph.constraints and not graph.regions:
         refinement = find_refinement(graph, reading.structure, groups, chosen)
     share = 1.0 if refinement is None else 0.6
-    original = search_on.mesh(chosen, share * time_limit)
+    if looked is None:
+        original = search_on.mesh(chosen, share * time_limit)
+    else:
+        original = search_on.priced(looked.model, looked.required, looked.choices, share * time_limit)
     best = original
     if refinement is not None:
         refined = search_on.refined(refinement, original, (1 - share) * time_limit)
@@ -130,7 +125,7 @@ def make_plan(
     assert isinstance(compared.found, Found)
     named = {name: predict(compared.model, c.outcome, memory_limit) for name, c in compared.found.baselines.items()}
     plan = _found_plan(program, best.model, groups, found, found.best, memory_limit, seed, list(named))
-    plan = dataclasses.replace(plan, baselines=named)
+    plan = dataclasses.replace(plan, baselines=named, meshes=tried)
     if asked:
         said = {"asked": asked.lines, "pinned": best.required.pinned}
         plan = dataclasses.replace(plan, provenance=plan.provenance | said)
@@ -149,115 +144,16 @@ def _check_batch(program: Program, mesh: Mesh) -> None:
 
     What else a step takes and returns, such as a key-value cache, counts too: it is what serving one sequence splits.
     """
-    batches = [a for a in program.arguments if a.role is Role.BATCH and a.shape]
+    if splits_batch(program, mesh):
+        return
     axes = [(name, size) for name, size in mesh.axes.items() if size > 1]
-    if not batches or not axes:
-        return
-    state = [a for a in program.arguments if a.role is Role.OTHER and a.result is not None]
-    if any(size % n == 0 and size > 1 for a in (*batches, *state) for size in a.shape for _, n in axes):
-        return
+    batches = [a for a in program.arguments if a.role is Role.BATCH and a.shape]
     listed = ", ".join(f"{name}={size}" for name, size in axes)
     worst = batches[0]
     raise UserError(
         f"no mesh axis ({listed}) divides a dim of the batch argument {worst.name} of shape {list(worst.shape)}: "
         f"use a batch that is a multiple of {axes[0][1]}, or another mesh."
     )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reading:
-    """What a program is, whatever the mesh."""
-
-    graph: OpGraph
-    structure: Structure
-    liveness: Liveness
-    groups: Groups
-
-
-def read_program(program: Program) -> Reading:
-    """Its ops, decisions, lifetimes and dim groups."""
-    graph = replace_names(read_graph(program.module), [a.name for a in program.arguments])
-    parameters = [t for t, a in zip(graph.arguments, program.arguments, strict=True) if a.role is Role.PARAMETER]
-    ties = [
-        (graph.results[a.result], t)
-        for t, a in zip(graph.arguments, program.arguments, strict=True)
-        if a.result is not None
-    ]
-    structure = build_structure(graph, parameters, ties)
-    named = list(zip(graph.arguments, program.arguments, strict=True))
-    kept = [t for t, a in named if not a.donated]
-    liveness = analyse(
-        graph, kept, {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None}
-    )
-    return Reading(graph, structure, liveness, find_groups(program, graph, structure))
-
-
-def build_model(program: Program, reading: Reading, mesh: Mesh, memory_limit: int) -> Model:
-    """Every decision of a program on a mesh, priced; axes that are parts of another go apart where they may."""
-    refinement = refinement_of(reading.groups, mesh)
-    return price(program, reading.graph, reading.structure, reading.liveness, mesh, memory_limit, refinement)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What a search on one mesh came to."""
-
-    model: Model
-    required: Required
-    found: Found | Infeasible
-
-    def is_better_than(self, other: "_Outcome") -> bool:
-        """True if it is worth an axis in two parts."""
-        if isinstance(self.found, Infeasible) or isinstance(other.found, Infeasible):
-            return isinstance(self.found, Found)
-        return self.found.best.outcome.step_time_s < (1 - LEAST_GAIN) * other.found.best.outcome.step_time_s
-
-
-class _Searcher:
-    """Searches the plans of one program, mesh by mesh."""
-
-    def __init__(
-        self, program: Program, reading: Reading, asked: Asked, memory_limit: int, seed: int, phases: _Phases
-    ) -> None:
-        self.program, self.reading, self.asked = program, reading, asked
-        self.memory_limit, self.seed, self.phases = memory_limit, seed, phases
-
-    def mesh(self, mesh: Mesh, time_limit: float) -> _Outcome:
-        """On a mesh as it was asked for, with baselines."""
-        model = self._price(mesh)
-        required = require(model, self.reading.groups, self.asked)
-        return self._search(model, baselines(model, self.reading.groups), required, None, time_limit)
-
-    def refined(self, refinement: Refinement, original: _Outcome, time_limit: float) -> _Outcome:
-        """On its refinement, from the best that is known of it; what was asked for holds as it does there."""
-        model = self._price(refinement.mesh)
-        allowed = refinement.allowed(original.model, model, original.required.allowed)
-        known = None
-        if isinstance(original.found, Found):
-            known = refinement.choices(original.model, model, original.found.best.choices)
-        return self._search(model, [], Required(allowed, original.required.pinned), known, time_limit)
-
-    def _price(self, mesh: Mesh) -> Model:
-        self.phases.start("price", f"pricing {len(self.reading.graph.ops)} ops on {mesh.describe()}")
-        return build_model(self.program, self.reading, mesh, self.memory_limit)
-
-    def _search(
-        self,
-        model: Model,
-        named: list[Baseline],
-        required: Required,
-        known: NDArray[np.int64] | None,
-        time_limit: float,
-    ) -> _Outcome:
-        count = sum(len(node.states) for node in model.nodes)
-        self.phases.start("solve", f"solving {len(model.nodes)} decisions with {count} alternatives")
-        try:
-            found = search(
-                model, named, self.memory_limit, time_limit, self.seed, self.phases.progress, required, known
-            )
-        except Infeasible as error:
-            return _Outcome(model, required, error)
-        return _Outcome(model, required, found)
 
 
 def _found_plan(

@@ -143,6 +143,22 @@ class Timeline:
     """Bytes by kind at every moment."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeshTried:
+    """One mesh that the search for the best one looked at."""
+
+    mesh: str
+    """As `--mesh` takes it, major first."""
+    layout: str
+    """The physical axes that each axis is made of."""
+    step_time_s: float | None
+    """Of the best plan found on it; None where none was, or none was looked for."""
+    bound_s: float | None
+    """No plan on it takes less; None if that was not computed."""
+    verdict: str
+    """Whether it was chosen, or why not."""
+
+
 class Executor(Protocol):
     """What can run a plan. This room knows the interface only; `exec` implements it and says so (`set_executor`)."""
 
@@ -238,6 +254,8 @@ class Plan:
     """The alternative taken at every decision, in order: what `explain` starts from."""
     regions: tuple[Region, ...] = ()
     """Ops that are split in space."""
+    meshes: tuple[MeshTried, ...] = ()
+    """Every mesh that was considered, the chosen one first, then by time; empty where the mesh was given."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; see `save_plan`."""

@@ -1,6 +1,7 @@
 """Finding the choice with the least true time: a few weightings, every baseline, one certified bound."""
 
 import dataclasses
+import math
 import time as clock
 from collections.abc import Callable
 
@@ -84,44 +85,73 @@ def search(
         outcome = evaluate(model, known)
         if outcome.peak_bytes <= memory_limit:
             fitting.append(Candidate("known", known, outcome, True))
-    best = min(fitting, key=_rank, default=None)
-    bound, certified = -1.0, None
-    rounds = 0
     weighing = Weighing(weights)
     for candidate in fitting:
         weighing.add_choice(candidate.outcome)
-    weights = weighing.following(0.0) or weights
-    for rounds in range(1, MAX_ROUNDS + 1):
-        left = time_limit - (clock.monotonic() - start)
-        if rounds > 1 and left < 0.1 * time_limit:
-            break
-        hint = best.choices if best is not None else None
-        share = max(2.0, left / (2 if rounds == 1 else 3))
-        solved = solve_within(model, weights, memory_limit, share, seed, hint, required.allowed, messages)
-        messages = solved.messages
-        lower = solved.solution.lower_bound * 1e-12
-        weighing.add_bound(weights, lower)
-        if lower > bound or certified is None:
-            bound, certified = lower, solved
-        candidate = make_candidate(model, "plan", solved, memory_limit)
-        if candidate is None or not required.holds(candidate.choices):
-            break
-        if candidate.fits:
-            weighing.add_choice(candidate.outcome)
-            if best is None or _rank(candidate) < _rank(best):
-                best = candidate
-        if best is None:
-            break
-        gap = 1.0 - bound / best.outcome.step_time_s
-        progress(f"weighting {rounds}: step {best.outcome.step_time_s:.6g} s, plan gap {max(gap, 0):.2%}")
-        following = weighing.following(GOOD_ENOUGH * best.outcome.step_time_s)
-        if gap <= GOOD_ENOUGH or following is None:
-            break
-        weights = following
-    if best is None or certified is None:
-        raise Infeasible(certified)
-    best = dataclasses.replace(best, name="plan")
-    return Found(best, certified.problem, certified.solution, bound, named, rounds)
+    climb = Climb(model, weighing, min(fitting, key=_rank, default=None), messages)
+    climb.run(memory_limit, time_limit - (clock.monotonic() - start), seed, progress, required)
+    if climb.best is None or climb.certified is None:
+        raise Infeasible(climb.certified)
+    best = dataclasses.replace(climb.best, name="plan")
+    return Found(best, climb.certified.problem, climb.certified.solution, weighing.bound_s, named, climb.rounds)
+
+
+@dataclasses.dataclass(slots=True)
+class Climb:
+    """The rounds of one search: solve with weights, judge, weigh anew."""
+
+    model: Model
+    weighing: Weighing
+    best: "Candidate | None" = None
+    messages: Messages | None = None
+    certified: "Solved | None" = None
+    """Of the weighting with the highest bound."""
+    rounds: int = 0
+
+    def run(
+        self,
+        memory_limit: int,
+        time_limit: float,
+        seed: int,
+        progress: Callable[[str], None],
+        required: Required,
+        beat_s: float = math.inf,
+        good_enough: float = GOOD_ENOUGH,
+    ) -> None:
+        """Until the bound meets the best choice within `good_enough`, cannot be raised, or says that none takes less
+        than `beat_s`."""
+        start = clock.monotonic()
+        weighing = self.weighing
+        weights = weighing.following(0.0) or weighing.weights
+        for self.rounds in range(1, MAX_ROUNDS + 1):
+            left = time_limit - (clock.monotonic() - start)
+            if self.rounds > 1 and left < 0.1 * time_limit:
+                return
+            hint = self.best.choices if self.best is not None else None
+            share = max(2.0, left / (2 if self.rounds == 1 else 3))
+            allowed = required.allowed
+            solved = solve_within(self.model, weights, memory_limit, share, seed, hint, allowed, self.messages)
+            self.messages = solved.messages
+            lower = solved.solution.lower_bound * 1e-12
+            if lower > weighing.bound_s or self.certified is None:
+                self.certified = solved
+            weighing.add_bound(weights, lower)
+            candidate = make_candidate(self.model, "plan", solved, memory_limit)
+            if candidate is None or not required.holds(candidate.choices):
+                return
+            if candidate.fits:
+                weighing.add_choice(candidate.outcome)
+                if self.best is None or _rank(candidate) < _rank(self.best):
+                    self.best = candidate
+            if self.best is None:
+                return
+            step = self.best.outcome.step_time_s
+            gap = 1.0 - weighing.bound_s / step
+            progress(f"weighting {self.rounds}: step {step:.6g} s, plan gap {max(gap, 0):.2%}")
+            following = weighing.following(good_enough * step)
+            if gap <= good_enough or following is None or weighing.bound_s >= beat_s:
+                return
+            weights = following
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:

@@ -46,6 +46,17 @@ def normalise(weights: Mapping[Channel, float]) -> dict[Channel, float]:
     return {c: w / totals[c[0]] for c, w in weights.items() if totals[c[0]] > 0}
 
 
+def carried_weights(model: Model, other: Weights) -> dict[Channel, float]:
+    """A start from good weights on another mesh: each block's compute has the weight it has there."""
+    found = even_weights(model)
+    for block, what in found:
+        compute = other.get((block, "compute"))
+        if compute is not None:
+            links = sum(own == block for own, _ in found) - 1
+            found[(block, what)] = compute if what == "compute" else max(FLOOR, (1 - compute) / links)
+    return normalise(found)
+
+
 @dataclasses.dataclass(slots=True)
 class Weighing:
     """The best weights so far, and what is known of other ones."""

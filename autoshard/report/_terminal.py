@@ -23,6 +23,7 @@ BAR = 46
 
 PARAMETERS = 8
 COLLECTIVES = 6
+MESHES = 6
 """Rows that are shown; the rest is summed up."""
 
 
@@ -48,6 +49,7 @@ class _Report:
         yield from _section("Step time", _time(plan.prediction))
         yield from _section("Memory of one device at the peak", _memory(plan))
         yield from _section("Against plans that people write", _baselines(plan))
+        yield from _section("Other meshes", _meshes(plan))
         yield from _section("Collectives that cost most", _collectives(plan.prediction, options.max_width))
         yield from _section("What binds", _bullets(what_binds(plan)))
         yield from _section("Warnings", _bullets(plan.warnings, "yellow"))
@@ -216,6 +218,24 @@ def _baselines(plan: Plan) -> RenderableType | None:
             style="" if row.fits else "dim",
         )
     return Padding(table, (0, 0, 0, 2))
+
+
+def _meshes(plan: Plan) -> RenderableType | None:
+    """What the search for the mesh found beside the chosen one."""
+    others = plan.meshes[1:]
+    if not others:
+        return None
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("mesh")
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("why not")
+    for tried in others[:MESHES]:
+        step = "" if tried.step_time_s is None else format_seconds(tried.step_time_s)
+        table.add_row(Text(clean(tried.mesh)), step, Text(clean(tried.verdict)))
+    body: list[RenderableType] = [Padding(table, (0, 0, 0, 2))]
+    if len(others) > MESHES:
+        body.append(Text(f"  and {len(others) - MESHES} more, none faster", style="dim"))
+    return Group(*body)
 
 
 def _collectives(prediction: Prediction, width: int) -> RenderableType | None:

@@ -25,7 +25,7 @@ _CLOSED = 1e17
 """Costs from here on are not allowed."""
 
 
-def narrow(network: Network, hint: Ints | None, start: Messages | None) -> Narrowed:
+def narrow(network: Network, hint: Ints | None, start: Messages | None, enough: float) -> Narrowed:
     """See `autoshard.solver.narrow`."""
     kept = [np.flatnonzero(cost < _CLOSED) for cost in network.costs]
     reachable = _reachable(network, kept)
@@ -44,6 +44,8 @@ def narrow(network: Network, hint: Ints | None, start: Messages | None) -> Narro
         found = state.dual.ascend(_SWEEPS, upper, 1.0)
         best, upper = state.offer(state.whole(found), best, upper)
         before, bound = bound, max(bound, min(state.dual.bound, upper))
+        if bound >= enough:
+            break
         gap = upper - bound + rounding + 1e-9 * abs(bound)
         idle = 0 if bound - before > 1e-4 * abs(bound) else idle + 1
         done = gap <= 2 * rounding + 1e-6 * abs(bound) or idle >= _PATIENCE

@@ -5,6 +5,7 @@ tables [alternatives x alternatives] of the `Problem` would not be.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -75,14 +76,17 @@ class Narrowed:
     """To begin with on a network with the same links."""
 
 
-def narrow(network: Network, hint: Ints | None = None, start: Messages | None = None) -> Narrowed:
+def narrow(
+    network: Network, hint: Ints | None = None, start: Messages | None = None, enough: float = math.inf
+) -> Narrowed:
     """Leaves out alternatives with which no choices can be as good as the best met (`hint` among them).
 
     Message passing bounds from below what every alternative costs; the gap to the best choices decides. Costs may be
     rounded to whole picoseconds afterwards: what could be better by that is kept. `start` are messages of a network
-    with the same links and other costs; they save most of the work if the costs are alike.
+    with the same links and other costs; they save most of the work if the costs are alike. A bound of `enough` ends
+    it: then nothing more is left out.
     """
     # Imported here: the kernels bring numba, which most problems never need.
     from ._narrow import narrow as run
 
-    return run(network, hint, start)
+    return run(network, hint, start, enough)

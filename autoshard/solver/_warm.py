@@ -34,7 +34,7 @@ def warm() -> None:
     dual.slack()
     table = np.array([[0.0, 1.0], [2.0, 0.0]])
     link = Link(0, 1, np.arange(2), np.arange(2), table, 1.0)
-    narrow(Network([np.ones(2), np.ones(2)], [link], [], None), None, None)
+    narrow(Network([np.ones(2), np.ones(2)], [link], [], None), None, None, np.inf)
     climber = Climber(flat, 0)
     climber.start(chosen)
     climber.run(dual.prices, 1)

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.plan._groups import Groups, find_groups
-from autoshard.plan._make import PlanResult, build_model, make_plan, read_program
+from autoshard.plan._make import PlanResult, make_plan
 from autoshard.plan._model import Model
+from autoshard.plan._reading import build_model, read_program
 from autoshard.program import Program, trace
 from tests.graph import programs as shared
 from tests.graph.programs import f32

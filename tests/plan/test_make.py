@@ -129,12 +129,13 @@ def test_specs_of_arguments_are_those_of_the_chosen_alternatives() -> None:
 # Meshes
 
 
-def test_meshes_come_from_the_argument_the_environment_or_the_topology(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meshes_come_from_the_argument_the_environment_or_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     program = made.program("matmul")
     monkeypatch.delenv("XLA_AUTO_SPMD_MESH", raising=False)
-    assert make_plan(program, topology="cpu:8").plan.mesh == {"data": 8}
+    assert make_plan(program, topology="cpu:8").plan.meshes[0].verdict == "chosen"
     monkeypatch.setenv("XLA_AUTO_SPMD_MESH", "2,4")
     assert make_plan(program, topology="cpu:8").plan.mesh == {"data": 2, "model": 4}
+    assert make_plan(program, topology="cpu:8", mesh="auto").plan.meshes
     assert make_plan(program, topology="cpu:8", mesh={"x": 4, "y": 2}).plan.mesh == {"x": 4, "y": 2}
     assert make_plan(program, topology="cpu:8", mesh="a=2,b=2,c=2").plan.mesh == {"a": 2, "b": 2, "c": 2}
 

@@ -9,7 +9,8 @@ import pytest
 import autoshard
 from autoshard.cost import Topology, make_mesh
 from autoshard.plan import Plan, axis_words, load_plan, mesh_words, read_asked
-from autoshard.plan._make import make_plan, read_program
+from autoshard.plan._make import make_plan
+from autoshard.plan._reading import read_program
 from autoshard.plan._refine import find_refinement
 from autoshard.plan._spec import Spec, original_mesh, part_names
 from autoshard.program import Program

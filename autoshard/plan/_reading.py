@@ -1,0 +1,45 @@
+"""What a program is, whatever the mesh; and its decisions on one."""
+
+import dataclasses
+
+from autoshard.cost import Mesh
+from autoshard.graph import Liveness, OpGraph, Structure, analyse, build_structure, read_graph, replace_names
+from autoshard.plan._groups import Groups, find_groups
+from autoshard.plan._model import Model
+from autoshard.plan._price import price
+from autoshard.plan._refine import refinement_of
+from autoshard.program import Program, Role
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reading:
+    """What a program is, whatever the mesh."""
+
+    graph: OpGraph
+    structure: Structure
+    liveness: Liveness
+    groups: Groups
+
+
+def read_program(program: Program) -> Reading:
+    """Its ops, decisions, lifetimes and dim groups."""
+    graph = replace_names(read_graph(program.module), [a.name for a in program.arguments])
+    parameters = [t for t, a in zip(graph.arguments, program.arguments, strict=True) if a.role is Role.PARAMETER]
+    ties = [
+        (graph.results[a.result], t)
+        for t, a in zip(graph.arguments, program.arguments, strict=True)
+        if a.result is not None
+    ]
+    structure = build_structure(graph, parameters, ties)
+    named = list(zip(graph.arguments, program.arguments, strict=True))
+    kept = [t for t, a in named if not a.donated]
+    liveness = analyse(
+        graph, kept, {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None}
+    )
+    return Reading(graph, structure, liveness, find_groups(program, graph, structure))
+
+
+def build_model(program: Program, reading: Reading, mesh: Mesh, memory_limit: int) -> Model:
+    """Every decision of a program on a mesh, priced; axes that are parts of another go apart where they may."""
+    refinement = refinement_of(reading.groups, mesh)
+    return price(program, reading.graph, reading.structure, reading.liveness, mesh, memory_limit, refinement)
