@@ -31,8 +31,13 @@ FLAGS = {
     "plan": {"--debug", "--json", "--out", "--quiet"} | PROGRAM | PLANNING,
     "explain": {"--debug", "--entry", "--json", "--program", "--quiet", "--time-limit"},
     "export": {"--debug", "--json", "--out", "--quiet", "--to", "-o"},
-    "measure": {"--check", "--debug", "--json", "--plan", "--quiet", "--steps", "--tolerance"} | PROGRAM | PLANNING,
-    "report": {"--compare", "--debug", "--json", "--measured", "--out", "--perfetto", "--quiet", "-o"},
+    "measure": {"--check", "--debug", "--json", "--plan", "--profile", "--quiet", "--steps", "--tolerance"}
+    | PROGRAM
+    | PLANNING,
+    "report": {
+        *("--compare", "--compiled", "--debug", "--json", "--measured", "--out", "--perfetto", "--profile", "--quiet"),
+        "-o",
+    },
     "validate": {"--data", "--debug", "--json", "--quiet"},
     "solve": {"--debug", "--iterations", "--json", "--out", "--quiet", "--seed", "--threads", "--time-limit"},
 }
@@ -349,9 +354,21 @@ def test_report_of_a_saved_plan(folder: Path):
     assert last == pytest.approx(figures["step_time_s"] * 1e6, rel=1e-3)
 
 
+def test_a_profile_stands_beside_the_prediction(folder: Path):
+    assert run("measure", "step.py", "--plan", "plan.json", "--profile", "p.json.gz", cwd=folder).returncode == 0
+    spans = [{"name": "fusion.1", "lane": "compute", "start_s": 0.0, "seconds": 1e-3}]
+    (folder / "c.json").write_text(json.dumps({"step_time_s": {}, "time": {"spans": spans}}))
+    run("report", "plan.json", "--perfetto", "t.json", "--profile", "p.json.gz", "--compiled", "c.json", cwd=folder)
+    events = json.loads((folder / "t.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} >= {1, 2, 3}
+    assert any("dot" in event["name"] for event in events if event["pid"] >= 3 and event["ph"] == "X")
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
+        ("report plan.json --profile p.json.gz", "--profile is for the trace; name it with --perfetto trace.json."),
+        ("report plan.json --compiled c.json", "--compiled is for the trace; name it with --perfetto trace.json."),
         ("measure step.py", "`autoshard measure` takes either --plan PLAN.json, or --topology to plan first."),
         ("measure step.py --plan plan.json --mesh data=8", "--mesh is for planning; plan.json is a plan already."),
         (

@@ -50,6 +50,7 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
     from autoshard.plan import load_plan, make_plan
 
     _check_writable("--save-problem", arguments.save_problem)
+    _check_writable("--profile", arguments.profile)
     if (arguments.plan is None) == (arguments.topology is None):
         raise UserError("`autoshard measure` takes either --plan PLAN.json, or --topology to plan first.")
     for flag in ("mesh", "memory_limit", "save_problem", "pin", "forbid", "axis_only", "replicate", "pin_from"):
@@ -63,7 +64,8 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
         if plan is None:
             plan = make_plan(program, **_plan_options(arguments), progress=progress).plan
         progress("Running the planned step" + (" and the unplanned one" if arguments.check else ""))
-        result = measure(program, plan, steps=arguments.steps, check=arguments.check, tolerance=arguments.tolerance)
+        options = {name: getattr(arguments, name) for name in ("steps", "check", "tolerance", "profile")}
+        result = measure(program, plan, **options)
     from autoshard.report import measurement_report
 
     figures = measurement_figures(result)
@@ -187,19 +189,25 @@ def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
     _check_writable("--out", arguments.out)
     _check_writable("--perfetto", arguments.perfetto)
     from autoshard.plan import load_plan
-    from autoshard.report import html_report, perfetto_json, plan_figures, terminal_report, write_text
+    from autoshard.report import html_report, perfetto_json, plan_figures, read_profile, terminal_report, write_text
 
     plan = load_plan(arguments.plan)
     written: dict[str, str] = {}
     if arguments.perfetto is not None:
-        written[str(arguments.perfetto)] = perfetto_json(plan)
+        compiled = _read_json(arguments.compiled, "compile") if arguments.compiled else None
+        profile = read_profile(arguments.profile) if arguments.profile else None
+        written[str(arguments.perfetto)] = perfetto_json(plan, compiled, profile)
+    else:
+        for flag in ("compiled", "profile"):
+            if getattr(arguments, flag):
+                raise UserError(f"--{flag} is for the trace; name it with --perfetto trace.json.")
     if arguments.out is None:
         for flag in ("compare", "measured"):
             if getattr(arguments, flag):
                 raise UserError(f"--{flag} is for the page; name it with --out report.html.")
     else:
         compare = load_plan(arguments.compare) if arguments.compare else None
-        measured = _read_json(arguments.measured) if arguments.measured else None
+        measured = _read_json(arguments.measured, "measure") if arguments.measured else None
         written[str(arguments.out)] = html_report(plan, compare=compare, measured=measured)
     for path, text in written.items():
         write_text(Path(path), text)
@@ -336,15 +344,16 @@ def _check_writable(flag: str, path: Path | None) -> None:
         raise UserError(f"{flag} {path} cannot be written: permission denied.")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, command: str) -> dict[str, Any]:
+    """What `autoshard COMMAND --json` printed."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}.") from error
     except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); give what `autoshard measure --json` printed.") from error
+        raise UserError(f"{path} is not JSON ({error}); give what `autoshard {command} --json` printed.") from error
     if not isinstance(value, dict) or "step_time_s" not in value:
-        raise UserError(f"{path} has no `step_time_s`; give what `autoshard measure --json` printed.")
+        raise UserError(f"{path} has no `step_time_s`; give what `autoshard {command} --json` printed.")
     return value
 
 

@@ -79,6 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     measure.add_argument(
         "--tolerance", type=_tolerance, metavar="X", help="of a tensor's own maximum (default: 1e-5 for float32)"
     )
+    measure.add_argument("--profile", metavar="P.json.gz", type=Path, help="write a trace of one more step here")
     measure.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps to time (default: 10)")
     _add_planning(measure, required=False)
 
@@ -118,6 +119,8 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
     report.add_argument("-o", "--out", metavar="REPORT.html", type=Path, help="write a page here instead")
     report.add_argument("--perfetto", metavar="TRACE.json", type=Path, help="write a trace for ui.perfetto.dev here")
+    report.add_argument("--compiled", metavar="C.json", type=Path, help="what `autoshard compile --json` printed")
+    report.add_argument("--profile", metavar="P.json.gz", type=Path, help="what `autoshard measure --profile` wrote")
     report.add_argument("--compare", metavar="OTHER.json", type=Path, help="another plan to set beside this one")
     report.add_argument("--measured", metavar="M.json", type=Path, help="what `autoshard measure --json` printed")
 

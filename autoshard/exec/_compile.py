@@ -307,6 +307,7 @@ def compile_figures(result: CompileReport) -> dict[str, Any]:
             "hidden_comm_s": timed.hidden_comm_s,
             "copy_s": timed.copy_s,
             "by_kind": timed.by_kind,
+            "spans": [dataclasses.asdict(span) for span in timed.spans],
         }
         if timed
         else None,

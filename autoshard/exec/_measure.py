@@ -1,6 +1,7 @@
 """Running a planned program on the devices that are here: time, compiled communication, and agreement."""
 
 import dataclasses
+import pathlib
 import statistics
 import time
 from typing import Any
@@ -17,6 +18,7 @@ from autoshard.exec._collectives import (
     wire_by_axis,
 )
 from autoshard.exec._devices import ensure_devices, place
+from autoshard.exec._profile import profiled
 from autoshard.plan import Plan, Spec
 from autoshard.program import Program
 
@@ -60,11 +62,13 @@ def measure(
     check: bool = False,
     seed: int = 0,
     tolerance: float | None = None,
+    profile: pathlib.Path | None = None,
 ) -> Measurement:
     """Run `steps` timed steps of the program under the plan after `warmup` untimed ones.
 
     Updated state is fed into the next step, donation included. With `check`, one step of the unplanned program
-    runs on one device first, from the same arguments, and all results are compared (see `Check`). Raises
+    runs on one device first, from the same arguments, and all results are compared (see `Check`). With `profile` one
+    more step is recorded by JAX's profiler, and written there as a trace in Chrome's format, gzipped. Raises
     `UserError` for too few devices, another program than the planned one, memory that runs out, or a runtime that
     fails.
     """
@@ -102,6 +106,9 @@ def measure(
             if step >= warmup:
                 times.append(elapsed)
             current = _next(program, current, results, leaves, shardings)
+        if profile is not None:
+            with profiled(profile):
+                jax.block_until_ready(compiled(*tree.unflatten(current)))
     except jax.errors.JaxRuntimeError as error:
         raise _failed(plan, error) from error
 

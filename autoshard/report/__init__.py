@@ -23,6 +23,7 @@ from autoshard.report._measurement import measurement_report as measurement_repo
 from autoshard.report._notebook import NotebookView as NotebookView
 from autoshard.report._perfetto import perfetto_json as perfetto_json
 from autoshard.report._perfetto import perfetto_trace as perfetto_trace
+from autoshard.report._perfetto import read_profile as read_profile
 from autoshard.report._picture import visualize_sharding as visualize_sharding
 from autoshard.report._picture import visualize_spec as visualize_spec
 from autoshard.report._picture import visualize_tensor_sharding as visualize_tensor_sharding
