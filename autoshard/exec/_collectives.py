@@ -158,8 +158,9 @@ class Walk:
             return [self.scattered(c) if _scatters(op) else c for c in found]
         if op.opcode == "call":
             return self.called(op, "to_apply", place)
-        if op.opcode == "custom-call" and op.attribute("calls"):
-            return self.called(op, "calls", place)
+        if op.opcode == "custom-call":  # what the sparse cores do (tpu7x) is called by one
+            keys = [key for key in ("calls", "called_computations") if op.attribute(key)]
+            return [c for key in keys for name in _names(op, key) for c in self.called_by_name(name, place)]
         return []
 
     def called(self, op: Instruction, key: str, place: _Place) -> list[CompiledCollective]:
@@ -292,6 +293,10 @@ class Walk:
         if any(other != span for other in spans) or math.prod(span) != size:
             return (OTHER,), size
         return tuple(self.mesh.names[i] for i, width in enumerate(span) if width > 1), size
+
+
+def _names(op: Instruction, key: str) -> list[str]:
+    return re.findall(r"[\w.\-]+", op.attribute(key) or "")
 
 
 def _named(owner: Computation, op: Instruction) -> Instruction | None:

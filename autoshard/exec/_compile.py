@@ -2,9 +2,7 @@
 
 import dataclasses
 import enum
-import itertools
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from autoshard.exec._collectives import CompiledCollective, plan_mesh, read_collectives, wire_by_axis
@@ -13,7 +11,8 @@ from autoshard.exec._flops import FlopCheck, check_flops
 from autoshard.exec._hlo import parse_hlo
 from autoshard.exec._libtpu import Compiled, compile_with_libtpu
 from autoshard.exec._measure import verify_program
-from autoshard.plan import Plan, Spec
+from autoshard.exec._unforeseen import Unforeseen, involuntary, unforeseen
+from autoshard.plan import Plan
 from autoshard.program import Program
 from autoshard.units import format_bytes
 
@@ -24,35 +23,6 @@ class Verdict(enum.StrEnum):
     FITS = "fits"
     FITS_WITH_REMAT = "fits only with the compiler's own remat"
     DOES_NOT_FIT = "does not fit"
-
-
-UNFORESEEN_SHARE = 0.01
-"""Communication above this share of the step's that the plan did not predict is worth a line."""
-
-_REDUCING = frozenset({"all-reduce", "reduce-scatter"})
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Unforeseen:
-    """Communication in the compiled program that the plan did not predict."""
-
-    kind: str
-    axes: tuple[str, ...]
-    wire_bytes: int
-    """Bytes on the wire of one device in one step."""
-    share: float
-    """Of all bytes on the wire in the step."""
-    count: int
-    op: str
-    """The source's name for the op."""
-    line: str
-    """`file:line` of the source, where known."""
-    before: str
-    """Spec of the value where it is made, where known."""
-    after: str
-    """Spec that its user needs, where known."""
-    note: str = ""
-    """What the compiler itself said of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,120 +118,8 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
     )
 
 
-def unforeseen(
-    program: Program, plan: Plan, found: Sequence[CompiledCollective], log: str = ""
-) -> tuple[Unforeseen, ...]:
-    """Communication beyond the prediction, largest first.
-
-    Within one set of mesh axes reductions (all-reduce, reduce-scatter) and moves (the other kinds) are compared as
-    bytes on the wire, since the compiler may choose either kind of each; what exceeds the prediction is blamed on the
-    collectives that the plan has no entry for, largest first. Specs and source lines come from Shardy's own list
-    of reshards for the pinned program, and from the compiler's warnings of involuntary rematerialisation.
-    """
-    total = sum(c.wire_bytes for c in found)
-    if not total:
-        return ()
-    predicted: dict[tuple[tuple[str, ...], bool], float] = {}
-    for collective in plan.prediction.collectives:
-        key = (tuple(a for a in plan.mesh if a in collective.axes), collective.kind in _REDUCING)
-        predicted[key] = predicted.get(key, 0.0) + collective.wire_bytes
-    groups: dict[tuple[tuple[str, ...], bool], list[CompiledCollective]] = {}
-    for collective in found:
-        groups.setdefault((collective.axes, collective.kind in _REDUCING), []).append(collective)
-    blamed: list[CompiledCollective] = []
-    for key, members in groups.items():
-        excess = sum(c.wire_bytes for c in members) - predicted.get(key, 0.0)
-        expected = [c for c in plan.prediction.collectives if (tuple(a for a in plan.mesh if a in c.axes)) == key[0]]
-        for collective in sorted(members, key=lambda c: (_foreseen(c, expected), -c.wire_bytes)):
-            if excess < UNFORESEEN_SHARE * total:
-                break
-            if collective.wire_bytes <= 1.1 * excess:
-                blamed.append(collective)
-                excess -= collective.wire_bytes
-    if not blamed:
-        return ()
-    reshards, notes = _reshards(program, plan), _involuntary(log)
-    rows = [_explained(c, total, reshards, notes) for c in blamed if c.wire_bytes >= UNFORESEEN_SHARE * total]
-    return tuple(sorted(rows, key=lambda row: -row.wire_bytes))
-
-
-def _foreseen(collective: CompiledCollective, expected: Sequence[Any]) -> bool:
-    return any(c.kind == collective.kind and c.count == collective.count for c in expected)
-
-
-def _reshards(program: Program, plan: Plan) -> list[dict[str, Any]]:
-    """Shardy's list of reshards and sums for the program under the plan."""
-    from autoshard import mlir
-
-    module = mlir.inline_calls(mlir.parse_module(program.module))
-    mlir.set_shardings(module, "mesh", plan.mesh, list(plan.arguments.values()), list(plan.results.values()))
-    found = mlir.regions_of(module, plan.regions)
-    mlir.insert_pins(module, "mesh", plan.mesh, plan.pins)
-    mlir.insert_regions(module, "mesh", plan.mesh, found)
-    return [*mlir.explicit_reshards(module), *mlir.explicit_sums(module)]
-
-
-def _involuntary(log: str) -> list[str]:
-    """The compiler's own complaints, one line each."""
-    return [line.strip()[:400] for line in log.splitlines() if "nvoluntary full rematerialization" in line]
-
-
-def _explained(
-    collective: CompiledCollective, total: float, reshards: Sequence[dict[str, Any]], notes: Sequence[str]
-) -> Unforeseen:
-    tail = _tail(collective.source)
-    best = max(reshards, key=lambda r: _likeness(r, collective), default=None)
-    if best is not None and not _likeness(best, collective)[0]:
-        best = None
-    note = next((text for text in notes if tail and tail in text), "")
-    before, after = _specs(best) if best else ("", "")
-    return Unforeseen(
-        kind=collective.kind,
-        axes=collective.axes,
-        wire_bytes=round(collective.wire_bytes),
-        share=collective.wire_bytes / total,
-        count=collective.count,
-        op=collective.source or collective.name,
-        line=(best["line"] if best else "") or collective.line,
-        before=before,
-        after=after,
-        note=note,
-    )
-
-
-def _likeness(reshard: dict[str, Any], collective: CompiledCollective) -> tuple[bool, bool, bool, int]:
-    """How well a reshard of Shardy's list explains a collective: at all, by its axes, by kind, by its op's name."""
-    tail = _tail(collective.source)
-    same = bool(tail) and any(_tail(name) == tail for name in reshard["names"])
-    summed = reshard.get("summed", ())
-    places = [{a: d for d, axes in enumerate(reshard[side]) for a in axes} for side in ("before", "after")]
-    changed = {*summed, *(a for a in {*places[0], *places[1]} if places[0].get(a) != places[1].get(a))}
-    fitting = bool(changed & set(collective.axes))
-    near = max((_shared(_tail(name), tail) for name in reshard["names"]), default=0)
-    kind = bool(summed) == (collective.kind in _REDUCING)
-    return (same or (fitting and kind and near > 0)), fitting, kind and same, near
-
-
-def _shared(name: str, tail: str) -> int:
-    """Leading parts of two name stacks that are the same."""
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(name.split("/"), tail.split("/"), strict=False))
-    return sum(1 for _ in pairs)
-
-
-def _specs(reshard: dict[str, Any]) -> tuple[str, str]:
-    before, after = str(Spec(reshard["before"])), str(Spec(reshard["after"]))
-    if reshard.get("summed"):
-        before += f" not yet summed over {', '.join(reshard['summed'])}"
-    return before, after
-
-
-def _tail(name: str) -> str:
-    """An op's name stack without the name of the jitted function, which differs between lowerings."""
-    return name.partition("/")[2]
-
-
 def _warnings(log: str) -> tuple[str, ...]:
-    lines = _involuntary(log)
+    lines = involuntary(log)
     return (f"the compiler reports {len(lines)} involuntary full rematerializations",) if lines else ()
 
 

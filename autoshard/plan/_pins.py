@@ -64,17 +64,25 @@ def stages(source: Sequence[int], target: Sequence[int], collectives: Collective
     """States to pin between the state in which an op leaves its result, or a value is held, and the wanted one.
 
     The first is what the op leaves, sums done: told only the end, the partitioner may gather operands, or compute the
-    op split in another way; compilers that have a reduce-scatter still make one of the sum and the slice. Where only
-    slices follow it is left free. Sums and gathers over all of many TPU devices go one axis at a time (`emitted`).
+    op split in another way; compilers that have a reduce-scatter still make one of the sum and the slice. Not if some
+    of the axes are only summed over: then it would be one sum over all of them, so what is scattered is said at once.
+    Where only slices follow it is left free. Sums and gathers over all of many TPU devices go one axis at a time
+    (`emitted`).
     """
     now = [max(s, WHOLE) for s in source]
     summed = [a for a, s in enumerate(source) if s <= PARTIAL]
     scattered = [a for a in summed if target[a] >= 0]
-    if len(scattered) > 1 and emitted(collectives, scattered) is Emitted.STAGED:
+    form = emitted(collectives, scattered) if scattered else Emitted.SUM
+    if len(scattered) > 1 and form is Emitted.STAGED:
         for axis in scattered:
             now[axis] = target[axis]
             if now != list(target):
                 yield tuple(now)
+    elif scattered and len(scattered) < len(summed) and form is Emitted.SCATTER:
+        for axis in scattered:
+            now[axis] = target[axis]
+        if now != list(target):
+            yield tuple(now)
     elif now != list(target) and (summed or any(n >= 0 and n != t for n, t in zip(now, target, strict=True))):
         yield tuple(now)
     yield from gather_stages(now, target, collectives)

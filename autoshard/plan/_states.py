@@ -192,6 +192,7 @@ def waves(
     """
     axis_sizes = collectives.mesh.sizes
     count = len(axis_sizes)
+    tpu = collectives.mesh.topology.backend == "tpu"
     pairs = (len(source), len(target))
     local = np.broadcast_to(local_elements(source, sizes, axis_sizes)[:, None], pairs)
     f, t = source[:, None, :], target[None, :, :]
@@ -215,6 +216,7 @@ def waves(
             found.append(Wave(kind, groups, local * item))
 
     summed = np.zeros(pairs, dtype=np.int32)
+    totals: list[Bits] = []
     for axis in range(count):
         # Axes that split one factor are summed together, those of different factors one factor after the other.
         first = (f[..., axis] <= PARTIAL) & ~(f[..., :axis] == f[..., axis : axis + 1]).any(axis=2)
@@ -227,8 +229,13 @@ def waves(
         for groups in (together, *(staged & 1 << a for a in range(count))):
             add("reduce-scatter", groups, reduce_itemsize)
             local = local / parts[groups]
-        add("all-reduce", total | sliced, reduce_itemsize)
+        if tpu:
+            totals.append(total | sliced)
+        else:
+            add("all-reduce", total | sliced, reduce_itemsize)
         summed |= sliced
+    if totals:  # after every reduce-scatter, and in one
+        add("all-reduce", functools.reduce(np.bitwise_or, totals), reduce_itemsize)
     local = local / parts[summed]
 
     moved = (f >= 0) & (t >= 0) & (f != t)
@@ -238,8 +245,9 @@ def waves(
     add("collective-permute", np.where((swaps > 0) & ~whole, swaps | 1 << (count - 1), 0), itemsize)
     everything = np.where(whole, mask(np.broadcast_to(f >= 0, (*pairs, count))), gather)
     staged = only(everything, gathering, Emitted.STAGED)
-    # One gather for each dim, the last dim first, unless pinned axis by axis.
-    by_dim = [(everything ^ staged) & mask(f == dim) for dim in reversed(range(len(sizes)))]
+    # One gather for each dim, the last dim first, unless pinned axis by axis; TPU compilers make one of them.
+    together = everything ^ staged
+    by_dim = [together] if tpu else [together & mask(f == dim) for dim in reversed(range(len(sizes)))]
     for groups in (*by_dim, *(staged & 1 << a for a in reversed(range(count)))):
         local = local * parts[groups]
         add("all-reduce", only(groups, gathering, Emitted.SUM), itemsize)

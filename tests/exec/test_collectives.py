@@ -183,6 +183,21 @@ def test_a_generic_asynchronous_pair_counts_its_body():
     assert (found.kind, found.asynchronous) == ("reduce-scatter", True)
 
 
+def test_what_the_sparse_cores_do_is_found():
+    before = (
+        "%inside (x: f32[4,16]) -> f32[16,16] {\n  %x = f32[4,16]{1,0} parameter(0)\n"
+        f"  ROOT %ag = f32[16,16] all-gather(%x), replica_groups={MODEL}, dimensions={{0}}\n}}\n"
+        "%wrapped (y: f32[4,16]) -> f32[16,16] {\n  %y = f32[4,16]{1,0} parameter(0)\n"
+        '  ROOT %c = f32[16,16] custom-call(%y), custom_call_target="x", called_computations={%inside}\n}\n'
+    )
+    found = only(
+        "  %s = ((f32[4,16]{1,0}), f32[16,16]{1,0}, u32[]) async-start(%p), calls=%wrapped\n"
+        "  ROOT %d = f32[16,16]{1,0} async-done(%s), calls=%wrapped",
+        before,
+    )
+    assert (found.kind, found.asynchronous, found.wire) == ("all-gather", True, {"model": SIZE * 3 / 4})
+
+
 def test_tpu_fused_all_reduce_and_slice_is_one_reduce_scatter():
     before = (
         "%all-reduce-scatter (x: f32[16,16]) -> f32[4,16] {\n  %x = f32[16,16]{1,0:T(8,128)} parameter(0)\n"

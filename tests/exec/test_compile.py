@@ -16,8 +16,9 @@ from autoshard.errors import UserError
 from autoshard.exec import Verdict, compile_figures, compile_lines, compile_plan
 from autoshard.exec import _libtpu as room
 from autoshard.exec._collectives import plan_mesh, read_collectives
-from autoshard.exec._compile import report, unforeseen
+from autoshard.exec._compile import report
 from autoshard.exec._libtpu import Compiled, libtpu_topology, parse_out_of_memory
+from autoshard.exec._unforeseen import unforeseen
 from autoshard.plan import Collective, Plan
 from autoshard.program import trace
 from tests.exec import planned_programs as made

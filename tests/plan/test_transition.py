@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.cost import Collectives, Mesh, Topology, make_mesh
 from autoshard.exec import read_collectives, wire_by_axis
+from autoshard.plan._pins import stages
 from autoshard.plan._states import PARTIAL, WHOLE, Step, enumerate_states, transition
 
 
@@ -194,6 +195,38 @@ def test_tpus_scatter_sums_where_they_end_split() -> None:
     assert sizes.pop(("all-reduce", (1,))) == [[local, 0], [local, 0], [0, 0]]
     assert sizes.pop(("all-gather", (1,))) == [[0, 0], [0, 0], [local, 0]]
     assert sizes == {}
+
+
+def test_tpus_gather_several_dims_at_once() -> None:
+    ends = np.array([[0, 1]]), np.array([[WHOLE, WHOLE]])
+    for topology, groups in (("v5e:2x4", [(0, 1)]), ("cpu:8", [(1,), (0,)])):
+        steps = transition(*ends, (16, 32), 4, 4, Collectives(make_mesh(Topology.parse(topology), SIZES)))
+        assert [step.axes for step in steps] == groups
+        assert {step.kind for step in steps} == {"all-gather"}
+
+
+def test_tpus_sum_once_after_what_they_scatter() -> None:
+    """Over two axes of which one ends split, whether they split one summed factor or two."""
+    mesh = make_mesh(Topology.parse("v5e:2x4"), SIZES)
+    size = 16 * 32 * 4
+    for source in ((PARTIAL, PARTIAL), (PARTIAL, PARTIAL - 1)):
+        ends = np.array([source]), np.array([(WHOLE, 0), (WHOLE, WHOLE)])
+        steps = transition(*ends, (16, 32), 4, 4, Collectives(mesh))
+        found = [(step.kind, step.axes, step.size[0].tolist()) for step in steps]
+        assert sorted(found) == [
+            ("all-reduce", (0,), [size / 2, 0]),
+            ("all-reduce", (0, 1), [0, size]),
+            ("reduce-scatter", (1,), [size, 0]),
+        ]
+
+
+def test_what_a_sum_scatters_is_said_at_once() -> None:
+    """A stage that is whole would make one sum over both axes and a slice of it."""
+    tpu = Collectives(make_mesh(Topology.parse("v5e:4x4"), {"a": 4, "b": 4}))
+    assert list(stages((PARTIAL, PARTIAL), (WHOLE, 0), tpu)) == []
+    assert list(stages((PARTIAL, WHOLE), (0, WHOLE), tpu)) == [(WHOLE, WHOLE)]
+    assert list(stages((PARTIAL, PARTIAL), (0, 1), tpu)) == [(0, WHOLE)]
+    assert list(stages((PARTIAL, PARTIAL), (WHOLE, 0), Collectives(cpu(**SIZES)))) == [(WHOLE, WHOLE)]
 
 
 # Other meshes and shapes
