@@ -59,7 +59,7 @@ def unforeseen(
         return ()
     order = list(plan.mesh)
     expected = [
-        Expected(tuple(a for a in order if a in c.axes), c.kind in _REDUCING, c.count, float(c.wire_bytes))
+        Expected(c.kind, tuple(a for a in order if a in c.axes), c.count, float(c.wire_bytes))
         for c in plan.prediction.collectives
     ]
     blamed = beyond(found, expected, UNFORESEEN_SHARE * total)
@@ -74,16 +74,25 @@ def unforeseen(
 class Expected:
     """A predicted collective, and its bytes on the wire that no compiled one has taken."""
 
+    kind: str
     axes: tuple[str, ...]
-    reducing: bool
     count: int
     bytes: float
 
+    @property
+    def reducing(self) -> bool:
+        return self.kind in _REDUCING
+
     def may_be(self, collective: CompiledCollective) -> bool:
-        """Gathers over two axes, one after the other, may be compiled as one; a loop of permutes does either sort."""
+        """Whether a compiled collective may be this one or a part of it.
+
+        Gathers over two axes, one after the other, may be compiled as one; a loop of permutes does either sort; a sum
+        over slices and chips of a slice ends with a gather.
+        """
         mine, other = set(self.axes), set(collective.axes)
-        sort = collective.kind == _PERMUTE or self.reducing == (collective.kind in _REDUCING)
-        return sort and (mine <= other or mine >= other)
+        same = self.reducing == (collective.kind in _REDUCING)
+        part = self.kind == "all-reduce" and collective.kind == "all-gather" and mine > other
+        return (same or part or collective.kind == _PERMUTE) and (mine <= other or mine >= other)
 
 
 def beyond(found: Sequence[CompiledCollective], expected: Sequence[Expected], least: float) -> list[CompiledCollective]:

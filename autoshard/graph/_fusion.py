@@ -1,7 +1,10 @@
 """Which values reach memory, which are recomputed inside fusions, and how long each lives.
 
 The rule: heavy ops write what they make and read what they take; pointwise values stay inside the fusion of
-whoever consumes them, unless recomputing them for several consumers would read more than keeping them costs.
+whoever consumes them, unless recomputing them for several consumers would read more than keeping them costs. On TPUs
+matmuls without batch dims are consumers like others: what leads from one matmul's result to the operands of the next
+ones (activation functions, norms and their gradients) is not stored, but computed again in each of them (read from
+the scheduled programs of decoders and MLPs, v4 to tpu7x, libtpu 0.0.51).
 """
 
 import dataclasses
@@ -17,6 +20,7 @@ _WRITERS = frozenset({"reduce", "case", "if"})
 _PASSING = frozenset({"sharding_constraint", IN, OUT})
 """Ops that say how a value is split and leave it where it is."""
 _FUSED_MOVES = frozenset({"slice", "concatenate", "pad", "reverse"})
+_MANY = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,11 +52,17 @@ class Liveness:
         return self.widths.get(buffer) or record.bytes // max(1, record.elements)
 
 
-def analyse(graph: OpGraph, kept: Collection[int] = (), updates: Mapping[int, int] | None = None) -> Liveness:
+def analyse(
+    graph: OpGraph,
+    kept: Collection[int] = (),
+    updates: Mapping[int, int] | None = None,
+    fused_matmuls: bool = False,
+) -> Liveness:
     """Fusions, and the lifetime of every value that reaches memory.
 
     `kept`: arguments that the caller keeps (not donated), held throughout. `updates`: for donated state, argument
-    tensor -> the result tensor that is written over it.
+    tensor -> the result tensor that is written over it. `fused_matmuls`: a matmul's kernel computes the pointwise
+    values that it takes, as TPU compilers have it.
     """
     free = {t for op in graph.ops if op.op_class is OpClass.FREE for t in op.results}
     consumers: list[list[int]] = [[] for _ in graph.tensors]
@@ -71,6 +81,10 @@ def analyse(graph: OpGraph, kept: Collection[int] = (), updates: Mapping[int, in
         consumers[source].extend(consumers[result])
         if result in pinned:
             pinned.add(source)
+    for op in reversed(graph.ops):
+        if _widens(graph, op):  # who takes the wide value may as well take the narrow one
+            consumers[op.operands[0]].extend(consumers[op.results[0]])
+    ends = _ends_of(graph, consumers, pinned)
     reach: dict[int, frozenset[int]] = {}
     bases: dict[int, frozenset[int]] = {}
     materialised: set[int] = set()
@@ -97,7 +111,8 @@ def analyse(graph: OpGraph, kept: Collection[int] = (), updates: Mapping[int, in
         reads = frozenset().union(*(reach.get(t, frozenset()) for t in sources))
         writes = []
         for tensor in op.results:
-            if _is_written(graph, op.id, tensor, consumers[tensor], reads, pinned, sizes):
+            users, after = consumers[tensor], ends[tensor]
+            if _is_written(graph, op.id, tensor, users, after, reads, pinned, sizes, fused_matmuls):
                 materialised.add(tensor)
                 reach[tensor] = frozenset((tensor,))
                 writes.append(tensor)
@@ -109,6 +124,14 @@ def analyse(graph: OpGraph, kept: Collection[int] = (), updates: Mapping[int, in
     buffers = _buffers(graph, fusions, materialised, free, reach, bases, kept, updates or {})
     more, widths = stored(graph, buffers, wide)
     return Liveness(tuple(fusions), frozenset(materialised), tuple(sorted((*buffers, *more))), widths)
+
+
+def _widens(graph: OpGraph, op: Op) -> bool:
+    """True for a convert to a wider dtype in the place where its operand is made."""
+    if op.kind != "convert" or op.op_class is not OpClass.POINTWISE:
+        return False
+    source, result = graph.tensors[op.operands[0]], graph.tensors[op.results[0]]
+    return source.loop == op.loop and source.bytes < result.bytes
 
 
 def _takes_stored(graph: OpGraph, op: Op) -> bool:
@@ -131,18 +154,65 @@ def _is_written(
     op_id: int,
     tensor: int,
     users: list[int],
+    ends: frozenset[int] | None,
     reads: frozenset[int],
     pinned: set[int],
     sizes: Sequence[int],
+    fused_matmuls: bool,
 ) -> bool:
     op = graph.ops[op_id]
-    writes = op.kind in _WRITERS or op.kind == "dynamic_update_slice" or tensor in pinned
-    if writes or (op.op_class is OpClass.HEAVY and op.kind not in _FUSED_MOVES):
+    if _ends(graph, op, pinned):
         return True
-    heavy = any(graph.ops[u].op_class is OpClass.HEAVY and graph.ops[u].kind not in _FUSED_MOVES for u in users)
-    if heavy and op.kind not in _CHEAP_INTO_MATMUL and op.op_class is not OpClass.LAYER:
+
+    def inside(user: int) -> bool:
+        return fused_matmuls and graph.ops[user].loop == op.loop and _is_plain_matmul(graph.ops[user])
+
+    apart = any(_is_kernel(graph.ops[u]) and not inside(u) for u in users)
+    if apart and op.kind not in _CHEAP_INTO_MATMUL and op.op_class is not OpClass.LAYER:
         return True
-    return len(users) > 1 and sum(sizes[t] for t in reads) > sizes[tensor]
+    if len(users) < 2 or (ends is not None and (len(ends) == 1 or all(inside(end) for end in ends))):
+        return False
+    if any(inside(u) for u in users):
+        # Matmuls compute it again, and others do if it follows from one value of its size.
+        return sum(graph.tensors[t].elements >= graph.tensors[tensor].elements for t in reads) > 1
+    return sum(sizes[t] for t in reads) > sizes[tensor]
+
+
+def _is_kernel(op: Op) -> bool:
+    """True for an op that compilers give a kernel of its own."""
+    return op.op_class is OpClass.HEAVY and op.kind not in _FUSED_MOVES
+
+
+def _ends(graph: OpGraph, op: Op, pinned: set[int]) -> bool:
+    """True for an op that ends its fusion: what it makes is written in any case."""
+    writes = op.kind in _WRITERS or op.kind == "dynamic_update_slice" or any(t in pinned for t in op.results)
+    return writes or _is_kernel(op)
+
+
+def _ends_of(graph: OpGraph, consumers: Sequence[list[int]], pinned: set[int]) -> list[frozenset[int] | None]:
+    """For every tensor the ops, ends of fusions, that its consumers lead to; None for more than `_MANY`."""
+    found: list[frozenset[int] | None] = [frozenset()] * len(graph.tensors)
+    for op in reversed(graph.ops):
+        for tensor in op.results:
+            ends: frozenset[int] | None = frozenset()
+            for user in consumers[tensor]:
+                other = graph.ops[user]
+                apart = other.loop != op.loop or _ends(graph, other, pinned)
+                after = [frozenset((user,))] if apart else [found[t] for t in other.results]
+                ends = None if ends is None or None in after else ends.union(*(e for e in after if e is not None))
+                if ends is None or len(ends) > _MANY:
+                    ends = None
+                    break
+            found[tensor] = ends
+    return found
+
+
+def _is_plain_matmul(op: Op) -> bool:
+    """True for a dot without batch dims. Those of attention, which have some, find their operands stored."""
+    if op.kind != "dot_general" or op.rule is None:
+        return False
+    left, right, out = ({f for dim in dims for f in dim} for dims in (*op.rule.operands, op.rule.results[0]))
+    return not left & right & out
 
 
 def _buffers(

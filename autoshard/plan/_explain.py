@@ -109,7 +109,8 @@ def reopen(plan: Plan, program: str | None = None, entry: str | None = None) -> 
 
 
 def _rebuild(plan: Plan, program: Program) -> tuple[Model, NDArray[np.int64], Required]:
-    reading, mesh = read_program(program), make_mesh(Topology.parse(plan.topology), plan.mesh)
+    mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
+    reading = read_program(program, mesh.topology.backend)
     model = build_model(program, reading, mesh, plan.memory_limit_bytes)
     choices = np.array([int(c) for c in plan.choices.split()], dtype=np.int64)
     again = "plan it again with this version of autoshard."

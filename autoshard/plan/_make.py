@@ -89,7 +89,7 @@ def make_plan(
     if memory_limit <= 0:
         raise UserError(f"the memory limit is {memory_limit} bytes; it must be more than 0.")
     phases.start("extract", "reading the program's ops and their sharding rules")
-    reading = read_program(program)
+    reading = read_program(program, parsed.backend)
     graph = reading.graph
     given = given_mesh(parsed, mesh, program_mesh(graph, parsed.num_devices))
     asked = asked or Asked()

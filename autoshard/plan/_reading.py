@@ -21,8 +21,8 @@ class Reading:
     groups: Groups
 
 
-def read_program(program: Program) -> Reading:
-    """Its ops, decisions, lifetimes and dim groups."""
+def read_program(program: Program, backend: str) -> Reading:
+    """Its ops, decisions, lifetimes (what reaches memory depends on the backend's compiler) and dim groups."""
     graph = replace_names(read_graph(program.module), [a.name for a in program.arguments])
     parameters = [t for t, a in zip(graph.arguments, program.arguments, strict=True) if a.role is Role.PARAMETER]
     ties = [
@@ -33,9 +33,8 @@ def read_program(program: Program) -> Reading:
     structure = build_structure(graph, parameters, ties)
     named = list(zip(graph.arguments, program.arguments, strict=True))
     kept = [t for t, a in named if not a.donated]
-    liveness = analyse(
-        graph, kept, {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None}
-    )
+    updates = {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None}
+    liveness = analyse(graph, kept, updates, fused_matmuls=backend == "tpu")
     return Reading(graph, structure, liveness, find_groups(program, graph, structure))
 
 

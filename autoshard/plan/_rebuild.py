@@ -144,7 +144,7 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
     sizes = {name: size for name, size in mesh_sizes(run).items() if size > 1} or {"data": 1}
     mesh = make_mesh(run.topology, sizes)
     program = decoder_program(run.decoder, batch=run.batch, seq=run.seq, remat=run.remat, attention=attention)
-    reading = read_program(program)
+    reading = read_program(program, mesh.topology.backend)
     model = build_model(program, reading, mesh, 1 << 62)
     axes = {name: [k] for k, name in enumerate(sizes)}
     wanted = stated(

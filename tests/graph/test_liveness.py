@@ -81,6 +81,44 @@ def test_what_a_matmul_reads_is_written_but_for_cheap_moves() -> None:
     assert graph.arguments[1] in matmul.reads
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_tpus_compute_activations_inside_the_matmuls_that_take_them(fused: bool) -> None:
+    """An MLP's gradient: kept are the matmuls' results, and without it what follows from them too."""
+
+    def loss(w: Any, x: Any) -> Any:
+        for k in range(3):
+            x = jax.nn.gelu(x @ w[k])
+        return jnp.sum(x)
+
+    graph = graph_of(jax.grad(loss), tuple(f32(64, 64) for _ in range(3)), f32(256, 64))
+    liveness = analyse(graph, fused_matmuls=fused)
+    products = {op.results[0] for op in ops(graph, "dot_general")}
+    stored = [t for t in liveness.materialised if graph.tensors[t].shape == (256, 64) and t not in graph.arguments]
+    assert stored and (set(stored) <= products) is fused
+
+
+def test_attention_finds_its_operands_stored_on_tpus_too() -> None:
+    def fn(q: Any, k: Any) -> Any:
+        return jnp.einsum("bsd,btd->bst", jnp.sin(q), k)
+
+    graph = graph_of(fn, f32(2, 8, 4), f32(2, 8, 4))
+    assert ops(graph, "sine")[0].results[0] in analyse(graph, fused_matmuls=True).materialised
+
+
+def test_a_sum_is_stored_as_narrow_as_it_is_made() -> None:
+    """Not in the wide dtype in which several consumers go on."""
+
+    def fn(a: Any, b: Any, c: Any) -> Any:
+        wide = (a + b + c).astype(jnp.float32)
+        return jnp.sum(wide * 2, 0), jnp.max(wide, 1)
+
+    graph = graph_of(fn, *[bf16(64, 64)] * 3)
+    liveness = analyse(graph)
+    held = {graph.tensors[t].dtype for t in liveness.materialised if graph.tensors[t].shape == (64, 64)}
+    made = [t for t in liveness.materialised if graph.tensors[t].shape == (64, 64) and t not in graph.arguments]
+    assert held == {"bfloat16"} and len(made) == 1
+
+
 def test_results_are_held_to_the_end_and_arguments_until_their_last_use() -> None:
     graph = graph_of(lambda x, y: (x @ y, jnp.sin(y) @ x), f32(8, 8), f32(8, 8))
     spans, end = lifetimes(analyse(graph)), len(graph.ops) + 1

@@ -126,7 +126,9 @@ def _built(name: str, topology: str, mesh: str, limit: int | None) -> Model:
     parsed = Topology.parse(topology)
     sizes = {name: int(size) for name, _, size in (part.partition("=") for part in mesh.split(","))}
     source = program(name)
-    return build_model(source, read_program(source), make_mesh(parsed, sizes), limit or parsed.usable_bytes)
+    return build_model(
+        source, read_program(source, parsed.backend), make_mesh(parsed, sizes), limit or parsed.usable_bytes
+    )
 
 
 def groups(built: Model) -> Groups:

@@ -55,7 +55,7 @@ def test_a_mesh_is_written_as_it_was_asked_for() -> None:
 
 
 def found(source: Program, topology: str, **sizes: int) -> tuple[str, ...] | None:
-    read = read_program(source)
+    read = read_program(source, "tpu")
     groups = read.groups
     refinement = find_refinement(read.graph, read.structure, groups, make_mesh(Topology.parse(topology), sizes))
     return None if refinement is None else refinement.mesh.names
@@ -74,7 +74,7 @@ def test_an_axis_that_divides_every_dim_stays_whole() -> None:
 
 def test_parts_lie_one_inside_the_other() -> None:
     source = grouped_query(kv=4)
-    read = read_program(source)
+    read = read_program(source, "tpu")
     groups = read.groups
     mesh = make_mesh(Topology.parse("cpu:8"), {"model": 8})
     refinement = find_refinement(read.graph, read.structure, groups, mesh)
