@@ -35,6 +35,7 @@ test-browser: $(STAMP)
 # The pages, with the API from the docstrings. A broken link, a missing page or bad markup fails.
 docs: $(STAMP)
 	$(RUN)/sphinx-build --fail-on-warning --keep-going --quiet --fresh-env --builder html docs build/docs
+	! grep -rlE '<(script|link|img)[^>]+https?://' build/docs --include='*.html'  # nothing may come from the network
 	@echo "The docs are in build/docs/index.html"
 
 lint: $(STAMP)

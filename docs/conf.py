@@ -15,7 +15,6 @@ html_theme = "furo"
 html_title = f"autoshard {version}"
 html_copy_source = False
 
-myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 suppress_warnings = ["misc.highlighting_failure"]  # console blocks hold patterns such as *.up that no shell would take
 

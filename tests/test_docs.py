@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import autoshard
 from autoshard.cli import main
 from autoshard.cli._parser import build_parser, parser_of
 
@@ -102,3 +103,9 @@ def test_links_between_pages_lead_somewhere():
     for page in DOCS.glob("*.md"):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (DOCS / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_public_name_is_in_the_reference():
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    named = {name.rpartition(".")[2] for name in re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.MULTILINE)}
+    assert {*autoshard._HOMES, "plan", "UserError", "InfeasibleError"} <= named

@@ -236,7 +236,7 @@ def test_a_hostile_name_does_no_harm(plan: Plan, name: str):
     def renamed(table: dict[str, Any]) -> dict[str, Any]:
         return {name if key == own else key: value for key, value in table.items()}
 
-    collectives = tuple(dataclasses.replace(c, cause=name) for c in plan.prediction.collectives)
+    collectives = tuple(dataclasses.replace(c, cause=name, line=name) for c in plan.prediction.collectives)
     hostile = dataclasses.replace(
         plan,
         program_name=name,
