@@ -126,7 +126,9 @@ def _time_bar(prediction: Prediction, scale: float) -> dict[str, Any]:
     ]
     rest = prediction.exposed_comm_s - sum(part["seconds"] for part in parts)
     if rest > 1e-9 * max(prediction.step_time_s, 1e-12):
+        known = prediction.collectives and all(c.exposed_s is not None for c in prediction.collectives)
         label = "other exposed communication" if parts else "exposed communication"
+        label = "waiting for links that are busy for longer than the compute beside them" if known else label
         parts.append({"kind": "other", "label": label, "seconds": rest, "width": width(rest)})
     return {
         "compute": width(prediction.compute_s),

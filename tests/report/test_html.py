@@ -181,6 +181,15 @@ def test_the_bar_and_the_sentence_show_what_is_exposed_and_no_more(plan: Plan):
     assert "the costliest is reduce-scatter over model, 150 ms for dot_general in mlp.down_proj" in text
 
 
+def test_what_no_collective_exposes_is_waiting_for_links(plan: Plan):
+    (first, *_) = plan.prediction.collectives
+    prediction = dataclasses.replace(plan.prediction, collectives=(dataclasses.replace(first, exposed_s=0.1),))
+    text = " ".join(Page(html_report(dataclasses.replace(plan, prediction=prediction))).text.split())
+    words = "waiting for links that are busy for longer than the compute beside them"
+    assert f"exposed: {first.kind} over data 100 ms, {words} 210 ms" in text
+    assert "other exposed communication 60 ms" in " ".join(Page(html_report(plan)).text.split())
+
+
 def test_it_says_which_mesh_axis_lies_where(plan: Plan):
     words = "data=32 on x(4, ring) + y(8, ring); model=8 on z(8, ring)"
     order = make_mesh(Topology.parse(plan.topology), plan.mesh).device_order
