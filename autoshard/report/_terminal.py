@@ -246,9 +246,12 @@ def _collectives(prediction: Prediction, width: int) -> RenderableType | None:
     if not groups:
         return None
     roomy = width >= 100
-    table = _table("kind", "over", *(["most of it for"] if roomy else []), "times", "wire", "time", "", left=2 + roomy)
+    table = _table(
+        "kind", "over", *(["most of it for"] if roomy else []), "times", "wire", "time", "exposed", left=2 + roomy
+    )
     ordered = sorted(groups.items(), key=lambda item: -sum(c.seconds for c in item[1]))
-    for (kind, axes, hidden), members in ordered[:COLLECTIVES]:
+    for (kind, axes, _), members in ordered[:COLLECTIVES]:
+        waited = sum(c.waited_s for c in members)
         table.add_row(
             _name(kind),
             _name(", ".join(axis_words(axes))),
@@ -256,7 +259,7 @@ def _collectives(prediction: Prediction, width: int) -> RenderableType | None:
             str(sum(c.count for c in members)),
             format_bytes(sum(c.wire_bytes for c in members)),
             format_seconds(sum(c.seconds for c in members)),
-            Text("hidden", style="dim") if hidden else Text("exposed", style="red"),
+            Text(format_seconds(waited), style="red") if waited > 0 else Text("hidden", style="dim"),
         )
     body: list[RenderableType] = [Padding(table, (0, 0, 0, 2))]
     if len(ordered) > COLLECTIVES:

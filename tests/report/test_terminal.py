@@ -53,7 +53,7 @@ def test_every_figure_is_there_in_full(plan: Plan, width: int):
     for collective in plan.prediction.collectives:
         (line,) = (line for line in text.splitlines() if line.startswith(f"  {collective.kind} "))
         assert format_bytes(collective.wire_bytes) in line
-        assert ("hidden" if collective.hidden else "exposed") in line
+        assert (format_seconds(collective.waited_s) if collective.waited_s else "hidden") in line
     for line in plan.words:
         assert line in text
 
