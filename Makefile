@@ -18,11 +18,12 @@ demo: $(STAMP)
 	$(RUN)/autoshard measure hf:llama-tiny --train --batch 8 --seq 128 --dtype float32 \
 		--topology cpu:8 --mesh data=4,model=2 --check
 
-# What the demo prints, as the README shows it.
+# What the demo prints, as the README shows it, and the picture of its page.
 readme: $(STAMP)
 	mkdir -p build
 	$(MAKE) --silent --no-print-directory demo > build/demo.txt
 	$(RUN)/python experiments/readme.py build/demo.txt
+	$(RUN)/python experiments/picture.py build/llama3-8b.plan.json docs/report.jpg
 
 test: lint
 	$(RUN)/pytest -n $(WORKERS) --dist loadfile
@@ -45,7 +46,7 @@ lint: $(STAMP)
 
 # What the experiments share, or start one by one, is no script of its own.
 PARTS := $(wildcard experiments/jax_*.py) $(addprefix experiments/,calibrate.py compile_programs.py \
-	family_programs.py readme.py torch_xla_models.py torch_xla_run.py)
+	family_programs.py picture.py readme.py torch_xla_models.py torch_xla_run.py)
 
 bench: $(STAMP)
 	for script in $(filter-out $(PARTS),$(wildcard experiments/*.py)); do $(RUN)/python $$script || exit 1; done
