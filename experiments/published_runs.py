@@ -178,11 +178,11 @@ def table(cases: Sequence[Case]) -> tuple[str, dict[str, float]]:
         "`python experiments/published_runs.py`: each run is rebuilt from what its source states, planned as stated,",
         "compiled by libtpu (defaults, no TPU), and its step estimated from the scheduled program. Seconds of a step;",
         "`predicted` is the planner's own figure for the same sharding. Attention is jax's splash kernel. `layers`:",
-        "where the run kept activations on its hosts, fewer layers are compiled, and the loops over them counted as often",
-        "as the run's; what moves to the hosts is left out. `left out`: constants fitted to the other sources only.",
+        "where the run kept activations on its hosts, fewer layers are compiled, and the loops over them counted as",
+        "often as the run's; what moves to the hosts is left out. `left out`: constants fitted to the other sources.",
         "Rows in brackets needed assumptions (`assume` in `autoshard/plan/published.json`) and do not count.",
         "",
-        "| run | topology | layers | published s | predicted | error | estimated | error | left out | flops | compile |",
+        "| run | topology | layers | published | predicted | error | estimated | error | left out | flops | compile |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     now: dict[str, float] = {}

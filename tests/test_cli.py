@@ -232,7 +232,8 @@ def test_measure_a_saved_plan_and_check_it(folder: Path):
     figures = json.loads(result.stdout)
     assert figures["step_time_s"] > 0
     assert figures["max_rel_diff"] < 1e-5
-    assert set(figures["collectives"]) == {"wire_bytes", "counts"}
+    assert set(figures["collectives"]) == {"wire_bytes", "counts", "times"} and figures["profiler"] == ""
+    assert all(time["seconds"] > 0 for time in figures["collectives"]["times"])
     for both in (*figures["collectives"]["wire_bytes"].values(), *figures["collectives"]["counts"].values()):
         assert set(both) == {"predicted", "compiled"}
 

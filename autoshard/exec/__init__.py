@@ -27,6 +27,8 @@ from autoshard.exec._measure import measurement_figures as measurement_figures
 from autoshard.exec._torch_plan import TorchPlan as TorchPlan
 from autoshard.exec._torch_plan import placements_of as placements_of
 from autoshard.exec._torch_plan import spec_of_placements as spec_of_placements
+from autoshard.exec._trace import CollectiveTime as CollectiveTime
+from autoshard.exec._trace import CollectiveTimes as CollectiveTimes
 from autoshard.plan._plan import set_executor
 
 

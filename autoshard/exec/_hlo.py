@@ -171,6 +171,12 @@ def parse_hlo(text: str) -> HloModule:
     return HloModule(computations, entry or next(reversed(computations), ""), scheduled, _source_lines(text))
 
 
+def module_name(text: str) -> str:
+    """The name at the head of HLO text, as profilers print it."""
+    found = re.match(r"HloModule ([\w.\-]+)", text)
+    return found[1] if found else ""
+
+
 def _whole_lines(text: str) -> Iterator[str]:
     """Lines of HLO text; an attribute that holds line breaks (a kernel's metadata) is joined to its instruction."""
     held: str | None = None

@@ -18,7 +18,9 @@ from autoshard.exec._collectives import (
     wire_by_axis,
 )
 from autoshard.exec._devices import ensure_devices, place
+from autoshard.exec._hlo import module_name
 from autoshard.exec._profile import profiled
+from autoshard.exec._trace import CollectiveTimes, time_collectives
 from autoshard.plan import Plan, Spec
 from autoshard.program import Program
 
@@ -43,6 +45,10 @@ class Measurement:
     memory: dict[str, int]
     """Bytes of one device as the compiler counts them: arguments, results, temporaries, donated."""
     check: Check | None
+    check_skipped: str = ""
+    """Why there is no check although one was asked for."""
+    collective_times: CollectiveTimes | None = None
+    """What the profiler saw of collectives, if it was asked."""
 
     @property
     def spread(self) -> float:
@@ -63,12 +69,15 @@ def measure(
     seed: int = 0,
     tolerance: float | None = None,
     profile: pathlib.Path | None = None,
+    timed_collectives: int = 0,
 ) -> Measurement:
     """Run `steps` timed steps of the program under the plan after `warmup` untimed ones.
 
     Updated state is fed into the next step, donation included. With `check`, one step of the unplanned program
-    runs on one device first, from the same arguments, and all results are compared (see `Check`). With `profile` one
-    more step is recorded by JAX's profiler, and written there as a trace in Chrome's format, gzipped. Raises
+    runs on one device first, from the same arguments, and all results are compared (see `Check`); if one device has
+    too little memory for that, it is said, and the planned step is timed all the same. With `profile` one more step
+    is recorded by JAX's profiler, and written there as a trace in Chrome's format, gzipped; with `timed_collectives`
+    so many more are, to time every collective. Raises
     `UserError` for too few devices, another program than the planned one, memory that runs out, or a runtime that
     fails.
     """
@@ -87,32 +96,42 @@ def measure(
     verdict: Check | None = None
     times: list[float] = []
     try:
-        unplanned = _run_unplanned(program, plan, made) if check else None
+        unplanned, skipped = _try_unplanned(program, plan, made) if check else (None, "")
         start = time.perf_counter()
         lowered = application.lower(program.fn, program.args, program.donate_argnums, program.module)
         compiled = lowered.compile()
         compile_s = time.perf_counter() - start
         shardings = application.in_shardings()
         current = [place(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
-        for step in range(warmup + steps):
+
+        def run() -> tuple[float, list[Any]]:
+            nonlocal current
             jax.block_until_ready(current)
             start = time.perf_counter()
             out = compiled(*tree.unflatten(current))
             jax.block_until_ready(out)
             elapsed = time.perf_counter() - start
             results = jax.tree.leaves(out)
+            current = _next(program, current, results, leaves, shardings)
+            return elapsed, results
+
+        for step in range(warmup + steps):
+            elapsed, results = run()
             if step == 0 and unplanned is not None:
                 verdict = compare(program, [_host(value) for value in results], unplanned, tolerance, leaves)
             if step >= warmup:
                 times.append(elapsed)
-            current = _next(program, current, results, leaves, shardings)
         if profile is not None:
             with profiled(profile):
-                jax.block_until_ready(compiled(*tree.unflatten(current)))
+                run()
+        text = compiled.as_text()
+        found = read_collectives(text, plan_mesh(plan))
+        times_of = None
+        if timed_collectives:
+            times_of = time_collectives(run, timed_collectives, module_name(text), found)
     except jax.errors.JaxRuntimeError as error:
         raise _failed(plan, error) from error
 
-    found = read_collectives(compiled.as_text(), plan_mesh(plan))
     counts: dict[str, int] = {}
     for predicted in plan.prediction.collectives:
         counts[predicted.kind] = counts.get(predicted.kind, 0) + predicted.count
@@ -129,6 +148,8 @@ def measure(
         collectives=tuple(found),
         memory=_memory(compiled),
         check=verdict,
+        check_skipped=skipped,
+        collective_times=times_of,
     )
 
 
@@ -158,6 +179,19 @@ def verify_program(program: Program, plan: Plan) -> None:
             )
     if program.fingerprint != plan.program_fingerprint:
         raise UserError(other_program(plan))
+
+
+def _try_unplanned(program: Program, plan: Plan, args: tuple[Any, ...]) -> tuple[list[Any] | None, str]:
+    """The unplanned step's results, or why there are none: one device may be too small for what many share."""
+    import jax
+
+    try:
+        return _run_unplanned(program, plan, args), ""
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first = " ".join(str(error).split())[:200]
+        return None, f"the unplanned step ran out of memory on one device, so that nothing was compared: {first}"
 
 
 def _run_unplanned(program: Program, plan: Plan, args: tuple[Any, ...]) -> list[Any]:
@@ -269,6 +303,11 @@ def measurement_figures(measurement: Measurement) -> dict[str, Any]:
             },
         },
     }
+    if measurement.collective_times is not None:
+        figures["collectives"]["times"] = [dataclasses.asdict(time) for time in measurement.collective_times.times]
+        figures["profiler"] = measurement.collective_times.note
+    if measurement.check_skipped:
+        figures["check_skipped"] = measurement.check_skipped
     if measurement.check is not None:
         worst = measurement.check.worst
         figures["max_rel_diff"] = measurement.check.max_rel_diff

@@ -27,10 +27,24 @@ def measurement_report(plan: Plan, figures: Mapping[str, Any]) -> RenderableType
         table.add_row(name, format_bytes(both["predicted"]), format_bytes(both["compiled"]))
     for kind, both in figures["collectives"]["counts"].items():
         table.add_row(Text(f"{kind} (times)"), str(both["predicted"]), str(both["compiled"]))
+    for time in figures["collectives"].get("times", ()):
+        name = Text(f"{time['kind']} over {clean(', '.join(time['axes']))} (time, waiting included)")
+        table.add_row(name, _predicted_time(plan, time), format_seconds(time["seconds"]))
     parts: list[RenderableType] = [title, Text(), table]
+    if figures.get("profiler"):
+        parts.append(Text(f"No time of each collective: {clean(figures['profiler'], 300)}", style="dim"))
+    if figures.get("check_skipped"):
+        parts += [Text(), Text(clean(figures["check_skipped"], 400), style="yellow")]
     if "max_rel_diff" in figures:
         parts += [Text(), _check(figures)]
     return Group(*parts)
+
+
+def _predicted_time(plan: Plan, time: Mapping[str, Any]) -> str:
+    alike = [
+        c.seconds for c in plan.prediction.collectives if c.kind == time["kind"] and set(c.axes) == set(time["axes"])
+    ]
+    return format_seconds(sum(alike)) if alike else "-"
 
 
 def _check(figures: Mapping[str, Any]) -> Text:

@@ -206,3 +206,21 @@ def test_what_the_runtime_says_is_one_sentence(mlp, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("autoshard.exec._measure.place", fail)
     with pytest.raises(UserError, match=sentence):
         measure(mlp, handmade(mlp, MESH, TENSOR_PARALLEL), steps=1, warmup=0)
+
+
+def test_an_unplanned_step_that_does_not_fit_is_said_and_the_planned_one_is_timed(mlp, monkeypatch: pytest.MonkeyPatch):
+    def too_large(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+    monkeypatch.setattr("autoshard.exec._measure._run_unplanned", too_large)
+    found = measure(mlp, handmade(mlp, MESH, TENSOR_PARALLEL), steps=2, warmup=0, check=True)
+    assert found.check is None and len(found.step_times_s) == 2
+    skipped = measurement_figures(found)["check_skipped"]
+    assert skipped.startswith("the unplanned step ran out of memory on one device, so that nothing was compared: RESO")
+
+    def broken(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no such luck")
+
+    monkeypatch.setattr("autoshard.exec._measure._run_unplanned", broken)
+    with pytest.raises(UserError, match="mlp failed on the devices here: INTERNAL"):
+        measure(mlp, handmade(mlp, MESH, TENSOR_PARALLEL), steps=1, warmup=0, check=True)

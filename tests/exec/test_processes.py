@@ -1,14 +1,10 @@
 """Two processes with four CPU devices each run one plan."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.exec import planned_programs as made
 from tests.exec.planned_programs import handmade
+from tests.exec.workers import run_workers
 
 
 WORKER = """
@@ -22,7 +18,7 @@ from autoshard.exec import measure, measurement_figures
 from autoshard.plan import load_plan
 from tests.exec import planned_programs as made
 program, plan = made.mlp(), load_plan(plan_file)
-found = measurement_figures(measure(program, plan, steps=2, check=True))
+found = measurement_figures(measure(program, plan, steps=2, check=True, timed_collectives=2))
 step = plan.jit(program.fn)
 params, loss = step(*program.make_args(0))
 local = sum(shard.data.size for shard in params["up"].addressable_shards)
@@ -34,29 +30,11 @@ def test_two_processes_agree_with_the_unplanned_program(tmp_path: Path):
     program = made.mlp()
     specs = {"params.up": "-,model", "params.down": "model,-", "arg1": "data,-", "arg2": "data,-"}
     handmade(program, {"data": 4, "model": 2}, specs).save(tmp_path / "plan.json")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(process), port, str(tmp_path / "plan.json")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        )
-        for process in (0, 1)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=120) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for (out, err), worker in zip(outputs, workers, strict=True):
-        assert worker.returncode == 0, err[-2000:]
-        found = json.loads(out.splitlines()[-1])
+    for found in run_workers(WORKER, [str(tmp_path / "plan.json")]):
         assert found["devices"] == 8
         assert found["figures"]["passed"] and found["figures"]["max_rel_diff"] < 1e-5
         assert found["figures"]["collectives"]["wire_bytes"]["data"]["compiled"] > 0
         assert found["local"] == 4 * 32 * 32
+        times = {tuple(t["axes"]): t for t in found["figures"]["collectives"]["times"]}
+        assert {("data",), ("model",)} <= set(times), "each process sees the collectives of its own devices"
+        assert all(t["seconds"] > 0 and t["count"] >= 1 for t in times.values())

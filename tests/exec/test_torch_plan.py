@@ -1,10 +1,5 @@
 """Plans on torch modules: specs by parameter, DTensors over two processes, batches for JAX."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +10,7 @@ from autoshard.errors import UserError
 from autoshard.exec import placements_of, spec_of_placements
 from autoshard.plan import Spec
 from tests.exec.planned_programs import handmade
+from tests.exec.workers import run_workers
 
 
 def module_plan(mesh: dict[str, int], specs: dict[str, str]):
@@ -92,27 +88,7 @@ torch.distributed.destroy_process_group()
 
 def test_dtensors_over_two_processes(tmp_path: Path):
     module_plan(MESH, SPECS)[1].save(tmp_path / "plan.json")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(rank), port, str(tmp_path / "plan.json")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=300) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for (out, err), worker in zip(outputs, workers, strict=True):
-        assert worker.returncode == 0, err[-2000:]
-        found = json.loads(out.splitlines()[-1])
+    for found in run_workers(WORKER, [str(tmp_path / "plan.json")]):
         assert found["local"] == {"0.weight": [16, 16], "0.bias": [16], "2.weight": [8, 16], "2.bias": [8]}
         assert found["difference"] < 1e-5
 
