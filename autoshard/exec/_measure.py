@@ -285,6 +285,7 @@ def measurement_figures(measurement: Measurement) -> dict[str, Any]:
         "spread": measurement.spread,
         "compile_s": measurement.compile_s,
         "device": measurement.device,
+        "check_skipped": measurement.check_skipped,
         "memory": measurement.memory,
         "collectives": {
             "wire_bytes": {
@@ -306,8 +307,6 @@ def measurement_figures(measurement: Measurement) -> dict[str, Any]:
     if measurement.collective_times is not None:
         figures["collectives"]["times"] = [dataclasses.asdict(time) for time in measurement.collective_times.times]
         figures["profiler"] = measurement.collective_times.note
-    if measurement.check_skipped:
-        figures["check_skipped"] = measurement.check_skipped
     if measurement.check is not None:
         worst = measurement.check.worst
         figures["max_rel_diff"] = measurement.check.max_rel_diff
