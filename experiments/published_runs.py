@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from autoshard.cost import Calibration
+    from autoshard.cost import Calibration, Mesh
     from autoshard.exec import Estimate
     from autoshard.exec._hlo import HloModule
     from autoshard.exec._libtpu import Compiled
@@ -67,6 +67,10 @@ def published_rows() -> "list[tuple[dict[str, Any], Run]]":
     return found
 
 
+def with_layers(run: "Run", layers: int) -> "Run":
+    return dataclasses.replace(run, decoder=dataclasses.replace(run.decoder, layers=layers))
+
+
 def rebuild(run: "Run") -> "tuple[int, Program, Plan]":
     """The run's layers, program and plan; with fewer layers, half by half, where offloading made room for the rest."""
     from autoshard.plan._rebuild import stated_plan
@@ -74,8 +78,7 @@ def rebuild(run: "Run") -> "tuple[int, Program, Plan]":
     every = run.decoder.global_every
     layers = run.decoder.layers
     while True:
-        small = dataclasses.replace(run, decoder=dataclasses.replace(run.decoder, layers=layers))
-        program, plan = stated_plan(small)
+        program, plan = stated_plan(with_layers(run, layers))
         fits = plan.prediction.peak_bytes < 0.9 * run.topology.usable_bytes
         if "offload" not in run.remat or fits or layers <= every:
             return layers, program, plan
@@ -119,14 +122,18 @@ class Case:
     kept: Kept
     module: "HloModule"
 
-    def estimate(self, calibration: "Calibration | None" = None) -> "Estimate":
+    @property
+    def mesh(self) -> "Mesh":
         from autoshard.cost import make_mesh
+
+        return dataclasses.replace(make_mesh(self.run.topology, self.kept.mesh), device_order=self.kept.device_order)
+
+    def estimate(self, calibration: "Calibration | None" = None) -> "Estimate":
         from autoshard.exec import estimate
 
-        mesh = dataclasses.replace(make_mesh(self.run.topology, self.kept.mesh), device_order=self.kept.device_order)
         every = self.run.decoder.global_every
-        trips = {self.kept.layers // every: self.run.decoder.layers // every}
-        return estimate(self.module, mesh, calibration, trips)
+        layers = self.kept.layers // every, self.run.decoder.layers // every
+        return estimate(self.module, self.mesh, calibration, layers)
 
     def seconds(self, calibration: "Calibration") -> float:
         return self.estimate(calibration).step_time_s
@@ -190,8 +197,7 @@ def table(cases: Sequence[Case]) -> tuple[str, dict[str, float]]:
     for case in cases:
         found = case.estimate()
         predicted = evaluate(*priced(case.run)).step_time_s
-        _, program, _ = rebuild(case.run)
-        flops = check_flops(program, case.kept, case.module, case.run)
+        flops = flops_ratio(case)
         now[case.id], predictions[case.id] = (math.log(t / case.theirs) for t in (found.step_time_s, predicted))
         layers = case.run.decoder.layers
         name = case.id if case.complete else f"({case.id})"
@@ -221,14 +227,14 @@ def table(cases: Sequence[Case]) -> tuple[str, dict[str, float]]:
     return "\n".join(lines) + "\n", {case.id: without[case.id] for case in counted}
 
 
-def check_flops(program: "Program", kept: Kept, module: "HloModule", run: "Run") -> float:
-    """Matrix flops of the compiled step over the program's."""
-    from autoshard.cost import make_mesh
+def flops_ratio(case: Case) -> float:
+    """Matrix flops of the compiled step over those of the program that was compiled."""
     from autoshard.exec import estimate
-    from autoshard.exec._flops import check_flops as check
+    from autoshard.exec._flops import check_flops
+    from autoshard.plan._rebuild import stated_plan
 
-    mesh = dataclasses.replace(make_mesh(run.topology, kept.mesh), device_order=kept.device_order)
-    return check(program, estimate(module, mesh), mesh.num_devices).ratio
+    program, _ = stated_plan(with_layers(case.run, case.kept.layers))
+    return check_flops(program, estimate(case.module, case.mesh), case.mesh.num_devices).ratio
 
 
 def _sizes(logs: Sequence[float]) -> list[float]:

@@ -53,13 +53,15 @@ class Compute:
         batch: ArrayLike = 1,
         dtype: str = "bf16",
         size_bytes: ArrayLike | None = None,
+        fused_bytes: ArrayLike = 0.0,
     ) -> NDArray[np.float64]:
         """Time of `batch` local matmuls by themselves: matrix unit against memory traffic, and what cannot overlap.
 
         A matmul runs in blocks of about `_BLOCK` in each dim: an operand is read once for every block of the dim that
         it has not (the usual lower bound of blocked multiplication), and while one block is multiplied the next is
         loaded, so only one block's share of the shorter time cannot be hidden. `size_bytes` is the traffic with every
-        operand read once (default: two bytes an element of operands and result).
+        operand read once (default: two bytes an element of operands and result), `fused_bytes` what else the matmul's
+        fusion reads and writes, once.
         """
         m, n, k, batch = (np.asarray(x, dtype=np.float64) for x in (m, n, k, batch))
         busy = self.matmul_seconds(m, n, k, batch, dtype)
@@ -67,9 +69,10 @@ class Compute:
         once = m * k + k * n + m * n
         size = 2.0 * batch * once if size_bytes is None else np.asarray(size_bytes, dtype=np.float64)
         if self.topology.backend == "cpu":  # caches hold small blocks and load ahead: a plain roofline
-            return np.maximum(busy, self.memory_seconds(size)) + self.calibration.op_overhead_s
+            moved = self.memory_seconds(size + np.asarray(fused_bytes))
+            return np.maximum(busy, moved) + self.calibration.op_overhead_s
         again = (m * k * n_blocks + k * n * m_blocks + m * n) / once
-        moved = self.memory_seconds(size * again)
+        moved = self.memory_seconds(size * again + np.asarray(fused_bytes))
         together = _beside(busy, moved) + np.minimum(busy, moved) / (batch * m_blocks * n_blocks * k_blocks)
         return together + self.calibration.op_overhead_s
 

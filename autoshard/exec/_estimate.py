@@ -11,7 +11,6 @@ import functools
 import json
 import pathlib
 import re
-from collections.abc import Mapping
 
 from autoshard.cost import Calibration, Compute, Mesh, Segment, dtype_class
 from autoshard.exec._clock import Busy, Clock
@@ -74,15 +73,15 @@ def estimate(
     text: str | HloModule,
     mesh: Mesh,
     calibration: Calibration | None = None,
-    trips: Mapping[int, int] | None = None,
+    layers: tuple[int, int] | None = None,
 ) -> Estimate:
     """Estimate one step of scheduled HLO that was compiled for `mesh`.
 
-    `trips` replaces trip counts of the outermost loops: `{8: 32}` for a program that was compiled with 8 of its 32
-    layers.
+    `layers` says that a program was compiled with fewer repeated layers than it has, (8, 32) with 8 of 32: outermost
+    loops of 8 trips, or of up to two fewer where the compiler took some out, run 24 times more.
     """
     module = parse_hlo(text) if isinstance(text, str) else text
-    clock = _Simulator(module, mesh, calibration, trips or {}).run(module.computations[module.entry])
+    clock = _Simulator(module, mesh, calibration, layers or (0, 0)).run(module.computations[module.entry])
     return Estimate(
         step_time_s=clock.now,
         compute_s=clock.compute,
@@ -103,12 +102,10 @@ def decided(a: float, b: float, error: float | None = None) -> bool:
 
 
 class _Simulator:
-    def __init__(
-        self, module: HloModule, mesh: Mesh, calibration: Calibration | None, trips: Mapping[int, int]
-    ) -> None:
+    def __init__(self, module: HloModule, mesh: Mesh, calibration: Calibration | None, layers: tuple[int, int]) -> None:
         self.module = module
         self.mesh = mesh
-        self.trips = trips
+        self.layers = layers
         self.reader = Reader(module)
         self.walk = Walk(module, mesh)
         self.compute = Compute(mesh.topology, calibration)
@@ -158,7 +155,8 @@ class _Simulator:
         trips = self.module.trip_count(op)
         clock.unknown_trips += trips is None
         if trips is not None and owner.name == self.module.entry:
-            trips = self.trips.get(trips, trips)
+            compiled, whole = self.layers
+            trips += whole - compiled if compiled - 2 <= trips <= compiled else 0
         clock.add(self.run(body), 1 if trips is None else trips)
 
     def plain(self, clock: Clock, owner: Computation, op: Instruction) -> None:
@@ -214,7 +212,11 @@ class _Simulator:
         for x in work.matmuls:
             if x.flops:
                 batch, share = x.flops / (2.0 * x.m * x.n * x.k), x.flops / total
-                dot = self.compute.dot_seconds(x.m, x.n, x.k, batch, dtype_class(x.dtype), work.hbm_bytes * share)
+                # What goes beyond operands and result belongs to the fusion's other ops, which read and write once.
+                own = 2.0 * batch * (x.m * x.k + x.k * x.n + x.m * x.n)
+                size = min(own, work.hbm_bytes * share)
+                fused = work.hbm_bytes * share - size
+                dot = self.compute.dot_seconds(x.m, x.n, x.k, batch, dtype_class(x.dtype), size, fused)
                 busy = self.compute.matmul_seconds(x.m, x.n, x.k, batch, dtype_class(x.dtype))
                 seconds += float(dot) - self.compute.calibration.op_overhead_s + float(busy) * (x.passes - 1)
         return seconds

@@ -103,7 +103,7 @@ def test_loops_are_multiplied():
         f"  %w = (s32[], {BIG}) while(%init), condition=%cond, body=%body\n"
         f"  ROOT %r = {BIG} get-tuple-element(%w), index=1"
     )
-    twice = estimate(module(body, before), MESH, trips={6: 12})
+    twice = estimate(module(body, before), MESH, layers=(7, 13))
     found = estimate(module(body, before), MESH)
     assert twice.step_time_s == pytest.approx(2 * found.step_time_s, rel=0.01)
     assert found.flops == 6 * 2 * 4096**3
