@@ -157,7 +157,7 @@ def compile_figures(result: CompileReport) -> dict[str, Any]:
             "predicted": result.step_time_predicted_s,
             "estimated": timed.step_time_s if timed else None,
             "error": timed.error if timed else None,
-            "undecided": not decided(timed.step_time_s, result.step_time_predicted_s) if timed else None,
+            "undecided": not decided(timed.step_time_s, result.step_time_predicted_s, timed.error) if timed else None,
         },
         "time": {
             "compute_s": timed.compute_s,
@@ -206,7 +206,7 @@ def compile_lines(result: CompileReport) -> list[str]:
             f"{timed.step_time_s:.3g} s +- {timed.error:.0%} "
             f"(compute {timed.compute_s:.3g}, exposed communication {timed.exposed_comm_s:.3g})"
         )
-        if not decided(timed.step_time_s, result.step_time_predicted_s):
+        if not decided(timed.step_time_s, result.step_time_predicted_s, timed.error):
             lines[-1] += ": undecided, they differ by less than the estimator's error"
     if result.flops is not None:
         model = result.flops.model_ratio

@@ -61,16 +61,24 @@ def comparison_figures(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def undecided(row: Row, rows: Sequence[Row]) -> list[str]:
-    """Names of the other plans whose estimated step differs by less than the estimator's own error."""
+    """Names of the other plans whose estimated step differs by less than the estimates' own errors."""
     mine = _estimated(row)
     if mine is None:
         return []
-    others = [(other.name, _estimated(other)) for other in rows if other is not row]
-    return [name for name, theirs in others if theirs is not None and not decided(mine, theirs)]
+    close = []
+    for other in rows:
+        theirs = _estimated(other)
+        if other is not row and theirs is not None and not decided(mine, theirs, max(_error(row), _error(other))):
+            close.append(other.name)
+    return close
 
 
 def _estimated(row: Row) -> float | None:
     return row.compiled["step_time_s"]["estimated"] if row.compiled else None
+
+
+def _error(row: Row) -> float:
+    return (row.compiled["step_time_s"].get("error") or 0.0) if row.compiled else 0.0
 
 
 def comparison_report(plan: Plan, rows: Sequence[Row]) -> RenderableType:

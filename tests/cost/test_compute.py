@@ -172,3 +172,13 @@ def test_a_cpu_has_a_plain_roofline(m: int, n: int, k: int) -> None:
     moved = float(compute.memory_seconds(2.0 * (m * k + k * n + m * n)))
     least = max(float(compute.matmul_seconds(m, n, k)), moved)
     assert compute.dot_seconds(m, n, k) == pytest.approx(least + compute.calibration.op_overhead_s)
+
+
+@pytest.mark.parametrize("chip", ["v6e:1x1", "cpu:4"])
+def test_what_is_fused_with_a_matmul_is_read_once(chip: str) -> None:
+    compute = _compute(chip)
+    size, more = 2.0 * 3 * 16384**2, 1e15
+    longest = compute.dot_seconds(16384, 16384, 16384, 1, "bf16", size, more)
+    twice = compute.dot_seconds(16384, 16384, 16384, 1, "bf16", size, 2 * more)
+    assert twice - longest == pytest.approx(float(compute.memory_seconds(more)), rel=0.01)
+    assert compute.dot_seconds(16384, 16384, 16384, 1, "bf16", size, 0.0) == compute.dot_seconds(16384, 16384, 16384)

@@ -260,6 +260,15 @@ def test_plans_that_differ_by_less_than_the_error_are_undecided():
     assert decided(1.0, 1.0 - 1.1 * error.within)
 
 
+def test_what_no_published_run_spent_time_on_adds_to_the_error():
+    measured = estimator_error().within
+    large = estimate(module(matmul("d").replace("%d", "ROOT %d")), MESH)
+    assert large.error == pytest.approx(measured + OVERHEAD / large.step_time_s)
+    small = "f32[8,128]{1,0:T(8,128)}"
+    tiny = estimate(module(f"  ROOT %c = {small} copy(%p)", parameters=f"  %p = {small} parameter(0)\n"), MESH)
+    assert tiny.error > 0.9 and tiny.error <= 1.0
+
+
 def test_the_timeline_adds_up_and_shows_links_beside_compute():
     found = estimate(asynchronous(matmul("d")), MESH)
     own = [span for span in found.spans if span.lane in ("compute", "exposed")]
