@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.plan import Plan, Spec
+from autoshard.plan import Plan, Spec, is_stacked, layer_pattern
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,20 +22,20 @@ class TorchPlan:
         left out. Raises `UserError` for a parameter that the plan does not have, or has in another shape.
         """
         known = {
-            name: (re.compile(re.escape(name).replace(r"\*", r"\d+") + "$"), spec)
+            name: (re.compile(layer_pattern(name, (self.plan.shapes[name] or (0,))[0])), spec)
             for name, spec in self.plan.arguments.items()
             if self.plan.roles[name] == "parameter"
         }
         found: dict[str, Spec] = {}
         for name, parameter in model.named_parameters():
-            plain = re.sub(r"(_orig_module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.", "", name)
+            plain = own_name(name)
             named = [key for key, (pattern, _) in known.items() if pattern.match(plain)]
             if not named:
                 raise UserError(
                     f"the plan for {self.plan.program_name} has no parameter `{plain}`: plan this module, or mark the "
                     "one that was planned."
                 )
-            stacked = "*" in named[0].split(".")
+            stacked = is_stacked(named[0])
             shape, spec = self.plan.shapes[named[0]], known[named[0]][1]
             shape, spec = (shape[1:], Spec(spec.dims[1:])) if stacked else (shape, spec)
             if tuple(parameter.shape) != shape:
@@ -103,6 +103,13 @@ class TorchPlan:
                 made[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
             module.register_parameter(key, made[id(parameter)])
         return model
+
+
+def own_name(name: str) -> str:
+    """A parameter's name without what wrappers (FSDP, checkpointing, torch.compile) put into it."""
+    return re.sub(
+        r"(_orig_module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|_forward_module)\.", "", name
+    )
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from autoshard.errors import UserError
-from autoshard.plan import Plan, Spec, axis_words, hlo_sharding, mesh_words
+from autoshard.plan import Plan, Spec, axis_words, hlo_sharding, is_stacked, layer_pattern, mesh_words
 from autoshard.report._names import clean
 
 
@@ -130,7 +130,7 @@ def _torch_parameters(plan: Plan) -> tuple[dict[str, Spec], tuple[str, ...]]:
     for name, spec in plan.arguments.items():
         if plan.roles[name] != "parameter":
             continue
-        stacked = "*" in name.split(".")
+        stacked = is_stacked(name)
         if stacked and spec.dims[0]:
             lost.append(name)
         specs[name] = Spec(spec.dims[1:]) if stacked else spec
@@ -138,8 +138,8 @@ def _torch_parameters(plan: Plan) -> tuple[dict[str, Spec], tuple[str, ...]]:
     return specs, tuple(sentences)
 
 
-def _pattern(name: str) -> str:
-    return re.escape(name).replace(r"\*", r"\d+") + "$"
+def _pattern(plan: Plan, name: str) -> str:
+    return layer_pattern(name, (plan.shapes[name] or (0,))[0])
 
 
 _TORCH_XLA = '''
@@ -176,7 +176,7 @@ def _tuple(spec: Spec) -> str:
 def _torch_xla(plan: Plan) -> str:
     specs, lost = _torch_parameters(plan)
     lacks = (*_pins(plan), *lost, "optimizer state and batch; state made like its parameter is split like it.")
-    rows = {_pattern(name): _tuple(spec) for name, spec in specs.items()}
+    rows = {_pattern(plan, name): _tuple(spec) for name, spec in specs.items()}
     return _head(plan, lacks) + _TORCH_XLA.format(
         mesh=f"MESH = {plan.mesh!r}", order=f"DEVICE_ORDER = {_order(plan)}", parameters=_table("PARAMETERS", rows)
     )
@@ -232,7 +232,7 @@ def _dtensor(plan: Plan) -> str:
         if found is None:
             unlike.append(f"{name}: {spec} splits a dim by axes in another order than the mesh; it is replicated here.")
             found = [None] * len(plan.mesh)
-        rows[_pattern(name)] = "[" + ", ".join(f"Shard({p[1]})" if p else "Replicate()" for p in found) + "]"
+        rows[_pattern(plan, name)] = "[" + ", ".join(f"Shard({p[1]})" if p else "Replicate()" for p in found) + "]"
     order = plan.device_order != tuple(range(len(plan.device_order)))
     lacks = (
         *_pins(plan),

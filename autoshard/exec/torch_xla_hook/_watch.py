@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from autoshard.exec._torch_plan import own_name
 from autoshard.exec.torch_xla_hook._capture import Known
 from autoshard.exec.torch_xla_hook._tensors import handles, leaves, on_xla, pending, plain
 from autoshard.program import Role
@@ -77,6 +78,8 @@ class Watch:
         self.recorded.clear()
         self.known.clear()
         self.outermost.clear()
+        self.modules.clear()
+        self._names.clear()
         self._calls.clear()
         self.training = False
 
@@ -96,14 +99,19 @@ class Watch:
     def _enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         import torch
 
-        if not any(each is module for each in self.outermost):
+        again = any(each is module for each in self.outermost)
+        if not again and id(module) in self._names:
+            return  # a part that is run by itself: a checkpointed one in the backward pass
+        if not again:
             prefix = f"model{len(self.outermost) or ''}." if self.outermost else ""
             self.outermost.append(module)
             for name, inner in module.named_modules():
                 self._names.setdefault(id(inner), f"{prefix}{name}")
                 self.modules.setdefault(f"{prefix}{name}", inner)
-            self.learn(((prefix + name, each) for name, each in module.named_parameters()), lambda _: Role.PARAMETER)
-            self.learn(((prefix + name, each) for name, each in module.named_buffers()), lambda _: Role.OTHER)
+            parameters = [(prefix + own_name(name), each) for name, each in module.named_parameters()]
+            buffers = [(prefix + own_name(name), each) for name, each in module.named_buffers()]
+            self.learn(iter(parameters), lambda _: Role.PARAMETER)
+            self.learn(iter(buffers), lambda _: Role.OTHER)
         self.training |= torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
         self._on_forward(module, args, kwargs)
         self.learn(leaves((args, kwargs), "batch"), lambda _: Role.BATCH)
