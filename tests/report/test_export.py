@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import AbstractMesh, NamedSharding
 
 from autoshard import UserError
@@ -150,6 +151,25 @@ def test_hlo_lists_every_argument_and_result(small: Plan):
     assert "argument embed.weight {devices=[2,4]<=[4,2]T(1,0)}" in lines
     assert "result head.weight {devices=[1,8]<=[4,2]T(1,0)}" in lines
     assert "argument layers.*.up.bias {replicated}" in lines
+
+
+def jax_named(plan: Plan, name: str) -> NamedSharding:
+    return NamedSharding(jax_mesh(plan), plan.arguments[name].partition_spec())
+
+
+def test_hlo_strings_place_arrays_as_the_plan_does(small: Plan):
+    text = export_plan(small, "hlo")
+    (order,) = re.findall(r"topology's order\): ([\d,]+)", text)
+    devices = tuple(jax.devices()[int(number)] for number in order.split(","))
+    for name, string in re.findall(r"^argument (\S+) (\{.*\})$", text, re.MULTILINE):
+        parsed = type(jax_named(small, name)._to_xla_hlo_sharding(0)).from_string(string)
+        value = np.arange(np.prod(small.shapes[name]), dtype=np.float32).reshape(small.shapes[name])
+        theirs = jax.device_put(value, GSPMDSharding(devices, parsed))
+        ours = jax.device_put(value, jax_named(small, name))
+        held = {shard.device.id: np.asarray(shard.data) for shard in theirs.addressable_shards}
+        assert set(held) == set(range(8))
+        for shard in ours.addressable_shards:
+            np.testing.assert_array_equal(held[shard.device.id], shard.data)
 
 
 def test_torch_xla_marks_every_parameter(small: Plan, tmp_path: Path):
