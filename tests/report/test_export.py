@@ -162,8 +162,8 @@ def test_hlo_strings_place_arrays_as_the_plan_does(small: Plan):
     (order,) = re.findall(r"topology's order\): ([\d,]+)", text)
     devices = tuple(jax.devices()[int(number)] for number in order.split(","))
     for name, string in re.findall(r"^argument (\S+) (\{.*\})$", text, re.MULTILINE):
-        parsed = type(jax_named(small, name)._to_xla_hlo_sharding(0)).from_string(string)
         value = np.arange(np.prod(small.shapes[name]), dtype=np.float32).reshape(small.shapes[name])
+        parsed = type(jax_named(small, name)._to_xla_hlo_sharding(value.ndim)).from_string(string)
         theirs = jax.device_put(value, GSPMDSharding(devices, parsed))
         ours = jax.device_put(value, jax_named(small, name))
         held = {shard.device.id: np.asarray(shard.data) for shard in theirs.addressable_shards}
