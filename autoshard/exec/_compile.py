@@ -10,6 +10,7 @@ from autoshard.exec._estimate import Estimate, decided, estimate
 from autoshard.exec._flops import FlopCheck, check_flops
 from autoshard.exec._hlo import parse_hlo
 from autoshard.exec._libtpu import Compiled, compile_with_libtpu
+from autoshard.exec._live import memory_at_peak
 from autoshard.exec._measure import verify_program
 from autoshard.exec._unforeseen import Unforeseen, involuntary, unforeseen
 from autoshard.plan import Plan
@@ -41,6 +42,8 @@ class CompileReport:
     memory_predicted: dict[str, int]
     memory_compiled: dict[str, int]
     """Arguments, results, temporaries, donated, peak."""
+    memory_at_peak: dict[str, int]
+    """By kind what is there at the peak, as far as the compiler's live ranges tell; empty if it left none."""
     wire_predicted: dict[str, int]
     wire_compiled: dict[str, int]
     collectives: tuple[CompiledCollective, ...]
@@ -84,6 +87,7 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
             over_bytes=max(0, over),
             available_bytes=compiled.available_bytes,
             peak_compiled=compiled.needed_bytes,
+            memory_at_peak={},
             wire_compiled={},
             collectives=(),
             unforeseen=(),
@@ -108,6 +112,7 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
         over_bytes=0,
         available_bytes=None,
         peak_compiled=compiled.memory["peak"] or None,
+        memory_at_peak=memory_at_peak(compiled, plan),
         wire_compiled=wire_by_axis(found),
         collectives=tuple(found),
         unforeseen=unforeseen(program, plan, found, compiled.log),
@@ -131,7 +136,11 @@ def compile_figures(result: CompileReport) -> dict[str, Any]:
         "verdict": result.verdict.value,
         "over_bytes": result.over_bytes,
         "peak_bytes": {"predicted": result.peak_predicted, "compiled": result.peak_compiled},
-        "memory": {"predicted": result.memory_predicted, "compiled": result.memory_compiled},
+        "memory": {
+            "predicted": result.memory_predicted,
+            "compiled": result.memory_compiled,
+            "compiled_at_peak": result.memory_at_peak,
+        },
         "wire_bytes": {
             axis: {
                 "predicted": result.wire_predicted.get(axis, 0),
@@ -194,6 +203,11 @@ def compile_lines(result: CompileReport) -> list[str]:
         )
     compiled = "not said" if result.peak_compiled is None else format_bytes(result.peak_compiled)
     lines.append(f"Peak memory of a device: predicted {format_bytes(result.peak_predicted)}, compiled {compiled}")
+    for kind in sorted({*result.memory_predicted, *result.memory_at_peak} if result.memory_at_peak else ()):
+        lines.append(
+            f"  {kind.replace('_', ' ')}: predicted {format_bytes(result.memory_predicted.get(kind, 0))}, "
+            f"compiled {format_bytes(result.memory_at_peak.get(kind, 0))}"
+        )
     for axis in sorted({*result.wire_predicted, *result.wire_compiled}):
         lines.append(
             f"On the wire over {axis}: predicted {format_bytes(result.wire_predicted.get(axis, 0))}, "

@@ -286,6 +286,7 @@ def test_the_real_compiler_compiles_a_small_step(program):
     assert found.verdict is Verdict.FITS
     assert found.peak_compiled is not None and found.peak_compiled > 0
     assert found.memory_compiled["donated"] >= 2 * 256 * 128 * 4 // 2
+    assert found.memory_at_peak["parameters"] == 2 * 256 * 128 * 4 // 2, "split over model"
     assert found.wire_compiled["data"] > 0 and found.wire_compiled["model"] > 0
     assert found.flops is not None and not found.flops.complaint
     assert found.flops.model_ratio == pytest.approx(5 / 6, rel=0.01), "the first layer's input needs no gradient"
