@@ -57,7 +57,7 @@ def test_an_alternative_costs_what_a_plan_pinned_to_it_costs() -> None:
         program, topology="v5e:2x4", mesh="data=4,model=2", asked=read_asked({"params.0.up": ",".join(entries)})
     ).plan
     assert pinned.prediction.step_time_s <= one.step_time_s * (1 + 1e-9), "more weightings, never worse"
-    assert pinned.prediction.step_time_s == pytest.approx(one.step_time_s, rel=0.05)
+    assert pinned.prediction.step_time_s == pytest.approx(one.step_time_s, rel=0.15)
     assert one.wins_if.startswith("wins if")
 
 
