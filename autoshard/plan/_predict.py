@@ -6,17 +6,23 @@ Everything is listed again from the chosen specs, one pair of states at a time, 
 
 import dataclasses
 import math
+import weakref
 from collections import defaultdict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.plan._model import EXPOSED, Channel, Model, Move, link_names
+from autoshard.cost import Collectives
+from autoshard.plan._model import EXPOSED, Channel, Model, Move, Path, link_names
 from autoshard.plan._overlap import Overlap, lanes
 from autoshard.plan._paths import path_steps
 from autoshard.plan._plan import Collective, Prediction
 from autoshard.plan._spec import Spec
 from autoshard.plan._states import States
+
+
+Transfer = tuple[str, tuple[str, ...], float, float]
+"""(kind, axes, bytes, seconds) of one collective."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,7 +149,7 @@ def move_line(model: Model, move: Move) -> str:
     return next((ops[op].line for op in (move.op, maker) if op >= 0 and ops[op].line), "")
 
 
-def move_steps(model: Model, move: Move, choices: NDArray[np.int64]) -> list[tuple[str, tuple[str, ...], float, float]]:
+def move_steps(model: Model, move: Move, choices: NDArray[np.int64]) -> list[Transfer]:
     """(kind, axes, bytes, seconds) of one execution of a move under a choice."""
     row = int(move.rows[int(choices[move.source])])
     column = int(move.columns[int(choices[move.target])])
@@ -157,14 +163,27 @@ def move_steps(model: Model, move: Move, choices: NDArray[np.int64]) -> list[tup
         source=path.source[row : row + 1],
         target=path.target[column : column + 1],
     )
-    gathers, steps = path_steps(one, model.collectives)
-    found = []
-    for step in (*gathers, *steps):
-        size = float(step.size[0, 0])
-        if size > 0:
-            axes = tuple(model.axis_names[a] for a in step.axes)
-            found.append((step.kind, axes, size, float(model.collectives.time(step.kind, axes, size))))
-    return found
+    return _steps_of_one(one, model)
+
+
+_known_steps: "weakref.WeakKeyDictionary[Collectives, dict[object, list[Transfer]]]" = weakref.WeakKeyDictionary()
+"""Repeated layers take the same steps; of every priced mesh, by the path's fields."""
+
+
+def _steps_of_one(path: Path, model: Model) -> list[Transfer]:
+    """The same of a path with one state at each end."""
+    known = _known_steps.setdefault(model.collectives, {})
+    fields = (getattr(path, field.name) for field in dataclasses.fields(path))
+    key = tuple(f.tobytes() if isinstance(f, np.ndarray) else f for f in fields)
+    if key not in known:
+        gathers, steps = path_steps(path, model.collectives)
+        found = known[key] = []
+        for step in (*gathers, *steps):
+            size = float(step.size[0, 0])
+            if size > 0:
+                axes = tuple(model.axis_names[a] for a in step.axes)
+                found.append((step.kind, axes, size, float(model.collectives.time(step.kind, axes, size))))
+    return known[key]
 
 
 def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, int, str]]:
