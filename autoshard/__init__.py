@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from autoshard.plan import Plan as Plan
     from autoshard.plan import Spec as Spec
     from autoshard.plan import load_plan
+    from autoshard.plan import sweep as sweep
     from autoshard.plan._call import plan as plan
     from autoshard.program import Argument as Argument
     from autoshard.program import Program as Program
@@ -35,6 +36,7 @@ _HOMES = {
     "Spec": ("autoshard.plan", "Spec"),
     "auto_policy": ("autoshard.exec.torch_xla_hook", "plan_first_step"),
     "load": ("autoshard.plan", "load_plan"),
+    "sweep": ("autoshard.plan", "sweep"),
     "register_rule": ("autoshard.program", "register_rule"),
     "trace": ("autoshard.program", "trace"),
 }

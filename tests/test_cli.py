@@ -19,10 +19,8 @@ PROGRAM = {
     *("--batch", "--dtype", "--entry", "--image", "--infer", "--optimizer", "--param-dtype", "--remat", "--seq"),
     *("--cache", "--capacity-factor", "--roles", "--rules", "--serve", "--state-dtype", "--train"),
 }
-PLANNING = {
-    *("--axis-only", "--forbid", "--memory-limit", "--mesh", "--no-refine-axes", "--pin", "--pin-from", "--replicate"),
-    *("--save-problem", "--seed", "--time-limit", "--topology"),
-}
+LIMITS = {"--memory-limit", "--mesh", "--no-refine-axes", "--seed", "--time-limit", "--topology"}
+PLANNING = LIMITS | {"--axis-only", "--forbid", "--pin", "--pin-from", "--replicate", "--save-problem"}
 FLAGS = {
     "compare": {"--compile", "--debug", "--json", "--measure", "--quiet", "--steps"} | PROGRAM | PLANNING,
     "compile": {"--debug", "--hlo", "--json", "--plan", "--quiet", "--time-limit"} | PROGRAM,
@@ -38,6 +36,7 @@ FLAGS = {
         *("--compare", "--compiled", "--debug", "--json", "--measured", "--out", "--perfetto", "--profile", "--quiet"),
         "-o",
     },
+    "sweep": {"--debug", "--jobs", "--json", "--out", "--plot", "--price", "--quiet"} | PROGRAM | LIMITS,
     "validate": {"--data", "--debug", "--json", "--quiet"},
     "solve": {"--debug", "--iterations", "--json", "--out", "--quiet", "--seed", "--threads", "--time-limit"},
 }
@@ -88,6 +87,11 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         ("plan x.py --topology cpu:8 --out .", "--out . is a directory; name a file."),
         ("plan x.py --topology cpu:8", "there is no file `x.py`; give the path of a Python file"),
         ("plna x.py", "invalid choice: 'plna'"),
+        ("sweep x.py --topology cpu:8,,cpu:4", "argument --topology: 'cpu:8,,cpu:4' is not a list A,B,..."),
+        ("sweep x.py --topology cpu:8 --batch 8,0", "argument --batch: '0' is not a positive whole number"),
+        ("sweep x.py --topology cpu:8 --remat all", "argument --remat: 'all' is not one of none, dots, full"),
+        ("sweep x.py --topology cpu:8 --price 3", "argument --price: '3' is not CHIP=PRICE, such as v5e=1.2"),
+        ("sweep x.py --topology cpu:8 --price v9=3", "v9"),
     ],
 )
 def test_bad_input_gets_one_sentence_and_exit_code_2(
@@ -224,6 +228,18 @@ def test_the_mesh_comes_from_the_flag_then_the_environment_then_a_search(folder:
     assert mesh("--mesh", "auto", XLA_AUTO_SPMD_MESH="2,4") == {}
     assert mesh(XLA_AUTO_SPMD_MESH="2,4") == {"data": 2, "model": 4}
     assert mesh("--mesh", "a=4,b=2", XLA_AUTO_SPMD_MESH="2,4") == {"a": 4, "b": 2}
+
+
+def test_a_sweep_is_a_table_a_plot_and_rows_that_are_kept(folder: Path):
+    line = ("sweep", "step.py", "--topology", "cpu:8,cpu:7", "--out", "sweep.json", "--plot", "sweep.svg")
+    shown = run(*line, cwd=folder).stdout
+    assert "no plan, see below" in shown and "- cpu:7: " in shown
+    assert (folder / "sweep.svg").read_text().startswith("<?xml")
+    again = run(*line, "--json", "--price", "cpu=2.5", cwd=folder)
+    assert "2 of 2 rows are in sweep.json already" in again.stderr
+    planned, failed = json.loads(again.stdout)["rows"]
+    assert planned["topology"] == "cpu:8" and planned["failed"] is None and planned["step_time_s"] > 0
+    assert failed["topology"] == "cpu:7" and failed["step_time_s"] is None and failed["failed"]
 
 
 def test_measure_a_saved_plan_and_check_it(folder: Path):

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import os
@@ -14,8 +15,13 @@ from autoshard.errors import UserError
 
 if TYPE_CHECKING:
     from autoshard.cost import Topology
+    from autoshard.plan import PlanResult
     from autoshard.program import Program
     from autoshard.report import Progress
+
+PROGRAM_OPTIONS = ("train", "batch", "seq", "image", "dtype", "param_dtype", "state_dtype", "remat", "optimizer")
+PROGRAM_OPTIONS += ("serve", "cache", "capacity_factor")
+"""What `hf:CONFIG` takes."""
 
 
 PROFILED_STEPS = 3
@@ -24,28 +30,50 @@ PROFILED_STEPS = 3
 
 def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
     for flag, path in (("--out", arguments.out), ("--save-problem", arguments.save_problem)):
-        _check_writable(flag, path)
+        check_writable(flag, path)
     # Planning never touches an accelerator: without this JAX would look for one, and wait for it.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    with _progress(arguments) as progress:
+    with show_progress(arguments) as progress:
         began = time.perf_counter()
-        program = _open(arguments, progress, arguments.topology)
-        traced = time.perf_counter() - began
-        from autoshard.plan import make_plan, save_plan
+        result, traced = _planned(arguments, progress)
+        from autoshard.plan import save_plan
 
-        result = make_plan(program, **_plan_options(arguments), progress=progress)
         if arguments.out:
             save_plan(result.plan, arguments.out)
     wall_s = {"trace": traced, **result.wall_s, "total": time.perf_counter() - began}
     from autoshard.report import plan_figures, terminal_report
 
     if arguments.json:
-        _print_json(plan_figures(result.plan, wall_s), answer)
+        print_json(plan_figures(result.plan, wall_s), answer)
     else:
-        _print_rich(terminal_report(result.plan, wall_s), answer)
+        print_rich(terminal_report(result.plan, wall_s), answer)
         if arguments.out:
             print(f"Plan written to {arguments.out}", file=answer)
     return 0
+
+
+def _planned(arguments: argparse.Namespace, progress: "Progress") -> tuple["PlanResult", float]:
+    """The plan, and the seconds that tracing took."""
+    traced = 0.0
+
+    def traced_with(remat: str | None) -> "Program":
+        nonlocal traced
+        began = time.perf_counter()
+        arguments.remat = remat
+        program = _open(arguments, progress, arguments.topology)
+        traced += time.perf_counter() - began
+        return program
+
+    if arguments.remat == "auto":
+        from autoshard.plan import plan_variants
+
+        variants = {name: functools.partial(traced_with, name) for name in ("none", "dots", "full")}
+        _, made = plan_variants(variants, **_plan_options(arguments), progress=progress)
+        return made, traced
+    from autoshard.plan import make_plan
+
+    program = traced_with(arguments.remat)
+    return make_plan(program, **_plan_options(arguments), progress=progress), traced
 
 
 def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
@@ -53,8 +81,8 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
     from autoshard.exec import measure, measurement_figures
     from autoshard.plan import load_plan, make_plan
 
-    _check_writable("--save-problem", arguments.save_problem)
-    _check_writable("--profile", arguments.profile)
+    check_writable("--save-problem", arguments.save_problem)
+    check_writable("--profile", arguments.profile)
     if (arguments.plan is None) == (arguments.topology is None):
         raise UserError("`autoshard measure` takes either --plan PLAN.json, or --topology to plan first.")
     for flag in ("mesh", "memory_limit", "save_problem", "pin", "forbid", "axis_only", "replicate", "pin_from"):
@@ -63,7 +91,7 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
     plan = load_plan(arguments.plan) if arguments.plan else None
     topology = Topology.parse(plan.topology if plan else arguments.topology)
     _start_devices(topology)
-    with _progress(arguments) as progress:
+    with show_progress(arguments) as progress:
         program = _open(arguments, progress)
         if plan is None:
             plan = make_plan(program, **_plan_options(arguments), progress=progress).plan
@@ -74,15 +102,15 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
 
     figures = measurement_figures(result)
     if arguments.json:
-        _print_json(figures, answer)
+        print_json(figures, answer)
     else:
-        _print_rich(measurement_report(plan, figures), answer)
+        print_rich(measurement_report(plan, figures), answer)
     failed = result.check_skipped or (result.check is not None and not result.check.passed)
     return 1 if failed else 0
 
 
 def run_compile(arguments: argparse.Namespace, answer: TextIO) -> int:
-    _check_writable("--hlo", arguments.hlo)
+    check_writable("--hlo", arguments.hlo)
     # The compiler runs in a process of its own; here JAX only traces.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from autoshard.exec import Verdict, compile_figures, compile_lines, compile_plan
@@ -90,14 +118,14 @@ def run_compile(arguments: argparse.Namespace, answer: TextIO) -> int:
     from autoshard.report import write_text
 
     plan = load_plan(arguments.plan)
-    with _progress(arguments) as progress:
+    with show_progress(arguments) as progress:
         program = _open(arguments, progress, plan.topology)
         progress(f"Compiling for {plan.topology} (a minute or two for a large model)")
         result = compile_plan(program, plan, time_limit=arguments.time_limit)
     if arguments.hlo is not None:
         write_text(arguments.hlo, result.hlo)
     if arguments.json:
-        _print_json(compile_figures(result), answer)
+        print_json(compile_figures(result), answer)
     else:
         print("\n".join(compile_lines(result)), file=answer)
     return 1 if result.verdict is Verdict.DOES_NOT_FIT else 0
@@ -116,7 +144,7 @@ def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
     from autoshard.report import Row, candidates, comparison_figures, comparison_report
 
     rows = []
-    with _progress(arguments) as progress:
+    with show_progress(arguments) as progress:
         program = _open(arguments, progress, arguments.topology)
         made = make_plan(program, **_plan_options(arguments), progress=progress)
         run = arguments.compile or arguments.measure
@@ -136,9 +164,9 @@ def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
     if all(row.failed for row in rows):
         raise UserError(rows[0].failed)
     if arguments.json:
-        _print_json(comparison_figures(rows), answer)
+        print_json(comparison_figures(rows), answer)
     else:
-        _print_rich(comparison_report(made.plan, rows), answer)
+        print_rich(comparison_report(made.plan, rows), answer)
     return 0
 
 
@@ -148,9 +176,9 @@ def run_diff(arguments: argparse.Namespace, answer: TextIO) -> int:
 
     found = difference(load_plan(arguments.first), load_plan(arguments.second))
     if arguments.json:
-        _print_json(difference_figures(found), answer)
+        print_json(difference_figures(found), answer)
     else:
-        _print_rich(difference_report(found), answer)
+        print_rich(difference_report(found), answer)
     return 0
 
 
@@ -160,21 +188,21 @@ def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
     from autoshard.report import explanation_report
 
     plan = load_plan(arguments.plan)
-    with _progress(arguments) as progress:
+    with show_progress(arguments) as progress:
         progress(f"Opening the program of {arguments.plan} again")
-        _stand_in_devices(arguments.program or (plan.provenance.get("source") or {}).get("program", ""), plan.topology)
+        stand_in_devices(arguments.program or (plan.provenance.get("source") or {}).get("program", ""), plan.topology)
         program = reopen(plan, arguments.program, arguments.entry)
         progress(f"Pricing what else {arguments.name} could be")
         found = explain_plan(plan, arguments.name, program, time_limit=arguments.time_limit)
     if arguments.json:
-        _print_json(explanation_figures(found), answer)
+        print_json(explanation_figures(found), answer)
     else:
-        _print_rich(explanation_report(found), answer)
+        print_rich(explanation_report(found), answer)
     return 0
 
 
 def run_export(arguments: argparse.Namespace, answer: TextIO) -> int:
-    _check_writable("--out", arguments.out)
+    check_writable("--out", arguments.out)
     from autoshard.plan import load_plan
     from autoshard.report import export_plan, write_text
 
@@ -182,7 +210,7 @@ def run_export(arguments: argparse.Namespace, answer: TextIO) -> int:
     if arguments.out is not None:
         write_text(arguments.out, text)
     if arguments.json:
-        _print_json({"to": arguments.to, "text": text}, answer)
+        print_json({"to": arguments.to, "text": text}, answer)
     elif arguments.out is None:
         answer.write(text)
     else:
@@ -191,8 +219,8 @@ def run_export(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
-    _check_writable("--out", arguments.out)
-    _check_writable("--perfetto", arguments.perfetto)
+    check_writable("--out", arguments.out)
+    check_writable("--perfetto", arguments.perfetto)
     from autoshard.plan import load_plan
     from autoshard.report import html_report, perfetto_json, plan_figures, read_profile, terminal_report, write_text
 
@@ -217,17 +245,17 @@ def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
     for path, text in written.items():
         write_text(Path(path), text)
     if arguments.json:
-        _print_json(plan_figures(plan) | {"written": sorted(written)}, answer)
+        print_json(plan_figures(plan) | {"written": sorted(written)}, answer)
     elif written:
         for path in written:
             print(f"Written: {path}", file=answer)
     else:
-        _print_rich(terminal_report(plan), answer)
+        print_rich(terminal_report(plan), answer)
     return 0
 
 
 def run_solve(arguments: argparse.Namespace, answer: TextIO) -> int:
-    _check_writable("--out", arguments.out)
+    check_writable("--out", arguments.out)
     from autoshard.solver._command import run_solve
 
     with contextlib.redirect_stdout(answer), contextlib.ExitStack() as quiet:
@@ -248,12 +276,12 @@ def run_validate(arguments: argparse.Namespace, answer: TextIO) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # models are rebuilt, never run
     from autoshard.report import passes, validate, validation_figures, validation_report
 
-    with _progress(arguments) as progress:
+    with show_progress(arguments) as progress:
         found = validate(arguments.data, progress)
     if arguments.json:
-        _print_json(validation_figures(found), answer)
+        print_json(validation_figures(found), answer)
     else:
-        _print_rich(validation_report(found), answer)
+        print_rich(validation_report(found), answer)
     return 0 if passes(found) else 1
 
 
@@ -262,13 +290,13 @@ def run_doctor(arguments: argparse.Namespace, answer: TextIO) -> int:
 
     found = doctor()
     if arguments.json:
-        _print_json(found, answer)
+        print_json(found, answer)
     else:
-        _print_rich(doctor_report(found), answer)
+        print_rich(doctor_report(found), answer)
     return 0
 
 
-def _progress(arguments: argparse.Namespace) -> "Progress":
+def show_progress(arguments: argparse.Namespace) -> "Progress":
     from autoshard.report import Progress
 
     return Progress(quiet=arguments.quiet)
@@ -280,17 +308,15 @@ def _open(arguments: argparse.Namespace, progress: "Progress", topology: str | N
     from autoshard.program import load_rules, open_source
 
     if topology is not None:
-        _stand_in_devices(arguments.program, topology)
+        stand_in_devices(arguments.program, topology)
 
-    names = ("train", "batch", "seq", "image", "dtype", "param_dtype", "state_dtype", "remat", "optimizer")
-    names += ("serve", "cache", "capacity_factor")
-    options = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    options = {name: getattr(arguments, name) for name in PROGRAM_OPTIONS if getattr(arguments, name) is not None}
     if arguments.rules is not None:
         load_rules(arguments.rules)
     return open_source(arguments.program, entry=arguments.entry, roles=arguments.roles, **options)
 
 
-def _stand_in_devices(source: str, topology: str) -> None:
+def stand_in_devices(source: str, topology: str) -> None:
     """A CPU device for each of the topology's, where a program is Python and may make a mesh."""
     if source.endswith(".py"):
         from autoshard.cost import Topology
@@ -337,7 +363,7 @@ def _merged(flag: str, pairs: list[tuple[str, str]]) -> dict[str, str]:
     return found
 
 
-def _check_writable(flag: str, path: Path | None) -> None:
+def check_writable(flag: str, path: Path | None) -> None:
     """Before minutes of work, not after."""
     if path is None:
         return
@@ -362,12 +388,12 @@ def _read_json(path: Path, command: str) -> dict[str, Any]:
     return value
 
 
-def _print_json(value: dict[str, Any], answer: TextIO) -> None:
+def print_json(value: dict[str, Any], answer: TextIO) -> None:
     json.dump(value, answer, indent=2, allow_nan=False)
     answer.write("\n")
 
 
-def _print_rich(renderable: Any, answer: TextIO) -> None:
+def print_rich(renderable: Any, answer: TextIO) -> None:
     from rich.console import Console
 
     Console(file=answer).print(renderable)

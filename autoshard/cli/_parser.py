@@ -9,12 +9,12 @@ import contextlib
 import difflib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from autoshard import __version__
-from autoshard.cli import _commands
+from autoshard.cli import _commands, _sweep
 from autoshard.errors import UserError
 
 
@@ -64,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
 
     plan = _command(commands, "plan", _commands.run_plan, "choose a sharding for every tensor", PROGRAM_HELP)
-    _add_program(plan)
+    _add_program(plan, remats=("none", "dots", "full", "auto"))
     _add_planning(plan, required=True)
     plan.add_argument("--out", metavar="PLAN.json", type=Path, help="write the plan here")
 
@@ -103,6 +103,19 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("--measure", action="store_true", help="run each on the devices that are here")
     compare.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps to time (default: 10)")
     _add_planning(compare, required=True)
+
+    sweep = _command(
+        commands, "sweep", _sweep.run_sweep, "plan for several topologies, batches and remat variants", PROGRAM_HELP
+    )
+    _add_program(sweep, several=True)
+    sweep.add_argument("--topology", required=True, type=_texts, metavar="T,T,...", help="v5e:16x16,v5p:4x4x8 ...")
+    _add_limits(sweep)
+    sweep.add_argument(
+        "--price", type=_prices, default={}, metavar="CHIP=X,...", help="of one chip for one hour, in any currency"
+    )
+    sweep.add_argument("--jobs", type=_positive, metavar="N", help="processes that plan (default: one for each core)")
+    sweep.add_argument("--out", metavar="SWEEP.json", type=Path, help="keep rows here; rows it has are not made again")
+    sweep.add_argument("--plot", metavar="SWEEP.png", type=Path, help="draw step time, MFU and headroom here")
 
     diff = _command(commands, "diff", _commands.run_diff, "say what differs between two plans, and what it costs")
     diff.add_argument("first", metavar="A.json", type=Path, help="a plan")
@@ -179,7 +192,10 @@ def _command(
     return parser
 
 
-def _add_program(parser: argparse.ArgumentParser) -> None:
+def _add_program(
+    parser: argparse.ArgumentParser, several: bool = False, remats: Sequence[str] = ("none", "dots", "full")
+) -> None:
+    """`several`: batches and remat variants are lists."""
     parser.add_argument("program", metavar="PROGRAM", help="model.py, step.mlir or hf:CONFIG, see below")
     parser.add_argument("--entry", default="program", metavar="NAME", help="name in model.py (default: program)")
     parser.add_argument(
@@ -196,13 +212,20 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
     mode = group.add_mutually_exclusive_group()
     mode.add_argument("--train", action="store_true", default=None, help="a training step: loss, backward, optimizer")
     mode.add_argument("--infer", action="store_false", dest="train", default=None, help="a forward pass")
-    group.add_argument("--batch", type=_positive, metavar="N", help="sequences in one step, over all devices")
+    if several:
+        group.add_argument("--batch", type=_numbers, metavar="N,N,...", help="sequences in one step, over all devices")
+    else:
+        group.add_argument("--batch", type=_positive, metavar="N", help="sequences in one step, over all devices")
     group.add_argument("--seq", type=_positive, metavar="N", help="tokens of one sequence")
     group.add_argument("--image", type=_positive, metavar="N", help="pixels of one side, for models of images")
     group.add_argument("--dtype", metavar="DTYPE", help="to compute in (default: bfloat16)")
     group.add_argument("--param-dtype", metavar="DTYPE", help="of parameters (default: float32 in training)")
     group.add_argument("--state-dtype", metavar="DTYPE", help="of the optimizer's state (default: float32)")
-    group.add_argument("--remat", choices=("none", "dots", "full"), help="what the backward pass computes again")
+    again = "what the backward pass computes again"
+    if several:
+        group.add_argument("--remat", type=_remats(remats), metavar="R,R,...", help=f"{again}: {', '.join(remats)}")
+    else:
+        group.add_argument("--remat", choices=remats, help=again + ("; auto: the fastest" if "auto" in remats else ""))
     group.add_argument("--optimizer", metavar="NAME", help="adamw (default), sgd, momentum")
     group.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
     group.add_argument("--cache", type=_positive, metavar="N", help="tokens the cache holds (default: --seq)")
@@ -217,20 +240,7 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
 def _add_planning(parser: argparse.ArgumentParser, required: bool) -> None:
     group = parser.add_argument_group("planning")
     group.add_argument("--topology", required=required, metavar="CHIP:SHAPE", help="v5p:4x8x8, v6e:16x16*2, cpu:8 ...")
-    group.add_argument(
-        "--mesh",
-        metavar="AXIS=N,...",
-        help="axes and sizes, major first (default: XLA_AUTO_SPMD_MESH, else the best is looked for, as by auto)",
-    )
-    group.add_argument("--memory-limit", type=_gib, metavar="GiB", help="of one device (default: what the chip has)")
-    group.add_argument("--time-limit", type=_seconds, default=60.0, metavar="S", help="for the solver (default: 60)")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of searches that draw lots (default: 0)")
-    group.add_argument(
-        "--no-refine-axes",
-        dest="refine_axes",
-        action="store_false",
-        help="keep axes whole where a dim could use a part of one (8 heads on an axis of 16)",
-    )
+    _add_limits(group)
     group.add_argument(
         "--save-problem", type=Path, metavar="P.json.gz", help="write the Problem, in the contest's format"
     )
@@ -245,6 +255,23 @@ def _add_planning(parser: argparse.ArgumentParser, required: bool) -> None:
     fixed.add_argument("--pin-from", metavar="PLAN.json", type=Path, help="the parameters' specs of another plan")
 
 
+def _add_limits(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--mesh",
+        metavar="AXIS=N,...",
+        help="axes and sizes, major first (default: XLA_AUTO_SPMD_MESH, else the best is looked for, as by auto)",
+    )
+    group.add_argument("--memory-limit", type=_gib, metavar="GiB", help="of one device (default: what the chip has)")
+    group.add_argument("--time-limit", type=_seconds, default=60.0, metavar="S", help="for the solver (default: 60)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of searches that draw lots (default: 0)")
+    group.add_argument(
+        "--no-refine-axes",
+        dest="refine_axes",
+        action="store_false",
+        help="keep axes whole where a dim could use a part of one (8 heads on an axis of 16)",
+    )
+
+
 def _pair(form: str) -> Callable[[str], tuple[str, str]]:
     def parse_pair(text: str) -> tuple[str, str]:
         left, equals, right = text.partition("=")
@@ -253,6 +280,37 @@ def _pair(form: str) -> Callable[[str], tuple[str, str]]:
         return left.strip(), right.strip()
 
     return parse_pair
+
+
+def _texts(text: str) -> list[str]:
+    found = [part.strip() for part in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list A,B,...")
+    return list(dict.fromkeys(found))
+
+
+def _numbers(text: str) -> list[int]:
+    return [_positive(part) for part in _texts(text)]
+
+
+def _remats(known: Sequence[str]) -> Callable[[str], list[str]]:
+    def parse_remats(text: str) -> list[str]:
+        for part in _texts(text):
+            if part not in known:
+                raise argparse.ArgumentTypeError(f"{part!r} is not one of {', '.join(known)}")
+        return _texts(text)
+
+    return parse_remats
+
+
+def _prices(text: str) -> dict[str, float]:
+    found = {}
+    for part in _texts(text):
+        chip, equals, price = (piece.strip() for piece in part.partition("="))
+        if not chip or not equals:
+            raise argparse.ArgumentTypeError(f"{part!r} is not CHIP=PRICE, such as v5e=1.2")
+        found[chip] = _factor(price)
+    return found
 
 
 def _positive(text: str) -> int:

@@ -45,6 +45,10 @@ from autoshard.plan._stacks import layer_pattern as layer_pattern
 from autoshard.plan._store import load_plan as load_plan
 from autoshard.plan._store import parameter_specs as parameter_specs
 from autoshard.plan._store import save_plan as save_plan
+from autoshard.plan._sweep import SweepRow as SweepRow
+from autoshard.plan._sweep import SweepTask as SweepTask
+from autoshard.plan._sweep import sweep as sweep
+from autoshard.plan._variants import plan_variants as plan_variants
 
 
 class _Room(ModuleType):

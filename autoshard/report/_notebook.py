@@ -26,7 +26,7 @@ class NotebookView:
 
     def to_frame(self) -> Any:
         """`pandas.DataFrame`, a row for each argument; sizes in bytes, `comm_s` in seconds of one step."""
-        pandas = _import("pandas")
+        pandas = import_or_hint("pandas")
         plan = self.plan
         seconds: dict[str, float] = {}
         for collective in plan.prediction.collectives:
@@ -116,7 +116,7 @@ class NotebookView:
         panels = grid.reshape(-1, *grid.shape[-2:])
         columns = min(len(panels), 4)
         rows = -(-len(panels) // columns)
-        pyplot = _import("matplotlib.pyplot")
+        pyplot = import_or_hint("matplotlib.pyplot")
         figure, cells = pyplot.subplots(rows, columns, squeeze=False, figsize=(2.2 * columns, 2.2 * rows + 0.6))
         count = spec.shards(plan.mesh)
         for index, cell in enumerate(cells.flat):
@@ -149,7 +149,8 @@ def _near(name: str, names: Sequence[str]) -> str:
     return f"did you mean {' or '.join(near)}?" if near else "see `plan.arguments`."
 
 
-def _import(module: str) -> Any:
+def import_or_hint(module: str) -> Any:
+    """A module of the optional packages; a `UserError` says how to install it."""
     import importlib
 
     try:
@@ -159,7 +160,7 @@ def _import(module: str) -> Any:
 
 
 def _figure(height: float) -> tuple[Any, Any]:
-    pyplot = _import("matplotlib.pyplot")
+    pyplot = import_or_hint("matplotlib.pyplot")
     figure, axes = pyplot.subplots(figsize=(8, height), layout="constrained")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -170,7 +171,7 @@ def _figure(height: float) -> tuple[Any, Any]:
 
 def _legend(axes: Any) -> None:
     labels = {"compute": "compute", "hidden": "communication hidden behind it", "exposed": "exposed communication"}
-    patches = _import("matplotlib.patches")
+    patches = import_or_hint("matplotlib.patches")
     handles = [patches.Patch(color=_TIME_COLORS[key], label=label) for key, label in labels.items()]
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=3, frameon=False, fontsize=8)
 

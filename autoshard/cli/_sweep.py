@@ -1,0 +1,68 @@
+"""`autoshard sweep`."""
+
+import argparse
+import contextlib
+import os
+from typing import TYPE_CHECKING, TextIO
+
+from autoshard.cli._commands import (
+    PROGRAM_OPTIONS,
+    check_writable,
+    print_json,
+    print_rich,
+    show_progress,
+    stand_in_devices,
+)
+
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+
+def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
+    check_writable("--out", arguments.out)
+    check_writable("--plot", arguments.plot)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from autoshard.cost import Topology, load_chip
+    from autoshard.plan import sweep
+    from autoshard.report import plot_sweep, sweep_figures, sweep_report
+
+    prices = {load_chip(chip).name: price for chip, price in arguments.price.items()}
+    largest = max(arguments.topology, key=lambda text: Topology.parse(text).num_devices)
+    stand_in_devices(arguments.program, largest)
+    options = {name: getattr(arguments, name) for name in PROGRAM_OPTIONS if name not in ("batch", "remat")}
+    if arguments.roles is not None:
+        options["roles"] = arguments.roles
+    planning = {name: getattr(arguments, name) for name in ("mesh", "memory_limit", "time_limit", "seed")}
+    with show_progress(arguments) as progress, contextlib.ExitStack() as pools:
+        tasks = len(arguments.batch or (0,)) * len(arguments.remat or (0,))
+        jobs = min(tasks, arguments.jobs or os.cpu_count() or 1)
+        executor = pools.enter_context(_processes(jobs)) if jobs > 1 else None
+        rows = sweep(
+            arguments.program,
+            topologies=arguments.topology,
+            batches=arguments.batch or (),
+            remats=arguments.remat or (),
+            entry=arguments.entry,
+            options=options,
+            planning=planning | {"refine_axes": arguments.refine_axes},
+            rules=None if arguments.rules is None else str(arguments.rules),
+            executor=executor,
+            path=arguments.out,
+            progress=progress,
+        )
+    if arguments.plot is not None:
+        plot_sweep(rows, arguments.plot)
+    if arguments.json:
+        print_json(sweep_figures(rows, prices), answer)
+    else:
+        print_rich(sweep_report(rows, prices), answer)
+    return 0
+
+
+def _processes(count: int) -> "Executor":
+    """Processes of their own: JAX does not survive a fork."""
+    import concurrent.futures
+    import multiprocessing
+
+    return concurrent.futures.ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
