@@ -97,7 +97,7 @@ def rebuild(run: "Run") -> "tuple[int, Program, Plan]":
     while True:
         program, plan = stated_plan(with_layers(run, layers))
         fits = plan.prediction.peak_bytes < 0.9 * run.topology.usable_bytes
-        if "offload" not in run.remat or fits or layers <= every:
+        if not (run.remat.startswith("custom") or "offload" in run.remat) or fits or layers <= every:
             return layers, program, plan
         layers = max(every, layers // 2 // every * every)
 
