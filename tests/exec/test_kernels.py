@@ -1,6 +1,7 @@
 """jax's own TPU attention kernels: split by batch and heads, forward and backward, and built anew for the shards."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -93,6 +94,10 @@ def test_every_device_gets_a_kernel_for_its_shard(kind: str) -> None:
         text = str(mlir.parse_module(bodies[call.op]))
         (line,) = (line for line in text.splitlines() if "@tpu_custom_call" in line)
         assert f"tensor<{BATCH // parts[0]}x{HEADS // parts[1]}x{SEQ}x{DIM}xbf16>" in line.rpartition(" : ")[2]
+        # The compiler, and whoever reads its program, is told the work of one shard.
+        (flops,) = re.findall(r"flops\\22: ?(\d+)", line)
+        (op,) = (op for op in calls(program) if op.opaque and op.opaque.target == call.name)
+        assert int(flops) == op.flops // 8
 
 
 def test_a_kernel_file_is_planned_by_its_name() -> None:

@@ -9,7 +9,7 @@ import pytest
 from autoshard.plan import PublishedRow, validate_published
 from autoshard.plan._predict import evaluate
 from autoshard.plan._published import Run, parse_run, read_rows
-from autoshard.plan._rebuild import rebuild
+from autoshard.plan._rebuild import rebuild, stated_plan
 from tests.plan.test_published import SMALL
 
 
@@ -66,3 +66,22 @@ def test_progress_and_skipped_rows(tmp_path: pathlib.Path) -> None:
     skipped, done = validate_published(file, lines.append)
     assert skipped.skipped == "not stated: seq" and skipped.delta_percent is None
     assert done.delta_percent is not None and lines == ["2/2 small"]
+
+
+def test_a_run_becomes_a_plan_that_compiles() -> None:
+    machine = {"chips_per_slice": 32, "slices": 1, "topology": "2x4x4", "tpu": "v5p"}
+    run = parse_run(SMALL | machine | {"sharding": "FSDP=16,TP=2"})
+    assert isinstance(run, Run)
+    program, plan = stated_plan(run)
+    assert plan.mesh == {"fsdp": 16, "model": 2} and plan.topology == run.topology.name
+    assert program.model_flops == pytest.approx(run.flops(causal=True))
+    up = plan.arguments["layers.*.mlp.up_proj.weight"]
+    assert set(up.axes) == {"fsdp", "model"}
+    assert {call.name.partition("_no_")[0].partition("_res")[0] for call in plan.calls} == {
+        "splash_mqa_fwd",
+        "splash_mqa_dkv",
+        "splash_mqa_dq",
+    }
+    for call in plan.calls:
+        query = next(spec for spec in call.operands if len(spec.dims) == 5)
+        assert query.dims[0] == ("fsdp",) and query.dims[1] == ("model",)
