@@ -22,6 +22,8 @@ def measurement_report(plan: Plan, figures: Mapping[str, Any]) -> RenderableType
     for index, column in enumerate(("", "predicted", "measured")):
         table.add_column(column, justify="right" if index else "left", no_wrap=True)
     table.add_row("step time", format_seconds(predicted), format_seconds(figures["step_time_s"]))
+    if len(figures["step_times_s"]) > 1:
+        table.add_row("between its quartiles", "", f"{figures['spread']:.0%}")
     for axis, both in figures["collectives"]["wire_bytes"].items():
         name = Text(f"on the wire over {clean(axis)}")
         table.add_row(name, format_bytes(both["predicted"]), format_bytes(both["compiled"]))

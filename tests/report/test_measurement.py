@@ -1,0 +1,57 @@
+"""A measurement on a terminal: medians and spread, collectives' times, and what could not be had."""
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from autoshard.plan import Plan
+from autoshard.report import measurement_report
+
+
+FIGURES: dict[str, Any] = {
+    "step_time_s": 2.0,
+    "step_times_s": [1.8, 2.0, 2.2],
+    "spread": 0.1,
+    "device": "8 x cpu",
+    "check_skipped": "",
+    "collectives": {
+        "wire_bytes": {"data": {"predicted": 1024, "compiled": 2048}},
+        "counts": {"all-gather": {"predicted": 1, "compiled": 2}},
+        "times": [
+            {"kind": "all-to-all", "axes": ["model"], "seconds": 0.08, "count": 64},
+            {"kind": "all-reduce", "axes": ["data"], "seconds": 0.5, "count": 1},
+        ],
+    },
+    "profiler": "",
+}
+
+
+def shown(plan: Plan, **changes: Any) -> str:
+    out = io.StringIO()
+    Console(file=out, width=160).print(measurement_report(plan, FIGURES | changes))
+    return out.getvalue()
+
+
+def row(text: str, beginning: str) -> list[str]:
+    (line,) = (line for line in text.splitlines() if line.startswith(beginning))
+    return line.removeprefix(beginning).split("  ")
+
+
+def test_times_stand_beside_the_prediction(plan: Plan) -> None:
+    text = shown(plan)
+    assert "10%" in row(text, "between its quartiles")[-1]
+    assert [cell.strip() for cell in row(text, "all-to-all over model (time, waiting included)") if cell] == [
+        "40 ms",
+        "80 ms",
+    ]
+    assert [cell.strip() for cell in row(text, "all-reduce over data (time, waiting included)") if cell.strip()] == [
+        "-",
+        "500 ms",
+    ]
+    assert "between its quartiles" not in shown(plan, step_times_s=[2.0])
+
+
+def test_what_is_missing_is_said(plan: Plan) -> None:
+    text = shown(plan, profiler="the profiler did not start: busy", check_skipped="nothing was compared")
+    assert "No time of each collective: the profiler did not start: busy" in text and "nothing was compared" in text
