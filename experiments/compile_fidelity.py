@@ -244,7 +244,7 @@ def table(results: list[dict[str, Any]]) -> str:
         theirs = result["verdict"]
         if abs(peak["predicted"] / limit - 1) > 0.1:
             judged += 1
-            agree += ours.startswith("fits") == theirs.startswith("fits")
+            agree += ours == theirs
         axes = []
         for axis, wire in result["wire_bytes"].items():
             if wire["compiled"] > 0.01 * sum(w["compiled"] for w in result["wire_bytes"].values()):
@@ -260,10 +260,25 @@ def table(results: list[dict[str, Any]]) -> str:
             f"{blamed if result['unforeseen'] else '-'} | {times['predicted']:.4g} | "
             f"{times['estimated'] or 0:.4g} | {result['compile_s']:.0f} | {result['code']} |"
         )
+    lines += _unforeseen_lines(done)
     lines += ["", f"Memory: {_spread(memory)}. Bytes on the wire by axis: {_spread(wires)}."]
     lines += [f"Verdicts agree in {agree} of {judged} rows predicted more than 10 % away from the limit."]
     lines += [f"- {result['row']}: {result['failed']}" for result in results if "failed" in result]
     return "\n".join(lines) + "\n"
+
+
+def _unforeseen_lines(done: list[dict[str, Any]]) -> list[str]:
+    """What `unforeseen` stands for: every collective of more than 1 % of its row's bytes, and what is known of it."""
+    lines = []
+    for result in done:
+        for row in result["unforeseen"]:
+            specs = f", {row['before']} -> {row['after']}" if row["after"] else ""
+            note = f" ({row['note']})" if row["note"] else ""
+            lines.append(
+                f"- {result['row']}, {row['share']:.1%}: {row['count']} x {row['kind']} over {'+'.join(row['axes'])}, "
+                f"`{row['op'].rpartition('/')[2] or row['op']}`{specs}{note}"
+            )
+    return ["", "Unforeseen, of all bytes on the wire:", "", *lines] if lines else []
 
 
 def _spread(errors: list[float]) -> str:

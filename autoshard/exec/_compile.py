@@ -241,6 +241,6 @@ def compile_lines(result: CompileReport) -> list[str]:
         specs = f", {row.before} -> {row.after}" if row.after else ""
         lines.append(
             f"Unforeseen: {row.kind} over {'+'.join(row.axes)}, {format_bytes(row.wire_bytes)} "
-            f"({row.share:.0%} of all): {row.op}{where}{specs}"
+            f"({row.share:.0%} of all): {row.op}{where}{specs}{f' ({row.note})' if row.note else ''}"
         )
     return [*lines, *result.warnings, f"Compiled in {result.compile_s:.1f} s"]

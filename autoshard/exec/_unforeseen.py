@@ -16,6 +16,8 @@ UNFORESEEN_SHARE = 0.01
 PADDING_SHARE = 0.12
 """A collective may exceed what was predicted by this share: reduce-scatters of tiled dims are padded, by 3 to 10 %."""
 
+SUMMED_WHOLE = "the plan has a reduce-scatter here; the compiler sums everything and takes a slice"
+
 _PERMUTE = "collective-permute"
 _REDUCING = frozenset({"all-reduce", "reduce-scatter"})
 
@@ -40,7 +42,7 @@ class Unforeseen:
     after: str
     """Spec that its user needs, where known."""
     note: str = ""
-    """What the compiler itself said of it."""
+    """What the compiler itself said of it, or what it did in place of what was planned, where known."""
 
 
 def unforeseen(
@@ -66,7 +68,13 @@ def unforeseen(
     if not blamed:
         return ()
     reshards, notes = _reshards(program, plan), involuntary(log)
-    rows = [_explained(c, total, reshards, notes) for c in blamed if c.wire_bytes >= UNFORESEEN_SHARE * total]
+    rows = []
+    for c in blamed:
+        if c.wire_bytes >= UNFORESEEN_SHARE * total:
+            row = _explained(c, total, reshards, notes)
+            planned = any(e.kind == "reduce-scatter" and e.may_be(c) for e in expected)
+            whole = c.kind == "all-reduce" and planned and not row.note
+            rows.append(dataclasses.replace(row, note=SUMMED_WHOLE) if whole else row)
     return tuple(sorted(rows, key=lambda row: -row.wire_bytes))
 
 
