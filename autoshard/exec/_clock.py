@@ -54,7 +54,7 @@ class Clock:
         until = begin + seconds
         for link in used:
             self.busy[link] = until
-            self.spans.append(Busy(name, link, begin, seconds))
+        self.spans += [Busy(name, lane, begin, seconds) for lane in _lanes(used)]
         if kind != "copy":
             self.communication += seconds
         if key:
@@ -97,3 +97,9 @@ class Clock:
         self.unknown_trips += other.unknown_trips
         for kind, seconds in other.by_kind.items():
             self.by_kind[kind] += seconds * times
+
+
+def _lanes(links: list[str]) -> list[str]:
+    """Links as lanes to draw: an axis that is used both ways (`x+`, `x-`) is one."""
+    both = {link[:-1] for link in links if link.endswith("+") and f"{link[:-1]}-" in links}
+    return sorted({link[:-1] if link[:-1] in both and link[-1] in "+-" else link for link in links})

@@ -41,7 +41,7 @@ def _place(topology: Topology, device: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Route:
-    """Where a collective runs: its prices, and the physical axes that it occupies."""
+    """Where a collective runs: its prices, and the physical axes that it occupies, each way by itself (`x+`, `x-`)."""
 
     prices: Collectives
     group: int
@@ -53,8 +53,9 @@ def route(topology: Topology, calibration: Calibration, segments: tuple[Segment,
     """Prices of collectives over one group that spans these physical axes."""
     group = math.prod(s.size for s in segments)
     mesh = Mesh(topology, ("group",), (group,), (segments,), tuple(range(group)))
-    links = frozenset(s.axis if s.kind == "torus" else s.kind for s in segments)
-    return Route(Collectives(mesh, calibration), group, links)
+    links = {s.kind for s in segments if s.kind != "torus"}
+    links |= {f"{s.axis}{way}" for s in segments if s.kind == "torus" for way in "+-"}
+    return Route(Collectives(mesh, calibration), group, frozenset(links))
 
 
 def permute_seconds(
@@ -62,11 +63,14 @@ def permute_seconds(
 ) -> tuple[float, frozenset[str]]:
     """Seconds of a collective-permute between devices (numbers in the topology), and the links that it occupies.
 
-    Every pair sends along x, then y, then z, the short way round a ring; the link that most pairs cross binds.
+    Every pair sends along x, then y, then z, the short way round a ring; the link that most pairs cross binds. Links
+    work both ways at once: of an axis, the way that most hops take is occupied (`x+`), so that the two halves of a
+    shift in both directions run beside each other.
     """
     axes = topology.physical_axes
     crossings: dict[tuple[int, ...], int] = {}
     farthest, used = 0, set()
+    ways: dict[str, int] = {}
     for source, target in pairs:
         here, there = list(_place(topology, source)), _place(topology, target)
         hops = 0
@@ -84,17 +88,19 @@ def permute_seconds(
                 delta -= int(math.copysign(axis.size, delta))
             step = 1 if delta > 0 else -1
             for _ in range(abs(delta)):
-                link = (*here, number, step)
+                # The devices of a chip share its links.
+                link = (*(here[k] for k, other in enumerate(axes) if other.kind != "die"), number, step)
                 crossings[link] = crossings.get(link, 0) + 1
                 here[number] = (here[number] + step) % axis.size
             hops += abs(delta)
+            ways[axis.name] = ways.get(axis.name, 0) + delta
         farthest = max(farthest, hops)
     if not used:
         return 0.0, frozenset()
     chip = topology.chip
     seconds = calibration.collective_launch_s
     if used - {"die", "network"}:
-        rate = chip.link_oneway_bytes_per_s * calibration.link_efficiency / topology.devices_per_chip
+        rate = chip.link_oneway_bytes_per_s * calibration.link_efficiency
         seconds += max(farthest * calibration.hop_s, max(crossings.values(), default=0) * size / rate)
     if "die" in used:
         seconds += size / (chip.die_link_oneway_bytes_per_s * calibration.link_efficiency)
@@ -102,4 +108,6 @@ def permute_seconds(
         rate = chip.network_bytes_per_s_per_chip * calibration.network_efficiency / topology.devices_per_chip
         rate /= 1.0 + calibration.network_contention * (topology.slices - 1)
         seconds += max(calibration.network_latency_s, size / rate)
-    return seconds, frozenset(used)
+    torus = {f"{axis}{'+' if hops >= 0 else '-'}" for axis, hops in ways.items()}
+    # The links between a chip's devices are so much faster that they are free most of the time.
+    return seconds, frozenset((used - ways.keys() - {"die"}) | torus) or frozenset(used)

@@ -54,7 +54,15 @@ def test_a_permute_takes_its_longest_way_and_its_fullest_link():
     assert seconds([(0, 1), (1, 2), (2, 3), (3, 0)]) == pytest.approx(link)
     assert seconds([(0, 2), (1, 3)]) == pytest.approx(2 * link)
     assert seconds([(0, 3), (1, 2)]) == pytest.approx(2 * link)
-    assert permute_seconds(V5P, load_calibration("v5p"), [(0, 48)], 8)[1] == {"x"}
+    assert permute_seconds(V5P, load_calibration("v5p"), [(0, 48)], 8)[1] == {"x-"}, "round the ring"
+    tpu7x = Topology.parse("tpu7x:2x2x1")
+    assert permute_seconds(tpu7x, load_calibration("tpu7x"), [(0, 1), (1, 2)], 8)[1] == {"y+"}
+    assert permute_seconds(tpu7x, load_calibration("tpu7x"), [(0, 1), (1, 0)], 8)[1] == {"die"}
+    # One device of each chip sends over the chip's link by itself; two share it.
+    alone, shared = (
+        permute_seconds(tpu7x, load_calibration("tpu7x"), p, 1 << 28)[0] for p in ([(0, 2)], [(0, 2), (1, 3)])
+    )
+    assert shared == pytest.approx(2 * alone, rel=0.01)
     assert permute_seconds(V5E, calibration, [], size) == (0.0, frozenset())
 
 
@@ -71,3 +79,28 @@ def test_half_an_axis_is_priced_as_half_an_axis():
     size = 8192 * 4096 * 2
     line = route(V5E, load_calibration("v5e"), (Segment("y", "torus", 2, 1, False),)).prices
     assert estimate(text, mesh).exposed_comm_s == pytest.approx(float(line.time("all-gather", ("group",), size)))
+
+
+def test_a_shift_each_way_runs_at_once():
+    mesh = make_mesh(V5P, {"data": 16, "model": 4})
+    ring = mesh.device_order[:4]
+    places = [mesh.device_order.index(device) for device in ring]
+    there = ",".join(f"{{{a},{b}}}" for a, b in zip(places, places[1:] + places[:1], strict=True))
+    back = ",".join(f"{{{b},{a}}}" for a, b in zip(places, places[1:] + places[:1], strict=True))
+
+    def seconds(*pairs: str) -> float:
+        starts = "".join(
+            f"  %s{n} = (bf16[4096,4096], bf16[4096,4096]) collective-permute-start(%p), "
+            f"source_target_pairs={{{each}}}\n"
+            for n, each in enumerate(pairs)
+        )
+        ends = "".join(f"  %e{n} = bf16[4096,4096] collective-permute-done(%s{n})\n" for n in range(len(pairs)))
+        text = (
+            "HloModule m, is_scheduled=true, num_partitions=64\n\n"
+            "ENTRY %main (p: bf16[4096,4096]) -> bf16[4096,4096] {\n  %p = bf16[4096,4096] parameter(0)\n"
+            f"{starts}{ends}  ROOT %t = (bf16[4096,4096]) tuple(%e0)\n}}\n"
+        )
+        return estimate(text, mesh).step_time_s
+
+    assert seconds(there, back) == pytest.approx(seconds(there)) == pytest.approx(seconds(back))
+    assert seconds(there, there) == pytest.approx(2 * seconds(there))
