@@ -19,6 +19,9 @@ PADDING_SHARE = 0.12
 SUMMED_WHOLE = "the plan has a reduce-scatter here; the compiler sums everything and takes a slice"
 
 _PERMUTE = "collective-permute"
+_LAST = {_PERMUTE: 1, "all-reduce": 2}
+"""Kinds that take of the prediction last: permutes may be anything, and whole sums are what nobody plans to have."""
+
 _REDUCING = frozenset({"all-reduce", "reduce-scatter"})
 
 
@@ -106,7 +109,7 @@ class Expected:
 def beyond(found: Sequence[CompiledCollective], expected: Sequence[Expected], least: float) -> list[CompiledCollective]:
     """Compiled collectives that no predicted bytes are left for; what is short by less than `least` is let pass."""
     rest: list[CompiledCollective] = []
-    for collective in sorted(_loops_joined(found), key=lambda c: (c.kind == _PERMUTE, -c.wire_bytes)):
+    for collective in sorted(_loops_joined(found), key=lambda c: (_LAST.get(c.kind, 0), -c.wire_bytes)):
         size = collective.wire_bytes
         alike = [
             e

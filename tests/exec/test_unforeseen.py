@@ -52,3 +52,10 @@ def test_a_sum_over_slices_and_chips_ends_with_a_gather():
     gather, scatter = compiled("all-gather", {"data": 45.0}), compiled("reduce-scatter", {"data": 45.0})
     assert beyond([gather, scatter], [expected("all-reduce", "slice+data", 90.0)], 1.0) == []
     assert beyond([gather], [expected("all-reduce", "data", 90.0)], 1.0) == [gather]
+
+
+def test_a_whole_sum_is_blamed_rather_than_a_loop_of_permutes():
+    loop = [compiled("collective-permute", {"model": 25.0}, 8, "jit(f)/dot") for _ in range(4)]
+    total = compiled("all-reduce", {"model": 200.0})
+    planned = [expected("reduce-scatter", "model", 100.0), expected("reduce-scatter", "model", 100.0)]
+    assert beyond([total, *loop], planned, 1.0) == [total]
