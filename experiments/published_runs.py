@@ -239,8 +239,8 @@ def table(cases: Sequence[Case]) -> tuple[str, dict[str, float]]:
         lines.append(f"| {source} | {len(logs)} | {_shares(logs)} |")
     lines += [
         "",
-        "`flops`: matrix flops of the compiled step over those of the program that was compiled. On v4, v5p and v6e this",
-        "compiler makes synchronous gathers, where the published runs set flags that hid some of them behind compute.",
+        "`flops`: matrix flops of the compiled step over those of the program that was compiled. On v4, v5p and v6e",
+        "this compiler makes synchronous gathers, where the runs set flags that hid some of them behind compute.",
     ]
     lines += too_large()
     return "\n".join(lines) + "\n", {case.id: without[case.id] for case in counted}
