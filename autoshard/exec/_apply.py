@@ -1,9 +1,10 @@
 """Applying a plan to a JAX function: a lowering of its own, shardings on its arguments, pins in its module."""
 
+import collections
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
@@ -53,6 +54,17 @@ class Application:
             for leaf, name in zip(leaves, names, strict=True)
         ]
         return tree.unflatten(placed)
+
+    def load_batches(self, batches: Iterable[Any], ahead: int) -> Iterator[Any]:
+        """See `Plan.load_batches`."""
+        if ahead < 1:
+            raise UserError(f"plan.load_batches: ahead={ahead}, but at least 1 batch has to be sent.")
+        sent: collections.deque[Any] = collections.deque()
+        for batch in batches:
+            sent.append(self.shard_batch(batch))  # returns before the data has arrived
+            if len(sent) == ahead:
+                yield sent.popleft()
+        yield from sent
 
     def torch(self) -> TorchPlan:
         """What applies the plan to torch modules."""

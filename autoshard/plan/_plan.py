@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from autoshard.plan._spec import Spec, original_mesh
@@ -167,6 +167,7 @@ class Executor(Protocol):
     def in_shardings(self) -> tuple[Any, ...]: ...
     def out_shardings(self) -> tuple[Any, ...]: ...
     def shard_batch(self, batch: Any) -> Any: ...
+    def load_batches(self, batches: Iterable[Any], ahead: int) -> Iterator[Any]: ...
     def torch(self) -> Any: ...
 
 
@@ -308,6 +309,13 @@ class Plan:
         Raises `UserError` for a batch of other shapes.
         """
         return _executor(self).shard_batch(batch)
+
+    def load_batches(self, batches: Iterable[Any], ahead: int = 2) -> Iterator[Any]:
+        """An iterator of `shard_batch` of every batch that has `ahead` of them sent or on their way.
+
+        Raises `UserError` for a batch of other shapes, when it is reached, and for `ahead` below 1.
+        """
+        return _executor(self).load_batches(batches, ahead)
 
     def mark(self, model: Any) -> Any:
         """Put a torch module's parameters on the XLA devices, split as planned; returns the module.

@@ -111,3 +111,30 @@ def test_a_batch_is_sent_in_parts():
     with pytest.raises(UserError) as error:
         plan.shard_batch((host[0][:2],))
     assert "the batch has arrays of shapes [2, " in str(error.value)
+
+
+def test_batches_are_sent_ahead():
+    import numpy as np
+
+    from autoshard.exec import ensure_devices
+
+    ensure_devices(8)
+    from tests.exec import planned_programs as made
+
+    plan = handmade(made.mlp(), {"data": 4, "model": 2}, {"arg1": "data,-", "arg2": "data,-"})
+    shapes = [plan.shapes[name] for name in plan.arguments if plan.roles[name] == "batch"]
+    read: list[int] = []
+
+    def batches():
+        for number in range(5):
+            read.append(number)
+            yield tuple(np.full(shape, number, np.float32) for shape in shapes)
+
+    for number, batch in enumerate(plan.load_batches(batches(), ahead=3)):
+        assert read[-1] == min(number + 2, 4)
+        assert all((np.asarray(array) == number).all() for array in batch)
+        assert {shard.data.shape[0] for array in batch for shard in array.addressable_shards} == {shapes[0][0] // 4}
+    assert read == [0, 1, 2, 3, 4]
+    with pytest.raises(UserError) as error:
+        list(plan.load_batches([], ahead=0))
+    assert "ahead=0" in str(error.value)

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from autoshard.errors import UserError
+from autoshard.exec.torch_xla_hook._enable import check_version
 from tests.exec.torch_xla_processes import run_checks
 
 
@@ -57,7 +59,17 @@ def test_what_a_policy_refuses():
         "XLA_AUTO_SPMD_MESH=4,2 says another mesh than the device mesh given to distribute_module, "
         "{'data': 2, 'model': 4}: unset the variable, or give the same mesh."
     )
+    assert said["few"] == (
+        "XLA_AUTO_SPMD_MESH=3,2 names 6 devices, but PyTorch/XLA sees 8: give sizes whose product is 8."
+    )
     assert said["device"].startswith(
         "autoshard.auto_policy plans the first step of PyTorch/XLA, but the device mesh is"
     )
     assert said["moved"].startswith("`0.weight` is on the XLA device already: give distribute_module the module on the")
+
+
+def test_another_torch_xla_is_refused():
+    with pytest.raises(UserError) as error:
+        check_version("2.8.1", object())
+    assert "auto-sharding works with torch_xla 2.9; this is 2.8.1 and lacks _check_tensor_need_mat" in str(error.value)
+    assert str(error.value).endswith("install that version, or train without auto-sharding.")

@@ -111,8 +111,13 @@ def wrong_policies() -> dict[str, Any]:
     class Other:
         device_type = "cpu"
 
+    from autoshard.exec.torch_xla_hook._here import mesh_here
+
+    os.environ["XLA_AUTO_SPMD_MESH"] = "3,2"
+    few = refused(mesh_here)
     os.environ["XLA_AUTO_SPMD_MESH"] = "4,2"
     said = {
+        "few": few,
         "mesh": refused(lambda: distribute_module(mlp(8), device_mesh(2, 4), autoshard.auto_policy)),
         "device": refused(lambda: plan_first_step("", mlp(8), Other())),
     }

@@ -1,0 +1,86 @@
+"""State that is saved under one plan and loaded under another, each process and device with its own part."""
+
+from pathlib import Path
+
+from tests.exec.planned_programs import handmade
+from tests.exec.workers import run_workers
+
+
+WORKER = """
+import json, os, sys
+os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=sys.argv[2])
+import torch
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+import autoshard
+torch.distributed.init_process_group("gloo")
+
+def net(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+
+def held(model):
+    return {name: list(p.to_local().shape) for name, p in model.named_parameters()}
+
+saved, loaded, expected = net(0), net(1), net(0)
+one, other = (autoshard.load(name) for name in sys.argv[3:5])
+one.distribute(saved, init_device_mesh("cpu", tuple(one.mesh.values()), mesh_dim_names=tuple(one.mesh)))
+other.distribute(loaded, init_device_mesh("cpu", tuple(other.mesh.values()), mesh_dim_names=tuple(other.mesh)))
+before = held(loaded)
+checkpoint.save({"model": saved.state_dict()}, checkpoint_id=sys.argv[5])
+state = {"model": loaded.state_dict()}
+checkpoint.load(state, checkpoint_id=sys.argv[5])
+loaded.load_state_dict(state["model"])
+pairs = zip(loaded.parameters(), expected.parameters())
+print(json.dumps({
+    "saved": held(saved), "loaded": held(loaded), "kept": held(loaded) == before,
+    "equal": all(bool((p.full_tensor() == q).all()) for p, q in pairs),
+}))
+torch.distributed.destroy_process_group()
+"""
+
+
+def torch_plan(path: Path, mesh: dict[str, int], specs: dict[str, str]) -> str:
+    import torch
+
+    from autoshard.program import from_torch
+
+    net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+    handmade(from_torch(net, torch.zeros(8, 16), name="small"), mesh, specs).save(path)
+    return str(path)
+
+
+def test_torch_state_moves_from_plan_to_plan(tmp_path: Path):
+    rows = torch_plan(tmp_path / "rows.json", {"data": 2, "model": 1}, {"0.weight": "data,-", "2.weight": "data,-"})
+    columns = torch_plan(tmp_path / "columns.json", {"all": 2}, {"0.weight": "-,all", "2.weight": "-,all"})
+    for found in run_workers(WORKER, [rows, columns, str(tmp_path / "saved")]):
+        assert found["equal"] and found["kept"]
+        assert found["saved"] == {"0.weight": [16, 16], "0.bias": [32], "2.weight": [4, 32], "2.bias": [8]}
+        assert found["loaded"] == {"0.weight": [32, 8], "0.bias": [32], "2.weight": [8, 16], "2.bias": [8]}
+
+
+def test_jax_state_moves_from_plan_to_plan(tmp_path: Path):
+    from autoshard.exec import ensure_devices
+
+    ensure_devices(8)
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    from tests.exec import planned_programs as made
+
+    program = made.mlp()
+    one = handmade(program, {"data": 4, "model": 2}, {"params.up": "-,model", "params.down": "model,-"})
+    other = handmade(program, {"all": 8}, {"params.up": "all,-", "params.down": "-,all"})
+    host = program.make_args(0)[0]
+    saved = jax.device_put(host, one.jit(program.fn).shardings(*program.make_args(0))[0])
+    wanted = other.jit(program.fn).shardings(*program.make_args(0))[0]
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", saved)
+        checkpointer.wait_until_finished()
+        abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), saved, wanted)
+        loaded = checkpointer.restore(tmp_path / "saved", abstract)
+    for name in ("up", "down"):
+        assert (np.asarray(loaded[name]) == np.asarray(host[name])).all()
+        assert loaded[name].sharding == wanted[name] and loaded[name].sharding != saved[name].sharding
+        assert {shard.data.size for shard in loaded[name].addressable_shards} == {host[name].size // 8}
