@@ -1,5 +1,6 @@
 """Auto-sharding through `distribute_module`, and what PyTorch/XLA's own test of auto-sharding checks."""
 
+import math
 from typing import Any
 
 import pytest
@@ -66,6 +67,13 @@ def test_what_a_policy_refuses():
         "autoshard.auto_policy plans the first step of PyTorch/XLA, but the device mesh is"
     )
     assert said["moved"].startswith("`0.weight` is on the XLA device already: give distribute_module the module on the")
+
+
+def test_a_mesh_that_is_looked_for():
+    environment = {"AUTOSHARD_STRICT": "1", "XLA_AUTO_SPMD_MESH": "auto"}
+    row = run_checks("torch_xla_policy_checks", "searched_mesh", **environment)["searched_mesh"]
+    assert row["difference"] < 1e-5 and any(split(text) for text in row["parameters"])
+    assert math.prod(row["mesh"].values()) == 8 and row["second"] == row["kept"] == row["mesh"]
 
 
 def test_another_torch_xla_is_refused():

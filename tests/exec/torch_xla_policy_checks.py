@@ -127,6 +127,20 @@ def wrong_policies() -> dict[str, Any]:
 
 
 @script
+def searched_mesh() -> dict[str, Any]:
+    """`XLA_AUTO_SPMD_MESH=auto`: the mesh of the first step is kept by what comes later."""
+    import torch_xla.runtime as xr
+
+    import autoshard.torch_xla
+
+    xr.use_spmd(auto=True)
+    first = one_step(mlp().to("xla"))
+    second = one_step(mlp().to("xla"))
+    session = autoshard.torch_xla.session()
+    return {**first, "second": second["mesh"], "kept": None if session is None else session.mesh}
+
+
+@script
 def upstream_matmul() -> dict[str, Any]:
     """What PyTorch/XLA's test of auto-sharding checks of a product, and that its mesh is the planned one."""
     import torch

@@ -14,6 +14,7 @@ from autoshard.exec.torch_xla_hook._xlac import xlac
 
 
 MESH_VARIABLE = "XLA_AUTO_SPMD_MESH"
+AUTO = "auto"
 TOPOLOGY_VARIABLE = "AUTOSHARD_TOPOLOGY"
 
 _KINDS = {
@@ -70,8 +71,8 @@ def _device_kind() -> str:
     return xlac()._xla_device_kind(xlac()._xla_get_default_device())
 
 
-def mesh_here() -> dict[str, int]:
-    """The mesh that `XLA_AUTO_SPMD_MESH` names; without it all devices on the first of two axes.
+def mesh_here() -> dict[str, int] | None:
+    """The mesh that `XLA_AUTO_SPMD_MESH` names, None for `auto`; without it all devices on the first of two axes.
 
     Raises `UserError` if it does not multiply to the number of devices.
     """
@@ -79,6 +80,8 @@ def mesh_here() -> dict[str, int]:
 
     count = xr.global_runtime_device_count()
     text = os.environ.get(MESH_VARIABLE, "").strip()
+    if text.lower() == AUTO:
+        return None
     sizes = parse_mesh(text) if text else {"data": count, "model": 1}
     product = 1
     for size in sizes.values():

@@ -20,6 +20,11 @@ class Decision:
     """What was decided otherwise than the planner alone would have; also among the plan's warnings."""
 
 
+def best_mesh(taken: Capture, topology: str) -> dict[str, int]:
+    """The mesh on which a captured graph has the fastest plan, of all that the devices can form."""
+    return make_plan(taken.program, topology=topology, mesh="auto", refine_axes=False).plan.mesh
+
+
 def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Spec]) -> Decision:
     """Plan a captured graph. `fixed` are specs by argument that an earlier plan gave, or an earlier step.
 

@@ -1,17 +1,19 @@
 """From the first step of a script to its planned steps: the states between which the hook moves."""
 
+import functools
 import logging
 import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from autoshard.cost import Topology
 from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook._apply_plan import Applied, Pins
 from autoshard.exec.torch_xla_hook._capture import Capture, capture
 from autoshard.exec.torch_xla_hook._here import live_mesh, mesh_here, topology_here
 from autoshard.exec.torch_xla_hook._marks import LiveMesh, mark
-from autoshard.exec.torch_xla_hook._planning import Decision, decide
+from autoshard.exec.torch_xla_hook._planning import Decision, best_mesh, decide
 from autoshard.exec.torch_xla_hook._reads import Reads
 from autoshard.exec.torch_xla_hook._replay import planned_proto, replay
 from autoshard.exec.torch_xla_hook._tensors import become, leaves, live_pending, on_xla, pending
@@ -31,7 +33,7 @@ class Session:
     def __init__(self) -> None:
         self.plans: list[Plan] = []
         self.mesh: dict[str, int] | None = None
-        """What the script says; otherwise the environment's."""
+        """What the script says, or what was found to be best; otherwise the environment's."""
         self.applied = Applied()
         self.armed = False
         self.failed = False
@@ -103,7 +105,8 @@ class Session:
         self._seen |= self._current
         self._current = set()
         topology = topology_here()
-        mesh = live_mesh(topology, self.mesh or mesh_here())  # what is wrong with these, the user has to mend
+        sizes = self.mesh or mesh_here()  # what is wrong with these, the user has to mend
+        mesh = None if sizes is None else live_mesh(topology, sizes)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
@@ -122,15 +125,20 @@ class Session:
             self.disarm()
         return True
 
-    def _plan_pending(self, watch: Watch, roots: Sequence[Any], topology: str, mesh: LiveMesh) -> None:
+    def _plan_pending(self, watch: Watch, roots: Sequence[Any], topology: str, mesh: LiveMesh | None) -> None:
         every = list(watch.recorded.items())
         waits = pending([tensor for _, tensor in every])  # what a script has read in between is computed already
         calls = [call for (call, _), waiting in zip(every, waits, strict=True) if waiting]
         recorded = [tensor for (_, tensor), waiting in zip(every, waits, strict=True) if waiting]
         del every
         shapes = [tuple(tensor.shape) for tensor in recorded]
-        taken = capture(roots, recorded, watch.known, watch.training, watch.title(), mesh)
-        del recorded
+        read = functools.partial(capture, roots, recorded, watch.known, watch.training, watch.title())
+        if mesh is None:
+            whole = live_mesh(topology, {"data": Topology.parse(topology).num_devices})
+            self.mesh = best_mesh(read(whole), topology)
+            mesh = live_mesh(topology, self.mesh)
+        taken = read(mesh)
+        del recorded, read
         watch.recorded.clear()
         replaces = watch.training and not self._trained
         fixed = {} if replaces else self.applied.decided(taken)
