@@ -1,0 +1,107 @@
+"""How long planning takes end to end, from a cold start: wall, CPU, peak memory and phases of every row.
+
+python experiments/planning_speed.py [--again] [LABEL ...]
+
+Rows that are in results/planning_speed.json are not run again, unless they are named or `--again` is given; the table
+beside it is written after every row. Wall seconds are of the machine as it was, CPU seconds those of all threads.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from plan_vs_baselines import run
+
+
+RESULTS = Path(__file__).parent / "results"
+DATA, TABLE = RESULTS / "planning_speed.json", RESULTS / "planning_speed.md"
+
+LONG = ("--batch", "64", "--seq", "8192", "--remat", "full")
+WIDE = ("--batch", "1024", "--seq", "4096", "--remat", "full")
+TEXT = ("--batch", "256", "--seq", "1024", "--remat", "full")
+PEER = "102 s, 4.2 GB"
+ROWS = {
+    # label: (program, options, topology, mesh, seconds aimed at, GB aimed at, the peer's)
+    "llama3-8b 32x8": ("llama3-8b", LONG, "v5p:4x8x8", "data=32,model=8", 12, 2, PEER),
+    "llama3-8b searched": ("llama3-8b", LONG, "v5p:4x8x8", None, 30, 3, "no search"),
+    "llama3-8b 8x8x4": ("llama3-8b", LONG, "v5p:4x8x8", "data=8,fsdp=8,model=4", 20, 2, "not done after 240 s"),
+    "llama3.1-405b searched": ("llama3.1-405b", WIDE, "v5p:8x16x16", None, 60, 6, ""),
+    "mixtral-8x7b searched": ("mixtral-8x7b", WIDE, "v5p:8x8x16", None, 60, 6, ""),
+    "deepseek-v3 searched": ("deepseek-v3", WIDE, "v5p:8x8x16", None, 60, 6, ""),
+    "gpt2-xl searched": ("gpt2-xl", TEXT, "v5p:4x4x4", None, 20, 2, ""),
+    "vit-l16 searched": ("vit-l16", ("--batch", "1024"), "v5p:4x4x4", None, 20, 2, ""),
+    "t5-large searched": (
+        "t5-large",
+        ("--batch", "256", "--seq", "512", "--remat", "full"),
+        "v5p:4x4x4",
+        None,
+        20,
+        2,
+        "",
+    ),
+    "resnet-50 searched": ("resnet-50", ("--batch", "1024"), "v5p:4x4x4", None, 20, 2, ""),
+    "whisper-large searched": ("whisper-large", ("--batch", "256"), "v5p:4x4x4", None, 20, 2, ""),
+}
+PHASES = ("trace", "extract", "meshes", "price", "solve", "write")
+
+HEAD = f"""# How long planning takes
+
+`python experiments/planning_speed.py`. One training step each, in a process of its own, nothing cached; the peer is
+meta-pytorch/autoparallel on two cores (trace, build and solve of Llama-3-8B on (32, 8), batch 64 x 8192).
+
+| row | wall s | CPU s | planner GB | aim | peer | {" s | ".join(PHASES)} s | mesh | step ms | plan gap |
+{"| --- " * (9 + len(PHASES))}|
+"""
+
+
+def line(label: str, found: dict) -> str:
+    _, _, _, _, seconds, size, peer = ROWS[label]
+    cells = [
+        label,
+        f"{found['wall']:.1f}",
+        f"{found['cpu']:.1f}",
+        f"{found['rss'] / 1e9:.2f}",
+        f"{seconds} s, {size} GB",
+    ]
+    cells.append(peer)
+    if "error" in found:
+        return f"| {' | '.join([*cells, found['error']])} |"
+    cells += [f"{found['wall_s'].get(phase, 0.0):.1f}" for phase in PHASES]
+    cells.append(",".join(f"{axis}={n}" for axis, n in found["mesh"].items()))
+    cells += [f"{found['step_time_s'] * 1e3:.1f}", f"{found['plan_gap']:.2%}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def starts() -> str:
+    """Wall seconds of the two things that must not wait for heavy imports; the best of five."""
+    best = {}
+    for name, command in (("import autoshard", ["-c", "import autoshard"]), ("--help", ["-m", "autoshard", "--help"])):
+        times = []
+        for _ in range(5):
+            began = time.monotonic()
+            subprocess.run([sys.executable, *command], capture_output=True, check=True)
+            times.append(time.monotonic() - began)
+        best[name] = min(times)
+    return f"\n`import autoshard` takes {best['import autoshard']:.2f} s, `autoshard --help` {best['--help']:.2f} s.\n"
+
+
+def main() -> None:
+    named = [word for word in sys.argv[1:] if word != "--again"]
+    kept = json.loads(DATA.read_text()) if DATA.is_file() else {}
+    for label in named or ROWS:
+        if label in kept and not named and "--again" not in sys.argv:
+            continue
+        program, options, topology, mesh, *_ = ROWS[label]
+        found = run(program, ["--train", *options, "--topology", topology, "--mesh", mesh or "auto"])
+        wanted = ("wall", "cpu", "rss", "error", "wall_s", "mesh", "step_time_s", "plan_gap", "meshes")
+        kept[label] = {key: found[key] for key in wanted if key in found}
+        print(line(label, kept[label]), flush=True)
+        RESULTS.mkdir(exist_ok=True)
+        DATA.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+        TABLE.write_text(HEAD + "\n".join(line(each, kept[each]) for each in ROWS if each in kept) + "\n" + starts())
+
+
+if __name__ == "__main__":
+    main()
