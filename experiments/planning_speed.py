@@ -94,7 +94,7 @@ def main() -> None:
         if label in kept and not named and "--again" not in sys.argv:
             continue
         program, options, topology, mesh, *_ = ROWS[label]
-        found = run(program, ["--train", *options, "--topology", topology, "--mesh", mesh or "auto"])
+        found = run(program, ["--train", "--no-cache", *options, "--topology", topology, "--mesh", mesh or "auto"])
         wanted = ("wall", "cpu", "rss", "error", "wall_s", "mesh", "step_time_s", "plan_gap", "meshes")
         kept[label] = {key: found[key] for key in wanted if key in found}
         print(line(label, kept[label]), flush=True)

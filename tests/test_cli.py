@@ -26,7 +26,7 @@ FLAGS = {
     "compile": {"--debug", "--hlo", "--json", "--plan", "--quiet", "--time-limit"} | PROGRAM,
     "diff": {"--debug", "--json", "--quiet"},
     "doctor": {"--debug", "--json", "--quiet"},
-    "plan": {"--debug", "--json", "--out", "--quiet"} | PROGRAM | PLANNING,
+    "plan": {"--debug", "--json", "--no-cache", "--out", "--quiet"} | PROGRAM | PLANNING,
     "explain": {"--debug", "--entry", "--json", "--program", "--quiet", "--time-limit"},
     "export": {"--debug", "--json", "--out", "--quiet", "--to", "-o"},
     "measure": {"--check", "--debug", "--json", "--plan", "--profile", "--quiet", "--steps", "--tolerance"}

@@ -60,7 +60,7 @@ def _planned(arguments: argparse.Namespace, progress: "Progress") -> tuple["Plan
         nonlocal traced
         began = time.perf_counter()
         arguments.remat = remat
-        program = _open(arguments, progress, arguments.topology)
+        program = _open(arguments, progress, arguments.topology, kept=arguments.cached and arguments.rules is None)
         traced += time.perf_counter() - began
         return program
 
@@ -302,7 +302,9 @@ def show_progress(arguments: argparse.Namespace) -> "Progress":
     return Progress(quiet=arguments.quiet)
 
 
-def _open(arguments: argparse.Namespace, progress: "Progress", topology: str | None = None) -> "Program":
+def _open(
+    arguments: argparse.Namespace, progress: "Progress", topology: str | None = None, kept: bool = False
+) -> "Program":
     """The program; the mesh that a Python file may make finds a CPU device for each of the topology's."""
     progress(f"Tracing {arguments.program}")
     from autoshard.program import load_rules, open_source
@@ -313,7 +315,7 @@ def _open(arguments: argparse.Namespace, progress: "Progress", topology: str | N
     options = {name: getattr(arguments, name) for name in PROGRAM_OPTIONS if getattr(arguments, name) is not None}
     if arguments.rules is not None:
         load_rules(arguments.rules)
-    return open_source(arguments.program, entry=arguments.entry, roles=arguments.roles, **options)
+    return open_source(arguments.program, entry=arguments.entry, roles=arguments.roles, kept=kept, **options)
 
 
 def stand_in_devices(source: str, topology: str) -> None:

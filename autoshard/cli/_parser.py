@@ -67,6 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_program(plan, remats=("none", "dots", "full", "auto"))
     _add_planning(plan, required=True)
     plan.add_argument("--out", metavar="PLAN.json", type=Path, help="write the plan here")
+    plan.add_argument(
+        "--no-cache", dest="cached", action="store_false", help="trace hf:CONFIG anew (AUTOSHARD_CACHE_DIR keeps it)"
+    )
 
     measure = _command(
         commands, "measure", _commands.run_measure, "run a planned program on the devices that are here", PROGRAM_HELP

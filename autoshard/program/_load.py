@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -14,24 +15,31 @@ from autoshard.program._artifact import SUFFIXES, load_artifact
 from autoshard.program._program import Program
 from autoshard.program._roles import Roles
 from autoshard.program._trace import trace
+from autoshard.program._traced import open_cached
 from autoshard.rules import registrations
 
 
-def open_source(text: str, *, entry: str = "program", roles: Roles | None = None, **options: Any) -> Program:
+def open_source(
+    text: str, *, entry: str = "program", roles: Roles | None = None, kept: bool = False, **options: Any
+) -> Program:
     """The program that `text` names: `hf:CONFIG` (with its options), a Python file, or a module in a file.
 
     `roles` says what arguments of a file are for, by the start of their names, where that is guessed wrongly.
-    The program remembers what it was opened from (`Program.source`).
+    The program remembers what it was opened from (`Program.source`). With `kept`, an `hf:` program comes from the
+    cache on disk where it is there: enough to plan it, not to run it.
 
     Raises `UserError` if `text` names neither, or if `options` are given to a source that takes none.
     """
-    program = _open(text, entry, roles, options)
+    said: dict[str, Any] = {key: value for key, value in sorted(options.items()) if value is not None}
+    if kept and text.startswith("hf:") and roles is None:
+        program = open_cached(text[3:], said, functools.partial(_open, text, entry, roles, options))
+    else:
+        program = _open(text, entry, roles, options)
     if callable(roles):
         return program  # nothing that a file could hold says it again
-    kept: dict[str, Any] = {key: value for key, value in sorted(options.items()) if value is not None}
     if roles is not None:
-        kept["roles"] = {name: str(role) for name, role in roles.items()}
-    return dataclasses.replace(program, source={"program": text, "entry": entry, "options": kept})
+        said["roles"] = {name: str(role) for name, role in roles.items()}
+    return dataclasses.replace(program, source={"program": text, "entry": entry, "options": said})
 
 
 def _open(text: str, entry: str, roles: Roles | None, options: dict[str, Any]) -> Program:
