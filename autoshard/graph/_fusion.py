@@ -10,13 +10,14 @@ the scheduled programs of decoders and MLPs, v4 to tpu7x, libtpu 0.0.51).
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
+from autoshard.graph._hosted import INTO_STACKS, TO_DEVICE, TO_HOST, hosted
 from autoshard.graph._manual import IN, OUT
 from autoshard.graph._records import Op, OpClass, OpGraph
 from autoshard.graph._stored import stored, widened
 
 
 _CHEAP_INTO_MATMUL = frozenset({"convert", "transpose", "reshape", "broadcast_in_dim"})
-_WRITERS = frozenset({"reduce", "case", "if"})
+_WRITERS = frozenset({"reduce", "case", "if", TO_DEVICE})
 _PASSING = frozenset({"sharding_constraint", IN, OUT})
 """Ops that say how a value is split and leave it where it is."""
 _FUSED_MOVES = frozenset({"slice", "concatenate", "pad", "reverse"})
@@ -45,6 +46,8 @@ class Liveness:
     """(tensor, start, stop); a loop's carried value has one buffer, named by the tensor inside the body."""
     widths: Mapping[tuple[int, int, int], int] = dataclasses.field(default_factory=dict)
     """Bytes of an element, for buffers that hold their tensor in another dtype (see `_stored`)."""
+    hosted: frozenset[int] = frozenset()
+    """Tensors in the host's memory; none of `buffers` is one of theirs."""
 
     def itemsize(self, graph: OpGraph, buffer: tuple[int, int, int]) -> int:
         """Bytes of an element of a buffer."""
@@ -121,9 +124,11 @@ def analyse(
         if writes:
             moved = op.operands[1:2] if in_place else tuple(writes)
             fusions.append(Fusion(op.id, tuple(writes), tuple(sorted(reads)), moved))
+    away = hosted(graph)
     buffers = _buffers(graph, fusions, materialised, free, reach, bases, kept, updates or {})
+    buffers = tuple(buffer for buffer in buffers if buffer[0] not in away)
     more, widths = stored(graph, buffers, wide)
-    return Liveness(tuple(fusions), frozenset(materialised), tuple(sorted((*buffers, *more))), widths)
+    return Liveness(tuple(fusions), frozenset(materialised), tuple(sorted((*buffers, *more))), widths, away)
 
 
 def _widens(graph: OpGraph, op: Op) -> bool:
@@ -163,6 +168,8 @@ def _is_written(
     op = graph.ops[op_id]
     if _ends(graph, op, pinned):
         return True
+    if op.kind == TO_HOST and any(graph.ops[u].kind not in INTO_STACKS for u in users):
+        return True  # else it goes to the host as the stack's slice
 
     def inside(user: int) -> bool:
         return fused_matmuls and graph.ops[user].loop == op.loop and _is_plain_matmul(graph.ops[user])

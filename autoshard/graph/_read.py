@@ -13,6 +13,7 @@ from autoshard.graph._calls import known_call
 from autoshard.graph._classes import classify
 from autoshard.graph._flops import op_flops
 from autoshard.graph._halos import windowed_rule
+from autoshard.graph._hosted import placement_kind
 from autoshard.graph._loops import BRANCHING, read_branches, read_while
 from autoshard.graph._manual import COLLECTIVES, same_rule
 from autoshard.graph._opaque import read_opaque
@@ -95,6 +96,9 @@ class _Reader(Reading):
             groups = mlir.device_groups(op)
         if opaque is not None:
             rule = opaque.rule
+            placed = placement_kind(opaque.target, mlir.attribute_texts(op))
+            if placed is not None:
+                kind, opaque = placed, None
         halos: tuple[Halo, ...] = ()
         if rule is not None and kind in mlir.WINDOWED:
             shapes = [[self.tensors[t] for t in side] for side in (operands, results)]

@@ -22,6 +22,9 @@ Channel = tuple[int, str]
 
 EXPOSED: Channel = (-2, "exposed")
 
+HOST = "host memory"
+"""What traffic to and from the host's memory competes with: beside compute, as a link of its own."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryTerm:

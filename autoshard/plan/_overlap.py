@@ -2,7 +2,7 @@
 
 A program runs in blocks: the body of every loop, and what is outside of loops. A block takes
 
-    exposed + max(compute, hidden on link 1, hidden on link 2, ...)
+    exposed + max(compute, hidden on link 1, hidden on link 2, ..., host memory)
 
 A collective is hidden, wholly or by a share, where the compiler can run it beside the block's compute:
 
@@ -15,8 +15,9 @@ A collective is hidden, wholly or by a share, where the compiler can run it besi
   stays on ICI: `Calibration.pipelined_overlap` of it;
 - everything else is exposed, and on devices that share cores (`cpu:N`) everything is.
 
-A hidden collective counts on every link that its mesh axes use. Loops are as long as their trips; blocks do not
-overlap one another.
+A hidden collective counts on every link that its mesh axes use. What the program itself sends to its host's memory
+and fetches from there is one more link, hidden whole: XLA issues both as asynchronous copies. Loops are as long as
+their trips; blocks do not overlap one another.
 
 How this stays inside a pairwise Problem: for weights that are non-negative and sum to one in a block, the weighted sum
 of its compute and links is at most their maximum, and it is a sum over nodes and edges. So the optimum of the weighted

@@ -14,7 +14,7 @@ from autoshard.plan._demands import Demand, allowed_states, axis_numbers, free_o
 from autoshard.plan._hand import by_hand, own_collectives
 from autoshard.plan._handling import Handling, handling, inner_collectives
 from autoshard.plan._heavy import MOVES_ONLY, factor_states, heavy_seconds, heavy_states, result_states
-from autoshard.plan._model import EXPOSED, Channel, MemoryTerm, Model, Move, Node, Path, link_names
+from autoshard.plan._model import EXPOSED, HOST, Channel, MemoryTerm, Model, Move, Node, Path, link_names
 from autoshard.plan._overlap import Overlap
 from autoshard.plan._paths import path_seconds
 from autoshard.plan._refine import Refinement
@@ -133,8 +133,11 @@ class _Pricer:
             local = {t: self.local_bytes(cluster.id, states, t) for t in cluster.tensors}
             time: dict[Channel, Seconds] = {}
             for block, items in traffic[cluster.id].items():
-                size = sum((local[t] * trips for t, trips in items), np.zeros(len(states)))
-                time[(block, "compute")] = self.compute.memory_seconds(size)
+                for away, what in ((False, "compute"), (True, HOST)):
+                    moved = [local[t] * trips for t, trips in items if (t in self.liveness.hosted) == away]
+                    if moved:
+                        rate = self.compute.host_seconds if away else self.compute.memory_seconds
+                        time[(block, what)] = rate(sum(moved, np.zeros(len(states))))
             memory = tuple(
                 MemoryTerm(self.memory_kind(cluster.id, *buffer), *buffer[1:], self.held(local[buffer[0]], *buffer))
                 for buffer in buffers[cluster.id]

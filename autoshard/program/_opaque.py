@@ -82,9 +82,22 @@ def _overrides(found: Found) -> tuple[tuple[Any, Any], ...]:
     pallas = sys.modules.get("jax._src.pallas.pallas_call")
     if pallas is not None:
         rules.append((pallas.pallas_call_p, functools.partial(_kernel, found, pallas)))
+    dispatch = _private("jax._src.dispatch")
+    rules.append((dispatch.device_put_p, functools.partial(_placed, _private("jax._src.interpreters.mlir"))))
     lax = _private("jax._src.lax.lax")
     rules.append((lax.ragged_dot_general_p, functools.partial(_ragged, found, lax)))
     return tuple(rules)
+
+
+def _placed(lowering: Any, ctx: Any, *values: Any, devices: Any, **params: Any) -> Any:
+    """Transfers between memories as TPUs and GPUs have them; JAX drops them where it lowers for a CPU."""
+    core = _private("jax._src.core")
+    out = []
+    for value, device, aval in zip(values, devices, ctx.avals_out, strict=True):
+        space = isinstance(device, core.MemorySpace)
+        kind = core.mem_space_to_kind(device) if space else getattr(device, "_memory_kind", None)
+        out.append(value if kind is None else lowering.wrap_with_memory_kind(ctx.module_context, value, kind, aval))
+    return out
 
 
 def _ruled(found: Found, partitioning: Any, ctx: Any, *values: Any, **params: Any) -> Any:

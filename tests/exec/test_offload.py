@@ -1,0 +1,104 @@
+"""Values that the program itself keeps on its host: their memory, their traffic, and that such plans run."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from autoshard.cost import Compute, Topology, make_mesh
+from autoshard.graph import analyse, read_graph
+from autoshard.plan import make_plan
+from autoshard.plan._model import HOST
+from autoshard.plan._reading import build_model, read_program
+from autoshard.program import Program, trace
+
+
+LAYERS, WIDTH, INNER, TOKENS = 4, 64, 256, 128
+POLICIES = jax.checkpoint_policies
+
+
+def step(offload: bool):
+    """A step of two-matmul layers whose inner value is saved for the backward pass, on the device or on its host."""
+    if offload:
+        policy = POLICIES.save_and_offload_only_these_names(
+            names_which_can_be_saved=[], names_which_can_be_offloaded=["inner"],
+            offload_src="device", offload_dst="pinned_host",
+        )  # fmt: skip
+    else:
+        policy = POLICIES.save_only_these_names("inner")
+
+    def layer(x, weights):
+        inner = checkpoint_name(x @ weights["up"], "inner")
+        return jnp.tanh(inner) @ weights["down"] + x, None
+
+    def loss(params, x):
+        out, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy), x, params)
+        return jnp.mean(jnp.square(out))
+
+    def fn(params, x):
+        value, gradient = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient), value
+
+    return fn
+
+
+def arguments(rng: np.random.Generator):
+    sizes = {"up": (LAYERS, WIDTH, INNER), "down": (LAYERS, INNER, WIDTH)}
+    params = {name: jnp.asarray(rng.normal(size=shape) / 8, jnp.float32) for name, shape in sizes.items()}
+    return params, jnp.asarray(rng.normal(size=(TOKENS, WIDTH)), jnp.float32)
+
+
+def shapes():
+    return jax.eval_shape(lambda: arguments(np.random.default_rng(0)))
+
+
+def program(offload: bool) -> Program:
+    return trace(step(offload), shapes(), name="offload")
+
+
+def test_a_saved_stack_that_is_offloaded_takes_no_device_memory() -> None:
+    graph = read_graph(program(True).module)
+    assert [op.kind for op in graph.ops if op.kind in ("to_host", "to_device")] == ["to_host", "to_device"]
+    found = analyse(graph)
+    away = {graph.tensors[t].shape for t in found.hosted}
+    assert (LAYERS, TOKENS, INNER) in away and not {b[0] for b in found.buffers} & found.hosted
+    assert away <= {(LAYERS, TOKENS, INNER), (1, TOKENS, INNER), (TOKENS, INNER)}
+    assert not analyse(read_graph(program(False).module)).hosted
+
+
+def test_offloading_frees_the_memory_of_the_saved_stack() -> None:
+    made = [make_plan(program(offload), topology="v5e:2x2", mesh="data=4") for offload in (False, True)]
+    on_device, on_host = (result.baseline_plans["data_parallel"].prediction for result in made)
+    saved = on_device.memory["activations"] - on_host.memory.get("activations", 0)
+    assert saved == LAYERS * TOKENS * INNER * 4  # small as it is, no baseline splits it
+
+
+def test_traffic_to_the_host_is_that_of_the_saved_values_once_each_way() -> None:
+    model = build_model(
+        p := program(True), read_program(p, "tpu"), make_mesh(Topology.parse("v5e:2x2"), {"data": 4}), 1 << 40
+    )
+    blocks: dict[int, float] = {}
+    for node in model.nodes:
+        for (block, what), seconds in node.time.items():
+            if what == HOST:
+                # The first state is whole on every device.
+                blocks[block] = blocks.get(block, 0.0) + float(seconds[0])
+    once = float(Compute(model.mesh.topology).host_seconds(LAYERS * TOKENS * INNER * 4))
+    assert list(blocks.values()) == pytest.approx([once, once])
+
+
+def test_a_plan_of_an_offloading_step_runs() -> None:
+    args = arguments(np.random.default_rng(1))
+    plan = make_plan(program(True), topology="cpu:8", mesh="data=4,model=2").plan
+    found, wanted = plan.jit(step(True))(*args), jax.jit(step(False))(*args)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5)
+
+
+def test_a_file_that_places_values_on_the_host_is_understood() -> None:
+    text = jax.jit(step(True)).trace(*shapes()).lower(lowering_platforms=("tpu",)).as_text()
+    assert re.search("annotate_device_placement", text)
+    assert analyse(read_graph(text.encode())).hosted
