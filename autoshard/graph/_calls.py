@@ -13,13 +13,18 @@ from autoshard.graph._records import FactorKind, Rule, Tensor
 
 ATTENTION = "attention"
 ATTENTION_BACKWARD = "attention_backward"
+ATTENTION_FUSED = "attention_backward_fused"
 """Kinds that these calls have as ops of a graph."""
 
-_TARGETS = {"autoshard_attention": ATTENTION, "autoshard_attention_backward": ATTENTION_BACKWARD}
+_TARGETS = {
+    "autoshard_attention": ATTENTION,
+    "autoshard_attention_backward": ATTENTION_BACKWARD,
+    "autoshard_attention_backward_fused": ATTENTION_FUSED,
+}
 
-MATMULS: Mapping[str, int] = {ATTENTION: 2, ATTENTION_BACKWARD: 5}
-"""Matmuls over the scores: q k and p v; backward the scores again, dv, dp, dq and dk in one fused kernel
-(Dao et al. 2022, algorithm 4)."""
+MATMULS: Mapping[str, int] = {ATTENTION: 2, ATTENTION_BACKWARD: 7, ATTENTION_FUSED: 5}
+"""Matmuls over the scores: q k and p v; backward one kernel for dk and dv and one for dq, each of which computes the
+scores and dp again (jax's splash attention, as MaxText sets it), or one for all, which computes them once."""
 
 _QUERY, _KEY, _VALUE, _MIXED, _ROWS = (0, 1, 2, 3, 5), (0, 1, 4, 5), (0, 1, 4, 6), (0, 1, 2, 3, 6), (0, 1, 2, 3)
 """Factors of each tensor's dims, in the order b, k, g, s, t, d, e."""
@@ -32,7 +37,7 @@ def known_call(
     kind = _TARGETS.get(target)
     if kind is None:
         return None
-    backward = kind == ATTENTION_BACKWARD
+    backward = kind != ATTENTION
     ins = (_QUERY, _KEY, _VALUE, *((_MIXED, _ROWS, _MIXED) if backward else ()))
     outs = (_QUERY, _KEY, _VALUE) if backward else (_MIXED, _ROWS)
     sizes = (*operands[0].shape[:4], operands[1].shape[2], operands[0].shape[4], operands[2].shape[3])

@@ -1,9 +1,11 @@
 """Sources: whatever a user brings becomes one `Program`."""
 
 from autoshard.program._artifact import load_artifact as load_artifact
+from autoshard.program._decoder import SAVABLE as SAVABLE
 from autoshard.program._decoder import SAVED as SAVED
 from autoshard.program._decoder import DecoderDims as DecoderDims
 from autoshard.program._decoder import decoder_program as decoder_program
+from autoshard.program._kernels import KernelBlocks as KernelBlocks
 from autoshard.program._kernels import flash_attention as flash_attention
 from autoshard.program._load import load_program as load_program
 from autoshard.program._load import load_rules as load_rules

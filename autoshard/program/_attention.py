@@ -95,6 +95,21 @@ def seen_share(length: int, keys: int, causal: bool, window: int | None) -> floa
     return window * (1 - window / (2 * keys)) / keys
 
 
+def computed_share(length: int, keys: int, causal: bool, window: int | None, block: tuple[int, int]) -> float:
+    """Share of the scores that a kernel computes which skips only blocks (queries, keys) that are masked whole."""
+    if not causal:
+        return 1.0
+    high, wide = block
+    rows, columns = -(-length // high), -(-keys // wide)
+    late = keys - length  # the last query sees the last key
+    count = 0
+    for row in range(rows):
+        first, last = row * high + late, min((row + 1) * high, length) - 1 + late
+        begin = 0 if window is None else max(0, first - window + 1) // wide
+        count += max(0, min(columns - 1, last // wide) - begin + 1)
+    return count / (rows * columns)
+
+
 def hf_attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
 ) -> tuple[Any, None]:

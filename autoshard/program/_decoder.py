@@ -4,13 +4,14 @@ For checks against published runs, which name a model by its dims and say what t
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.program import _flops, _train
 from autoshard.program._attention import attend
-from autoshard.program._kernels import flash_attention, splash_attention
+from autoshard.program._kernels import KernelBlocks, flash_attention, splash_attention
 from autoshard.program._program import Program, Role
 from autoshard.program._trace import trace
 
@@ -33,6 +34,9 @@ SAVED: Mapping[str, tuple[str, ...]] = {
 Where they are kept, on the device or on its host, changes no matmul. `none` keeps everything.
 """
 
+
+SAVABLE = (*_PROJECTIONS, "context", "gate", "up", "down")
+"""Values of a layer that rematerialisation may keep."""
 
 ATTENTIONS = ("flash", "splash", "plain")
 
@@ -65,15 +69,18 @@ def decoder_program(
     batch: int,
     seq: int,
     remat: str = "full",
+    saves: Collection[str] | None = None,
     attention: str = "flash",
+    blocks: KernelBlocks | None = None,
     optimizer: str = "adamw",
     name: str = "decoder",
 ) -> Program:
     """One training step of `batch` sequences of `seq` tokens: bf16 compute on f32 parameters and moments.
 
     `attention` is `flash`, one kernel that can be planned and priced but neither run nor compiled (`flash_attention`);
-    `splash`, jax's kernel for TPUs; or `plain`, scores in full. `remat` is `none` or a key of `SAVED`.
-    Raises: UserError for an unknown `remat` or `attention`, or layers or heads that do not divide.
+    `splash`, jax's kernel for TPUs; or `plain`, scores in full. `remat` is `none` or a key of `SAVED`, of which `saves`
+    may say otherwise what a layer keeps beside its input; `blocks` are those of a `flash` kernel.
+    Raises: UserError for an unknown `remat`, value to save or `attention`, or layers or heads that do not divide.
     """
     import jax
 
@@ -81,6 +88,10 @@ def decoder_program(
         raise UserError(f"attention {attention!r} is not known; known are {', '.join(ATTENTIONS)}")
     if remat != "none" and remat not in SAVED:
         raise UserError(f"remat {remat!r} is not known; known are none, {', '.join(SAVED)}")
+    kept = SAVED.get(remat) if saves is None else tuple(saves)
+    unknown = sorted(set(kept or ()) - set(SAVABLE))
+    if unknown:
+        raise UserError(f"a decoder layer has no value {unknown[0]!r} to save; it has {', '.join(SAVABLE)}")
     if dims.layers % dims.global_every or dims.heads % dims.kv_heads:
         raise UserError(
             f"decoder: {dims.layers} layers in groups of {dims.global_every}, {dims.heads} heads in groups of "
@@ -93,7 +104,7 @@ def decoder_program(
 
     def loss(p: Any, given: Any) -> Any:
         with _flops.counting() as scope:
-            value = _train.token_loss(_forward(dims, p, given["input_ids"], remat, attention), given["labels"])
+            value = _train.token_loss(_forward(dims, p, given["input_ids"], kept, attention, blocks), given["labels"])
         forward_flops[0] = scope[0]
         return value
 
@@ -137,7 +148,14 @@ def _parameters(dims: DecoderDims) -> dict[str, Any]:
     return {key: jax.ShapeDtypeStruct(shape, "float32") for key, shape in shapes.items()}
 
 
-def _forward(dims: DecoderDims, params: Mapping[str, Any], ids: Any, remat: str, attention: str) -> Any:
+def _forward(
+    dims: DecoderDims,
+    params: Mapping[str, Any],
+    ids: Any,
+    kept: Sequence[str] | None,
+    attention: str,
+    blocks: KernelBlocks | None,
+) -> Any:
     import jax
     import jax.numpy as jnp
 
@@ -152,7 +170,8 @@ def _forward(dims: DecoderDims, params: Mapping[str, Any], ids: Any, remat: str,
 
     def layers(carried: Any, own: Sequence[Mapping[str, Any]]) -> tuple[Any, None]:
         for weights, window in zip(own, windows, strict=True):
-            carried = _kept(lambda x, w, window=window: _layer(dims, x, w, window, attention), remat)(carried, weights)
+            run = functools.partial(_layer, dims, window=window, attention=attention, blocks=blocks)
+            carried = _kept(run, kept)(carried, weights)
         return carried, None
 
     with _flops.counting() as scope:
@@ -163,15 +182,23 @@ def _forward(dims: DecoderDims, params: Mapping[str, Any], ids: Any, remat: str,
     return _product("bsd,dv->bsv", hidden, head)
 
 
-def _kept(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
+def _kept(layer: Callable[..., Any], kept: Sequence[str] | None) -> Callable[..., Any]:
     import jax
 
-    if remat == "none":
+    if kept is None:
         return layer
-    return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*SAVED[remat]))
+    return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*kept))
 
 
-def _layer(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], window: int | None, attention: str) -> Any:
+def _layer(
+    dims: DecoderDims,
+    hidden: Any,
+    weights: Mapping[str, Any],
+    *,
+    window: int | None,
+    attention: str,
+    blocks: KernelBlocks | None,
+) -> Any:
     import jax
     from jax.ad_checkpoint import checkpoint_name
 
@@ -181,7 +208,7 @@ def _layer(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], window: i
     value = checkpoint_name(_product("bsd,dkh->bksh", normed, weights["attn.v_proj.weight"]), "value")
     query, key = _rotated(query), _rotated(key)
     if attention != "plain":
-        kernel = flash_attention if attention == "flash" else splash_attention
+        kernel = functools.partial(flash_attention, blocks=blocks) if attention == "flash" else splash_attention
         mixed = kernel(query, key, value, causal=True, window=window)
     else:
         shape = query.shape

@@ -4,30 +4,59 @@ The calls lower to `stablehlo.custom_call @autoshard_attention` (forward) and `@
 `graph/` knows their factors and FLOPs.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
 from autoshard.program import _flops
-from autoshard.program._attention import seen_share
+from autoshard.program._attention import computed_share, seen_share
 
 
 FORWARD = "autoshard_attention"
 BACKWARD = "autoshard_attention_backward"
-
-
-def flash_attention(query: Any, key: Any, value: Any, *, causal: bool, window: int | None = None) -> Any:
-    """Softmax attention: `query` [B, K, G, S, D], `key` [B, K, T, D], `value` [B, K, T, E] give [B, K, G, S, E].
-
-    Each of the K key-value heads serves G query heads. With gradients. It has no implementation: a program that
-    holds it can be planned and priced only.
-    """
-    share = seen_share(query.shape[3], key.shape[2], causal, window)
-    _record_scores(query, key, value, share)
-    return _differentiable()(query, key, value, share)
+FUSED = "autoshard_attention_backward_fused"
 
 
 _BLOCK = 512
 """Queries, and keys, in one block of jax's splash kernel (MaxText's default)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelBlocks:
+    """(queries, keys) in a block of scores of jax's splash kernels: forward, for the gradients of keys and values, and
+    for those of queries; `fused`: one backward kernel makes all gradients, and computes the scores once."""
+
+    forward: tuple[int, int] = (_BLOCK, _BLOCK)
+    keys: tuple[int, int] = (_BLOCK, _BLOCK)
+    queries: tuple[int, int] = (_BLOCK, _BLOCK)
+    fused: bool = False
+
+
+def flash_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    causal: bool,
+    window: int | None = None,
+    blocks: KernelBlocks | None = None,
+) -> Any:
+    """Softmax attention: `query` [B, K, G, S, D], `key` [B, K, T, D], `value` [B, K, T, E] give [B, K, G, S, E].
+
+    Each of the K key-value heads serves G query heads. With gradients. `blocks` of scores that are masked whole are
+    skipped, as jax's splash kernel does. It has no implementation: a program that holds it can be planned and
+    priced only.
+    """
+    blocks = blocks or KernelBlocks()
+    length, keys = query.shape[3], key.shape[2]
+    _record_scores(query, key, value, seen_share(length, keys, causal, window))
+    forward, of_keys, of_queries = (
+        computed_share(length, keys, causal, window, (min(q, length), min(k, keys)))
+        for q, k in (blocks.forward, blocks.keys, blocks.queries)
+    )
+    # Four matmuls over the scores for keys and values, three for queries; all five in a fused kernel.
+    backward = of_keys if blocks.fused else (4 * of_keys + 3 * of_queries) / 7
+    return _differentiable()(query, key, value, forward, backward, blocks.fused)
 
 
 def splash_attention(query: Any, key: Any, value: Any, *, causal: bool, window: int | None = None) -> Any:
@@ -67,7 +96,7 @@ def _record_scores(query: Any, key: Any, value: Any, share: float) -> None:
 def _differentiable() -> Any:
     import jax
 
-    def forward(query: Any, key: Any, value: Any, share: float) -> tuple[Any, Any]:
+    def forward(query: Any, key: Any, value: Any, share: float, again: float, fused: bool) -> tuple[Any, Any]:
         shapes = (
             jax.ShapeDtypeStruct((*query.shape[:4], value.shape[3]), query.dtype),
             jax.ShapeDtypeStruct(query.shape[:4], "float32"),
@@ -77,11 +106,11 @@ def _differentiable() -> Any:
         )
         return mixed, (query, key, value, mixed, normaliser)
 
-    def backward(share: float, saved: Any, gradient: Any) -> tuple[Any, Any, Any]:
+    def backward(share: float, again: float, fused: bool, saved: Any, gradient: Any) -> tuple[Any, Any, Any]:
         shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in saved[:3])
-        call = jax.ffi.ffi_call(BACKWARD, shapes, vmap_method="broadcast_all")
-        return tuple(call(*saved, gradient, seen_share=share))  # type: ignore[return-value]
+        call = jax.ffi.ffi_call(FUSED if fused else BACKWARD, shapes, vmap_method="broadcast_all")
+        return tuple(call(*saved, gradient, seen_share=again))  # type: ignore[return-value]
 
-    primal = jax.custom_vjp(lambda q, k, v, share: forward(q, k, v, share)[0], nondiff_argnums=(3,))
+    primal = jax.custom_vjp(lambda *given: forward(*given)[0], nondiff_argnums=(3, 4, 5))
     primal.defvjp(forward, backward)
     return primal

@@ -5,14 +5,14 @@ import pytest
 
 from autoshard.graph import MATMULS, FactorKind, OpClass, read_graph
 from autoshard.program import trace
-from autoshard.program._kernels import flash_attention
+from autoshard.program._kernels import KernelBlocks, flash_attention
 
 
-def attention_ops(window: int | None = None) -> dict:
+def attention_ops(window: int | None = None, length: int = 64, blocks: KernelBlocks | None = None) -> dict:
     def loss(q, k, v):
-        return flash_attention(q, k, v, causal=True, window=window).astype("float32").sum()
+        return flash_attention(q, k, v, causal=True, window=window, blocks=blocks).astype("float32").sum()
 
-    shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((2, 4, 3, 64, 16), (2, 4, 64, 16), (2, 4, 64, 16))]
+    shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((2, 4, 3, length, 16), *[(2, 4, length, 16)] * 2)]
     graph = read_graph(trace(jax.value_and_grad(loss, (0, 1, 2)), shapes, name="attention").module)
     assert not graph.without_rule
     return {op.kind: op for op in graph.ops if op.kind in MATMULS}
@@ -28,9 +28,24 @@ def test_factors_of_attention() -> None:
         assert len(op.rule.operands) == len(op.operands) and len(op.rule.results) == len(op.results)
 
 
-@pytest.mark.parametrize(("window", "share"), [(None, 0.5), (16, 16 * (1 - 16 / 128) / 64)])
-def test_flops_count_the_scores_that_are_computed(window: int | None, share: float) -> None:
-    ops = attention_ops(window)
-    scores = 2 * 4 * 3 * 64 * 64
-    assert ops["attention"].flops == pytest.approx(2 * scores * (16 + 16) * share, abs=1)
-    assert ops["attention_backward"].flops == pytest.approx(5 * scores * (16 + 16) * share, abs=1)
+@pytest.mark.parametrize(
+    ("length", "window", "blocks"),
+    # Of blocks of 512, those up to the diagonal, or to where the window of a block's first row begins.
+    [(64, None, 1), (2048, None, 10), (2048, 512, 7), (2048, 513, 7), (2048, 514, 9), (4096, 1024, 21)],
+)
+def test_flops_count_the_blocks_of_scores_that_are_computed(length: int, window: int | None, blocks: int) -> None:
+    ops = attention_ops(window, length)
+    scores = 2 * 4 * 3 * blocks * min(512, length) ** 2
+    assert ops["attention"].flops == pytest.approx(2 * scores * (16 + 16), rel=1e-6)
+    assert ops["attention_backward"].flops == pytest.approx(7 * scores * (16 + 16), rel=1e-6)
+
+
+def test_blocks_of_a_kernel_are_its_own_and_a_fused_one_computes_scores_once() -> None:
+    scores = 2 * 4 * 3 * 2048 * 2048
+    apart = attention_ops(None, 2048, KernelBlocks((1024, 512), (2048, 512), (1024, 1024)))
+    # Forward: rows of 1024 see 2 and 4 of 4 blocks; all of one row of 2048; 3 of 4 blocks of 1024.
+    assert apart["attention"].flops == pytest.approx(2 * scores * 32 * 6 / 8, rel=1e-6)
+    assert apart["attention_backward"].flops == pytest.approx((4 * 1.0 + 3 * 0.75) * scores * 32, rel=1e-6)
+    fused = attention_ops(None, 2048, KernelBlocks(keys=(1024, 1024), fused=True))
+    assert list(fused) == ["attention", "attention_backward_fused"]
+    assert fused["attention_backward_fused"].flops == pytest.approx(5 * 0.75 * scores * 32, rel=1e-6)

@@ -52,14 +52,18 @@ def test_what_is_recomputed_follows_from_what_is_saved() -> None:
     assert flops["custom"] == flops["save_dot_except_mlp"]
     layers = 4 * (CLOSED.attention_params + CLOSED.mlp_params)
     # Full: every matmul of a layer twice forward, but for the last one, whose result nothing backward needs.
-    again = 2.0 * 64 * (layers - 4 * 64 * 160) + 64 * CLOSED.attention_flops_per_token(32)
+    again = 2.0 * 64 * (layers - 4 * 64 * 160) + 64 * CLOSED.attention_flops_per_token(32, causal=False)
     assert flops["full"] - flops["none"] == pytest.approx(again)
 
 
-def test_a_flash_kernel_computes_the_scores_once_more_and_half_of_them() -> None:
-    kernel, plain = matmul_flops(step(remat="none")), matmul_flops(step(remat="none", attention="plain"))
-    forward = 64 * CLOSED.attention_flops_per_token(32, causal=False)
-    assert plain - kernel == pytest.approx(3.0 * forward - 0.5 * (1.0 + 2.5) * forward)
+def test_a_flash_kernel_computes_scores_again_but_only_blocks_that_are_seen() -> None:
+    kernel, plain = (
+        matmul_flops(decoder_program(DIMS, batch=2, seq=1024, remat="none", attention=kind))
+        for kind in ("flash", "plain")
+    )
+    forward = 2048 * CLOSED.attention_flops_per_token(1024, causal=False)
+    # Of 2 x 2 blocks three; two matmuls forward, seven backward against two and four.
+    assert plain - kernel == pytest.approx(3.0 * forward - 0.75 * (1.0 + 3.5) * forward)
     assert step(attention="plain").model_flops == pytest.approx(CLOSED.train_flops(64, 32))
 
 
@@ -101,6 +105,13 @@ def test_local_layers_see_a_window() -> None:
     assert "layers.0.*.attn.q_proj.weight" in names and "layers.1.*.attn.q_proj.weight" in names
     shapes = {a.name: a.shape for a in local.arguments}
     assert shapes["layers.1.*.mlp.up_proj.weight"] == (2, 64, 160)
+
+
+def test_what_is_saved_can_be_named() -> None:
+    assert matmul_flops(step(remat="custom", saves=())) == matmul_flops(step(remat="full"))
+    assert matmul_flops(step(saves=("query", "key", "value"))) == matmul_flops(step(remat="save_qkv_proj"))
+    with pytest.raises(UserError, match="a decoder layer has no value 'heads' to save; it has query, key, value, out"):
+        step(saves=("heads",))
 
 
 def test_bad_settings_are_named() -> None:
