@@ -11,6 +11,8 @@ Time of one collective = launch + sum over kinds of links, slowest outside, of m
 - Several torus axes of one group work at once on a part of the data each: their rates add up.
 - All-to-all is bound by the middle cut: `B * floor(n/2) * ceil(n/2) / n / W`, half of it in a ring; on several
   axes the worst one binds (dimension-ordered routing). On a twisted torus all axes carry the same (`_twist`).
+- Between islands of GPUs one NCCL collective runs on both kinds of links at once: the slower one binds
+  (jax-ml/scaling-book, gpus.md).
 - Between slices every chip talks to its counterparts through its share of the network; the part inside a slice runs
   on a size reduced by the group outside of it: the gather starts with the slow links, where data is small.
 - All-reduce is a reduce-scatter and an all-gather; between threads of one process (CPU) every kind is one pass
@@ -201,6 +203,8 @@ class Collectives:
             else:
                 latency, per_byte = _SHAPES[kind](mine, link)
             levels.append(_Level(latency * step, per_byte * share / rate))
+        if self.mesh.topology.backend == "gpu" and len(levels) > 1:  # one ring through both, in many small parts
+            return (_Level(sum(each.latency for each in levels), max(each.per_byte for each in levels)),)
         return tuple(levels)
 
     def _link(self, link: str) -> tuple[float, float]:

@@ -92,6 +92,34 @@ class Compute:
         vector = self.vector_seconds(scores * (matmuls * self.calibration.attention_ops))
         return np.maximum(_beside(busy, vector), self.memory_seconds(size_bytes)) + self.calibration.op_overhead_s
 
+    @property
+    def burst_bytes(self) -> int:
+        """Least bytes that one access to main memory moves: 128 lanes of 4 bytes on TPUs, else a cache line."""
+        return 512 if self.topology.backend == "tpu" else 64
+
+    def sort_seconds(self, elements: ArrayLike, length: int, arrays: int, size_bytes: ArrayLike) -> NDArray[np.float64]:
+        """Time to sort `elements` elements in runs of `length`, `arrays` of them by one key; `size_bytes` is one pass.
+
+        TPUs run a bitonic network: L (L + 1) / 2 steps for 2^L elements, in each of which an element is compared and
+        each array selected from; steps whose partners lie farther apart than on-chip memory reaches pass through main
+        memory. GPUs sort by eight bits of the key at a time, four passes for 32 bits (CUB's radix sort); CPUs compare
+        L times.
+        """
+        elements, size = np.asarray(elements, dtype=np.float64), np.asarray(size_bytes, dtype=np.float64)
+        depth = math.ceil(math.log2(max(2, length)))
+        if self.topology.backend == "gpu":
+            return self.memory_seconds(4.0 * size) + 4.0 * self.calibration.op_overhead_s
+        if self.topology.backend == "cpu":
+            busy = self.vector_seconds(elements * depth * (1 + arrays))
+            return np.maximum(busy, self.memory_seconds(size)) + self.calibration.op_overhead_s
+        busy = self.vector_seconds(elements * (depth * (depth + 1) / 2 * (1 + arrays)))
+        # Half of the on-chip memory holds what one run needs, the other half what comes next.
+        each = size / 2.0 / np.maximum(elements, 1.0)
+        near = np.floor(np.log2(np.maximum(2.0, self.topology.chip.vmem_bytes / 2.0 / np.maximum(each, 1e-9))))
+        far = np.maximum(0.0, depth - near)
+        passes = 1.0 + far * (far + 1.0) / 2.0
+        return np.maximum(busy, self.memory_seconds(size * passes)) + self.calibration.op_overhead_s
+
     def memory_seconds(self, size_bytes: ArrayLike, on_chip: bool = False) -> NDArray[np.float64]:
         """Time to stream that many bytes from and to main memory, or on-chip memory (VMEM) where the chip has one."""
         rate = self.topology.memory_bytes_per_s * self.calibration.memory_efficiency

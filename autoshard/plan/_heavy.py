@@ -15,6 +15,9 @@ from autoshard.plan._states import PARTIAL, WHOLE, Seconds, States, enumerate_st
 MOVES_ONLY = frozenset({"slice", "concatenate", "pad", "reverse", "broadcast_in_dim", "reshape", IN, OUT})
 """Ops that compilers fold into the fusions around them."""
 
+_SORTS = frozenset({"sort", "top_k"})
+"""Both order a whole dim: compilers make a top-k of a sort or of as many steps of it."""
+
 
 def heavy_states(graph: OpGraph, op: Op, axes: Sequence[int], backend: str) -> States:
     """Strategies of an op: mesh axes (sizes) assigned to its factors; one, whole, for an op without a rule."""
@@ -42,12 +45,18 @@ def heavy_seconds(graph: OpGraph, op: Op, states: States, axes: Sequence[int], c
             continue
         local = local_elements(factor_states(states, dims), record.shape, axes) if dims else record.elements
         size = size + local * (record.bytes // max(1, record.elements))
+    if op.kind == "gather" and op.rule is not None:
+        size = size + _burst_waste(graph, op, states, axes, compute)
     if op.opaque is not None and op.opaque.traffic and op.rule is not None:
         size = op.opaque.traffic * local_elements(states, op.rule.sizes, axes) / math.prod(op.rule.sizes)
     if op.halos and op.rule is not None:
         # A shard is copied into one with its halo: read, written.
         first = graph.tensors[op.operands[0]]
         size = size + 2 * extended_elements(graph, op, states, axes) * (first.bytes // max(1, first.elements))
+    if op.kind in _SORTS:
+        first = graph.tensors[op.operands[0]]
+        local = local_elements(factor_states(states, operands[0][1]), first.shape, axes) if op.rule else first.elements
+        return compute.sort_seconds(local, _sorted_length(graph, op), len(op.operands), size)
     if op.flops == 0 or op.rule is None:
         return compute.op_seconds(np.zeros(len(states)), size)
     dtype = graph.tensors[op.operands[0]].dtype
@@ -62,6 +71,31 @@ def heavy_seconds(graph: OpGraph, op: Op, states: States, axes: Sequence[int], c
         return compute.attention_seconds(scores, head, value_head, MATMULS[op.kind], dtype, size)
     efficiency = _convolution_efficiency(graph, op, states, axes, compute) if op.kind == "convolution" else None
     return compute.op_seconds(op.flops * share, size, dtype, efficiency)
+
+
+def _burst_waste(graph: OpGraph, op: Op, states: States, axes: Sequence[int], compute: Compute) -> Seconds:
+    """Bytes that a gather reads and does not want: every slice it takes comes in whole bursts of memory."""
+    assert op.rule is not None
+    record = graph.tensors[op.results[0]]
+    itemsize = record.bytes // max(1, record.elements)
+    taken = {f for dim in op.rule.operands[0] for f in dim} & {f for dim in op.rule.results[0] for f in dim}
+    sizes = [size if f in taken else 1 for f, size in enumerate(op.rule.sizes)]
+    each = local_elements(np.where(np.isin(states, list(taken)), states, WHOLE), sizes, axes) * itemsize
+    local = local_elements(factor_states(states, op.rule.results[0]), record.shape, axes) * itemsize
+    burst = compute.burst_bytes
+    return local * (np.ceil(each / burst) * burst / np.maximum(each, 1.0) - 1.0)
+
+
+def _sorted_length(graph: OpGraph, op: Op) -> int:
+    """Size of the dim that is sorted: the one that needs replication, else the last."""
+    whole = (
+        []
+        if op.rule is None
+        else [
+            size for size, kind in zip(op.rule.sizes, op.rule.kinds, strict=True) if kind is FactorKind.NEED_REPLICATION
+        ]
+    )
+    return max(whole, default=graph.tensors[op.operands[0]].shape[-1])
 
 
 def _convolution_efficiency(
