@@ -49,7 +49,7 @@ CONSTANTS = (
     Constant("network_contention", None, 0.1, 0.1, "assumed"),
     Constant("attention_ops", None, 5.0, 2.0, "mask, maximum, exponential, sum and casts over two matmuls, counted"),
 )
-TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +65,8 @@ class Case:
     matmul: MatmulRun | None
     work: float | None
     """Model FLOPs of a step on one chip."""
+    complete: bool
+    """False if something had to be assumed to rebuild it; its error is then expected to be twice as large."""
 
     def seconds(self, calibration: Calibration) -> float:
         if self.matmul is not None:
@@ -91,7 +93,8 @@ def load_cases(path: str | pathlib.Path | None = None) -> list[Case]:
         matmul = run if isinstance(run, MatmulRun) else None
         work = None if isinstance(run, MatmulRun) else run.flops(causal=True) / run.topology.num_chips
         chip, source = run.topology.chip.name, source_group(row["source"])
-        cases.append(Case(row["id"], source, chip, run.step_s, model, choices, matmul, work))
+        complete = "assume" not in row
+        cases.append(Case(row["id"], source, chip, run.step_s, model, choices, matmul, work, complete))
     return cases
 
 
@@ -113,6 +116,8 @@ class Line:
 
     errors: NDArray[np.float64]
     slopes: NDArray[np.float64]
+    widths: NDArray[np.float64]
+    """Expected error of every case."""
 
 
 def priors() -> list[float]:
@@ -129,17 +134,17 @@ def linear(cases: Sequence[Case]) -> Line:
             moved = priors()
             moved[k] += 0.3 * constant.width
             slopes[mine, k] = (errors([cases[i] for i in mine], moved) - now[mine]) / (0.3 * constant.width)
-    return Line(now, slopes)
+    return Line(now, slopes, np.array([SIGMA if case.complete else 2.0 * SIGMA for case in cases]))
 
 
 def fit(line: Line, members: Sequence[int], rounds: int = 20) -> list[float]:
     """The constants that suit some of the cases: least squares on Huber-weighted log errors, held by the priors."""
     prior, width = np.array(priors()), np.array([c.width for c in CONSTANTS])
-    start, slopes = line.errors[list(members)], line.slopes[list(members)]
+    start, slopes, sigma = (part[list(members)] for part in (line.errors, line.slopes, line.widths))
     values = prior.copy()
     for _ in range(rounds):
         now = start + slopes @ (values - prior)
-        weight = np.minimum(1.0, HUBER / np.maximum(np.abs(now), 1e-9)) / SIGMA**2
+        weight = np.minimum(1.0, HUBER / np.maximum(np.abs(now), 1e-9)) / sigma**2
         normal = slopes.T @ (weight[:, None] * slopes) + np.diag(width**-2.0)
         values = prior + np.linalg.solve(normal, -slopes.T @ (weight * start))
         values = np.clip(values, 0.0, [20.0 if c.figure == "attention_ops" else 0.98 for c in CONSTANTS])

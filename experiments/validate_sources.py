@@ -29,12 +29,13 @@ def left_out(cases: Sequence[Case], line: Line) -> Iterator[tuple[str, list[int]
 
 
 def ordered(cases: Sequence[Case], final: Sequence[float]) -> tuple[int, int]:
-    """Pairs of runs of one source and their published order, and how many come out right, by time per model FLOP."""
+    """How many pairs of complete runs of one source come out in their published order by time per model FLOP, of how
+    many."""
     right = total = 0
     for members in groups(cases, "source").values():
         for a, b in itertools.combinations(members, 2):
             work = cases[a].work, cases[b].work
-            if work[0] is None or work[1] is None:
+            if work[0] is None or work[1] is None or not (cases[a].complete and cases[b].complete):
                 continue
             theirs = np.log(cases[a].theirs / work[0]) - np.log(cases[b].theirs / work[1])
             if abs(theirs) > np.log1p(ORDER_GAP):
@@ -57,12 +58,15 @@ def main() -> None:
     lines += ["| constant | prior | width | fit to all |", "| --- | --- | --- | --- |"]
     for constant, value in zip(CONSTANTS, values, strict=True):
         lines.append(f"| {constant.name} | {constant.prior:.3f} | {constant.width:.3f} | {value:.3f} |")
+    whole = [delta for case, delta in zip(cases, final, strict=True) if case.complete]
     lines += ["", "Errors of step times in percent, all sources in the fit:", ""]
-    lines += ["| | runs | median | 90th | worst |", "| --- | --- | --- | --- | --- |", _row("all", final)]
+    lines += ["| | runs | median | 90th | worst |", "| --- | --- | --- | --- | --- |", _row("all complete", whole)]
     lines += [_row(chip, [final[i] for i in members]) for chip, members in groups(cases, "chip").items()]
-    lines += ["", "Each source with itself left out of the fit:", ""]
+    lines += ["", "Each source with itself left out of the fit (*: rows of which something had to be assumed):", ""]
     lines += ["| source | runs | median | 90th | worst |", "| --- | --- | --- | --- | --- |"]
-    lines += [_row(source, deltas) for source, _, _, deltas in left_out(cases, line)]
+    for source, members, _, deltas in left_out(cases, line):
+        mark = "" if all(cases[i].complete for i in members) else " *"
+        lines.append(_row(source + mark, deltas))
     right, total = ordered(cases, final)
     lines += [
         "",
@@ -71,9 +75,9 @@ def main() -> None:
     ]
     lines += ["| run | ours, s | theirs, s | delta |", "| --- | --- | --- | --- |"]
     for case, delta in zip(cases, final, strict=True):
-        lines.append(
-            f"| {case.id} | {case.theirs * np.exp(delta):.4g} | {case.theirs:.4g} | {100 * np.expm1(delta):+.1f} % |"
-        )
+        mark = "" if case.complete else " *"
+        ours, percent = case.theirs * np.exp(delta), 100 * np.expm1(delta)
+        lines.append(f"| {case.id}{mark} | {ours:.4g} | {case.theirs:.4g} | {percent:+.1f} % |")
     text = "\n".join(lines) + "\n"
     print(text)
     if arguments.out:

@@ -70,10 +70,20 @@ def _answer(row: Any, origin: str) -> QuestionRow:
     missing = sorted(_KEYS - row.keys()) if isinstance(row, dict) else sorted(_KEYS)
     if missing:
         raise UserError(f"{origin} of the worked questions misses {', '.join(missing)}")
+    if not isinstance(row["setting"], dict):
+        raise UserError(f"{origin} ({row['id']}): setting is {row['setting']!r}, expected an object")
+    for key in ("answer", "tolerance"):
+        if isinstance(row[key], bool) or not isinstance(row[key], int | float):
+            raise UserError(f"{origin} ({row['id']}): {key} is {row[key]!r}, expected a number")
     known = ANSWERS.get(row["id"])
-    ours, question, skipped = None, "", f"no call is mapped to the id {row['id']}"
+    ours: float | None = None
+    question, skipped = "", f"no call is mapped to the id {row['id']}"
     if known is not None:
-        ours, question, skipped = known(row["setting"]), (known.__doc__ or "").strip(), ""
+        question, skipped = (known.__doc__ or "").strip(), ""
+        try:
+            ours = known(row["setting"])
+        except KeyError as error:
+            skipped = f"its setting does not say {error.args[0]}"
     return QuestionRow(
         row["id"],
         row["kind"],

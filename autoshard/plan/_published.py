@@ -13,13 +13,14 @@ from typing import Any
 
 from autoshard.cost import Chip, Decoder, Topology, chip_names, load_chip, slice_names
 from autoshard.errors import UserError
-from autoshard.program import SAVED
+from autoshard.program import SAVABLE, SAVED, KernelBlocks
 
 
 FILE = pathlib.Path(__file__).with_name("published.json")
 """Rows shipped with the project; each names its source."""
 
 _KEYS = {"id", "model", "metric", "value", "source"}
+_NUMBERS = ("chips_per_slice", "slices", "seq", "per_chip_batch", "global_batch_seqs", "value", "step_time_s")
 _DIMS = {"L": "layers", "D": "width", "F": "mlp_width", "N": "heads", "K": "kv_heads", "H": "head_size"}
 _AXES = {"DP": "copies", "FSDP": "spread", "FSDP_TRANSPOSE": "spread", "TP": "tensor"}
 _RATE = re.compile(r"TFLOP/s/(chip|device)|(?:MFU|HW utilisation) %")
@@ -27,7 +28,9 @@ _LOCAL_WINDOW = {"gemma3": (1024, 6)}
 """Families with local attention: tokens that a local layer sees, and layers in a group that ends with a global one
 (Gemma 3 technical report, 2025)."""
 _FLASH = re.compile(r"maxtext|tpu-recipes", re.I)
-"""Sources that state `attention=flash` (MaxText's splash kernel); others compute scores in full."""
+"""Sources that state `attention=flash` (MaxText's splash kernel); others compute scores in full. A row's own
+`attention` goes first."""
+_ATTENTIONS = ("flash", "dot_product")
 
 
 class IncompleteError(Exception):
@@ -47,7 +50,10 @@ class Run:
     batch: int
     seq: int
     remat: str
+    saves: tuple[str, ...] | None
+    """What a layer keeps for the backward pass; None: what `remat` says."""
     flash: bool
+    blocks: KernelBlocks
     step_s: float
     assumed: tuple[str, ...]
 
@@ -90,7 +96,56 @@ def read_rows(path: str | pathlib.Path | None = None) -> list[dict[str, Any]]:
         if not isinstance(row, dict) or not row.keys() >= _KEYS:
             missing = sorted(_KEYS - row.keys()) if isinstance(row, dict) else sorted(_KEYS)
             raise UserError(f"{file}, row {number} of the published runs misses {', '.join(missing)}")
+        given = row.get("assume")
+        for part in (row, given) if isinstance(given, dict) else (row,):
+            _check_values(part, f"{file}, row {number} ({row['id']})")
     return rows
+
+
+def _check_values(row: Mapping[str, Any], origin: str) -> None:
+    """Refuse values of another kind than their keys have; null stands for what is not stated."""
+    for key in _NUMBERS:
+        value = row.get(key)
+        if value is not None and not (_is_number(value) and value > 0):
+            raise UserError(f"{origin}: {key} is {value!r}, expected a number above 0, or null if it is not stated")
+    saves = row.get("saves")
+    if saves is not None and not (isinstance(saves, list) and set(saves) <= set(SAVABLE)):
+        raise UserError(f"{origin}: saves is {saves!r}, expected a list of {', '.join(SAVABLE)}, or null")
+    _check_blocks(row.get("attention_blocks"), origin)
+    dims = row.get("dims")
+    if dims is None:
+        return
+    if not isinstance(dims, dict):
+        raise UserError(f'{origin}: dims is {dims!r}, expected an object such as {{"L": 32, "D": 4096, ...}}, or null')
+    for key in (*_DIMS, "V"):
+        if key in dims and not (_is_number(dims[key]) and dims[key] == int(dims[key]) > 0):
+            raise UserError(f"{origin}: dims.{key} is {dims[key]!r}, expected a whole number above 0")
+    for key in ("gated", "tied"):
+        if not isinstance(dims.get(key, True), bool):
+            raise UserError(f"{origin}: dims.{key} is {dims[key]!r}, expected true or false")
+
+
+def _check_blocks(blocks: Any, origin: str) -> None:
+    """Refuse `attention_blocks` that are not those of `KernelBlocks`."""
+    known = {field.name: field.type for field in dataclasses.fields(KernelBlocks)}
+    given = {} if blocks is None else blocks
+    good = isinstance(given, dict) and given.keys() <= known.keys()
+    for key, value in given.items() if good else ():
+        pair = isinstance(value, list) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value)
+        good = good and (isinstance(value, bool) if key == "fused" else pair)
+    if not good:
+        raise UserError(
+            f"{origin}: attention_blocks is {blocks!r}, expected an object such as "
+            '{"forward": [512, 512], "keys": [512, 512], "queries": [512, 512], "fused": false}'
+        )
+
+
+def _pair(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _rows(file: pathlib.Path) -> list[Any]:
@@ -147,13 +202,18 @@ def parse_run(row: Mapping[str, Any]) -> Run | MatmulRun:
     remat = str(row["remat"]).removesuffix("?")
     if remat not in SAVED and remat != "none":
         raise IncompleteError(f"remat {remat!r} is not known")
-    flash = bool(_FLASH.search(str(row["source"])))
+    attention = row.get("attention") or ("flash" if _FLASH.search(str(row["source"])) else "dot_product")
+    if attention not in _ATTENTIONS:
+        raise IncompleteError(f"attention {attention!r} is not known ({', '.join(_ATTENTIONS)} are)")
+    flash = attention == "flash"
+    saves = None if row.get("saves") is None else tuple(row["saves"])
+    blocks = KernelBlocks(**{key: _pair(value) for key, value in (row.get("attention_blocks") or {}).items()})
     chips = topology.num_chips
     batch = row.get("global_batch_seqs") or row["per_chip_batch"] * chips
     batch, step = _step(row, decoder, chip, chips, int(batch), assumed)
     return Run(
-        decoder, topology, copies, spread, tensor, batch, int(row["seq"]), remat, flash, step,
-        tuple(assumed),
+        decoder, topology, copies, spread, tensor, batch, int(row["seq"]), remat, saves, flash, blocks,
+        step, tuple(assumed),
     )  # fmt: skip
 
 

@@ -143,7 +143,10 @@ def stated_plan(run: Run) -> tuple[Program, Plan]:
 def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
     sizes = {name: size for name, size in mesh_sizes(run).items() if size > 1} or {"data": 1}
     mesh = make_mesh(run.topology, sizes)
-    program = decoder_program(run.decoder, batch=run.batch, seq=run.seq, remat=run.remat, attention=attention)
+    program = decoder_program(
+        run.decoder, batch=run.batch, seq=run.seq, remat=run.remat, saves=run.saves, attention=attention,
+        blocks=run.blocks,
+    )  # fmt: skip
     reading = read_program(program, mesh.topology.backend)
     model = build_model(program, reading, mesh, 1 << 62)
     axes = {name: [k] for k, name in enumerate(sizes)}

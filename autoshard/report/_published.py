@@ -80,7 +80,7 @@ def published_pass(rows: Sequence[PublishedRow]) -> bool:
 def published_report(rows: Sequence[PublishedRow]) -> RenderableType:
     """Every rebuilt run, median and worst by generation and by source, and why the others were left out."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
-    table.add_column("", no_wrap=True)
+    table.add_column("", overflow="fold")
     for column in ("ours, s", "theirs, s", "delta", "MFU", "theirs"):
         table.add_column(column, justify="right", no_wrap=True)
     notes: list[RenderableType] = []

@@ -69,6 +69,23 @@ def test_unmapped_rows_say_so(tmp_path: pathlib.Path) -> None:
     assert answer.skipped == "no call is mapped to the id new-1"
 
 
+def _row(**changes: object) -> str:
+    row = {
+        "id": "roof-01", "kind": "roofline", "setting": {"chip": "v5e"}, "answer": 240, "unit": "tokens",
+        "tolerance": 0.02, "trust": "use", "source": "s",
+    }  # fmt: skip
+    return json.dumps([row | changes])
+
+
+def test_a_setting_that_says_too_little_is_skipped(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(_row(id="tf-05", setting={"D": 8192}))
+    (row,) = validate_questions(path)
+    assert row.ours is None and row.skipped == "its setting does not say L"
+    path.write_text(_row())
+    assert validate_questions(path)[0].ours == pytest.approx(240.5, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -76,6 +93,9 @@ def test_unmapped_rows_say_so(tmp_path: pathlib.Path) -> None:
         ("{}", "holds no list of rows"),
         ('[{"id": "x"}]', "row 0 of the worked questions misses answer, kind, setting, source, tolerance, trust, unit"),
         ("[3]", "row 0 of the worked questions misses"),
+        (_row(setting=3), r"row 0 \(roof-01\): setting is 3, expected an object"),
+        (_row(answer="240"), r"row 0 \(roof-01\): answer is '240', expected a number"),
+        (_row(tolerance=None), r"row 0 \(roof-01\): tolerance is None, expected a number"),
     ],
 )
 def test_wrong_file(tmp_path: pathlib.Path, text: str, message: str) -> None:

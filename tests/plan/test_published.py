@@ -9,6 +9,7 @@ from autoshard.errors import UserError
 from autoshard.plan import is_published
 from autoshard.plan._published import IncompleteError, MatmulRun, Run, parse_run, read_rows
 from autoshard.plan._rebuild import source_group
+from autoshard.program import KernelBlocks
 
 
 ROWS = {row["id"]: row for row in read_rows()}
@@ -147,3 +148,55 @@ def test_what_an_author_left_open_can_be_assumed_and_is_said() -> None:
     assert run.flops(causal=False) == pytest.approx(50e15, rel=0.02)
     assert run.flops(causal=False) / (run.step_s * 32 * 275e12) == pytest.approx(0.39, abs=0.01)
     assert any("48 layers of width 5120" in text for text in run.assumed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq": "8k"}, "row 0 \\(small\\): seq is '8k', expected a number above 0, or null if it is not stated"),
+        ({"value": -1}, "value is -1, expected a number above 0"),
+        ({"slices": [2]}, "slices is \\[2\\], expected a number above 0"),
+        ({"step_time_s": True}, "step_time_s is True, expected a number above 0"),
+        ({"dims": 3}, "dims is 3, expected an object such as"),
+        ({"dims": SMALL["dims"] | {"L": 1.5}}, "dims.L is 1.5, expected a whole number above 0"),
+        ({"dims": SMALL["dims"] | {"gated": "no"}}, "dims.gated is 'no', expected true or false"),
+        ({"assume": {"seq": "8k"}}, "seq is '8k', expected a number above 0"),
+    ],
+)
+def test_values_of_another_kind_are_refused(tmp_path: pathlib.Path, changes: dict, message: str) -> None:
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps([SMALL | changes]))
+    with pytest.raises(UserError, match=message) as caught:
+        read_rows(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_row_says_which_attention_it_ran() -> None:
+    assert run_of().flash and not run_of(attention="dot_product").flash
+    assert not run_of(source="a blog").flash and run_of(source="a blog", attention="flash").flash
+    with pytest.raises(IncompleteError, match="attention 'ring' is not known \\(flash, dot_product are\\)"):
+        run_of(attention="ring")
+
+
+def test_a_row_says_what_its_kernels_and_its_rematerialisation_were_set_to() -> None:
+    run = run_of(saves=[], attention_blocks={"forward": [1024, 512], "fused": True})
+    assert run.saves == () and run.blocks == KernelBlocks(forward=(1024, 512), fused=True)
+    assert run_of().saves is None and run_of().blocks == KernelBlocks()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"saves": ["heads"]}, r"saves is \['heads'\], expected a list of query, key, value, out, context, gate, up"),
+        ({"saves": "query"}, "saves is 'query', expected a list of"),
+        ({"attention_blocks": {"forward": 512}}, "attention_blocks is {'forward': 512}, expected an object such as"),
+        ({"attention_blocks": {"ahead": [1, 1]}}, "attention_blocks is {'ahead': .*}, expected an object such as"),
+        ({"attention_blocks": {"fused": 1}}, "attention_blocks is {'fused': 1}, expected an object such as"),
+        ({"attention_blocks": [512]}, "attention_blocks is .512., expected an object such as"),
+    ],
+)
+def test_settings_of_another_form_are_refused(tmp_path: pathlib.Path, changes: dict, message: str) -> None:
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps([SMALL | changes]))
+    with pytest.raises(UserError, match=message):
+        read_rows(path)
