@@ -264,6 +264,8 @@ def table(results: list[dict[str, Any]]) -> str:
     lines += ["", f"Memory: {_spread(memory)}. Bytes on the wire by axis: {_spread(wires)}."]
     lines += [f"Verdicts agree in {agree} of {judged} rows predicted more than 10 % away from the limit."]
     lines += [f"- {result['row']}: {result['failed']}" for result in results if "failed" in result]
+    known = {result["row"] for result in results}
+    lines += [f"- {row.name} ({row.topology}, {row.plan}): not compiled" for row in ROWS if row.name not in known]
     return "\n".join(lines) + "\n"
 
 
