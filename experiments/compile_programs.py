@@ -142,6 +142,39 @@ def jax_mlp(layers: int, width: int, batch: int) -> Callable[[], Program]:
     return make
 
 
+def jax_recurrent(layers: int, dim: int, inner: int, batch: int, seq: int) -> Callable[[], Program]:
+    """A state space model: gated diagonal recurrences by `associative_scan` over the sequence, scanned layers."""
+
+    def make() -> Program:
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        def layer(x, w):  # noqa: ANN001, ANN202
+            h = x.astype(jnp.float32)
+            h = (h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+            gate, keep, value = (h @ w[name].astype(h.dtype) for name in ("gate", "keep", "value"))
+            decay = jax.nn.sigmoid(keep.astype(jnp.float32) + 2.0)
+            _, state = jax.lax.associative_scan(
+                lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (decay, (1 - decay) * value.astype(jnp.float32)), axis=1
+            )
+            return x + (state.astype(x.dtype) * jax.nn.silu(gate)) @ w["out"].astype(x.dtype), None
+
+        def loss(params, batch):  # noqa: ANN001, ANN202
+            x, _ = jax.lax.scan(jax.checkpoint(layer), batch["x"], params)
+            return jnp.mean((x.astype(jnp.float32) - batch["y"]) ** 2)
+
+        shapes = {name: (layers, dim, inner) for name in ("gate", "keep", "value")} | {"out": (layers, inner, dim)}
+        params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+        inputs = {
+            "x": jax.ShapeDtypeStruct((batch, seq, dim), jnp.bfloat16),
+            "y": jax.ShapeDtypeStruct((batch, seq, dim), jnp.float32),
+        }
+        return _adamw_step("jax recurrence", loss, params, inputs, optax)
+
+    return make
+
+
 def _adamw_step(name: str, loss: Any, params: Any, batch: Any, optax: Any) -> Program:
     import jax
 

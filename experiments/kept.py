@@ -1,0 +1,69 @@
+"""What experiments keep on disk between runs: compiled programs by plan, and results by row.
+
+Compiled programs are large and stay under `build/`; results are small and are committed.
+"""
+
+import contextlib
+import gzip
+import hashlib
+import json
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from autoshard.exec._libtpu import Compiled
+    from autoshard.plan import Plan
+    from autoshard.program import Program
+
+BUILD = Path(__file__).parent.parent / "build"
+
+
+def digest(program: "Program", plan: "Plan") -> str:
+    """What a compiled program depends on: the program (without the line numbers in its module) and the plan."""
+    found = hashlib.sha256(program.fingerprint.encode())
+    what = (plan.topology, plan.mesh, plan.device_order, plan.arguments, plan.results, plan.pins, plan.regions)
+    found.update(repr(what).encode())
+    return found.hexdigest()[:12]
+
+
+def compiled(folder: str, program: "Program", plan: "Plan", time_limit: float) -> "Compiled":
+    """From the folder of compiled plans, or from the compiler. Raises `UserError` as `compile_with_libtpu` does."""
+    from autoshard.exec._libtpu import compile_with_libtpu
+
+    path = BUILD / folder / f"{digest(program, plan)}.pickle.gz"
+    if path.exists():
+        return pickle.loads(gzip.decompress(path.read_bytes()))
+    found = compile_with_libtpu(program, plan, time_limit)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _whole(path) as part:
+        part.write_bytes(gzip.compress(pickle.dumps(found)))
+    return found
+
+
+class Results:
+    """Results by key in a JSON file, each written as soon as it is known."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    def keep(self, key: str, result: Any) -> None:
+        self.rows[key] = result
+        self.path.parent.mkdir(exist_ok=True)
+        with _whole(self.path) as part:
+            part.write_text(json.dumps(self.rows, indent=1, sort_keys=True) + "\n")
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A file beside `path` that takes its place once it is written."""
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
