@@ -9,10 +9,8 @@ kept under `build/compile_fidelity`, and a plan that was compiled before is not 
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import os
-import pickle
 import statistics
 import subprocess
 import sys
@@ -23,20 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from autoshard.exec._libtpu import Compiled
-    from autoshard.plan import Plan
     from autoshard.program import Program
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from compile_programs import hf, jax_decoder, jax_mlp, llama, mixtral  # noqa: E402
+from kept import compiled  # noqa: E402
 
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "compile_fidelity.json"
 TABLE = HERE / "results" / "compile_fidelity.md"
-KEPT = HERE.parent / "build" / "compile_fidelity"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +126,7 @@ def run(row: Row, time_limit: float, predict_only: bool) -> dict[str, Any]:
     }
     if predict_only:
         return figures
-    compiled = _compiled(row, program, plan, time_limit)
-    found = compile_figures(report(program, plan, compiled))
+    found = compile_figures(report(program, plan, compiled("compile_fidelity", program, plan, time_limit)))
     if found["time"]:
         del found["time"]["spans"]  # thousands of lines a row
     return figures | found
@@ -141,22 +136,6 @@ def _code() -> str:
     """The commit that is checked out: rows that older code made are told apart."""
     done = subprocess.run(["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
-
-
-def _compiled(row: Row, program: "Program", plan: "Plan", time_limit: float) -> "Compiled":
-    """From the folder of compiled plans, or from the compiler."""
-    from autoshard.exec._libtpu import compile_with_libtpu
-
-    digest = hashlib.sha256(program.fingerprint.encode())  # not the module, which has line numbers
-    what = (plan.topology, plan.mesh, plan.device_order, plan.arguments, plan.results, plan.pins)
-    digest.update(repr(what).encode())
-    path = KEPT / f"{row.name}-{digest.hexdigest()[:12]}.pickle"
-    if path.exists():
-        return pickle.loads(path.read_bytes())
-    compiled = compile_with_libtpu(program, plan, time_limit)
-    KEPT.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(pickle.dumps(compiled))
-    return compiled
 
 
 def in_process(row: Row, time_limit: float, predict_only: bool) -> dict[str, Any]:
