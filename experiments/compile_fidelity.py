@@ -216,12 +216,13 @@ def table(results: list[dict[str, Any]]) -> str:
         "step s predicted | estimated | compile s | code |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    memory, wires, agree, judged = [], [], 0, 0
+    memory, shares, wires, agree, judged = [], [], [], 0, 0
     for result in done:
         peak, limit = result["peak_bytes"], result["limit_bytes"]
         ratio = peak["predicted"] / peak["compiled"] if peak["compiled"] else None
         if ratio:
             memory.append(abs(ratio - 1))
+            shares.append(abs(peak["predicted"] - peak["compiled"]) / limit)
         ours = "fits" if peak["predicted"] <= limit else "does not fit"
         theirs = result["verdict"]
         if abs(peak["predicted"] / limit - 1) > 0.1:
@@ -244,6 +245,7 @@ def table(results: list[dict[str, Any]]) -> str:
         )
     lines += _unforeseen_lines(done)
     lines += ["", f"Memory: {_spread(memory)}. Bytes on the wire by axis: {_spread(wires)}."]
+    lines += [f"Memory, as a share of what the chip has: {_spread(shares)}."]
     lines += [f"Verdicts agree in {agree} of {judged} rows predicted more than 10 % away from the limit."]
     lines += [f"- {result['row']}: {result['failed']}" for result in results if "failed" in result]
     known = {result["row"] for result in results}
