@@ -126,6 +126,13 @@ def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_planning_looks_for_no_accelerator():
+    bare = {"JAX_PLATFORMS": None, "PJRT_DEVICE": None}
+    done = run("plan", "hf:gpt2-tiny", "--topology", "cpu:2", "--mesh", "data=2", "--no-cache", "--quiet", env=bare)
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
 def test_no_command_shows_the_help_and_fails():
     result = run()
     assert result.returncode == 2

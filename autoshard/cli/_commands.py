@@ -32,7 +32,7 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
     for flag, path in (("--out", arguments.out), ("--save-problem", arguments.save_problem)):
         check_writable(flag, path)
     # Planning never touches an accelerator: without this JAX would look for one, and wait for it.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    need_no_accelerator()
     with show_progress(arguments) as progress:
         began = time.perf_counter()
         result, traced = _planned(arguments, progress)
@@ -112,7 +112,7 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
 def run_compile(arguments: argparse.Namespace, answer: TextIO) -> int:
     check_writable("--hlo", arguments.hlo)
     # The compiler runs in a process of its own; here JAX only traces.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    need_no_accelerator()
     from autoshard.exec import Verdict, compile_figures, compile_lines, compile_plan
     from autoshard.plan import load_plan
     from autoshard.report import write_text
@@ -138,7 +138,7 @@ def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
     if arguments.measure:
         _start_devices(topology)
     else:
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        need_no_accelerator()
     from autoshard.exec import compile_figures, compile_plan, measure, measurement_figures
     from autoshard.plan import make_plan
     from autoshard.report import Row, candidates, comparison_figures, comparison_report
@@ -183,7 +183,7 @@ def run_diff(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    need_no_accelerator()
     from autoshard.plan import explain_plan, explanation_figures, load_plan, reopen
     from autoshard.report import explanation_report
 
@@ -273,7 +273,7 @@ def run_solve(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_validate(arguments: argparse.Namespace, answer: TextIO) -> int:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # models are rebuilt, never run
+    need_no_accelerator()  # models are rebuilt, never run
     from autoshard.report import passes, validate, validation_figures, validation_report
 
     with show_progress(arguments) as progress:
@@ -294,6 +294,12 @@ def run_doctor(arguments: argparse.Namespace, answer: TextIO) -> int:
     else:
         print_rich(doctor_report(found), answer)
     return 0
+
+
+def need_no_accelerator() -> None:
+    """Keep JAX, and PyTorch/XLA where tracing imports it, from looking for one, and from saying that there is none."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
 
 
 def show_progress(arguments: argparse.Namespace) -> "Progress":
@@ -333,7 +339,7 @@ def _start_devices(topology: "Topology") -> None:
     from autoshard.exec import ensure_devices
 
     if topology.backend == "cpu":
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        need_no_accelerator()
         ensure_devices(topology.num_devices)
         return
     import jax

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 from autoshard.cli._commands import (
     PROGRAM_OPTIONS,
     check_writable,
+    need_no_accelerator,
     print_json,
     print_rich,
     show_progress,
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
     check_writable("--out", arguments.out)
     check_writable("--plot", arguments.plot)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    need_no_accelerator()
     from autoshard.cost import Topology, load_chip
     from autoshard.plan import sweep
     from autoshard.report import plot_sweep, sweep_figures, sweep_report
