@@ -18,7 +18,7 @@ demo: $(STAMP)
 	$(RUN)/autoshard measure hf:llama-tiny --train --batch 8 --seq 128 --dtype float32 \
 		--topology cpu:8 --mesh data=4,model=2 --check
 
-# What the demo prints, as the README shows it, and the picture of its page.
+# What the demo prints as a first run, as the README shows it, and the picture of its page.
 readme: $(STAMP)
 	mkdir -p build
 	rm -rf build/cache
