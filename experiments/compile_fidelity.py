@@ -129,6 +129,8 @@ def run(row: Row, time_limit: float, predict_only: bool) -> dict[str, Any]:
     found = compile_figures(report(program, plan, compiled("compile_fidelity", program, plan, time_limit)))
     if found["time"]:
         del found["time"]["spans"]  # thousands of lines a row
+    for record in (*found["collectives"], *found["unforeseen"]):
+        record["line"] = record["line"].rpartition("/")[2]  # not where the machine keeps its files
     return figures | found
 
 

@@ -6,6 +6,7 @@ Rows that are in results/planning_speed.json are not run again, unless they are 
 beside it is written after every row. Wall seconds are of the machine as it was, CPU seconds those of all threads.
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -88,10 +89,16 @@ def starts() -> str:
 
 
 def main() -> None:
-    named = [word for word in sys.argv[1:] if word != "--again"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"default: all; {', '.join(ROWS)}")
+    parser.add_argument("--again", action="store_true", help="measure rows that are in the table too")
+    arguments = parser.parse_args()
+    named = arguments.rows
+    if unknown := [label for label in named if label not in ROWS]:
+        parser.error(f"no row {unknown[0]!r}; there are {', '.join(ROWS)}")
     kept = json.loads(DATA.read_text()) if DATA.is_file() else {}
     for label in named or ROWS:
-        if label in kept and not named and "--again" not in sys.argv:
+        if label in kept and not named and not arguments.again:
             continue
         program, options, topology, mesh, *_ = ROWS[label]
         found = run(program, ["--train", "--no-cache", *options, "--topology", topology, "--mesh", mesh or "auto"])
