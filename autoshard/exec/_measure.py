@@ -3,7 +3,6 @@
 import dataclasses
 import pathlib
 import statistics
-import time
 from typing import Any
 
 from autoshard.errors import UserError
@@ -20,6 +19,7 @@ from autoshard.exec._collectives import (
 from autoshard.exec._devices import ensure_devices, place
 from autoshard.exec._hlo import module_name
 from autoshard.exec._profile import profiled
+from autoshard.exec._steps import PlannedStep, failure, first_arguments, host_copy
 from autoshard.exec._trace import CollectiveTimes, time_collectives
 from autoshard.plan import Plan, Spec
 from autoshard.program import Program
@@ -87,66 +87,45 @@ def measure(
     import jax
 
     verify_program(program, plan)
-    application = Application(plan)
-    made = program.make_args(seed) if program.make_args is not None else _ones(program.args)
-    leaves, tree = jax.tree.flatten(made)
-    # Copies on the host: a donated step would take device arrays of the caller's along.
-    leaves = [_host(leaf) if isinstance(leaf, jax.Array) and not _is_key(leaf) else leaf for leaf in leaves]
-    made = tree.unflatten(leaves)
+    made = first_arguments(program, seed)
+    leaves = jax.tree.leaves(made)
     verdict: Check | None = None
     times: list[float] = []
     try:
         unplanned, skipped = _try_unplanned(program, plan, made) if check else (None, "")
-        start = time.perf_counter()
-        lowered = application.lower(program.fn, program.args, program.donate_argnums, program.module)
-        compiled = lowered.compile()
-        compile_s = time.perf_counter() - start
-        shardings = application.in_shardings()
-        current = [place(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
-
-        def run() -> tuple[float, list[Any]]:
-            nonlocal current
-            jax.block_until_ready(current)
-            start = time.perf_counter()
-            out = compiled(*tree.unflatten(current))
-            jax.block_until_ready(out)
-            elapsed = time.perf_counter() - start
-            results = jax.tree.leaves(out)
-            current = _next(program, current, results, leaves, shardings)
-            return elapsed, results
-
+        planned = PlannedStep(program, plan, made)
         for step in range(warmup + steps):
-            elapsed, results = run()
+            elapsed, results = planned.run()
             if step == 0 and unplanned is not None:
-                verdict = compare(program, [_host(value) for value in results], unplanned, tolerance, leaves)
+                verdict = compare(program, [host_copy(value) for value in results], unplanned, tolerance, leaves)
             if step >= warmup:
                 times.append(elapsed)
         if profile is not None:
             with profiled(profile):
-                run()
-        text = compiled.as_text()
+                planned.run()
+        text = planned.compiled.as_text()
         found = read_collectives(text, plan_mesh(plan))
         times_of = None
         if timed_collectives:
-            times_of = time_collectives(run, timed_collectives, module_name(text), found)
+            times_of = time_collectives(planned.run, timed_collectives, module_name(text), found)
     except jax.errors.JaxRuntimeError as error:
-        raise _failed(plan, error) from error
+        raise failure(plan, error) from error
 
     counts: dict[str, int] = {}
     for predicted in plan.prediction.collectives:
         counts[predicted.kind] = counts.get(predicted.kind, 0) + predicted.count
-    device = application.mesh.devices.flat[0]
+    mesh = planned.application.mesh
     return Measurement(
         step_time_s=statistics.median(times),
         step_times_s=tuple(times),
-        compile_s=compile_s,
-        device=f"{application.mesh.size} x {device.device_kind}",
+        compile_s=planned.compile_s,
+        device=f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
         wire_predicted=dict(plan.prediction.wire_bytes),
         wire_compiled=wire_by_axis(found),
         counts_predicted=counts,
         counts_compiled=count_by_kind(found),
         collectives=tuple(found),
-        memory=_memory(compiled),
+        memory=_memory(planned.compiled),
         check=verdict,
         check_skipped=skipped,
         collective_times=times_of,
@@ -213,48 +192,7 @@ def _run_unplanned(program: Program, plan: Plan, args: tuple[Any, ...]) -> list[
     else:
         one = jax.local_devices()[0]
         out = jax.jit(lambda *a: program.fn(*a))(*jax.device_put(args, one))
-    return [_host(leaf) for leaf in jax.tree.leaves(out)]
-
-
-def _host(value: Any) -> Any:
-    """A host copy of the whole array: the one it came from may be donated to the next step."""
-    import jax
-    import numpy as np
-
-    if _is_key(value):
-        value = jax.random.key_data(value)
-    if not value.is_fully_addressable:
-        from jax.experimental import multihost_utils
-
-        value = multihost_utils.process_allgather(value, tiled=True)
-    return np.array(value)
-
-
-def _is_key(value: Any) -> bool:
-    import jax
-    import jax.numpy as jnp
-
-    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-
-
-def _next(program: Program, current: list[Any], results: list[Any], first: list[Any], shardings: Any) -> list[Any]:
-    """Arguments of the next step: updated state, what was kept, and donated arguments with no successor anew."""
-    following = []
-    for i, argument in enumerate(program.arguments):
-        if argument.result is not None:
-            following.append(results[argument.result])
-        elif current[i].is_deleted():
-            following.append(place(first[i], shardings[i]))
-        else:
-            following.append(current[i])
-    return following
-
-
-def _ones(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    import jax
-    import jax.numpy as jnp
-
-    return jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), args)
+    return [host_copy(leaf) for leaf in jax.tree.leaves(out)]
 
 
 def _memory(compiled: Any) -> dict[str, int]:
@@ -267,12 +205,6 @@ def _memory(compiled: Any) -> dict[str, int]:
         "temporaries": int(stats.temp_size_in_bytes),
         "donated": int(stats.alias_size_in_bytes),
     }
-
-
-def _failed(plan: Plan, error: Exception) -> UserError:
-    what = "ran out of memory" if "RESOURCE_EXHAUSTED" in str(error) else "failed"
-    first = " ".join(str(error).split())[:200]
-    return UserError(f"{plan.program_name} {what} on the devices here: {first}")
 
 
 def measurement_figures(measurement: Measurement) -> dict[str, Any]:

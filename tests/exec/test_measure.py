@@ -203,7 +203,7 @@ def test_what_the_runtime_says_is_one_sentence(mlp, monkeypatch: pytest.MonkeyPa
     def fail(*_):
         raise jax.errors.JaxRuntimeError(message)
 
-    monkeypatch.setattr("autoshard.exec._measure.place", fail)
+    monkeypatch.setattr("autoshard.exec._steps.place", fail)
     with pytest.raises(UserError, match=sentence):
         measure(mlp, handmade(mlp, MESH, TENSOR_PARALLEL), steps=1, warmup=0)
 
