@@ -70,7 +70,9 @@ def first_arguments(program: Program, seed: int) -> tuple[Any, ...]:
     import jax
 
     made = program.make_args(seed) if program.make_args is not None else _ones(program.args)
-    return jax.tree.map(lambda leaf: host_copy(leaf) if isinstance(leaf, jax.Array) and not is_key(leaf) else leaf, made)
+    return jax.tree.map(
+        lambda leaf: host_copy(leaf) if isinstance(leaf, jax.Array) and not is_key(leaf) else leaf, made
+    )
 
 
 def host_copy(value: Any) -> Any:
