@@ -11,6 +11,7 @@ stopped and a change of the estimator costs seconds; `--table` only reads what i
 import argparse
 import dataclasses
 import gzip
+import itertools
 import json
 import math
 import os
@@ -20,6 +21,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 
 if TYPE_CHECKING:
@@ -239,6 +242,10 @@ def table(cases: Sequence[Case]) -> tuple[str, dict[str, float]]:
         lines.append(f"| {source} | {len(logs)} | {_shares(logs)} |")
     lines += [
         "",
+        f"Ratios of two runs on chips of one generation, each source left out: {pair_line(counted, without)}.",
+    ]
+    lines += [
+        "",
         "`flops`: matrix flops of the compiled step over those of the program that was compiled. On v4, v5p and v6e",
         "this compiler makes synchronous gathers, where the runs set flags that hid some of them behind compute.",
     ]
@@ -268,14 +275,27 @@ def flops_ratio(case: Case) -> float:
     return check_flops(program, estimate(case.module, case.mesh), case.mesh.num_devices).ratio
 
 
+def pair_errors(logs: dict[str, float], chips: dict[str, str]) -> list[float]:
+    """By how much the ratio of two estimates was wrong, as a share of the longer step.
+
+    Of all pairs of runs on chips of one generation. `logs`: run -> log(estimated / published).
+    """
+    pairs = itertools.combinations(logs, 2)
+    return sorted(-math.expm1(-abs(logs[a] - logs[b])) for a, b in pairs if chips[a] == chips[b])
+
+
+def pair_line(cases: Sequence[Case], logs: dict[str, float]) -> str:
+    errors = pair_errors(logs, {case.id: case.chip for case in cases})
+    within = float(np.percentile(errors, 90))
+    return f"{len(errors)} pairs, mean {statistics.mean(errors):.1%}, nine of ten within {within:.1%}"
+
+
 def _sizes(logs: Sequence[float]) -> list[float]:
     return sorted(abs(math.expm1(log)) for log in logs)
 
 
 def _within(logs: Sequence[float]) -> float:
     """The error that nine of ten do not exceed, interpolated."""
-    import numpy as np
-
     return float(np.percentile(_sizes(logs), 90))
 
 
@@ -283,12 +303,13 @@ def _shares(logs: Sequence[float]) -> str:
     return f"{statistics.mean(_sizes(logs)):.1%} | {_within(logs):.1%} | {_sizes(logs)[-1]:.1%}"
 
 
-def write_error(logs_of: dict[str, float]) -> None:
+def write_error(logs_of: dict[str, float], chips: dict[str, str]) -> None:
     """Stores the measured error as the one that every estimate states of itself."""
     logs = list(logs_of.values())
     document = {
         "mean": round(statistics.mean(_sizes(logs)), 3),
         "within": round(_within(logs), 3),
+        "pairs": round(float(np.percentile(pair_errors(logs_of, chips), 90)), 3),
         "source": f"{len(logs)} published TPU runs, each source left out of the constants' fit: "
         "experiments/results/published_runs.md",
     }
@@ -318,11 +339,12 @@ def main() -> int:
         print(f"{row['id']}: {what}", flush=True)
     if arguments.compile:
         return 0
-    text, errors = table(load_cases())
+    cases = load_cases()
+    text, errors = table(cases)
     TABLE.write_text(text)
     print(text)
     if arguments.write:
-        write_error(errors)
+        write_error(errors, {case.id: case.chip for case in cases})
     return 0
 
 

@@ -21,6 +21,7 @@ from autoshard.exec._devices import plan_devices as plan_devices
 from autoshard.exec._estimate import Estimate as Estimate
 from autoshard.exec._estimate import decided as decided
 from autoshard.exec._estimate import estimate as estimate
+from autoshard.exec._estimate import pair_error as pair_error
 from autoshard.exec._measure import Measurement as Measurement
 from autoshard.exec._measure import measure as measure
 from autoshard.exec._measure import measurement_figures as measurement_figures

@@ -11,6 +11,7 @@ import functools
 import json
 import pathlib
 import re
+from collections.abc import Mapping
 
 from autoshard.cost import Calibration, Compute, Mesh, Segment, dtype_class
 from autoshard.exec._clock import Busy, Clock
@@ -33,7 +34,10 @@ class EstimatorError:
 
     mean: float
     within: float
-    """Nine of ten runs were nearer than this. Plans that differ by less are undecided."""
+    """Nine of ten runs were nearer than this."""
+    pairs: float
+    """The same for the ratio of two runs on chips of one generation, where what is wrong with both cancels; as a
+    share of the longer step. Those are runs of different models: plans of one model have more in common."""
     source: str
 
 
@@ -99,9 +103,19 @@ def estimate(
     )
 
 
-def decided(a: float, b: float, error: float | None = None) -> bool:
-    """Whether two times differ by more than the share `error` of the longer one (default: as measured)."""
-    return abs(a - b) > (estimator_error().within if error is None else error) * max(a, b)
+def decided(a: float, b: float, error: float) -> bool:
+    """Whether two times differ by more than the share `error` of the longer one."""
+    return abs(a - b) > error * max(a, b)
+
+
+def pair_error(a: Mapping[str, float], b: Mapping[str, float], longer_s: float) -> float:
+    """Share of the longer of two estimated steps, `longer_s`, by which their difference may be wrong: as measured on
+    pairs of published runs, and on top by how much the two differ in what took next to no time in any of them.
+
+    `a`, `b`: seconds by kind, as in `Estimate.by_kind`.
+    """
+    apart = sum(abs(a.get(kind, 0.0) - b.get(kind, 0.0)) for kind in _UNMEASURED)
+    return min(1.0, estimator_error().pairs + (apart / longer_s if longer_s else 0.0))
 
 
 class _Simulator:

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.exec import decided
+from autoshard.exec import decided, pair_error
 from autoshard.plan import Plan, Prediction, mesh_words
 from autoshard.report._figures import prediction_figures
 from autoshard.report._names import clean
@@ -61,14 +61,14 @@ def comparison_figures(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def undecided(row: Row, rows: Sequence[Row]) -> list[str]:
-    """Names of the other plans whose estimated step differs by less than the estimates' own errors."""
+    """Names of the other plans whose estimated step differs by less than the estimator's error for pairs."""
     mine = _estimated(row)
     if mine is None:
         return []
     close = []
     for other in rows:
         theirs = _estimated(other)
-        if other is not row and theirs is not None and not decided(mine, theirs, max(_error(row), _error(other))):
+        if other is not row and theirs is not None and not decided(mine, theirs, _pair_error(row, other)):
             close.append(other.name)
     return close
 
@@ -77,8 +77,9 @@ def _estimated(row: Row) -> float | None:
     return row.compiled["step_time_s"]["estimated"] if row.compiled else None
 
 
-def _error(row: Row) -> float:
-    return (row.compiled["step_time_s"].get("error") or 0.0) if row.compiled else 0.0
+def _pair_error(row: Row, other: Row) -> float:
+    mine, theirs = (r.compiled["time"]["by_kind"] if r.compiled else {} for r in (row, other))
+    return pair_error(mine, theirs, max(_estimated(row) or 0.0, _estimated(other) or 0.0))
 
 
 def comparison_report(plan: Plan, rows: Sequence[Row]) -> RenderableType:
@@ -111,11 +112,10 @@ def _close(rows: Sequence[Row]) -> list[Text]:
     close = undecided(timed[0], timed) if timed else []
     if not close:
         return []
-    error = timed[0].compiled["step_time_s"]["error"] if timed[0].compiled else 0.0
+    error = max(_pair_error(timed[0], row) for row in timed if row.name in close)
     among = ", ".join([timed[0].name, *close])
-    return [
-        Text(f"undecided among {clean(among, 300)}: estimates from schedules may be {error:.0%} wrong", style="dim")
-    ]
+    said = f"undecided among {clean(among, 300)}: the ratio of two estimates from schedules may be {error:.0%} wrong"
+    return [Text(said, style="dim")]
 
 
 def _evidence(row: Row) -> tuple[bool, float]:

@@ -4,7 +4,7 @@ import pytest
 
 from autoshard.cost import Collectives, Compute, Topology, make_mesh
 from autoshard.exec import decided, estimate
-from autoshard.exec._estimate import estimator_error
+from autoshard.exec._estimate import estimator_error, pair_error
 from autoshard.exec._hlo import parse_hlo
 from autoshard.exec._work import Reader
 
@@ -255,9 +255,12 @@ def test_higher_precision_takes_more_passes():
 
 def test_plans_that_differ_by_less_than_the_error_are_undecided():
     error = estimator_error()
-    assert 0 < error.mean < error.within < 0.5 and error.source
-    assert not decided(1.0, 1.0 - 0.9 * error.within)
-    assert decided(1.0, 1.0 - 1.1 * error.within)
+    assert 0 < error.mean < error.within < 0.5 and 0 < error.pairs < 0.5 and error.source
+    same = {"matmul": 0.9, "vector": 0.1}
+    assert pair_error(same, same | {"matmul": 0.5}, 1.0) == error.pairs
+    assert pair_error(same, same | {"vector": 0.3}, 2.0) == pytest.approx(error.pairs + 0.1)
+    assert not decided(1.0, 1.0 - 0.9 * error.pairs, error.pairs)
+    assert decided(1.0, 1.0 - 1.1 * error.pairs, error.pairs)
 
 
 def test_what_no_published_run_spent_time_on_adds_to_the_error():

@@ -10,9 +10,10 @@ from autoshard.plan import Plan
 from autoshard.report import Row, comparison_figures, comparison_report
 
 
-def compiled(seconds: float) -> dict[str, Any]:
+def compiled(seconds: float, vector: float = 0.0) -> dict[str, Any]:
     return {
         "step_time_s": {"predicted": 1.0, "estimated": seconds, "error": estimator_error().within},
+        "time": {"by_kind": {"matmul": seconds, "vector": vector}},
         "peak_bytes": {"compiled": 1 << 30},
         "verdict": "fits",
     }
@@ -25,7 +26,7 @@ def shown(plan: Plan, rows: list[Row]) -> str:
 
 
 def test_what_differs_by_less_than_the_error_is_undecided(plan: Plan) -> None:
-    near = 1.0 - 0.5 * estimator_error().within
+    near = 1.0 - 0.5 * estimator_error().pairs
     rows = [
         Row("plan", plan.prediction, compiled(1.0)),
         Row("fsdp*", plan.prediction, compiled(near)),
@@ -35,8 +36,19 @@ def test_what_differs_by_less_than_the_error_is_undecided(plan: Plan) -> None:
     figures = comparison_figures(rows)["plans"]
     assert figures["plan"]["undecided"] == ["fsdp*"] and figures["fsdp*"]["undecided"] == ["plan"]
     assert figures["data_parallel*"]["undecided"] == figures["fsdp"]["undecided"] == []
-    error = f"{estimator_error().within:.0%}"
-    assert f"undecided among fsdp*, plan: estimates from schedules may be {error} wrong" in shown(plan, rows)
+    error = f"{estimator_error().pairs:.0%}"
+    said = f"undecided among fsdp*, plan: the ratio of two estimates from schedules may be {error} wrong"
+    assert said in shown(plan, rows)
+
+
+def test_time_that_was_never_measured_widens_the_error_by_what_two_plans_do_not_share(plan: Plan) -> None:
+    far = 1.0 - 1.2 * estimator_error().pairs
+    for vector, close in ((0.0, []), (0.3, ["fsdp*"])):
+        rows = [
+            Row("plan", plan.prediction, compiled(1.0, 0.1 + vector)),
+            Row("fsdp*", plan.prediction, compiled(far, 0.1)),
+        ]
+        assert comparison_figures(rows)["plans"]["plan"]["undecided"] == close
 
 
 def test_a_measurement_decides(plan: Plan) -> None:
