@@ -159,8 +159,8 @@ def table(rows: dict[str, Any]) -> str:
     lines = [
         "# Our plan against every baseline, judged by the TPU compiler",
         "",
-        f"Two estimates are undecided if they differ by less than {estimator_error().pairs:.1%} of the longer one (nine",
-        "of ten ratios of published runs are less wrong, `published_runs.md`), and on top of it by less than how much",
+        f"Two estimates are undecided if they differ by less than {estimator_error().pairs:.1%} of the longer (nine of",
+        "ten ratios of published runs are less wrong, `published_runs.md`), and on top of it by less than how much",
         "they differ in what took next to no time in those runs.",
         "",
         "`python experiments/plan_quality.py`; libtpu, no TPU. Times are estimates from the compiler's schedules.",
