@@ -133,6 +133,20 @@ def test_planning_looks_for_no_accelerator():
     assert done.stderr == ""
 
 
+def test_only_a_process_of_its_own_is_set_up_for_the_command():
+    code = (
+        "import gc; before = gc.get_threshold(); from autoshard.cli import main; {}; print(before, gc.get_threshold())"
+    )
+    settings = []
+    for call in ("main()", "main(['diff', 'no', 'no'])"):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(call), "diff", "no", "no"], capture_output=True, text=True, check=True
+        )
+        settings.append(done.stdout.replace(") (", ")|(").strip().split("|"))
+    (before, own), (_, shared) = settings
+    assert own != before == shared
+
+
 def test_no_command_shows_the_help_and_fails():
     result = run()
     assert result.returncode == 2

@@ -8,11 +8,17 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from autoshard.cli._parser import parse
+from autoshard.cli._process import settle
 from autoshard.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0, 1 past a tolerance, 2 for bad input."""
+    """Run the command; returns the exit code: 0, 1 past a tolerance, 2 for bad input.
+
+    Without `argv` the process is the command's own, and is set up for it.
+    """
+    if argv is None:
+        settle()
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in argv
     try:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from autoshard.cli._process import settle_imports
 from autoshard.errors import UserError
 
 
@@ -315,6 +316,7 @@ def _open(
     progress(f"Tracing {arguments.program}")
     from autoshard.program import load_rules, open_source
 
+    settle_imports()
     if topology is not None:
         stand_in_devices(arguments.program, topology)
 

@@ -14,6 +14,7 @@ from autoshard.cli._commands import (
     show_progress,
     stand_in_devices,
 )
+from autoshard.cli._process import settle_imports, settle_worker
 
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
     check_writable("--out", arguments.out)
     check_writable("--plot", arguments.plot)
     need_no_accelerator()
+    settle_imports()
     from autoshard.cost import Topology, load_chip
     from autoshard.plan import sweep
     from autoshard.report import plot_sweep, sweep_figures, sweep_report
@@ -66,4 +68,5 @@ def _processes(count: int) -> "Executor":
     import concurrent.futures
     import multiprocessing
 
-    return concurrent.futures.ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+    spawn = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(count, mp_context=spawn, initializer=settle_worker)

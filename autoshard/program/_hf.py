@@ -1,6 +1,5 @@
 """`hf:CONFIG`: a Hugging Face architecture from its configuration alone, without weights and without the network."""
 
-import importlib
 import logging
 from typing import Any
 
@@ -9,6 +8,7 @@ from autoshard.program import _meta, _train
 from autoshard.program._config import read_config
 from autoshard.program._hf_inputs import task_of
 from autoshard.program._hf_serving import serving_program
+from autoshard.program._lean import import_model_code
 from autoshard.program._program import Program
 from autoshard.program._torch import TrainOptions, check_remat, evaluation_mode, torch_program
 from autoshard.program._torch_function import TorchFunction
@@ -131,8 +131,8 @@ def build_model(name: str, fields: dict[str, Any], dtype: str) -> Any:
     kind = fields["model_type"].replace("-", "_")
     package = f"transformers.models.{kind}"
     try:
-        importlib.import_module(f"{package}.configuration_{kind}")
-        modeling = importlib.import_module(f"{package}.modeling_{kind}")
+        import_model_code(f"{package}.configuration_{kind}")
+        modeling = import_model_code(f"{package}.modeling_{kind}")
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("transformers"):
             raise UserError(

@@ -1,0 +1,48 @@
+"""Imports without what models never need: left out where they can be, there again where they cannot."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoshard.program import _lean
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of modules, among them an `accelerate` that nobody has imported yet."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(_lean, "_lean", False)
+    for name in ("accelerate", "lean_optional", "lean_required"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "accelerate.py").write_text("")
+    (tmp_path / "lean_optional.py").write_text(
+        "import importlib.util\nhas = importlib.util.find_spec('accelerate') is not None\nif has: import accelerate\n"
+    )
+    (tmp_path / "lean_required.py").write_text("import accelerate\n")
+    return tmp_path
+
+
+def test_what_is_optional_is_left_out_of_a_process_of_our_own_only(code: Path) -> None:
+    assert _lean.import_model_code("lean_optional").has
+    for name in ("accelerate", "lean_optional"):
+        del sys.modules[name]
+    _lean.import_lean()
+    assert not _lean.import_model_code("lean_optional").has
+    assert "accelerate" not in sys.modules
+    importlib.import_module("accelerate")  # and it can be had afterwards
+
+
+def test_one_that_is_here_already_stays(code: Path) -> None:
+    here = importlib.import_module("accelerate")
+    _lean.import_lean()
+    assert _lean.import_model_code("lean_optional").has
+    assert sys.modules["accelerate"] is here
+
+
+def test_what_cannot_do_without_gets_it(code: Path) -> None:
+    _lean.import_lean()
+    assert _lean.import_model_code("lean_required").accelerate is sys.modules["accelerate"]
+    with pytest.raises(ModuleNotFoundError, match="lean_missing"):
+        _lean.import_model_code("lean_missing")
