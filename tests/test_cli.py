@@ -22,11 +22,13 @@ PROGRAM = {
 LIMITS = {"--memory-limit", "--mesh", "--no-refine-axes", "--seed", "--time-limit", "--topology"}
 PLANNING = LIMITS | {"--axis-only", "--forbid", "--pin", "--pin-from", "--replicate", "--save-problem"}
 FLAGS = {
-    "compare": {"--compile", "--debug", "--json", "--measure", "--quiet", "--steps"} | PROGRAM | PLANNING,
+    "compare": {"--candidates", "--compile", "--debug", "--json", "--measure", "--quiet", "--steps"}
+    | PROGRAM
+    | PLANNING,
     "compile": {"--debug", "--hlo", "--json", "--plan", "--quiet", "--time-limit"} | PROGRAM,
     "diff": {"--debug", "--json", "--quiet"},
     "doctor": {"--debug", "--json", "--quiet"},
-    "plan": {"--debug", "--json", "--no-cache", "--out", "--quiet"} | PROGRAM | PLANNING,
+    "plan": {"--candidates", "--debug", "--json", "--no-cache", "--out", "--quiet"} | PROGRAM | PLANNING,
     "explain": {"--debug", "--entry", "--json", "--program", "--quiet", "--time-limit"},
     "export": {"--debug", "--json", "--out", "--quiet", "--to", "-o"},
     "measure": {"--check", "--debug", "--json", "--plan", "--profile", "--quiet", "--steps", "--tolerance"}
@@ -307,6 +309,21 @@ def test_compare_runs_the_plan_and_every_baseline(folder: Path):
     assert "measured" not in table
 
 
+def test_candidates_are_shown_and_written_beside_the_plan(folder: Path):
+    options = [*ON_CPU, "--candidates", "3"]
+    figures = json.loads(run("plan", "step.py", *options, "--json", cwd=folder).stdout)
+    offered = figures["candidates"]
+    assert offered[0]["name"] == "plan" and 1 < len(offered) <= 3
+    assert offered[0]["step_time_s"] == figures["step_time_s"]
+    shown = run("plan", "step.py", *options, "--out", "many.json", cwd=folder).stdout
+    assert "Candidates that really differ" in shown
+    assert f"Candidate {len(offered)} written to many.{len(offered)}.json" in shown
+    steps = [autoshard.load(path).prediction.step_time_s for path in (folder / "many.json", folder / "many.2.json")]
+    assert steps == pytest.approx([each["step_time_s"] for each in offered[:2]])
+    compared = json.loads(run("compare", "step.py", *options, "--json", cwd=folder).stdout)["plans"]
+    assert {each["name"] for each in offered} <= set(compared)
+
+
 @pytest.mark.parametrize("failing", [{"plan"}, {"plan", "fsdp", "fsdp*", "data_parallel", "data_parallel*"}])
 def test_a_plan_that_cannot_be_judged_is_dropped_and_the_others_go_on(
     failing: set[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -320,9 +337,10 @@ def test_a_plan_that_cannot_be_judged_is_dropped_and_the_others_go_on(
     def judge(program, plan, **_):
         if next(names) in failing:
             raise UserError("it ran out of memory")
-        return {"verdict": "fits", "step_time_s": {"estimated": 1.0}, "peak_bytes": {"compiled": 1}}
+        times = {"step_time_s": {"estimated": 1.0}, "time": {"by_kind": {}}}
+        return {"verdict": "fits", "peak_bytes": {"compiled": 1}, **times}
 
-    def five(plan, baselines, propagated):
+    def five(plan, baselines, propagated, offered):
         return [(name, plan, True) for name in ("plan", "fsdp", "fsdp*", "data_parallel", "data_parallel*")]
 
     monkeypatch.setattr(autoshard.exec, "compile_plan", judge)

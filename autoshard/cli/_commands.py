@@ -39,18 +39,30 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
         result, traced = _planned(arguments, progress)
         from autoshard.plan import save_plan
 
-        if arguments.out:
-            save_plan(result.plan, arguments.out)
+        offered = result.candidates if arguments.candidates > 1 else ()
+        written = _out_files(arguments.out, len(result.candidates))
+        for each, path in zip(result.candidates, written, strict=False):
+            save_plan(each.plan, path)
     wall_s = {"trace": traced, **result.wall_s, "total": time.perf_counter() - began}
-    from autoshard.report import plan_figures, terminal_report
+    from autoshard.report import candidate_figures, candidates_report, plan_figures, terminal_report
 
     if arguments.json:
-        print_json(plan_figures(result.plan, wall_s), answer)
+        more = {"candidates": candidate_figures(offered)} if offered else {}
+        print_json(plan_figures(result.plan, wall_s) | more, answer)
     else:
         print_rich(terminal_report(result.plan, wall_s), answer)
-        if arguments.out:
-            print(f"Plan written to {arguments.out}", file=answer)
+        if offered:
+            print_rich(candidates_report(offered), answer)
+        for number, path in enumerate(written):
+            print(f"{f'Candidate {number + 1}' if number else 'Plan'} written to {path}", file=answer)
     return 0
+
+
+def _out_files(out: Path | None, count: int) -> list[Path]:
+    """`plan.json` for the plan, `plan.2.json` and so on for the other candidates."""
+    if out is None:
+        return []
+    return [out, *(out.with_name(f"{out.stem}.{number}{out.suffix}") for number in range(2, count + 1))]
 
 
 def _planned(arguments: argparse.Namespace, progress: "Progress") -> tuple["PlanResult", float]:
@@ -65,16 +77,17 @@ def _planned(arguments: argparse.Namespace, progress: "Progress") -> tuple["Plan
         traced += time.perf_counter() - began
         return program
 
+    options = _plan_options(arguments) | {"candidates": arguments.candidates, "progress": progress}
     if arguments.remat == "auto":
         from autoshard.plan import plan_variants
 
         variants = {name: functools.partial(traced_with, name) for name in ("none", "dots", "full")}
-        _, made = plan_variants(variants, **_plan_options(arguments), progress=progress)
+        _, made = plan_variants(variants, **options)
         return made, traced
     from autoshard.plan import make_plan
 
     program = traced_with(arguments.remat)
-    return make_plan(program, **_plan_options(arguments), progress=progress), traced
+    return make_plan(program, **options), traced
 
 
 def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
@@ -147,9 +160,9 @@ def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
     rows = []
     with show_progress(arguments) as progress:
         program = _open(arguments, progress, arguments.topology)
-        made = make_plan(program, **_plan_options(arguments), progress=progress)
+        made = make_plan(program, **_plan_options(arguments), candidates=arguments.candidates, progress=progress)
         run = arguments.compile or arguments.measure
-        for name, plan, holds in candidates(made.plan, made.baseline_plans, propagated=run):
+        for name, plan, holds in candidates(made.plan, made.baseline_plans, run, made.candidates):
             compiled = measured = None
             failed = ""
             try:

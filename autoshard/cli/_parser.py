@@ -66,7 +66,8 @@ def build_parser() -> argparse.ArgumentParser:
     plan = _command(commands, "plan", _commands.run_plan, "choose a sharding for every tensor", PROGRAM_HELP)
     _add_program(plan, remats=("none", "dots", "full", "auto"))
     _add_planning(plan, required=True)
-    plan.add_argument("--out", metavar="PLAN.json", type=Path, help="write the plan here")
+    _add_candidates(plan)
+    plan.add_argument("--out", metavar="PLAN.json", type=Path, help="write the plan here, candidates beside it")
     plan.add_argument(
         "--no-cache", dest="cached", action="store_false", help="trace hf:CONFIG anew (AUTOSHARD_CACHE_DIR keeps it)"
     )
@@ -102,6 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
         commands, "compare", _commands.run_compare, "set the plan beside every plan that people write", PROGRAM_HELP
     )
     _add_program(compare)
+    _add_candidates(compare)
     compare.add_argument("--compile", action="store_true", help="compile each for its TPUs, without a TPU")
     compare.add_argument("--measure", action="store_true", help="run each on the devices that are here")
     compare.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps to time (default: 10)")
@@ -256,6 +258,16 @@ def _add_planning(parser: argparse.ArgumentParser, required: bool) -> None:
         fixed.add_argument(flag, action="append", default=[], type=_pair(form), metavar=form, help=text)
     fixed.add_argument("--replicate", action="append", default=[], metavar="NAME", help="tensors that stay whole")
     fixed.add_argument("--pin-from", metavar="PLAN.json", type=Path, help="the parameters' specs of another plan")
+
+
+def _add_candidates(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--candidates",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="offer up to N plans that really differ, ours the first (default: 1)",
+    )
 
 
 def _add_limits(group: argparse._ActionsContainer) -> None:

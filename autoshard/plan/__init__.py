@@ -34,6 +34,7 @@ from autoshard.plan._plan import Region as Region
 from autoshard.plan._plan import Span as Span
 from autoshard.plan._plan import Timeline as Timeline
 from autoshard.plan._plan import Unruled as Unruled
+from autoshard.plan._portfolio import PlanCandidate as PlanCandidate
 from autoshard.plan._published import is_published as is_published
 from autoshard.plan._rebuild import PublishedRow as PublishedRow
 from autoshard.plan._rebuild import validate_published as validate_published

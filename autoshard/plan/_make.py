@@ -1,40 +1,26 @@
 """The main job: from a program and a topology to a `Plan`."""
 
 import dataclasses
-import importlib.metadata
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from autoshard.cost import Mesh, Topology, load_calibration, make_mesh, parse_mesh
+from autoshard.cost import Mesh, Topology, make_mesh, parse_mesh
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan._asked import Asked
-from autoshard.plan._baselines import left_out
-from autoshard.plan._demands import broken_demands, check_regions, program_mesh, said_by_program
-from autoshard.plan._groups import Groups
+from autoshard.plan._demands import check_regions, program_mesh
 from autoshard.plan._infeasible import explain_infeasible
-from autoshard.plan._meshes import MeshSearch, splits_batch
-from autoshard.plan._model import Model
-from autoshard.plan._pins import make_calls, make_pins
+from autoshard.plan._meshes import MeshBest, MeshSearch, splits_batch
 from autoshard.plan._plan import MeshTried, Plan
-from autoshard.plan._predict import Outcome, predict, tensor_spec
+from autoshard.plan._portfolio import Contender, PlanCandidate, contender, elsewhere, further, met, pick
+from autoshard.plan._predict import predict
 from autoshard.plan._reading import read_program
 from autoshard.plan._refine import find_refinement
-from autoshard.plan._regions import make_regions
-from autoshard.plan._search import Candidate, Found, Infeasible
-from autoshard.plan._searcher import Phases, Searcher
-from autoshard.plan._spec import Spec
-from autoshard.plan._states import States
-from autoshard.plan._timeline import make_timeline
-from autoshard.plan._unruled import call_lines, find_unruled, unruled_lines
-from autoshard.plan._words import describe
+from autoshard.plan._search import Found, Infeasible
+from autoshard.plan._searcher import Outcome, Phases, Searcher
+from autoshard.plan._write import Writer
 from autoshard.program import Program, Role
-from autoshard.solver import Solution, write_contest
-from autoshard.units import format_bytes
+from autoshard.solver import write_contest
 
 
 MESH_VARIABLE = "XLA_AUTO_SPMD_MESH"
@@ -50,6 +36,8 @@ class PlanResult:
     wall_s: dict[str, float]
     baseline_plans: dict[str, Plan]
     """Every baseline as a plan of its own, completed by the solver, to apply, compile or measure beside ours."""
+    candidates: tuple[PlanCandidate, ...]
+    """The plan, and as many others that really differ as were asked for and found, by predicted time."""
 
 
 def given_mesh(
@@ -77,10 +65,12 @@ def make_plan(
     save_problem: str | os.PathLike[str] | None = None,
     asked: Asked | None = None,
     refine_axes: bool = True,
+    candidates: int = 1,
 ) -> PlanResult:
     """Choose a sharding for every tensor; see `autoshard.plan` for the arguments, `read_asked` for `asked`.
 
-    `save_problem` writes the Problem whose bound is certified, in the contest's format.
+    `save_problem` writes the Problem whose bound is certified, in the contest's format. `candidates` is how many plans
+    to offer at most, ours the first; each further one must differ from the others in what it spends its time on.
     """
     phases = Phases(progress)
     parsed = Topology.parse(topology)
@@ -88,55 +78,102 @@ def make_plan(
         memory_limit = parsed.usable_bytes
     if memory_limit <= 0:
         raise UserError(f"the memory limit is {memory_limit} bytes; it must be more than 0.")
+    if candidates < 1:
+        raise UserError(f"{candidates} candidates are asked for; the plan itself is one.")
     phases.start("extract", "reading the program's ops and their sharding rules")
     reading = read_program(program, parsed.backend)
-    graph = reading.graph
-    given = given_mesh(parsed, mesh, program_mesh(graph, parsed.num_devices))
     asked = asked or Asked()
     search_on = Searcher(program, reading, asked, memory_limit, seed, phases)
-    tried: tuple[MeshTried, ...] = ()
-    groups = reading.groups
+    given = given_mesh(parsed, mesh, program_mesh(reading.graph, parsed.num_devices))
+    searched = _search(search_on, parsed, given, time_limit, refine_axes)
+    best, found = searched.best, searched.best.found
+    if isinstance(found, Infeasible):
+        said = explain_infeasible(best.model, found.solved, memory_limit, time_limit, seed, best.required)
+        raise InfeasibleError(said) from found
+    phases.start("write", "writing the plan")
+    compared = searched.original if isinstance(searched.original.found, Found) else best
+    assert isinstance(compared.found, Found)
+    named = {name: predict(compared.model, c.outcome, memory_limit) for name, c in compared.found.baselines.items()}
+    writer = Writer(program, reading.groups, memory_limit, seed, list(named))
+    more = {"asked": asked.lines, "pinned": best.required.pinned} if asked else {}
+
+    def write(each: Contender) -> Plan:
+        plan = writer.write(each)
+        return dataclasses.replace(plan, baselines=named, provenance=plan.provenance | more)
+
+    first = contender(best.model, found, found.best, "plan", "the least predicted time")
+    plan = dataclasses.replace(write(first), meshes=searched.tried)
+    completed = {
+        name: writer.write(contender(compared.model, compared.found, c, name, ""))
+        for name, c in compared.found.baselines.items()
+    }
+    if save_problem is not None:
+        write_contest(found.problem, Path(save_problem))
+    offered: tuple[PlanCandidate, ...] = (PlanCandidate(first.name, first.why, plan),)
+    if candidates > 1:
+        phases.start("candidates", "looking for other plans that differ")
+        others = further(best.model, found, best.required, memory_limit, time_limit / 2, seed)
+        for outcome in searched.outcomes:
+            if isinstance(outcome.found, Found):
+                others += met(outcome.model, outcome.found, outcome.required)
+        others += [elsewhere(other, search_on.price) for other in searched.elsewhere]
+        offered = pick(first, plan, others, candidates, write)
+    phases.stop()
+    return PlanResult(plan, phases.wall, completed, offered)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Searched:
+    """What the searches came to."""
+
+    best: Outcome
+    original: Outcome
+    """On the mesh as it was asked for or chosen, with baselines; the best one too, unless its refinement is."""
+    outcomes: tuple[Outcome, ...]
+    """Both."""
+    tried: tuple[MeshTried, ...]
+    elsewhere: tuple[MeshBest, ...]
+    """The best on other meshes, if the mesh was searched for."""
+
+
+def _search(
+    search_on: Searcher, topology: Topology, given: Mesh | None, time_limit: float, refine_axes: bool
+) -> _Searched:
+    """On the mesh that is given, else on the best one, and on its refinement where dims ask for one."""
+    reading, phases = search_on.reading, search_on.phases
+    graph = reading.graph
     if given is None:
-        phases.start("meshes", f"looking for the mesh of {parsed.num_devices} devices")
-        looked = MeshSearch(program, reading, asked, memory_limit, time_limit, seed, phases.progress).run(parsed)
-        chosen, tried = looked.model.mesh, looked.tried
+        phases.start("meshes", f"looking for the mesh of {topology.num_devices} devices")
+        looked = MeshSearch(
+            search_on.program,
+            reading,
+            search_on.asked,
+            search_on.memory_limit,
+            time_limit,
+            search_on.seed,
+            phases.progress,
+        ).run(topology)
+        chosen = looked.model.mesh
     else:
         looked, chosen = None, given
         check_regions(graph, chosen)
-        _check_batch(program, chosen)
+        _check_batch(search_on.program, chosen)
     # A program that names axes itself keeps them whole.
     refinement = None
     if refine_axes and not graph.constraints and not graph.regions:
-        refinement = find_refinement(graph, reading.structure, groups, chosen)
+        refinement = find_refinement(graph, reading.structure, reading.groups, chosen)
     share = 1.0 if refinement is None else 0.6
     if looked is None:
         original = search_on.mesh(chosen, share * time_limit)
     else:
         original = search_on.priced(looked.model, looked.required, looked.choices, share * time_limit)
-    best = original
+    best, outcomes = original, (original,)
     if refinement is not None:
         refined = search_on.refined(refinement, original, (1 - share) * time_limit)
         best = refined if refined.is_better_than(original) else original
-    if isinstance(best.found, Infeasible):
-        said = explain_infeasible(best.model, best.found.solved, memory_limit, time_limit, seed, best.required)
-        raise InfeasibleError(said) from best.found
-    phases.start("write", "writing the plan")
-    found, compared = best.found, original if isinstance(original.found, Found) else best
-    assert isinstance(compared.found, Found)
-    named = {name: predict(compared.model, c.outcome, memory_limit) for name, c in compared.found.baselines.items()}
-    plan = _found_plan(program, best.model, groups, found, found.best, memory_limit, seed, list(named))
-    plan = dataclasses.replace(plan, baselines=named, meshes=tried)
-    if asked:
-        said = {"asked": asked.lines, "pinned": best.required.pinned}
-        plan = dataclasses.replace(plan, provenance=plan.provenance | said)
-    others = {
-        name: _found_plan(program, compared.model, groups, compared.found, c, memory_limit, seed, list(named))
-        for name, c in compared.found.baselines.items()
-    }
-    if save_problem is not None:
-        write_contest(found.problem, Path(save_problem))
-    phases.stop()
-    return PlanResult(plan, phases.wall, others)
+        outcomes = (original, refined)
+    tried, others = (looked.tried, looked.others) if looked is not None else ((), ())
+    return _Searched(best, original, outcomes, tried, others)
 
 
 def _check_batch(program: Program, mesh: Mesh) -> None:
@@ -153,137 +190,4 @@ def _check_batch(program: Program, mesh: Mesh) -> None:
     raise UserError(
         f"no mesh axis ({listed}) divides a dim of the batch argument {worst.name} of shape {list(worst.shape)}: "
         f"use a batch that is a multiple of {axes[0][1]}, or another mesh."
-    )
-
-
-def _found_plan(
-    program: Program,
-    model: Model,
-    groups: Groups,
-    found: Found,
-    chosen: Candidate,
-    memory_limit: int,
-    seed: int,
-    compared: Sequence[str],
-) -> Plan:
-    warnings = _warnings(program, model, compared, chosen.choices, chosen.outcome, memory_limit)
-    more = {"weightings": found.rounds, "bound_s": found.bound_s}
-    true = chosen.outcome.step_time_s
-    plan = plan_of_choices(program, model, groups, chosen.choices, chosen.outcome, found.solution, memory_limit)
-    return dataclasses.replace(
-        plan,
-        plan_gap=max(0.0, 1.0 - found.bound_s / true) if true > 0 else 0.0,
-        warnings=warnings,
-        provenance=_provenance(model, seed, more),
-    )
-
-
-def plan_of_choices(
-    program: Program,
-    model: Model,
-    groups: Groups,
-    choices: NDArray[np.int64],
-    outcome: Outcome,
-    solution: Solution,
-    memory_limit: int,
-) -> Plan:
-    """Choices as a plan. `solution` is of the Problem that they solve; nothing is said of what bounds them."""
-    graph = model.graph
-    prediction = predict(model, outcome, memory_limit)
-    arguments = {
-        a.name: tensor_spec(model, choices, t) for a, t in zip(program.arguments, graph.arguments, strict=True)
-    }
-    results: dict[str, Spec] = {}
-    for r, tensor in zip(program.results, graph.results, strict=True):
-        tied = program.arguments[r.argument] if r.argument is not None else None
-        results[r.name] = arguments[tied.name] if tied else tensor_spec(model, choices, tensor)
-    return Plan(
-        program_name=program.name,
-        program_fingerprint=program.fingerprint,
-        topology=model.mesh.topology.name,
-        mesh=dict(model.mesh.axes),
-        device_order=model.mesh.device_order,
-        memory_limit_bytes=memory_limit,
-        arguments=arguments,
-        results=results,
-        pins=make_pins(model, choices),
-        regions=make_regions(model, choices),
-        prediction=prediction,
-        baselines={},
-        objective=int(solution.cost),
-        lower_bound=int(solution.lower_bound),
-        solver_gap=float(solution.gap),
-        plan_gap=1.0,
-        words=describe(model, groups, choices),
-        warnings=tuple(program.notes),
-        provenance=_provenance(model, 0, {}),
-        shapes={a.name: tuple(a.shape) for a in program.arguments},
-        dtypes={a.name: a.dtype for a in program.arguments},
-        roles={a.name: str(a.role) for a in program.arguments},
-        module_hash=graph.module_hash,
-        timeline=make_timeline(model, choices),
-        calls=make_calls(model, choices),
-        unruled=find_unruled(model, choices, outcome.step_time_s),
-        choices=" ".join(str(int(c)) for c in choices),
-    )
-
-
-def _warnings(
-    program: Program,
-    model: Model,
-    compared: Sequence[str],
-    choices: NDArray[np.int64],
-    outcome: Outcome,
-    memory_limit: int,
-) -> tuple[str, ...]:
-    lines = list(program.notes)
-    graph = model.graph
-    lines.extend(unruled_lines(find_unruled(model, choices, outcome.step_time_s)))
-    lines.extend(call_lines(model))
-    for loop in graph.loops:
-        if not loop.known:
-            lines.append("a loop's number of trips cannot be read from the program: it is counted once.")
-    for demand in broken_demands(graph, model.structure, model.mesh, lambda t: cluster_state(model, choices, t)):
-        lines.append(
-            f"{demand.why} excludes what the program asks for elsewhere of the same carried value: the compiler keeps "
-            "both, but the way between them is not in the prediction."
-        )
-    lines.extend(left_out(model, compared))
-    peak = outcome.peak_bytes
-    if peak > 0.92 * memory_limit:
-        lines.append(
-            f"memory is tight: {format_bytes(peak)} of {format_bytes(memory_limit)}; "
-            "the compiler may need to rematerialise."
-        )
-    return tuple(dict.fromkeys(lines))
-
-
-def cluster_state(model: Model, choices: NDArray[np.int64], tensor: int) -> States:
-    """The chosen state of a tensor's cluster, as one row."""
-    node = model.cluster_node[model.structure.cluster_of[tensor]]
-    return model.nodes[node].states[int(choices[node])][None, :]
-
-
-def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, Any]:
-    calibration = load_calibration(model.mesh.topology.chip)
-    versions = {}
-    for package in ("autoshard", "jax", "jaxlib", "highspy", "numpy"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "unknown"
-    return (
-        ({"source": source} if (source := model.program.source) else {})
-        | {
-            "versions": versions,
-            "topology": model.mesh.topology.name,
-            "layout": model.mesh.describe(),
-            "seed": seed,
-            "calibration": calibration.hash(),
-            "nodes": len(model.nodes),
-            "alternatives": int(np.sum([len(n.states) for n in model.nodes])),
-            "edges": len(model.moves),
-        }
-        | dict(more)
-        | ({"said_by_program": said} if (said := said_by_program(model.graph)) else {})
     )

@@ -28,7 +28,7 @@ from autoshard.plan._search import LARGE, Climb
 from autoshard.plan._states import enumerate_states
 from autoshard.plan._weights import Weighing, carried_weights, even_weights, normalise
 from autoshard.program import Program, Role
-from autoshard.solver import narrow
+from autoshard.solver import Solution, narrow
 from autoshard.units import format_count, format_seconds
 
 
@@ -46,6 +46,22 @@ class Chosen:
     required: Required
     choices: NDArray[np.int64] | None
     tried: tuple[MeshTried, ...]
+    others: tuple["MeshBest", ...]
+    """The best found on every other mesh."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeshBest:
+    """The best choice found on a mesh, without the mesh's prices."""
+
+    mesh: Mesh
+    choices: NDArray[np.int64]
+    outcome: Outcome
+    solution: Solution
+    """Of the weighting whose bound is `bound_s`."""
+    bound_s: float
+    weightings: int
+    """Rounds of the search on it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,12 +107,14 @@ class MeshSearch:
     def run(self, topology: Topology) -> Chosen:
         """The best of all candidates. Raises `UserError` if what is asked for can hold on none of them."""
         trials: list[_Trial] = []
+        found: list[MeshBest] = []
         best: _Trial | None = None
         nearest: _Trial | None = None
         for mesh in candidate_meshes(topology):
             trial = self.trial(mesh, best)
             trials.append(dataclasses.replace(trial, climb=None, required=None))
-            self.progress(f"mesh {_text(mesh)}: {_so_far(trial, best)}")
+            found.extend(_best_on(trial))
+            self.progress(f"mesh {mesh_text(mesh)}: {_so_far(trial, best)}")
             if trial.outcome is not None and (best is None or trial.step_s < best.beaten_by_s(len(mesh.sizes))):
                 best = trial
             elif best is None and trial.climb is not None and (nearest is None or trial.excess < nearest.excess):
@@ -105,7 +123,8 @@ class MeshSearch:
         if chosen is None or chosen.climb is None or chosen.required is None:
             raise self.refused(topology, trials)
         known = None if chosen.climb.best is None else chosen.climb.best.choices
-        return Chosen(chosen.climb.model, chosen.required, known, _records(trials, chosen))
+        others = tuple(each for each in found if each.mesh != chosen.mesh)
+        return Chosen(chosen.climb.model, chosen.required, known, _records(trials, chosen), others)
 
     def trial(self, mesh: Mesh, rival: _Trial | None) -> _Trial:
         """One mesh against the best so far, no further than needed to know that it is not better."""
@@ -158,7 +177,17 @@ class MeshSearch:
         )
 
 
-def _text(mesh: Mesh) -> str:
+def _best_on(trial: _Trial) -> list[MeshBest]:
+    """What the trial found, if it found anything."""
+    climb = trial.climb
+    if climb is None or climb.best is None or climb.certified is None:
+        return []
+    best, solution = climb.best, climb.certified.solution
+    return [MeshBest(trial.mesh, best.choices, best.outcome, solution, climb.weighing.bound_s, climb.rounds)]
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """As `--mesh` takes it."""
     return ",".join(f"{name}={size}" for name, size in mesh.axes.items())
 
 
@@ -252,7 +281,7 @@ def _records(trials: Sequence[_Trial], chosen: _Trial) -> tuple[MeshTried, ...]:
 
     return tuple(
         MeshTried(
-            _text(trial.mesh),
+            mesh_text(trial.mesh),
             trial.mesh.describe(),
             None if trial.outcome is None else trial.step_s,
             trial.bound_s,

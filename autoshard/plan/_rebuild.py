@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from autoshard.cost import Compute, chip_names, load_chip, make_mesh
 from autoshard.plan._baselines import stated
 from autoshard.plan._groups import Groups
-from autoshard.plan._make import plan_of_choices
 from autoshard.plan._model import Model
 from autoshard.plan._plan import Plan
 from autoshard.plan._predict import evaluate
@@ -20,6 +19,7 @@ from autoshard.plan._published import IncompleteError, MatmulRun, Run, parse_run
 from autoshard.plan._reading import build_model, read_program
 from autoshard.plan._search import Solved, solve_within
 from autoshard.plan._weights import even_weights, normalise
+from autoshard.plan._write import plan_of_choices
 from autoshard.program import Program, decoder_program
 
 

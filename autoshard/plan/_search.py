@@ -35,6 +35,8 @@ class Candidate:
     choices: NDArray[np.int64]
     outcome: Outcome
     fits: bool
+    weights: Weights | None = None
+    """It was solved with."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +51,10 @@ class Found:
     """No choice within the memory limit has a shorter true step time."""
     baselines: dict[str, Candidate]
     rounds: int
+    weights: Weights
+    """Those of the certified bound."""
+    seen: tuple[Candidate, ...]
+    """What every weighting found that fits, the best included."""
 
 
 def search(
@@ -93,7 +99,16 @@ def search(
     if climb.best is None or climb.certified is None:
         raise Infeasible(climb.certified)
     best = dataclasses.replace(climb.best, name="plan")
-    return Found(best, climb.certified.problem, climb.certified.solution, weighing.bound_s, named, climb.rounds)
+    return Found(
+        best=best,
+        problem=climb.certified.problem,
+        solution=climb.certified.solution,
+        bound_s=weighing.bound_s,
+        baselines=named,
+        rounds=climb.rounds,
+        weights=weighing.weights,
+        seen=tuple(climb.seen),
+    )
 
 
 @dataclasses.dataclass(slots=True)
@@ -107,6 +122,8 @@ class Climb:
     certified: "Solved | None" = None
     """Of the weighting with the highest bound."""
     rounds: int = 0
+    seen: "list[Candidate]" = dataclasses.field(default_factory=list)
+    """What every weighting found that fits."""
 
     def run(
         self,
@@ -136,10 +153,12 @@ class Climb:
             if lower > weighing.bound_s or self.certified is None:
                 self.certified = solved
             weighing.add_bound(weights, lower)
-            candidate = make_candidate(self.model, "plan", solved, memory_limit)
+            candidate = make_candidate(self.model, f"weighting {self.rounds}", solved, memory_limit)
             if candidate is None or not required.holds(candidate.choices):
                 return
             if candidate.fits:
+                candidate = dataclasses.replace(candidate, weights=weights)
+                self.seen.append(candidate)
                 weighing.add_choice(candidate.outcome)
                 if self.best is None or _rank(candidate) < _rank(self.best):
                     self.best = candidate

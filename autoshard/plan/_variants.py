@@ -6,6 +6,7 @@ from typing import Any
 
 from autoshard.errors import InfeasibleError
 from autoshard.plan._make import PlanResult, make_plan
+from autoshard.plan._plan import Plan
 from autoshard.program import Program
 from autoshard.units import format_seconds
 
@@ -43,7 +44,9 @@ def plan_variants(
     name, made = best
     others = ", ".join(f"{other} {text}" for other, text in said.items() if other != name)
     line = f"{what} {name}" + (f" (instead: {others})" if others else "")
-    plan = dataclasses.replace(
-        made.plan, words=(*made.plan.words, line), provenance=made.plan.provenance | {what: said}
-    )
-    return name, dataclasses.replace(made, plan=plan, wall_s=wall)
+
+    def told(plan: Plan) -> Plan:
+        return dataclasses.replace(plan, words=(*plan.words, line), provenance=plan.provenance | {what: said})
+
+    offered = tuple(dataclasses.replace(each, plan=told(each.plan)) for each in made.candidates)
+    return name, dataclasses.replace(made, plan=told(made.plan), candidates=offered, wall_s=wall)

@@ -2,6 +2,8 @@
 
 from autoshard.plan import hlo_sharding as hlo_sharding
 from autoshard.plan._plan import set_viewer
+from autoshard.report._candidates import candidate_figures as candidate_figures
+from autoshard.report._candidates import candidates_report as candidates_report
 from autoshard.report._compare import Row as Row
 from autoshard.report._compare import candidates as candidates
 from autoshard.report._compare import comparison_figures as comparison_figures

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.exec import decided, pair_error
-from autoshard.plan import Plan, Prediction, mesh_words
+from autoshard.plan import Plan, PlanCandidate, Prediction, mesh_words
 from autoshard.report._figures import prediction_figures
 from autoshard.report._names import clean
 from autoshard.units import format_bytes, format_seconds
@@ -33,10 +33,14 @@ class Row:
     """Why it could not be compiled or measured."""
 
 
-def candidates(plan: Plan, baselines: dict[str, Plan], propagated: bool) -> list[tuple[str, Plan, bool]]:
-    """(name, plan, whether its prediction holds) of the plan and all baselines; with `propagated`, of each baseline
-    once more without its pins."""
+def candidates(
+    plan: Plan, baselines: dict[str, Plan], propagated: bool, offered: Sequence[PlanCandidate] = ()
+) -> list[tuple[str, Plan, bool]]:
+    """(name, plan, whether its prediction holds) of the plan, those `offered` beside it and all baselines; with
+    `propagated`, of each baseline once more without its pins."""
+    known = {"plan", *(f"{name}*" for name in baselines)}
     found = [("plan", plan, True)]
+    found += [(each.name, each.plan, True) for each in offered if each.name not in known]
     for name, baseline in baselines.items():
         found.append((f"{name}*", baseline, True))
         if propagated:
