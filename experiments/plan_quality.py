@@ -113,7 +113,7 @@ def judge(row: Row, time_limit: float, most: int | None) -> None:
                     "wire_bytes": sum(wire["compiled"] for wire in figures["wire_bytes"].values()),
                     "estimated_s": figures["step_time_s"]["estimated"],
                     "error": figures["step_time_s"]["error"],
-                    "time": {key: value for key, value in figures["time"].items() if key != "spans"},
+                    "time": {key: value for key, value in (figures["time"] or {}).items() if key != "spans"},
                     "unforeseen": sum(u["share"] for u in figures["unforeseen"]) if holds else None,
                     "compile_s": figures["compile_s"],
                 }
