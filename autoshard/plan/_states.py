@@ -21,6 +21,9 @@ from autoshard.cost import Collectives, Kind
 WHOLE = -1
 PARTIAL = -2
 
+LANES = 128
+"""Elements of the last dim in one vector register of a TPU."""
+
 MAX_PADDING = 1.5
 """An uneven split may make the padded dim at most this much larger; more is wasted work."""
 
@@ -188,7 +191,8 @@ def waves(
     then slices (free; after the gathers if there are any), gathers, and moves between dims, one all-to-all for each
     axis. A move of one of several axes of a dim together with another change gathers the whole tensor instead
     (XLA's "involuntary full rematerialization"). An axis that changes on a dim whose minor axes stay costs a
-    collective-permute of the shard.
+    collective-permute of the shard. TPU compilers have no reduce-scatter that leaves an odd number of whole vector
+    registers of the last dim (`LANES`): they sum everything and take a slice.
     """
     axis_sizes = collectives.mesh.sizes
     count = len(axis_sizes)
@@ -215,6 +219,8 @@ def waves(
         if groups.any():
             found.append(Wave(kind, groups, local * item))
 
+    last = len(sizes) - 1
+    minor = np.broadcast_to(_extents(source, sizes, axis_sizes)[:, None], pairs)
     summed = np.zeros(pairs, dtype=np.int32)
     totals: list[Bits] = []
     for axis in range(count):
@@ -227,7 +233,10 @@ def waves(
         sliced = only(scatter, scattering, Emitted.SUM)
         together, staged = only(scatter, scattering, Emitted.SCATTER), only(scatter, scattering, Emitted.STAGED)
         for groups in (together, *(staged & 1 << a for a in range(count))):
-            add("reduce-scatter", groups, reduce_itemsize)
+            minor = minor / parts[groups & mask(t == last)]
+            whole = groups * (tpu & (groups & mask(t == last) > 0) & (minor % (2 * LANES) == LANES))
+            add("all-reduce", whole, reduce_itemsize)
+            add("reduce-scatter", groups ^ whole, reduce_itemsize)
             local = local / parts[groups]
         if tpu:
             totals.append(total | sliced)
@@ -257,6 +266,12 @@ def waves(
     for axis in range(count):
         add("all-to-all", np.where(joint, 0, moves & 1 << axis), itemsize)
     return found
+
+
+def _extents(states: States, sizes: Sequence[int], axis_sizes: Sequence[int]) -> NDArray[np.float64]:
+    """Each state's elements of the last dim on one device."""
+    parts = np.where(states == len(sizes) - 1, np.array(axis_sizes), 1).prod(axis=1)
+    return (sizes[-1] if sizes else 1) / parts
 
 
 def _tangled(

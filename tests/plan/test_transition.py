@@ -197,6 +197,32 @@ def test_tpus_scatter_sums_where_they_end_split() -> None:
     assert sizes == {}
 
 
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v5p:4x4x4", "v6e:4x4"])
+def test_tpus_sum_whole_what_would_leave_an_odd_number_of_registers(topology: str) -> None:
+    parsed = Topology.parse(topology)
+    mesh = make_mesh(parsed, {"a": 4, "b": parsed.num_devices // 4})
+
+    def kinds(target: State, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...], float]]:
+        ends = np.array([(PARTIAL, WHOLE)]), np.array([target])
+        return [(s.kind, s.axes, s.size[0, 0]) for s in transition(*ends, shape, 2, 2, Collectives(mesh))]
+
+    whole = 2.0 * 64 * 5632
+    assert kinds((1, WHOLE), (64, 5632)) == [("all-reduce", (0,), whole)]  # 11 registers on each device
+    assert kinds((0, WHOLE), (5632, 64)) == [("reduce-scatter", (0,), whole)]
+    for columns in (4096, 5120, 5632 + 128):  # 8, 10 and 11.25
+        assert kinds((1, WHOLE), (64, columns)) == [("reduce-scatter", (0,), 2.0 * 64 * columns)]
+
+
+def test_what_is_summed_whole_is_sliced_for_the_sums_that_follow() -> None:
+    mesh = make_mesh(Topology.parse("v5e:4x4"), {"a": 4, "b": 4})
+    ends = np.array([(PARTIAL, PARTIAL)]), np.array([(1, 1)])
+    steps = transition(*ends, (64, 5632), 2, 2, Collectives(mesh))
+    assert [(s.kind, s.axes, s.size[0, 0]) for s in steps] == [
+        ("all-reduce", (0,), 2.0 * 64 * 5632),
+        ("reduce-scatter", (1,), 2.0 * 64 * 1408),
+    ]
+
+
 def test_tpus_gather_several_dims_at_once() -> None:
     ends = np.array([[0, 1]]), np.array([[WHOLE, WHOLE]])
     for topology, groups in (("v5e:2x4", [(0, 1)]), ("cpu:8", [(1,), (0,)])):
