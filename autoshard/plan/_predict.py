@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from autoshard.cost import Collectives
 from autoshard.plan._model import EXPOSED, Channel, Model, Move, Path, link_names
 from autoshard.plan._overlap import Overlap, lanes
-from autoshard.plan._paths import path_steps
+from autoshard.plan._paths import path_steps, relayouts
 from autoshard.plan._plan import Collective, Prediction
 from autoshard.plan._spec import Spec
 from autoshard.plan._states import States
@@ -87,6 +87,8 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     lines: dict[tuple[str, tuple[str, ...], bool, str], str] = {}
     link_of = link_names(model.mesh)
     for move in model.moves:
+        if again := relayout_seconds(model, move, choices):
+            channels[move.block, "compute"] += again
         for kind, axes, size, seconds in move_steps(model, move, choices):
             where = lanes(model.collectives, link_of, Overlap(move.overlap), kind, axes, move.block)
             for channel, share in where.items():
@@ -151,19 +153,29 @@ def move_line(model: Model, move: Move) -> str:
 
 def move_steps(model: Model, move: Move, choices: NDArray[np.int64]) -> list[Transfer]:
     """(kind, axes, bytes, seconds) of one execution of a move under a choice."""
+    return _steps_of_one(_chosen_path(move, choices), model)
+
+
+def relayout_seconds(model: Model, move: Move, choices: NDArray[np.int64]) -> float:
+    """Seconds in one step for laying out what a move brings."""
+    count = int(relayouts(_chosen_path(move, choices), model.collectives)[0, 0])
+    return count * model.collectives.calibration.op_overhead_s * move.trips
+
+
+def _chosen_path(move: Move, choices: NDArray[np.int64]) -> Path:
+    """The path with one state at each end. Raises ValueError for a forbidden pair."""
     row = int(move.rows[int(choices[move.source])])
     column = int(move.columns[int(choices[move.target])])
     if move.forbidden is not None and move.forbidden[row, column]:
         raise ValueError(f"nodes {move.source} and {move.target} take a pair of alternatives that is not allowed")
     path = move.path
-    one = dataclasses.replace(
+    return dataclasses.replace(
         path,
         held=path.held[row : row + 1],
         kept=path.kept[row : row + 1],
         source=path.source[row : row + 1],
         target=path.target[column : column + 1],
     )
-    return _steps_of_one(one, model)
 
 
 _known_steps: "weakref.WeakKeyDictionary[Collectives, dict[object, list[Transfer]]]" = weakref.WeakKeyDictionary()
