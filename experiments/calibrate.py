@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import Calibration, Compute, load_calibration
+from autoshard.cost import Calibration, Compute, load_calibration, robust_fit
 from autoshard.plan._model import Model
 from autoshard.plan._predict import evaluate
 from autoshard.plan._price import price
@@ -141,14 +141,8 @@ def fit(line: Line, members: Sequence[int], rounds: int = 20) -> list[float]:
     """The constants that suit some of the cases: least squares on Huber-weighted log errors, held by the priors."""
     prior, width = np.array(priors()), np.array([c.width for c in CONSTANTS])
     start, slopes, sigma = (part[list(members)] for part in (line.errors, line.slopes, line.widths))
-    values = prior.copy()
-    for _ in range(rounds):
-        now = start + slopes @ (values - prior)
-        weight = np.minimum(1.0, HUBER / np.maximum(np.abs(now), 1e-9)) / sigma**2
-        normal = slopes.T @ (weight[:, None] * slopes) + np.diag(width**-2.0)
-        values = prior + np.linalg.solve(normal, -slopes.T @ (weight * start))
-        values = np.clip(values, 0.0, [20.0 if c.figure == "attention_ops" else 0.98 for c in CONSTANTS])
-    return [float(v) for v in values]
+    limits = 0.0, [20.0 if c.figure == "attention_ops" else 0.98 for c in CONSTANTS]
+    return [float(v) for v in robust_fit(start, slopes, sigma, prior, width, limits, HUBER, rounds)]
 
 
 def groups(cases: Sequence[Case], key: str) -> Mapping[str, list[int]]:

@@ -19,7 +19,7 @@ PROGRAM = {
     *("--batch", "--dtype", "--entry", "--image", "--infer", "--optimizer", "--param-dtype", "--remat", "--seq"),
     *("--cache", "--capacity-factor", "--roles", "--rules", "--serve", "--state-dtype", "--train"),
 }
-LIMITS = {"--memory-limit", "--mesh", "--no-refine-axes", "--seed", "--time-limit", "--topology"}
+LIMITS = {"--memory-limit", "--mesh", "--no-calibration", "--no-refine-axes", "--seed", "--time-limit", "--topology"}
 PLANNING = LIMITS | {"--axis-only", "--forbid", "--pin", "--pin-from", "--replicate", "--save-problem"}
 FLAGS = {
     "compare": {"--candidates", "--compile", "--debug", "--json", "--measure", "--quiet", "--steps"}

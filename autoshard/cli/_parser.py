@@ -285,6 +285,12 @@ def _add_limits(group: argparse._ActionsContainer) -> None:
         action="store_false",
         help="keep axes whole where a dim could use a part of one (8 heads on an axis of 16)",
     )
+    group.add_argument(
+        "--no-calibration",
+        dest="calibration",
+        action="store_false",
+        help="price with the shipped figures, whatever `autoshard refine` has seen (AUTOSHARD_DATA_DIR keeps it)",
+    )
 
 
 def _pair(form: str) -> Callable[[str], tuple[str, str]]:

@@ -36,7 +36,8 @@ def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
     options = {name: getattr(arguments, name) for name in PROGRAM_OPTIONS if name not in ("batch", "remat")}
     if arguments.roles is not None:
         options["roles"] = arguments.roles
-    planning = {name: getattr(arguments, name) for name in ("mesh", "memory_limit", "time_limit", "seed")}
+    names = ("mesh", "memory_limit", "time_limit", "seed", "refine_axes", "calibration")
+    planning = {name: getattr(arguments, name) for name in names}
     with show_progress(arguments) as progress, contextlib.ExitStack() as pools:
         tasks = len(arguments.batch or (0,)) * len(arguments.remat or (0,))
         jobs = min(tasks, arguments.jobs or os.cpu_count() or 1)
@@ -48,7 +49,7 @@ def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
             remats=arguments.remat or (),
             entry=arguments.entry,
             options=options,
-            planning=planning | {"refine_axes": arguments.refine_axes},
+            planning=planning,
             rules=None if arguments.rules is None else str(arguments.rules),
             executor=executor,
             path=arguments.out,

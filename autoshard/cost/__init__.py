@@ -1,5 +1,10 @@
 """What things cost on real machines: chips, topologies, meshes, collectives, compute and their calibration."""
 
+from autoshard.cost._bill import WHOLLY as WHOLLY
+from autoshard.cost._bill import Bill as Bill
+from autoshard.cost._bill import Charge as Charge
+from autoshard.cost._bill import Parts as Parts
+from autoshard.cost._bill import largest_share as largest_share
 from autoshard.cost._calibration import Calibration as Calibration
 from autoshard.cost._calibration import figure_names as figure_names
 from autoshard.cost._calibration import load_calibration as load_calibration
@@ -14,19 +19,34 @@ from autoshard.cost._collectives import Collectives as Collectives
 from autoshard.cost._collectives import Kind as Kind
 from autoshard.cost._collectives import links as links
 from autoshard.cost._compute import Compute as Compute
+from autoshard.cost._database import Database as Database
+from autoshard.cost._database import data_directory as data_directory
 from autoshard.cost._decoder import Decoder as Decoder
 from autoshard.cost._decoder import train_state_bytes as train_state_bytes
 from autoshard.cost._factorise import MOST_AXES as MOST_AXES
 from autoshard.cost._factorise import candidate_meshes as candidate_meshes
+from autoshard.cost._fit import Fit as Fit
+from autoshard.cost._fit import Fitted as Fitted
+from autoshard.cost._fit import fit as fit
+from autoshard.cost._fit import hidden_share as hidden_share
 from autoshard.cost._layout import Segment as Segment
+from autoshard.cost._learned import learned_fit as learned_fit
+from autoshard.cost._learned import said_calibration as said_calibration
+from autoshard.cost._learned import said_of_fit as said_of_fit
 from autoshard.cost._memory import shard_bytes as shard_bytes
 from autoshard.cost._mesh import Mesh as Mesh
 from autoshard.cost._mesh import default_axis_names as default_axis_names
 from autoshard.cost._mesh import hybrid_mesh as hybrid_mesh
 from autoshard.cost._mesh import make_mesh as make_mesh
 from autoshard.cost._mesh import parse_mesh as parse_mesh
+from autoshard.cost._observations import STEP as STEP
+from autoshard.cost._observations import Judge as Judge
+from autoshard.cost._observations import Observation as Observation
+from autoshard.cost._observations import compiler_version as compiler_version
+from autoshard.cost._observations import content_hash as content_hash
 from autoshard.cost._questions import QuestionRow as QuestionRow
 from autoshard.cost._questions import validate_questions as validate_questions
+from autoshard.cost._robust import robust_fit as robust_fit
 from autoshard.cost._topology import PhysicalAxis as PhysicalAxis
 from autoshard.cost._topology import Topology as Topology
 from autoshard.cost._topology import slice_names as slice_names

@@ -103,10 +103,7 @@ def load_calibration(chip: str | Chip, path: str | pathlib.Path | None = None) -
     Raises: UserError for an unreadable file, an unknown chip or figure, or a value that is not a number.
     """
     name = (chip if isinstance(chip, Chip) else load_chip(chip)).name
-    figures = dict(_read(_FILE)[name])
-    own = os.environ.get(OWN_FILE) if path is None else path
-    if own:
-        figures |= _read(pathlib.Path(own)).get(name, {})
+    figures = _read(_FILE)[name] | _own(name, path)
     missing = [figure for figure in figure_names() if figure not in figures]
     if missing:
         raise UserError(f"calibration of {name} misses {', '.join(missing)}")
@@ -114,6 +111,16 @@ def load_calibration(chip: str | Chip, path: str | pathlib.Path | None = None) -
     for key in ("gather_max_group", "pipelined_max_group"):
         values[key] = int(values[key])
     return Calibration(name, **values, sources={key: f"{f['source']} ({f['date']})" for key, f in figures.items()})
+
+
+def own_figures(chip: str | Chip) -> frozenset[str]:
+    """Names of the figures that the user's own file gives for a chip. Raises as `load_calibration` does."""
+    return frozenset(_own((chip if isinstance(chip, Chip) else load_chip(chip)).name))
+
+
+def _own(name: str, path: str | pathlib.Path | None = None) -> dict[str, dict[str, Any]]:
+    own = os.environ.get(OWN_FILE) if path is None else path
+    return _read(pathlib.Path(own)).get(name, {}) if own else {}
 
 
 def save_calibration(path: str | pathlib.Path, chip: str, figures: Mapping[str, float], source: str, date: str) -> None:

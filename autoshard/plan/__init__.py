@@ -9,6 +9,7 @@ import inspect
 import sys
 from types import ModuleType
 
+from autoshard.plan._again import plan_bills as plan_bills
 from autoshard.plan._asked import Asked as Asked
 from autoshard.plan._asked import read_asked as read_asked
 from autoshard.plan._call import plan as _plan

@@ -26,6 +26,7 @@ def plan(
     axis_only: Mapping[str, Any] | None = None,
     pin_from: "Plan | str | os.PathLike[str] | None" = None,
     refine_axes: bool = True,
+    calibration: bool = True,
 ) -> Plan:
     """Choose a sharding for every tensor of `program` on `topology`.
 
@@ -37,7 +38,7 @@ def plan(
     chip's usable memory), `time_limit` in seconds for the solver. Where a dim is divided by a part of an axis only (8
     key-value heads on an axis of 16), the mesh may be refined: `model(8 of 16)` and `model(2 of 16)` are then axes of
     `Plan.mesh`; `refine_axes=False` keeps the axes whole. `progress` is called with one line at the start of every
-    phase.
+    phase. What `autoshard.refine` has seen of the topology with this compiler is used, unless `calibration=False`.
 
     What is asked for holds, and the rest is chosen for it. Names are those of reports, patterns take wildcards and may
     begin after any dot. `pins` fix specs (`{"layers.*.mlp.*.weight": "model,None"}`; also `PartitionSpec`s; `?` leaves
@@ -65,4 +66,5 @@ def plan(
         save_problem=None,
         asked=read_asked(pins, replicate, forbid, axis_only, None if pin_from is None else parameter_specs(pin_from)),
         refine_axes=refine_axes,
+        calibration=calibration,
     ).plan

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
+from autoshard.plan._again import price_again
 from autoshard.plan._asked import Required, near_names, require_lines
 from autoshard.plan._model import Model
 from autoshard.plan._plan import Collective, Plan
@@ -111,21 +112,11 @@ def reopen(plan: Plan, program: str | None = None, entry: str | None = None) -> 
 def _rebuild(plan: Plan, program: Program) -> tuple[Model, NDArray[np.int64], Required]:
     mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
     reading = read_program(program, mesh.topology.backend)
-    model = build_model(program, reading, mesh, plan.memory_limit_bytes)
-    choices = np.array([int(c) for c in plan.choices.split()], dtype=np.int64)
-    again = "plan it again with this version of autoshard."
-    if len(choices) != len(model.nodes) or any(c >= len(n.states) for c, n in zip(choices, model.nodes, strict=True)):
-        raise UserError(f"the plan of {plan.program_name} does not hold the choices that explain it; {again}")
-    step = evaluate(model, choices).step_time_s
-    if abs(step - plan.prediction.step_time_s) > 1e-6 * step:
-        raise UserError(
-            f"the plan of {plan.program_name} predicts {plan.prediction.step_time_s:.6g} s a step, but its choices are "
-            f"priced at {step:.6g} s now; {again}"
-        )
+    model, choices = price_again(plan, program, reading)
     lines, refinement = plan.provenance.get("asked", []), refinement_of(reading.groups, mesh)
     if refinement is None or not lines:
         return model, choices, require_lines(model, reading.groups, lines)
-    original = build_model(program, reading, refinement.original, plan.memory_limit_bytes)
+    original = build_model(program, reading, refinement.original, plan.memory_limit_bytes, model.compute.calibration)
     asked = require_lines(original, reading.groups, lines)
     return model, choices, Required(refinement.allowed(original, model, asked.allowed), asked.pinned)
 

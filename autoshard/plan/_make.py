@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from autoshard.cost import Mesh, Topology, make_mesh, parse_mesh
+from autoshard.cost import Mesh, Topology, learned_fit, load_calibration, make_mesh, parse_mesh, said_of_fit
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan._asked import Asked
 from autoshard.plan._demands import check_regions, program_mesh
@@ -66,6 +66,7 @@ def make_plan(
     asked: Asked | None = None,
     refine_axes: bool = True,
     candidates: int = 1,
+    calibration: bool = True,
 ) -> PlanResult:
     """Choose a sharding for every tensor; see `autoshard.plan` for the arguments, `read_asked` for `asked`.
 
@@ -80,10 +81,12 @@ def make_plan(
         raise UserError(f"the memory limit is {memory_limit} bytes; it must be more than 0.")
     if candidates < 1:
         raise UserError(f"{candidates} candidates are asked for; the plan itself is one.")
+    learned = learned_fit(parsed) if calibration else None
+    figures = learned.calibration if learned else load_calibration(parsed.chip)
     phases.start("extract", "reading the program's ops and their sharding rules")
     reading = read_program(program, parsed.backend)
     asked = asked or Asked()
-    search_on = Searcher(program, reading, asked, memory_limit, seed, phases)
+    search_on = Searcher(program, reading, asked, memory_limit, seed, phases, figures)
     given = given_mesh(parsed, mesh, program_mesh(reading.graph, parsed.num_devices))
     searched = _search(search_on, parsed, given, time_limit, refine_axes)
     best, found = searched.best, searched.best.found
@@ -94,7 +97,8 @@ def make_plan(
     compared = searched.original if isinstance(searched.original.found, Found) else best
     assert isinstance(compared.found, Found)
     named = {name: predict(compared.model, c.outcome, memory_limit) for name, c in compared.found.baselines.items()}
-    writer = Writer(program, reading.groups, memory_limit, seed, list(named))
+    learnt = {"learned": said_of_fit(learned)} if learned is not None and learned.observations else {}
+    writer = Writer(program, reading.groups, memory_limit, seed, list(named), learnt)
     more = {"asked": asked.lines, "pinned": best.required.pinned} if asked else {}
 
     def write(each: Contender) -> Plan:
@@ -152,6 +156,7 @@ def _search(
             time_limit,
             search_on.seed,
             phases.progress,
+            search_on.calibration,
         ).run(topology)
         chosen = looked.model.mesh
     else:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import Mesh, Topology, candidate_meshes
+from autoshard.cost import Calibration, Mesh, Topology, candidate_meshes
 from autoshard.errors import UserError
 from autoshard.plan._asked import Asked, Required, require
 from autoshard.plan._build import build_network, entries, kept_of
@@ -98,8 +98,9 @@ class MeshSearch:
         time_limit: float,
         seed: int,
         progress: Callable[[str], None],
+        calibration: Calibration,
     ) -> None:
-        self.program, self.reading, self.asked = program, reading, asked
+        self.program, self.reading, self.asked, self.calibration = program, reading, asked, calibration
         self.memory_limit, self.time_limit, self.seed = memory_limit, time_limit, seed
         self.progress = progress
         self.refusals: list[UserError] = []
@@ -137,7 +138,7 @@ class MeshSearch:
             return _Trial(mesh, f"not solved: {much} pairs of alternatives; give it with --mesh to solve it")
         try:
             check_regions(self.reading.graph, mesh)
-            model = build_model(self.program, self.reading, mesh, self.memory_limit)
+            model = build_model(self.program, self.reading, mesh, self.memory_limit, self.calibration)
             required = require(model, self.reading.groups, self.asked)
         except UserError as error:
             if any(str(error) == str(other) for other in self.refusals):

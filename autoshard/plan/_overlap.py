@@ -29,7 +29,7 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 
-from autoshard.cost import Collectives
+from autoshard.cost import WHOLLY, Collectives, largest_share
 from autoshard.plan._model import EXPOSED, Channel
 
 
@@ -45,19 +45,23 @@ class Overlap(enum.StrEnum):
 
 def hidden_share(collectives: Collectives, overlap: Overlap, kind: str, axes: Sequence[str]) -> float:
     """Share of a collective over mesh axes that runs beside compute."""
+    return largest_share(collectives.calibration, hiding_figures(collectives, overlap, kind, axes))
+
+
+def hiding_figures(collectives: Collectives, overlap: Overlap, kind: str, axes: Sequence[str]) -> tuple[str, ...]:
+    """Figures of the calibration of which the largest is that share; none where all of it is waited for."""
     if not collectives.can_overlap or overlap is Overlap.NONE:
-        return 0.0
-    figures = collectives.calibration
+        return ()
     if overlap is Overlap.PARAMETERS:
-        return figures.reduction_overlap if kind == "all-reduce" else 1.0
-    share = figures.reduction_overlap if overlap in (Overlap.GRADIENTS, Overlap.GRADIENTS_AT_MATMUL) else 0.0
+        return ("reduction_overlap",) if kind == "all-reduce" else (WHOLLY,)
+    found = ("reduction_overlap",) if overlap in (Overlap.GRADIENTS, Overlap.GRADIENTS_AT_MATMUL) else ()
     if overlap in (Overlap.MATMUL, Overlap.GRADIENTS_AT_MATMUL) and kind in ("all-gather", "reduce-scatter"):
         mesh = collectives.mesh
         group = math.prod(mesh.axes[axis] for axis in axes)
         near = all(segment.kind != "network" for axis in axes for segment in mesh.segments(axis))
-        if near and group <= figures.pipelined_max_group:
-            share = max(share, figures.pipelined_overlap)
-    return share
+        if near and group <= collectives.calibration.pipelined_max_group:
+            found = (*found, "pipelined_overlap")
+    return found
 
 
 def lanes(

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from autoshard.cost import Mesh
+from autoshard.cost import Calibration, Mesh
 from autoshard.graph import Liveness, OpGraph, Structure, analyse, build_structure, read_graph, replace_names
 from autoshard.plan._groups import Groups, find_groups
 from autoshard.plan._model import Model
@@ -38,7 +38,13 @@ def read_program(program: Program, backend: str) -> Reading:
     return Reading(graph, structure, liveness, find_groups(program, graph, structure))
 
 
-def build_model(program: Program, reading: Reading, mesh: Mesh, memory_limit: int) -> Model:
-    """Every decision of a program on a mesh, priced; axes that are parts of another go apart where they may."""
+def build_model(
+    program: Program, reading: Reading, mesh: Mesh, memory_limit: int, calibration: Calibration | None = None
+) -> Model:
+    """Every decision of a program on a mesh, priced; axes that are parts of another go apart where they may.
+
+    `calibration`: by default that of the mesh's chip, with nothing learned.
+    """
     refinement = refinement_of(reading.groups, mesh)
-    return price(program, reading.graph, reading.structure, reading.liveness, mesh, memory_limit, refinement)
+    graph, structure, liveness = reading.graph, reading.structure, reading.liveness
+    return price(program, graph, structure, liveness, mesh, memory_limit, refinement, calibration)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import Mesh
+from autoshard.cost import Calibration, Mesh
 from autoshard.plan._asked import Asked, Required, require
 from autoshard.plan._baselines import Baseline, baselines
 from autoshard.plan._model import Model
@@ -54,9 +54,16 @@ class Searcher:
     """Searches the plans of one program, mesh by mesh."""
 
     def __init__(
-        self, program: Program, reading: Reading, asked: Asked, memory_limit: int, seed: int, phases: Phases
+        self,
+        program: Program,
+        reading: Reading,
+        asked: Asked,
+        memory_limit: int,
+        seed: int,
+        phases: Phases,
+        calibration: Calibration,
     ) -> None:
-        self.program, self.reading, self.asked = program, reading, asked
+        self.program, self.reading, self.asked, self.calibration = program, reading, asked, calibration
         self.memory_limit, self.seed, self.phases = memory_limit, seed, phases
 
     def mesh(self, mesh: Mesh, time_limit: float) -> Outcome:
@@ -79,7 +86,7 @@ class Searcher:
 
     def price(self, mesh: Mesh) -> Model:
         self.phases.start("price", f"pricing {len(self.reading.graph.ops)} ops on {mesh.describe()}")
-        return build_model(self.program, self.reading, mesh, self.memory_limit)
+        return build_model(self.program, self.reading, mesh, self.memory_limit, self.calibration)
 
     def _search(
         self,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import autoshard
-from autoshard.cost import Topology
+from autoshard.cost import Topology, learned_fit, said_of_fit
 from autoshard.errors import UserError
 from autoshard.files import write_whole
 from autoshard.plan._make import make_plan
@@ -107,6 +107,9 @@ class SweepTask:
         file = Path(self.source)
         content = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
         said = [self.source, content, self.entry, self.options, topology, self.planning, autoshard.__version__]
+        learned = learned_fit(Topology.parse(topology)) if dict(self.planning).get("calibration", True) else None
+        if learned is not None and learned.observations:
+            said.append(said_of_fit(learned))
         return json.dumps(said, sort_keys=True)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import load_calibration
 from autoshard.plan._baselines import left_out
 from autoshard.plan._demands import broken_demands, said_by_program
 from autoshard.plan._groups import Groups
@@ -38,6 +37,8 @@ class Writer:
     seed: int
     compared: Sequence[str]
     """Names of the baselines beside them."""
+    said: Mapping[str, Any]
+    """What the provenance of all of them says besides."""
 
     def write(self, each: Contender) -> Plan:
         """With what bounds it; baselines are not in it."""
@@ -45,7 +46,7 @@ class Writer:
         plan = plan_of_choices(
             self.program, model, self.groups, each.choices, each.outcome, each.solution, self.memory_limit
         )
-        more = {"weightings": each.weightings, "bound_s": each.bound_s}
+        more = {"weightings": each.weightings, "bound_s": each.bound_s, **self.said}
         return dataclasses.replace(
             plan,
             plan_gap=max(0.0, 1.0 - each.bound_s / true) if true > 0 else 0.0,
@@ -141,7 +142,6 @@ def cluster_state(model: Model, choices: NDArray[np.int64], tensor: int) -> Stat
 
 
 def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, Any]:
-    calibration = load_calibration(model.mesh.topology.chip)
     versions = {}
     for package in ("autoshard", "jax", "jaxlib", "highspy", "numpy"):
         try:
@@ -155,7 +155,7 @@ def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, A
             "topology": model.mesh.topology.name,
             "layout": model.mesh.describe(),
             "seed": seed,
-            "calibration": calibration.hash(),
+            "calibration": model.compute.calibration.hash(),
             "nodes": len(model.nodes),
             "alternatives": int(np.sum([len(n.states) for n in model.nodes])),
             "edges": len(model.moves),

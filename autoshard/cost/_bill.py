@@ -1,0 +1,198 @@
+"""What one step of a plan does on one device, op shape by op shape, so that it can be priced again with other figures.
+
+A prediction is one number; what was seen of the step can only teach figures if it is known what the step was made of.
+A bill keeps that without the program: sizes of matmuls, bytes through memory, collectives with their bytes and mesh
+axes. `Bill.seconds` is what the plan predicts, for any calibration.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost._calibration import Calibration
+from autoshard.cost._collectives import KINDS, Collectives, links
+from autoshard.cost._compute import Compute
+from autoshard.cost._mesh import Mesh, make_mesh
+from autoshard.cost._topology import Topology
+
+
+Said = tuple[tuple[str, Any], ...]
+
+WHOLLY = "wholly"
+"""In `Charge.hides`: all of a collective runs beside compute, whatever the figures say."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Charge:
+    """Work of one shape in one block; a block is the body of a loop, -1 what is outside of all."""
+
+    op: str
+    """A name in `WORK`, or a kind of collective."""
+    said: Said
+    """What is not an amount: dtype, head sizes, mesh axes."""
+    amounts: tuple[float, ...]
+    """Of one execution on one device, in the order that `WORK` gives; of a collective its bytes."""
+    block: int
+    count: float
+    """Executions in one step."""
+    hides: tuple[str, ...] = ()
+    """Of a collective: figures of which the largest is the share that runs beside compute; none of it without any."""
+
+
+Price = Callable[..., NDArray[np.float64]]
+
+
+def _dot(compute: Compute, m: Any, n: Any, k: Any, batch: Any, size: Any, *, dtype: str) -> NDArray[np.float64]:
+    return compute.dot_seconds(m, n, k, batch, dtype, size)
+
+
+def _op(compute: Compute, flops: Any, size: Any, used: Any, *, dtype: str) -> NDArray[np.float64]:
+    return compute.op_seconds(flops, size, dtype, used * compute.calibration.matmul_efficiency)
+
+
+def _attention(compute: Compute, scores: Any, size: Any, **said: Any) -> NDArray[np.float64]:
+    return compute.attention_seconds(scores, **said, size_bytes=size)
+
+
+def _sort(compute: Compute, elements: Any, size: Any, *, length: int, arrays: int) -> NDArray[np.float64]:
+    return compute.sort_seconds(elements, length, arrays, size)
+
+
+WORK: dict[str, Price] = {
+    "dot": _dot,
+    "op": _op,
+    "attention": _attention,
+    "sort": _sort,
+    "stream": Compute.memory_seconds,
+    "host": Compute.host_seconds,
+}
+"""How each kind of work is priced: (compute, *amounts, **said) -> seconds of one execution."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bill:
+    """All charges of one step, sorted, equal ones together."""
+
+    topology: str
+    mesh: tuple[tuple[str, int], ...]
+    charges: tuple[Charge, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh, charges: Iterable[Charge]) -> "Bill":
+        counts: dict[Charge, float] = collections.defaultdict(float)
+        for charge in charges:
+            counts[dataclasses.replace(charge, count=0.0)] += charge.count
+        merged = (dataclasses.replace(charge, count=count) for charge, count in counts.items())
+        return cls(mesh.topology.name, tuple(mesh.axes.items()), tuple(sorted(merged)))
+
+    def parts(self, calibration: Calibration) -> "Parts":
+        """The step's times with these figures."""
+        mesh, link_of = _mesh(self.topology, self.mesh)
+        compute, prices = Compute(mesh.topology, calibration), Collectives(mesh, calibration)
+        lanes: dict[tuple[int, str], float] = collections.defaultdict(float)
+        waits: dict[str, float] = collections.defaultdict(float)
+        spent: dict[str, float] = collections.defaultdict(float)
+        for batch in _batches(self.charges):
+            if batch.op in WORK:
+                seconds = WORK[batch.op](compute, *batch.amounts, **batch.said) @ batch.counts
+                lanes[batch.block, "host" if batch.op == "host" else "compute"] += float(seconds)
+                spent[batch.op] += float(seconds)
+                continue
+            axes = tuple(batch.said["axes"])
+            seconds = float(prices.time(batch.op, axes, batch.amounts[0]) @ batch.counts)  # type: ignore[arg-type]
+            hidden = largest_share(calibration, batch.hides)
+            for lane in {link_of[axis] for axis in axes if axis in link_of} if hidden else ():
+                lanes[batch.block, lane] += seconds * hidden
+            waits[batch.op] += seconds * (1.0 - hidden)
+            spent[batch.op] += seconds
+        return Parts(dict(lanes), dict(waits), dict(spent))
+
+    def seconds(self, calibration: Calibration) -> float:
+        """Predicted step time."""
+        return self.parts(calibration).step_s
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [[c.op, dict(c.said), list(c.amounts), c.block, c.count, list(c.hides)] for c in self.charges]
+        return {"topology": self.topology, "mesh": dict(self.mesh), "charges": rows}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Bill":
+        """What `to_json` gave. Raises: KeyError, TypeError or ValueError for anything else."""
+        charges = [
+            Charge(op, _frozen(said), tuple(amounts), block, count, tuple(hides))
+            for op, said, amounts, block, count, hides in value["charges"]
+        ]
+        if unknown := {charge.op for charge in charges} - {*WORK, *KINDS}:
+            raise ValueError(f"unknown work {sorted(unknown)}")
+        return cls(value["topology"], tuple(value["mesh"].items()), tuple(charges))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parts:
+    """Seconds of one step on one device."""
+
+    lanes: dict[tuple[int, str], float]
+    """What runs side by side, by block: compute, host memory and links."""
+    waits: dict[str, float]
+    """Communication that compute waits for, by kind."""
+    spent: dict[str, float]
+    """All work and all collectives, by kind, hidden or not."""
+
+    @property
+    def sent_s(self) -> float:
+        """All communication, hidden or not."""
+        return sum(seconds for kind, seconds in self.spent.items() if kind not in WORK)
+
+    @property
+    def step_s(self) -> float:
+        """Predicted step time."""
+        longest: dict[int, float] = collections.defaultdict(float)
+        for (block, _), seconds in self.lanes.items():
+            longest[block] = max(longest[block], seconds)
+        return sum(self.waits.values()) + sum(longest.values())
+
+
+def largest_share(calibration: Calibration, hides: Iterable[str]) -> float:
+    """Share of a collective that runs beside compute, see `Charge.hides`."""
+    return max((1.0 if figure == WHOLLY else getattr(calibration, figure) for figure in hides), default=0.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Batch:
+    """Charges that are priced in one call."""
+
+    op: str
+    said: dict[str, Any]
+    block: int
+    hides: tuple[str, ...]
+    amounts: tuple[NDArray[np.float64], ...]
+    counts: NDArray[np.float64]
+
+
+@functools.lru_cache(maxsize=64)
+def _mesh(topology: str, sizes: tuple[tuple[str, int], ...]) -> tuple[Mesh, dict[str, str]]:
+    """The mesh, and for each axis a name of the links that it uses."""
+    mesh = make_mesh(Topology.parse(topology), dict(sizes))
+    return mesh, {axis: "+".join(group) for group in links(mesh) for axis in group}
+
+
+@functools.lru_cache(maxsize=1024)
+def _batches(charges: tuple[Charge, ...]) -> tuple[_Batch, ...]:
+    groups: dict[tuple[Any, ...], list[Charge]] = collections.defaultdict(list)
+    for charge in charges:
+        groups[charge.op, charge.said, charge.block, charge.hides].append(charge)
+    return tuple(
+        _Batch(op, dict(said), block, hides, tuple(np.array([c.amounts for c in mine], dtype=np.float64).T),
+               np.array([c.count for c in mine], dtype=np.float64))
+        for (op, said, block, hides), mine in groups.items()
+    )  # fmt: skip
+
+
+def _frozen(said: Mapping[str, Any]) -> Said:
+    """As a charge keeps it: sorted, lists as tuples."""
+    return tuple(sorted((key, tuple(value) if isinstance(value, list) else value) for key, value in said.items()))

@@ -1,0 +1,226 @@
+"""Figures fitted to what was seen on one topology: only those that it can tell, held by the shipped ones."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost._bill import Parts
+from autoshard.cost._calibration import Calibration
+from autoshard.cost._observations import STEP, Observation, content_hash
+from autoshard.cost._robust import robust_fit
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Free:
+    """A figure that may be fitted; those on a log scale have a width in powers of e."""
+
+    figure: str
+    width: float
+    log: bool = True
+
+
+_RATES = (
+    Free("matmul_efficiency", 0.7),
+    Free("memory_efficiency", 0.7),
+    Free("vector_flops_per_s", 0.7),
+    Free("op_overhead_s", 1.0),
+    Free("collective_launch_s", 1.0),
+)
+_LINKS = (Free("link_efficiency", 0.3), Free("network_efficiency", 0.5), Free("attention_ops", 0.4))
+_OVERLAPS = (Free("reduction_overlap", 0.3, log=False), Free("pipelined_overlap", 0.25, log=False))
+
+MEASURED = {
+    "cpu": (*_RATES, Free("shared_memory_traffic", 0.7)),
+    "gpu": (*_RATES, *_LINKS, _OVERLAPS[0]),
+    "tpu": (*_RATES, *_LINKS, *_OVERLAPS),
+}
+"""What times on real devices tell, by backend."""
+COMPILED = _OVERLAPS
+"""What a schedule tells: what runs beside what. Its times are our own prices, which tell nothing of themselves."""
+
+STEP_SIGMA, OP_SIGMA, SHARE_SIGMA = 0.1, 0.3, 0.1
+"""Expected errors: of a step's log time, of one op shape's, and of the share of communication that is hidden."""
+HUBER = 0.15
+"""Where an error starts to count linearly."""
+LEAST_SLOPE = 0.2
+"""A figure moves only if its prior's width is worth that share of the expected error of some observation."""
+FARTHEST = math.log(20.0)
+"""How far a figure on a log scale may move from the shipped one."""
+_STEPS, _NEAR, _CLOSE = 10, 0.1, 0.01
+"""Of Gauss-Newton: most steps, the distance for slopes, and the last step's, in widths of the priors."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fitted:
+    """One figure as it was fitted."""
+
+    figure: str
+    value: float
+    shipped: float
+    error: float
+    """Standard deviation: on a log scale as a share of the value, of overlaps the difference itself."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fit:
+    """Figures of a topology, and how sure they are."""
+
+    calibration: Calibration
+    """With what was fitted in place."""
+    figures: tuple[Fitted, ...]
+    """Those that moved."""
+    observations: int
+    hash: str
+    """Of the observations, whatever their order."""
+    residual_before: float
+    """Median absolute error of what was seen with the shipped figures: in log time, or in the hidden share."""
+    residual: float
+    """The same with the fitted ones."""
+
+
+def fit(base: Calibration, backend: str, observations: Sequence[Observation], fixed: Collection[str] = ()) -> Fit:
+    """`base` with the figures that the observations, all of one topology and compiler, can tell; never those `fixed`.
+
+    The same observations give the same figures, in whatever order they are. Without any, `base` stays as it is.
+    """
+    cases = _cases(observations, backend)
+    problem = _Problem(base, cases, fixed)
+    values = problem.solve()
+    return Fit(
+        calibration=problem.calibration(values),
+        figures=problem.fitted(values),
+        observations=len(observations),
+        hash=content_hash(observations),
+        residual_before=_middle(problem.errors(problem.prior)),
+        residual=_middle(problem.errors(values)),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Case:
+    """What was seen of one thing, however often."""
+
+    observation: Observation
+    seen: float
+    sigma: float
+    free: tuple[Free, ...]
+
+    def error(self, calibration: Calibration) -> float:
+        parts = self.observation.bill.parts(calibration)
+        if self.observation.judge == "measure":
+            return math.log(max(parts.step_s, 1e-12) / self.seen)
+        return hidden_share(parts) - self.seen
+
+
+def hidden_share(parts: Parts) -> float:
+    """Share of a step's communication that compute does not wait for."""
+    sent = parts.sent_s
+    return 1.0 - sum(parts.waits.values()) / sent if sent > 0 else 0.0
+
+
+def _cases(observations: Iterable[Observation], backend: str) -> list[_Case]:
+    """One case for everything that was seen, several sights of it as their median."""
+    groups: dict[tuple[str, ...], list[Observation]] = {}
+    for one in sorted(observations, key=lambda o: o.id):
+        if (one.seen.get("hidden_share") if one.judge == "compile" else one.seen.get("seconds")) is not None:
+            key = (one.judge, one.op, one.about.get("program", ""), one.about.get("plan", ""), repr(one.bill))
+            groups.setdefault(key, []).append(one)
+    cases = []
+    for same in groups.values():
+        first = same[0]
+        if first.judge == "compile":
+            seen = statistics.median(one.seen["hidden_share"] for one in same)
+            cases.append(_Case(first, seen, SHARE_SIGMA, COMPILED))
+        else:
+            seen = statistics.median(one.seen["seconds"] for one in same)
+            sigma = STEP_SIGMA if first.op == STEP else OP_SIGMA
+            cases.append(_Case(first, seen, sigma, MEASURED[backend]))
+    return cases
+
+
+class _Problem:
+    """Errors of all cases as a function of the free figures, each on its own scale."""
+
+    def __init__(self, base: Calibration, cases: Sequence[_Case], fixed: Collection[str]) -> None:
+        self.base, self.cases = base, cases
+        known = {free.figure: free for case in cases for free in case.free if free.figure not in fixed}
+        # A figure of nothing (a launch of 0 s, a rate that is not used) has no logarithm, and no use.
+        self.free = [f for _, f in sorted(known.items()) if not f.log or getattr(base, f.figure) > 0]
+        self.prior = np.array([self.scaled(f) for f in self.free])
+        self.width = np.array([f.width for f in self.free])
+        self.sigma = np.array([case.sigma for case in cases])
+        low = [p - FARTHEST if f.log else 0.0 for f, p in zip(self.free, self.prior, strict=True)]
+        high = [p + FARTHEST if f.log else 1.0 for f, p in zip(self.free, self.prior, strict=True)]
+        self.limits = np.array(low), np.array(high)
+
+    def scaled(self, free: Free) -> float:
+        value = getattr(self.base, free.figure)
+        return math.log(value) if free.log else value
+
+    def calibration(self, values: NDArray[np.float64]) -> Calibration:
+        moved = {
+            free.figure: _rounded(math.exp(value) if free.log else float(value))
+            for free, value, prior in zip(self.free, values, self.prior, strict=True)
+            if value != prior
+        }
+        sources = {figure: "fitted to what was seen on this topology" for figure in moved}
+        return dataclasses.replace(self.base, **moved, sources={**self.base.sources, **sources})
+
+    def errors(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        now = self.calibration(values)
+        return np.array([case.error(now) for case in self.cases])
+
+    def slopes(self, values: NDArray[np.float64], errors: NDArray[np.float64]) -> NDArray[np.float64]:
+        """How each error, `errors` at `values`, changes with each figure that its case may tell of; 0 for a figure of
+        which nothing is told."""
+        slopes = np.zeros((len(self.cases), len(self.free)))
+        for k, free in enumerate(self.free):
+            mine = [i for i, case in enumerate(self.cases) if free in case.free]
+            moved = values.copy()
+            moved[k] += _NEAR * free.width * (1 if values[k] + _NEAR * free.width <= self.limits[1][k] else -1)
+            now = self.calibration(moved)
+            slopes[mine, k] = [(self.cases[i].error(now) - errors[i]) / (moved[k] - values[k]) for i in mine]
+        told = np.abs(slopes * self.width / self.sigma[:, None]).max(axis=0, initial=0.0) >= LEAST_SLOPE
+        return np.where(told, slopes, 0.0)
+
+    def solve(self) -> NDArray[np.float64]:
+        """Gauss-Newton: errors are taken as straight lines around the last values, again and again."""
+        values = self.prior.copy()
+        if not self.cases:
+            return values
+        for _ in range(_STEPS):
+            errors = self.errors(values)
+            slopes = self.slopes(values, errors)
+            at_prior = errors + slopes @ (self.prior - values)
+            aim = robust_fit(at_prior, slopes, self.sigma, self.prior, self.width, self.limits, HUBER)
+            step = np.clip(aim - values, -self.width, self.width)
+            values = values + step
+            if np.abs(step / self.width).max(initial=0.0) < _CLOSE:
+                break
+        return values
+
+    def fitted(self, values: NDArray[np.float64]) -> tuple[Fitted, ...]:
+        if not self.cases:
+            return ()
+        slopes = self.slopes(values, self.errors(values))
+        normal = slopes.T @ (slopes / self.sigma[:, None] ** 2) + np.diag(self.width**-2.0)
+        deviations = np.sqrt(np.diag(np.linalg.inv(normal)))
+        now = self.calibration(values)
+        return tuple(
+            Fitted(free.figure, getattr(now, free.figure), getattr(self.base, free.figure), _rounded(float(error)))
+            for free, error in zip(self.free, deviations, strict=True)
+            if getattr(now, free.figure) != getattr(self.base, free.figure)
+        )
+
+
+def _middle(errors: NDArray[np.float64]) -> float:
+    return float(np.median(np.abs(errors))) if len(errors) else 0.0
+
+
+def _rounded(value: float) -> float:
+    """Six digits: what a fit gives beyond them differs with the machine's arithmetic."""
+    return float(f"{value:.6g}")

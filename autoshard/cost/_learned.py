@@ -1,0 +1,45 @@
+"""The figures that plans are priced with: shipped, learned from what was seen here, the user's own."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from autoshard.cost._calibration import Calibration, load_calibration, own_figures
+from autoshard.cost._database import Database
+from autoshard.cost._fit import Fit, fit
+from autoshard.cost._observations import compiler_version, content_hash
+from autoshard.cost._topology import Topology
+
+
+_fits: dict[tuple[object, ...], Fit] = {}
+
+
+def learned_fit(topology: Topology, database: Database | None = None) -> Fit:
+    """The figures of a topology with what the user's database (or another one) has seen of it and of this compiler.
+
+    What the user's own calibration file says is not fitted. Without observations the figures are those of
+    `load_calibration`, and nothing is created. Raises what `load_calibration` raises.
+    """
+    base = load_calibration(topology.chip)
+    database = database or Database.of_user()
+    observations = [] if database is None else database.read(topology.name, compiler_version(topology))
+    fixed = own_figures(topology.chip)
+    key = (base, topology.backend, fixed, content_hash(observations))
+    if key not in _fits:
+        _fits[key] = fit(base, topology.backend, observations, fixed)
+    return _fits[key]
+
+
+def said_of_fit(found: Fit) -> dict[str, Any]:
+    """What a plan keeps of the figures that it was priced with, so that it can be priced again without the database."""
+    return {
+        "hash": found.hash,
+        "observations": found.observations,
+        "figures": {each.figure: each.value for each in found.figures},
+    }
+
+
+def said_calibration(chip: str, said: Mapping[str, Any] | None) -> Calibration:
+    """The calibration of a plan that keeps `said`, or of one that was priced without a database."""
+    base = load_calibration(chip)
+    return dataclasses.replace(base, **said["figures"]) if said else base
