@@ -34,7 +34,7 @@ def compiled(folder: str, program: "Program", plan: "Plan", time_limit: float) -
     """From the folder of compiled plans, or from the compiler. Raises `UserError` as `compile_with_libtpu` does."""
     from autoshard.exec._libtpu import compile_with_libtpu
 
-    path = BUILD / folder / f"{digest(program, plan)}.pickle.gz"
+    path = _path(folder, program, plan)
     if path.exists():
         return pickle.loads(gzip.decompress(path.read_bytes()))
     found = compile_with_libtpu(program, plan, time_limit)
@@ -42,6 +42,15 @@ def compiled(folder: str, program: "Program", plan: "Plan", time_limit: float) -
     with _whole(path) as part:
         part.write_bytes(gzip.compress(pickle.dumps(found)))
     return found
+
+
+def is_compiled(folder: str, program: "Program", plan: "Plan") -> bool:
+    """Whether `compiled` has it on disk."""
+    return _path(folder, program, plan).exists()
+
+
+def _path(folder: str, program: "Program", plan: "Plan") -> Path:
+    return BUILD / folder / f"{digest(program, plan)}.pickle.gz"
 
 
 class Results:

@@ -1,13 +1,13 @@
 """Our plan against every baseline, judged by the TPU compiler: who fits, what is sent, how long a step takes.
 
-    python experiments/plan_quality.py [PROGRAM ...] [--topology T ...] [--plans N] [--time-limit S] [--table]
+    python experiments/plan_quality.py [PROGRAM ...] [--topology T ...] [--plans N] [--completed] [--table]
 
 Every program is planned on every topology; our plan and the baselines, as XLA's own propagation completes them
 (`fsdp`) and as our solver does (`fsdp*`), are compiled with no TPU, and the scheduled programs are timed. Two plans
 whose estimates differ by less than the estimator's error for pairs are undecided. Results are kept by program,
 topology and plan in `experiments/results/plan_quality.json`, compiled programs under `build/plan_quality`: a broken
 run goes on where it stopped. `--plans` compiles only the N baselines of least predicted step time of each row,
-`--table` only writes the table of what is known.
+`--completed` leaves out their propagated forms, `--table` only writes the table of what is known.
 """
 
 import argparse
@@ -29,7 +29,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from compile_programs import hf, jax_mlp, jax_recurrent, llama, mixtral  # noqa: E402
-from kept import Results, compiled  # noqa: E402
+from kept import Results, compiled, is_compiled  # noqa: E402
 
 
 HERE = Path(__file__).parent
@@ -74,7 +74,7 @@ class Row:
         return f"{self.program} | {self.topology}"
 
 
-def judge(row: Row, time_limit: float, most: int | None) -> None:
+def judge(row: Row, time_limit: float, most: int | None, completed: bool = False) -> None:
     """Plan, compile and estimate one row; every plan is kept as soon as it is known."""
     from autoshard import UserError
     from autoshard.cost import Topology
@@ -91,7 +91,7 @@ def judge(row: Row, time_limit: float, most: int | None) -> None:
         made.baseline_plans,
         key=lambda name: (_over(made.baseline_plans[name], limit), made.baseline_plans[name].prediction.step_time_s),
     )[:most]
-    wanted = {"plan", *chosen, *(f"{name}*" for name in chosen)}
+    wanted = {"plan", *(f"{name}*" for name in chosen), *(() if completed else chosen)}
     found = Results(RESULTS)
     plans: dict[str, Any] = {}
     for name, plan, holds in candidates(made.plan, made.baseline_plans, propagated=True):
@@ -100,7 +100,7 @@ def judge(row: Row, time_limit: float, most: int | None) -> None:
             "predicted_s": prediction.step_time_s if holds else None,
             "predicted_bytes": prediction.peak_bytes if holds else None,
         }
-        if name in wanted:
+        if name in wanted or is_compiled("plan_quality", program, plan):
             print(f"{row.name}: {name}", file=sys.stderr, flush=True)
             try:
                 figures = compile_figures(report(program, plan, compiled("plan_quality", program, plan, time_limit)))
@@ -225,6 +225,7 @@ def main() -> int:
     parser.add_argument("programs", nargs="*", help=f"programs (default: all): {', '.join(PROGRAMS)}")
     parser.add_argument("--topology", action="append", choices=list(TOPOLOGIES), help="default: all")
     parser.add_argument("--plans", type=int, default=None, help="baselines to compile of each row (default: all)")
+    parser.add_argument("--completed", action="store_true", help="compile baselines as our solver completes them only")
     parser.add_argument("--time-limit", type=float, default=900.0, help="of one compilation, in seconds")
     parser.add_argument("--table", action="store_true", help="only write the table of what is known")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -235,12 +236,13 @@ def main() -> int:
     for name in arguments.programs or PROGRAMS if not arguments.table else ():
         for topology in arguments.topology or TOPOLOGIES:
             if arguments.inside:
-                judge(Row(name, topology), arguments.time_limit, arguments.plans)
+                judge(Row(name, topology), arguments.time_limit, arguments.plans, arguments.completed)
                 continue
             # A process for each row: a compiler that takes its caller down takes one row down.
             command = [sys.executable, __file__, name, "--topology", topology, "--inside"]
             command += ["--time-limit", str(arguments.time_limit)]
             command += ["--plans", str(arguments.plans)] if arguments.plans is not None else []
+            command += ["--completed"] if arguments.completed else []
             if subprocess.run(command).returncode:
                 print(f"{name} | {topology}: failed", file=sys.stderr, flush=True)
     if not arguments.inside:
