@@ -57,6 +57,8 @@ class MeshBest:
     mesh: Mesh
     choices: NDArray[np.int64]
     outcome: Outcome
+    tight_s: float
+    """What nearly full memory is expected to add to its step."""
     solution: Solution
     """Of the weighting whose bound is `bound_s`."""
     bound_s: float
@@ -72,6 +74,8 @@ class _Trial:
     bound_s: float | None = None
     outcome: Outcome | None = None
     """Of the best plan found that fits."""
+    tight_s: float = 0.0
+    """What nearly full memory is expected to add to its step."""
     excess: float = math.inf
     """Bytes above the limit of the nearest choices, where none fit."""
     climb: Climb | None = None
@@ -79,7 +83,8 @@ class _Trial:
 
     @property
     def step_s(self) -> float:
-        return math.inf if self.outcome is None else self.outcome.step_time_s
+        """Of the best plan, with what nearly full memory is expected to add."""
+        return math.inf if self.outcome is None else self.outcome.step_time_s + self.tight_s
 
     def beaten_by_s(self, axes: int) -> float:
         """What a mesh of so many axes must take less than."""
@@ -159,10 +164,10 @@ class MeshSearch:
         if climb.weighing.bound_s < beat_s:
             climb.run(self.memory_limit, self.time_limit, self.seed, _silent, required, beat_s, GOOD_ENOUGH)
         bound = climb.weighing.bound_s if climb.weighing.bound_s > 0 else None
-        outcome = None if climb.best is None else climb.best.outcome
+        outcome, tight = (None, 0.0) if climb.best is None else (climb.best.outcome, climb.best.tight_s)
         solved = climb.certified
         excess = math.inf if solved is None else solved.solution.stats.get("excess", math.inf)
-        return _Trial(mesh, "", bound, outcome, excess, climb, required)
+        return _Trial(mesh, "", bound, outcome, tight, excess, climb, required)
 
     def refused(self, topology: Topology, trials: Sequence[_Trial]) -> UserError:
         """Why there is no mesh."""
@@ -184,7 +189,9 @@ def _best_on(trial: _Trial) -> list[MeshBest]:
     if climb is None or climb.best is None or climb.certified is None:
         return []
     best, solution = climb.best, climb.certified.solution
-    return [MeshBest(trial.mesh, best.choices, best.outcome, solution, climb.weighing.bound_s, climb.rounds)]
+    return [
+        MeshBest(trial.mesh, best.choices, best.outcome, best.tight_s, solution, climb.weighing.bound_s, climb.rounds)
+    ]
 
 
 def mesh_text(mesh: Mesh) -> str:
@@ -284,7 +291,7 @@ def _records(trials: Sequence[_Trial], chosen: _Trial) -> tuple[MeshTried, ...]:
         MeshTried(
             mesh_text(trial.mesh),
             trial.mesh.describe(),
-            None if trial.outcome is None else trial.step_s,
+            None if trial.outcome is None else trial.outcome.step_time_s,
             trial.bound_s,
             verdict(trial),
         )
@@ -305,6 +312,7 @@ def _slower(trial: _Trial, chosen: _Trial) -> str:
     parts = []
     for name, own, other in (
         ("compute", mine.compute_s, theirs.compute_s), ("exposed communication", *exposed),
+        ("nearly full memory", trial.tight_s, chosen.tight_s),
     ):  # fmt: skip
         if own > other + 1e-3 * chosen.step_s:
             parts.append(f"{name} {format_seconds(own)} against {format_seconds(other)}")

@@ -55,6 +55,12 @@ class Prediction:
     collectives: tuple[Collective, ...] = ()
     peak_at: str = ""
     """The op at which memory peaks."""
+    tight_s: float = 0.0
+    """Seconds beyond `step_time_s` that nearly full memory is expected to add: plans are ranked by both together."""
+
+    @property
+    def expected_s(self) -> float:
+        return self.step_time_s + self.tight_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

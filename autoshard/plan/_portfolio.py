@@ -19,8 +19,7 @@ from autoshard.plan._meshes import MeshBest, mesh_text
 from autoshard.plan._model import Model
 from autoshard.plan._plan import Plan
 from autoshard.plan._predict import Outcome
-from autoshard.plan._search import Candidate, Climb, Found, make_candidate, solve_within
-from autoshard.plan._weights import Weighing
+from autoshard.plan._search import Candidate, Found, make_candidate, solve_within, within_memory
 from autoshard.solver import Solution
 from autoshard.units import format_bytes
 
@@ -52,6 +51,7 @@ class Contender:
     why: str
     choices: NDArray[np.int64]
     outcome: Outcome
+    tight_s: float
     model: Callable[[], Model]
     """Its mesh priced, which takes a while where it was priced before and not kept."""
     solution: Solution
@@ -60,15 +60,22 @@ class Contender:
     weightings: int
     """Rounds of the search that found it."""
 
+    @property
+    def expected_s(self) -> float:
+        """The step, and what nearly full memory is expected to add to it."""
+        return self.outcome.step_time_s + self.tight_s
+
 
 def contender(model: Model, found: Found, each: Candidate, name: str, why: str) -> Contender:
     """A choice on the mesh of a search, found by it or for it."""
-    return Contender(name, why, each.choices, each.outcome, lambda: model, found.solution, found.bound_s, found.rounds)
+    return Contender(
+        name, why, each.choices, each.outcome, each.tight_s, lambda: model, found.solution, found.bound_s, found.rounds
+    )
 
 
 def met(model: Model, found: Found, required: Required) -> list[Contender]:
     """What a search met beside its best that fits and keeps what is asked for: of every weighting, and baselines."""
-    seen = [contender(model, found, each, each.name, _weights_words(each)) for each in found.seen]
+    seen = [contender(model, found, each, each.name, _found_words(each)) for each in found.seen]
     named = [each for each in found.baselines.values() if each.fits and required.holds(each.choices)]
     return seen + [
         contender(model, found, each, f"{each.name}*", "baseline, completed by the solver") for each in named
@@ -82,6 +89,7 @@ def elsewhere(other: MeshBest, price: Callable[[Mesh], Model]) -> Contender:
         "the best found on that mesh",
         other.choices,
         other.outcome,
+        other.tight_s,
         lambda: price(other.mesh),
         other.solution,
         other.bound_s,
@@ -98,14 +106,13 @@ def further(
     alone = _without_overlap(model, found, required, memory_limit, share, seed)
     if alone is not None:
         more.append(contender(model, found, alone, alone.name, "chosen as if nothing hid behind compute"))
-    for part in MEMORY_TARGETS:
-        target = int(part * memory_limit)
+    known = [*found.seen, *found.baselines.values()]
+    for target in (int(part * memory_limit) for part in MEMORY_TARGETS):
         if found.best.outcome.peak_bytes > target:
-            within = within_memory(model, found, required, target, share, seed)
+            within = within_memory(model, found.weights, required, target, share, seed, known)
             if within is None:
                 break
-            why = f"chosen within {format_bytes(target)}"
-            more.append(contender(model, found, within, f"memory {part:.0%}", why))
+            more.append(contender(model, found, within, within.name, f"chosen within {format_bytes(target)}"))
     return more
 
 
@@ -114,8 +121,8 @@ def pick(
 ) -> tuple[PlanCandidate, ...]:
     """The first one, written as `plan`, and the fastest others that differ from all before, at most `most` in all."""
     taken, chosen = [first], [PlanCandidate(first.name, first.why, plan)]
-    for each in sorted(others, key=lambda c: (c.outcome.step_time_s, c.outcome.peak_bytes)):
-        if len(chosen) >= most or each.outcome.step_time_s > SLOWEST * first.outcome.step_time_s:
+    for each in sorted(others, key=lambda c: (c.expected_s, c.outcome.peak_bytes)):
+        if len(chosen) >= most or each.expected_s > SLOWEST * first.expected_s:
             break
         if all(differ(each.outcome, other.outcome) for other in taken):
             written = write(each)
@@ -147,9 +154,11 @@ def _applied(plan: Plan) -> tuple[object, ...]:
     return plan.mesh, plan.device_order, plan.arguments, plan.results, plan.pins, plan.regions, plan.calls
 
 
-def _weights_words(candidate: Candidate) -> str:
+def _found_words(candidate: Candidate) -> str:
     """The weights in the block that takes longest: `weights compute 62 %, ici 38 %`."""
-    weights, outcome = candidate.weights or {}, candidate.outcome
+    weights, outcome = candidate.weights, candidate.outcome
+    if weights is None:
+        return "chosen to leave memory free"
     busiest = max(outcome.channels, key=lambda c: outcome.channels[c] if c in weights else -1.0, default=(0, ""))[0]
     parts = [f"{what} {weight:.0%}" for (block, what), weight in weights.items() if block == busiest]
     return f"weights {', '.join(parts)}" if len(parts) > 1 else "the solver's optimum"
@@ -163,18 +172,3 @@ def _without_overlap(
     solved = solve_within(model, weights, memory_limit, time_limit, seed, hint, required.allowed)
     candidate = make_candidate(model, "no overlap", solved, memory_limit)
     return candidate if candidate and candidate.fits and required.holds(candidate.choices) else None
-
-
-def within_memory(
-    model: Model, found: Found, required: Required, target: int, time_limit: float, seed: int
-) -> Candidate | None:
-    """The best choice whose peak is at most `target` bytes; None if none is found."""
-    weighing = Weighing(found.weights)
-    known = [c for c in (*found.seen, *found.baselines.values()) if c.outcome.peak_bytes <= target]
-    known = [c for c in known if required.holds(c.choices)]
-    for each in known:
-        weighing.add_choice(each.outcome)
-    best = min(known, key=lambda c: c.outcome.step_time_s, default=None)
-    climb = Climb(model, weighing, best)
-    climb.run(target, time_limit, seed, lambda line: None, required)
-    return climb.best

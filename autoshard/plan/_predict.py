@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Collectives
+from autoshard.plan._headroom import tight_seconds
 from autoshard.plan._model import EXPOSED, Channel, Model, Move, Path, link_names
 from autoshard.plan._overlap import Overlap, lanes
 from autoshard.plan._paths import path_steps, relayouts
@@ -260,6 +261,7 @@ def predict(model: Model, outcome: Outcome, memory_limit: int) -> Prediction:
         wire_bytes=wire,
         collectives=outcome.collectives,
         peak_at=_op_name(model, outcome.peak_time),
+        tight_s=tight_seconds(model.mesh.topology, outcome.peak_bytes, compute),
     )
 
 

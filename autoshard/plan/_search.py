@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time as clock
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from autoshard.plan._asked import Required
 from autoshard.plan._baselines import Baseline
 from autoshard.plan._build import Allowed, Kept, Weights, build_network, build_problem, entries, kept_of
+from autoshard.plan._headroom import roomy_bytes, tight_seconds
 from autoshard.plan._model import Model
 from autoshard.plan._predict import Outcome, evaluate
 from autoshard.plan._weights import Weighing, even_weights, normalise
@@ -21,10 +22,14 @@ from autoshard.solver import evaluate as evaluate_problem
 MAX_ROUNDS = 6
 BASELINES_SHARE = 0.3
 """Part of the time limit that completing all baselines may take."""
+ROOMIER_SHARE = 0.15
+"""Part of the time limit that looking for plans below one peak may take, where memory is nearly full."""
 LARGE = 100_000
 """Numbers in edge tables from which on a Problem is narrowed before it is written out."""
 GOOD_ENOUGH = 1e-3
 """Plan gap below which no further weighting is tried."""
+ROUGHLY = 1e-2
+"""The same for plans that leave memory free: what they save is not known better."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,8 +40,14 @@ class Candidate:
     choices: NDArray[np.int64]
     outcome: Outcome
     fits: bool
+    tight_s: float = 0.0
+    """Seconds that nearly full memory is expected to add, see `tight_seconds`."""
     weights: Weights | None = None
     """It was solved with."""
+
+    @property
+    def expected_s(self) -> float:
+        return self.outcome.step_time_s + self.tight_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +101,7 @@ def search(
     if known is not None:
         outcome = evaluate(model, known)
         if outcome.peak_bytes <= memory_limit:
-            fitting.append(Candidate("known", known, outcome, True))
+            fitting.append(_judged(model, "known", known, outcome, memory_limit))
     weighing = Weighing(weights)
     for candidate in fitting:
         weighing.add_choice(candidate.outcome)
@@ -98,6 +109,10 @@ def search(
     climb.run(memory_limit, time_limit - (clock.monotonic() - start), seed, progress, required)
     if climb.best is None or climb.certified is None:
         raise Infeasible(climb.certified)
+    if climb.best.tight_s > GOOD_ENOUGH * climb.best.outcome.step_time_s:
+        progress("memory is nearly full: looking for plans that need less")
+        for target in roomy_bytes(model.mesh.topology):
+            climb.roomier(target, ROOMIER_SHARE * time_limit, seed, required, fitting)
     best = dataclasses.replace(climb.best, name="plan")
     return Found(
         best=best,
@@ -124,6 +139,18 @@ class Climb:
     rounds: int = 0
     seen: "list[Candidate]" = dataclasses.field(default_factory=list)
     """What every weighting found that fits."""
+
+    def roomier(
+        self, target: int, time_limit: float, seed: int, required: Required, known: Sequence[Candidate]
+    ) -> None:
+        """Takes the best plan whose peak is at most `target` bytes, if it is expected to be faster."""
+        beat_s = math.inf if self.best is None else self.best.expected_s
+        weights = self.weighing.weights
+        found = within_memory(self.model, weights, required, target, time_limit, seed, known, beat_s, ROUGHLY)
+        if found is not None:
+            self.seen.append(found)
+            if self.best is None or _rank(found) < _rank(self.best):
+                self.best = found
 
     def run(
         self,
@@ -174,8 +201,33 @@ class Climb:
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:
-    """Less time is better, and of equal times less memory; differences below a picosecond are rounding."""
-    return round(candidate.outcome.step_time_s, 12), candidate.outcome.peak_bytes
+    """Less expected time is better, and of equal times less memory; differences below a picosecond are rounding."""
+    return round(candidate.expected_s, 12), candidate.outcome.peak_bytes
+
+
+def within_memory(
+    model: Model,
+    weights: Weights,
+    required: Required,
+    target: int,
+    time_limit: float,
+    seed: int,
+    known: Iterable[Candidate],
+    beat_s: float = math.inf,
+    good_enough: float = GOOD_ENOUGH,
+) -> Candidate | None:
+    """The best choice whose peak is at most `target` bytes, from those that are `known`; None if none is found.
+
+    It is looked for until none can take less than `beat_s`, or within `good_enough` of its bound.
+    """
+    share = target / model.mesh.topology.usable_bytes
+    kept = [c for c in known if c.outcome.peak_bytes <= target and required.holds(c.choices)]
+    weighing = Weighing(weights)
+    for each in kept:
+        weighing.add_choice(each.outcome)
+    climb = Climb(model, weighing, min(kept, key=_rank, default=None))
+    climb.run(target, time_limit, seed, lambda line: None, required, beat_s, good_enough)
+    return None if climb.best is None else dataclasses.replace(climb.best, name=f"memory {share:.0%}", weights=None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -300,4 +352,9 @@ def make_candidate(model: Model, name: str, solved: Solved, memory_limit: int) -
             f"memory from specs is {outcome.peak_bytes} bytes but the solved problem says "
             f"{checked.peak_usage + model.fixed_bytes}: the plan cannot be trusted"
         )
-    return Candidate(name, choices, outcome, outcome.peak_bytes <= memory_limit)
+    return _judged(model, name, choices, outcome, memory_limit)
+
+
+def _judged(model: Model, name: str, choices: NDArray[np.int64], outcome: Outcome, memory_limit: int) -> Candidate:
+    tight = tight_seconds(model.mesh.topology, outcome.peak_bytes, outcome.compute_s)
+    return Candidate(name, choices, outcome, outcome.peak_bytes <= memory_limit, tight)

@@ -47,7 +47,7 @@ class Outcome:
         """True if it is worth an axis in two parts."""
         if isinstance(self.found, Infeasible) or isinstance(other.found, Infeasible):
             return isinstance(self.found, Found)
-        return self.found.best.outcome.step_time_s < (1 - LEAST_GAIN) * other.found.best.outcome.step_time_s
+        return self.found.best.expected_s < (1 - LEAST_GAIN) * other.found.best.expected_s
 
 
 class Searcher:

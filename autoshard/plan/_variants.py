@@ -14,7 +14,7 @@ from autoshard.units import format_seconds
 def plan_variants(
     variants: Mapping[str, Callable[[], Program]], what: str = "remat", **options: Any
 ) -> tuple[str, PlanResult]:
-    """The name and the plan of the variant with the shortest step that fits; `options` are those of `make_plan`.
+    """The name and the plan of the variant with the least expected step that fits; `options` are those of `make_plan`.
 
     Memory decides both what is computed again and how tensors are split, so every variant is planned with its own
     sharding. Of equal times the earlier variant is taken: name those that compute less first. The plan says in its
@@ -33,10 +33,10 @@ def plan_variants(
             refused = error
             said[name] = "does not fit"
             continue
-        step = made.plan.prediction.step_time_s
-        said[name] = format_seconds(step)
+        step = made.plan.prediction.expected_s
+        said[name] = format_seconds(made.plan.prediction.step_time_s)
         wall = {phase: wall.get(phase, 0.0) + s for phase, s in {**dict.fromkeys(wall, 0.0), **made.wall_s}.items()}
-        if best is None or step < best[1].plan.prediction.step_time_s:
+        if best is None or step < best[1].plan.prediction.expected_s:
             best = name, made
     if best is None:
         assert refused is not None

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from autoshard.plan._baselines import left_out
 from autoshard.plan._demands import broken_demands, said_by_program
 from autoshard.plan._groups import Groups
+from autoshard.plan._headroom import tight_seconds
 from autoshard.plan._model import Model
 from autoshard.plan._pins import make_calls, make_pins
 from autoshard.plan._plan import Plan
@@ -24,7 +25,13 @@ from autoshard.plan._unruled import call_lines, find_unruled, unruled_lines
 from autoshard.plan._words import describe
 from autoshard.program import Program
 from autoshard.solver import Solution
-from autoshard.units import format_bytes
+from autoshard.units import format_bytes, format_seconds
+
+
+TIGHT = 0.92
+"""Share of the memory limit from which on a plan is said to be tight."""
+NOTICEABLE = 1e-3
+"""Share of the step from which on what tight memory adds is said."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,13 +133,21 @@ def _warnings(
             "both, but the way between them is not in the prediction."
         )
     lines.extend(left_out(model, compared))
-    peak = outcome.peak_bytes
-    if peak > 0.92 * memory_limit:
-        lines.append(
-            f"memory is tight: {format_bytes(peak)} of {format_bytes(memory_limit)}; "
-            "the compiler may need to rematerialise."
-        )
+    lines.extend(_memory_warning(model, outcome, memory_limit))
     return tuple(dict.fromkeys(lines))
+
+
+def _memory_warning(model: Model, outcome: Outcome, memory_limit: int) -> list[str]:
+    peak, step, topology = format_bytes(outcome.peak_bytes), outcome.step_time_s, model.mesh.topology
+    tight = tight_seconds(topology, outcome.peak_bytes, outcome.compute_s)
+    if tight > NOTICEABLE * step:
+        line = (
+            f"memory is tight: {peak} of the chip's {format_bytes(topology.usable_bytes)}; the compiler may recompute "
+        )
+        return [f"{line}values or refuse, which counts as {format_seconds(tight)} ({tight / step:.1%}) more a step."]
+    if outcome.peak_bytes > TIGHT * memory_limit:
+        return [f"memory is tight: {peak} of {format_bytes(memory_limit)}; the compiler may need to rematerialise."]
+    return []
 
 
 def cluster_state(model: Model, choices: NDArray[np.int64], tensor: int) -> States:

@@ -44,6 +44,7 @@ def prediction_figures(prediction: Prediction) -> dict[str, Any]:
         "compute_s": _finite(prediction.compute_s),
         "hidden_comm_s": _finite(prediction.hidden_comm_s),
         "exposed_comm_s": _finite(prediction.exposed_comm_s),
+        "tight_s": _finite(prediction.tight_s),
         "mfu": _finite(prediction.mfu),
         "peak_bytes": prediction.peak_bytes,
         "fits": prediction.fits,
