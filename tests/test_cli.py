@@ -38,7 +38,7 @@ FLAGS = {
         *("--compare", "--compiled", "--debug", "--json", "--measured", "--out", "--perfetto", "--profile", "--quiet"),
         "-o",
     },
-    "sweep": {"--debug", "--jobs", "--json", "--out", "--plot", "--price", "--quiet"} | PROGRAM | LIMITS,
+    "sweep": {"--debug", "--jobs", "--json", "--no-cache", "--out", "--plot", "--price", "--quiet"} | PROGRAM | LIMITS,
     "validate": {"--data", "--debug", "--json", "--quiet"},
     "solve": {"--debug", "--iterations", "--json", "--out", "--quiet", "--seed", "--threads", "--time-limit"},
 }

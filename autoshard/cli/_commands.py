@@ -82,12 +82,12 @@ def _planned(arguments: argparse.Namespace, progress: "Progress") -> tuple["Plan
         from autoshard.plan import plan_variants
 
         variants = {name: functools.partial(traced_with, name) for name in ("none", "dots", "full")}
-        _, made = plan_variants(variants, **options)
+        _, made = plan_variants(variants, **options, kept=arguments.cached)
         return made, traced
     from autoshard.plan import make_plan
 
     program = traced_with(arguments.remat)
-    return make_plan(program, **options), traced
+    return make_plan(program, **options, kept=arguments.cached), traced
 
 
 def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:

@@ -68,9 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_planning(plan, required=True)
     _add_candidates(plan)
     plan.add_argument("--out", metavar="PLAN.json", type=Path, help="write the plan here, candidates beside it")
-    plan.add_argument(
-        "--no-cache", dest="cached", action="store_false", help="trace hf:CONFIG anew (AUTOSHARD_CACHE_DIR keeps it)"
-    )
+    _add_cache(plan)
 
     measure = _command(
         commands, "measure", _commands.run_measure, "run a planned program on the devices that are here", PROGRAM_HELP
@@ -120,6 +118,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sweep.add_argument("--jobs", type=_positive, metavar="N", help="processes that plan (default: one for each core)")
     sweep.add_argument("--out", metavar="SWEEP.json", type=Path, help="keep rows here; rows it has are not made again")
+    _add_cache(sweep)
     sweep.add_argument("--plot", metavar="SWEEP.png", type=Path, help="draw step time, MFU and headroom here")
 
     diff = _command(commands, "diff", _commands.run_diff, "say what differs between two plans, and what it costs")
@@ -173,6 +172,12 @@ def parser_of(parser: argparse.ArgumentParser, command: str) -> argparse.Argumen
     """The parser of one sub-command."""
     (choices,) = (a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     return choices[command]
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-cache", dest="cached", action="store_false", help="read the program anew (AUTOSHARD_CACHE_DIR keeps it)"
+    )
 
 
 def _command(

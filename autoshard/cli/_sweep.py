@@ -54,6 +54,7 @@ def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
             executor=executor,
             path=arguments.out,
             progress=progress,
+            kept=arguments.cached,
         )
     if arguments.plot is not None:
         plot_sweep(rows, arguments.plot)

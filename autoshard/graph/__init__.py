@@ -8,6 +8,7 @@ from autoshard.graph._clusters import build_structure as build_structure
 from autoshard.graph._fusion import Fusion as Fusion
 from autoshard.graph._fusion import Liveness as Liveness
 from autoshard.graph._fusion import analyse as analyse
+from autoshard.graph._kept import kept_graph as kept_graph
 from autoshard.graph._manual import COLLECTIVES as COLLECTIVES
 from autoshard.graph._manual import IN as IN
 from autoshard.graph._manual import OUT as OUT

@@ -67,11 +67,13 @@ def make_plan(
     refine_axes: bool = True,
     candidates: int = 1,
     calibration: bool = True,
+    kept: bool = False,
 ) -> PlanResult:
     """Choose a sharding for every tensor; see `autoshard.plan` for the arguments, `read_asked` for `asked`.
 
     `save_problem` writes the Problem whose bound is certified, in the contest's format. `candidates` is how many plans
-    to offer at most, ours the first; each further one must differ from the others in what it spends its time on.
+    to offer at most, ours the first; each further one must differ from the others in what it spends its time on. With
+    `kept` the program's ops come from the cache on disk where they are there.
     """
     phases = Phases(progress)
     parsed = Topology.parse(topology)
@@ -84,7 +86,7 @@ def make_plan(
     learned = learned_fit(parsed) if calibration else None
     figures = learned.calibration if learned else load_calibration(parsed.chip)
     phases.start("extract", "reading the program's ops and their sharding rules")
-    reading = read_program(program, parsed.backend)
+    reading = read_program(program, parsed.backend, kept)
     asked = asked or Asked()
     search_on = Searcher(program, reading, asked, memory_limit, seed, phases, figures)
     given = given_mesh(parsed, mesh, program_mesh(reading.graph, parsed.num_devices))

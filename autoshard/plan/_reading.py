@@ -3,7 +3,16 @@
 import dataclasses
 
 from autoshard.cost import Calibration, Mesh
-from autoshard.graph import Liveness, OpGraph, Structure, analyse, build_structure, read_graph, replace_names
+from autoshard.graph import (
+    Liveness,
+    OpGraph,
+    Structure,
+    analyse,
+    build_structure,
+    kept_graph,
+    read_graph,
+    replace_names,
+)
 from autoshard.plan._groups import Groups, find_groups
 from autoshard.plan._model import Model
 from autoshard.plan._price import price
@@ -21,9 +30,13 @@ class Reading:
     groups: Groups
 
 
-def read_program(program: Program, backend: str) -> Reading:
-    """Its ops, decisions, lifetimes (what reaches memory depends on the backend's compiler) and dim groups."""
-    graph = replace_names(read_graph(program.module), [a.name for a in program.arguments])
+def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
+    """Its ops, decisions, lifetimes (what reaches memory depends on the backend's compiler) and dim groups.
+
+    With `kept` the ops come from the cache on disk where they are there.
+    """
+    read = kept_graph if kept else read_graph
+    graph = replace_names(read(program.module), [a.name for a in program.arguments])
     parameters = [t for t, a in zip(graph.arguments, program.arguments, strict=True) if a.role is Role.PARAMETER]
     ties = [
         (graph.results[a.result], t)
@@ -32,9 +45,9 @@ def read_program(program: Program, backend: str) -> Reading:
     ]
     structure = build_structure(graph, parameters, ties)
     named = list(zip(graph.arguments, program.arguments, strict=True))
-    kept = [t for t, a in named if not a.donated]
+    undonated = [t for t, a in named if not a.donated]
     updates = {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None}
-    liveness = analyse(graph, kept, updates, fused_matmuls=backend == "tpu")
+    liveness = analyse(graph, undonated, updates, fused_matmuls=backend == "tpu")
     return Reading(graph, structure, liveness, find_groups(program, graph, structure))
 
 

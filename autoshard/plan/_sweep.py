@@ -72,6 +72,8 @@ class SweepTask:
     topologies: tuple[str, ...]
     planning: tuple[tuple[str, Any], ...]
     rules: str | None = None
+    kept: bool = False
+    """Whether programs and their ops come from the cache on disk where they are there."""
 
     def run(self) -> list[SweepRow]:
         """A row for each topology; one that cannot be planned says why."""
@@ -80,14 +82,14 @@ class SweepTask:
         try:
             if self.rules is not None:
                 load_rules(self.rules)
-            program = open_source(self.source, entry=self.entry, **named)
+            program = open_source(self.source, entry=self.entry, kept=self.kept and self.rules is None, **named)
         except UserError as error:
             return [dataclasses.replace(blank, topology=each, failed=str(error)) for each in self.topologies]
         return [self._row(program, dataclasses.replace(blank, topology=each)) for each in self.topologies]
 
     def _row(self, program: Program, blank: SweepRow) -> SweepRow:
         try:
-            plan = make_plan(program, topology=blank.topology, **dict(self.planning)).plan
+            plan = make_plan(program, topology=blank.topology, kept=self.kept, **dict(self.planning)).plan
         except UserError as error:
             return dataclasses.replace(blank, failed=str(error))
         return dataclasses.replace(
@@ -132,13 +134,15 @@ def sweep(
     executor: concurrent.futures.Executor | None = None,
     path: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
+    kept: bool = False,
 ) -> list[SweepRow]:
     """Plan `source` (as the command takes it) for every topology, batch and remat variant; rows in that order.
 
     `options` are those of the program (`train`, `seq`, ...), `planning` those of `autoshard.plan` (`mesh`,
     `memory_limit`, `time_limit`, ...). Each program is a task of `executor`, any of `concurrent.futures`' interface
     (one of a cluster too); without one they run here, one after the other. Rows are kept in the file `path` as they
-    are made, and taken from it when the same sweep, or a larger one, is run again.
+    are made, and taken from it when the same sweep, or a larger one, is run again. With `kept` traced programs and
+    their ops come from the cache on disk where they are there.
 
     Raises `UserError` for a topology that does not exist or a file of another kind; what fails in one row is said in
     that row.
@@ -152,7 +156,7 @@ def sweep(
     for (b, batch), (r, remat) in itertools.product(enumerate(batches or (None,)), enumerate(remats or (None,))):
         own = {k: v for k, v in (("batch", batch), ("remat", remat)) if v is not None}
         arguments = tuple(sorted({**base, **own}.items()))
-        task = SweepTask(source, entry, arguments, tuple(names), tuple(sorted((planning or {}).items())), rules)
+        task = SweepTask(source, entry, arguments, tuple(names), tuple(sorted((planning or {}).items())), rules, kept)
         left = []
         for name in names:
             row = known.get(task.key(name))

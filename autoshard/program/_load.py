@@ -15,7 +15,7 @@ from autoshard.program._artifact import SUFFIXES, load_artifact
 from autoshard.program._program import Program
 from autoshard.program._roles import Roles
 from autoshard.program._trace import trace
-from autoshard.program._traced import open_cached
+from autoshard.program._traced import open_config, open_file
 from autoshard.rules import registrations
 
 
@@ -25,16 +25,13 @@ def open_source(
     """The program that `text` names: `hf:CONFIG` (with its options), a Python file, or a module in a file.
 
     `roles` says what arguments of a file are for, by the start of their names, where that is guessed wrongly.
-    The program remembers what it was opened from (`Program.source`). With `kept`, an `hf:` program comes from the
-    cache on disk where it is there: enough to plan it, not to run it.
+    The program remembers what it was opened from (`Program.source`). With `kept`, an `hf:` program or a module in a
+    file comes from the cache on disk where it is there: enough to plan it, not to run it.
 
     Raises `UserError` if `text` names neither, or if `options` are given to a source that takes none.
     """
     said: dict[str, Any] = {key: value for key, value in sorted(options.items()) if value is not None}
-    if kept and text.startswith("hf:") and roles is None:
-        program = open_cached(text[3:], said, functools.partial(_open, text, entry, roles, options))
-    else:
-        program = _open(text, entry, roles, options)
+    program = _open(text, entry, roles, said, kept)
     if callable(roles):
         return program  # nothing that a file could hold says it again
     if roles is not None:
@@ -42,23 +39,31 @@ def open_source(
     return dataclasses.replace(program, source={"program": text, "entry": entry, "options": said})
 
 
-def _open(text: str, entry: str, roles: Roles | None, options: dict[str, Any]) -> Program:
+def _open(text: str, entry: str, roles: Roles | None, options: dict[str, Any], kept: bool) -> Program:
     if text.startswith("hf:"):
         if roles is not None:
             raise UserError(f"`--roles` is for files; the roles of `{text}` are known, so leave it out.")
-        from autoshard.program._hf import from_config
-
-        return from_config(text[3:], **options)
+        trace_config = functools.partial(_trace_config, text[3:], options)
+        return open_config(text[3:], options, trace_config) if kept else trace_config()
     path = Path(text)
-    given = [key for key, value in options.items() if value is not None and value is not False]
+    given = [key for key, value in options.items() if value is not False]
     if path.suffix == ".py" or path.suffix in SUFFIXES or path.is_file():
         if given:
             flags = ", ".join(f"`--{key.replace('_', '-')}`" for key in given)
             raise UserError(f"{flags} only apply to `hf:CONFIG`; `{text}` says itself what it runs.")
-        return load_program(path, entry, roles) if path.suffix == ".py" else load_artifact(path, roles=roles)
+        if path.suffix == ".py":
+            return load_program(path, entry, roles)
+        load = functools.partial(load_artifact, path, roles=roles)
+        return load() if callable(roles) or not kept else open_file(path, roles, load)
     if path.is_dir():
         raise UserError(f"`{text}` is a directory; give the Python file that offers the program.")
     raise UserError(f"`{text}` is neither an existing file nor `hf:CONFIG`; check the path.")
+
+
+def _trace_config(config: str, options: dict[str, Any]) -> Program:
+    from autoshard.program._hf import from_config
+
+    return from_config(config, **options)
 
 
 def load_rules(path: str | Path) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from autoshard.errors import UserError
+from autoshard.kept import MOST, cache_directory
 from autoshard.plan import make_plan
 from autoshard.plan._store import plan_to_json
-from autoshard.program import Program, trace
-from autoshard.program._traced import MOST, cache_directory, open_cached
+from autoshard.program import Program, open_source, trace
+from autoshard.program._traced import open_config
 from tests.graph.programs import f32
 
 
@@ -32,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def opened(source: Source, config: str = "gpt2-tiny", **options: Any) -> Program:
-    return open_cached(config, {"batch": 8, **options}, source)
+    return open_config(config, {"batch": 8, **options}, source)
 
 
 def test_the_second_time_nothing_is_traced_and_the_plan_is_the_same(folder: Path) -> None:
@@ -61,7 +63,7 @@ def test_what_decides_the_program_decides_the_entry(folder: Path, change: str, m
     source = Source()
     opened(source)
     if change == "package":
-        monkeypatch.setattr("autoshard.program._traced._version", lambda package: "another")
+        monkeypatch.setattr("autoshard.kept.version", lambda package: "another")
     if change == "setting":
         monkeypatch.setenv("JAX_ENABLE_X64", "1")
     config = "llama-tiny" if change == "config" else "gpt2-tiny"
@@ -143,11 +145,48 @@ def test_the_oldest_entries_go(folder: Path) -> None:
     assert source.traced == 1 and len(list(folder.iterdir())) == MOST
 
 
-def test_the_entry_is_text_and_a_module() -> None:
+def test_the_entry_is_text_and_a_module(folder: Path) -> None:
     """Nothing in it can run: two lines of JSON, then MLIR bytecode."""
-    from autoshard.program._traced import _encode
-
-    first, second, module = _encode(Source()(), "key").split(b"\n", 2)
+    opened(Source())
+    (path,) = folder.iterdir()
+    first, second, module = path.read_bytes().split(b"\n", 2)
     assert set(json.loads(first)) == {"key", "body"}
     assert {"arguments", "results", "fingerprint"} <= set(json.loads(second))
     assert module.startswith(b"ML\xefR")
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Path:
+    path = tmp_path / "step.mlirbc"
+    path.write_bytes(Source()().module)
+    return path
+
+
+def test_a_module_in_a_file_is_read_once_for_each_content_and_roles(
+    folder: Path, module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from autoshard.program import _load
+
+    read = []
+    load = _load.load_artifact
+    monkeypatch.setattr(_load, "load_artifact", lambda path, **said: read.append(said["roles"]) or load(path, **said))
+    first, second = (open_source(str(module), kept=True) for _ in range(2))
+    assert len(read) == 1
+    for name in ("name", "arguments", "results", "module", "fingerprint", "notes", "source"):
+        assert getattr(first, name) == getattr(second, name), name
+    weight = first.arguments[0].name
+    for _ in range(2):
+        assert open_source(str(module), kept=True, roles={weight: "batch"}).arguments[0].role == "batch"
+    open_source(str(module), kept=True, roles=lambda name: "batch")
+    assert len(read) == 3, "what a function says cannot be kept"
+    module.write_bytes(trace(lambda x: x + 1, (f32(4),), name="small").module)
+    assert len(open_source(str(module), kept=True).arguments) == 1
+    assert len(read) == 4
+
+
+def test_bad_input_is_refused_whatever_is_kept(folder: Path, module: Path) -> None:
+    open_source(str(module), kept=True)
+    with pytest.raises(UserError, match="`--batch` only apply to `hf:CONFIG`"):
+        open_source(str(module), kept=True, batch=8)
+    with pytest.raises(UserError, match="is neither an existing file"):
+        open_source(str(module) + "x", kept=True)

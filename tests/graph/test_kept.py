@@ -1,0 +1,111 @@
+"""Graphs on disk: equal to what is read anew, used when they are just right, and never otherwise."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from jax import lax
+
+from autoshard.graph import OpGraph, _kept, kept_graph, read_graph
+from autoshard.graph._rows import from_json, to_json
+from autoshard.kept import MOST
+from autoshard.program import Program, flash_attention, trace
+from tests.graph.programs import convolutions, decoder, decoding, f32, mlp, views
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr(_kept, "registrations", lambda: 0)  # other tests of this process register rules
+    return tmp_path / "kept"
+
+
+def by_hand() -> Program:
+    """A region split by hand, and a spec that the program asks for."""
+    mesh = jax.sharding.AbstractMesh((4, 2), ("a", "b"))
+    spec = jax.sharding.PartitionSpec
+    body = jax.shard_map(
+        lambda x: lax.psum(x, "b"), mesh=mesh, in_specs=spec("a", None), out_specs=spec("a", None), check_vma=False
+    )
+    named = jax.sharding.NamedSharding(mesh, spec("a", None))
+    return trace(lambda x: body(lax.with_sharding_constraint(x, named)), (f32(8, 4),))
+
+
+def kernels() -> Program:
+    queries, keys = f32(2, 4, 3, 64, 16), f32(2, 4, 64, 16)
+    return trace(lambda q, k, v: flash_attention(q, k, v, causal=True).sum(), (queries, keys, keys))
+
+
+@pytest.mark.parametrize("make", [mlp, decoder, convolutions, decoding, views, by_hand, kernels])
+def test_a_graph_comes_back_as_it_was(make) -> None:
+    graph = read_graph(make().module)
+    assert from_json(OpGraph, to_json(graph)) == graph
+
+
+def test_the_second_time_nothing_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, other = mlp().module, views().module
+    reads = []
+    monkeypatch.setattr(_kept, "read_graph", lambda module: reads.append(1) or read_graph(module))
+    first, second = kept_graph(module), kept_graph(module)
+    assert first == second == read_graph(module) and len(reads) == 1
+    assert kept_graph(other) != first and len(reads) == 2
+    monkeypatch.setattr(_kept, "registrations", lambda: 1)
+    assert kept_graph(module) == first and len(reads) == 3, "a registered rule is not in the module"
+    assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize("damage", ["short", "flipped", "forged"])
+def test_a_damaged_entry_is_read_anew_and_replaced(folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from autoshard.kept import write_entry
+
+    module = mlp().module
+    expected = kept_graph(module)
+    (path,) = folder.iterdir()
+    good = path.read_bytes()
+    if damage == "forged":  # the right hash over a body that is no graph
+        write_entry("graph", path.stem, b'[["x"], 3]')
+    else:
+        middle = len(good) // 2
+        path.write_bytes(good[:-1] if damage == "short" else good[:middle] + b"~" + good[middle + 1 :])
+    assert kept_graph(module) == expected
+    assert path.read_bytes() == good
+
+
+def test_a_directory_that_cannot_be_used_costs_one_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder.write_text("in the way")
+    module = mlp().module
+    assert kept_graph(module) == kept_graph(module) == read_graph(module)
+    assert len(caplog.records) == 1 and "cannot be used as a cache" in caplog.text
+
+
+def test_only_so_many_are_kept(folder: Path) -> None:
+    folder.mkdir()
+    for number in range(MOST + 3):
+        (folder / f"{number}.graph").write_bytes(b"old")
+    (folder / "1.program").write_bytes(b"of another kind")
+    kept_graph(mlp().module)
+    assert len(list(folder.glob("*.graph"))) == MOST and len(list(folder.glob("*.program"))) == 1
+
+
+def test_a_second_plan_starts_no_framework(folder: Path, tmp_path: Path) -> None:
+    """Neither jax nor torch is imported when the program and its ops are there."""
+    path = tmp_path / "step.mlirbc"
+    path.write_bytes(mlp().module)
+    code = (
+        "import sys; from autoshard.plan import make_plan, save_plan; from autoshard.program import open_source; "
+        "program = open_source(sys.argv[1], kept=True); "
+        "made = make_plan(program, topology=sys.argv[2], mesh='data=2,model=2', kept=True); "
+        "print('jax' in sys.modules, 'torch' in sys.modules, round(made.plan.prediction.step_time_s * 1e12))"
+    )
+
+    def planned(topology: str) -> str:
+        done = subprocess.run([sys.executable, "-c", code, str(path), topology], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    cold, warm, other = planned("v5e:2x2"), planned("v5e:2x2"), planned("v5p:2x2x1")
+    assert cold.split()[0] == "True"
+    assert warm.split()[:2] == other.split()[:2] == ["False", "False"]
+    assert cold.split()[2] == warm.split()[2]
