@@ -18,6 +18,7 @@ from autoshard.errors import UserError
 from autoshard.plan._asked import Asked, Required, require
 from autoshard.plan._build import build_network, entries, kept_of
 from autoshard.plan._demands import check_regions
+from autoshard.plan._floors import least_bytes, least_seconds
 from autoshard.plan._heavy import heavy_states
 from autoshard.plan._model import Model
 from autoshard.plan._plan import MeshTried
@@ -77,8 +78,10 @@ class _Trial:
     tight_s: float = 0.0
     """What nearly full memory is expected to add to its step."""
     excess: float = math.inf
-    """Bytes above the limit of the nearest choices, where none fit."""
+    """Bytes above the limit of the nearest choices, where none fit; of what no choice can go below, where none were
+    looked for."""
     climb: Climb | None = None
+    model: Model | None = None
     required: Required | None = None
 
     @property
@@ -118,29 +121,29 @@ class MeshSearch:
         nearest: _Trial | None = None
         for mesh in candidate_meshes(topology):
             trial = self.trial(mesh, best)
-            trials.append(dataclasses.replace(trial, climb=None, required=None))
+            trials.append(dataclasses.replace(trial, climb=None, model=None, required=None))
             found.extend(_best_on(trial))
             self.progress(f"mesh {mesh_text(mesh)}: {_so_far(trial, best)}")
             if trial.outcome is not None and (best is None or trial.step_s < best.beaten_by_s(len(mesh.sizes))):
                 best = trial
-            elif best is None and trial.climb is not None and (nearest is None or trial.excess < nearest.excess):
+            elif best is None and trial.model is not None and (nearest is None or trial.excess < nearest.excess):
                 nearest = trial
         chosen = best or nearest
-        if chosen is None or chosen.climb is None or chosen.required is None:
+        if chosen is None or chosen.model is None or chosen.required is None:
             raise self.refused(topology, trials)
-        known = None if chosen.climb.best is None else chosen.climb.best.choices
+        known = None if chosen.climb is None or chosen.climb.best is None else chosen.climb.best.choices
         others = tuple(each for each in found if each.mesh != chosen.mesh)
-        return Chosen(chosen.climb.model, chosen.required, known, _records(trials, chosen), others)
+        return Chosen(chosen.model, chosen.required, known, _records(trials, chosen), others)
 
     def trial(self, mesh: Mesh, rival: _Trial | None) -> _Trial:
         """One mesh against the best so far, no further than needed to know that it is not better."""
         excluded = _unusable(self.program, self.reading, mesh)
         if excluded:
             return _Trial(mesh, excluded)
+        beat_s = math.inf if rival is None else rival.beaten_by_s(len(mesh.sizes))
         pairs = _pairs(self.reading, mesh)
         if pairs > MOST_PAIRS:
-            much = format_count(pairs)
-            return _Trial(mesh, f"not solved: {much} pairs of alternatives; give it with --mesh to solve it")
+            return self.unsolved(mesh, pairs, beat_s)
         try:
             check_regions(self.reading.graph, mesh)
             model = build_model(self.program, self.reading, mesh, self.memory_limit, self.calibration)
@@ -150,13 +153,14 @@ class MeshSearch:
                 raise  # it is not the mesh
             self.refusals.append(error)
             return _Trial(mesh, f"excluded: {error}")
-        beat_s = math.inf
+        kept = kept_of(model, required.allowed)
+        least = least_bytes(model, kept)
+        if least > self.memory_limit:
+            return _Trial(mesh, excess=least - self.memory_limit, model=model, required=required)
         weights = normalise(even_weights(model))
         if rival is not None and rival.climb is not None:
-            beat_s = rival.beaten_by_s(len(mesh.sizes))
             weights = carried_weights(model, rival.climb.weighing.weights)
         climb = Climb(model, Weighing(weights))
-        kept = kept_of(model, required.allowed)
         if rival is not None and entries(model, kept) > LARGE:
             narrowed = narrow(build_network(model, weights, None, kept), enough=beat_s * 1e12)
             climb.messages = narrowed.messages
@@ -167,7 +171,15 @@ class MeshSearch:
         outcome, tight = (None, 0.0) if climb.best is None else (climb.best.outcome, climb.best.tight_s)
         solved = climb.certified
         excess = math.inf if solved is None else solved.solution.stats.get("excess", math.inf)
-        return _Trial(mesh, "", bound, outcome, tight, excess, climb, required)
+        return _Trial(mesh, "", bound, outcome, tight, excess, climb, model, required)
+
+    def unsolved(self, mesh: Mesh, pairs: int, beat_s: float) -> _Trial:
+        """One mesh with more pairs than are solved here: what no plan on it can undercut may do to leave it out."""
+        bound = least_seconds(self.program, self.reading, mesh, self.memory_limit, self.calibration)
+        if bound >= beat_s:
+            return _Trial(mesh, bound_s=bound)
+        why = f"not solved: {format_count(pairs)} pairs of alternatives, and all that is known is that no plan on it "
+        return _Trial(mesh, f"{why}takes less than {format_seconds(bound)}; give it with --mesh to solve it", bound)
 
     def refused(self, topology: Topology, trials: Sequence[_Trial]) -> UserError:
         """Why there is no mesh."""

@@ -6,10 +6,14 @@ from typing import Any
 import pytest
 
 import autoshard
-from autoshard.cost import Topology, candidate_meshes
+from autoshard.cost import Topology, candidate_meshes, load_calibration
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan import Plan, PlanResult, make_plan, read_asked
+from autoshard.plan._asked import Asked
+from autoshard.plan._meshes import MeshSearch
+from autoshard.plan._reading import read_program
 from autoshard.plan._refine import LEAST_GAIN
+from autoshard.plan._search import Climb
 from autoshard.plan._store import plan_to_json
 from autoshard.program import trace
 from tests.graph.programs import f32
@@ -118,6 +122,32 @@ def test_when_nothing_fits_the_nearest_mesh_is_explained() -> None:
     with pytest.raises(InfeasibleError) as caught:
         make_plan(made.program("mlp"), topology="cpu:8", memory_limit=4000, time_limit=10)
     assert str(caught.value).startswith("no plan fits into 3.91 KiB per device: the least found is ")
+
+
+def test_a_limit_that_no_choice_can_keep_is_seen_before_anything_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = made.program("mlp")
+    topology = Topology.parse("cpu:8")
+    reading, figures = read_program(program, topology.backend), load_calibration(topology.chip)
+    search = MeshSearch(program, reading, Asked(), 4000, 10.0, 0, lambda line: None, figures)
+    monkeypatch.setattr(Climb, "run", lambda *_: pytest.fail("solved"))
+    chosen = search.run(topology)
+    assert chosen.choices is None and all(tried.step_time_s is None for tried in chosen.tried)
+    assert {t.verdict for t in chosen.tried} == {"chosen", "no plan on it fits"}
+
+
+def test_meshes_that_are_not_solved_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = {tried.mesh: tried for tried in searched("wide mlp", "v5e:4x4").meshes}
+    monkeypatch.setattr("autoshard.plan._meshes.MOST_PAIRS", 6000)
+    plan = make_plan(made.program("wide mlp"), topology="v5e:4x4", mesh="auto", refine_axes=False).plan
+    unsolved = [tried for tried in plan.meshes if tried.step_time_s is None and tried.verdict != "chosen"]
+    open_ones = [tried for tried in unsolved if tried.verdict.startswith("not solved: ")]
+    assert open_ones and len(unsolved) < len(plan.meshes)
+    for tried in unsolved:
+        assert tried.bound_s is not None and "no plan on it takes less than" in tried.verdict
+        there = full[tried.mesh].step_time_s or full[tried.mesh].bound_s
+        assert there is not None and 0 < tried.bound_s <= there * (1 + 1e-9)
+        if tried not in open_ones:
+            assert tried.bound_s >= plan.prediction.step_time_s * (1 - LEAST_GAIN)
 
 
 def test_one_device_needs_no_search() -> None:

@@ -40,6 +40,15 @@ def test_rows_come_in_the_order_asked_for_and_equal_plans_made_alone(source: str
         assert row.words == plan.words
 
 
+def test_what_is_kept_changes_no_row(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = autoshard.sweep(source, topologies=["cpu:2"])
+    monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr("autoshard.graph._kept.registrations", lambda: 0)
+    for _ in range(2):
+        assert autoshard.sweep(source, topologies=["cpu:2"], kept=True) == fresh
+    assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".graph"]
+
+
 def test_a_row_that_cannot_be_says_why_and_the_rest_goes_on(source: str) -> None:
     rows = autoshard.sweep(source, topologies=["cpu:4", "cpu:7"])
     assert not rows[0].failed and rows[0].step_time_s is not None
