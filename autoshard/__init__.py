@@ -11,6 +11,7 @@ from autoshard.errors import UserError as UserError
 
 
 if TYPE_CHECKING:
+    from autoshard.exec import refine as refine
     from autoshard.exec.torch_xla_hook import plan_first_step
     from autoshard.plan import Plan as Plan
     from autoshard.plan import Spec as Spec
@@ -36,6 +37,7 @@ _HOMES = {
     "Spec": ("autoshard.plan", "Spec"),
     "auto_policy": ("autoshard.exec.torch_xla_hook", "plan_first_step"),
     "load": ("autoshard.plan", "load_plan"),
+    "refine": ("autoshard.exec", "refine"),
     "sweep": ("autoshard.plan", "sweep"),
     "register_rule": ("autoshard.program", "register_rule"),
     "trace": ("autoshard.program", "trace"),

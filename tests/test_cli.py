@@ -34,6 +34,11 @@ FLAGS = {
     "measure": {"--check", "--debug", "--json", "--plan", "--profile", "--quiet", "--steps", "--tolerance"}
     | PROGRAM
     | PLANNING,
+    "refine": {
+        *("--compile-limit", "--debug", "--json", "--judge", "--out", "--plans", "--quiet", "--rounds", "--steps"),
+        *PROGRAM,
+        *(PLANNING - {"--save-problem"}),
+    },
     "report": {
         *("--compare", "--compiled", "--debug", "--json", "--measured", "--out", "--perfetto", "--profile", "--quiet"),
         "-o",

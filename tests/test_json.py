@@ -75,6 +75,7 @@ def test_every_command_has_the_flag_and_a_section():
         ("plan", f"step.py {MESH}"),
         ("measure", "step.py --plan plan.json --check --steps 2"),
         ("compare", f"step.py {MESH}"),
+        ("refine", f"step.py {MESH} --plans 2 --rounds 1 --steps 2"),
         ("diff", "plan.json other.json"),
         ("explain", "plan.json params.up"),
         ("export", "plan.json --to jax"),

@@ -73,11 +73,13 @@ def _planned(arguments: argparse.Namespace, progress: "Progress") -> tuple["Plan
         nonlocal traced
         began = time.perf_counter()
         arguments.remat = remat
-        program = _open(arguments, progress, arguments.topology, kept=arguments.cached and arguments.rules is None)
+        program = open_program(
+            arguments, progress, arguments.topology, kept=arguments.cached and arguments.rules is None
+        )
         traced += time.perf_counter() - began
         return program
 
-    options = _plan_options(arguments) | {"candidates": arguments.candidates, "progress": progress}
+    options = plan_options(arguments) | {"candidates": arguments.candidates, "progress": progress}
     if arguments.remat == "auto":
         from autoshard.plan import plan_variants
 
@@ -104,11 +106,11 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
             raise UserError(f"--{flag.replace('_', '-')} is for planning; {arguments.plan} is a plan already.")
     plan = load_plan(arguments.plan) if arguments.plan else None
     topology = Topology.parse(plan.topology if plan else arguments.topology)
-    _start_devices(topology)
+    start_devices(topology)
     with show_progress(arguments) as progress:
-        program = _open(arguments, progress)
+        program = open_program(arguments, progress)
         if plan is None:
-            plan = make_plan(program, **_plan_options(arguments), progress=progress).plan
+            plan = make_plan(program, **plan_options(arguments), progress=progress).plan
         progress("Running the planned step" + (" and the unplanned one" if arguments.check else ""))
         options = {name: getattr(arguments, name) for name in ("steps", "check", "tolerance", "profile")}
         result = measure(program, plan, **options, timed_collectives=PROFILED_STEPS)
@@ -133,7 +135,7 @@ def run_compile(arguments: argparse.Namespace, answer: TextIO) -> int:
 
     plan = load_plan(arguments.plan)
     with show_progress(arguments) as progress:
-        program = _open(arguments, progress, plan.topology)
+        program = open_program(arguments, progress, plan.topology)
         progress(f"Compiling for {plan.topology} (a minute or two for a large model)")
         result = compile_plan(program, plan, time_limit=arguments.time_limit)
     if arguments.hlo is not None:
@@ -150,7 +152,7 @@ def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
 
     topology = Topology.parse(arguments.topology)
     if arguments.measure:
-        _start_devices(topology)
+        start_devices(topology)
     else:
         need_no_accelerator()
     from autoshard.exec import compile_figures, compile_plan, measure, measurement_figures
@@ -159,8 +161,8 @@ def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
 
     rows = []
     with show_progress(arguments) as progress:
-        program = _open(arguments, progress, arguments.topology)
-        made = make_plan(program, **_plan_options(arguments), candidates=arguments.candidates, progress=progress)
+        program = open_program(arguments, progress, arguments.topology)
+        made = make_plan(program, **plan_options(arguments), candidates=arguments.candidates, progress=progress)
         run = arguments.compile or arguments.measure
         for name, plan, holds in candidates(made.plan, made.baseline_plans, run, made.candidates):
             compiled = measured = None
@@ -322,7 +324,7 @@ def show_progress(arguments: argparse.Namespace) -> "Progress":
     return Progress(quiet=arguments.quiet)
 
 
-def _open(
+def open_program(
     arguments: argparse.Namespace, progress: "Progress", topology: str | None = None, kept: bool = False
 ) -> "Program":
     """The program; the mesh that a Python file may make finds a CPU device for each of the topology's."""
@@ -349,7 +351,7 @@ def stand_in_devices(source: str, topology: str) -> None:
             ensure_devices(Topology.parse(topology).num_devices)
 
 
-def _start_devices(topology: "Topology") -> None:
+def start_devices(topology: "Topology") -> None:
     """CPU devices are made before anything imports jax; any other devices must be here already."""
     from autoshard.exec import ensure_devices
 
@@ -366,14 +368,14 @@ def _start_devices(topology: "Topology") -> None:
         )
 
 
-def _plan_options(arguments: argparse.Namespace) -> dict[str, Any]:
+def plan_options(arguments: argparse.Namespace) -> dict[str, Any]:
     from autoshard.plan import parameter_specs, read_asked
 
     names = ("topology", "mesh", "memory_limit", "time_limit", "seed", "save_problem", "refine_axes", "calibration")
     pairs = {flag: _merged(flag, getattr(arguments, flag)) for flag in ("pin", "forbid", "axis_only")}
     others = parameter_specs(arguments.pin_from) if arguments.pin_from is not None else None
     asked = read_asked(pairs["pin"], arguments.replicate, pairs["forbid"], pairs["axis_only"], others)
-    return {name: getattr(arguments, name) for name in names} | {"asked": asked}
+    return {name: getattr(arguments, name, None) for name in names} | {"asked": asked}
 
 
 def _merged(flag: str, pairs: list[tuple[str, str]]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from autoshard import __version__
-from autoshard.cli import _commands, _sweep
+from autoshard.cli import _commands, _refine, _sweep
 from autoshard.errors import UserError
 
 
@@ -120,6 +120,28 @@ def build_parser() -> argparse.ArgumentParser:
     sweep.add_argument("--out", metavar="SWEEP.json", type=Path, help="keep rows here; rows it has are not made again")
     _add_cache(sweep)
     sweep.add_argument("--plot", metavar="SWEEP.png", type=Path, help="draw step time, MFU and headroom here")
+
+    refine = _command(
+        commands,
+        "refine",
+        _refine.run_refine,
+        "plan, have the best plans judged, learn from it, and plan again until the choice stands",
+        PROGRAM_HELP,
+    )
+    _add_program(refine)
+    _add_planning(refine, required=True, problem=False)
+    refine.add_argument(
+        "--judge",
+        choices=("compile", "measure"),
+        help="the TPU compiler, or the devices that are here (default: measure for cpu topologies, else compile)",
+    )
+    refine.add_argument("--plans", type=_positive, default=4, metavar="N", help="judged in a round (default: 4)")
+    refine.add_argument("--rounds", type=_positive, default=3, metavar="N", help="at most (default: 3)")
+    refine.add_argument("--steps", type=_positive, default=10, metavar="N", help="to time of each plan (default: 10)")
+    refine.add_argument(
+        "--compile-limit", type=_seconds, default=600.0, metavar="S", help="for compiling one plan (default: 600)"
+    )
+    refine.add_argument("--out", metavar="PLAN.json", type=Path, help="write the plan that was judged best here")
 
     diff = _command(commands, "diff", _commands.run_diff, "say what differs between two plans, and what it costs")
     diff.add_argument("first", metavar="A.json", type=Path, help="a plan")
@@ -247,13 +269,15 @@ def _add_program(
     )
 
 
-def _add_planning(parser: argparse.ArgumentParser, required: bool) -> None:
+def _add_planning(parser: argparse.ArgumentParser, required: bool, problem: bool = True) -> None:
+    """`problem`: the Problem can be written; there is one for each plan."""
     group = parser.add_argument_group("planning")
     group.add_argument("--topology", required=required, metavar="CHIP:SHAPE", help="v5p:4x8x8, v6e:16x16*2, cpu:8 ...")
     _add_limits(group)
-    group.add_argument(
-        "--save-problem", type=Path, metavar="P.json.gz", help="write the Problem, in the contest's format"
-    )
+    if problem:
+        group.add_argument(
+            "--save-problem", type=Path, metavar="P.json.gz", help="write the Problem, in the contest's format"
+        )
     fixed = parser.add_argument_group("specs that you fix; the rest is chosen for them (docs/constraints.md)")
     for flag, form, text in (
         ("--pin", "NAME=SPEC", "the spec of tensors by name or pattern: '*.mlp.*.weight=model,None'"),

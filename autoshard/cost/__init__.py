@@ -30,6 +30,7 @@ from autoshard.cost._fit import Fitted as Fitted
 from autoshard.cost._fit import fit as fit
 from autoshard.cost._fit import hidden_share as hidden_share
 from autoshard.cost._layout import Segment as Segment
+from autoshard.cost._learned import fit_observations as fit_observations
 from autoshard.cost._learned import learned_fit as learned_fit
 from autoshard.cost._learned import said_calibration as said_calibration
 from autoshard.cost._learned import said_of_fit as said_of_fit

@@ -63,11 +63,16 @@ def _sort(compute: Compute, elements: Any, size: Any, *, length: int, arrays: in
     return compute.sort_seconds(elements, length, arrays, size)
 
 
+def _launch(compute: Compute, ops: Any) -> NDArray[np.float64]:
+    return ops * compute.calibration.op_overhead_s
+
+
 WORK: dict[str, Price] = {
     "dot": _dot,
     "op": _op,
     "attention": _attention,
     "sort": _sort,
+    "launch": _launch,
     "stream": Compute.memory_seconds,
     "host": Compute.host_seconds,
 }

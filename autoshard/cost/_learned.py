@@ -1,28 +1,35 @@
 """The figures that plans are priced with: shipped, learned from what was seen here, the user's own."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.cost._calibration import Calibration, load_calibration, own_figures
 from autoshard.cost._database import Database
 from autoshard.cost._fit import Fit, fit
-from autoshard.cost._observations import compiler_version, content_hash
+from autoshard.cost._observations import Observation, compiler_version, content_hash
 from autoshard.cost._topology import Topology
 
 
 _fits: dict[tuple[object, ...], Fit] = {}
 
 
-def learned_fit(topology: Topology, database: Database | None = None) -> Fit:
-    """The figures of a topology with what the user's database (or another one) has seen of it and of this compiler.
+def learned_fit(topology: Topology) -> Fit:
+    """The figures of a topology with what the user's database has seen of it and of this compiler.
 
-    What the user's own calibration file says is not fitted. Without observations the figures are those of
-    `load_calibration`, and nothing is created. Raises what `load_calibration` raises.
+    Without observations they are those of `load_calibration`, and nothing is created. Raises what that raises.
+    """
+    database = Database.of_user()
+    found = [] if database is None else database.read(topology.name, compiler_version(topology))
+    return fit_observations(topology, found)
+
+
+def fit_observations(topology: Topology, observations: Sequence[Observation]) -> Fit:
+    """The same with these observations, all of the topology and of one compiler version.
+
+    What the user's own calibration file says is not fitted. Raises what `load_calibration` raises.
     """
     base = load_calibration(topology.chip)
-    database = database or Database.of_user()
-    observations = [] if database is None else database.read(topology.name, compiler_version(topology))
     fixed = own_figures(topology.chip)
     key = (base, topology.backend, fixed, content_hash(observations))
     if key not in _fits:

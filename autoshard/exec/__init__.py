@@ -22,9 +22,14 @@ from autoshard.exec._estimate import Estimate as Estimate
 from autoshard.exec._estimate import decided as decided
 from autoshard.exec._estimate import estimate as estimate
 from autoshard.exec._estimate import pair_error as pair_error
+from autoshard.exec._judge import Seen as Seen
 from autoshard.exec._measure import Measurement as Measurement
 from autoshard.exec._measure import measure as measure
 from autoshard.exec._measure import measurement_figures as measurement_figures
+from autoshard.exec._refine import Judged as Judged
+from autoshard.exec._refine import Refinement as Refinement
+from autoshard.exec._refine import refine as refine
+from autoshard.exec._refine import refinement_figures as refinement_figures
 from autoshard.exec._torch_plan import TorchPlan as TorchPlan
 from autoshard.exec._torch_plan import placements_of as placements_of
 from autoshard.exec._torch_plan import spec_of_placements as spec_of_placements

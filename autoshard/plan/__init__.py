@@ -13,6 +13,7 @@ from autoshard.plan._again import plan_bills as plan_bills
 from autoshard.plan._asked import Asked as Asked
 from autoshard.plan._asked import read_asked as read_asked
 from autoshard.plan._call import plan as _plan
+from autoshard.plan._digest import plan_digest as plan_digest
 from autoshard.plan._explain import Alternative as Alternative
 from autoshard.plan._explain import Explanation as Explanation
 from autoshard.plan._explain import explain_plan as explain_plan

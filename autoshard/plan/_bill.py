@@ -10,7 +10,7 @@ from autoshard.cost import Bill, Charge, Compute
 from autoshard.plan._heavy import heavy_seconds
 from autoshard.plan._model import HOST, Model, Node
 from autoshard.plan._overlap import Overlap, hiding_figures
-from autoshard.plan._predict import move_steps
+from autoshard.plan._predict import move_relayouts, move_steps
 
 
 def bill_of(model: Model, choices: NDArray[np.int64]) -> Bill:
@@ -40,6 +40,8 @@ def _streamed(model: Model, node: Node, choice: int) -> Iterator[Charge]:
 
 def _communication(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]:
     for move in model.moves:
+        if again := move_relayouts(model, move, choices):
+            yield Charge("launch", (), (float(again),), move.block, move.trips)
         for kind, axes, size, _ in move_steps(model, move, choices):
             hides = hiding_figures(model.collectives, Overlap(move.overlap), kind, axes)
             yield Charge(kind, (("axes", axes),), (size,), move.block, move.trips, hides)

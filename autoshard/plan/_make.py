@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from autoshard.cost import Mesh, Topology, learned_fit, load_calibration, make_mesh, parse_mesh, said_of_fit
+from autoshard.cost import Fit, Mesh, Topology, learned_fit, load_calibration, make_mesh, parse_mesh, said_of_fit
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan._asked import Asked
 from autoshard.plan._demands import check_regions, program_mesh
@@ -66,14 +66,14 @@ def make_plan(
     asked: Asked | None = None,
     refine_axes: bool = True,
     candidates: int = 1,
-    calibration: bool = True,
+    calibration: bool | Fit = True,
     kept: bool = False,
 ) -> PlanResult:
     """Choose a sharding for every tensor; see `autoshard.plan` for the arguments, `read_asked` for `asked`.
 
     `save_problem` writes the Problem whose bound is certified, in the contest's format. `candidates` is how many plans
     to offer at most, ours the first; each further one must differ from the others in what it spends its time on. With
-    `kept` the program's ops come from the cache on disk where they are there.
+    `kept` the program's ops come from the cache on disk where they are there. `calibration` may be a fit made before.
     """
     phases = Phases(progress)
     parsed = Topology.parse(topology)
@@ -83,7 +83,7 @@ def make_plan(
         raise UserError(f"the memory limit is {memory_limit} bytes; it must be more than 0.")
     if candidates < 1:
         raise UserError(f"{candidates} candidates are asked for; the plan itself is one.")
-    learned = learned_fit(parsed) if calibration else None
+    learned = calibration if isinstance(calibration, Fit) else learned_fit(parsed) if calibration else None
     figures = learned.calibration if learned else load_calibration(parsed.chip)
     phases.start("extract", "reading the program's ops and their sharding rules")
     reading = read_program(program, parsed.backend, kept)

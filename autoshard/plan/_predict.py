@@ -159,8 +159,12 @@ def move_steps(model: Model, move: Move, choices: NDArray[np.int64]) -> list[Tra
 
 def relayout_seconds(model: Model, move: Move, choices: NDArray[np.int64]) -> float:
     """Seconds in one step for laying out what a move brings."""
-    count = int(relayouts(_chosen_path(move, choices), model.collectives)[0, 0])
-    return count * model.collectives.calibration.op_overhead_s * move.trips
+    return move_relayouts(model, move, choices) * model.collectives.calibration.op_overhead_s * move.trips
+
+
+def move_relayouts(model: Model, move: Move, choices: NDArray[np.int64]) -> int:
+    """How many of a move's collectives leave a value that is laid out anew."""
+    return int(relayouts(_chosen_path(move, choices), model.collectives)[0, 0])
 
 
 def _chosen_path(move: Move, choices: NDArray[np.int64]) -> Path:

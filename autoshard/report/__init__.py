@@ -30,6 +30,7 @@ from autoshard.report._picture import visualize_sharding as visualize_sharding
 from autoshard.report._picture import visualize_spec as visualize_spec
 from autoshard.report._picture import visualize_tensor_sharding as visualize_tensor_sharding
 from autoshard.report._progress import Progress as Progress
+from autoshard.report._refinement import refinement_report as refinement_report
 from autoshard.report._sweep import plot_sweep as plot_sweep
 from autoshard.report._sweep import sweep_figures as sweep_figures
 from autoshard.report._sweep import sweep_report as sweep_report

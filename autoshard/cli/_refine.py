@@ -1,0 +1,45 @@
+"""`autoshard refine`."""
+
+import argparse
+from typing import TextIO
+
+from autoshard.cli._commands import (
+    check_writable,
+    need_no_accelerator,
+    open_program,
+    plan_options,
+    print_json,
+    print_rich,
+    show_progress,
+    start_devices,
+)
+
+
+def run_refine(arguments: argparse.Namespace, answer: TextIO) -> int:
+    check_writable("--out", arguments.out)
+    from autoshard.cost import Topology
+
+    topology = Topology.parse(arguments.topology)
+    if arguments.judge == "measure" or (arguments.judge is None and topology.backend == "cpu"):
+        start_devices(topology)
+    else:
+        need_no_accelerator()
+    from autoshard.exec import refine, refinement_figures
+    from autoshard.plan import save_plan
+    from autoshard.report import refinement_report
+
+    options = plan_options(arguments)
+    del options["save_problem"]
+    judging = {name: getattr(arguments, name) for name in ("judge", "plans", "rounds", "steps", "compile_limit")}
+    with show_progress(arguments) as progress:
+        program = open_program(arguments, progress, arguments.topology)
+        result = refine(program, **options, **judging, progress=progress)
+        if arguments.out is not None:
+            save_plan(result.plan, arguments.out)
+    if arguments.json:
+        print_json(refinement_figures(result), answer)
+    else:
+        print_rich(refinement_report(result), answer)
+        if arguments.out is not None:
+            print(f"Plan written to {arguments.out}", file=answer)
+    return 0
