@@ -1,10 +1,11 @@
-"""What a nearly full memory is expected to cost: the compiler recomputes, or refuses.
+"""What a nearly full memory is expected to cost: the compiler recomputes, overlaps less, and in the end refuses.
 
-The TPU compiler begins to recompute values on its own when what a program needs exceeds a share of the memory, and
-refuses it when that does not bring it below the whole. What it will need is known within the error of our memory
-model. So a plan near the limit is charged what recomputing first values takes times the chance that they must be, and
-what recomputing the whole forward pass takes times the chance that it does not fit: its way out would be that.
-With room to spare both are nothing. The constants are data, written by `experiments/headroom.py --write`.
+The TPU compiler begins to recompute values on its own when what a program needs exceeds a share of the memory, the
+more the more is missing, and no longer hides all of its communication; it refuses what exceeds the whole. What it will
+need is known within the error of our memory model. So a plan near the limit is charged the mean over that error: of the
+forward pass the share by which the need is between that share and the whole, and of hidden communication what is then
+waited for. A plan that does not fit is charged all of the forward pass, since computing it again is the way out. With
+room to spare all of it is nothing. The constants are data, written by `experiments/headroom.py --write`.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ FORWARD = 1.0 / 3.0
 
 
 NEGLIGIBLE = 5.0
-"""Deviations from which on a chance is none."""
+"""Deviations below a limit from which on the chance to exceed it is none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,12 +33,25 @@ class Headroom:
 
     recompute_from: float
     """Share of the memory above which the compiler recomputes."""
-    recompute: float
-    """Share of the step's compute that it then adds."""
+    unhidden: float
+    """Share of hidden communication that is then waited for."""
     error_mean: float
     """Of (compiled - predicted) peaks of programs that need much of the memory, as shares of it."""
     error_deviation: float
     source: str
+
+    def excess(self, predicted: float, limit: float) -> float:
+        """Mean share of the memory by which the need exceeds `limit`, where so much is predicted."""
+        above = (predicted + self.error_mean - limit) / self.error_deviation
+        if above <= -NEGLIGIBLE:
+            return 0.0
+        density = math.exp(-0.5 * above * above) / math.sqrt(2.0 * math.pi)
+        return max(0.0, self.error_deviation * (density + above * self.chance(predicted, limit)))
+
+    def chance(self, predicted: float, limit: float) -> float:
+        """That the need exceeds `limit`."""
+        above = (predicted + self.error_mean - limit) / self.error_deviation
+        return 0.5 * math.erfc(-above / math.sqrt(2.0)) if above > -NEGLIGIBLE else 0.0
 
 
 @functools.cache
@@ -46,18 +60,19 @@ def load_headroom() -> Headroom:
     return Headroom(**json.loads(_FILE.read_text()))
 
 
-def tight_seconds(topology: Topology, peak_bytes: int, compute_s: float) -> float:
-    """Expected seconds that nearly full memory adds to a step of so much compute and so large a predicted peak.
+def tight_seconds(topology: Topology, peak_bytes: int, compute_s: float, hidden_s: float) -> float:
+    """Expected seconds that nearly full memory adds to a step of so much compute and hidden communication.
 
     Never negative, and 0 where no TPU compiler decides. Memory is what the chip gives, whatever limit was asked for.
     """
     if topology.backend != "tpu":
         return 0.0
-    headroom = load_headroom()
-    needed = peak_bytes / topology.usable_bytes + headroom.error_mean
-    recomputed = _chance((needed - headroom.recompute_from) / headroom.error_deviation)
-    refused = _chance((needed - 1.0) / headroom.error_deviation)
-    return compute_s * (headroom.recompute * recomputed + max(0.0, FORWARD - headroom.recompute) * refused)
+    headroom, share = load_headroom(), peak_bytes / topology.usable_bytes
+    begins = headroom.recompute_from
+    again = (headroom.excess(share, begins) - headroom.excess(share, 1.0)) / (1.0 - begins)
+    return FORWARD * compute_s * min(1.0, max(0.0, again)) + headroom.unhidden * hidden_s * headroom.chance(
+        share, begins
+    )
 
 
 def roomy_bytes(topology: Topology) -> tuple[int, ...]:
@@ -65,8 +80,3 @@ def roomy_bytes(topology: Topology) -> tuple[int, ...]:
     headroom = load_headroom()
     even = headroom.recompute_from - headroom.error_mean
     return tuple(int((even - far * headroom.error_deviation) * topology.usable_bytes) for far in (0.0, 2.0))
-
-
-def _chance(deviations: float) -> float:
-    """That a normally distributed error is less than so many deviations above its mean."""
-    return 0.5 * math.erfc(-deviations / math.sqrt(2.0)) if deviations > -NEGLIGIBLE else 0.0

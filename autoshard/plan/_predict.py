@@ -54,6 +54,11 @@ class Outcome:
     def comm_s(self) -> float:
         return sum(s for (_, what), s in self.channels.items() if what != "compute")
 
+    @property
+    def hidden_s(self) -> float:
+        """Communication that runs beside compute."""
+        return max(0.0, self.comm_s - (self.step_time_s - self.compute_s))
+
 
 def spec_of(model: Model, states: States, row: int, rank: int) -> Spec:
     """The chosen state of a tensor as a `Spec`."""
@@ -256,7 +261,7 @@ def predict(model: Model, outcome: Outcome, memory_limit: int) -> Prediction:
     return Prediction(
         step_time_s=step,
         compute_s=compute,
-        hidden_comm_s=max(0.0, outcome.comm_s - exposed),
+        hidden_comm_s=outcome.hidden_s,
         exposed_comm_s=exposed,
         mfu=mfu(model, step),
         peak_bytes=outcome.peak_bytes,
@@ -265,7 +270,7 @@ def predict(model: Model, outcome: Outcome, memory_limit: int) -> Prediction:
         wire_bytes=wire,
         collectives=outcome.collectives,
         peak_at=_op_name(model, outcome.peak_time),
-        tight_s=tight_seconds(model.mesh.topology, outcome.peak_bytes, compute),
+        tight_s=tight_seconds(model.mesh.topology, outcome.peak_bytes, compute, outcome.hidden_s),
     )
 
 

@@ -356,5 +356,5 @@ def make_candidate(model: Model, name: str, solved: Solved, memory_limit: int) -
 
 
 def _judged(model: Model, name: str, choices: NDArray[np.int64], outcome: Outcome, memory_limit: int) -> Candidate:
-    tight = tight_seconds(model.mesh.topology, outcome.peak_bytes, outcome.compute_s)
+    tight = tight_seconds(model.mesh.topology, outcome.peak_bytes, outcome.compute_s, outcome.hidden_s)
     return Candidate(name, choices, outcome, outcome.peak_bytes <= memory_limit, tight)

@@ -139,7 +139,7 @@ def _warnings(
 
 def _memory_warning(model: Model, outcome: Outcome, memory_limit: int) -> list[str]:
     peak, step, topology = format_bytes(outcome.peak_bytes), outcome.step_time_s, model.mesh.topology
-    tight = tight_seconds(topology, outcome.peak_bytes, outcome.compute_s)
+    tight = tight_seconds(topology, outcome.peak_bytes, outcome.compute_s, outcome.hidden_s)
     if tight > NOTICEABLE * step:
         line = (
             f"memory is tight: {peak} of the chip's {format_bytes(topology.usable_bytes)}; the compiler may recompute "
