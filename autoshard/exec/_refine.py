@@ -120,7 +120,8 @@ class _Memory:
     """What was seen: in the database, and by this run, which goes on where nothing can be kept."""
 
     def __init__(self, topology: Topology, judge: Judge, program: str, database: Database | None) -> None:
-        self.topology, self.judge, self.program, self.database = topology, judge, program, database
+        self.topology, self.program, self.database = topology, program, database
+        self.judge: Judge = judge
         self.compiler = compiler_version(topology)
         self.mine: list[Observation] = []
 
