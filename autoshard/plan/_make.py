@@ -1,6 +1,7 @@
 """The main job: from a program and a topology to a `Plan`."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from autoshard.plan._reading import read_program
 from autoshard.plan._refine import find_refinement
 from autoshard.plan._search import Found, Infeasible
 from autoshard.plan._searcher import Outcome, Phases, Searcher
-from autoshard.plan._write import Writer
+from autoshard.plan._write import WhenAsked, Writer
 from autoshard.program import Program, Role
 from autoshard.solver import write_contest
 
@@ -34,8 +35,9 @@ class PlanResult:
 
     plan: Plan
     wall_s: dict[str, float]
-    baseline_plans: dict[str, Plan]
-    """Every baseline as a plan of its own, completed by the solver, to apply, compile or measure beside ours."""
+    baseline_plans: Mapping[str, Plan]
+    """Every baseline as a plan of its own, completed by the solver, to apply, compile or measure beside ours; written
+    when it is asked for."""
     candidates: tuple[PlanCandidate, ...]
     """The plan, and as many others that really differ as were asked for and found, by predicted time."""
 
@@ -109,10 +111,12 @@ def make_plan(
 
     first = contender(best.model, found, found.best, "plan", "the least predicted time")
     plan = dataclasses.replace(write(first), meshes=searched.tried)
-    completed = {
-        name: writer.write(contender(compared.model, compared.found, c, name, ""))
-        for name, c in compared.found.baselines.items()
-    }
+    completed = WhenAsked(
+        {
+            name: functools.partial(writer.write, contender(compared.model, compared.found, c, name, ""))
+            for name, c in compared.found.baselines.items()
+        }
+    )
     if save_problem is not None:
         write_contest(found.problem, Path(save_problem))
     offered: tuple[PlanCandidate, ...] = (PlanCandidate(first.name, first.why, plan),)

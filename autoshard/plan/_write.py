@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,24 @@ class Writer:
             warnings=_warnings(self.program, model, self.compared, each.choices, each.outcome, self.memory_limit),
             provenance=_provenance(model, self.seed, more),
         )
+
+
+class WhenAsked(Mapping[str, Plan]):
+    """Plans by name, each written when it is first asked for: most are never looked at."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Plan]]) -> None:
+        self._makers, self._made = makers, dict[str, Plan]()
+
+    def __getitem__(self, name: str) -> Plan:
+        if name not in self._made:
+            self._made[name] = self._makers[name]()
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
 
 
 def plan_of_choices(

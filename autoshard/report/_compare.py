@@ -1,7 +1,7 @@
 """The plan and its baselines in one table: as predicted, as compiled, as measured."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -34,7 +34,7 @@ class Row:
 
 
 def candidates(
-    plan: Plan, baselines: dict[str, Plan], propagated: bool, offered: Sequence[PlanCandidate] = ()
+    plan: Plan, baselines: Mapping[str, Plan], propagated: bool, offered: Sequence[PlanCandidate] = ()
 ) -> list[tuple[str, Plan, bool]]:
     """(name, plan, whether its prediction holds) of the plan, those `offered` beside it and all baselines; with
     `propagated`, of each baseline once more without its pins."""

@@ -175,6 +175,13 @@ def _reachable(network: Network, kept: list[Ints]) -> list[Ints] | None:
     return kept
 
 
+def _used(values: Ints, count: int) -> tuple[Ints, Ints]:
+    """`np.unique` with the inverse, for numbers below `count`: without sorting, several times as fast."""
+    used = np.zeros(count, dtype=bool)
+    used[values] = True
+    return np.flatnonzero(used), (np.cumsum(used) - 1)[values]
+
+
 def _pack(network: Network, kept: list[Ints]) -> Flat:
     """Flat arrays of what is left; equal parts of one table are stored once."""
     sizes = [len(mine) for mine in kept]
@@ -187,8 +194,8 @@ def _pack(network: Network, kept: list[Ints]) -> Flat:
             mine = kept[link.first]
             costs[link.first] += link.scale * link.table[link.rows[mine], link.columns[mine]]
             continue
-        used_rows, rows = np.unique(link.rows[kept[link.first]], return_inverse=True)
-        used_columns, columns = np.unique(link.columns[kept[link.second]], return_inverse=True)
+        used_rows, rows = _used(link.rows[kept[link.first]], link.table.shape[0])
+        used_columns, columns = _used(link.columns[kept[link.second]], link.table.shape[1])
         key = (id(link.table), used_rows.tobytes(), used_columns.tobytes())
         if key not in stored:
             part = link.table[np.ix_(used_rows, used_columns)]

@@ -378,3 +378,17 @@ def test_the_room_is_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(plan, Plan) and plan.mesh == {"data": 8}
     assert len(lines) >= 4 and lines[0] == "reading the program's ops and their sharding rules"
     assert np.prod(list(plan.mesh.values())) == len(plan.device_order)
+
+
+def test_plans_of_baselines_are_written_when_asked_for_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autoshard.plan import _write
+
+    written = []
+    original = _write.Writer.write
+    monkeypatch.setattr(_write.Writer, "write", lambda self, each: written.append(each.name) or original(self, each))
+    result = make_plan(made.program("mlp"), topology="cpu:8", mesh="data=4,model=2")
+    assert written == ["plan"] and list(result.baseline_plans) == list(result.plan.baselines)
+    name, prediction = next(iter(result.plan.baselines.items()))
+    assert result.baseline_plans[name] is result.baseline_plans[name]
+    assert result.baseline_plans[name].prediction == prediction
+    assert len(written) == 2

@@ -78,3 +78,13 @@ def test_most_of_a_chain_goes() -> None:
     assert found.complete and found.choices is not None
     assert sum(map(len, found.kept)) < 0.2 * count * wide
     assert evaluate(problem, found.choices).cost <= found.bound * (1 + 1e-6)
+
+
+def test_used_numbers_are_those_of_numpy() -> None:
+    from autoshard.solver._narrow import _used
+
+    rng = np.random.default_rng(8)
+    for size in (0, 1, 5, 40):
+        values = rng.integers(0, 12, size)
+        for mine, theirs in zip(_used(values, 12), np.unique(values, return_inverse=True), strict=True):
+            assert mine.tolist() == theirs.tolist() and mine.dtype == np.int64
