@@ -203,14 +203,16 @@ class _Refiner:
 
     def offered(self, made: PlanResult, number: int) -> list[_Case]:
         """The plans to judge in a round, ours first, no two of them one."""
-        named = [(each.name, each.why, each.plan) for each in made.candidates]
-        rest = sorted(made.baseline_plans.items(), key=lambda item: (item[1].prediction.step_time_s, item[0]))
-        named += [
-            (f"{name}*", "baseline, completed by the solver", plan) for name, plan in rest if plan.prediction.fits
-        ]
         found: dict[str, tuple[str, str, Plan]] = {}
-        for name, why, plan in named:
-            found.setdefault(plan_digest(plan), (name, why, plan))
+        for each in made.candidates:
+            found.setdefault(plan_digest(each.plan), (each.name, each.why, each.plan))
+        named = made.plan.baselines
+        for name in sorted(named, key=lambda name: (named[name].step_time_s, name)):
+            if len(found) >= self.plans:
+                break
+            if named[name].fits:
+                plan = made.baseline_plans[name]
+                found.setdefault(plan_digest(plan), (f"{name}*", "baseline, completed by the solver", plan))
         chosen = dict(list(found.items())[: self.plans])
         new = {digest: each for digest, each in chosen.items() if digest not in self.cases}
         bills = plan_bills(self.program, [plan for _, _, plan in new.values()])
