@@ -7,18 +7,17 @@ from autoshard.mlir._module import main_block, main_function, to_bytes
 from autoshard.mlir._number import number_ops
 
 
-def cut_results(module: Any, keep: int) -> list[tuple[int, int]]:
-    """Drop all but the first `keep` results of `@main` (in place); where each dropped value is made.
+def cut_results(module: Any, keep: int) -> list[tuple[int, int] | None]:
+    """Drop all but the first `keep` results of `@main` (in place), and ops that only they need.
 
-    A place is `(op, result)` in the numbers of `number_ops`, and `(-1, i)` for argument `i`. Call `inline_calls`
-    first: what made a dropped value stays, so no number changes.
+    Returns where each dropped value is made: `(op, result)` in the numbers of `number_ops`, `(-1, i)` for argument `i`,
+    and None for what is not made any more. Call `inline_calls` first.
     """
     from jaxlib.mlir import ir
 
-    numbers = {op: number for number, op in enumerate(number_ops(module))}
     block = main_block(module)
     end = list(block.operations)[-1].operation
-    dropped = [_place(value, numbers) for value in list(end.operands)[keep:]]
+    dropped = list(end.operands)[keep:]
     kept = list(end.operands)[:keep]
     function = main_function(module).operation
     with module.context, end.location:
@@ -30,15 +29,32 @@ def cut_results(module: Any, keep: int) -> list[tuple[int, int]]:
         if "res_attrs" in function.attributes:
             entries = list(ir.ArrayAttr(function.attributes["res_attrs"]))[:keep]
             function.attributes["res_attrs"] = ir.ArrayAttr.get(entries)
-    return dropped
+    unused = _unused(block)
+    alive = {op: number for number, op in enumerate(op for op in number_ops(module) if op not in unused)}
+    places = [_place(value, alive) for value in dropped]
+    for op in reversed(list(unused)):
+        op.erase()
+    return places
 
 
-def _place(value: Any, numbers: dict[Any, int]) -> tuple[int, int]:
+def _unused(block: Any) -> dict[Any, None]:
+    """Ops whose results nobody uses, and those that only such ops use, in the block's order."""
+    found: set[Any] = set()
+    ops = [view.operation for view in block.operations]
+    for op in reversed(ops):
+        users = (use.owner.operation for result in op.results for use in result.uses)
+        if op.results and op.name != "stablehlo.custom_call" and all(user in found for user in users):
+            found.add(op)
+    return {op: None for op in ops if op in found}
+
+
+def _place(value: Any, numbers: dict[Any, int]) -> tuple[int, int] | None:
     from jaxlib.mlir import ir
 
     if isinstance(value.owner, ir.Block):
         return -1, ir.BlockArgument(value).arg_number
-    return numbers[value.owner.operation], ir.OpResult(value).result_number
+    number = numbers.get(value.owner.operation)
+    return None if number is None else (number, ir.OpResult(value).result_number)
 
 
 def to_hlo_proto(module: Any) -> bytes:

@@ -258,3 +258,18 @@ def test_portable_artifacts_are_read():
 
     artifact = export.export(jax.jit(lambda x: x + 1))(X).mlir_module_serialized
     assert "stablehlo.add" in kinds(mlir.inline_calls(mlir.parse_module(artifact)))
+
+
+def test_results_are_cut_with_what_only_they_need():
+    module = mlir.parse_module("""
+        func.func @main(%a: tensor<4xf32>, %b: tensor<4xf32>)
+            -> (tensor<4xf32>, tensor<4xf32>, tensor<4xf32>, tensor<4xf32>) {
+          %0 = stablehlo.multiply %a, %b : tensor<4xf32>
+          %1 = stablehlo.subtract %0, %b : tensor<4xf32>
+          %2 = stablehlo.add %a, %b : tensor<4xf32>
+          %3 = stablehlo.negate %2 : tensor<4xf32>
+          return %3, %1, %b, %2 : tensor<4xf32>, tensor<4xf32>, tensor<4xf32>, tensor<4xf32>
+        }""")
+    assert mlir.cut_results(module, 1) == [None, (-1, 1), (0, 0)]
+    kinds = [op.name for op in mlir.number_ops(module)]
+    assert kinds == ["stablehlo.add", "stablehlo.negate", "func.return"]

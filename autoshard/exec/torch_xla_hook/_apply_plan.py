@@ -1,40 +1,16 @@
 """What stays after the planned first step: marks on state, on new batches, and on activations."""
 
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from autoshard.exec.torch_xla_hook._capture import Capture
-from autoshard.exec.torch_xla_hook._marks import LiveMesh, constrain, held_spec, is_split, mark
+from autoshard.exec.torch_xla_hook._marks import LiveMesh, held_spec, is_split, mark
+from autoshard.exec.torch_xla_hook._pins import ModulePins, Pins
 from autoshard.exec.torch_xla_hook._planning import Decision
-from autoshard.exec.torch_xla_hook._tensors import leaves, on_xla, pending
-from autoshard.exec.torch_xla_hook._watch import Place, Watch, optimizer_state
-from autoshard.plan import Plan, Spec
+from autoshard.exec.torch_xla_hook._tensors import on_xla, pending
+from autoshard.exec.torch_xla_hook._watch import Watch, optimizer_state
+from autoshard.plan import Spec
 from autoshard.program import Role
-
-
-@dataclasses.dataclass(frozen=True)
-class Pins:
-    """Where recorded activations are made: in the user's modules, and in the captured graph."""
-
-    calls: Sequence[Place]
-    shapes: Sequence[tuple[int, ...]]
-    places: Sequence[tuple[int, int]]
-
-    def of(self, plan: Plan) -> dict[tuple[Place, tuple[int, ...]], tuple[Spec, ...]]:
-        """The specs that the plan pins each of them to, one after the other; what it leaves to propagation is left out.
-
-        A value has two where it is made in one spec and used in another: the op that makes it sees the first.
-        """
-        pinned: dict[tuple[int, int], tuple[Spec, ...]] = {}
-        for pin in plan.pins:
-            if pin.operand is None:
-                pinned[pin.op, pin.index] = (*pinned.get((pin.op, pin.index), ()), pin.spec)
-        return {
-            (call, shape): pinned[place]
-            for call, shape, place in zip(self.calls, self.shapes, self.places, strict=True)
-            if place in pinned
-        }
 
 
 class Applied:
@@ -82,8 +58,11 @@ class Applied:
             for _, _, tensor in optimizer_state(optimizer):
                 if id(tensor) in results and results[id(tensor)].dims:
                     self._keep(tensor, results[id(tensor)], mesh)
-        for (call, shape), specs in pins.of(plan).items():
-            self._pin(watch.modules[call[0]], call, shape, tuple(mesh.sharding(spec) for spec in specs))
+        for (place, shape), specs in pins.of(plan).items():
+            module = watch.modules[place.module]
+            if module not in self._pinned:
+                self._pinned[module] = ModulePins(module)
+            self._pinned[module].add(place, shape, [mesh.sharding(spec) for spec in specs])
 
     def _keep(self, tensor: Any, spec: Spec, mesh: LiveMesh) -> None:
         self.specs[tensor] = spec
@@ -100,12 +79,6 @@ class Applied:
         for module in modules:
             if module not in self._outermost:
                 self._outermost[module] = module.register_forward_pre_hook(before, with_kwargs=True)
-
-    def _pin(self, module: Any, call: Place, shape: tuple[int, ...], shardings: tuple[Any, ...]) -> None:
-        if module not in self._pinned:
-            pins = self._pinned[module] = _ModulePins()
-            module.register_forward_hook(pins)
-        self._pinned[module].add(call, shape, shardings)
 
     def mark_batch(self, named: Iterable[tuple[str, Any]]) -> None:
         """Split the inputs among these tensors as planned."""
@@ -128,31 +101,3 @@ class Applied:
         for (tensor, sharding), waits in zip(known, pending([tensor for tensor, _ in known]), strict=True):
             if waits:
                 mark(tensor, sharding)
-
-
-class _ModulePins:
-    """A forward hook that pins the outputs of one module, and their gradients."""
-
-    def __init__(self) -> None:
-        self._by_call: list[dict[tuple[Any, ...], Any]] = []
-        self._calls = 0
-
-    def add(self, call: Place, shape: tuple[int, ...], shardings: tuple[Any, ...]) -> None:
-        _, number, position, what = call
-        while len(self._by_call) <= number:
-            self._by_call.append({})
-        self._by_call[number][position, shape, what] = shardings
-
-    def __call__(self, module: Any, args: Any, output: Any) -> None:
-        pins = self._by_call[self._calls % len(self._by_call)]
-        self._calls += 1
-        for position, (_, tensor) in enumerate(leaves(output, "")):
-            if not on_xla(tensor):
-                continue
-            shape = tuple(tensor.shape)
-            here = pins.get((position, shape, "output"))
-            gradient = pins.get((position, shape, "gradient"))
-            if here is not None:
-                constrain(tensor, here)
-            if gradient is not None and tensor.requires_grad:
-                tensor.register_hook(lambda value, shardings=gradient: constrain(value, shardings))

@@ -33,8 +33,8 @@ class Capture:
     """The user's tensor that each argument was the value of, before the step; None if nobody knows it."""
     roots: tuple[Any, ...]
     """The live tensor that each result is the value of."""
-    places: tuple[tuple[int, int], ...]
-    """Where each recorded activation is made: op number and result of the module (see `mlir.number_ops`)."""
+    places: tuple[tuple[int, int] | None, ...]
+    """Where each recorded value is made: op number and result of the module; None if the roots do not need it."""
     split: Mapping[int, str]
     """HLO sharding strings of arguments that are split already, by argument number."""
 

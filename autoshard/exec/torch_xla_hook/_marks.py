@@ -70,6 +70,16 @@ def constrain(tensor: Any, shardings: Sequence[Any]) -> None:
     mark(tensor, last)
 
 
+def annotated(tensor: Any, shardings: Sequence[Any]) -> Any:
+    """The value of a pending tensor in these shardings, one after the other; the tensor keeps its own."""
+    import torch
+
+    value = torch.clone(tensor)
+    for sharding in shardings:
+        xlac()._xla_annotate_custom_sharding(value, sharding)
+    return value
+
+
 def held_spec(tensor: Any) -> str:
     """The tensor's HLO sharding string; empty if it has none yet."""
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from autoshard.cost import Topology
 from autoshard.errors import UserError
-from autoshard.exec.torch_xla_hook._apply_plan import Applied, Pins
+from autoshard.exec.torch_xla_hook._apply_plan import Applied
 from autoshard.exec.torch_xla_hook._capture import Capture, capture
 from autoshard.exec.torch_xla_hook._here import live_mesh, mesh_here, topology_here
 from autoshard.exec.torch_xla_hook._marks import LiveMesh, mark
+from autoshard.exec.torch_xla_hook._pins import Pins
 from autoshard.exec.torch_xla_hook._planning import Decision, best_mesh, decide
 from autoshard.exec.torch_xla_hook._reads import Reads
 from autoshard.exec.torch_xla_hook._replay import planned_proto, replay

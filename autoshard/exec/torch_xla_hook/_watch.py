@@ -7,12 +7,9 @@ from typing import Any
 
 from autoshard.exec._torch_plan import own_name
 from autoshard.exec.torch_xla_hook._capture import Known
+from autoshard.exec.torch_xla_hook._places import Op, Ops, Place, is_value, nodes_between
 from autoshard.exec.torch_xla_hook._tensors import handles, leaves, on_xla, pending, plain
 from autoshard.program import Role
-
-
-Place = tuple[str, int, int, str]
-"""Module, number of its call, number of the tensor in its output, `output` or `gradient`."""
 
 
 class Watch:
@@ -30,6 +27,9 @@ class Watch:
         self._on_forward = on_forward
         self._names: dict[int, str] = {}
         self._calls: dict[str, int] = {}
+        self._nodes: set[Any] = set()
+        """Nodes of autograd that are of a module already."""
+        self._running: list[_RecordedOps] = []
         self._depth = 0
         self._hooks = contextlib.ExitStack()
 
@@ -46,10 +46,11 @@ class Watch:
                 self._enter(module, args, kwargs)
             self._depth += 1
             try:
-                output = call(module, *args, **kwargs)
+                with self._ops_of(module):
+                    output = call(module, *args, **kwargs)
             finally:
                 self._depth -= 1
-            self._after(module, output)
+            self._after(module, (args, kwargs), output)
             return output
 
         torch.nn.Module.__call__ = watched
@@ -60,18 +61,19 @@ class Watch:
         self._hooks.close()
         self.recorded.clear()
         self.known.clear()
+        self._nodes.clear()
 
     def join(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Watch a call that has begun already: its pre-hooks are running."""
         self._enter(module, args, kwargs)
         self._depth += 1
 
-        def leave(module: Any, args: Any, output: Any) -> None:
+        def leave(module: Any, args: Any, kwargs: Any, output: Any) -> None:
             handle.remove()
             self._depth = max(self._depth - 1, 0)
-            self._after(module, output)
+            self._after(module, (args, kwargs), output)
 
-        handle = module.register_forward_hook(leave, always_call=True)
+        handle = module.register_forward_hook(leave, with_kwargs=True, always_call=True)
 
     def restart(self) -> None:
         """Forget the step so far, and go on watching."""
@@ -81,6 +83,7 @@ class Watch:
         self.modules.clear()
         self._names.clear()
         self._calls.clear()
+        self._nodes.clear()
         self.training = False
 
     @property
@@ -116,29 +119,49 @@ class Watch:
         self._on_forward(module, args, kwargs)
         self.learn(leaves((args, kwargs), "batch"), lambda _: Role.BATCH)
 
-    def _after(self, module: Any, output: Any) -> None:
+    @contextlib.contextmanager
+    def _ops_of(self, module: Any) -> Iterator[None]:
+        """Record the ops that a module runs itself; those of its children are theirs, but counted."""
+        name = self._names.get(id(module))
+        if name is None:
+            yield
+            return
+        call = self._calls.get(name, 0)
+        ops = _RecordedOps(functools.partial(Op, name, call, -1), self.record, lambda: self._running[-1] is ops)
+        self._running.append(ops)
+        try:
+            with ops:
+                yield
+        finally:
+            self._running.remove(ops)
+
+    def _after(self, module: Any, inputs: Any, output: Any) -> None:
         name = self._names.get(id(module))
         if name is None:
             return
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
+        for number, node in enumerate(nodes_between(inputs, output)):
+            if node not in self._nodes:
+                self._nodes.add(node)
+                _RecordedOps(functools.partial(Op, name, call, number), self.record).around(node)
         for number, (_, tensor) in enumerate(leaves(output, "")):
-            if on_xla(tensor) and tensor.dim() > 0 and tensor.is_floating_point():
-                self._record((name, call, number), tensor)
+            if is_value(tensor):
+                self._record_output(functools.partial(Place, name, call, number=number), tensor)
 
-    def _record(self, where: tuple[str, int, int], tensor: Any) -> None:
-        """Keep the values that the tensor and its gradient have now: in-place ops may follow."""
+    def _record_output(self, where: Callable[..., Place], tensor: Any) -> None:
+        import torch
+
+        self.record(where(what="output"), tensor)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            tensor.register_hook(functools.partial(self.record, where(what="gradient")))
+
+    def record(self, where: Place, tensor: Any) -> None:
+        """Keep the value that the tensor has now: in-place ops may follow."""
         import torch
 
         with torch.no_grad():
-            self.recorded[(*where, "output")] = tensor.detach().clone()
-
-        def keep(gradient: Any) -> None:
-            with torch.no_grad():
-                self.recorded[(*where, "gradient")] = gradient.detach().clone()
-
-        if tensor.requires_grad and torch.is_grad_enabled():
-            tensor.register_hook(keep)
+            self.recorded[where] = tensor.detach().clone()
 
     def persistent(self) -> list[Any]:
         """Tensors that outlive a step, in an order that is the same in every run."""
@@ -164,6 +187,36 @@ class Watch:
             for parameter, key, tensor in optimizer_state(optimizer)
         )
         self.learn(named, lambda _: Role.OPTIMIZER_STATE)
+
+
+class _RecordedOps(Ops):
+    """Records what ops take, and what they make."""
+
+    def __init__(
+        self,
+        name: Callable[[str, int], Op],
+        record: Callable[[Place, Any], None],
+        mine: Callable[[], bool] = lambda: True,
+    ) -> None:
+        super().__init__()
+        self._name = name
+        self._record = record
+        self._mine = mine
+
+    def before(self, kind: str, turn: int, operands: Sequence[Any]) -> Sequence[Any]:
+        self._keep("operand", kind, turn, operands)
+        return operands
+
+    def after(self, kind: str, turn: int, results: Sequence[Any]) -> None:
+        self._keep("result", kind, turn, results)
+
+    def _keep(self, what: str, kind: str, turn: int, values: Sequence[Any]) -> None:
+        if not self._mine():
+            return
+        op = self._name(kind, turn)
+        for number, value in enumerate(values):
+            if is_value(value) and all(pending([value])):
+                self._record(Place(op.module, op.call, what, number, op), value)
 
 
 def optimizer_state(optimizer: Any) -> Iterator[tuple[Any, str, Any]]:

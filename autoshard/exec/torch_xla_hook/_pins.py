@@ -1,0 +1,163 @@
+"""What keeps values of later steps as planned: pins on what modules give, on its gradients, and on some ops inside.
+
+A plan may hand a value to one op in another spec than the one it is made in. Where neither is what a module gives, XLA
+is free to move the op's result instead, which can be much larger. So operands and results of such an op are pinned.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from autoshard.exec.torch_xla_hook._marks import annotated, constrain
+from autoshard.exec.torch_xla_hook._places import Op, Ops, Place, is_value, nodes_between
+from autoshard.exec.torch_xla_hook._tensors import leaves, on_xla
+from autoshard.plan import Plan, Spec
+
+
+Pinned = Mapping[tuple[Place, tuple[int, ...]], tuple[Spec, ...]]
+"""Place and shape of a value -> the specs that it is pinned to, one after the other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pins:
+    """Where recorded values are made: in the user's script, and in the captured graph."""
+
+    calls: Sequence[Place]
+    shapes: Sequence[tuple[int, ...]]
+    places: Sequence[tuple[int, int] | None]
+
+    def of(self, plan: Plan) -> Pinned:
+        """The specs that the plan pins each of them to; what it leaves to propagation is left out.
+
+        A value has two where it is made in one spec and used in another: the op that makes it sees the first.
+        """
+        made: dict[tuple[int, int], tuple[Spec, ...]] = {}
+        taken: dict[tuple[int, int, int], Spec] = {}
+        for pin in plan.pins:
+            if pin.operand is None:
+                made[pin.op, pin.index] = (*made.get((pin.op, pin.index), ()), pin.spec)
+            else:
+                taken[pin.op, pin.index, pin.operand[0]] = pin.spec
+        zipped = zip(self.calls, self.shapes, self.places, strict=True)
+        every = [(call, shape, place) for call, shape, place in zipped if place is not None]
+        takes = {call.op: place[0] for call, _, place in every if call.what == "result"}
+        handed = {
+            call: taken[*place, takes[call.op]]
+            for call, _, place in every
+            if call.what == "operand" and call.op in takes and (*place, takes[call.op]) in taken
+        }
+        chosen = {call.op for call in handed}
+        found: dict[tuple[Place, tuple[int, ...]], tuple[Spec, ...]] = {}
+        for call, shape, place in every:
+            if call in handed:
+                found[call, shape] = (handed[call],)
+            elif place in made and (call.op is None or call.op in chosen):
+                found[call, shape] = made[place]
+        return found
+
+
+class OpPins:
+    """Shardings, ready-made, of what some ops take and make."""
+
+    def __init__(self) -> None:
+        self._pins: dict[tuple[str, int, str, int, tuple[int, ...]], Sequence[Any]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._pins)
+
+    def add(self, op: Op, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
+        self._pins[op.kind, op.turn, place.what, place.number, shape] = shardings
+
+    def of(self, kind: str, turn: int, what: str, values: Sequence[Any]) -> Iterator[tuple[int, Any, Sequence[Any]]]:
+        """Number, value and shardings of those values that are pinned; one of another shape is another value."""
+        for number, value in enumerate(values):
+            if is_value(value):
+                shardings = self._pins.get((kind, turn, what, number, tuple(value.shape)))
+                if shardings is not None:
+                    yield number, value, shardings
+
+
+class PinnedOps(Ops):
+    """Pins what ops take, for them alone, and what they make."""
+
+    def __init__(self, pins: OpPins) -> None:
+        super().__init__()
+        self._pins = pins
+
+    def before(self, kind: str, turn: int, operands: Sequence[Any]) -> Sequence[Any]:
+        given = list(operands)
+        for number, value, shardings in self._pins.of(kind, turn, "operand", operands):
+            given[number] = annotated(value, shardings)
+        return given
+
+    def after(self, kind: str, turn: int, results: Sequence[Any]) -> None:
+        for _, value, shardings in self._pins.of(kind, turn, "result", results):
+            constrain(value, shardings)
+
+
+class CallPins:
+    """Shardings, ready-made, of the values of one call of a module."""
+
+    def __init__(self) -> None:
+        self._given: dict[tuple[str, int, tuple[int, ...]], Sequence[Any]] = {}
+        self._nodes: dict[int, OpPins] = {}
+        self.ops = OpPins()
+
+    def add(self, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
+        if place.op is None:
+            self._given[place.what, place.number, shape] = shardings
+        else:
+            ops = self.ops if place.op.node < 0 else self._nodes.setdefault(place.op.node, OpPins())
+            ops.add(place.op, place, shape, shardings)
+
+    def apply(self, inputs: Any, output: Any) -> None:
+        """Pin what a call has given, and what its backward pass will take and make."""
+        for number, (_, tensor) in enumerate(leaves(output, "")):
+            if not on_xla(tensor):
+                continue
+            shape = tuple(tensor.shape)
+            here = self._given.get(("output", number, shape))
+            gradient = self._given.get(("gradient", number, shape))
+            if here is not None:
+                constrain(tensor, here)
+            if gradient is not None and tensor.requires_grad:
+                tensor.register_hook(lambda value, shardings=gradient: constrain(value, shardings))
+        if self._nodes:
+            for number, node in enumerate(nodes_between(inputs, output)):
+                if number in self._nodes:
+                    PinnedOps(self._nodes[number]).around(node)
+
+
+class ModulePins:
+    """Hooks that pin the values of the calls of one module, in turn."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._calls: list[CallPins] = []
+        self._number = 0
+        self._running: list[PinnedOps | None] = []
+        self._watches_ops = False
+        module.register_forward_hook(self._after, with_kwargs=True)
+
+    def add(self, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
+        while len(self._calls) <= place.call:
+            self._calls.append(CallPins())
+        self._calls[place.call].add(place, shape, shardings)
+        if self._calls[place.call].ops and not self._watches_ops:
+            self._watches_ops = True
+            self._module.register_forward_pre_hook(self._enter, prepend=True)
+            self._module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, module: Any, args: Any) -> None:
+        ops = self._calls[self._number % len(self._calls)].ops
+        self._running.append(PinnedOps(ops).__enter__() if ops else None)
+
+    def _leave(self, module: Any, args: Any, output: Any) -> None:
+        running = self._running.pop()
+        if running is not None:
+            running.__exit__(None, None, None)
+
+    def _after(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        pins = self._calls[self._number % len(self._calls)]
+        self._number += 1
+        pins.apply((args, kwargs), output)
