@@ -3,10 +3,14 @@
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoshard.errors import UserError
 from autoshard.plan import Plan, Spec, is_stacked, layer_pattern
+
+
+if TYPE_CHECKING:
+    from autoshard.exec.torch_xla_hook import LiveMesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,33 +56,42 @@ class TorchPlan:
 
         if not xr.is_spmd():
             raise UserError("plan.mark: SPMD mode is off; call torch_xla.runtime.use_spmd() first.")
-        from autoshard.exec.torch_xla_hook import live_mesh, move_marked
+        from autoshard.exec.torch_xla_hook import move_marked
 
-        specs = self.specs(model)
-        mesh = live_mesh(self.plan.topology, self.plan.mesh)
+        specs, mesh = self.specs(model), self._live_mesh()
         move_marked(model, {name: mesh.sharding(spec) for name, spec in specs.items() if spec.dims})
         return model
 
     def xla_mesh(self) -> Any:
         """`torch_xla.distributed.spmd.Mesh` of the plan, its axes by name."""
-        from autoshard.exec.torch_xla_hook import live_mesh
+        return self._live_mesh().mesh
 
-        return live_mesh(self.plan.topology, self.plan.mesh).mesh
+    def _live_mesh(self) -> "LiveMesh":
+        """The plan's mesh, in its own order of devices, over the devices that are here."""
+        from autoshard.exec.torch_xla_hook import LiveMesh, xla_devices
+
+        return LiveMesh(self.plan.mesh, xla_devices(self.plan.topology, self.plan.device_order))
 
     def input_sharding(self) -> Any:
         """What `MpDeviceLoader(input_sharding=...)` takes; see `Plan.input_sharding`."""
         import torch_xla.distributed.spmd as xs
 
-        from autoshard.exec.torch_xla_hook import partition
+        from autoshard.exec.torch_xla_hook import inputs_by_shape, partition
 
-        mesh = self.xla_mesh()
-        batch = {name: self.plan.arguments[name] for name in self.plan.arguments if self.plan.roles[name] == "batch"}
+        plan, mesh = self.plan, self._live_mesh()
+        batch = {
+            name.removeprefix("batch."): (plan.shapes[name], spec)
+            for name, spec in plan.arguments.items()
+            if plan.roles[name] == "batch"
+        }
         if not batch:
-            raise UserError(f"the plan for {self.plan.program_name} has no batch, so that there is nothing to load.")
-        made = {name: xs.ShardingSpec(mesh, partition(spec)) for name, spec in batch.items()}
-        if len({spec for spec in batch.values()}) == 1:
+            raise UserError(f"the plan for {plan.program_name} has no batch, so that there is nothing to load.")
+        made = {name: xs.ShardingSpec(mesh.mesh, partition(spec)) for name, (_, spec) in batch.items()}
+        if len({spec for _, spec in batch.values()}) == 1:
             return next(iter(made.values()))
-        return {name.removeprefix("batch."): spec for name, spec in made.items()}
+        if all(name.isidentifier() for name in batch):
+            return made
+        return inputs_by_shape(batch, mesh)
 
     def placements(self, model: Any, mesh: Any) -> dict[str, tuple[Any, ...]]:
         """DTensor placements of every parameter of a module on a `DeviceMesh`; see `Plan.placements`."""

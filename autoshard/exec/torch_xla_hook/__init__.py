@@ -7,7 +7,8 @@ outputs of the user's modules are pinned in every later step.
 
 from autoshard.exec.torch_xla_hook._enable import install as install
 from autoshard.exec.torch_xla_hook._enable import session as session
-from autoshard.exec.torch_xla_hook._here import live_mesh as live_mesh
+from autoshard.exec.torch_xla_hook._here import xla_devices as xla_devices
+from autoshard.exec.torch_xla_hook._inputs import inputs_by_shape as inputs_by_shape
 from autoshard.exec.torch_xla_hook._marks import LiveMesh as LiveMesh
 from autoshard.exec.torch_xla_hook._marks import held_spec as held_spec
 from autoshard.exec.torch_xla_hook._marks import is_split as is_split

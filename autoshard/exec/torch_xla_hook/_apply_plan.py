@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from autoshard.exec.torch_xla_hook._capture import Capture
+from autoshard.exec.torch_xla_hook._compiled import train_lazily
 from autoshard.exec.torch_xla_hook._marks import LiveMesh, held_spec, is_split, mark
 from autoshard.exec.torch_xla_hook._pins import ModulePins, Pins
 from autoshard.exec.torch_xla_hook._planning import Decision
@@ -73,20 +74,28 @@ class Applied:
     ) -> None:
         """Have `on_call` told before each call of these modules."""
 
+        import torch
+
         def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            on_call(module, args, kwargs)
+            if not torch.compiler.is_compiling():
+                on_call(module, args, kwargs)
 
         for module in modules:
             if module not in self._outermost:
                 self._outermost[module] = module.register_forward_pre_hook(before, with_kwargs=True)
+                train_lazily(module)
 
     def mark_batch(self, named: Iterable[tuple[str, Any]]) -> None:
         """Split the inputs among these tensors as planned."""
         for _, tensor in named:
             self.mark_input(tensor)
 
+    def batch_spec(self, tensor: Any) -> tuple[Spec, LiveMesh] | None:
+        """How an input of this shape and dtype is split, None if the plan does not know it."""
+        return self.batches.get((tuple(tensor.shape), tensor.dtype))
+
     def mark_input(self, tensor: Any) -> None:
-        found = self.batches.get((tuple(tensor.shape), tensor.dtype))
+        found = self.batch_spec(tensor)
         if found is not None and on_xla(tensor) and not tensor.requires_grad and not is_split(held_spec(tensor)):
             spec, mesh = found
             mark(tensor, mesh.sharding(spec))

@@ -134,6 +134,6 @@ def _stand_in(made: Session) -> None:
 
     @functools.wraps(send)
     def send_planned(datas: Any, device: Any, input_sharding: Any = None) -> Any:
-        return send(datas, device, PlannedInputs(made.applied) if input_sharding is None else input_sharding)
+        return send(datas, device, PlannedInputs(made.applied.batch_spec) if input_sharding is None else input_sharding)
 
     xm.send_cpu_data_to_device = send_planned

@@ -1,32 +1,59 @@
 """Data on its way to the device: new batches are split as planned when they are sent."""
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from autoshard.exec.torch_xla_hook._apply_plan import Applied
-from autoshard.exec.torch_xla_hook._marks import partition
+from autoshard.errors import UserError
+from autoshard.exec.torch_xla_hook._marks import LiveMesh, partition
+from autoshard.plan import Spec
 
 
 class PlannedInputs:
-    """Stands where PyTorch/XLA's loaders take one `ShardingSpec` for all tensors; here each has its own."""
+    """Stands where PyTorch/XLA's loaders take one `ShardingSpec` for all tensors; here each has its own.
+
+    `find` says how a tensor of the host is split, None if it is not. Nested batches work, since it is asked of each.
+    """
 
     minibatch = False
 
-    def __init__(self, applied: Applied) -> None:
-        self._applied = applied
+    def __init__(self, find: Callable[[Any], tuple[Spec, LiveMesh] | None]) -> None:
+        self._find = find
 
     def xla_spec(self, tensor: Any) -> Any:
-        """`_XLAC.XlaShardingSpec` of a host tensor; None if the plan does not split such an input."""
+        """`_XLAC.XlaShardingSpec` of a host tensor; None if it is not split."""
         import torch_xla.distributed.spmd as xs
 
-        found = self._applied.batches.get((tuple(tensor.shape), tensor.dtype))
+        found = self._find(tensor)
         if found is None:
             return None
         spec, mesh = found
         return xs.ShardingSpec(mesh.mesh, partition(spec)).xla_spec(tensor)
 
     def can_apply(self, tensor: Any) -> bool:
-        return (tuple(tensor.shape), tensor.dtype) in self._applied.batches
+        return self._find(tensor) is not None
+
+
+def inputs_by_shape(inputs: Mapping[str, tuple[tuple[int, ...], Spec]], mesh: LiveMesh) -> PlannedInputs:
+    """The sharding of a nested batch, whose tensors a loader hands over without their names.
+
+    `inputs` are shapes and specs by name. Raises `UserError` for inputs of one shape that are split in several ways.
+    """
+    known: dict[tuple[int, ...], tuple[str, Spec]] = {}
+    for name, (shape, spec) in inputs.items():
+        other, held = known.setdefault(shape, (name, spec))
+        if held != spec:
+            raise UserError(
+                f"the inputs {other} and {name} are both of shape {list(shape)}, but the plan splits one as {held} and "
+                f"the other as {spec}: a loader cannot tell them apart in a nested batch; give it a flat dict, or pin "
+                "both to one spec."
+            )
+
+    def find(tensor: Any) -> tuple[Spec, LiveMesh] | None:
+        found = known.get(tuple(tensor.shape))
+        return None if found is None else (found[1], mesh)
+
+    return PlannedInputs(find)
 
 
 def watch_moves(made: Any) -> None:

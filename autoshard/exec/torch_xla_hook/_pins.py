@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from autoshard.exec.torch_xla_hook._marks import annotated, constrain
 from autoshard.exec.torch_xla_hook._places import Op, Ops, Place, is_value, nodes_between
 from autoshard.exec.torch_xla_hook._tensors import leaves, on_xla
@@ -129,7 +131,7 @@ class CallPins:
 
 
 class ModulePins:
-    """Hooks that pin the values of the calls of one module, in turn."""
+    """Hooks that pin the values of the calls of one module, in turn. Where dynamo traces it they do nothing."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -149,15 +151,21 @@ class ModulePins:
             self._module.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, module: Any, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         ops = self._calls[self._number % len(self._calls)].ops
         self._running.append(PinnedOps(ops).__enter__() if ops else None)
 
     def _leave(self, module: Any, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         running = self._running.pop()
         if running is not None:
             running.__exit__(None, None, None)
 
     def _after(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         pins = self._calls[self._number % len(self._calls)]
         self._number += 1
         pins.apply((args, kwargs), output)

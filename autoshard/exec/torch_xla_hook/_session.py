@@ -160,14 +160,18 @@ class Session:
             log.warning("%s", sentence)
 
     def _place(self, taken: Capture, decision: Decision, mesh: LiveMesh, replaces: bool) -> None:
-        """Split the graph's inputs as decided. What an inference plan has split before training, is split anew."""
+        """Split the graph's inputs as decided. What an inference plan has split before training, is split anew.
 
-        for number, (value, spec) in enumerate(zip(taken.inputs, decision.specs, strict=True)):
+        The user's tensors hold the split data from here on, but for those that the step gives a new value.
+        """
+        for number, (value, tensor, spec) in enumerate(zip(taken.inputs, taken.tensors, decision.specs, strict=True)):
             if spec is None:
                 continue
             if replaces and number in taken.split and mesh.write(spec) != taken.split[number]:
                 xlac()._xla_clear_sharding(value)
             mark(value, mesh.sharding(spec))
+            if tensor is not None and not any(pending([tensor])):
+                become(tensor, value)
 
 
 def signature(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

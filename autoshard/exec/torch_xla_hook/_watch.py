@@ -7,6 +7,7 @@ from typing import Any
 
 from autoshard.exec._torch_plan import own_name
 from autoshard.exec.torch_xla_hook._capture import Known
+from autoshard.exec.torch_xla_hook._compiled import lazily
 from autoshard.exec.torch_xla_hook._places import Op, Ops, Place, is_value, nodes_between
 from autoshard.exec.torch_xla_hook._tensors import handles, leaves, on_xla, pending, plain
 from autoshard.program import Role
@@ -47,7 +48,7 @@ class Watch:
             self._depth += 1
             try:
                 with self._ops_of(module):
-                    output = call(module, *args, **kwargs)
+                    output = lazily(module, call)(*args, **kwargs)
             finally:
                 self._depth -= 1
             self._after(module, (args, kwargs), output)
