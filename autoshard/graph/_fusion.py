@@ -4,7 +4,8 @@ The rule: heavy ops write what they make and read what they take; pointwise valu
 whoever consumes them, unless recomputing them for several consumers would read more than keeping them costs. On TPUs
 matmuls without batch dims are consumers like others: what leads from one matmul's result to the operands of the next
 ones (activation functions, norms and their gradients) is not stored, but computed again in each of them (read from
-the scheduled programs of decoders and MLPs, v4 to tpu7x, libtpu 0.0.51).
+the scheduled programs of decoders and MLPs, v4 to tpu7x, libtpu 0.0.51). What becomes of attention's scores there
+depends on the spec: `_softmax`.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from autoshard.graph._hosted import INTO_STACKS, TO_DEVICE, TO_HOST, hosted
 from autoshard.graph._manual import IN, OUT
 from autoshard.graph._records import Op, OpClass, OpGraph
+from autoshard.graph._softmax import Softmax, is_batched
 from autoshard.graph._stored import stored, widened
 
 
@@ -48,6 +50,8 @@ class Liveness:
     """Bytes of an element, for buffers that hold their tensor in another dtype (see `_stored`)."""
     hosted: frozenset[int] = frozenset()
     """Tensors in the host's memory; none of `buffers` is one of theirs."""
+    softmaxes: tuple[Softmax, ...] = ()
+    """What their clusters hold and move depends on the spec: none of `buffers` is one of theirs."""
 
     def itemsize(self, graph: OpGraph, buffer: tuple[int, int, int]) -> int:
         """Bytes of an element of a buffer."""
@@ -60,12 +64,13 @@ def analyse(
     kept: Collection[int] = (),
     updates: Mapping[int, int] | None = None,
     fused_matmuls: bool = False,
+    softmaxes: tuple[Softmax, ...] = (),
 ) -> Liveness:
     """Fusions, and the lifetime of every value that reaches memory.
 
     `kept`: arguments that the caller keeps (not donated), held throughout. `updates`: for donated state, argument
     tensor -> the result tensor that is written over it. `fused_matmuls`: a matmul's kernel computes the pointwise
-    values that it takes, as TPU compilers have it.
+    values that it takes, as TPU compilers have it. `softmaxes`: those that `find_softmaxes` gives, for the same ones.
     """
     free = {t for op in graph.ops if op.op_class is OpClass.FREE for t in op.results}
     consumers: list[list[int]] = [[] for _ in graph.tensors]
@@ -126,9 +131,10 @@ def analyse(
             fusions.append(Fusion(op.id, tuple(writes), tuple(sorted(reads)), moved))
     away = hosted(graph)
     buffers = _buffers(graph, fusions, materialised, free, reach, bases, kept, updates or {})
-    buffers = tuple(buffer for buffer in buffers if buffer[0] not in away)
+    away_or_apart = away.union(*(softmax.tensors for softmax in softmaxes))
+    buffers = tuple(buffer for buffer in buffers if buffer[0] not in away_or_apart)
     more, widths = stored(graph, buffers, wide)
-    return Liveness(tuple(fusions), frozenset(materialised), tuple(sorted((*buffers, *more))), widths, away)
+    return Liveness(tuple(fusions), frozenset(materialised), tuple(sorted((*buffers, *more))), widths, away, softmaxes)
 
 
 def _widens(graph: OpGraph, op: Op) -> bool:
@@ -215,11 +221,8 @@ def _ends_of(graph: OpGraph, consumers: Sequence[list[int]], pinned: set[int]) -
 
 
 def _is_plain_matmul(op: Op) -> bool:
-    """True for a dot without batch dims. Those of attention, which have some, find their operands stored."""
-    if op.kind != "dot_general" or op.rule is None:
-        return False
-    left, right, out = ({f for dim in dims for f in dim} for dims in (*op.rule.operands, op.rule.results[0]))
-    return not left & right & out
+    """True for a dot without batch dims. Of those with some, `_softmax` has the ones of attention."""
+    return op.kind == "dot_general" and op.rule is not None and not is_batched(op)
 
 
 def _buffers(

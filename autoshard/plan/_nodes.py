@@ -3,12 +3,12 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from autoshard.cost import Calibration, Collectives, Compute, Mesh
-from autoshard.graph import Cluster, Liveness, Op, OpClass, OpGraph, Structure
+from autoshard.graph import Cluster, Liveness, Op, OpClass, OpGraph, Softmax, Structure
 from autoshard.plan._demands import Demand, allowed_states, axis_numbers, free_of, program_demands
 from autoshard.plan._hand import by_hand, own_collectives
 from autoshard.plan._handling import inner_collectives
@@ -44,6 +44,7 @@ class NodePricer:
         self.nodes: list[Node] = []
         roles = {t: a.role for t, a in zip(graph.arguments, program.arguments, strict=True)}
         self.roles = roles
+        self.softmaxes = {softmax.cluster: softmax for softmax in liveness.softmaxes}
         self.stored = self.clusters_of(t for t, role in roles.items() if role is Role.PARAMETER)
         states = self.clusters_of(t for t, role in roles.items() if role is Role.OPTIMIZER_STATE)
         updates = {structure.cluster_of[result] for result, argument in structure.ties if argument in roles}
@@ -79,20 +80,61 @@ class NodePricer:
                 groups = self.group_sizes(cluster.id, range(len(cluster.sizes)))
                 states = states[self.refinement.apart(states, groups)]
             local = {t: self.local_bytes(cluster.id, states, t) for t in cluster.tensors}
-            time: dict[Channel, Seconds] = {}
-            for block, items in traffic[cluster.id].items():
-                for away, what in ((False, "compute"), (True, HOST)):
-                    moved = [local[t] * trips for t, trips in items if (t in self.liveness.hosted) == away]
-                    if moved:
-                        rate = self.compute.host_seconds if away else self.compute.memory_seconds
-                        time[(block, what)] = rate(sum(moved, np.zeros(len(states))))
-            memory = tuple(
-                MemoryTerm(self.memory_kind(cluster.id, *buffer), *buffer[1:], self.held(local[buffer[0]], *buffer))
-                for buffer in buffers[cluster.id]
-            )
+            softmax = self.softmaxes.get(cluster.id)
+            if softmax is None:
+                time = self.cluster_seconds(traffic[cluster.id], local, len(states))
+                memory = tuple(
+                    MemoryTerm(self.memory_kind(cluster.id, *buffer), *buffer[1:], self.held(local[buffer[0]], *buffer))
+                    for buffer in buffers[cluster.id]
+                )
+            else:
+                again = self.computes_again(softmax, states)
+                time = {(softmax.loop, "compute"): self.softmax_seconds(softmax, again, local)}
+                memory = self.softmax_memory(softmax, again, local)
             name = self.cluster_name(cluster.tensors)
             held = np.ones(len(states), dtype=bool)
             self.nodes.append(Node("cluster", cluster.id, states, held, time, memory, name))
+
+    def cluster_seconds(
+        self, traffic: Mapping[int, Sequence[tuple[int, float]]], local: Mapping[int, Seconds], states: int
+    ) -> dict[Channel, Seconds]:
+        """Time of what fusions move of a cluster's tensors: by block, (tensor, how often)."""
+        time: dict[Channel, Seconds] = {}
+        for block, items in traffic.items():
+            for away, what in ((False, "compute"), (True, HOST)):
+                moved = [local[t] * trips for t, trips in items if (t in self.liveness.hosted) == away]
+                if moved:
+                    rate = self.compute.host_seconds if away else self.compute.memory_seconds
+                    time[(block, what)] = rate(sum(moved, np.zeros(states)))
+        return time
+
+    def computes_again(self, softmax: Softmax, states: States) -> np.ndarray:
+        """The states in which probabilities are computed again: a local dim of one, or the rows are split."""
+        shape = self.graph.tensors[softmax.scores].shape
+        dims = self.dims_states(softmax.cluster, states, softmax.scores)
+        split = np.isin(dims, softmax.rows).any(axis=1)
+        single = [local_elements(np.where(dims == d, 0, WHOLE), (n,), self.axes) == 1 for d, n in enumerate(shape)]
+        return np.logical_or.reduce([split, *single])
+
+    def softmax_seconds(self, softmax: Softmax, again: np.ndarray, local: Mapping[int, Seconds]) -> Seconds:
+        """Time of a softmax beside its matmuls, in every state."""
+        whole, other = (
+            sum((times * local[t] for t, times in form.moved), np.zeros(len(again)))
+            for form in (softmax.whole, softmax.again)
+        )
+        return self.compute.memory_seconds(np.where(again, other, whole)) * self.graph.trips(softmax.loop)
+
+    def softmax_memory(
+        self, softmax: Softmax, again: np.ndarray, local: Mapping[int, Seconds]
+    ) -> tuple[MemoryTerm, ...]:
+        """What a softmax holds; a buffer of one form takes nothing in states of the other."""
+        terms = []
+        for form, mine in ((softmax.whole, ~again), (softmax.again, again)):
+            for tensor, start, stop, width in form.buffers:
+                record = self.graph.tensors[tensor]
+                usage = np.where(mine, local[tensor] / (record.bytes // record.elements) * width, 0).astype(np.int64)
+                terms.append(MemoryTerm(self.memory_kind(softmax.cluster, tensor, start, stop), start, stop, usage))
+        return tuple(terms)
 
     def asked_states(self, cluster: Cluster, states: States) -> States:
         """The states that keep what the program asks for; of demands that exclude each other the first ones."""

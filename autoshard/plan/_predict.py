@@ -224,6 +224,15 @@ def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, i
         size = int(np.prod(local, dtype=np.int64)) * model.liveness.itemsize(model.graph, (tensor, start, stop))
         kind = kinds[(start, stop, model.cluster_node[cluster])]
         events += [(start, size, kind), (stop, -size, kind)]
+    for softmax in model.liveness.softmaxes:
+        spec = tensor_spec(model, choices, softmax.scores)
+        split = any(spec.dims[dim] for dim in softmax.rows)
+        again = split or 1 in spec.local_shape(model.graph.tensors[softmax.scores].shape, sizes)
+        for tensor, start, stop, width in (softmax.again if again else softmax.whole).buffers:
+            local = tensor_spec(model, choices, tensor).local_shape(model.graph.tensors[tensor].shape, sizes)
+            size = int(np.prod(local, dtype=np.int64)) * width
+            kind = kinds[(start, stop, model.cluster_node[softmax.cluster])]
+            events += [(start, size, kind), (stop, -size, kind)]
     for (tensor, _), number in model.copy_nodes.items():
         node = model.nodes[number]
         row = int(choices[number])

@@ -9,6 +9,7 @@ from autoshard.graph import (
     Structure,
     analyse,
     build_structure,
+    find_softmaxes,
     kept_graph,
     read_graph,
     replace_names,
@@ -47,7 +48,9 @@ def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
     named = list(zip(graph.arguments, program.arguments, strict=True))
     undonated = [t for t, a in named if not a.donated]
     updates = {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None}
-    liveness = analyse(graph, undonated, updates, fused_matmuls=backend == "tpu")
+    tpu = backend == "tpu"
+    softmaxes = find_softmaxes(graph, structure) if tpu else ()
+    liveness = analyse(graph, undonated, updates, fused_matmuls=tpu, softmaxes=softmaxes)
     return Reading(graph, structure, liveness, find_groups(program, graph, structure))
 
 

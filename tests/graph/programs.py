@@ -16,6 +16,10 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
+def bf16(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
 def graph_of(fn: Callable[..., Any], *args: Any) -> OpGraph:
     return read_graph(trace(fn, args).module)
 

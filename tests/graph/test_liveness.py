@@ -9,7 +9,7 @@ from jax import lax
 
 from autoshard.graph import Liveness, OpGraph, analyse, read_graph
 from tests.graph import programs as made
-from tests.graph.programs import f32, graph_of, ops
+from tests.graph.programs import bf16, f32, graph_of, ops
 
 
 def lifetimes(liveness: Liveness) -> dict[int, tuple[int, int]]:
@@ -291,10 +291,6 @@ def test_the_peak_is_near_the_compilers(name: str) -> None:
     found = compiled.memory_analysis()
     total = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
     assert peak(graph, analyse(graph, kept, updates)) == pytest.approx(total - found.alias_size_in_bytes, rel=0.25)
-
-
-def bf16(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("masked", [True, False])

@@ -1,0 +1,106 @@
+"""What attention's scores move and hold on TPUs, beside what the compiler was seen to make of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from autoshard.graph import Form, OpClass, OpGraph, Softmax, analyse, build_structure, find_softmaxes
+from tests.graph.programs import bf16, graph_of
+
+
+def attention(q: Any, k: Any, v: Any) -> Any:
+    scores = jnp.einsum("bhsd,bhtd->bhst", q, k).astype(jnp.float32)
+    masked = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores * 0.1, -1e9)
+    return jnp.einsum("bhst,bhtd->bhsd", jax.nn.softmax(masked).astype(q.dtype), v)
+
+
+def capped(q: Any, k: Any, v: Any) -> Any:
+    scores = jnp.tanh(jnp.einsum("bhsd,bhtd->bhst", q, k).astype(jnp.float32))
+    return jnp.einsum("bhst,bhtd->bhsd", jax.nn.softmax(scores).astype(q.dtype), v)
+
+
+def gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def loss(*args: Any) -> Any:
+        return (jax.checkpoint(fn)(*args).astype(jnp.float32) ** 2).sum()
+
+    return jax.grad(loss, (0, 1, 2))
+
+
+def softmaxes_of(fn: Callable[..., Any], row: int) -> tuple[OpGraph, tuple[Softmax, ...]]:
+    graph = graph_of(fn, bf16(4, 8, 128, 64), bf16(4, 8, row, 64), bf16(4, 8, row, 64))
+    return graph, find_softmaxes(graph, build_structure(graph))
+
+
+def bytes_per_score(graph: OpGraph, softmax: Softmax, form: Form) -> float:
+    """All that kernels read and write of score-sized values, those of the matmuls included."""
+    times = dict(form.moved)
+    for op in graph.ops:
+        if op.op_class is OpClass.HEAVY:
+            for tensor in softmax.tensors.intersection((*op.operands, *op.results)):
+                times[tensor] = times.get(tensor, 0) + 1
+    return sum(graph.tensors[t].bytes * n for t, n in times.items()) / graph.tensors[softmax.scores].elements
+
+
+@pytest.mark.parametrize(
+    ("fn", "row", "whole", "again"),
+    [
+        # Bytes in the compiled programs: with local scores [4, 8, 1024, 1024], and with [1, 16, 1024, 1024].
+        (attention, 1024, 8, 6),
+        (gradient(attention), 1024, 8 + 26, 6 + 18),
+        # Too long for the scores' own kernel: [4, 8, 4096, 4096] (the scores as narrow as typed), [1, 16, 4096, 4096].
+        (gradient(attention), 4096, 12 + 30, 6 + 18),
+    ],
+)
+def test_traffic_is_what_was_compiled(fn: Callable[..., Any], row: int, whole: float, again: float) -> None:
+    graph, found = softmaxes_of(fn, row)
+    assert all(softmax.rows == (3,) for softmax in found)
+    assert sum(bytes_per_score(graph, softmax, softmax.whole) for softmax in found) == whole
+    assert sum(bytes_per_score(graph, softmax, softmax.again) for softmax in found) == again
+
+
+def test_computed_again_only_scores_and_their_gradient_are_held() -> None:
+    graph, found = softmaxes_of(gradient(attention), 1024)
+    backward = found[-1]
+    products = {op.results[0] for op in graph.ops if op.op_class is OpClass.HEAVY}
+    assert len(backward.again.buffers) == 2
+    assert {tensor for tensor, *_ in backward.again.buffers} <= products
+    assert {width for *_, width in backward.again.buffers} == {2}
+
+
+@pytest.mark.parametrize("row", [2048, 4096])
+def test_in_one_kernel_the_exponentials_are_held_and_long_rows_of_scores_beside_them(row: int) -> None:
+    graph, (softmax,) = softmaxes_of(attention, row)
+    wide = [(tensor, width) for tensor, *_, width in softmax.whole.buffers]
+    (exponential,) = (op.results[0] for op in graph.ops if op.kind == "exponential")
+    assert wide == [(exponential, 4)] if row == 2048 else wide == [(softmax.scores, 4), (exponential, 4)]
+
+
+def test_scores_that_the_gradient_takes_are_stored_in_rows_of_any_length() -> None:
+    _, found = softmaxes_of(gradient(capped), 1024)
+    assert found[-1].scores in {tensor for tensor, *_ in found[-1].whole.buffers}
+
+
+def test_neither_sigmoids_nor_saved_probabilities_are_one() -> None:
+    def gated(q: Any, k: Any, v: Any) -> Any:
+        scores = jnp.einsum("bhsd,bhtd->bhst", q, k)
+        return jnp.einsum("bhst,bhtd->bhsd", scores * jnp.exp(-scores), v)
+
+    def layers(q: Any, k: Any, v: Any) -> Any:
+        return lax.scan(lambda x, _: (attention(x, k, v), None), q, None, length=2)[0].astype(jnp.float32).sum()
+
+    assert softmaxes_of(gated, 128)[1] == ()
+    assert len(softmaxes_of(layers, 128)[1]) == 1
+    assert softmaxes_of(jax.grad(layers), 128)[1] == ()
+
+
+def test_what_a_softmax_holds_is_nowhere_else() -> None:
+    graph, found = softmaxes_of(gradient(attention), 1024)
+    inside = {tensor for softmax in found for tensor in softmax.tensors}
+    before = analyse(graph, fused_matmuls=True)
+    after = analyse(graph, fused_matmuls=True, softmaxes=found)
+    assert inside.intersection(tensor for tensor, *_ in before.buffers)
+    assert after.buffers == tuple(buffer for buffer in before.buffers if buffer[0] not in inside)

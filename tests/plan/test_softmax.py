@@ -1,0 +1,95 @@
+"""Attention's scores are priced by their local shape on TPUs."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard.cost import Topology, make_mesh
+from autoshard.plan import make_plan
+from autoshard.plan._model import Model
+from autoshard.plan._predict import evaluate, spec_of
+from autoshard.plan._reading import build_model, read_program
+from autoshard.program import Program, trace
+from tests.plan import programs as made
+
+
+def attention(q: Any, k: Any, v: Any) -> Any:
+    scores = jnp.einsum("bkgsd,bktd->bkgst", q, k).astype(jnp.float32)
+    return jnp.einsum("bkgst,bktd->bkgsd", jax.nn.softmax(scores).astype(q.dtype), v)
+
+
+def program(batch: int = 16, heads: int = 16, groups: int = 4, queries: int = 1024, keys: int = 1024) -> Program:
+    def half(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    kv = half(batch, heads, keys, 128)
+    return trace(attention, (half(batch, heads, groups, queries, 128), kv, kv), name="attention")
+
+
+@functools.cache
+def model(topology: str) -> Model:
+    parsed = Topology.parse(topology)
+    given = program()
+    return build_model(
+        given, read_program(given, parsed.backend), make_mesh(parsed, {"data": 4, "model": 4}), parsed.usable_bytes
+    )
+
+
+@pytest.mark.parametrize(
+    ("split", "again"),
+    [
+        # As compiled for v5e: local scores, dims b k g s t.
+        ({0: ("data",), 1: ("model",)}, False),  # [4, 4, 4, 1024, 1024]
+        ({0: ("data",), 3: ("model",)}, False),  # [4, 16, 4, 256, 1024]
+        ({0: ("data", "model")}, True),  # [1, 16, 4, 1024, 1024]
+        ({1: ("data", "model")}, True),  # [16, 1, 4, 1024, 1024]
+        ({0: ("data",), 2: ("model",)}, True),  # [4, 16, 1, 1024, 1024]
+        ({0: ("data",), 4: ("model",)}, True),  # [4, 16, 4, 1024, 256], sums over the rows are collectives
+    ],
+)
+def test_a_dim_of_one_makes_scores_cheaper(split: dict[int, tuple[str, ...]], again: bool) -> None:
+    built = model("v5e:4x4")
+    (softmax,) = built.liveness.softmaxes
+    node = built.nodes[built.cluster_node[softmax.cluster]]
+    wanted = tuple(split.get(dim, ()) for dim in range(5))
+    (row,) = (r for r in range(len(node.states)) if spec_of(built, node.states, r, 5).dims == wanted)
+    local = built.graph.tensors[softmax.scores].elements / 16
+    ((_, seconds),) = node.time.items()
+    # Beyond two bytes for each of the two matmuls: six in all, or eight.
+    assert seconds[row] == pytest.approx(float(built.compute.memory_seconds((2 if again else 4) * local)))
+    held = sum(int(term.usage[row]) for term in node.memory)
+    assert held == (2 if again else 4) * local
+
+
+def test_memory_from_specs_is_that_of_the_alternatives() -> None:
+    built = model("v5e:4x4")
+    (softmax,) = built.liveness.softmaxes
+    number = built.cluster_node[softmax.cluster]
+    rng = np.random.default_rng(0)
+    seen = set()
+    for _ in range(20):
+        choices = made.random_choices(built, rng)
+        held = [0] * (len(built.graph.ops) + 2)
+        for node, choice in zip(built.nodes, choices, strict=True):
+            for term in node.memory:
+                for moment in range(term.start, term.stop):
+                    held[moment] += int(term.usage[choice])
+        assert max(held) + built.fixed_bytes == evaluate(built, choices).peak_bytes
+        seen.add(tuple(bool(term.usage[choices[number]]) for term in built.nodes[number].memory))
+    assert seen == {(True, False), (False, True)}, "both forms were chosen"
+
+
+def test_a_plan_leaves_a_dim_of_one_where_all_else_is_equal() -> None:
+    plan = make_plan(program(groups=2), topology="v5e:4x4", mesh="data=4,model=4").plan
+    query = next(spec for name, spec in plan.arguments.items() if len(spec.dims) == 5)
+    assert 1 in query.local_shape((16, 16, 2, 1024, 128), plan.mesh)
+    assert not plan.prediction.collectives
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_other_backends_have_none(backend: str) -> None:
+    assert read_program(program(), backend).liveness.softmaxes == ()
