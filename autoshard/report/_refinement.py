@@ -60,5 +60,9 @@ def _learned(result: Refinement) -> list[RenderableType]:
     for each in fit.figures:
         table.add_row(each.figure, f"{each.shipped:.3g}", f"{each.value:.3g}", f"{each.error:.2g}")
     many = "observation" if fit.observations == 1 else "observations"
-    before, after = math.expm1(fit.residual_before), math.expm1(fit.residual)
-    return [Text(f"Learned from {fit.observations} {many}: median error {before:.0%}, now {after:.0%}"), table]
+    before, after = fit.residual_before, fit.residual
+    what = "share of hidden communication"
+    if result.judge == "measure":
+        before, after, what = math.expm1(before), math.expm1(after), "time"
+    said = f"Learned from {fit.observations} {many}: median error of the {what} {before:.0%}, now {after:.0%}"
+    return [Text(said), table]
