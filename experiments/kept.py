@@ -62,7 +62,7 @@ class Results:
 
     def keep(self, key: str, result: Any) -> None:
         self.rows[key] = result
-        self.path.parent.mkdir(exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with _whole(self.path) as part:
             part.write_text(json.dumps(self.rows, indent=1, sort_keys=True) + "\n")
 

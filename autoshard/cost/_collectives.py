@@ -15,8 +15,9 @@ Time of one collective = launch + sum over kinds of links, slowest outside, of m
   (jax-ml/scaling-book, gpus.md).
 - Between slices every chip talks to its counterparts through its share of the network; the part inside a slice runs
   on a size reduced by the group outside of it: the gather starts with the slow links, where data is small.
-- All-reduce is a reduce-scatter and an all-gather; between threads of one process (CPU) every kind is one pass
-  through main memory, which all devices share.
+- All-reduce is a reduce-scatter and an all-gather.
+- Between threads of one process (CPU) a collective is a meeting of all its threads, which take turns on the cores
+  that they share, and then one or two copies (`_COPIES`) through main memory, which they share as well.
 """
 
 import dataclasses
@@ -39,6 +40,16 @@ KINDS: tuple[Kind, ...] = ("all-gather", "reduce-scatter", "all-reduce", "all-to
 
 _LEVELS = ("network", "torus", "switch", "die", "memory")
 """Kinds of links, outermost first."""
+
+_COPIES: dict[str, float] = {
+    "all-gather": 1.0,
+    "reduce-scatter": 1.0,
+    "collective-permute": 1.0,
+    "all-to-all": 2.0,
+    "all-reduce": 2.0,
+}
+"""Times that XLA's in-process collectives read and write the size: an all-reduce sums a share of it on every device
+and then spreads it, an all-to-all goes through a buffer (`experiments/calibrate_cpu.py` measures each)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,7 +83,7 @@ class Collectives:
         group = self._group(kind, axes)
         if not group:
             return np.zeros_like(size)
-        seconds = np.full_like(size, self.calibration.collective_launch_s)
+        seconds = np.full_like(size, self._launch(group))
         for level in self._levels_of(kind, group):
             seconds += np.maximum(level.latency, size * level.per_byte)
         return seconds * self._phases(kind)
@@ -84,8 +95,9 @@ class Collectives:
         if kind not in self._tables:
             names = self.mesh.names
             every = [tuple(n for a, n in enumerate(names) if bits >> a & 1) for bits in range(1 << len(names))]
-            levels = [self._levels_of(kind, group) if (group := self._group(kind, axes)) else () for axes in every]
-            launch = np.array([self.calibration.collective_launch_s if each else 0.0 for each in levels])
+            spanned = [self._group(kind, axes) for axes in every]
+            levels = [self._levels_of(kind, group) if group else () for group in spanned]
+            launch = np.array([self._launch(group) if group else 0.0 for group in spanned])
             depth = max(len(each) for each in levels)
             padded = [(*each, *[_Level(0.0, 0.0)] * (depth - len(each))) for each in levels]
             rates = [
@@ -99,11 +111,19 @@ class Collectives:
             seconds += np.maximum(latency[groups], size_bytes * per_byte[groups])
         return seconds * self._phases(kind)
 
+    def _launch(self, group: tuple[str, ...]) -> float:
+        """Seconds before anything moves; the devices of a `cpu:N` arrive one after the other."""
+        launch = self.calibration.collective_launch_s
+        if self.mesh.topology.backend == "cpu":
+            launch += self.calibration.hop_s * math.prod(self.mesh.axes[axis] for axis in group)
+        return launch
+
     def _phases(self, kind: Kind) -> int:
         return 2 if kind == "all-reduce" and self.mesh.topology.backend != "cpu" else 1
 
     def _levels_of(self, kind: Kind, group: tuple[str, ...]) -> tuple["_Level", ...]:
-        base = "all-gather" if kind in ("reduce-scatter", "all-reduce") else kind
+        ring = kind in ("reduce-scatter", "all-reduce") and self.mesh.topology.backend != "cpu"
+        base = "all-gather" if ring else kind
         if (base, group) not in self._levels:
             self._levels[base, group] = self._price(base, group)
         return self._levels[base, group]
@@ -197,7 +217,9 @@ class Collectives:
             # A gather moves 1/inner of the result on this level; the other kinds move everything there.
             share = 1.0 / inner if kind == "all-gather" else 1.0
             step, rate = self._link(link)
-            if twisted and link == "torus" and kind == "all-to-all" and is_whole(mine, torus):
+            if link == "memory":
+                latency, per_byte = 0.0, _COPIES[kind]
+            elif twisted and link == "torus" and kind == "all-to-all" and is_whole(mine, torus):
                 hops, longest = mean_hops(tuple(torus[segment.axis] for segment in mine))
                 latency, per_byte = float(longest), max(hops) / 2.0
             else:
@@ -248,8 +270,6 @@ def _steps(segments: list[Segment]) -> float:
 
 def _gather(segments: list[Segment], link: str) -> tuple[float, float]:
     """Steps, and one-way link times per byte of the result, of an all-gather."""
-    if link == "memory":
-        return 1.0, 1.0
     if link != "torus":
         return _direct(segments)
     n = math.prod(segment.size for segment in segments)
@@ -263,8 +283,6 @@ def _gather(segments: list[Segment], link: str) -> tuple[float, float]:
 
 def _exchange(segments: list[Segment], link: str) -> tuple[float, float]:
     """Steps, and one-way link times per byte of the local array, of an all-to-all."""
-    if link == "memory":
-        return 1.0, 1.0
     if link != "torus":
         return _direct(segments)
     cuts: dict[str, float] = {}

@@ -29,9 +29,15 @@ class Compute:
         The matrix unit holds a tile of `mxu_edge` x `mxu_edge` while rows stream through it in groups of `sublanes`:
         one of the three sizes streams, whichever wastes least, the other two are padded up to whole tiles. Fewer rows
         than `mxu_edge` cannot hide the loading of the next tile and count as that many.
+
+        A CPU core packs operands and runs loops around a block of registers: every size costs what `mxu_edge` more
+        would (a size of `mxu_edge` runs at half the rate).
         """
         sizes = [np.maximum(np.asarray(x, dtype=np.float64), 1.0) for x in (m, n, k)]
         edge, rows = self.topology.chip.mxu_edge, self.topology.chip.sublanes
+        if self.topology.backend == "cpu":
+            used = math.prod((x / (x + edge) for x in sizes), start=np.float64(1.0))
+            return self.calibration.matmul_efficiency * np.asarray(used)
         m_tiles, n_tiles, k_tiles = (_filled(x, edge) for x in sizes)
         m_rows, n_rows, k_rows = (np.minimum(_filled(x, rows), x / edge) for x in sizes)
         used = np.maximum(m_rows * n_tiles * k_tiles, m_tiles * np.maximum(n_rows * k_tiles, n_tiles * k_rows))

@@ -59,8 +59,11 @@ def test_time_grows_with_bytes(group: tuple, kind: Kind, sizes: list[float]) -> 
 @given(groups(), st.floats(1, 1e12))
 def test_all_reduce_is_a_reduce_scatter_and_an_all_gather(group: tuple, size: float) -> None:
     wire, axes = group
-    if wire.mesh.topology.backend == "cpu":  # one pass through memory, whatever the kind
-        assert wire.time("all-reduce", axes, size) == wire.time("all-gather", axes, size)
+    if wire.mesh.topology.backend == "cpu":  # one meeting of the threads, and twice the copies
+        copied = wire.time("all-gather", axes, size) - wire.time("all-gather", axes, 0.0)
+        assert wire.time("all-reduce", axes, size) == pytest.approx(
+            float(wire.time("all-gather", axes, 0.0) + 2 * copied), rel=1e-9
+        )
         return
     parts = wire.time("reduce-scatter", axes, size) + wire.time("all-gather", axes, size)
     assert wire.time("all-reduce", axes, size) == pytest.approx(float(parts), rel=1e-12)
@@ -188,6 +191,18 @@ def test_cpu_devices_share_memory_bandwidth() -> None:
     size = 1e9
     two, eight = (_wire(f"cpu:{n}", str(n)).time("all-reduce", ("data",), size) for n in (2, 8))
     assert eight == pytest.approx(4 * float(two), rel=0.01)
+
+
+def test_threads_of_a_cpu_arrive_one_after_the_other() -> None:
+    wire = _wire("cpu:8", "4,2")
+    launch, each = wire.calibration.collective_launch_s, wire.calibration.hop_s
+    for axes, members in ((("data", "model"), 8), (("data",), 4), (("model",), 2)):
+        for kind in KINDS:
+            assert wire.time(kind, axes, 0.0) == pytest.approx(launch + members * each)
+    bits = np.arange(4, dtype=np.int32)
+    sizes = np.full(4, 1e6)
+    alone = [0.0, *(wire.time("all-to-all", axes, 1e6) for axes in (("data",), ("model",), ("data", "model")))]
+    assert wire.time_of_groups("all-to-all", bits, sizes) == pytest.approx(alone)
 
 
 def test_hierarchical_attribution() -> None:

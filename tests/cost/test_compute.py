@@ -174,6 +174,14 @@ def test_a_cpu_has_a_plain_roofline(m: int, n: int, k: int) -> None:
     assert compute.dot_seconds(m, n, k) == pytest.approx(least + compute.calibration.op_overhead_s)
 
 
+def test_small_matmuls_of_a_cpu_are_slow_without_steps() -> None:
+    compute = _compute("cpu:4")
+    edge = compute.topology.chip.mxu_edge
+    assert compute.matmul_efficiency(edge, 1e9, 1e9) == pytest.approx(compute.calibration.matmul_efficiency / 2)
+    sizes = np.arange(1, 200)
+    assert np.all(np.diff(compute.matmul_efficiency(sizes, 64, 64)) > 0)
+
+
 @pytest.mark.parametrize("chip", ["v6e:1x1", "cpu:4"])
 def test_what_is_fused_with_a_matmul_is_read_once(chip: str) -> None:
     compute = _compute(chip)

@@ -1,0 +1,229 @@
+"""Microbenchmarks of `cpu:8` on this machine, and the figures of the cost model that they give.
+
+    python experiments/calibrate_cpu.py [--write] [--hold CMD]
+
+Eight devices of one process share the cores, so all of them run every benchmark at once: a matmul of each shape,
+additions that stream through memory, chains of collectives of every kind, size and group, and chains of small ops.
+Prints what was measured beside what the fitted model says. `--write` puts the figures, with their source and today's
+date, into the `cpu` entry of the shipped calibration, and `mxu_edge` into the chip file. `--hold`: see `cpu_order.py`.
+"""
+
+import argparse
+import dataclasses
+import itertools as it
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from held import held  # noqa: E402
+
+from autoshard.cost import Calibration, Collectives, Compute, Topology, load_calibration, make_mesh  # noqa: E402
+from autoshard.exec import ensure_devices  # noqa: E402
+
+
+DEVICES = 8
+MESH = {"data": 4, "model": 2}
+GROUPS = {("data", "model"): 8, ("data",): 4, ("model",): 2}
+MATMULS = (
+    *((n, n, n) for n in (64, 128, 256, 512)),
+    *((64, 512, 512), (16, 1024, 1024), (32, 2048, 512), (512, 64, 512), (512, 512, 64), (2048, 256, 256)),
+    *((64, 256, 32), (128, 32, 128), (256, 704, 256)),
+)
+SIZES = (1 << 14, 1 << 18, 1 << 20, 1 << 22)
+KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+CHAIN, REPEATS = 8, 15
+ELEMENTS = (1 << 19, 1 << 20, 1 << 21)
+SMALL_OPS = 200
+
+Run = Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """One compiled benchmark: what it is, and how many of it one run does."""
+
+    what: tuple[Any, ...]
+    count: int
+    run: Run
+
+
+def compiled(body: Callable[..., Any], shapes: Sequence[tuple[int, ...]]) -> Run:
+    """`body` of local arrays of zeros, on all devices at once."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(jax.devices()[:DEVICES]).reshape(tuple(MESH.values())), tuple(MESH))
+    spec = PartitionSpec(tuple(MESH))
+    args = [jax.device_put(jnp.zeros((DEVICES, *shape)), NamedSharding(mesh, spec)) for shape in shapes]
+
+    def local(*blocks: Any) -> Any:
+        return body(*(block[0] for block in blocks))[None]
+
+    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    ready = step.lower(*args).compile()
+    return lambda: jax.block_until_ready(ready(*args))
+
+
+def collective(kind: str, axes: tuple[str, ...]) -> Callable[[Any], Any]:
+    """One collective as a function from a local array to one of the same shape."""
+    import jax
+
+    n = GROUPS[axes]
+    if kind == "all-reduce":
+        return lambda x: jax.lax.psum(x, axes)
+    if kind == "all-gather":
+        return lambda x: jax.lax.optimization_barrier(jax.lax.all_gather(x, axes, tiled=True))[: x.shape[0]]
+    if kind == "all-to-all":
+        return lambda x: jax.lax.all_to_all(x, axes, 0, 0, tiled=True)
+    return lambda x: jax.lax.ppermute(x, axes, [(i, (i + 1) % n) for i in range(n)])
+
+
+def chain(op: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """An op so many times, each on the last one's result, none merged with the next."""
+    import jax
+
+    def body(x: Any, *others: Any) -> Any:
+        for _ in range(count):
+            x = jax.lax.optimization_barrier(op(x, *others))
+        return x
+
+    return body
+
+
+def there_and_back(x: Any, a: Any, b: Any) -> Any:
+    """`[m, k] x [k, n]` and `[m, n] x [n, k]`: two matmuls of the same three sizes, one after the other."""
+    import jax
+
+    return jax.lax.optimization_barrier(x @ a) @ b
+
+
+def benches() -> list[Bench]:
+    found = [Bench(("step",), 1, compiled(lambda x: x + 1, [(8,)]))]
+    for m, n, k in MATMULS:
+        found.append(Bench(("matmul", m, n, k), 4, compiled(chain(there_and_back, 2), [(m, k), (k, n), (n, k)])))
+    for elements in ELEMENTS:
+        found.append(Bench(("add", elements), 1, compiled(lambda a, b: a + b, [(elements,)] * 2)))
+    found.append(Bench(("small", 0), SMALL_OPS, compiled(chain(lambda a, b: a @ b, SMALL_OPS), [(8, 8)] * 2)))
+    for kind, axes, size in it.product(KINDS, GROUPS, SIZES):
+        local = size // 4 // (GROUPS[axes] if kind == "all-gather" else 1)
+        found.append(Bench((kind, axes, size), CHAIN, compiled(chain(collective(kind, axes), CHAIN), [(local,)])))
+    return found
+
+
+def measured(found: Sequence[Bench]) -> dict[tuple[Any, ...], float]:
+    """Median seconds of one of each, the launch of the step taken off; the repetitions take turns."""
+    times: dict[tuple[Any, ...], list[float]] = {bench.what: [] for bench in found}
+    for number in range(REPEATS + 2):
+        for bench in found:
+            start = time.perf_counter()
+            bench.run()
+            if number >= 2:
+                times[bench.what].append(time.perf_counter() - start)
+    launch = statistics.median(times[("step",)])
+    return {
+        b.what: max(1e-9, statistics.median(times[b.what]) - launch) / b.count for b in found if b.what[0] != "step"
+    }
+
+
+def fit_matmuls(seconds: dict[tuple[Any, ...], float], topology: Topology) -> tuple[float, int]:
+    """(efficiency of a large matmul, edge): the edge of least spread, and the efficiency that centres it."""
+    shapes = np.array([what[1:] for what in seconds if what[0] == "matmul"], dtype=np.float64)
+    took = np.array([s for what, s in seconds.items() if what[0] == "matmul"])
+    share = 2.0 * shapes.prod(axis=1) / took / topology.peak_flops("f32")
+    spread = {}
+    for edge in range(1, 65):
+        logs = np.log(share / (shapes / (shapes + edge)).prod(axis=1))
+        spread[edge] = (float(logs.std()), float(np.exp(np.median(logs))))
+    edge = min(spread, key=lambda e: spread[e][0])
+    return spread[edge][1], edge
+
+
+def fit_collectives(seconds: dict[tuple[Any, ...], float], rate: float) -> dict[str, float]:
+    """Launch, time for each member of a group, bytes through memory for a byte: least squares on relative errors."""
+    from scipy.optimize import nnls
+
+    from autoshard.cost._collectives import _COPIES
+
+    rows = [(what, s) for what, s in seconds.items() if what[0] in KINDS]
+    terms = np.array([[1.0, GROUPS[what[1]], _COPIES[what[0]] * what[2] / rate] for what, _ in rows])
+    took = np.array([s for _, s in rows])
+    launch, member, traffic = nnls(terms / took[:, None], np.ones(len(rows)))[0]
+    return {"collective_launch_s": launch, "hop_s": member, "shared_memory_traffic": traffic}
+
+
+def fit(seconds: dict[tuple[Any, ...], float], topology: Topology) -> tuple[dict[str, float], int]:
+    """The figures of the `cpu` entry that can be measured, and the chip's `mxu_edge`."""
+    efficiency, edge = fit_matmuls(seconds, topology)
+    streamed = [12.0 * what[1] / s for what, s in seconds.items() if what[0] == "add"]
+    rate = statistics.median(streamed)
+    figures = {"matmul_efficiency": efficiency, "memory_efficiency": rate / topology.memory_bytes_per_s}
+    figures["op_overhead_s"] = seconds[("small", 0)]
+    return figures | fit_collectives(seconds, rate), edge
+
+
+def report(seconds: dict[tuple[Any, ...], float], calibration: Calibration, topology: Topology) -> str:
+    """Measured beside modelled, in microseconds."""
+    compute, wire = Compute(topology, calibration), Collectives(make_mesh(topology, MESH), calibration)
+    lines, errors = [f"{'':44} {'measured':>10} {'model':>10}"], []
+    for what, took in seconds.items():
+        if what[0] == "matmul":
+            model = float(compute.dot_seconds(*what[1:], dtype="f32", size_bytes=0.0))
+        elif what[0] in KINDS:
+            model = float(wire.time(what[0], what[1], what[2]))
+        else:
+            model = float(compute.op_seconds(0.0, 12.0 * what[1] or 768.0))
+        errors.append(abs(model / took - 1.0))
+        lines.append(f"{' '.join(map(str, what)):44} {took * 1e6:10.1f} {model * 1e6:10.1f}")
+    return "\n".join([*lines, f"median error {statistics.median(errors):.0%}"])
+
+
+def write(figures: dict[str, float], edge: int) -> None:
+    """Stores the figures, rounded to two digits, with where they come from."""
+    import jax
+
+    room = Path(__file__).parent.parent / "autoshard" / "cost"
+    chip = room / "chips" / "cpu.json"
+    chip.write_text(re.sub(r'"mxu_edge": \d+', f'"mxu_edge": {edge}', chip.read_text()))
+    file = room / "calibration.json"
+    document = json.loads(file.read_text())
+    cores = len(os.sched_getaffinity(0))
+    source = f"experiments/calibrate_cpu.py: jax {jax.__version__}, {DEVICES} devices over {cores} cores, medians"
+    for name, value in figures.items():
+        entry = {"value": float(f"{value:.2g}"), "source": source, "date": time.strftime("%Y-%m-%d")}
+        document["chips"]["cpu"][name] = entry
+    file.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="into the shipped calibration")
+    parser.add_argument("--hold", metavar="CMD", help="a command that keeps the machine quiet meanwhile")
+    arguments = parser.parse_args()
+    ensure_devices(DEVICES)
+    topology = Topology.parse(f"cpu:{DEVICES}")
+    ready = benches()
+    with held(arguments.hold):
+        seconds = measured(ready)
+    figures, edge = fit(seconds, topology)
+    print(report(seconds, dataclasses.replace(load_calibration("cpu"), **figures), topology))
+    print(*(f"{name} {value:.3g}" for name, value in figures.items()), sep="\n")
+    print(f"mxu_edge {edge} (the chip file has {topology.chip.mxu_edge})")
+    if arguments.write:
+        write(figures, edge)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""Keeping a machine quiet while something is timed."""
+
+import contextlib
+import shlex
+import subprocess
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def held(command: str | None) -> Iterator[None]:
+    """Runs a command beside the body; the body starts when the command has copied a line."""
+    if not command:
+        yield
+        return
+    with subprocess.Popen(shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write("held\n")
+            process.stdin.flush()
+            if process.stdout.readline() != "held\n":
+                raise SystemExit(f"--hold: {command!r} ended or did not copy its input to its output.")
+            yield
+        finally:
+            process.stdin.close()
