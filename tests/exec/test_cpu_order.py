@@ -1,0 +1,115 @@
+"""The machinery behind predicted against measured order, and a slice of it: `python experiments/cpu_order.py`."""
+
+import itertools as it
+import json
+import sys
+
+import cpu_order
+import pytest
+from held import held
+from jax_case import infer_program, train_program
+from jax_programs import CASES
+
+from autoshard.exec._steps import PlannedStep, first_arguments, quartiles, run_in_turn
+from autoshard.plan import make_plan
+
+
+def _plans(predicted: list[float], measured: list[float], spread: float = 0.0) -> list:
+    return [(p, (m - spread, m, m + spread)) for p, m in zip(predicted, measured, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "spread", "tau"),
+    [
+        ([1, 2, 3, 4], [10, 20, 30, 40], 0, 1.0),
+        ([1, 2, 3, 4], [40, 30, 20, 10], 0, -1.0),
+        ([1, 2, 4, 3], [10, 20, 30, 40], 0, 4 / 6),
+        # 10 and 11 cannot be told apart; the other two pairs are in order.
+        ([2, 1, 3], [10, 11, 30], 1, 1.0),
+        # Equal predictions of different times agree with neither order.
+        ([1, 1, 3], [10, 20, 30], 0, 2 / 3),
+        ([1, 2], [10, 11], 1, None),
+    ],
+)
+def test_tau_of_known_orders(predicted: list[float], measured: list[float], spread: float, tau: float | None):
+    found = cpu_order.kendall(_plans(predicted, measured, spread))
+    assert found == (None if tau is None else pytest.approx(tau))
+
+
+def test_tau_is_scipys_where_nothing_is_tied():
+    stats = pytest.importorskip("scipy.stats")
+    for order in it.permutations(range(5)):
+        plans = _plans(list(order), [10.0 * i for i in range(5)])
+        assert cpu_order.kendall(plans) == pytest.approx(stats.kendalltau(range(5), order).statistic)
+
+
+def test_plans_take_turns():
+    program = infer_program("mlp", CASES["mlp"]())
+    made = make_plan(program, topology="cpu:8", mesh={"data": 8})
+    ran: list[str] = []
+
+    class Noted(PlannedStep):
+        name = ""
+
+        def run(self):
+            ran.append(self.name)
+            return super().run()
+
+    arguments = first_arguments(program, 0)
+    steps = {}
+    for name, plan in {"plan": made.plan, "data_parallel*": made.baseline_plans["data_parallel"]}.items():
+        steps[name] = Noted(program, plan, arguments)
+        steps[name].name = name[0]
+    times = run_in_turn(steps, rounds=3, warmup=1)
+    assert "".join(ran) == "pd" + "pd" + "dp" + "pd"
+    assert {name: len(each) for name, each in times.items()} == {"plan": 3, "data_parallel*": 3}
+    assert len(run_in_turn(steps, rounds=9, warmup=0, seconds=0.0)["plan"]) == 3
+    low, middle, high = quartiles(times["plan"])
+    assert 0 < low <= middle <= high
+
+
+@pytest.mark.parametrize(("name", "mode"), [("mlp", "train"), ("moe einsum", "infer")])
+def test_a_row_has_predicted_and_measured_times(name: str, mode: str):
+    wanted = {"plan", "data_parallel*", "fsdp*"}
+    case = CASES[name]()
+    program = infer_program(name, case) if mode == "infer" else train_program(name, case, mode)
+    row, bills = cpu_order.row_of(program, {"data": 4, "model": 2}, wanted=wanted, rounds=3)
+    labels = [label for own, plan in row["plans"].items() for label in (own, *plan["also"])]
+    assert sorted(labels) == sorted(wanted)
+    assert set(bills) == set(row["plans"])
+    for plan in row["plans"].values():
+        low, middle, high = plan["measured_s"]
+        assert plan["rounds"] == 3 and 0 < low <= middle <= high and plan["predicted_s"] > 0
+    assert len(cpu_order.predicted(row)) == len(row["plans"])
+    json.dumps([row, bills])
+
+
+def test_rows_that_are_there_are_not_run_again(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
+    plan = {"predicted_s": 0.010, "measured_s": (0.011, 0.012, 0.013), "rounds": 5, "also": ["fsdp*"]}
+    other = {"predicted_s": None, "measured_s": (0.021, 0.022, 0.023), "rounds": 5, "also": []}
+    row = {"plans": {"plan": plan, "fsdp": other}, "cores": 2, "date": "2026-01-02", "jax": "0"}
+    rows = {f"{name} | {mesh}": row for name, mesh in cpu_order.ROWS[1:]}
+    out = tmp_path / "order.json"
+    out.write_text(json.dumps(rows))
+    started: list[list[str]] = []
+
+    class Done:
+        returncode = 0
+
+    monkeypatch.setattr(cpu_order.subprocess, "run", lambda command: started.append(command) or Done())
+    monkeypatch.setattr(sys, "argv", ["cpu_order.py", "--out", str(out)])
+    assert cpu_order.main() == 0
+    (command,) = started
+    assert command[command.index("--inside") + 1 :][:2] == list(cpu_order.ROWS[0])
+    text = out.with_suffix(".md").read_text()
+    assert text == capsys.readouterr().out.rstrip("\n") + "\n"
+    assert "| plan = fsdp* | 10.0 | 12.0 | 11.0 to 13.0 |" in text and "| fsdp | - | 22.0 |" in text
+
+
+def test_a_command_is_held_while_steps_run():
+    with held("cat"):
+        pass
+    with held(None):
+        pass
+    with pytest.raises(SystemExit, match="'true' ended or did not copy"), held("true"):
+        pass
