@@ -34,7 +34,7 @@ _LINKS = (Free("link_efficiency", 0.3), Free("network_efficiency", 0.5), Free("a
 _OVERLAPS = (Free("reduction_overlap", 0.3, log=False), Free("pipelined_overlap", 0.25, log=False))
 
 MEASURED = {
-    "cpu": (*_RATES, Free("shared_memory_traffic", 0.7)),
+    "cpu": (*_RATES, Free("hop_s", 1.0), Free("shared_memory_traffic", 0.7)),
     "gpu": (*_RATES, *_LINKS, _OVERLAPS[0]),
     "tpu": (*_RATES, *_LINKS, *_OVERLAPS),
 }

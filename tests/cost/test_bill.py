@@ -33,7 +33,7 @@ def test_parts_of_a_step_add_up():
     parts = one.parts(shipped)
     assert parts.step_s == pytest.approx(sum(parts.spent.values()))
     assert parts.sent_s == pytest.approx(parts.spent["all-reduce"]) == pytest.approx(sum(parts.waits.values()))
-    slower = one.parts(dataclasses.replace(shipped, memory_efficiency=0.5))
+    slower = one.parts(dataclasses.replace(shipped, memory_efficiency=shipped.memory_efficiency / 2))
     assert slower.spent["stream"] == pytest.approx(2 * parts.spent["stream"])
 
 

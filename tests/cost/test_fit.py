@@ -29,7 +29,7 @@ STEPS = [
     bill(matmul=200, traffic=5e7, reduced=2e7, launches=4),
     bill(matmul=10, reduced=3e7, launches=8),
 ]
-TRUE = {"matmul_efficiency": 0.5, "memory_efficiency": 0.45, "collective_launch_s": 3e-4, "shared_memory_traffic": 4.5}
+TRUE = {"matmul_efficiency": 0.5, "memory_efficiency": 0.45, "hop_s": 4e-5, "shared_memory_traffic": 1.4}
 
 
 def seen_on(machine: Calibration, noise: float = 0.0) -> list[Observation]:

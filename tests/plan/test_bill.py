@@ -62,7 +62,8 @@ def slow_memory(database: Database) -> None:
     """Keep what a machine would show whose memory is four times as slow as we ship it."""
     plan = make_plan(programs.program("mixed"), topology="cpu:8", mesh="data=4,model=2", calibration=False).plan
     (bill,) = plan_bills(programs.program("mixed"), [plan])
-    slow = dataclasses.replace(load_calibration("cpu"), memory_efficiency=0.25)
+    shipped = load_calibration("cpu")
+    slow = dataclasses.replace(shipped, memory_efficiency=shipped.memory_efficiency / 4)
     compiler = compiler_version(Topology.parse("cpu:8"))
     about = {"program": plan.program_fingerprint, "plan": "p", "name": "plan"}
     assert database.add([Observation("cpu:8", compiler, "measure", STEP, about, bill, {"seconds": bill.seconds(slow)})])
@@ -85,10 +86,10 @@ def test_what_was_seen_prices_later_plans_and_stands_in_their_provenance(databas
     assert after == plan_mixed(), "the same content gives the same plan"
     assert ignored == before
     said, old = json.loads(after), json.loads(before)
-    assert said["prediction"]["step_time_s"] > 1.5 * old["prediction"]["step_time_s"]
+    assert said["prediction"]["step_time_s"] > 1.25 * old["prediction"]["step_time_s"]
     learned = said["provenance"]["learned"]
     assert learned["observations"] == 1 and len(learned["hash"]) == 12
-    assert learned["figures"]["memory_efficiency"] < 1.0
+    assert learned["figures"]["memory_efficiency"] < load_calibration("cpu").memory_efficiency
     assert said["provenance"]["calibration"] != old["provenance"]["calibration"]
 
 
