@@ -15,10 +15,12 @@ def held(command: str | None) -> Iterator[None]:
     with subprocess.Popen(shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write("held\n")
-            process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has ended already: there is no line to read
+                process.stdin.write("held\n")
+                process.stdin.flush()
             if process.stdout.readline() != "held\n":
                 raise SystemExit(f"--hold: {command!r} ended or did not copy its input to its output.")
             yield
         finally:
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
