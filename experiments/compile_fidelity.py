@@ -27,7 +27,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from compile_programs import hf, jax_decoder, jax_mlp, llama, mixtral  # noqa: E402
-from kept import compiled  # noqa: E402
+from kept import checked_out, compiled  # noqa: E402
 
 
 HERE = Path(__file__).parent
@@ -110,7 +110,7 @@ def run(row: Row, time_limit: float, predict_only: bool) -> dict[str, Any]:
         raise SystemExit(f"{row.name}: no baseline {row.plan} here, only {', '.join(made.baseline_plans)}")
     prediction = plan.prediction
     figures: dict[str, Any] = {
-        "code": _code(),
+        "code": checked_out(),
         "plan": row.plan,
         "topology": row.topology,
         "mesh": row.mesh,
@@ -132,12 +132,6 @@ def run(row: Row, time_limit: float, predict_only: bool) -> dict[str, Any]:
     for record in (*found["collectives"], *found["unforeseen"]):
         record["line"] = record["line"].rpartition("/")[2]  # not where the machine keeps its files
     return figures | found
-
-
-def _code() -> str:
-    """The commit that is checked out: rows that older code made are told apart."""
-    done = subprocess.run(["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 def in_process(row: Row, time_limit: float, predict_only: bool) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import pickle
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
     from autoshard.program import Program
 
 BUILD = Path(__file__).parent.parent / "build"
+
+
+def checked_out() -> str:
+    """The commit that is checked out: rows that older code made are told apart."""
+    here = str(Path(__file__).parent)
+    done = subprocess.run(["git", "-C", here, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 def digest(program: "Program", plan: "Plan") -> str:

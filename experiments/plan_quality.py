@@ -29,7 +29,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from compile_programs import hf, jax_mlp, jax_recurrent, llama, mixtral  # noqa: E402
-from kept import Results, compiled, is_compiled  # noqa: E402
+from kept import Results, checked_out, compiled, is_compiled  # noqa: E402
 
 
 HERE = Path(__file__).parent
@@ -118,7 +118,8 @@ def judge(row: Row, time_limit: float, most: int | None, completed: bool = False
                     "compile_s": figures["compile_s"],
                 }
             plans[name] = known
-            found.keep(row.name, {"limit_bytes": limit, "baselines": len(made.baseline_plans), "plans": plans})
+            about = {"limit_bytes": limit, "baselines": len(made.baseline_plans), "code": checked_out()}
+            found.keep(row.name, about | {"plans": plans})
 
 
 def _over(plan: "Plan", limit: int) -> bool:
@@ -166,19 +167,19 @@ def table(rows: dict[str, Any]) -> str:
         "`python experiments/plan_quality.py`; libtpu, no TPU. Times are estimates from the compiler's schedules.",
         "`fsdp` is completed by XLA's propagation, `fsdp*` by our solver. `ratio`: the best baseline's time over ours.",
         "`fit`: compiled baselines that fit; `compiled`: how many were compiled of how many there are, those of the",
-        "least predicted time first.",
+        "least predicted time first; `code`: the commit that planned the row.",
         "",
         "| program | topology | ours ms | predicted ms | peak GiB | verdict | best baseline | its ms | ratio | error "
-        "| judged | fit | compiled |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| judged | fit | compiled | code |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     judged: list[Judgement] = []
     for name in (f"{program} | {topology}" for program in PROGRAMS for topology in TOPOLOGIES):
         row = rows.get(name)
-        if row is None:
-            continue
+        others = {key: plan for key, plan in row["plans"].items() if key != "plan"} if row else {}
+        if row is None or not others:
+            continue  # nothing to compare yet
         ours = row["plans"]["plan"]
-        others = {key: plan for key, plan in row["plans"].items() if key != "plan"}
         found = Judgement.of(row["plans"])
         judged.append(found)
         lines.append(
@@ -186,7 +187,8 @@ def table(rows: dict[str, Any]) -> str:
             f"{(ours.get('peak_bytes') or 0) / 2**30:.2f} | {ours.get('verdict', 'failed')} | {found.best or '-'} | "
             f"{_ms(others[found.best]['estimated_s'] if found.best else None)} | "
             f"{f'{found.ratio:.3f}' if found.ratio else '-'} | {found.error:.1%} | {found.word} | "
-            f"{sum(map(_fits, others.values()))} of {len(others)} | {len(others)} of {2 * row['baselines']} |"
+            f"{sum(map(_fits, others.values()))} of {len(others)} | "
+            f"{len(others)} of {2 * row['baselines']} | {row.get('code', '-')} |"
         )
     lines += _summary(judged)
     failed = [

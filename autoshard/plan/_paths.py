@@ -51,7 +51,7 @@ def path_seconds(
                     table[used[0]] += mine[:, None]
     again = relayouts(path, collectives)
     if again.any():
-        found["compute"] = again * collectives.calibration.op_overhead_s
+        found["compute"] = again.astype(np.float64) * collectives.calibration.op_overhead_s
     return found
 
 
