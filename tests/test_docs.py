@@ -39,7 +39,7 @@ def run(command: list[str], folder: Path, **variables: str) -> str:
     return result.stdout
 
 
-EXECUTED = ("start", "reading", "constraints", "rules", "topologies", "modules", "export", "choosing")
+EXECUTED = ("start", "reading", "constraints", "rules", "topologies", "modules", "export", "choosing", "refining")
 
 
 @pytest.mark.parametrize("page", [f"{name}.md" for name in EXECUTED])
