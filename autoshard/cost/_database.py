@@ -89,7 +89,11 @@ class Database:
     def read(self, topology: str, compiler: str) -> list[Observation]:
         """All observations of a topology and compiler version, in the order of their ids; none where there is no file,
         or none that can be read."""
-        if not self.path.exists():
+        try:
+            if not self.path.exists():
+                return []
+        except OSError as error:
+            self._say("read", f"cannot be read ({error.strerror or error}).")
             return []
 
         def select(connection: sqlite3.Connection) -> list[Observation]:

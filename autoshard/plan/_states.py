@@ -292,7 +292,7 @@ def _tangled(
             together &= ~both | ((f[..., a] == f[..., b]) & (t[..., a] == t[..., b]))
             if b > a:
                 stays = (f[..., b] >= 0) & (f[..., b] == t[..., b])
-                changes = moved[..., a] | gathered[..., a] | ((f[..., a] == WHOLE) & (t[..., a] >= 0))
+                changes = moved[..., a] | gathered[..., a] | ((f[..., a] <= WHOLE) & (t[..., a] >= 0))
                 near = stays & changes & ((f[..., a] == f[..., b]) | (t[..., a] == t[..., b]))
                 swaps |= near.astype(np.int32) << a
     several = (moved | gathered).sum(axis=2) > 1

@@ -60,7 +60,7 @@ def test_a_row_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     plan_quality.judge(row, 300.0, 1)
     rows = kept.Results(plan_quality.RESULTS).rows
     plans = rows[row.name]["plans"]
-    assert len(plans) == 3 and "plan" in plans
+    assert {name.rstrip("*") for name in plans} > {"plan"} and any(name.endswith("*") for name in plans)
     for plan in plans.values():
         assert (
             plan["verdict"] == "fits" and plan["estimated_s"] > 0 and plan["peak_bytes"] > 0 and plan["wire_bytes"] > 0
