@@ -1,12 +1,13 @@
 """Programs of every family in a size that eight devices of one small machine run in a tenth of a second or so."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax_decoders
 import jax_programs
 from compile_programs import hf, llama, mixtral
-from jax_case import Case, dense, f32, infer_program, layers, norm, squares, train_program
+from jax_case import Case, dense, f32, infer_program, layers, squares, train_program
 
 from autoshard.program import Program
 
@@ -79,28 +80,6 @@ def deep_mlp() -> Case:
     return Case(layers([256] * 7), {"x": f32(4096, 256), "y": f32(4096, 256)}, forward, squares(forward))
 
 
-def recurrence() -> Case:
-    """A diagonal state space model: gated linear recurrences by `associative_scan` over the sequence."""
-    import jax
-
-    width, inner = 256, 512
-
-    def forward(params: Any, batch: Any) -> Any:
-        x = batch["x"]
-        for layer in params["layers"]:
-            h = norm(x, layer["norm"])
-            decay = jax.nn.sigmoid(h @ layer["decay"] + 2.0)
-            value = h @ layer["value"]
-            _, state = jax.lax.associative_scan(
-                lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (decay, (1 - decay) * value), axis=1
-            )
-            x = x + (state * jax.nn.silu(h @ layer["gate"])) @ layer["out"]
-        return x
-
-    one = {"norm": f32(width), "out": f32(inner, width)} | {n: f32(width, inner) for n in ("decay", "value", "gate")}
-    return Case({"layers": [one, one]}, {"x": f32(16, 64, width), "y": f32(16, 64, width)}, forward, squares(forward))
-
-
 def _hf(config: dict[str, Any], train: bool, **options: Any) -> Callable[[], Program]:
     mode = {"train": True, "optimizer": "adamw"} if train else {"infer": True}
     return hf(config, dtype="float32", **mode, **options)
@@ -125,8 +104,14 @@ PROGRAMS: dict[str, tuple[str, Callable[[], Program]]] = {
     "ViT, infer": ("ViT", _hf(VIT, False, batch=32)),
     "ResNet, train": ("convnet", _hf(RESNET, True, batch=16)),
     "U-Net, train": ("convnet", _case("u-net", jax_programs.unet, "train")),
-    "recurrence, train": ("recurrence", _case("recurrence", recurrence, "train")),
-    "recurrence, infer": ("recurrence", _case("recurrence", recurrence, "infer")),
+    "recurrence, train": (
+        "recurrence",
+        _case("recurrence", functools.partial(jax_programs.state_space, 256, 512), "train"),
+    ),
+    "recurrence, infer": (
+        "recurrence",
+        _case("recurrence", functools.partial(jax_programs.state_space, 256, 512), "infer"),
+    ),
     "MLP, train": ("MLP", _case("mlp", mlp, "adamw")),
     "deep MLP, train": ("MLP", _case("deep mlp", deep_mlp, "train")),
     "deep MLP, infer": ("MLP", _case("deep mlp", deep_mlp, "infer")),

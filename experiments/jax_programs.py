@@ -23,9 +23,8 @@ def mlp() -> Case:
     return Case(layers([256, 512, 512, 512, 128]), batch, forward, squares(forward))
 
 
-def state_space() -> Case:
+def state_space(width: int = 128, inner: int = 256) -> Case:
     """A diagonal state space model: gated linear recurrences by `associative_scan` over the sequence."""
-    width, inner = 128, 256
 
     def forward(params: Tree, batch: Tree) -> Any:
         x = batch["x"]

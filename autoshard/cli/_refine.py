@@ -3,16 +3,8 @@
 import argparse
 from typing import TextIO
 
-from autoshard.cli._commands import (
-    check_writable,
-    need_no_accelerator,
-    open_program,
-    plan_options,
-    print_json,
-    print_rich,
-    show_progress,
-    start_devices,
-)
+from autoshard.cli._input import check_writable, need_no_accelerator, open_program, plan_options, start_devices
+from autoshard.cli._output import print_json, print_rich, show_progress
 
 
 def run_refine(arguments: argparse.Namespace, answer: TextIO) -> int:

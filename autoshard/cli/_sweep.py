@@ -5,15 +5,8 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, TextIO
 
-from autoshard.cli._commands import (
-    PROGRAM_OPTIONS,
-    check_writable,
-    need_no_accelerator,
-    print_json,
-    print_rich,
-    show_progress,
-    stand_in_devices,
-)
+from autoshard.cli._input import PROGRAM_OPTIONS, check_writable, need_no_accelerator, stand_in_devices
+from autoshard.cli._output import print_json, print_rich, show_progress
 from autoshard.cli._process import settle_imports, settle_worker
 
 

@@ -1,0 +1,116 @@
+"""From parsed arguments to what commands work on: programs, devices, options, and files to read and write."""
+
+import argparse
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoshard.cli._process import settle_imports
+from autoshard.errors import UserError
+
+
+if TYPE_CHECKING:
+    from autoshard.cost import Topology
+    from autoshard.program import Program
+    from autoshard.report import Progress
+
+PROGRAM_OPTIONS = ("train", "batch", "seq", "image", "dtype", "param_dtype", "state_dtype", "remat", "optimizer")
+PROGRAM_OPTIONS += ("serve", "cache", "capacity_factor")
+"""What `hf:CONFIG` takes."""
+
+
+def need_no_accelerator() -> None:
+    """Keep JAX, and PyTorch/XLA where tracing imports it, from looking for one, and from saying that there is none."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+
+def open_program(
+    arguments: argparse.Namespace, progress: "Progress", topology: str | None = None, kept: bool = False
+) -> "Program":
+    """The program; the mesh that a Python file may make finds a CPU device for each of the topology's."""
+    progress(f"Tracing {arguments.program}")
+    from autoshard.program import load_rules, open_source
+
+    settle_imports()
+    if topology is not None:
+        stand_in_devices(arguments.program, topology)
+
+    options = {name: getattr(arguments, name) for name in PROGRAM_OPTIONS if getattr(arguments, name) is not None}
+    if arguments.rules is not None:
+        load_rules(arguments.rules)
+    return open_source(arguments.program, entry=arguments.entry, roles=arguments.roles, kept=kept, **options)
+
+
+def stand_in_devices(source: str, topology: str) -> None:
+    """A CPU device for each of the topology's, where a program is Python and may make a mesh."""
+    if source.endswith(".py"):
+        from autoshard.cost import Topology
+        from autoshard.exec import ensure_devices
+
+        with contextlib.suppress(UserError):  # JAX has started with fewer, which is enough for most programs
+            ensure_devices(Topology.parse(topology).num_devices)
+
+
+def start_devices(topology: "Topology") -> None:
+    """CPU devices are made before anything imports jax; any other devices must be here already."""
+    from autoshard.exec import ensure_devices
+
+    if topology.backend == "cpu":
+        need_no_accelerator()
+        ensure_devices(topology.num_devices)
+        return
+    import jax
+
+    if jax.default_backend() == "cpu":
+        raise UserError(
+            f"the plan is for {topology.name}, but only CPU devices are here; "
+            f"plan for cpu:{topology.num_devices} to rehearse it."
+        )
+
+
+def plan_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    from autoshard.plan import parameter_specs, read_asked
+
+    names = ("topology", "mesh", "memory_limit", "time_limit", "seed", "save_problem", "refine_axes", "calibration")
+    pairs = {flag: _merged(flag, getattr(arguments, flag)) for flag in ("pin", "forbid", "axis_only")}
+    others = parameter_specs(arguments.pin_from) if arguments.pin_from is not None else None
+    asked = read_asked(pairs["pin"], arguments.replicate, pairs["forbid"], pairs["axis_only"], others)
+    return {name: getattr(arguments, name, None) for name in names} | {"asked": asked}
+
+
+def _merged(flag: str, pairs: list[tuple[str, str]]) -> dict[str, str]:
+    """Pairs by name; what is said of one name twice must be a list of axes or groups."""
+    found: dict[str, str] = {}
+    for name, value in pairs:
+        if name in found and flag == "pin" and found[name] != value:
+            raise UserError(f"--pin {name}={value} contradicts --pin {name}={found[name]}: leave one of them out.")
+        found[name] = value if name not in found or flag == "pin" else f"{found[name]},{value}"
+    return found
+
+
+def check_writable(flag: str, path: Path | None) -> None:
+    """Before minutes of work, not after."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError(f"{flag} {path} is a directory; name a file.")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{flag} {path}: the directory {path.absolute().parent} does not exist; create it first.")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UserError(f"{flag} {path} cannot be written: permission denied.")
+
+
+def read_json(path: Path, command: str) -> dict[str, Any]:
+    """What `autoshard COMMAND --json` printed."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}.") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); give what `autoshard {command} --json` printed.") from error
+    if not isinstance(value, dict) or "step_time_s" not in value:
+        raise UserError(f"{path} has no `step_time_s`; give what `autoshard {command} --json` printed.")
+    return value

@@ -1,0 +1,323 @@
+"""Every command at work on a program: what it prints, what it writes, and when it fails."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import autoshard
+from autoshard import cli
+from autoshard.plan._published import read_rows
+from tests.command import run
+
+
+STEP = """
+import sys
+import jax
+import jax.numpy as jnp
+from neighbour import WIDTH
+
+print("noise from the user's file")
+
+
+def step(params, x):
+    def loss(p):
+        return jnp.mean((jnp.tanh(x @ p["w1"]) @ p["w2"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def shape(*dims):
+    return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+
+def program():
+    return step, ({"w1": shape(WIDTH, 4 * WIDTH), "w2": shape(4 * WIDTH, WIDTH)}, shape(32, WIDTH))
+
+
+def dtypes_differ():
+    return step, ({"w1": shape(WIDTH, 4 * WIDTH), "w2": shape(4 * WIDTH, WIDTH)}, shape(16, WIDTH))
+
+
+def fails():
+    raise ValueError("no luck")
+"""
+
+ON_CPU = ("--topology", "cpu:8", "--mesh", "data=4,model=2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program file with a neighbour, and its plan."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "step.py").write_text(STEP)
+    (folder / "neighbour.py").write_text("WIDTH = 64\n")
+    result = run("plan", "step.py", *ON_CPU, "--out", "plan.json", "--quiet", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def test_json_is_one_object_and_nothing_else_is_on_stdout(folder: Path):
+    result = run("plan", "step.py", *ON_CPU, "--json", "--memory-limit", "1", cwd=folder)
+    assert result.returncode == 0
+    figures = json.loads(result.stdout)
+    assert "noise from the user's file" in result.stderr
+    for key in ("step_time_s", "compute_s", "hidden_comm_s", "exposed_comm_s", "mfu", "peak_bytes", "fits"):
+        assert key in figures
+        assert all(key in baseline for baseline in figures["baselines"].values())
+    assert figures["memory_limit_bytes"] == 2**30
+    assert figures["mesh"] == {"data": 4, "model": 2}
+    assert figures["fits"] is True
+    assert 0 < figures["peak_bytes"] <= 2**30
+    assert figures["step_time_s"] == pytest.approx(figures["compute_s"] + figures["exposed_comm_s"])
+    assert figures["lower_bound"] <= figures["objective"]
+    assert 0 <= figures["solver_gap"] <= figures["plan_gap"] + 1e-9 < 1
+    fastest = min(b["step_time_s"] for b in figures["baselines"].values() if b["fits"])
+    assert figures["step_time_s"] <= fastest * (1 + 1e-9)
+    assert {"trace", "solve", "total"} <= set(figures["wall_s"])
+    assert figures["warnings"] == [] or all(isinstance(w, str) for w in figures["warnings"])
+    assert {"solver_gap", "plan_gap", "objective", "lower_bound", "wall_s", "mesh", "baselines"} <= set(figures)
+
+
+def test_progress_is_plain_lines_when_piped_and_nothing_when_quiet(folder: Path):
+    result = run("plan", "step.py", *ON_CPU, cwd=folder)
+    assert result.stderr.splitlines()[0] == "Tracing step.py"
+    assert "\x1b" not in result.stdout + result.stderr
+    assert "STEP: " in result.stdout
+    quiet = run("plan", "step.py", *ON_CPU, "--quiet", cwd=folder)
+    assert quiet.stderr == "noise from the user's file\n"
+
+
+def test_the_mesh_comes_from_the_flag_then_the_environment_then_a_search(folder: Path):
+    def mesh(*arguments: str, **env: str) -> dict[str, int]:
+        result = run("plan", "step.py", "--topology", "cpu:8", "--json", *arguments, cwd=folder, env=env)
+        figures = json.loads(result.stdout)
+        searched = figures["meshes"]
+        assert not searched or searched[0]["mesh"] == ",".join(f"{k}={v}" for k, v in figures["mesh"].items())
+        return {} if searched else figures["mesh"]
+
+    assert mesh() == {}
+    assert mesh("--mesh", "auto", XLA_AUTO_SPMD_MESH="2,4") == {}
+    assert mesh(XLA_AUTO_SPMD_MESH="2,4") == {"data": 2, "model": 4}
+    assert mesh("--mesh", "a=4,b=2", XLA_AUTO_SPMD_MESH="2,4") == {"a": 4, "b": 2}
+
+
+def test_a_sweep_is_a_table_a_plot_and_rows_that_are_kept(folder: Path):
+    line = ("sweep", "step.py", "--topology", "cpu:8,cpu:7", "--out", "sweep.json", "--plot", "sweep.svg")
+    shown = run(*line, cwd=folder).stdout
+    assert "no plan, see below" in shown and "- cpu:7: " in shown
+    assert (folder / "sweep.svg").read_text().startswith("<?xml")
+    again = run(*line, "--json", "--price", "cpu=2.5", cwd=folder)
+    assert "2 of 2 rows are in sweep.json already" in again.stderr
+    planned, failed = json.loads(again.stdout)["rows"]
+    assert planned["topology"] == "cpu:8" and planned["failed"] is None and planned["step_time_s"] > 0
+    assert failed["topology"] == "cpu:7" and failed["step_time_s"] is None and failed["failed"]
+
+
+def test_measure_a_saved_plan_and_check_it(folder: Path):
+    result = run("measure", "step.py", "--plan", "plan.json", "--check", "--steps", "2", "--json", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout)
+    assert figures["step_time_s"] > 0
+    assert figures["max_rel_diff"] < 1e-5
+    assert set(figures["collectives"]) == {"wire_bytes", "counts", "times"} and figures["profiler"] == ""
+    assert all(time["seconds"] > 0 for time in figures["collectives"]["times"])
+    for both in (*figures["collectives"]["wire_bytes"].values(), *figures["collectives"]["counts"].values()):
+        assert set(both) == {"predicted", "compiled"}
+
+
+def test_measure_fails_past_the_tolerance(folder: Path):
+    result = run("measure", "step.py", *ON_CPU, "--check", "--tolerance", "0", "--steps", "1", cwd=folder)
+    assert result.returncode == 1
+    assert "DIFFERS with the unplanned run" in " ".join(result.stdout.split())
+
+
+def test_solve_takes_the_problem_that_plan_saved(folder: Path):
+    result = run("plan", "step.py", *ON_CPU, "--json", "--save-problem", "problem.json.gz", cwd=folder)
+    figures = json.loads(result.stdout)
+    solved = run("solve", "problem.json.gz", "--time-limit", "20", "--out", "choices.json", cwd=folder)
+    assert solved.returncode == 0
+    record = json.loads((folder / "choices.json").read_text())
+    assert record["choices"] == json.loads(solved.stdout)
+    assert record["cost"] == figures["objective"]
+
+
+def test_compare_runs_the_plan_and_every_baseline(folder: Path):
+    result = run("compare", "step.py", *ON_CPU, "--measure", "--steps", "2", "--json", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    plans = json.loads(result.stdout)["plans"]
+    assert {"plan", "fsdp", "fsdp*", "data_parallel", "data_parallel*"} <= set(plans)
+    for name, row in plans.items():
+        assert row["failed"] is None
+        assert row["measured"]["step_time_s"] > 0
+        assert (row["predicted"] is None) == (name != "plan" and not name.endswith("*"))
+        if row["predicted"]:
+            assert row["predicted"]["step_time_s"] >= plans["plan"]["predicted"]["step_time_s"] * (1 - 1e-9)
+    table = run("compare", "step.py", *ON_CPU, cwd=folder).stdout
+    assert "fsdp* " in table
+    assert "measured" not in table
+
+
+def test_candidates_are_shown_and_written_beside_the_plan(folder: Path):
+    options = [*ON_CPU, "--candidates", "3"]
+    figures = json.loads(run("plan", "step.py", *options, "--json", cwd=folder).stdout)
+    offered = figures["candidates"]
+    assert offered[0]["name"] == "plan" and 1 < len(offered) <= 3
+    assert offered[0]["step_time_s"] == figures["step_time_s"]
+    shown = run("plan", "step.py", *options, "--out", "many.json", cwd=folder).stdout
+    assert "Candidates that really differ" in shown
+    assert f"Candidate {len(offered)} written to many.{len(offered)}.json" in shown
+    steps = [autoshard.load(path).prediction.step_time_s for path in (folder / "many.json", folder / "many.2.json")]
+    assert steps == pytest.approx([each["step_time_s"] for each in offered[:2]])
+    compared = json.loads(run("compare", "step.py", *options, "--json", cwd=folder).stdout)["plans"]
+    assert {each["name"] for each in offered} <= set(compared)
+
+
+@pytest.mark.parametrize("failing", [{"plan"}, {"plan", "fsdp", "fsdp*", "data_parallel", "data_parallel*"}])
+def test_a_plan_that_cannot_be_judged_is_dropped_and_the_others_go_on(
+    failing: set[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    import autoshard.exec
+    import autoshard.report
+    from autoshard.errors import UserError
+
+    names = iter(["plan", "fsdp", "fsdp*", "data_parallel", "data_parallel*"])
+
+    def judge(program, plan, **_):
+        if next(names) in failing:
+            raise UserError("it ran out of memory")
+        times = {"step_time_s": {"estimated": 1.0}, "time": {"by_kind": {}}}
+        return {"verdict": "fits", "peak_bytes": {"compiled": 1}, **times}
+
+    def five(plan, baselines, propagated, offered):
+        return [(name, plan, True) for name in ("plan", "fsdp", "fsdp*", "data_parallel", "data_parallel*")]
+
+    monkeypatch.setattr(autoshard.exec, "compile_plan", judge)
+    monkeypatch.setattr(autoshard.exec, "compile_figures", lambda figures: figures)
+    monkeypatch.setattr(autoshard.report, "candidates", five)
+    code = cli.main(["compare", str(folder / "step.py"), *ON_CPU, "--compile", "--json", "--quiet"])
+    captured = capsys.readouterr()
+    if len(failing) > 1:
+        assert code == 2 and captured.err.endswith("autoshard: it ran out of memory\n")
+        return
+    plans = json.loads(captured.out)["plans"]
+    assert code == 0 and plans["plan"]["failed"] == "it ran out of memory" and plans["plan"]["compiled"] is None
+    assert all(plans[name]["compiled"] for name in plans if name != "plan")
+
+
+def test_validate_prints_every_row_and_its_difference():
+    questions = str(Path(autoshard.__file__).parent / "cost" / "questions.json")
+    result = run("validate", "--json", "--data", questions)
+    figures = json.loads(result.stdout)
+    assert len(figures["rows"]) > 40
+    for row in figures["rows"]:
+        assert ("skipped" in row) != ("ours" in row)
+        if "ours" in row:
+            assert row["delta_percent"] == pytest.approx(100 * (row["ours"] - row["theirs"]) / row["theirs"])
+    assert sum(group["rows"] for group in figures["groups"].values()) == len(figures["rows"])
+    assert result.returncode == 0
+    table = run("validate", "--data", questions).stdout
+    assert all(row["id"] in table for row in figures["rows"])
+
+
+def test_validate_rebuilds_published_runs(tmp_path: Path):
+    chosen = [row for row in read_rows() if row["id"].startswith("gemm") or row["id"] == "recipe-v6e-llama3.1-8b-v6e-8"]
+    (tmp_path / "runs.json").write_text(json.dumps([*chosen, chosen[-1] | {"id": "later", "value": None}]))
+    # With no platform chosen, JAX would start every one that is installed, loudly.
+    result = run("validate", "--json", "--data", "runs.json", cwd=tmp_path, env={"JAX_PLATFORMS": None})
+    figures = json.loads(result.stdout)
+    assert result.returncode == 0 and figures["passed"]
+    assert [row["id"] for row in figures["rows"]] == [*(row["id"] for row in chosen), "later"]
+    assert figures["rows"][-1]["skipped"] == "no rate of one device"
+    for row in figures["rows"][:-1]:
+        assert row["delta_percent"] == pytest.approx(100 * (row["ours"] - row["theirs"]) / row["theirs"])
+    progress = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(progress) == len(chosen) and all(" " in line and "/" in line for line in progress)
+
+
+def test_diff_of_two_plans(folder: Path):
+    assert run("plan", "step.py", "--topology", "cpu:8", "--out", "other.json", cwd=folder).returncode == 0
+    figures = json.loads(run("diff", "plan.json", "other.json", "--json", cwd=folder).stdout)
+    assert figures["settings"]["mesh"] == {"first": "data=4,model=2", "second": "data=8"}
+    assert "topology" not in figures["settings"]
+    assert figures["shared"] == 3
+    same = run("diff", "plan.json", "plan.json", cwd=folder).stdout
+    assert "0 of 3 common arguments are split differently." in same
+
+
+def test_report_of_a_saved_plan(folder: Path):
+    text = run("report", "plan.json", cwd=folder)
+    assert text.stdout.splitlines()[0].startswith("step on cpu:8 (8 devices), mesh data=4, model=2")
+    page = run("report", "plan.json", "-o", "report.html", "--compare", "plan.json", cwd=folder)
+    assert page.stdout == "Written: report.html\n"
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    figures = json.loads(run("report", "plan.json", "--perfetto", "trace.json", "--json", cwd=folder).stdout)
+    assert figures["fits"] is True
+    assert figures["written"] == ["trace.json"]
+    trace = json.loads((folder / "trace.json").read_text())
+    last = max(event["ts"] + event["dur"] for event in trace["traceEvents"] if event["ph"] == "X")
+    assert last == pytest.approx(figures["step_time_s"] * 1e6, rel=1e-3)
+
+
+def test_a_profile_stands_beside_the_prediction(folder: Path):
+    assert run("measure", "step.py", "--plan", "plan.json", "--profile", "p.json.gz", cwd=folder).returncode == 0
+    spans = [{"name": "fusion.1", "lane": "compute", "start_s": 0.0, "seconds": 1e-3}]
+    (folder / "c.json").write_text(json.dumps({"step_time_s": {}, "time": {"spans": spans}}))
+    run("report", "plan.json", "--perfetto", "t.json", "--profile", "p.json.gz", "--compiled", "c.json", cwd=folder)
+    events = json.loads((folder / "t.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} >= {1, 2, 3}
+    assert any("dot" in event["name"] for event in events if event["pid"] >= 3 and event["ph"] == "X")
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("report plan.json --profile p.json.gz", "--profile is for the trace; name it with --perfetto trace.json."),
+        ("report plan.json --compiled c.json", "--compiled is for the trace; name it with --perfetto trace.json."),
+        ("measure step.py", "`autoshard measure` takes either --plan PLAN.json, or --topology to plan first."),
+        ("measure step.py --plan plan.json --mesh data=8", "--mesh is for planning; plan.json is a plan already."),
+        (
+            "measure step.py --plan plan.json --entry dtypes_differ",
+            "another program: argument `x` is float32[32,64] in the plan",
+        ),
+        ("measure step.py --topology v5e:2x2", "the plan is for v5e:2x2, but only CPU devices are here;"),
+        ("measure step.py --plan none.json", "cannot read the plan file none.json"),
+        ("plan step.py --topology cpu:8 --entry fails", "`fails()` in `step.py` raised ValueError: no luck (line 31)."),
+        ("plan step.py --topology cpu:8 --entry nothing", "`step.py` offers no `nothing`; it has "),
+        ("plan step.py --topology v5x:4x4", "unknown chip 'v5x'; did you mean "),
+        ("plan step.py --topology cpu:8 --mesh data=3", "mesh data=3 = 3, but cpu:8 has 8 devices; they must be equal"),
+        ("plan step.py --topology cpu:8 --batch 8", "`--batch` only apply to `hf:CONFIG`"),
+        ("plan step.py --topology cpu:8 --serve decode", "`--serve` only apply to `hf:CONFIG`"),
+        ("plan step.py --topology cpu:8 --roles paras=parameter", "roles: no argument is called `paras` or starts"),
+        ("plan step.py --topology cpu:8 --roles x=batches", "roles: `x` is given the role `batches`, which does not"),
+        ("plan hf:llama-tiny --topology cpu:8 --roles x=batch", "`--roles` is for files; the roles of `hf:llama-tiny`"),
+        ("plan hf:llama-tiny --topology cpu:8 --cache 8", "--cache is for serving; add --serve prefill or --serve"),
+        ("plan step.py --topology cpu:8 --memory-limit 0.00001", "no plan fits into 10.49 KiB per device: the least"),
+        ("report none.json", "cannot read the plan file none.json"),
+        ("report plan.json --compare plan.json", "--compare is for the page; name it with --out report.html."),
+        ("report plan.json -o r.html --measured plan.json", "plan.json has no `step_time_s`; give what"),
+        ("compile step.py --plan plan.json", "cpu:8"),
+        (
+            "export plan.json --to jaxx",
+            "there is no export to 'jaxx'; choose from jax, flax, maxtext, torch-xla",
+        ),
+        ("validate --data none.json", "data file none.json cannot be read: No such file or directory"),
+        ("diff plan.json none.json", "cannot read the plan file none.json"),
+        ("compare step.py --topology v5e:2x2 --measure", "the plan is for v5e:2x2, but only CPU devices are here;"),
+        ("solve none.json", "cannot read the problem none.json: No such file or directory"),
+    ],
+)
+def test_bad_input_of_real_programs_gets_one_sentence(
+    folder: Path, line: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("XLA_AUTO_SPMD_MESH", raising=False)
+    before = {path.name for path in folder.iterdir() if path.is_file()}
+    assert cli.main([*line.split(), "--quiet"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (message,) = (text for text in captured.err.splitlines() if not text.startswith("noise"))
+    assert message.startswith("autoshard: ")
+    assert sentence in message
+    assert {path.name for path in folder.iterdir() if path.is_file()} == before
