@@ -78,7 +78,7 @@ class _Union:
         links = [(p, q) for p, q in links if p >= 0 and q >= 0]
         if big == small:
             return all(p == q for p, q in links)
-        if len(self.sizes[big]) < len(self.sizes[small]):
+        if self._extent(big) < self._extent(small):
             big, small = small, big
             links = [(q, p) for p, q in links]
         mapping: dict[int, int] = {}
@@ -94,6 +94,10 @@ class _Union:
         self.blocked[big].update(mapping[f] for f in self.blocked[small])
         self.members[small] = []
         return True
+
+    def _extent(self, cluster: int) -> tuple[int, int]:
+        """The smaller cluster is the one with fewer factors, and of those the one with fewer members to rename."""
+        return len(self.sizes[cluster]), len(self.members[cluster])
 
     def _place_blocked(self, big: int, small: int, mapping: dict[int, int]) -> bool:
         """Finds a place for the small cluster's other factors; only such as stay whole (layer dims) have one."""

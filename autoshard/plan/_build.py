@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.plan._model import EXPOSED, Channel, Model
+from autoshard.plan._model import EXPOSED, Channel, Decisions
 from autoshard.solver import FORBIDDEN, Link, Network, Problem, Term
 
 
@@ -19,7 +19,7 @@ Kept = Sequence[NDArray[np.int64]]
 """For every node the alternatives that are left, ascending."""
 
 
-def kept_of(model: Model, allowed: Allowed | None) -> Kept:
+def kept_of(model: Decisions, allowed: Allowed | None) -> Kept:
     """The alternatives that may be chosen."""
     allowed = allowed or {}
     return [
@@ -28,12 +28,21 @@ def kept_of(model: Model, allowed: Allowed | None) -> Kept:
     ]
 
 
-def entries(model: Model, kept: Kept) -> int:
+def entries(model: Decisions, kept: Kept) -> int:
     """Numbers in the edge tables of `build_problem`."""
     return sum(len(kept[move.source]) * len(kept[move.target]) for move in model.moves)
 
 
-def build_network(model: Model, weights: Weights, memory_limit: int | None, kept: Kept) -> Network:
+def linked_moves(model: Decisions, weights: Weights) -> list[int]:
+    """The moves that are links of `build_network`, in their order: those that cost or forbid anything."""
+    return [
+        number
+        for number, move in enumerate(model.moves)
+        if move.forbidden is not None or any(_weight(weights, c) > 0 for c in move.costs)
+    ]
+
+
+def build_network(model: Decisions, weights: Weights, memory_limit: int | None, kept: Kept) -> Network:
     """What `build_problem` would write out, in short; alternatives that are not in `kept` are closed."""
     costs, links, terms = [], [], []
     for node, mine in zip(model.nodes, kept, strict=True):
@@ -42,10 +51,9 @@ def build_network(model: Model, weights: Weights, memory_limit: int | None, kept
         cost[mine] = np.rint(seconds[mine] * 1e12)
         costs.append(cost)
     shared: dict[tuple[object, ...], NDArray[np.float64]] = {}
-    for move in model.moves:
+    for number in linked_moves(model, weights):
+        move = model.moves[number]
         parts = [(_weight(weights, c), t) for c, t in move.costs.items() if _weight(weights, c) > 0]
-        if not parts and move.forbidden is None:
-            continue
         ends = (move.source, move.target, move.rows, move.columns)
         if len(parts) == 1 and move.forbidden is None:
             weight, table = parts[0]
@@ -61,7 +69,7 @@ def build_network(model: Model, weights: Weights, memory_limit: int | None, kept
     return Network(costs, links, terms, _usage_limit(model, memory_limit))
 
 
-def build_problem(model: Model, weights: Weights, memory_limit: int | None, kept: Kept | None = None) -> Problem:
+def build_problem(model: Decisions, weights: Weights, memory_limit: int | None, kept: Kept | None = None) -> Problem:
     """The `Problem` whose objective is exposed communication plus the weighted channels of every block.
 
     With weights that are non-negative and sum to one in every block the objective bounds the plan's true time
@@ -109,7 +117,7 @@ def build_problem(model: Model, weights: Weights, memory_limit: int | None, kept
     )
 
 
-def _usage_limit(model: Model, memory_limit: int | None) -> int | None:
+def _usage_limit(model: Decisions, memory_limit: int | None) -> int | None:
     return None if memory_limit is None else max(0, memory_limit - model.fixed_bytes)
 
 

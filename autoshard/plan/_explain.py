@@ -17,7 +17,8 @@ from autoshard.plan._plan import Collective, Plan
 from autoshard.plan._predict import Outcome, evaluate, tensor_spec
 from autoshard.plan._reading import build_model, read_program
 from autoshard.plan._refine import refinement_of
-from autoshard.plan._search import make_candidate, solve_within
+from autoshard.plan._search import make_candidate
+from autoshard.plan._solve import solve_within
 from autoshard.plan._spec import Spec
 from autoshard.plan._weights import even_weights, normalise
 from autoshard.program import Program, open_source

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from autoshard.plan._asked import Required
 from autoshard.plan._model import Model
 from autoshard.plan._predict import evaluate
-from autoshard.plan._search import Solved, solve_within
+from autoshard.plan._solve import Solved, solve_within
 from autoshard.units import format_bytes
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from autoshard.cost import Calibration, Mesh, Topology, candidate_meshes
 from autoshard.errors import UserError
 from autoshard.plan._asked import Asked, Required, require
-from autoshard.plan._build import build_network, entries, kept_of
+from autoshard.plan._build import kept_of
 from autoshard.plan._demands import check_regions
 from autoshard.plan._floors import least_bytes, least_seconds
 from autoshard.plan._heavy import heavy_states
@@ -25,11 +25,12 @@ from autoshard.plan._plan import MeshTried
 from autoshard.plan._predict import Outcome
 from autoshard.plan._reading import Reading, build_model
 from autoshard.plan._refine import LEAST_GAIN
-from autoshard.plan._search import LARGE, Climb
+from autoshard.plan._repeats import find_repeats
+from autoshard.plan._search import Climb
 from autoshard.plan._states import enumerate_states
 from autoshard.plan._weights import Weighing, carried_weights, even_weights, normalise
 from autoshard.program import Program, Role
-from autoshard.solver import Solution, narrow
+from autoshard.solver import Solution
 from autoshard.units import format_count, format_seconds
 
 
@@ -160,11 +161,9 @@ class MeshSearch:
         weights = normalise(even_weights(model))
         if rival is not None and rival.climb is not None:
             weights = carried_weights(model, rival.climb.weighing.weights)
-        climb = Climb(model, Weighing(weights))
-        if rival is not None and entries(model, kept) > LARGE:
-            narrowed = narrow(build_network(model, weights, None, kept), enough=beat_s * 1e12)
-            climb.messages = narrowed.messages
-            climb.weighing.add_bound(weights, narrowed.bound * 1e-12)
+        climb = Climb(model, Weighing(weights), repeats=find_repeats(model))
+        if rival is not None:
+            climb.bound_without_limit(required, beat_s)
         if climb.weighing.bound_s < beat_s:
             climb.run(self.memory_limit, self.time_limit, self.seed, _silent, required, beat_s, GOOD_ENOUGH)
         bound = climb.weighing.bound_s if climb.weighing.bound_s > 0 else None

@@ -6,6 +6,8 @@ communication of a block that can hide behind that compute, by physical link, an
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +100,19 @@ class Path:
     reduce_itemsize: int
     collected: bool = False
     """True if partial results are gathered and combined, where others are summed."""
+
+
+class Decisions(Protocol):
+    """What is to be decided, as `build_problem` takes it."""
+
+    @property
+    def nodes(self) -> Sequence[Node]: ...
+
+    @property
+    def moves(self) -> Sequence[Move]: ...
+
+    @property
+    def fixed_bytes(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from autoshard.plan._meshes import MeshBest, mesh_text
 from autoshard.plan._model import Model
 from autoshard.plan._plan import Plan
 from autoshard.plan._predict import Outcome
-from autoshard.plan._search import Candidate, Found, make_candidate, solve_within, within_memory
+from autoshard.plan._search import Candidate, Found, make_candidate, within_memory
+from autoshard.plan._solve import solve_within
 from autoshard.solver import Solution
 from autoshard.units import format_bytes
 

@@ -91,7 +91,7 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
             channels[channel] += float(seconds[int(choice)])
     gathered: dict[tuple[str, tuple[str, ...], bool, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
     lines: dict[tuple[str, tuple[str, ...], bool, str], str] = {}
-    link_of = link_names(model.mesh)
+    link_of, named = link_names(model.mesh), cluster_names(model)
     for move in model.moves:
         if again := relayout_seconds(model, move, choices):
             channels[move.block, "compute"] += again
@@ -100,7 +100,7 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
             for channel, share in where.items():
                 channels[channel] += seconds * share * move.trips
             exposed = where.get(EXPOSED, 0.0)
-            key = (kind, axes, exposed < 0.5, move_cause(model, move))
+            key = (kind, axes, exposed < 0.5, move_cause(model, move, named))
             lines[key] = lines.get(key) or move_line(model, move)
             entry = gathered[key]
             entry[0] += move.trips
@@ -133,20 +133,27 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     return Outcome(dict(channels), tuple(collectives), peak, when, memory)
 
 
-def move_cause(model: Model, move: Move) -> str:
-    """Name of what moves: the argument behind it, or the op that makes it."""
+def cluster_names(model: Model) -> dict[int, str]:
+    """Of every cluster with arguments in it, the name of the first."""
+    arguments = {model.graph.arguments[i]: a.name for i, a in enumerate(model.program.arguments)}
+    return {
+        number: arguments[tensor]
+        for number, cluster in enumerate(model.structure.clusters)
+        if (tensor := next((t for t in cluster.tensors if t in arguments), None)) is not None
+    }
+
+
+def move_cause(model: Model, move: Move, named: dict[int, str]) -> str:
+    """Name of what moves: the argument behind it, of the clusters' that are `named`, or the op that makes it."""
     node = model.nodes[move.source]
     if node.kind == "copy":
         node = model.nodes[model.cluster_node[model.structure.cluster_of[node.ref]]]
     end = model.nodes[move.target]
     if node.kind == "op" and end.kind == "cluster" and end.name and not model.graph.tensors[move.tensor].name:
         return end.name
-    arguments = {model.graph.arguments[i]: a.name for i, a in enumerate(model.program.arguments)}
     for side in (node, end):
-        if side.kind == "cluster":
-            for tensor in model.structure.clusters[side.ref].tensors:
-                if tensor in arguments:
-                    return arguments[tensor]
+        if side.kind == "cluster" and side.ref in named:
+            return named[side.ref]
     return model.graph.tensors[move.tensor].name or node.name
 
 
@@ -157,9 +164,19 @@ def move_line(model: Model, move: Move) -> str:
     return next((ops[op].line for op in (move.op, maker) if op >= 0 and ops[op].line), "")
 
 
-def move_steps(model: Model, move: Move, choices: NDArray[np.int64]) -> list[Transfer]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Passage:
+    """What one execution of a move takes under a choice."""
+
+    steps: tuple[Transfer, ...]
+    """(kind, axes, bytes, seconds) of its collectives."""
+    relayouts: int
+    """How many of them leave a value that is laid out anew."""
+
+
+def move_steps(model: Model, move: Move, choices: NDArray[np.int64]) -> tuple[Transfer, ...]:
     """(kind, axes, bytes, seconds) of one execution of a move under a choice."""
-    return _steps_of_one(_chosen_path(move, choices), model)
+    return _passage(model, move, choices).steps
 
 
 def relayout_seconds(model: Model, move: Move, choices: NDArray[np.int64]) -> float:
@@ -169,43 +186,41 @@ def relayout_seconds(model: Model, move: Move, choices: NDArray[np.int64]) -> fl
 
 def move_relayouts(model: Model, move: Move, choices: NDArray[np.int64]) -> int:
     """How many of a move's collectives leave a value that is laid out anew."""
-    return int(relayouts(_chosen_path(move, choices), model.collectives)[0, 0])
+    return _passage(model, move, choices).relayouts
 
 
-def _chosen_path(move: Move, choices: NDArray[np.int64]) -> Path:
-    """The path with one state at each end. Raises ValueError for a forbidden pair."""
+_known: "weakref.WeakKeyDictionary[Collectives, dict[object, Passage]]" = weakref.WeakKeyDictionary()
+"""Repeated layers take the same steps; of every priced mesh, by what the path is at both ends."""
+
+
+def _passage(model: Model, move: Move, choices: NDArray[np.int64]) -> Passage:
+    """Of the path with one state at each end. Raises ValueError for a forbidden pair."""
     row = int(move.rows[int(choices[move.source])])
     column = int(move.columns[int(choices[move.target])])
     if move.forbidden is not None and move.forbidden[row, column]:
         raise ValueError(f"nodes {move.source} and {move.target} take a pair of alternatives that is not allowed")
     path = move.path
-    return dataclasses.replace(
-        path,
-        held=path.held[row : row + 1],
-        kept=path.kept[row : row + 1],
-        source=path.source[row : row + 1],
-        target=path.target[column : column + 1],
-    )
-
-
-_known_steps: "weakref.WeakKeyDictionary[Collectives, dict[object, list[Transfer]]]" = weakref.WeakKeyDictionary()
-"""Repeated layers take the same steps; of every priced mesh, by the path's fields."""
-
-
-def _steps_of_one(path: Path, model: Model) -> list[Transfer]:
-    """The same of a path with one state at each end."""
-    known = _known_steps.setdefault(model.collectives, {})
-    fields = (getattr(path, field.name) for field in dataclasses.fields(path))
-    key = tuple(f.tobytes() if isinstance(f, np.ndarray) else f for f in fields)
+    ends = (path.held[row], path.kept[row], path.source[row], path.target[column])
+    sizes = (path.shape, path.factors, path.itemsize, path.reduce_itemsize, path.collected)
+    key = (*sizes, *(end.tobytes() for end in ends))
+    known = _known.setdefault(model.collectives, {})
     if key not in known:
-        gathers, steps = path_steps(path, model.collectives)
-        found = known[key] = []
-        for step in (*gathers, *steps):
-            size = float(step.size[0, 0])
-            if size > 0:
-                axes = tuple(model.axis_names[a] for a in step.axes)
-                found.append((step.kind, axes, size, float(model.collectives.time(step.kind, axes, size))))
+        held, kept, source, target = (end[None, :] for end in ends)
+        known[key] = _passage_of(
+            dataclasses.replace(path, held=held, kept=kept, source=source, target=target), model.collectives
+        )
     return known[key]
+
+
+def _passage_of(path: Path, collectives: Collectives) -> Passage:
+    found: list[Transfer] = []
+    gathers, steps = path_steps(path, collectives)
+    for step in (*gathers, *steps):
+        size = float(step.size[0, 0])
+        if size > 0:
+            axes = tuple(list(collectives.mesh.axes)[a] for a in step.axes)
+            found.append((step.kind, axes, size, float(collectives.time(step.kind, axes, size))))
+    return Passage(tuple(found), int(relayouts(path, collectives)[0, 0]))
 
 
 def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, int, str]]:

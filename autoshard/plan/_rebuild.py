@@ -17,7 +17,7 @@ from autoshard.plan._plan import Plan
 from autoshard.plan._predict import evaluate
 from autoshard.plan._published import IncompleteError, MatmulRun, Run, parse_run, read_rows
 from autoshard.plan._reading import build_model, read_program
-from autoshard.plan._search import Solved, solve_within
+from autoshard.plan._solve import Solved, solve_within
 from autoshard.plan._weights import even_weights, normalise
 from autoshard.plan._write import plan_of_choices
 from autoshard.program import Program, decoder_program

@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 
 from autoshard.plan._asked import Required
 from autoshard.plan._baselines import Baseline
-from autoshard.plan._build import Allowed, Kept, Weights, build_network, build_problem, entries, kept_of
+from autoshard.plan._build import Weights
 from autoshard.plan._headroom import roomy_bytes, tight_seconds
 from autoshard.plan._model import Model
 from autoshard.plan._predict import Outcome, evaluate
+from autoshard.plan._repeats import Repeats, find_repeats
+from autoshard.plan._solve import Solved, first_bound, first_messages, solve_tied, solve_within
 from autoshard.plan._weights import Weighing, even_weights, normalise
-from autoshard.solver import Messages, Problem, Solution, Status, narrow, solve
+from autoshard.solver import Messages, Problem, Solution
 from autoshard.solver import evaluate as evaluate_problem
 
 
@@ -24,8 +26,6 @@ BASELINES_SHARE = 0.3
 """Part of the time limit that completing all baselines may take."""
 ROOMIER_SHARE = 0.15
 """Part of the time limit that looking for plans below one peak may take, where memory is nearly full."""
-LARGE = 100_000
-"""Numbers in edge tables from which on a Problem is narrowed before it is written out."""
 GOOD_ENOUGH = 1e-3
 """Plan gap below which no further weighting is tried."""
 ROUGHLY = 1e-2
@@ -87,14 +87,13 @@ def search(
     start = clock.monotonic()
     weights: Weights = normalise(even_weights(model))
     named = {}
-    messages = None
-    if baselines and entries(model, kept_of(model, None)) > LARGE:
-        # Every baseline, and then every weighting, begins with what is found for all alternatives.
-        messages = narrow(build_network(model, weights, None, kept_of(model, None))).messages
+    repeats = find_repeats(model)
+    # Every baseline, and then every weighting, begins with what is found for all alternatives.
+    messages = first_messages(repeats or model, weights) if baselines else None
     for number, baseline in enumerate(baselines):
         left = BASELINES_SHARE * time_limit - (clock.monotonic() - start)
         share = max(1.0, left / (len(baselines) - number))
-        candidate = complete(model, baseline, weights, memory_limit, share, seed, messages)
+        candidate = complete(model, baseline, weights, memory_limit, share, seed, messages, repeats)
         if candidate is not None:
             named[baseline.name] = candidate
     fitting = [c for c in named.values() if c.fits and required.holds(c.choices)]
@@ -105,7 +104,7 @@ def search(
     weighing = Weighing(weights)
     for candidate in fitting:
         weighing.add_choice(candidate.outcome)
-    climb = Climb(model, weighing, min(fitting, key=_rank, default=None), messages)
+    climb = Climb(model, weighing, min(fitting, key=_rank, default=None), messages, repeats)
     climb.run(memory_limit, time_limit - (clock.monotonic() - start), seed, progress, required)
     if climb.best is None or climb.certified is None:
         raise Infeasible(climb.certified)
@@ -134,11 +133,21 @@ class Climb:
     weighing: Weighing
     best: "Candidate | None" = None
     messages: Messages | None = None
+    """Of `repeats`, if there are any."""
+    repeats: Repeats | None = None
     certified: "Solved | None" = None
     """Of the weighting with the highest bound."""
     rounds: int = 0
     seen: "list[Candidate]" = dataclasses.field(default_factory=list)
     """What every weighting found that fits."""
+
+    def bound_without_limit(self, required: Required, enough_s: float) -> None:
+        """Raises the bound of a large model, up to `enough_s`, by what holds whatever fits in memory."""
+        weights = self.weighing.weights
+        found = first_bound(self.model, self.repeats, weights, required.allowed, enough_s * 1e12)
+        if found is not None:
+            bound, self.messages = found
+            self.weighing.add_bound(weights, bound * 1e-12)
 
     def roomier(
         self, target: int, time_limit: float, seed: int, required: Required, known: Sequence[Candidate]
@@ -146,7 +155,9 @@ class Climb:
         """Takes the best plan whose peak is at most `target` bytes, if it is expected to be faster."""
         beat_s = math.inf if self.best is None else self.best.expected_s
         weights = self.weighing.weights
-        found = within_memory(self.model, weights, required, target, time_limit, seed, known, beat_s, ROUGHLY)
+        found = within_memory(
+            self.model, weights, required, target, time_limit, seed, known, beat_s, ROUGHLY, self.repeats
+        )
         if found is not None:
             self.seen.append(found)
             if self.best is None or _rank(found) < _rank(self.best):
@@ -174,7 +185,9 @@ class Climb:
             hint = self.best.choices if self.best is not None else None
             share = max(2.0, left / (2 if self.rounds == 1 else 3))
             allowed = required.allowed
-            solved = solve_within(self.model, weights, memory_limit, share, seed, hint, allowed, self.messages)
+            solved = solve_within(
+                self.model, weights, memory_limit, share, seed, hint, allowed, self.messages, self.repeats
+            )
             self.messages = solved.messages
             lower = solved.solution.lower_bound * 1e-12
             if lower > weighing.bound_s or self.certified is None:
@@ -215,6 +228,7 @@ def within_memory(
     known: Iterable[Candidate],
     beat_s: float = math.inf,
     good_enough: float = GOOD_ENOUGH,
+    repeats: Repeats | None = None,
 ) -> Candidate | None:
     """The best choice whose peak is at most `target` bytes, from those that are `known`; None if none is found.
 
@@ -225,86 +239,9 @@ def within_memory(
     weighing = Weighing(weights)
     for each in kept:
         weighing.add_choice(each.outcome)
-    climb = Climb(model, weighing, min(kept, key=_rank, default=None))
+    climb = Climb(model, weighing, min(kept, key=_rank, default=None), repeats=repeats)
     climb.run(target, time_limit, seed, lambda line: None, required, beat_s, good_enough)
     return None if climb.best is None else dataclasses.replace(climb.best, name=f"memory {share:.0%}", weights=None)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Solved:
-    """A weighting's Problem, of what was left to choose from, and its solution."""
-
-    problem: Problem
-    solution: Solution
-    """Its choices are those of `problem`, its bound that of the whole."""
-    kept: Kept
-    messages: Messages | None = None
-    """To begin the next weighting with, where there are any."""
-
-    @property
-    def choices(self) -> NDArray[np.int64]:
-        """For every node of the model; empty without any."""
-        if len(self.solution.choices) != len(self.kept):
-            return np.zeros(0, dtype=np.int64)
-        return np.array([mine[c] for mine, c in zip(self.kept, self.solution.choices.tolist(), strict=True)])
-
-
-def solve_within(
-    model: Model,
-    weights: Weights,
-    memory_limit: int | None,
-    time_limit: float,
-    seed: int,
-    hint: NDArray[np.int64] | None = None,
-    allowed: Allowed | None = None,
-    messages: Messages | None = None,
-) -> Solved:
-    """The least weighted time within the memory limit; without it first, since an optimum that fits is one with it."""
-    start = clock.monotonic()
-    free = _solve_narrowed(model, weights, None, memory_limit, time_limit / 2, seed, hint, allowed, messages)
-    if memory_limit is None or evaluate_problem(free.problem, free.solution.choices).feasible:
-        return free
-    left = max(1.0, time_limit - (clock.monotonic() - start))
-    return _solve_narrowed(model, weights, memory_limit, memory_limit, left, seed, hint, allowed, free.messages)
-
-
-def _solve_narrowed(
-    model: Model,
-    weights: Weights,
-    enforced: int | None,
-    memory_limit: int | None,
-    time_limit: float,
-    seed: int,
-    hint: NDArray[np.int64] | None,
-    allowed: Allowed | None,
-    messages: Messages | None,
-) -> Solved:
-    """Solves under the limit `enforced`; a large Problem is narrowed first, and is given with `memory_limit`."""
-    kept = kept_of(model, allowed)
-    narrowed = None
-    if entries(model, kept) > LARGE:
-        narrowed = narrow(build_network(model, weights, enforced, kept), hint, messages)
-        messages = narrowed.messages or messages
-        kept, hint = narrowed.kept, hint if narrowed.choices is None else narrowed.choices
-    problem = build_problem(model, weights, memory_limit, kept)
-    solution = solve(
-        problem if enforced is not None else dataclasses.replace(problem, usage_limit=None),
-        time_limit=time_limit,
-        seed=seed,
-        hint=None if hint is None else _places(kept, hint),
-    )
-    if narrowed is not None and not narrowed.complete:
-        lower = min(solution.lower_bound, max(0, int(narrowed.bound)))
-        status = Status.FEASIBLE if solution.status is Status.OPTIMAL else solution.status
-        status = Status.UNKNOWN if solution.status is Status.INFEASIBLE else status
-        solution = dataclasses.replace(solution, lower_bound=lower, status=status)
-    return Solved(problem, solution, kept, messages)
-
-
-def _places(kept: Kept, choices: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """The same choices among the alternatives left; None if one is gone."""
-    places = [np.flatnonzero(mine == c) for mine, c in zip(kept, choices.tolist(), strict=True)]
-    return np.array([p[0] for p in places]) if all(len(p) for p in places) else None
 
 
 class Infeasible(Exception):
@@ -323,14 +260,25 @@ def complete(
     time_limit: float,
     seed: int,
     messages: Messages | None = None,
+    repeats: Repeats | None = None,
 ) -> Candidate | None:
-    """A baseline with everything it leaves open chosen by the solver; within the limit if that is possible."""
-    solved = solve_within(model, weights, memory_limit, time_limit, seed, None, baseline.allowed, messages)
-    found = make_candidate(model, baseline.name, solved, memory_limit)
+    """A baseline with everything it leaves open chosen by the solver, alike in what repeats; within the limit if that
+    is possible."""
+
+    def solved(limit: int | None) -> Solved:
+        allowed = baseline.allowed
+        if repeats is not None:
+            tied = solve_tied(repeats, weights, limit, time_limit, seed, None, allowed, messages)
+            if tied is not None and len(tied.choices):
+                return tied
+        return solve_within(
+            model, weights, limit, time_limit, seed, None, allowed, messages if repeats is None else None
+        )
+
+    found = make_candidate(model, baseline.name, solved(memory_limit), memory_limit)
     if found is None or not found.fits:
         # A baseline that cannot fit is shown all the same, with what it would take.
-        solved = solve_within(model, weights, None, time_limit, seed, None, baseline.allowed, messages)
-        found = make_candidate(model, baseline.name, solved, memory_limit)
+        found = make_candidate(model, baseline.name, solved(None), memory_limit)
     return found
 
 

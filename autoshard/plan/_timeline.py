@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from autoshard.plan._model import EXPOSED, Model, link_names
 from autoshard.plan._overlap import Overlap, lanes
 from autoshard.plan._plan import Span, Timeline
-from autoshard.plan._predict import memory_events, move_cause, move_steps, relayout_seconds
+from autoshard.plan._predict import cluster_names, memory_events, move_cause, move_steps, relayout_seconds
 
 
 SAMPLES = 240
@@ -90,14 +90,14 @@ def _computes(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
 
 def _collectives(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
     jobs: list[_Job] = []
-    link_of = link_names(model.mesh)
+    link_of, named = link_names(model.mesh), cluster_names(model)
     for move in model.moves:
         moment = move.op if move.op >= 0 else _moment(model, move.source, move.block)
         if again := relayout_seconds(model, move, choices):
-            jobs.append((moment, 0, move.block, "compute", f"layout of {move_cause(model, move)}", again))
+            jobs.append((moment, 0, move.block, "compute", f"layout of {move_cause(model, move, named)}", again))
         for kind, axes, _, seconds in move_steps(model, move, choices):
             where = lanes(model.collectives, link_of, Overlap(move.overlap), kind, axes, move.block)
-            name = f"{kind} over {', '.join(axes)}: {move_cause(model, move)}"
+            name = f"{kind} over {', '.join(axes)}: {move_cause(model, move, named)}"
             for (_, lane), share in sorted(where.items()):
                 jobs.append((moment, 0, move.block, lane, name, seconds * share * move.trips))
     return jobs

@@ -123,9 +123,12 @@ def model(name: str, topology: str = "cpu:8", mesh: str = "data=4,model=2", limi
 
 @functools.cache
 def _built(name: str, topology: str, mesh: str, limit: int | None) -> Model:
+    return model_of(program(name), topology, mesh, limit)
+
+
+def model_of(source: Program, topology: str, mesh: str, limit: int | None = None) -> Model:
     parsed = Topology.parse(topology)
     sizes = {name: int(size) for name, _, size in (part.partition("=") for part in mesh.split(","))}
-    source = program(name)
     return build_model(
         source, read_program(source, parsed.backend), make_mesh(parsed, sizes), limit or parsed.usable_bytes
     )

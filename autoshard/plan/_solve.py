@@ -1,0 +1,174 @@
+"""Solving one weighting: narrowed first where it is large, and with what repeats shared."""
+
+import dataclasses
+import time as clock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.plan._build import Allowed, Kept, Weights, build_network, build_problem, entries, kept_of
+from autoshard.plan._model import Decisions, Model
+from autoshard.plan._repeats import Repeats
+from autoshard.solver import Messages, Problem, Solution, Status, narrow, solve
+from autoshard.solver import evaluate as evaluate_problem
+
+
+LARGE = 100_000
+"""Numbers in edge tables from which on a Problem is narrowed before it is written out."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Solved:
+    """A weighting's Problem, of what was left to choose from, and its solution."""
+
+    problem: Problem
+    solution: Solution
+    """Its choices are those of `problem`, its bound that of the whole."""
+    kept: Kept
+    limited: bool
+    """The memory limit was in the way."""
+    messages: Messages | None = None
+    """To begin the next weighting with, where there are any."""
+    of: NDArray[np.int64] | None = None
+    """[nodes of the model] the node of `problem` that decides it; None if each decides for itself."""
+
+    @property
+    def choices(self) -> NDArray[np.int64]:
+        """For every node of the model; empty without any."""
+        if len(self.solution.choices) != len(self.kept):
+            return np.zeros(0, dtype=np.int64)
+        chosen = np.array([mine[c] for mine, c in zip(self.kept, self.solution.choices.tolist(), strict=True)])
+        return chosen if self.of is None else chosen[self.of]
+
+
+def first_messages(model: Decisions, weights: Weights) -> Messages | None:
+    """What every solve of a large model may begin with: found for all alternatives, without a memory limit."""
+    kept = kept_of(model, None)
+    return narrow(build_network(model, weights, None, kept)).messages if entries(model, kept) > LARGE else None
+
+
+def first_bound(
+    model: Model, repeats: Repeats | None, weights: Weights, allowed: Allowed | None, enough: float
+) -> tuple[float, Messages | None] | None:
+    """A bound of a large model in picoseconds, up to `enough`, without a memory limit, and messages as
+    `solve_within` takes them."""
+    kept = kept_of(model, allowed)
+    if entries(model, kept) <= LARGE:
+        return None
+    shared = None if repeats is None else repeats.allowed(allowed)
+    start = first = None
+    if repeats is not None and shared is not None:
+        first = narrow(build_network(repeats, weights, None, kept_of(repeats, shared))).messages
+        start = repeats.lift(model, weights, first)
+    found = narrow(build_network(model, weights, None, kept), start=start, enough=enough)
+    return found.bound, found.messages if repeats is None else first
+
+
+def solve_within(
+    model: Model,
+    weights: Weights,
+    memory_limit: int | None,
+    time_limit: float,
+    seed: int,
+    hint: NDArray[np.int64] | None = None,
+    allowed: Allowed | None = None,
+    messages: Messages | None = None,
+    repeats: Repeats | None = None,
+) -> Solved:
+    """The least weighted time within the memory limit.
+
+    With `repeats` what repeats is first decided as one, beginning with `messages` (and ending with such); then
+    everything for itself, from there on.
+    """
+    start = clock.monotonic()
+    if repeats is None:
+        return _solve(model, weights, memory_limit, time_limit, seed, hint, allowed, messages)
+    tied = solve_tied(repeats, weights, memory_limit, time_limit / 2, seed, hint, allowed, messages)
+    if tied is None or not len(tied.choices):
+        return dataclasses.replace(_solve(model, weights, memory_limit, time_limit, seed, hint, allowed), messages=None)
+    left = max(1.0, time_limit - (clock.monotonic() - start))
+    lifted = repeats.lift(model, weights, tied.messages)
+    solved = _solve(model, weights, memory_limit, left, seed, tied.choices, allowed, lifted, not tied.limited)
+    return dataclasses.replace(solved, messages=tied.messages)
+
+
+def solve_tied(
+    repeats: Repeats,
+    weights: Weights,
+    memory_limit: int | None,
+    time_limit: float,
+    seed: int,
+    hint: NDArray[np.int64] | None = None,
+    allowed: Allowed | None = None,
+    messages: Messages | None = None,
+) -> Solved | None:
+    """The same with one decision for what repeats; None if `allowed` keeps it from being one.
+
+    `hint` is of the whole model, `messages` are of what is shared. The bound is one of shared decisions only.
+    """
+    shared = repeats.allowed(allowed)
+    if shared is None:
+        return None
+    solved = _solve(repeats, weights, memory_limit, time_limit, seed, repeats.part(hint), shared, messages)
+    return dataclasses.replace(solved, of=repeats.of)
+
+
+def _solve(
+    model: Decisions,
+    weights: Weights,
+    memory_limit: int | None,
+    time_limit: float,
+    seed: int,
+    hint: NDArray[np.int64] | None = None,
+    allowed: Allowed | None = None,
+    messages: Messages | None = None,
+    free_first: bool = True,
+) -> Solved:
+    """Without the limit first, since an optimum that fits is one with it."""
+    start = clock.monotonic()
+    if free_first or memory_limit is None:
+        free = _solve_narrowed(model, weights, None, memory_limit, time_limit / 2, seed, hint, allowed, messages)
+        if memory_limit is None or evaluate_problem(free.problem, free.solution.choices).feasible:
+            return free
+        messages = free.messages
+    left = max(1.0, time_limit - (clock.monotonic() - start))
+    return _solve_narrowed(model, weights, memory_limit, memory_limit, left, seed, hint, allowed, messages)
+
+
+def _solve_narrowed(
+    model: Decisions,
+    weights: Weights,
+    enforced: int | None,
+    memory_limit: int | None,
+    time_limit: float,
+    seed: int,
+    hint: NDArray[np.int64] | None,
+    allowed: Allowed | None,
+    messages: Messages | None,
+) -> Solved:
+    """Solves under the limit `enforced`; a large Problem is narrowed first, and is given with `memory_limit`."""
+    kept = kept_of(model, allowed)
+    narrowed = None
+    if entries(model, kept) > LARGE:
+        narrowed = narrow(build_network(model, weights, enforced, kept), hint, messages)
+        messages = narrowed.messages or messages
+        kept, hint = narrowed.kept, hint if narrowed.choices is None else narrowed.choices
+    problem = build_problem(model, weights, memory_limit, kept)
+    solution = solve(
+        problem if enforced is not None else dataclasses.replace(problem, usage_limit=None),
+        time_limit=time_limit,
+        seed=seed,
+        hint=None if hint is None else _places(kept, hint),
+    )
+    if narrowed is not None and not narrowed.complete:
+        lower = min(solution.lower_bound, max(0, int(narrowed.bound)))
+        status = Status.FEASIBLE if solution.status is Status.OPTIMAL else solution.status
+        status = Status.UNKNOWN if solution.status is Status.INFEASIBLE else status
+        solution = dataclasses.replace(solution, lower_bound=lower, status=status)
+    return Solved(problem, solution, kept, enforced is not None, messages)
+
+
+def _places(kept: Kept, choices: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """The same choices among the alternatives left; None if one is gone."""
+    places = [np.flatnonzero(mine == c) for mine, c in zip(kept, choices.tolist(), strict=True)]
+    return np.array([p[0] for p in places]) if all(len(p) for p in places) else None
