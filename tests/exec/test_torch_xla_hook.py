@@ -1,27 +1,19 @@
 """Auto-sharding inside PyTorch/XLA: the real torch_xla on 8 CPU devices, in processes of their own."""
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch_xla_overhead
 
-from tests.exec.torch_xla_processes import ROOT, run_checks
+from tests.exec.torch_xla_processes import run_checks
 
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that makes this checkout an installed distribution with its entry points."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     folder = tmp_path_factory.mktemp("installed")
-    info = folder / "autoshard-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: autoshard\nVersion: 0\n")
-    lines = [
-        f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in entries.items())
-        for group, entries in project["entry-points"].items()
-    ]
-    (info / "entry_points.txt").write_text("\n".join(lines))
+    torch_xla_overhead.install(folder)
     return folder
 
 

@@ -63,11 +63,13 @@ class OpPins:
 
     def __init__(self) -> None:
         self._pins: dict[tuple[str, int, str, int, tuple[int, ...]], Sequence[Any]] = {}
+        self.kinds: set[str] = set()
 
     def __bool__(self) -> bool:
         return bool(self._pins)
 
     def add(self, op: Op, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
+        self.kinds.add(op.kind)
         self._pins[op.kind, op.turn, place.what, place.number, shape] = shardings
 
     def of(self, kind: str, turn: int, what: str, values: Sequence[Any]) -> Iterator[tuple[int, Any, Sequence[Any]]]:
@@ -85,6 +87,9 @@ class PinnedOps(Ops):
     def __init__(self, pins: OpPins) -> None:
         super().__init__()
         self._pins = pins
+
+    def tells(self, kind: str) -> bool:
+        return kind in self._pins.kinds
 
     def before(self, kind: str, turn: int, operands: Sequence[Any]) -> Sequence[Any]:
         given = list(operands)

@@ -5,6 +5,7 @@ does, which the walk from the module's outputs back to its inputs numbers alike 
 """
 
 import collections
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -73,6 +74,10 @@ class Ops(TorchDispatchMode):
         node.register_prehook(self._begin)
         node.register_hook(self._end)
 
+    def tells(self, kind: str) -> bool:
+        """Whether to be told of ops of this kind; the others run by themselves."""
+        return True
+
     def before(self, kind: str, turn: int, operands: Sequence[Any]) -> Sequence[Any]:
         """What the op is given instead of these positional arguments."""
         return operands
@@ -88,8 +93,8 @@ class Ops(TorchDispatchMode):
         self.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind = str(func)
-        if kind.split(".")[1].endswith("_copy"):
+        kind = _kind(func)
+        if kind is None or not self.tells(kind):
             return func(*args, **(kwargs or {}))
         turn = self._turns[kind]
         self._turns[kind] += 1
@@ -99,6 +104,13 @@ class Ops(TorchDispatchMode):
         with _disable_current_modes():
             self.after(kind, turn, made if isinstance(made, (tuple, list)) else (made,))
         return made
+
+
+@functools.cache
+def _kind(func: Any) -> str | None:
+    """The name of an op's overload; None for copies of views."""
+    kind = str(func)
+    return None if kind.split(".")[1].endswith("_copy") else kind
 
 
 def is_value(thing: Any) -> bool:
