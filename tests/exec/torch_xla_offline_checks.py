@@ -134,35 +134,28 @@ def parts_of(plan: Any, name: str) -> dict[int, tuple[slice, ...]]:
     return found
 
 
-@script
-def shards() -> dict[str, Any]:
-    """Local shards against the plan's, for splits over one axis, both, and none; and state that moves between plans."""
-    import tempfile
-
+def planned_mlp(mesh: str, pins: dict[str, str]) -> tuple[Any, Any]:
+    """A plan, and the module made as it says."""
     import torch
-    import torch.distributed as dist
-    import torch_xla.distributed.spmd as xs
-    import torch_xla.runtime as xr
-    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_loader import load
-    from torch.distributed.checkpoint.state_dict_saver import save
-    from torch_xla.experimental.distributed_checkpoint import SPMDLoadPlanner, SPMDSavePlanner
 
     import autoshard
     from autoshard.program import from_torch
 
+    with torch.device("meta"):
+        model = mlp(64)
+    program = from_torch(model, torch.empty(16, 64, device="meta"))
+    plan = autoshard.plan(program, topology="cpu:8", mesh=mesh, pins=pins)
+    return plan, plan.mark(model)
+
+
+@script
+def shards() -> dict[str, Any]:
+    """Local shards against the plan's, for splits over one axis, both, and none."""
+    import torch
+    import torch_xla.distributed.spmd as xs
+    import torch_xla.runtime as xr
+
     xr.use_spmd()
-    dist.init_process_group("gloo", init_method="xla://")
-
-    def planned(mesh: str, pins: dict[str, str]) -> tuple[Any, Any]:
-        with torch.device("meta"):
-            model = mlp(64)
-        program = from_torch(model, torch.empty(16, 64, device="meta"))
-        plan = autoshard.plan(program, topology="cpu:8", mesh=mesh, pins=pins)
-        return plan, plan.mark(model)
-
-    one, source = planned("4,2", {"0.weight": "data,model", "0.bias": "data", "2.weight": "-,data+model"})
-    two, target = planned("2,4", {"0.weight": "model,-", "0.bias": "-", "2.weight": "data+model,-"})
 
     def wrong(plan: Any, model: Any) -> list[str]:
         """Names of parameters whose shards are not the plan's parts of the whole."""
@@ -175,22 +168,77 @@ def shards() -> dict[str, Any]:
                 found.append(name)
         return found
 
-    def state(model: Any) -> dict[str, Any]:
-        return {f"{n}.weight": xs.wrap_if_sharded(model[n].weight.detach()) for n in (0, 2)}
-
-    before = {f"{n}.weight": source[n].weight.detach().cpu().clone() for n in (0, 2)}
-    with tempfile.TemporaryDirectory() as folder:
-        writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
-        save(state(source), storage_writer=writer, planner=SPMDSavePlanner())
-        loaded = state(target)
-        load(loaded, storage_reader=FileSystemReader(folder), planner=SPMDLoadPlanner())
-    after = {name: getattr(value, "global_tensor", value) for name, value in loaded.items()}
+    models = [
+        planned_mlp("4,2", {"0.weight": "data,model", "0.bias": "data", "2.weight": "-,data+model"}),
+        planned_mlp("2,4", {"0.weight": "model,-", "0.bias": "-", "2.weight": "data+model,-"}),
+    ]
     return {
-        "wrong": [wrong(one, source), wrong(two, target)],
-        "specs": [[spec(p) for p in model.parameters()] for model in (source, target)],
-        "loaded": [spec(after[name]) for name in after],
-        "equal": all(torch.equal(after[name].cpu(), before[name]) for name in before),
+        "wrong": [wrong(*each) for each in models],
+        "specs": [[spec(p) for p in model.parameters()] for _, model in models],
     }
+
+
+@script
+def state_between_plans() -> dict[str, Any]:
+    """State of three plans, each loaded under the next one: what is split in one is whole in another."""
+    import itertools
+    import tempfile
+
+    import torch
+    import torch_xla
+    import torch_xla.runtime as xr
+    from torch_xla.experimental.distributed_checkpoint import prime_optimizer
+
+    from autoshard import UserError
+    from autoshard.torch_xla import load_state, save_state
+
+    xr.use_spmd()
+    plans = {
+        "4,2": {"0.weight": "data,model", "0.bias": "data", "2.weight": "-,data+model", "2.bias": "-"},
+        "2,2,2": {"0.weight": "-,-", "0.bias": "-", "2.weight": "axis2,model", "2.bias": "data"},
+        "8": {"0.weight": "-,data", "0.bias": "data", "2.weight": "-,-", "2.bias": "data"},
+    }
+
+    def trained(mesh: str) -> tuple[Any, Any]:
+        model = planned_mlp(mesh, plans[mesh])[1]
+        updater = torch.optim.AdamW(model.parameters())
+        (model(torch.randn(16, 64).to("xla")) ** 2).mean().backward()
+        updater.step()
+        torch_xla.sync()
+        return model, updater
+
+    def tensors(model: Any, updater: Any) -> list[Any]:
+        states = [value for parameter in model.parameters() for value in updater.state[parameter].values()]
+        return [*model.parameters(), *states]
+
+    def state(model: Any, updater: Any) -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": updater.state_dict()}
+
+    def specs(model: Any, updater: Any) -> list[str]:
+        return [spec(tensor) for tensor in tensors(model, updater) if tensor.dim()]
+
+    rows, said = [], []
+    for one, other in itertools.permutations(plans, 2):
+        source, target = trained(one), (planned_mlp(other, plans[other])[1],)
+        target = (*target, prime_optimizer(torch.optim.AdamW(target[0].parameters())))
+        before = specs(*target)
+        with tempfile.TemporaryDirectory() as folder:
+            save_state(state(*source), folder)
+            load_state(state(*target), folder)
+            for wrong in ({"more": source[0][0].weight}, {"model": {"0.bias": source[0][2].bias}}):
+                try:
+                    load_state(wrong, folder)
+                except UserError as error:
+                    said.append(str(error).replace(folder, "FOLDER"))
+        pairs = zip(tensors(*source), tensors(*target), strict=True)
+        rows.append(
+            {
+                "equal": all(torch.equal(a.detach().cpu(), b.detach().cpu()) for a, b in pairs),
+                "kept": specs(*target) == before,
+                "moved": specs(*source) != before,
+            }
+        )
+    return {"rows": rows, "said": sorted(set(said))}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ optimizer), planned, and run under the plan; parameters, optimizer state and inp
 outputs of the user's modules are pinned in every later step.
 """
 
+from autoshard.exec.torch_xla_hook._checkpoint import load_state as load_state
+from autoshard.exec.torch_xla_hook._checkpoint import save_state as save_state
 from autoshard.exec.torch_xla_hook._enable import install as install
 from autoshard.exec.torch_xla_hook._enable import session as session
 from autoshard.exec.torch_xla_hook._here import xla_devices as xla_devices
