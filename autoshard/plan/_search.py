@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from autoshard.plan._asked import Required
 from autoshard.plan._baselines import Baseline
-from autoshard.plan._build import Weights
+from autoshard.plan._build import Weights, kept_of
+from autoshard.plan._floors import least_bytes
 from autoshard.plan._headroom import roomy_bytes, tight_seconds
 from autoshard.plan._model import Model
 from autoshard.plan._predict import Outcome, evaluate
@@ -207,7 +208,7 @@ class Climb:
             step = self.best.outcome.step_time_s
             gap = 1.0 - weighing.bound_s / step
             progress(f"weighting {self.rounds}: step {step:.6g} s, plan gap {max(gap, 0):.2%}")
-            following = weighing.following(good_enough * step)
+            following = weighing.following(good_enough * step, beat_s)
             if gap <= good_enough or following is None or weighing.bound_s >= beat_s:
                 return
             weights = following
@@ -265,21 +266,21 @@ def complete(
     """A baseline with everything it leaves open chosen by the solver, alike in what repeats; within the limit if that
     is possible."""
 
-    def solved(limit: int | None) -> Solved:
-        allowed = baseline.allowed
-        if repeats is not None:
-            tied = solve_tied(repeats, weights, limit, time_limit, seed, None, allowed, messages)
-            if tied is not None and len(tied.choices):
-                return tied
-        return solve_within(
-            model, weights, limit, time_limit, seed, None, allowed, messages if repeats is None else None
-        )
+    def completed(limit: int | None) -> Candidate | None:
+        how = (weights, limit, time_limit, seed, None, baseline.allowed, messages)
+        solved = None if repeats is None else solve_tied(repeats, *how, free_first=False)
+        if solved is None:
+            how = how if repeats is None else (*how[:-1], None)
+            solved = solve_within(model, *how, free_first=False)
+        return make_candidate(model, baseline.name, solved, memory_limit)
 
-    found = make_candidate(model, baseline.name, solved(memory_limit), memory_limit)
-    if found is None or not found.fits:
-        # A baseline that cannot fit is shown all the same, with what it would take.
-        found = make_candidate(model, baseline.name, solved(None), memory_limit)
-    return found
+    free = completed(None)
+    fits = free is not None and free.fits
+    if fits or least_bytes(model, kept_of(model, baseline.allowed)) > memory_limit:
+        return free
+    limited = completed(memory_limit)
+    # A baseline that cannot fit is shown all the same, with what it would take.
+    return limited if limited is not None and limited.fits else free
 
 
 def make_candidate(model: Model, name: str, solved: Solved, memory_limit: int) -> Candidate | None:

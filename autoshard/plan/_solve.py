@@ -74,15 +74,16 @@ def solve_within(
     allowed: Allowed | None = None,
     messages: Messages | None = None,
     repeats: Repeats | None = None,
+    free_first: bool = True,
 ) -> Solved:
-    """The least weighted time within the memory limit.
+    """The least weighted time within the memory limit; looked for without it first if `free_first`.
 
     With `repeats` what repeats is first decided as one, beginning with `messages` (and ending with such); then
     everything for itself, from there on.
     """
     start = clock.monotonic()
     if repeats is None:
-        return _solve(model, weights, memory_limit, time_limit, seed, hint, allowed, messages)
+        return _solve(model, weights, memory_limit, time_limit, seed, hint, allowed, messages, free_first)
     tied = solve_tied(repeats, weights, memory_limit, time_limit / 2, seed, hint, allowed, messages)
     if tied is None or not len(tied.choices):
         return dataclasses.replace(_solve(model, weights, memory_limit, time_limit, seed, hint, allowed), messages=None)
@@ -101,6 +102,7 @@ def solve_tied(
     hint: NDArray[np.int64] | None = None,
     allowed: Allowed | None = None,
     messages: Messages | None = None,
+    free_first: bool = True,
 ) -> Solved | None:
     """The same with one decision for what repeats; None if `allowed` keeps it from being one.
 
@@ -109,7 +111,7 @@ def solve_tied(
     shared = repeats.allowed(allowed)
     if shared is None:
         return None
-    solved = _solve(repeats, weights, memory_limit, time_limit, seed, repeats.part(hint), shared, messages)
+    solved = _solve(repeats, weights, memory_limit, time_limit, seed, repeats.part(hint), shared, messages, free_first)
     return dataclasses.replace(solved, of=repeats.of)
 
 
@@ -124,7 +126,7 @@ def _solve(
     messages: Messages | None = None,
     free_first: bool = True,
 ) -> Solved:
-    """Without the limit first, since an optimum that fits is one with it."""
+    """Without the limit first if that is asked for: an optimum that fits is one with it."""
     start = clock.monotonic()
     if free_first or memory_limit is None:
         free = _solve_narrowed(model, weights, None, memory_limit, time_limit / 2, seed, hint, allowed, messages)

@@ -7,6 +7,7 @@ is still to be gained: the level method (Lemarechal, Nemirovskii, Nesterov, Math
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -19,6 +20,8 @@ from autoshard.plan._predict import Outcome
 
 LEVEL = 0.9
 """Part of what the cuts still allow that the next weights must promise."""
+ABOVE = 1e-3
+"""How much more than what is to be beaten is aimed at."""
 FLOOR = 3e-4
 """Least weight of a channel: what is hidden is still better small."""
 
@@ -81,14 +84,18 @@ class Weighing:
         if bound_s > self.bound_s:
             self.weights, self.bound_s = dict(weights), bound_s
 
-    def following(self, enough_s: float) -> Weights | None:
-        """The next weights to solve with; None if none can raise the bound by more than `enough_s`."""
+    def following(self, enough_s: float, beat_s: float = math.inf) -> Weights | None:
+        """The next weights to solve with; None if none can raise the bound by more than `enough_s`.
+
+        A bound a little above `beat_s` is all that is aimed at: weights further away than that would be a gamble.
+        """
         if not self.cuts or len(self.weights) <= len({block for block, _ in self.weights}):
             return None
         most, found = self._highest()
         if most <= self.bound_s + enough_s:
             return None
         level = self.bound_s + LEVEL * (most - self.bound_s) if self.bound_s > 0 else most
+        level = min(level, (1 + ABOVE) * beat_s)
         return self._nearest(level) or found
 
     def _highest(self) -> tuple[float, Weights]:
