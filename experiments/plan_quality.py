@@ -36,6 +36,9 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "plan_quality.json"
 TABLE = HERE / "results" / "plan_quality.md"
 
+FOLDER = "plan_quality"
+"""Of compiled programs, under `build`."""
+
 TOPOLOGIES: dict[str, dict[str, int]] = {
     "v5e:4x4": {"data": 4, "model": 4},
     "v5p:4x4x4": {"data": 16, "model": 4},
@@ -76,10 +79,7 @@ class Row:
 
 def judge(row: Row, time_limit: float, most: int | None, completed: bool = False) -> None:
     """Plan, compile and estimate one row; every plan is kept as soon as it is known."""
-    from autoshard import UserError
     from autoshard.cost import Topology
-    from autoshard.exec import compile_figures
-    from autoshard.exec._compile import report
     from autoshard.plan import make_plan
     from autoshard.report import candidates
 
@@ -95,31 +95,38 @@ def judge(row: Row, time_limit: float, most: int | None, completed: bool = False
     found = Results(RESULTS)
     plans: dict[str, Any] = {}
     for name, plan, holds in candidates(made.plan, made.baseline_plans, propagated=True):
-        prediction = plan.prediction
-        known: dict[str, Any] = {
-            "predicted_s": prediction.step_time_s if holds else None,
-            "predicted_bytes": prediction.peak_bytes if holds else None,
-        }
-        if name in wanted or is_compiled("plan_quality", program, plan):
+        if name in wanted or is_compiled(FOLDER, program, plan):
             print(f"{row.name}: {name}", file=sys.stderr, flush=True)
-            try:
-                figures = compile_figures(report(program, plan, compiled("plan_quality", program, plan, time_limit)))
-            except UserError as error:
-                known["failed"] = str(error)
-            else:
-                known |= {
-                    "verdict": figures["verdict"],
-                    "peak_bytes": figures["peak_bytes"]["compiled"],
-                    "wire_bytes": sum(wire["compiled"] for wire in figures["wire_bytes"].values()),
-                    "estimated_s": figures["step_time_s"]["estimated"],
-                    "error": figures["step_time_s"]["error"],
-                    "time": {key: value for key, value in (figures["time"] or {}).items() if key != "spans"},
-                    "unforeseen": sum(u["share"] for u in figures["unforeseen"]) if holds else None,
-                    "compile_s": figures["compile_s"],
-                }
-            plans[name] = known
+            plans[name] = figures_of(program, plan, time_limit, holds)
             about = {"limit_bytes": limit, "baselines": len(made.baseline_plans), "code": checked_out()}
             found.keep(row.name, about | {"plans": plans})
+
+
+def figures_of(program: "Program", plan: "Plan", time_limit: float, holds: bool = True) -> dict[str, Any]:
+    """What the compiler says of a plan, and what was predicted of it if that `holds` for what was compiled."""
+    from autoshard import UserError
+    from autoshard.exec import compile_figures
+    from autoshard.exec._compile import report
+
+    prediction = plan.prediction
+    known: dict[str, Any] = {
+        "predicted_s": prediction.step_time_s if holds else None,
+        "predicted_bytes": prediction.peak_bytes if holds else None,
+    }
+    try:
+        figures = compile_figures(report(program, plan, compiled(FOLDER, program, plan, time_limit)))
+    except UserError as error:
+        return known | {"failed": str(error)}
+    return known | {
+        "verdict": figures["verdict"],
+        "peak_bytes": figures["peak_bytes"]["compiled"],
+        "wire_bytes": sum(wire["compiled"] for wire in figures["wire_bytes"].values()),
+        "estimated_s": figures["step_time_s"]["estimated"],
+        "error": figures["step_time_s"]["error"],
+        "time": {key: value for key, value in (figures["time"] or {}).items() if key != "spans"},
+        "unforeseen": sum(u["share"] for u in figures["unforeseen"]) if holds else None,
+        "compile_s": figures["compile_s"],
+    }
 
 
 def _over(plan: "Plan", limit: int) -> bool:
@@ -141,11 +148,11 @@ class Judgement:
         from autoshard.exec import decided, pair_error
 
         ours = plans["plan"]
-        fitting = {key: plan for key, plan in plans.items() if key != "plan" and _fits(plan)}
+        fitting = {key: plan for key, plan in plans.items() if key != "plan" and fits(plan)}
         best = min(fitting, key=lambda key: fitting[key]["estimated_s"], default=None)
         if best is None:
-            return cls("only ours fits" if _fits(ours) else "nothing fits")
-        if not _fits(ours):
+            return cls("only ours fits" if fits(ours) else "nothing fits")
+        if not fits(ours):
             return cls("worse: only a baseline fits", best=best)
         mine, theirs = ours["estimated_s"], fitting[best]["estimated_s"]
         error = pair_error(ours["time"]["by_kind"], fitting[best]["time"]["by_kind"], max(mine, theirs))
@@ -183,14 +190,14 @@ def table(rows: dict[str, Any]) -> str:
         found = Judgement.of(row["plans"])
         judged.append(found)
         lines.append(
-            f"| {name} | {_ms(ours.get('estimated_s'))} | {_ms(ours['predicted_s'])} | "
+            f"| {name} | {ms(ours.get('estimated_s'))} | {ms(ours['predicted_s'])} | "
             f"{(ours.get('peak_bytes') or 0) / 2**30:.2f} | {ours.get('verdict', 'failed')} | {found.best or '-'} | "
-            f"{_ms(others[found.best]['estimated_s'] if found.best else None)} | "
+            f"{ms(others[found.best]['estimated_s'] if found.best else None)} | "
             f"{f'{found.ratio:.3f}' if found.ratio else '-'} | {found.error:.1%} | {found.word} | "
-            f"{sum(map(_fits, others.values()))} of {len(others)} | "
+            f"{sum(map(fits, others.values()))} of {len(others)} | "
             f"{len(others)} of {2 * row['baselines']} | {row.get('code', '-')} |"
         )
-    lines += _summary(judged)
+    lines += summary(judged)
     failed = [
         f"- {name}: {key}: {plan['failed']}"
         for name, row in rows.items()
@@ -200,7 +207,7 @@ def table(rows: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *failed]).rstrip() + "\n"
 
 
-def _summary(judged: "list[Judgement]") -> list[str]:
+def summary(judged: "list[Judgement]") -> list[str]:
     ratios = [found.ratio for found in judged if found.ratio]
     if not ratios:
         return []
@@ -214,11 +221,11 @@ def _summary(judged: "list[Judgement]") -> list[str]:
     ]
 
 
-def _fits(plan: dict[str, Any]) -> bool:
+def fits(plan: dict[str, Any]) -> bool:
     return plan.get("verdict", "").startswith("fits") and plan.get("estimated_s") is not None
 
 
-def _ms(seconds: float | None) -> str:
+def ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.2f}"
 
 

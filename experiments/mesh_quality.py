@@ -1,0 +1,153 @@
+"""The searched mesh against those that people pick by hand, judged by the TPU compiler.
+
+    python experiments/mesh_quality.py [PROGRAM ...] [--topology T ...] [--plans N] [--table]
+
+For the programs and topologies of `plan_quality.py`: our plan on the mesh that is searched for, and FSDP on one axis,
+FSDP with tensor parallelism over 4, 8 and 16 chips (with and without the sequence split), as our solver completes them;
+`--plans` compiles only the N of least predicted step time of these (default 1). Results are kept by program and
+topology in `experiments/results/mesh_quality.json`: a broken run goes on where it stopped.
+"""
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from autoshard.plan import Plan
+    from autoshard.program import Program
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from kept import Results, checked_out  # noqa: E402
+from plan_quality import PROGRAMS, TOPOLOGIES, Judgement, figures_of, ms, summary  # noqa: E402
+
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "mesh_quality.json"
+TABLE = HERE / "results" / "mesh_quality.md"
+
+TENSOR = (4, 8, 16)
+"""Chips that tensor parallelism spans."""
+
+
+def hand_picked(topology: str) -> dict[str, dict[str, int]]:
+    """Meshes by what they are called; slices are an axis of their own, over which the batch is split."""
+    given = TOPOLOGIES[topology]
+    outer = {name: size for name, size in given.items() if name not in ("data", "model")}
+    inner = given["data"] * given["model"]
+    found = {"1-D": outer | {"data": inner}}
+    for size in TENSOR:
+        if inner % size == 0:
+            split = {"data": inner // size, "model": size} if inner > size else {"model": size}
+            found[f"x {size}"] = outer | split
+    return found
+
+
+def hand_plans(program: "Program", topology: str) -> "dict[str, Plan]":
+    """What people write by hand that can be laid out, by name."""
+    from autoshard import UserError
+    from autoshard.plan import make_plan
+
+    found = {}
+    for called, mesh in hand_picked(topology).items():
+        wanted = ("fsdp",) if called == "1-D" else ("fsdp_tp", "fsdp_tp_sp")
+        try:
+            made = make_plan(program, topology=topology, mesh=mesh)
+        except UserError as error:
+            print(f"{topology}: {called}: {error}", file=sys.stderr, flush=True)
+            continue
+        found |= {f"{name} {called}": made.baseline_plans[name] for name in wanted if name in made.baseline_plans}
+    return found
+
+
+def judge(program_name: str, topology: str, time_limit: float, most: int) -> None:
+    """Plan, compile and estimate one row."""
+    from autoshard.cost import Topology
+    from autoshard.plan import make_plan
+
+    program = PROGRAMS[program_name](math.prod(TOPOLOGIES[topology].values()))()
+    limit = Topology.parse(topology).usable_bytes
+    searched = make_plan(program, topology=topology, mesh="auto").plan
+    by_hand = hand_plans(program, topology)
+    order = sorted(
+        by_hand,
+        key=lambda name: (by_hand[name].prediction.peak_bytes > limit, by_hand[name].prediction.step_time_s),
+    )
+    plans: dict[str, Any] = {}
+    for name in ("plan", *order[:most]):
+        print(f"{program_name} | {topology}: {name}", file=sys.stderr, flush=True)
+        plans[name] = figures_of(program, searched if name == "plan" else by_hand[name], time_limit)
+    predicted = {name: plan.prediction.step_time_s for name, plan in by_hand.items()}
+    about = {"mesh": searched.mesh, "by_hand": predicted, "code": checked_out()}
+    Results(RESULTS).keep(f"{program_name} | {topology}", about | {"plans": plans})
+
+
+def table(rows: dict[str, Any]) -> str:
+    """The results as a page of Markdown."""
+    lines = [
+        "# The searched mesh against hand-picked ones, judged by the TPU compiler",
+        "",
+        "`python experiments/mesh_quality.py`; libtpu, no TPU. `by hand`: of FSDP on one axis and FSDP with tensor",
+        "parallelism over 4, 8 and 16 chips (`sp`: with the sequence split, too) the one of least predicted time.",
+        "Times are estimates from the compiler's schedules, judged as in `plan_quality.md`; `ratio`: by hand over ours.",
+        "",
+        "| program | topology | searched mesh | ours ms | predicted ms | by hand | its ms | ratio | error | judged "
+        "| code |",
+        "|" + " --- |" * 11,
+    ]
+    judged: list[Judgement] = []
+    for name in (f"{program} | {topology}" for program in PROGRAMS for topology in TOPOLOGIES):
+        if name not in rows:
+            continue
+        row = rows[name]
+        found = Judgement.of(row["plans"])
+        judged.append(found)
+        mesh = ", ".join(f"{axis}={size}" for axis, size in row["mesh"].items())
+        ours = row["plans"]["plan"]
+        its = row["plans"][found.best]["estimated_s"] if found.best else None
+        ratio = f"{found.ratio:.3f}" if found.ratio else "-"
+        lines.append(
+            f"| {name} | {mesh} | {ms(ours.get('estimated_s'))} | {ms(ours['predicted_s'])} | {found.best or '-'} | "
+            f"{ms(its)} | {ratio} | {found.error:.1%} | {found.word} | {row['code']} |"
+        )
+    return "\n".join([*lines, *summary(judged)]) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("programs", nargs="*", help=f"programs (default: all): {', '.join(PROGRAMS)}")
+    parser.add_argument("--topology", action="append", choices=list(TOPOLOGIES), help="default: all")
+    parser.add_argument("--plans", type=int, default=1, help="hand-picked plans to compile of each row")
+    parser.add_argument("--time-limit", type=float, default=900.0, help="of one compilation, in seconds")
+    parser.add_argument("--again", action="store_true", help="judge rows that are in the table too")
+    parser.add_argument("--table", action="store_true", help="only write the table of what is known")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.programs if name not in PROGRAMS]
+    if unknown:
+        parser.error(f"no program {unknown[0]!r}; there are {', '.join(PROGRAMS)}")
+    for name in arguments.programs or PROGRAMS if not arguments.table else ():
+        for topology in arguments.topology or TOPOLOGIES:
+            if arguments.inside:
+                judge(name, topology, arguments.time_limit, arguments.plans)
+            elif arguments.again or f"{name} | {topology}" not in Results(RESULTS).rows:
+                # A process for each row: a compiler that takes its caller down takes one row down.
+                command = [sys.executable, __file__, name, "--topology", topology, "--inside"]
+                command += ["--time-limit", str(arguments.time_limit), "--plans", str(arguments.plans)]
+                if subprocess.run(command).returncode:
+                    print(f"{name} | {topology}: failed", file=sys.stderr, flush=True)
+    if not arguments.inside:
+        text = table(Results(RESULTS).rows)
+        TABLE.write_text(text)
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
