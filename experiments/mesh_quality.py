@@ -95,7 +95,7 @@ def table(rows: dict[str, Any]) -> str:
         "",
         "`python experiments/mesh_quality.py`; libtpu, no TPU. `by hand`: of FSDP on one axis and FSDP with tensor",
         "parallelism over 4, 8 and 16 chips (`sp`: with the sequence split, too) the one of least predicted time.",
-        "Times are estimates from the compiler's schedules, judged as in `plan_quality.md`; `ratio`: by hand over ours.",
+        "Times are estimates from the compiler's schedules, judged as in `plan_quality.md`; `ratio`: theirs over ours.",
         "",
         "| program | topology | searched mesh | ours ms | predicted ms | by hand | its ms | ratio | error | judged "
         "| code |",

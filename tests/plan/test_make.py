@@ -272,17 +272,23 @@ def test_ops_without_a_rule_are_a_warning_with_their_share() -> None:
 SCRIPT = """
 import sys
 from tests.plan import programs as made
-made.planned("wide mlp", "v5e:4x4", "data=4,model=4").plan.save(sys.argv[1])
+folder, *meshes = sys.argv[1:]
+for mesh in meshes:
+    made.planned("wide mlp", "v5e:4x4", mesh).plan.save(f"{folder}/{mesh}.json")
 """
 
 
-def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
+def test_two_processes_write_the_same_bytes_whatever_they_planned_before(tmp_path: Path) -> None:
     root = Path(autoshard.__file__).parents[1]
-    for seed in ("1", "2"):
+    meshes = ["data=4,model=4", "data=2,model=8"]
+    for seed, order in (("1", meshes), ("2", meshes[::-1])):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)}
-        file = str(tmp_path / f"{seed}.json")
-        subprocess.run([sys.executable, "-c", SCRIPT, file], check=True, env=environment, cwd=root)
-    assert (tmp_path / "1.json").read_bytes() == (tmp_path / "2.json").read_bytes()
+        (tmp_path / seed).mkdir()
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / seed), *order]
+        subprocess.run(command, check=True, env=environment, cwd=root)
+    for mesh in meshes:
+        first, second = ((tmp_path / seed / f"{mesh}.json").read_bytes() for seed in ("1", "2"))
+        assert first == second, mesh
 
 
 def test_no_wall_time_is_in_the_plan() -> None:
