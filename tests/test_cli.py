@@ -93,7 +93,10 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         ("plna x.py", "invalid choice: 'plna'"),
         ("sweep x.py --topology cpu:8,,cpu:4", "argument --topology: 'cpu:8,,cpu:4' is not a list A,B,..."),
         ("sweep x.py --topology cpu:8 --batch 8,0", "argument --batch: '0' is not a positive whole number"),
-        ("sweep x.py --topology cpu:8 --remat all", "argument --remat: 'all' is not one of none, dots, full"),
+        (
+            "sweep x.py --topology cpu:8 --remat all",
+            "argument --remat: remat `all` does not exist; use `none`, `dots` or `full`",
+        ),
         ("sweep x.py --topology cpu:8 --price 3", "argument --price: '3' is not CHIP=PRICE, such as v5e=1.2"),
         ("sweep x.py --topology cpu:8 --price v9=3", "v9"),
     ],

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import io
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -85,8 +86,12 @@ def _planned(arguments: argparse.Namespace, progress: "Progress") -> tuple["Plan
     if arguments.remat == "auto":
         from autoshard.plan import plan_variants
 
+        def mixed(first: str, count: int, rest: str) -> "tuple[str, Callable[[], Program]]":
+            text = f"{first}:{count}+{rest}"
+            return text, functools.partial(traced_with, text)
+
         variants = {name: functools.partial(traced_with, name) for name in ("none", "dots", "full")}
-        _, made = plan_variants(variants, **options, kept=arguments.cached)
+        _, made = plan_variants(variants, mix=mixed, **options, kept=arguments.cached)
         return made, traced
     from autoshard.plan import make_plan
 

@@ -9,7 +9,7 @@ import contextlib
 import difflib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -64,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
 
     plan = _command(commands, "plan", _commands.run_plan, "choose a sharding for every tensor", PROGRAM_HELP)
-    _add_program(plan, remats=("none", "dots", "full", "auto"))
+    _add_program(plan, auto_remat=True)
     _add_planning(plan, required=True)
     _add_candidates(plan)
     plan.add_argument("--out", metavar="PLAN.json", type=Path, help="write the plan here, candidates beside it")
@@ -224,10 +224,8 @@ def _command(
     return parser
 
 
-def _add_program(
-    parser: argparse.ArgumentParser, several: bool = False, remats: Sequence[str] = ("none", "dots", "full")
-) -> None:
-    """`several`: batches and remat variants are lists."""
+def _add_program(parser: argparse.ArgumentParser, several: bool = False, auto_remat: bool = False) -> None:
+    """`several`: batches and remat variants are lists; `auto_remat`: the latter may be chosen for the user."""
     parser.add_argument("program", metavar="PROGRAM", help="model.py, step.mlir or hf:CONFIG, see below")
     parser.add_argument("--entry", default="program", metavar="NAME", help="name in model.py (default: program)")
     parser.add_argument(
@@ -253,11 +251,12 @@ def _add_program(
     group.add_argument("--dtype", metavar="DTYPE", help="to compute in (default: bfloat16)")
     group.add_argument("--param-dtype", metavar="DTYPE", help="of parameters (default: float32 in training)")
     group.add_argument("--state-dtype", metavar="DTYPE", help="of the optimizer's state (default: float32)")
-    again = "what the backward pass computes again"
+    again = "what the backward pass computes again: none, dots, full, or full:20+none for the first 20 layers alone"
     if several:
-        group.add_argument("--remat", type=_remats(remats), metavar="R,R,...", help=f"{again}: {', '.join(remats)}")
+        group.add_argument("--remat", type=_remats, metavar="R,R,...", help=again)
     else:
-        group.add_argument("--remat", choices=remats, help=again + ("; auto: the fastest" if "auto" in remats else ""))
+        parse = _remat_or_auto if auto_remat else _remat
+        group.add_argument("--remat", type=parse, metavar="R", help=again + ("; auto: the fastest" * auto_remat))
     group.add_argument("--optimizer", metavar="NAME", help="adamw (default), sgd, momentum")
     group.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
     group.add_argument("--cache", type=_positive, metavar="N", help="tokens the cache holds (default: --seq)")
@@ -343,14 +342,22 @@ def _numbers(text: str) -> list[int]:
     return [_positive(part) for part in _texts(text)]
 
 
-def _remats(known: Sequence[str]) -> Callable[[str], list[str]]:
-    def parse_remats(text: str) -> list[str]:
-        for part in _texts(text):
-            if part not in known:
-                raise argparse.ArgumentTypeError(f"{part!r} is not one of {', '.join(known)}")
-        return _texts(text)
+def _remat(text: str) -> str:
+    from autoshard.program import parse_remat
 
-    return parse_remats
+    try:
+        parse_remat(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _remat_or_auto(text: str) -> str:
+    return text if text == "auto" else _remat(text)
+
+
+def _remats(text: str) -> list[str]:
+    return [_remat(part) for part in _texts(text)]
 
 
 def _prices(text: str) -> dict[str, float]:

@@ -11,42 +11,96 @@ from autoshard.program import Program
 from autoshard.units import format_seconds
 
 
+FINENESS = 16
+"""A mixture is looked for to within one part in so many of the layers."""
+
+Mix = Callable[[str, int, str], tuple[str, Callable[[], Program]]]
+"""From one variant, a number of layers and another: the name of what has the one in its first layers and the other in
+the rest, and the program."""
+
+
 def plan_variants(
-    variants: Mapping[str, Callable[[], Program]], what: str = "remat", **options: Any
+    variants: Mapping[str, Callable[[], Program]], what: str = "remat", mix: Mix | None = None, **options: Any
 ) -> tuple[str, PlanResult]:
     """The name and the plan of the variant with the least expected step that fits; `options` are those of `make_plan`.
 
     Memory decides both what is computed again and how tensors are split, so every variant is planned with its own
-    sharding. Of equal times the earlier variant is taken: name those that compute less first. The plan says in its
-    words, and in its provenance under `what`, what the others came to; wall times are those of all of them.
+    sharding. Of equal times the earlier variant is taken: name those that compute less first. With `mix` the best one
+    is mixed with each that computes less and does not fit, on the mesh that the best one has: in as few layers as are
+    still faster for it. The plan says in its words, and in its provenance under `what`, what the others came to; wall
+    times are those of all of them.
 
     Raises the `InfeasibleError` of the last variant if none fits.
     """
-    best: tuple[str, PlanResult] | None = None
-    said: dict[str, str] = {}
-    wall: dict[str, float] = {}
-    refused: InfeasibleError | None = None
+    tried = _Tried(options)
     for name, make in variants.items():
+        tried.plan(name, make)
+    if tried.best is None:
+        assert tried.refused is not None
+        raise tried.refused
+    if mix is not None:
+        tried.mix(mix, list(variants))
+    return tried.told(what)
+
+
+class _Tried:
+    """The variants planned so far."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options = dict(options)
+        self.best: tuple[str, PlanResult] | None = None
+        self.layers: int | None = None
+        self.said: dict[str, str] = {}
+        self.wall: dict[str, float] = {}
+        self.refused: InfeasibleError | None = None
+
+    def plan(self, name: str, make: Callable[[], Program], **instead: Any) -> bool:
+        """Whether it is the best so far."""
+        program = make()
+        self.layers = program.layers
         try:
-            made = make_plan(make(), **options)
+            made = make_plan(program, **(self.options | instead))
         except InfeasibleError as error:
-            refused = error
-            said[name] = "does not fit"
-            continue
-        step = made.plan.prediction.expected_s
-        said[name] = format_seconds(made.plan.prediction.step_time_s)
-        wall = {phase: wall.get(phase, 0.0) + s for phase, s in {**dict.fromkeys(wall, 0.0), **made.wall_s}.items()}
-        if best is None or step < best[1].plan.prediction.expected_s:
-            best = name, made
-    if best is None:
-        assert refused is not None
-        raise refused
-    name, made = best
-    others = ", ".join(f"{other} {text}" for other, text in said.items() if other != name)
-    line = f"{what} {name}" + (f" (instead: {others})" if others else "")
+            self.refused = error
+            self.said[name] = "does not fit"
+            return False
+        for phase, seconds in made.wall_s.items():
+            self.wall[phase] = self.wall.get(phase, 0.0) + seconds
+        self.said[name] = format_seconds(made.plan.prediction.step_time_s)
+        if self.best is None or made.plan.prediction.expected_s < self.best[1].plan.prediction.expected_s:
+            self.best = name, made
+        return self.best is not None and self.best[1] is made
 
-    def told(plan: Plan) -> Plan:
-        return dataclasses.replace(plan, words=(*plan.words, line), provenance=plan.provenance | {what: said})
+    def mix(self, mix: Mix, names: list[str]) -> None:
+        """Adds the mixtures of the best variant with those that compute less and do not fit.
 
-    offered = tuple(dataclasses.replace(each, plan=told(each.plan)) for each in made.candidates)
-    return name, dataclasses.replace(made, plan=told(made.plan), candidates=offered, wall_s=wall)
+        Fewer layers that compute again are faster until memory is so short that tensors must be split otherwise.
+        """
+        assert self.best is not None
+        slow, made = self.best
+        mesh, layers = dict(made.plan.mesh), self.layers
+        if layers is None:
+            return
+        for fast in names[: names.index(slow)]:
+            if self.said[fast] != "does not fit":
+                continue
+            least, most = 0, layers
+            while most - least > max(1, layers // FINENESS):
+                count = (least + most) // 2
+                if self.plan(*mix(slow, count, fast), mesh=mesh):
+                    most = count
+                else:
+                    least = count
+
+    def told(self, what: str) -> tuple[str, PlanResult]:
+        """The best one, which says what the others came to."""
+        assert self.best is not None
+        name, made = self.best
+        others = ", ".join(f"{other} {text}" for other, text in self.said.items() if other != name)
+        line = f"{what} {name}" + (f" (instead: {others})" if others else "")
+
+        def told(plan: Plan) -> Plan:
+            return dataclasses.replace(plan, words=(*plan.words, line), provenance=plan.provenance | {what: self.said})
+
+        offered = tuple(dataclasses.replace(each, plan=told(each.plan)) for each in made.candidates)
+        return name, dataclasses.replace(made, plan=told(made.plan), candidates=offered, wall_s=self.wall)

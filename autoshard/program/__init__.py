@@ -22,5 +22,6 @@ from autoshard.program._program import Program as Program
 from autoshard.program._program import Result as Result
 from autoshard.program._program import Role as Role
 from autoshard.program._register import register_rule as register_rule
+from autoshard.program._remat import parse_remat as parse_remat
 from autoshard.program._torch import from_torch as from_torch
 from autoshard.program._trace import trace as trace

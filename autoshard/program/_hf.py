@@ -10,7 +10,8 @@ from autoshard.program._hf_inputs import task_of
 from autoshard.program._hf_serving import serving_program
 from autoshard.program._lean import import_model_code
 from autoshard.program._program import Program
-from autoshard.program._torch import TrainOptions, check_remat, evaluation_mode, torch_program
+from autoshard.program._remat import parse_remat
+from autoshard.program._torch import TrainOptions, evaluation_mode, torch_program
 from autoshard.program._torch_function import TorchFunction
 
 
@@ -59,7 +60,7 @@ def from_config(
     stored = _dtype(param_dtype, "param_dtype") if param_dtype else ("float32" if training else compute)
     moments = _dtype(state_dtype or "float32", "state_dtype")
     remat = remat or "none"
-    check_remat(remat)
+    parse_remat(remat)
     for flag, value in (("--optimizer", optimizer), ("--state-dtype", state_dtype)):
         if value is not None and not training:
             raise UserError(f"{flag} is for training steps; add --train, or leave it out.")

@@ -63,6 +63,8 @@ class Program:
     """FLOPs of one step counted the MFU way: 6 (training) or 2 (inference) x matmul parameters x tokens,
     plus attention with causal counted half; no recompute. None if the source cannot know it."""
     tokens: int | None = None
+    layers: int | None = None
+    """Layers whose rematerialisation can be chosen apart; None if the source has no such choice."""
     make_args: Callable[[int], tuple[Any, ...]] | None = None
     """`make_args(seed)` gives concrete host arrays for `args`: plausible initial values, valid ids."""
     notes: tuple[str, ...] = ()

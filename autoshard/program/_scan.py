@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from autoshard.program import _flops
 from autoshard.program._layers import Block
+from autoshard.program._remat import listed_layers
 
 
 class NotRepeatedError(Exception):
@@ -46,19 +47,19 @@ def scanned(
     blocks: Sequence[Block],
     weights: dict[Block, LayerWeights],
     prepare: Callable[[Any], Any],
-    remat: str,
+    remat_of: Callable[[str], str],
     env: Any,
 ) -> Iterator[None]:
     """While inside, the layers of every block run as one scan.
 
     `prepare` is applied to one layer's parameters inside the body (casts to the compute dtype there, so that no full
-    copy exists); `remat`: `none`, `dots`, `full`.
+    copy exists); `remat_of` gives the choice for a layer's name: `none`, `dots` or `full`, one for every block.
     """
     replaced: list[Any] = []
     runs: list[_BlockRun] = []
     try:
         for block in blocks:
-            run = _BlockRun(module, block, weights[block], prepare, remat, env)
+            run = _BlockRun(module, block, weights[block], prepare, remat_of(block.layer(0)), env)
             for index in range(block.period * block.repeats):
                 layer = run.layers[index]
                 layer.__dict__["forward"] = run.stand_in(index)
@@ -250,17 +251,17 @@ def checkpoint_policy(remat: str) -> Any:
 
 
 @contextlib.contextmanager
-def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: str, env: Any) -> Iterator[None]:
+def checkpointed_lists(
+    module: Any, blocks: Sequence[Block], remat_of: Callable[[str], str], env: Any
+) -> Iterator[None]:
     """Rematerialise layers of module lists that are not scanned, one by one."""
     import jax
     import torch
     from torch.utils import _pytree
 
-    inside = {block.layer(o, r) for block in blocks for o in range(block.period) for r in range(block.repeats)}
     replaced: list[Any] = []
-    policy = checkpoint_policy(remat)
 
-    def wrap(layer: Any) -> Callable[..., Any]:
+    def wrap(layer: Any, policy: Any) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             own = layer.__dict__.pop("forward")
             try:
@@ -288,18 +289,12 @@ def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: str, env: An
         return forward
 
     try:
-        done = set(inside)
-        for name, child in module.named_modules():
-            listed = isinstance(child, torch.nn.ModuleList) or any(block.owner == name for block in blocks)
-            if not listed or any(name.startswith(other + ".") for other in done):
-                continue
-            for key, layer in child.named_children():
-                full = f"{name}.{key}" if name else key
-                holds_scan = any(other.startswith(full + ".") for other in inside)
-                if full not in inside and not holds_scan and next(layer.parameters(), None) is not None:
-                    layer.__dict__["forward"] = wrap(layer)
-                    replaced.append(layer)
-                    done.add(full)
+        for name in listed_layers(module, blocks):
+            policy = checkpoint_policy(remat_of(name))
+            if policy is not None:
+                layer = module.get_submodule(name)
+                layer.__dict__["forward"] = wrap(layer, policy)
+                replaced.append(layer)
         yield
     finally:
         for layer in replaced:

@@ -7,6 +7,7 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.program import _flops, _train, _values
 from autoshard.program._program import Program, Role
+from autoshard.program._remat import parse_remat
 from autoshard.program._torch_env import environment
 from autoshard.program._torch_function import TorchFunction, jax_dtype
 from autoshard.program._trace import trace
@@ -47,14 +48,15 @@ def from_torch(
     `loss(output, targets)` if `targets` is given, is torch code. The module runs without dropout; `batch_statistics`
     (the default when training) lets batch norms use and update their running statistics, and then the step is
     `(params, opt_state, batch, buffers) -> (params, opt_state, buffers, loss)`. `dtype` is the compute dtype,
-    `param_dtype` that of the stored parameters, `state_dtype` that of the optimizer's moments.
+    `param_dtype` that of the stored parameters, `state_dtype` that of the optimizer's moments. `remat` is `none`,
+    `dots` or `full`, or one for the first layers and one for the others, such as `full:20+none`.
 
     Raises `UserError` if an operation has no lowering or the call fails.
     """
     import jax
 
     label = name or type(module).__name__
-    check_remat(remat)
+    parse_remat(remat)
     inputs = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
     notes = [] if not _has_dropout(module) else ["Dropout is off: the module runs in evaluation mode."]
     stateful = evaluation_mode(module, train if batch_statistics is None else batch_statistics)
@@ -157,7 +159,9 @@ def torch_program(
             args, [a.name for a in program.arguments], [a.role for a in program.arguments], lambda _: id_limit
         )
         make_args = fill if values is None else _with_values(fill, function, values, train is not None, params)
-    return dataclasses.replace(program, model_flops=factor * forward_flops[0] or None, make_args=make_args)
+    return dataclasses.replace(
+        program, model_flops=factor * forward_flops[0] or None, layers=len(function.layers), make_args=make_args
+    )
 
 
 def _with_values(
@@ -263,8 +267,3 @@ def _has_dropout(module: Any) -> bool:
 def _is_real(module: Any) -> bool:
     tensors = [*module.parameters()]
     return bool(tensors) and all(t.device.type == "cpu" for t in tensors)
-
-
-def check_remat(remat: str) -> None:
-    if remat not in ("none", "dots", "full"):
-        raise UserError(f"remat `{remat}` does not exist; use `none`, `dots` or `full`.")

@@ -10,6 +10,7 @@ from autoshard.program import _flops
 from autoshard.program._experts import capacity
 from autoshard.program._layers import Block, find_blocks
 from autoshard.program._lowering_error import lowering_error
+from autoshard.program._remat import numbered_layers, parse_remat, split_blocks
 from autoshard.program._scan import LayerWeights, NotRepeatedError, checkpointed_lists, scanned
 from autoshard.program._torch_env import canonical_modules, environment
 
@@ -36,11 +37,14 @@ class TorchFunction:
     ) -> None:
         """`frozen_apart` keeps parameters that need no gradient out of `params`, among the buffers; `stateful` lets
         the module update its buffers (running statistics), which `updated_buffers` then holds after a call."""
-        self.module, self.compute_dtype, self.remat = module, compute_dtype, remat
+        self.module, self.compute_dtype, self.remat = module, compute_dtype, parse_remat(remat)
         self.frozen_apart, self.stateful = frozen_apart, stateful
         self.updated_buffers: dict[str, Any] = {}
         self.cache: Any = None
-        self.blocks: tuple[Block, ...] = find_blocks(module) if scan else ()
+        blocks = find_blocks(module) if scan else ()
+        self.layers = numbered_layers(module, blocks)
+        self.remat.check(len(self.layers))
+        self.blocks: tuple[Block, ...] = split_blocks(blocks, self.remat, self.layers)
         self.notes: list[str] = []
         self.capacity_factor: float | None = None
         self._describe()
@@ -141,9 +145,8 @@ class TorchFunction:
             warnings.filterwarnings("ignore", message="Explicitly requested dtype .*int64")  # torch's ids are 64-bit
             stack.enter_context(canonical_modules())
             stack.enter_context(capacity(self.capacity_factor, self.notes))
-            stack.enter_context(scanned(self.module, self.blocks, layers, prepare, self.remat, env))
-            if self.remat != "none":
-                stack.enter_context(checkpointed_lists(self.module, self.blocks, self.remat, env))
+            stack.enter_context(scanned(self.module, self.blocks, layers, prepare, self._remat_of, env))
+            stack.enter_context(checkpointed_lists(self.module, self.blocks, self._remat_of, env))
             stack.enter_context(env)
             given = jax.tree.map(
                 lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, tuple(args), dict(kwargs))
@@ -153,6 +156,9 @@ class TorchFunction:
             if self.stateful:
                 self.updated_buffers = {name: self._after(name, state, layers, env) for name in buffers}
             return result
+
+    def _remat_of(self, layer: str) -> str:
+        return self.remat.of(self.layers.get(layer, 0))
 
     def _after(self, name: str, state: Any, layers: dict[Block, LayerWeights], env: Any) -> Any:
         if name in self.members:

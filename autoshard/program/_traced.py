@@ -55,7 +55,7 @@ def _open(said: Any, trace: Callable[[], Program]) -> Program:
 def _encode(program: Program) -> bytes:
     head = {
         field: getattr(program, field)
-        for field in ("name", "donate_argnums", "fingerprint", "training", "model_flops", "tokens", "notes")
+        for field in ("name", "donate_argnums", "fingerprint", "training", "model_flops", "tokens", "layers", "notes")
     }
     head |= {
         "arguments": [dataclasses.asdict(argument) for argument in program.arguments],
@@ -78,6 +78,7 @@ def _decode(body: bytes, trace: Callable[[], Program]) -> Program:
         fingerprint=head["fingerprint"],
         training=head["training"],
         model_flops=head["model_flops"],
+        layers=head["layers"],
         tokens=head["tokens"],
         notes=tuple(head["notes"]),
     )

@@ -1,8 +1,12 @@
 """The best of several variants of a program."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from autoshard.errors import InfeasibleError
@@ -43,3 +47,43 @@ def test_when_none_fits_the_last_says_what_would_help() -> None:
     only: dict[str, Callable[[], Program]] = {"none": lambda: made.program("two matmuls")}
     with pytest.raises(InfeasibleError, match="the least found is"):
         plan_variants(only, **ON, memory_limit=200)
+
+
+LAYERS = 8
+
+
+def chain(again: int) -> Program:
+    """A training step of layers whose first `again` ones are computed again in the backward pass."""
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(p: Any) -> Any:
+            h = x
+            for number, w in enumerate(p):
+                layer = functools.partial(lambda w, h: jnp.tanh(h @ w["up"]) @ w["down"], w)
+                h = (jax.checkpoint(layer) if number < again else layer)(h)
+            return (h * h).mean()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    layer = {"up": f32(256, 2048), "down": f32(2048, 256)}
+    program = trace(step, ([layer] * LAYERS, f32(16384, 256)), name=f"chain {again}")
+    return dataclasses.replace(program, layers=LAYERS)
+
+
+def test_a_mixture_that_fits_is_faster_than_what_computes_everything_again() -> None:
+    variants = {"none": lambda: chain(0), "full": lambda: chain(LAYERS)}
+    peaks = {name: make_plan(make(), **ON).plan.prediction.peak_bytes for name, make in variants.items()}
+    limit = int(1.4 * peaks["full"])
+
+    def mix(slow: str, count: int, fast: str) -> tuple[str, Callable[[], Program]]:
+        return f"{slow}:{count}+{fast}", lambda: chain(count)
+
+    plain = plan_variants(variants, **ON, memory_limit=limit)
+    name, mixed = plan_variants(variants, mix=mix, **ON, memory_limit=limit)
+    assert plain[0] == "full" and name not in variants
+    assert mixed.plan.prediction.peak_bytes <= limit
+    assert mixed.plan.prediction.step_time_s < plain[1].plan.prediction.step_time_s
+    assert mixed.plan.words[-1].startswith(f"remat {name} (instead: none does not fit, full ")
+    count = int(name.removeprefix("full:").removesuffix("+none"))
+    said = mixed.plan.provenance["remat"]
+    assert said.get(f"full:{count - 1}+none", "does not fit") == "does not fit", "one layer less would not fit"

@@ -1,5 +1,7 @@
 """Any torch module: names, losses, buffers, scans that hold and scans that do not, refusals."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -128,7 +130,7 @@ def test_the_module_is_left_as_it_was():
         assert id(parameter) == before[name][0] and torch.equal(parameter, before[name][1])
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("remat", ["none", "dots", "full", "full:2+none", "none:1+dots:1+full"])
 @pytest.mark.parametrize("kind", [Chain, Doubling])
 def test_training_equals_torch_sgd(kind, remat):
     import jax
@@ -157,9 +159,51 @@ def test_training_equals_torch_sgd(kind, remat):
     with torch.no_grad():
         for parameter in module.parameters():
             parameter -= LEARNING_RATE * parameter.grad
-    again = from_torch(module, (x, shift)).make_args(0)[0]
+    again = from_torch(module, (x, shift), remat=remat).make_args(0)[0]
+    assert updated.keys() == again.keys()
     for name in updated:
         close(updated[name], again[name])
+
+
+def test_layers_with_choices_of_their_own_are_scanned_apart():
+    def names(remat, **options):
+        program = from_torch(Chain(6).eval(), (torch.randn(3, 8), torch.randn(8)), remat=remat, **options)
+        assert program.layers == 6
+        return {a.name: a.shape[0] for a in program.arguments if a.name.endswith("fc.weight")}
+
+    assert names("full") == {"layers.*.fc.weight": 6}
+    assert names("full:4+none") == {"layers.[0:4].fc.weight": 4, "layers.[4:].fc.weight": 2}
+    assert names("full:4+full") == {"layers.*.fc.weight": 6}
+    assert names("full:1+none") == {"layers.0.fc.weight": 8, "layers.[1:].fc.weight": 5}
+    assert names("full:4+none", scan=False) == {f"layers.{n}.fc.weight": 8 for n in range(6)}
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_only_layers_that_are_named_compute_again(scan):
+    import jax
+
+    def sines(remat):
+        module = Chain(6).eval()
+        program = from_torch(module, (torch.randn(3, 8), torch.randn(8)), train=True, remat=remat, scan=scan)
+        text = str(jax.make_jaxpr(program.fn)(*program.args))
+        return text.count("checkpoint[") + text.count("remat2[")
+
+    assert sines("none") == 0
+    assert 0 < sines("full:3+none") <= sines("full")
+    if not scan:
+        assert sines("full:2+none") < sines("full:4+none") < sines("full")
+
+
+@pytest.mark.parametrize("remat", ["full:6+none", "dots:2+full:9+none"])
+def test_a_choice_for_more_layers_than_there_are_is_refused(remat):
+    with pytest.raises(UserError, match="but the model has 6: leave at least one for the last choice"):
+        from_torch(Chain(6).eval(), (torch.randn(3, 8), torch.randn(8)), remat=remat)
+
+
+@pytest.mark.parametrize("remat", ["half", "full:0+none", "full+none", "full:2", "full:2+", ":2+none", "full:two+none"])
+def test_what_is_no_choice_is_refused(remat):
+    with pytest.raises(UserError, match=f"remat `{re.escape(remat)}` does not exist"):
+        from_torch(Chain(6).eval(), (torch.randn(3, 8), torch.randn(8)), remat=remat)
 
 
 def test_default_loss_is_named_in_the_notes():
