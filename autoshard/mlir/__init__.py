@@ -28,6 +28,9 @@ from autoshard.mlir._files import hlo_to_stablehlo as hlo_to_stablehlo
 from autoshard.mlir._files import read_file_module as read_file_module
 from autoshard.mlir._files import take_entry as take_entry
 from autoshard.mlir._files import to_portable as to_portable
+from autoshard.mlir._flow import Flow as Flow
+from autoshard.mlir._flow import Value as Value
+from autoshard.mlir._flow import flow as flow
 from autoshard.mlir._inline import inline_calls as inline_calls
 from autoshard.mlir._inline import replace_body as replace_body
 from autoshard.mlir._lines import code_line as code_line

@@ -31,7 +31,7 @@ def cut_results(module: Any, keep: int) -> list[tuple[int, int] | None]:
             function.attributes["res_attrs"] = ir.ArrayAttr.get(entries)
     unused = _unused(block)
     alive = {op: number for number, op in enumerate(op for op in number_ops(module) if op not in unused)}
-    places = [_place(value, alive) for value in dropped]
+    places = [place_of(value, alive) for value in dropped]
     for op in reversed(list(unused)):
         op.erase()
     return places
@@ -48,11 +48,13 @@ def _unused(block: Any) -> dict[Any, None]:
     return {op: None for op in ops if op in found}
 
 
-def _place(value: Any, numbers: dict[Any, int]) -> tuple[int, int] | None:
+def place_of(value: Any, numbers: dict[Any, int]) -> tuple[int, int] | None:
+    """Where a value is made, by the numbers of ops; None for what a region is given, and for ops without a number."""
     from jaxlib.mlir import ir
 
     if isinstance(value.owner, ir.Block):
-        return -1, ir.BlockArgument(value).arg_number
+        whole = value.owner.owner.operation.name == "func.func"
+        return (-1, ir.BlockArgument(value).arg_number) if whole else None
     number = numbers.get(value.owner.operation)
     return None if number is None else (number, ir.OpResult(value).result_number)
 

@@ -154,7 +154,7 @@ class _Uses:
         else:
             self.together(operands)
         alone = {s[0] for s in operands if isinstance(s, tuple)}
-        if len(alone) == 1 and None not in operands and _pointwise(op):
+        if len(alone) == 1 and None not in operands and is_pointwise(op):
             (number,) = alone
             return [(number, any(isinstance(s, tuple) and s[1] for s in operands))] * count
         return [None] * count
@@ -220,7 +220,7 @@ def _grows(op: Any) -> bool:
     return sorted(n for n in before if n > 1) != sorted(n for n in after if n > 1)
 
 
-def _pointwise(op: Any) -> bool:
+def is_pointwise(op: Any) -> bool:
     """Element by element: every operand and result has one shape."""
     from jaxlib.mlir import ir
 
@@ -248,6 +248,6 @@ class _Origins:
                 self.of.update(zip(op.results, results, strict=True))
             elif op.name in _UPDATES and len(op.results) == 1:
                 self.of[op.results[0]] = operands[0]
-            elif len(op.operands) and _pointwise(op):
+            elif len(op.operands) and is_pointwise(op):
                 self.of.update({value: frozenset().union(*operands) for value in op.results})
         return returned

@@ -24,7 +24,7 @@ def run(installed: Path, *names: str, **environment: str) -> dict[str, dict[str,
 @pytest.fixture(scope="module")
 def asked(installed: Path) -> dict[str, dict[str, Any]]:
     """Checks in one process that calls `xr.use_spmd(auto=True)`."""
-    names = ("auto", "matmul", "training", "second_model", "accumulation")
+    names = ("auto", "matmul", "training", "second_model", "accumulation", "compiled_step")
     return run(installed, *names, XLA_AUTO_SPMD_MESH="4,2", AUTOSHARD_STRICT="1")
 
 
@@ -81,6 +81,13 @@ def test_gradient_accumulation(asked: dict[str, Any]):
     assert found["compiles"][-1] == found["compiles"][-3]
 
 
+def test_a_compiled_step_with_batches_of_two_sizes(asked: dict[str, Any]):
+    found = asked["compiled_step"]
+    assert found["difference"] < 1e-5 and found["plans"] == 2
+    # Each size is planned, and compiled once more when the results of its planned run come back sharded.
+    assert found["compiles"] == [1, 2, 2, 3, 3, 4, 4, 4]
+
+
 def test_a_graph_without_modules(asked: dict[str, Any]):
     assert asked["matmul"]["difference"] < 1e-5 and asked["matmul"]["plans"] == 1
 
@@ -99,6 +106,7 @@ def test_a_step_that_cannot_be_planned_runs_replicated(unchanged: dict[str, Any]
     assert found["warned"] == [
         "autoshard: this step runs replicated, since it could not be planned: there is no plan today."
     ]
+    assert found["strict"] == "there is no plan today."
 
 
 def test_a_model_moved_too_early(installed: Path):

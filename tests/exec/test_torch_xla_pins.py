@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from autoshard.mlir import Flow
 from autoshard.plan import Pin, Spec
 
 
@@ -21,9 +22,13 @@ DOT = Op("block", 0, 3, "aten.mm.default", 0)
 TAKEN, MADE = Place("block", 0, "operand", 1, DOT), Place("block", 0, "result", 0, DOT)
 
 
-def pinned(*pins: Pin, places: dict[Place, Any]) -> dict[Place, tuple[Spec, ...]]:
+def pinned(*pins: Pin, places: dict[Place, Any], graph: dict[int, Any] | None = None) -> dict[Place, tuple[Spec, ...]]:
+    """`graph` has what ops take, by their numbers; an add takes values of its own shape, a dot does not."""
     plan: Any = SimpleNamespace(pins=pins)
-    found = Pins(list(places), [SHAPE] * len(places), list(places.values())).of(plan)
+    graph = graph or {7: ("dot", (4, 0), (5, 0))}
+    operands = [graph.get(number, ("dot",))[1:] for number in range(10)]
+    alike = [taken if graph.get(number, ("dot",))[0] == "add" else () for number, taken in enumerate(operands)]
+    found = Pins(list(places), [SHAPE] * len(places), list(places.values()), Flow(operands, alike)).of(plan)
     return {place: specs for (place, _), specs in found.items()}
 
 
@@ -50,3 +55,29 @@ def test_an_op_that_takes_an_operand_in_another_spec_is_pinned_whole():
 
 def test_values_that_no_result_needs_have_no_pins():
     assert pinned(Pin(op=4, index=0, spec=SPLIT), places={OUTPUT: None, TAKEN: None, MADE: (4, 0)}) == {}
+
+
+def test_a_spec_that_changes_inside_of_an_op_is_pinned_before_the_last():
+    """Such as between a convolution and its bias; a module that gives the same value has it in its last spec."""
+    graph = {6: ("dot", (4, 0), (5, 0)), 7: ("add", (6, 0), (3, 0))}
+    pins = (
+        Pin(op=4, index=0, spec=SPLIT),
+        Pin(op=4, index=0, spec=OTHER, operand=(6, 0)),
+        Pin(op=6, index=0, spec=OTHER),
+        Pin(op=6, index=0, spec=WHOLE),
+        Pin(op=7, index=0, spec=WHOLE),
+    )
+    operand = TAKEN._replace(number=0)
+    places = {operand: (4, 0), MADE: (7, 0), OUTPUT: (7, 0)}
+    assert pinned(*pins, places=places, graph=graph) == {operand: (OTHER,), MADE: (OTHER, WHOLE), OUTPUT: (WHOLE,)}
+
+
+def test_what_a_view_splits_anew_is_pinned_where_it_is_made():
+    graph = {7: ("dot", (4, 0), (5, 0)), 8: ("reshape", (7, 0))}
+    pins = (Pin(op=7, index=0, spec=SPLIT), Pin(op=8, index=0, spec=Spec((("data", "model"), ()))))
+    copied = Op("block", 0, -1, "aten.clone.default", 0)
+    copies = {Place("block", 0, what, 0, copied): (8, 0) for what in ("operand", "result")}
+    places = {MADE: (7, 0), **copies, OUTPUT: (8, 0)}
+    assert pinned(*pins, places=places, graph=graph) == {MADE: (SPLIT,), OUTPUT: (pins[1].spec,)}
+    same = dataclasses.replace(pins[1], spec=SPLIT)
+    assert pinned(pins[0], same, places=places, graph=graph) == {OUTPUT: (SPLIT,)}

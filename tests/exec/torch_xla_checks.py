@@ -5,6 +5,7 @@
 
 import copy
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -176,6 +177,34 @@ def unchanged_script() -> dict[str, Any]:
 
 
 @check
+def compiled_step() -> dict[str, Any]:
+    """A step in `torch_xla.compile`, with smaller batches in between."""
+    import torch
+    import torch_xla
+
+    torch.manual_seed(2)
+    plain = mlp(64)
+    model = copy.deepcopy(plain).to("xla")
+    ours, theirs = (torch.optim.AdamW(net.parameters()) for net in (model, plain))
+
+    def step(net: Any, updater: Any, x: Any, y: Any) -> Any:
+        updater.zero_grad()
+        loss = torch.nn.functional.mse_loss(net(x), y)
+        loss.backward()
+        updater.step()
+        return loss
+
+    run = torch_xla.compile(lambda x, y: step(model, ours, x, y))
+    planned, before, counts, differences = len(plans()), compiled(), [], []
+    for rows in (64, 64, 64, 32, 64, 32, 32, 64):
+        x, y = torch.randn(rows, 64), torch.randn(rows, 64)
+        loss, expected = run(x.to("xla"), y.to("xla")), step(plain, theirs, x, y)
+        differences.append(difference(loss, expected))
+        counts.append(compiled() - before)
+    return {"difference": max(differences), "compiles": counts, "plans": len(plans()) - planned}
+
+
+@check
 def accumulation() -> dict[str, Any]:
     """Two small batches to each update, the first of them a graph of its own."""
     import torch
@@ -282,9 +311,18 @@ def failing() -> dict[str, Any]:
         for _ in range(3):
             value = model(x.to("xla")).sum()
             torch_xla.sync()
+    strict = ""
+    os.environ["AUTOSHARD_STRICT"] = "1"
+    other = mlp(8).to("xla")(torch.randn(8, 8).to("xla")).sum()
+    try:
+        torch_xla.sync()
+    except UserError as error:
+        strict = str(error)
+    del os.environ["AUTOSHARD_STRICT"], other
     _session.decide = decide
     return {
         "difference": difference(value, plain(x).sum()),
+        "strict": strict,
         "warned": [str(w.message) for w in caught if "autoshard" in str(w.message)],
     }
 

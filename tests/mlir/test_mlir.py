@@ -260,6 +260,22 @@ def test_portable_artifacts_are_read():
     assert "stablehlo.add" in kinds(mlir.inline_calls(mlir.parse_module(artifact)))
 
 
+def test_what_flows_into_what():
+    module = mlir.parse_module("""
+        func.func @main(%a: tensor<4xf32>, %b: tensor<4x4xf32>) -> tensor<4x4xf32> {
+          %0 = stablehlo.dot %b, %b : (tensor<4x4xf32>, tensor<4x4xf32>) -> tensor<4x4xf32>
+          %1 = stablehlo.broadcast_in_dim %a, dims = [1] : (tensor<4xf32>) -> tensor<4x4xf32>
+          %2 = stablehlo.add %0, %1 : tensor<4x4xf32>
+          %3 = stablehlo.negate %2 : tensor<4x4xf32>
+          return %3 : tensor<4x4xf32>
+        }""")
+    flow = mlir.flow(module)
+    assert flow.operands[:4] == [((-1, 1), (-1, 1)), ((-1, 0),), ((0, 0), (1, 0)), ((2, 0),)]
+    assert flow.between({(0, 0)}, (3, 0)) == {1, 2, 3}
+    assert list(flow.unchanged({0, 1, 2, 3}, (3, 0))) == [(2, 0), (0, 0), (1, 0)]
+    assert list(flow.unchanged({3}, (3, 0))) == []
+
+
 def test_results_are_cut_with_what_only_they_need():
     module = mlir.parse_module("""
         func.func @main(%a: tensor<4xf32>, %b: tensor<4xf32>)

@@ -35,6 +35,7 @@ class Capture:
     """The live tensor that each result is the value of."""
     places: tuple[tuple[int, int] | None, ...]
     """Where each recorded value is made: op number and result of the module; None if the roots do not need it."""
+    flow: mlir.Flow
     split: Mapping[int, str]
     """HLO sharding strings of arguments that are split already, by argument number."""
 
@@ -98,7 +99,7 @@ def capture(
     held = {number: held_spec(value) for number, value in enumerate(data) if value.dim() > 0}
     split = {number: text for number, text in held.items() if is_split(text)}
     tensors = [None if each is None else each.tensor for each in found]
-    return Capture(program, tuple(data), tuple(tensors), tuple(roots), tuple(places), split)
+    return Capture(program, tuple(data), tuple(tensors), tuple(roots), tuple(places), mlir.flow(module), split)
 
 
 def _not_callable(*_: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from autoshard.exec.torch_xla_hook._marks import annotated, constrain
 from autoshard.exec.torch_xla_hook._places import Op, Ops, Place, is_value, nodes_between
 from autoshard.exec.torch_xla_hook._tensors import leaves, on_xla
+from autoshard.mlir import Flow, Value
 from autoshard.plan import Plan, Spec
 
 
@@ -26,36 +27,84 @@ class Pins:
 
     calls: Sequence[Place]
     shapes: Sequence[tuple[int, ...]]
-    places: Sequence[tuple[int, int] | None]
+    places: Sequence[Value | None]
+    flow: Flow
 
     def of(self, plan: Plan) -> Pinned:
         """The specs that the plan pins each of them to; what it leaves to propagation is left out.
 
-        A value has two where it is made in one spec and used in another: the op that makes it sees the first.
+        A value has two where it is made in one spec and used in another: the op that makes it sees the first. One op
+        of a script is several of the graph (a convolution and its bias); where the plan changes a spec between these,
+        the op's result is pinned to both. Views are not told of: what a view splits anew is pinned where it is made.
         """
-        made: dict[tuple[int, int], tuple[Spec, ...]] = {}
-        taken: dict[tuple[int, int, int], Spec] = {}
+        made: dict[Value, tuple[Spec, ...]] = {}
+        handed: dict[Value, dict[int, Spec]] = {}
         for pin in plan.pins:
+            value = pin.op, pin.index
             if pin.operand is None:
-                made[pin.op, pin.index] = (*made.get((pin.op, pin.index), ()), pin.spec)
+                made[value] = (*made.get(value, ()), pin.spec)
             else:
-                taken[pin.op, pin.index, pin.operand[0]] = pin.spec
+                handed.setdefault(value, {})[pin.operand[0]] = pin.spec
         zipped = zip(self.calls, self.shapes, self.places, strict=True)
         every = [(call, shape, place) for call, shape, place in zipped if place is not None]
-        takes = {call.op: place[0] for call, _, place in every if call.what == "result"}
-        handed = {
-            call: taken[*place, takes[call.op]]
+        inside = self._inside(every)
+        taken = {
+            call: specs.pop()
             for call, _, place in every
-            if call.what == "operand" and call.op in takes and (*place, takes[call.op]) in taken
+            if call.what == "operand"
+            and (specs := {spec for op, spec in handed.get(place, {}).items() if op in inside.get(call.op, ())})
+            and len(specs) == 1
         }
-        chosen = {call.op for call in handed}
+        viewed = self._viewed(made, set().union(*inside.values()))
+        chosen = {call.op for call, _, place in every if call in taken or (call.what == "result" and place in viewed)}
+        begun = {
+            place: first
+            for call, _, place in every
+            if call.what == "result" and place in made and (first := self._begun(made, inside[call.op], place))
+        }
         found: dict[tuple[Place, tuple[int, ...]], tuple[Spec, ...]] = {}
+        there: set[Value] = set()
         for call, shape, place in every:
-            if call in handed:
-                found[call, shape] = (handed[call],)
+            if call in taken:
+                found[call, shape] = (taken[call],)
             elif place in made and (call.op is None or call.op in chosen):
-                found[call, shape] = made[place]
+                # What has its last spec already, since an op or an inner module gave it so, keeps that.
+                first = call.what != "operand" and place not in there
+                found[call, shape] = (*begun.get(place, ()), *made[place]) if first else made[place][-1:]
+                if call.what != "operand":
+                    there.add(place)
         return found
+
+    def _inside(self, every: Sequence[tuple[Place, Any, Value]]) -> dict[Op | None, set[int]]:
+        """Numbers of the graph's ops that an op of the script is made of."""
+        known = {place for _, _, place in every}
+        operands = {(call.op, place) for call, _, place in every if call.what == "operand"}
+        inside: dict[Op | None, set[int]] = {}
+        for call, _, place in every:
+            if call.what == "result":
+                copied = (call.op, place) in operands  # by an op that is none in the graph
+                inside.setdefault(call.op, set()).update(() if copied else self.flow.between(known, place))
+        return inside
+
+    def _viewed(self, made: Mapping[Value, tuple[Spec, ...]], told: set[int]) -> set[Value]:
+        """Values that an op which is told of no one gives on in other axes."""
+
+        def split(value: Value, which: int) -> list[tuple[str, ...]]:
+            return [axes for axes in made[value][which].dims if axes]
+
+        return {
+            value
+            for op, operands in enumerate(self.flow.operands)
+            for value in operands
+            if value is not None and op not in told and value in made and (op, 0) in made
+            if split(value, -1) != split((op, 0), 0)
+        }
+
+    def _begun(self, made: Mapping[Value, tuple[Spec, ...]], inside: set[int], result: Value) -> tuple[Spec, ...]:
+        """The spec in which an op begins to make its result, where it ends in another."""
+        first = {made[value][0] for value in self.flow.unchanged(inside, result) if value in made}
+        first.discard(made[result][0])
+        return tuple(first) if len(first) == 1 else ()
 
 
 class OpPins:

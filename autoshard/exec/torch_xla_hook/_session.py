@@ -151,7 +151,7 @@ class Session:
             if result.shape:
                 mark(output, mesh.sharding(plan.results[result.name]))
             become(root, output)
-        self.applied.take(taken, decision, mesh, Pins(calls, shapes, taken.places), watch)
+        self.applied.take(taken, decision, mesh, Pins(calls, shapes, taken.places, taken.flow), watch)
         self.applied.hook_calls(watch.outermost, self.on_call)
         self._trained |= watch.training
         self.plans.append(plan)

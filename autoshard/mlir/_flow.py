@@ -1,0 +1,56 @@
+"""Which values flow into which, by the numbers of ops."""
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from autoshard.mlir._number import number_ops
+from autoshard.mlir._results import place_of
+from autoshard.mlir._uses import is_pointwise
+
+
+Value = tuple[int, int]
+"""Number of the op that makes it and which of its results; `(-1, i)` is argument `i` of `@main`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flow:
+    """What each op of a module takes, by its number."""
+
+    operands: Sequence[tuple[Value | None, ...]]
+    """None for what is made inside of a region by no op."""
+    alike: Sequence[tuple[Value | None, ...]]
+    """The same if the op works element by element, nothing of others."""
+
+    def between(self, taken: Collection[Value], made: Value) -> set[int]:
+        """Ops that make a value of `taken` (and of arguments)."""
+        found: set[int] = set()
+        queue = [made[0]]
+        for op in queue:  # grows as it is walked
+            if op < 0 or op in found:
+                continue
+            found.add(op)
+            queue += [value[0] for value in self.operands[op] if value is not None and value not in taken]
+        return found
+
+    def unchanged(self, ops: Collection[int], made: Value) -> Iterator[Value]:
+        """Values that become `made` element by element within `ops`, nearest first."""
+        queue, seen = [made], {made}
+        for value in queue:
+            before = self.alike[value[0]] if value[0] in ops else ()
+            for other in before:
+                if other is not None and other not in seen and other[0] in ops:
+                    seen.add(other)
+                    queue.append(other)
+                    yield other
+
+
+def flow(module: Any) -> Flow:
+    """Read a module. Call `inline_calls` first."""
+    ops = number_ops(module)
+    numbers = {op: number for number, op in enumerate(ops)}
+    operands = [tuple(place_of(value, numbers) for value in op.operands) for op in ops]
+    alike = []
+    for op, taken in zip(ops, operands, strict=True):
+        alike.append(taken if len(op.results) == 1 and is_pointwise(op) else ())
+    return Flow(operands, alike)
