@@ -305,7 +305,8 @@ def _add_limits(group: argparse._ActionsContainer) -> None:
         help="axes and sizes, major first (default: XLA_AUTO_SPMD_MESH, else the best is looked for, as by auto)",
     )
     group.add_argument("--memory-limit", type=_gib, metavar="GiB", help="of one device (default: what the chip has)")
-    group.add_argument("--time-limit", type=_seconds, default=60.0, metavar="S", help="for the solver (default: 60)")
+    limit = "for the solver (default: 60); its work is bounded anyway, and inf keeps a busy machine from ending it"
+    group.add_argument("--time-limit", type=_seconds_or_none, default=60.0, metavar="S", help=limit)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of searches that draw lots (default: 0)")
     group.add_argument(
         "--no-refine-axes",
@@ -382,6 +383,10 @@ def _seconds(text: str) -> float:
         if 0 < (value := float(text)) < float("inf"):
             return value
     raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+
+
+def _seconds_or_none(text: str) -> float:
+    return float("inf") if text == "inf" else _seconds(text)
 
 
 def _tolerance(text: str) -> float:

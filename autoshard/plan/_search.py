@@ -23,7 +23,7 @@ from autoshard.solver import evaluate as evaluate_problem
 
 
 MAX_ROUNDS = 6
-BASELINES_SHARE = 0.3
+BASELINES_SHARE = 0.5
 """Part of the time limit that completing all baselines may take."""
 ROOMIER_SHARE = 0.15
 """Part of the time limit that looking for plans below one peak may take, where memory is nearly full."""
@@ -89,12 +89,13 @@ def search(
     weights: Weights = normalise(even_weights(model))
     named = {}
     repeats = find_repeats(model)
+    if repeats is not None:
+        progress(f"layers repeat: {len(repeats.nodes)} of {len(model.nodes)} decisions are unlike")
     # Every baseline, and then every weighting, begins with what is found for all alternatives.
     messages = first_messages(repeats or model, weights) if baselines else None
-    for number, baseline in enumerate(baselines):
-        left = BASELINES_SHARE * time_limit - (clock.monotonic() - start)
-        share = max(1.0, left / (len(baselines) - number))
-        candidate = complete(model, baseline, weights, memory_limit, share, seed, messages, repeats)
+    for baseline in baselines:
+        left = max(1.0, BASELINES_SHARE * time_limit - (clock.monotonic() - start))
+        candidate = complete(model, baseline, weights, memory_limit, left, seed, messages, repeats)
         if candidate is not None:
             named[baseline.name] = candidate
     fitting = [c for c in named.values() if c.fits and required.holds(c.choices)]

@@ -15,6 +15,8 @@ from autoshard.solver import evaluate as evaluate_problem
 
 LARGE = 100_000
 """Numbers in edge tables from which on a Problem is narrowed before it is written out."""
+ROUNDS = 8
+"""Rounds of search for one Problem that is not proven sooner: work, not time, so that plans can be made again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,6 +161,7 @@ def _solve_narrowed(
     solution = solve(
         problem if enforced is not None else dataclasses.replace(problem, usage_limit=None),
         time_limit=time_limit,
+        iterations=ROUNDS,
         seed=seed,
         hint=None if hint is None else _places(kept, hint),
     )

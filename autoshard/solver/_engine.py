@@ -77,8 +77,8 @@ class Engine:
     def _over(self) -> bool:
         if self.stopped():
             return True
-        if self.iterations is not None:
-            return self.rounds >= self.iterations
+        if self.iterations is not None and self.rounds >= self.iterations:
+            return True
         # A turn of climbing is not cut short, so none is begun that would pass the deadline.
         return time.monotonic() + 1.3 * self.turn > self.deadline
 
@@ -188,7 +188,7 @@ class Engine:
             entries=self.entries,
             provable=0 if len(self.solves) % 3 == 2 else _PROVABLE if self.iterations is None else 2_000,
             prices=self.dual.prices,
-            seconds=1e9 if self.iterations is not None else min(left, max(10.0, 0.35 * left)),
+            seconds=min(left, 1e9 if self.iterations is not None else max(10.0, 0.35 * left)),
             nodes=None if self.iterations is None else 10,
             seed=self.seed,
         )

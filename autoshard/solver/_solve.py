@@ -50,9 +50,9 @@ def solve(
 ) -> Solution:
     """Chooses one alternative per node at the least cost that keeps memory within the limit at all times.
 
-    `hint` ([N] choices, feasible or not) is a start. `iterations` bounds the search by rounds of work instead of time;
-    then the same `seed` gives the same answer. `progress` is called whenever the incumbent or the bound improves;
-    setting `stop` ends the search early.
+    `hint` ([N] choices, feasible or not) is a start. `iterations` bounds the search by rounds of work too; then the
+    same `seed` gives the same answer unless the time is up first (with a `time_limit` of `math.inf` it never is).
+    `progress` is called whenever the incumbent or the bound improves; setting `stop` ends the search early.
     `threads` is 1 or 2 (one searches while a second process solves restricted problems exactly); more are not used.
     Returns the best choices, their exact cost (recomputed by `evaluate` from the whole problem) and a lower bound.
     Raises `UserError` for a problem that is not well formed or a limit that is not positive.
@@ -130,7 +130,7 @@ class _Solve:
                 return True
             times = [int(np.argmax(over))]
         if table_entries(graph) <= _SMALL:
-            cap = np.inf if self.iterations is not None else 0.3 * (self.deadline - time.monotonic())
+            cap = (0.3 if self.iterations is None else 1.0) * (self.deadline - time.monotonic())
             cutoff = None if self.cost is None else self.cost - graph.offset
             task = Task(
                 lambda: solve_mip(

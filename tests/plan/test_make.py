@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan import Plan, make_plan
 from autoshard.plan._build import build_problem
 from autoshard.plan._predict import evaluate, tensor_spec
+from autoshard.plan._store import plan_to_json
 from autoshard.plan._weights import even_weights
 from autoshard.program import trace
-from autoshard.solver import FORBIDDEN, solve
+from autoshard.solver import FORBIDDEN, _engine, solve
 from tests.graph.programs import f32
 from tests.plan import programs as made
 
@@ -398,3 +400,25 @@ def test_plans_of_baselines_are_written_when_asked_for_and_once(monkeypatch: pyt
     assert result.baseline_plans[name] is result.baseline_plans[name]
     assert result.baseline_plans[name].prediction == prediction
     assert len(written) == 2
+
+
+def test_the_work_of_solving_does_not_depend_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing is left to the exact solver, which says nothing of time.
+    monkeypatch.setattr(sys.modules["autoshard.solver._solve"], "_SMALL", 0)
+    program = made.program("decoder")
+    plans = [make_plan(program, topology="v5e:2x4", mesh="data=2,model=4", time_limit=math.inf).plan]
+
+    class Late:
+        """A machine on which everything takes a thousand times as long."""
+
+        looks = 0
+
+        @staticmethod
+        def monotonic() -> float:
+            Late.looks += 1
+            return 1e3 * time.monotonic()
+
+    monkeypatch.setattr(_engine, "time", Late)
+    plans.append(make_plan(program, topology="v5e:2x4", mesh="data=2,model=4", time_limit=math.inf).plan)
+    assert Late.looks, "this program is searched"
+    assert plan_to_json(plans[0]) == plan_to_json(plans[1])
