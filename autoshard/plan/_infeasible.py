@@ -7,6 +7,7 @@ from autoshard.plan._asked import Required
 from autoshard.plan._model import Model
 from autoshard.plan._predict import evaluate
 from autoshard.plan._solve import Solved, solve_within
+from autoshard.plan._weights import even_weights, normalise
 from autoshard.units import format_bytes
 
 
@@ -49,18 +50,31 @@ def _advice(kind: str) -> str:
 def _least_memory(
     model: Model, memory_limit: int, time_limit: float, seed: int, required: Required
 ) -> NDArray[np.int64] | None:
-    """Choices of the smallest limit that the solver can keep, by bisection between the limit and twice the need."""
-    start = solve_within(model, {}, None, time_limit / 8, seed, allowed=required.allowed)
-    best = None
-    low, high = memory_limit, max(evaluate(model, start.choices).peak_bytes, memory_limit + 1)
+    """Choices of the smallest limit that the solver can keep, by bisection between the limit and the least need met.
+
+    Fast plans split nearly everything and need little, so the fastest without a limit is one to begin with.
+    """
+    allowed = required.allowed
+    best, high = None, 0
+    for weights in ({}, normalise(even_weights(model))):
+        free = solve_within(model, weights, None, time_limit / 8, seed, allowed=allowed)
+        try:
+            peak = evaluate(model, free.choices).peak_bytes
+        except (ValueError, IndexError):  # none was found
+            continue
+        if best is None or peak < high:
+            best, high = free.choices, peak
+    if best is None:
+        return None
+    low = memory_limit
     for _ in range(12):
+        if high - low < 0.01 * high:
+            break
         middle = (low + high) // 2
-        try_it = solve_within(model, {}, middle, max(1.0, time_limit / 16), seed, allowed=required.allowed)
-        if try_it.solution.gap != float("inf"):
-            best = try_it.choices
+        found = solve_within(model, {}, middle, max(1.0, time_limit / 16), seed, hint=best, allowed=allowed)
+        if found.solution.gap != float("inf"):
+            best = found.choices
             high = min(middle, evaluate(model, best).peak_bytes)
         else:
             low = middle
-        if high - low < 0.01 * high:
-            break
-    return best if best is not None else start.choices
+    return best
