@@ -8,10 +8,8 @@ FSDP with tensor parallelism over 4, 8 and 16 chips (with and without the sequen
 topology in `experiments/results/mesh_quality.json`: a broken run goes on where it stopped.
 """
 
-import argparse
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +24,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import plan_quality  # noqa: E402
 from kept import Results, checked_out  # noqa: E402
-from plan_quality import PROGRAMS, TOPOLOGIES, Judgement, figures_of, ms, summary  # noqa: E402
+from plan_quality import (  # noqa: E402
+    PROGRAMS,
+    TOPOLOGIES,
+    Judgement,
+    Row,
+    figures_of,
+    judge_apart,
+    ms,
+    row_parser,
+    rows_asked,
+    summary,
+)
 
 
 HERE = Path(__file__).parent
@@ -67,12 +76,13 @@ def hand_plans(program: "Program", topology: str) -> "dict[str, Plan]":
     return found
 
 
-def judge(program_name: str, topology: str, time_limit: float, most: int) -> None:
+def judge(row: Row, time_limit: float, most: int) -> None:
     """Plan, compile and estimate one row."""
     from autoshard.cost import Topology
     from autoshard.plan import make_plan
 
-    program = PROGRAMS[program_name](math.prod(TOPOLOGIES[topology].values()))()
+    topology = row.topology
+    program = PROGRAMS[row.program](math.prod(TOPOLOGIES[topology].values()))()
     limit = Topology.parse(topology).usable_bytes
     searched = make_plan(program, topology=topology, mesh="auto").plan
     by_hand = hand_plans(program, topology)
@@ -82,11 +92,11 @@ def judge(program_name: str, topology: str, time_limit: float, most: int) -> Non
     )
     plans: dict[str, Any] = {}
     for name in ("plan", *order[:most]):
-        print(f"{program_name} | {topology}: {name}", file=sys.stderr, flush=True)
+        print(f"{row.name}: {name}", file=sys.stderr, flush=True)
         plans[name] = figures_of(program, searched if name == "plan" else by_hand[name], time_limit)
     predicted = {name: plan.prediction.step_time_s for name, plan in by_hand.items()}
     about = {"mesh": searched.mesh, "by_hand": predicted, "code": checked_out()}
-    Results(RESULTS).keep(f"{program_name} | {topology}", about | {"plans": plans})
+    Results(RESULTS).keep(row.name, about | {"plans": plans})
 
 
 def all_by_hand(name: str, rows: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
@@ -136,28 +146,14 @@ def table(rows: dict[str, Any], others: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("programs", nargs="*", help=f"programs (default: all): {', '.join(PROGRAMS)}")
-    parser.add_argument("--topology", action="append", choices=list(TOPOLOGIES), help="default: all")
-    parser.add_argument("--plans", type=int, default=2, help="hand-picked plans to compile of each row (default: 2)")
-    parser.add_argument("--time-limit", type=float, default=900.0, help="of one compilation, in seconds")
+    parser = row_parser(__doc__, 2, "hand-picked plans")
     parser.add_argument("--again", action="store_true", help="judge rows that are in the table too")
-    parser.add_argument("--table", action="store_true", help="only write the table of what is known")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    unknown = [name for name in arguments.programs if name not in PROGRAMS]
-    if unknown:
-        parser.error(f"no program {unknown[0]!r}; there are {', '.join(PROGRAMS)}")
-    for name in arguments.programs or PROGRAMS if not arguments.table else ():
-        for topology in arguments.topology or TOPOLOGIES:
-            if arguments.inside:
-                judge(name, topology, arguments.time_limit, arguments.plans)
-            elif arguments.again or f"{name} | {topology}" not in Results(RESULTS).rows:
-                # A process for each row: a compiler that takes its caller down takes one row down.
-                command = [sys.executable, __file__, name, "--topology", topology, "--inside"]
-                command += ["--time-limit", str(arguments.time_limit), "--plans", str(arguments.plans)]
-                if subprocess.run(command).returncode:
-                    print(f"{name} | {topology}: failed", file=sys.stderr, flush=True)
+    for row in rows_asked(parser, arguments):
+        if arguments.inside:
+            judge(row, arguments.time_limit, arguments.plans)
+        elif arguments.again or row.name not in Results(RESULTS).rows:
+            judge_apart(__file__, row, arguments)
     if not arguments.inside:
         text = table(Results(RESULTS).rows, Results(plan_quality.RESULTS).rows)
         TABLE.write_text(text)

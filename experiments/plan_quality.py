@@ -16,7 +16,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -229,31 +229,46 @@ def ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.2f}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def row_parser(doc: str | None, plans: int | None, what: str) -> argparse.ArgumentParser:
+    """What an experiment on these rows is asked on the command line; `plans` of `what` are compiled of each row."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", nargs="*", help=f"programs (default: all): {', '.join(PROGRAMS)}")
     parser.add_argument("--topology", action="append", choices=list(TOPOLOGIES), help="default: all")
-    parser.add_argument("--plans", type=int, default=None, help="baselines to compile of each row (default: all)")
-    parser.add_argument("--completed", action="store_true", help="compile baselines as our solver completes them only")
+    number = "all" if plans is None else plans
+    parser.add_argument("--plans", type=int, default=plans, help=f"{what} to compile of each row (default: {number})")
     parser.add_argument("--time-limit", type=float, default=900.0, help="of one compilation, in seconds")
     parser.add_argument("--table", action="store_true", help="only write the table of what is known")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    return parser
+
+
+def rows_asked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[Row]:
+    """The rows to judge; none for the table alone."""
     unknown = [name for name in arguments.programs if name not in PROGRAMS]
     if unknown:
         parser.error(f"no program {unknown[0]!r}; there are {', '.join(PROGRAMS)}")
-    for name in arguments.programs or PROGRAMS if not arguments.table else ():
-        for topology in arguments.topology or TOPOLOGIES:
-            if arguments.inside:
-                judge(Row(name, topology), arguments.time_limit, arguments.plans, arguments.completed)
-                continue
-            # A process for each row: a compiler that takes its caller down takes one row down.
-            command = [sys.executable, __file__, name, "--topology", topology, "--inside"]
-            command += ["--time-limit", str(arguments.time_limit)]
-            command += ["--plans", str(arguments.plans)] if arguments.plans is not None else []
-            command += ["--completed"] if arguments.completed else []
-            if subprocess.run(command).returncode:
-                print(f"{name} | {topology}: failed", file=sys.stderr, flush=True)
+    programs = () if arguments.table else arguments.programs or PROGRAMS
+    return [Row(name, topology) for name in programs for topology in arguments.topology or TOPOLOGIES]
+
+
+def judge_apart(script: str, row: Row, arguments: argparse.Namespace, flags: Sequence[str] = ()) -> None:
+    """Judge a row in a process of its own: a compiler that takes its caller down takes one row down."""
+    command = [sys.executable, script, row.program, "--topology", row.topology, "--inside", *flags]
+    command += ["--time-limit", str(arguments.time_limit)]
+    command += ["--plans", str(arguments.plans)] if arguments.plans is not None else []
+    if subprocess.run(command).returncode:
+        print(f"{row.name}: failed", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = row_parser(__doc__, None, "baselines")
+    parser.add_argument("--completed", action="store_true", help="compile baselines as our solver completes them only")
+    arguments = parser.parse_args()
+    for row in rows_asked(parser, arguments):
+        if arguments.inside:
+            judge(row, arguments.time_limit, arguments.plans, arguments.completed)
+        else:
+            judge_apart(__file__, row, arguments, ["--completed"] if arguments.completed else [])
     if not arguments.inside:
         text = table(Results(RESULTS).rows)
         TABLE.write_text(text)

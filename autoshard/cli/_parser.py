@@ -5,9 +5,7 @@ and `autoshard --help` must not wait for imports.
 """
 
 import argparse
-import contextlib
 import difflib
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +13,24 @@ from typing import Any, NoReturn, TextIO
 
 from autoshard import __version__
 from autoshard.cli import _commands, _refine, _sweep
+from autoshard.cli._values import (
+    factor,
+    gib,
+    numbers,
+    pair,
+    positive,
+    prices,
+    remat,
+    remat_or_auto,
+    remats,
+    roles,
+    seconds,
+    seconds_or_none,
+    texts,
+    tolerance,
+)
 from autoshard.errors import UserError
 
-
-GIB = 2**30
 
 PROGRAM_HELP = """\
 PROGRAM is a Python file, a file with a module, or hf:CONFIG.
@@ -79,10 +91,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--check", action="store_true", help="compare with the unplanned run; exit code 1 if it differs"
     )
     measure.add_argument(
-        "--tolerance", type=_tolerance, metavar="X", help="of a tensor's own maximum (default: 1e-5 for float32)"
+        "--tolerance", type=tolerance, metavar="X", help="of a tensor's own maximum (default: 1e-5 for float32)"
     )
     measure.add_argument("--profile", metavar="P.json.gz", type=Path, help="write a trace of one more step here")
-    measure.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps to time (default: 10)")
+    measure.add_argument("--steps", type=positive, default=10, metavar="N", help="steps to time (default: 10)")
     _add_planning(measure, required=False)
 
     compile_ = _command(
@@ -95,7 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_program(compile_)
     compile_.add_argument("--plan", required=True, metavar="PLAN.json", type=Path, help="from `autoshard plan --out`")
     compile_.add_argument("--hlo", metavar="OUT.txt", type=Path, help="write the compiled program here")
-    compile_.add_argument("--time-limit", type=_seconds, default=600.0, metavar="S", help="in all (default: 600)")
+    compile_.add_argument("--time-limit", type=seconds, default=600.0, metavar="S", help="in all (default: 600)")
 
     compare = _command(
         commands, "compare", _commands.run_compare, "set the plan beside every plan that people write", PROGRAM_HELP
@@ -104,19 +116,23 @@ def build_parser() -> argparse.ArgumentParser:
     _add_candidates(compare)
     compare.add_argument("--compile", action="store_true", help="compile each for its TPUs, without a TPU")
     compare.add_argument("--measure", action="store_true", help="run each on the devices that are here")
-    compare.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps to time (default: 10)")
+    compare.add_argument("--steps", type=positive, default=10, metavar="N", help="steps to time (default: 10)")
     _add_planning(compare, required=True)
 
     sweep = _command(
         commands, "sweep", _sweep.run_sweep, "plan for several topologies, batches and remat variants", PROGRAM_HELP
     )
     _add_program(sweep, several=True)
-    sweep.add_argument("--topology", required=True, type=_texts, metavar="T,T,...", help="v5e:16x16,v5p:4x4x8 ...")
+    sweep.add_argument("--topology", required=True, type=texts, metavar="T,T,...", help="v5e:16x16,v5p:4x4x8 ...")
     _add_limits(sweep)
     sweep.add_argument(
-        "--price", type=_prices, default={}, metavar="CHIP=X,...", help="of one chip for one hour, in any currency"
+        "--price",
+        type=prices,
+        default={},
+        metavar="CHIP=X,...",
+        help="of one chip for one hour, in any currency",
     )
-    sweep.add_argument("--jobs", type=_positive, metavar="N", help="processes that plan (default: one for each core)")
+    sweep.add_argument("--jobs", type=positive, metavar="N", help="processes that plan (default: one for each core)")
     sweep.add_argument("--out", metavar="SWEEP.json", type=Path, help="keep rows here; rows it has are not made again")
     _add_cache(sweep)
     sweep.add_argument("--plot", metavar="SWEEP.png", type=Path, help="draw step time, MFU and headroom here")
@@ -135,11 +151,15 @@ def build_parser() -> argparse.ArgumentParser:
         choices=("compile", "measure"),
         help="the TPU compiler, or the devices that are here (default: measure for cpu topologies, else compile)",
     )
-    refine.add_argument("--plans", type=_positive, default=4, metavar="N", help="judged in a round (default: 4)")
-    refine.add_argument("--rounds", type=_positive, default=3, metavar="N", help="at most (default: 3)")
-    refine.add_argument("--steps", type=_positive, default=10, metavar="N", help="to time of each plan (default: 10)")
+    refine.add_argument("--plans", type=positive, default=4, metavar="N", help="judged in a round (default: 4)")
+    refine.add_argument("--rounds", type=positive, default=3, metavar="N", help="at most (default: 3)")
+    refine.add_argument("--steps", type=positive, default=10, metavar="N", help="to time of each plan (default: 10)")
     refine.add_argument(
-        "--compile-limit", type=_seconds, default=600.0, metavar="S", help="for compiling one plan (default: 600)"
+        "--compile-limit",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="for compiling one plan (default: 600)",
     )
     refine.add_argument("--out", metavar="PLAN.json", type=Path, help="write the plan that was judged best here")
 
@@ -152,7 +172,7 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument("name", metavar="NAME", help="an argument or result, as reports print it")
     explain.add_argument("--program", metavar="PROGRAM", help="where the program is now (default: where it was)")
     explain.add_argument("--entry", metavar="NAME", help="name in model.py (default: as it was)")
-    explain.add_argument("--time-limit", type=_seconds, default=60.0, metavar="S", help="for solving (default: 60)")
+    explain.add_argument("--time-limit", type=seconds, default=60.0, metavar="S", help="for solving (default: 60)")
 
     report = _command(commands, "report", _commands.run_report, "show a plan that was saved")
     report.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
@@ -175,10 +195,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     solve = _command(commands, "solve", _commands.run_solve, "solve a Problem in the contest's format")
     solve.add_argument("problem", metavar="PROBLEM.json", help="JSON, also gzipped; what --save-problem writes")
-    solve.add_argument("--time-limit", type=_seconds, default=60.0, metavar="S", help="in all (default: 60)")
+    solve.add_argument("--time-limit", type=seconds, default=60.0, metavar="S", help="in all (default: 60)")
     solve.add_argument("--seed", type=int, default=0, metavar="N", help="of searches that draw lots (default: 0)")
-    solve.add_argument("--threads", type=_positive, default=2, metavar="N", help="to search with (default: 2)")
-    solve.add_argument("--iterations", type=_positive, metavar="N", help="stop after so many, to repeat a run exactly")
+    solve.add_argument("--threads", type=positive, default=2, metavar="N", help="to search with (default: 2)")
+    solve.add_argument("--iterations", type=positive, metavar="N", help="stop after so many, to repeat a run exactly")
     solve.add_argument("--out", type=Path, metavar="OUT.json", help="write choices, cost and bound here")
 
     validate = _command(
@@ -230,7 +250,7 @@ def _add_program(parser: argparse.ArgumentParser, several: bool = False, auto_re
     parser.add_argument("--entry", default="program", metavar="NAME", help="name in model.py (default: program)")
     parser.add_argument(
         "--roles",
-        type=_roles,
+        type=roles,
         metavar="NAME=ROLE,...",
         help="what arguments are for where a file does not say: parameter, optimizer_state, batch or other, by name, "
         "start of names, or arg0-arg7",
@@ -243,26 +263,26 @@ def _add_program(parser: argparse.ArgumentParser, several: bool = False, auto_re
     mode.add_argument("--train", action="store_true", default=None, help="a training step: loss, backward, optimizer")
     mode.add_argument("--infer", action="store_false", dest="train", default=None, help="a forward pass")
     if several:
-        group.add_argument("--batch", type=_numbers, metavar="N,N,...", help="sequences in one step, over all devices")
+        group.add_argument("--batch", type=numbers, metavar="N,N,...", help="sequences in one step, over all devices")
     else:
-        group.add_argument("--batch", type=_positive, metavar="N", help="sequences in one step, over all devices")
-    group.add_argument("--seq", type=_positive, metavar="N", help="tokens of one sequence")
-    group.add_argument("--image", type=_positive, metavar="N", help="pixels of one side, for models of images")
+        group.add_argument("--batch", type=positive, metavar="N", help="sequences in one step, over all devices")
+    group.add_argument("--seq", type=positive, metavar="N", help="tokens of one sequence")
+    group.add_argument("--image", type=positive, metavar="N", help="pixels of one side, for models of images")
     group.add_argument("--dtype", metavar="DTYPE", help="to compute in (default: bfloat16)")
     group.add_argument("--param-dtype", metavar="DTYPE", help="of parameters (default: float32 in training)")
     group.add_argument("--state-dtype", metavar="DTYPE", help="of the optimizer's state (default: float32)")
     again = "what the backward pass computes again: none, dots, full, or full:20+none for the first 20 layers alone"
     if several:
-        group.add_argument("--remat", type=_remats, metavar="R,R,...", help=again)
+        group.add_argument("--remat", type=remats, metavar="R,R,...", help=again)
     else:
-        parse = _remat_or_auto if auto_remat else _remat
+        parse = remat_or_auto if auto_remat else remat
         group.add_argument("--remat", type=parse, metavar="R", help=again + ("; auto: the fastest" * auto_remat))
     group.add_argument("--optimizer", metavar="NAME", help="adamw (default), sgd, momentum")
     group.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
-    group.add_argument("--cache", type=_positive, metavar="N", help="tokens the cache holds (default: --seq)")
+    group.add_argument("--cache", type=positive, metavar="N", help="tokens the cache holds (default: --seq)")
     group.add_argument(
         "--capacity-factor",
-        type=_factor,
+        type=factor,
         metavar="X",
         help="slots of an expert over its mean number of tokens (default: 1.25)",
     )
@@ -283,7 +303,7 @@ def _add_planning(parser: argparse.ArgumentParser, required: bool, problem: bool
         ("--forbid", "NAME=AXIS", "an axis that may not split these tensors"),
         ("--axis-only", "AXIS=GROUP", "an axis that may split this dim group only: data=batch"),
     ):
-        fixed.add_argument(flag, action="append", default=[], type=_pair(form), metavar=form, help=text)
+        fixed.add_argument(flag, action="append", default=[], type=pair(form), metavar=form, help=text)
     fixed.add_argument("--replicate", action="append", default=[], metavar="NAME", help="tensors that stay whole")
     fixed.add_argument("--pin-from", metavar="PLAN.json", type=Path, help="the parameters' specs of another plan")
 
@@ -291,7 +311,7 @@ def _add_planning(parser: argparse.ArgumentParser, required: bool, problem: bool
 def _add_candidates(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--candidates",
-        type=_positive,
+        type=positive,
         default=1,
         metavar="N",
         help="offer up to N plans that really differ, ours the first (default: 1)",
@@ -304,9 +324,9 @@ def _add_limits(group: argparse._ActionsContainer) -> None:
         metavar="AXIS=N,...",
         help="axes and sizes, major first (default: XLA_AUTO_SPMD_MESH, else the best is looked for, as by auto)",
     )
-    group.add_argument("--memory-limit", type=_gib, metavar="GiB", help="of one device (default: what the chip has)")
+    group.add_argument("--memory-limit", type=gib, metavar="GiB", help="of one device (default: what the chip has)")
     limit = "for the solver (default: 60); its work is bounded anyway, and inf keeps a busy machine from ending it"
-    group.add_argument("--time-limit", type=_seconds_or_none, default=60.0, metavar="S", help=limit)
+    group.add_argument("--time-limit", type=seconds_or_none, default=60.0, metavar="S", help=limit)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of searches that draw lots (default: 0)")
     group.add_argument(
         "--no-refine-axes",
@@ -320,109 +340,3 @@ def _add_limits(group: argparse._ActionsContainer) -> None:
         action="store_false",
         help="price with the shipped figures, whatever `autoshard refine` has seen (AUTOSHARD_DATA_DIR keeps it)",
     )
-
-
-def _pair(form: str) -> Callable[[str], tuple[str, str]]:
-    def parse_pair(text: str) -> tuple[str, str]:
-        left, equals, right = text.partition("=")
-        if not (left.strip() and equals and right.strip()):
-            raise argparse.ArgumentTypeError(f"{text!r} is not of the form {form}")
-        return left.strip(), right.strip()
-
-    return parse_pair
-
-
-def _texts(text: str) -> list[str]:
-    found = [part.strip() for part in text.split(",")]
-    if not all(found):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list A,B,...")
-    return list(dict.fromkeys(found))
-
-
-def _numbers(text: str) -> list[int]:
-    return [_positive(part) for part in _texts(text)]
-
-
-def _remat(text: str) -> str:
-    from autoshard.program import parse_remat
-
-    try:
-        parse_remat(text)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def _remat_or_auto(text: str) -> str:
-    return text if text == "auto" else _remat(text)
-
-
-def _remats(text: str) -> list[str]:
-    return [_remat(part) for part in _texts(text)]
-
-
-def _prices(text: str) -> dict[str, float]:
-    found = {}
-    for part in _texts(text):
-        chip, equals, price = (piece.strip() for piece in part.partition("="))
-        if not chip or not equals:
-            raise argparse.ArgumentTypeError(f"{part!r} is not CHIP=PRICE, such as v5e=1.2")
-        found[chip] = _factor(price)
-    return found
-
-
-def _positive(text: str) -> int:
-    with contextlib.suppress(ValueError):
-        if (value := int(text)) > 0:
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-
-
-def _seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < (value := float(text)) < float("inf"):
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-
-
-def _seconds_or_none(text: str) -> float:
-    return float("inf") if text == "inf" else _seconds(text)
-
-
-def _tolerance(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 <= (value := float(text)) < float("inf"):
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
-
-
-def _roles(text: str) -> dict[str, str]:
-    """`params=parameter,arg3-arg5=batch` by name; what the roles are called is checked where they are used."""
-    found: dict[str, str] = {}
-    for part in text.split(","):
-        names, equals, role = (piece.strip() for piece in part.partition("="))
-        if not names or not equals or not role:
-            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=ROLE, such as params=parameter")
-        span = re.fullmatch(r"(.*?)(\d+)-\1(\d+)", names)
-        if span is None:
-            found[names] = role
-            continue
-        first, last = int(span[2]), int(span[3])
-        if first > last:
-            raise argparse.ArgumentTypeError(f"{names!r} ends before it begins")
-        found |= {f"{span[1]}{number}": role for number in range(first, last + 1)}
-    return found
-
-
-def _factor(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < (value := float(text)) < float("inf"):
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-
-
-def _gib(text: str) -> int:
-    with contextlib.suppress(ValueError):
-        if 0 < (value := float(text)) < float("inf"):
-            return int(value * GIB)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of GiB")

@@ -3,10 +3,6 @@
 import gzip
 import json
 import math
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +17,9 @@ from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan import Plan, make_plan
 from autoshard.plan._build import build_problem
 from autoshard.plan._predict import evaluate, tensor_spec
-from autoshard.plan._store import plan_to_json
 from autoshard.plan._weights import even_weights
 from autoshard.program import trace
-from autoshard.solver import FORBIDDEN, _engine, solve
+from autoshard.solver import FORBIDDEN, solve
 from tests.graph.programs import f32
 from tests.plan import programs as made
 
@@ -268,39 +263,6 @@ def test_ops_without_a_rule_are_a_warning_with_their_share() -> None:
     assert line.endswith("% of the step).")
 
 
-# The same again
-
-
-SCRIPT = """
-import sys
-from tests.plan import programs as made
-folder, *meshes = sys.argv[1:]
-for mesh in meshes:
-    made.planned("wide mlp", "v5e:4x4", mesh).plan.save(f"{folder}/{mesh}.json")
-"""
-
-
-def test_two_processes_write_the_same_bytes_whatever_they_planned_before(tmp_path: Path) -> None:
-    root = Path(autoshard.__file__).parents[1]
-    meshes = ["data=4,model=4", "data=2,model=8"]
-    for seed, order in (("1", meshes), ("2", meshes[::-1])):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)}
-        (tmp_path / seed).mkdir()
-        command = [sys.executable, "-c", SCRIPT, str(tmp_path / seed), *order]
-        subprocess.run(command, check=True, env=environment, cwd=root)
-    for mesh in meshes:
-        first, second = ((tmp_path / seed / f"{mesh}.json").read_bytes() for seed in ("1", "2"))
-        assert first == second, mesh
-
-
-def test_no_wall_time_is_in_the_plan() -> None:
-    result = made.planned("mlp")
-    assert set(result.wall_s) == {"extract", "price", "solve", "write"}
-    text = json.dumps(result.plan.provenance)
-    assert not any(str(seconds) in text for seconds in result.wall_s.values())
-    assert {"versions", "topology", "seed", "calibration", "bound_s"} <= set(result.plan.provenance)
-
-
 # The Problem
 
 
@@ -400,25 +362,3 @@ def test_plans_of_baselines_are_written_when_asked_for_and_once(monkeypatch: pyt
     assert result.baseline_plans[name] is result.baseline_plans[name]
     assert result.baseline_plans[name].prediction == prediction
     assert len(written) == 2
-
-
-def test_the_work_of_solving_does_not_depend_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Nothing is left to the exact solver, which says nothing of time.
-    monkeypatch.setattr(sys.modules["autoshard.solver._solve"], "_SMALL", 0)
-    program = made.program("decoder")
-    plans = [make_plan(program, topology="v5e:2x4", mesh="data=2,model=4", time_limit=math.inf).plan]
-
-    class Late:
-        """A machine on which everything takes a thousand times as long."""
-
-        looks = 0
-
-        @staticmethod
-        def monotonic() -> float:
-            Late.looks += 1
-            return 1e3 * time.monotonic()
-
-    monkeypatch.setattr(_engine, "time", Late)
-    plans.append(make_plan(program, topology="v5e:2x4", mesh="data=2,model=4", time_limit=math.inf).plan)
-    assert Late.looks, "this program is searched"
-    assert plan_to_json(plans[0]) == plan_to_json(plans[1])

@@ -1,0 +1,117 @@
+"""What the command line takes as values: each function reads one, or says what it is not."""
+
+import argparse
+import contextlib
+import re
+from collections.abc import Callable
+
+from autoshard.errors import UserError
+
+
+GIB = 2**30
+
+
+def pair(form: str) -> Callable[[str], tuple[str, str]]:
+    def parse_pair(text: str) -> tuple[str, str]:
+        left, equals, right = text.partition("=")
+        if not (left.strip() and equals and right.strip()):
+            raise argparse.ArgumentTypeError(f"{text!r} is not of the form {form}")
+        return left.strip(), right.strip()
+
+    return parse_pair
+
+
+def texts(text: str) -> list[str]:
+    found = [part.strip() for part in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list A,B,...")
+    return list(dict.fromkeys(found))
+
+
+def numbers(text: str) -> list[int]:
+    return [positive(part) for part in texts(text)]
+
+
+def remat(text: str) -> str:
+    from autoshard.program import parse_remat
+
+    try:
+        parse_remat(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def remat_or_auto(text: str) -> str:
+    return text if text == "auto" else remat(text)
+
+
+def remats(text: str) -> list[str]:
+    return [remat(part) for part in texts(text)]
+
+
+def prices(text: str) -> dict[str, float]:
+    found = {}
+    for part in texts(text):
+        chip, equals, price = (piece.strip() for piece in part.partition("="))
+        if not chip or not equals:
+            raise argparse.ArgumentTypeError(f"{part!r} is not CHIP=PRICE, such as v5e=1.2")
+        found[chip] = factor(price)
+    return found
+
+
+def positive(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        if (value := int(text)) > 0:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+
+
+def seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+
+
+def seconds_or_none(text: str) -> float:
+    return float("inf") if text == "inf" else seconds(text)
+
+
+def tolerance(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
+
+
+def roles(text: str) -> dict[str, str]:
+    """`params=parameter,arg3-arg5=batch` by name; what the roles are called is checked where they are used."""
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        names, equals, role = (piece.strip() for piece in part.partition("="))
+        if not names or not equals or not role:
+            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=ROLE, such as params=parameter")
+        span = re.fullmatch(r"(.*?)(\d+)-\1(\d+)", names)
+        if span is None:
+            found[names] = role
+            continue
+        first, last = int(span[2]), int(span[3])
+        if first > last:
+            raise argparse.ArgumentTypeError(f"{names!r} ends before it begins")
+        found |= {f"{span[1]}{number}": role for number in range(first, last + 1)}
+    return found
+
+
+def factor(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+
+
+def gib(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < float("inf"):
+            return int(value * GIB)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of GiB")
