@@ -88,6 +88,25 @@ def compiled_training() -> dict[str, Any]:
 
 
 @script
+def running() -> dict[str, Any]:
+    """What identifies the data of a tensor, asked for right after a step began that takes a while."""
+    import torch
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    from autoshard.exec.torch_xla_hook._tensors import handles
+
+    xr.use_spmd()
+    value, found = torch.eye(512).to("xla"), []
+    for _ in range(5):
+        for _ in range(8):
+            value = torch.tanh(value @ value)
+        torch_xla.sync()
+        found += handles([value, value])
+    return {"handles": found}
+
+
+@script
 def upstream_gradients() -> dict[str, Any]:
     """Compiled training in SPMD mode with no autoshard: what upstream computes, beside the host."""
     import torch

@@ -17,10 +17,13 @@ def pending(tensors: Sequence[Any]) -> list[bool]:
 def handles(tensors: Sequence[Any]) -> list[int]:
     """An identity of the device data of each tensor, equal for tensors that share it.
 
-    Data that is on the host still is uploaded. Not for pending tensors: these would be computed.
+    Data that is on the host still is uploaded. Not for pending tensors: these would be computed. Waits for the step
+    that runs: what a running step makes has no handle yet, and torch_xla 2.9 ends the process when it is asked for one.
     """
-
-    return list(xlac()._get_tensors_handle(list(tensors))) if tensors else []
+    if not tensors:
+        return []
+    xlac()._xla_wait_device_ops([])
+    return list(xlac()._get_tensors_handle(list(tensors)))
 
 
 def plain(tensor: Any) -> Any:
