@@ -21,6 +21,8 @@ class Flow:
     """None for what is made inside of a region by no op."""
     alike: Sequence[tuple[Value | None, ...]]
     """The same if the op works element by element, nothing of others."""
+    mixing: frozenset[int]
+    """Ops whose spec is a choice of its own: they contract dims, or look up in them."""
 
     def between(self, taken: Collection[Value], made: Value) -> set[int]:
         """Ops that make a value of `taken` (and of arguments)."""
@@ -53,4 +55,8 @@ def flow(module: Any) -> Flow:
     alike = []
     for op, taken in zip(ops, operands, strict=True):
         alike.append(taken if len(op.results) == 1 and is_pointwise(op) else ())
-    return Flow(operands, alike)
+    mixing = frozenset(number for number, op in enumerate(ops) if op.name in _MIXING)
+    return Flow(operands, alike, mixing)
+
+
+_MIXING = {f"stablehlo.{name}" for name in ("dot_general", "dot", "convolution", "gather", "dynamic_gather", "scatter")}

@@ -24,11 +24,12 @@ TAKEN, MADE = Place("block", 0, "operand", 1, DOT), Place("block", 0, "result", 
 
 def pinned(*pins: Pin, places: dict[Place, Any], graph: dict[int, Any] | None = None) -> dict[Place, tuple[Spec, ...]]:
     """`graph` has what ops take, by their numbers; an add takes values of its own shape, a dot does not."""
-    plan: Any = SimpleNamespace(pins=pins)
+    plan: Any = SimpleNamespace(pins=pins, arguments={"weight": WHOLE})
     graph = graph or {7: ("dot", (4, 0), (5, 0))}
     operands = [graph.get(number, ("dot",))[1:] for number in range(10)]
     alike = [taken if graph.get(number, ("dot",))[0] == "add" else () for number, taken in enumerate(operands)]
-    found = Pins(list(places), [SHAPE] * len(places), list(places.values()), Flow(operands, alike)).of(plan)
+    flow = Flow(operands, alike, frozenset(number for number, op in graph.items() if op[0] == "dot"))
+    found = Pins(list(places), [SHAPE] * len(places), list(places.values()), flow).of(plan)
     return {place: specs for (place, _), specs in found.items()}
 
 
@@ -38,7 +39,20 @@ def test_what_a_module_gives_is_pinned_in_turn():
 
 
 def test_an_op_whose_operands_stay_is_left_to_propagation():
-    assert pinned(Pin(op=7, index=0, spec=SPLIT), places={TAKEN: (4, 0), MADE: (7, 0)}) == {}
+    pins = Pin(op=4, index=0, spec=SPLIT), Pin(op=7, index=0, spec=OTHER)
+    assert pinned(*pins, places={TAKEN: (4, 0), MADE: (7, 0)}) == {}
+
+
+def test_a_product_that_does_without_an_axis_of_its_operands_is_pinned_whole():
+    """Or has one more. A sum over a split dim leaves the axis of that dim free for what follows."""
+    first = TAKEN._replace(number=0)
+    pins = Pin(op=4, index=0, spec=SPLIT), Pin(op=7, index=0, spec=WHOLE)
+    places = {first: (-1, 0), TAKEN: (4, 0), MADE: (7, 0)}
+    assert pinned(*pins, places=places) == {TAKEN: (SPLIT,), MADE: (WHOLE,)}
+    split = Pin(op=7, index=0, spec=SPLIT)
+    assert pinned(split, places={first: (-1, 0), MADE: (7, 0)}) == {MADE: (SPLIT,)}
+    adds = {7: ("add", (-1, 0), (4, 0))}
+    assert pinned(*pins, places=places, graph=adds) == {}
 
 
 def test_an_op_that_takes_an_operand_in_another_spec_is_pinned_whole():
@@ -74,10 +88,15 @@ def test_a_spec_that_changes_inside_of_an_op_is_pinned_before_the_last():
 
 def test_what_a_view_splits_anew_is_pinned_where_it_is_made():
     graph = {7: ("dot", (4, 0), (5, 0)), 8: ("reshape", (7, 0))}
-    pins = (Pin(op=7, index=0, spec=SPLIT), Pin(op=8, index=0, spec=Spec((("data", "model"), ()))))
+    taken, made = Pin(op=4, index=0, spec=SPLIT), Pin(op=7, index=0, spec=SPLIT)
+    pins = (taken, made, Pin(op=8, index=0, spec=Spec((("data", "model"), ()))))
     copied = Op("block", 0, -1, "aten.clone.default", 0)
     copies = {Place("block", 0, what, 0, copied): (8, 0) for what in ("operand", "result")}
-    places = {MADE: (7, 0), **copies, OUTPUT: (8, 0)}
-    assert pinned(*pins, places=places, graph=graph) == {MADE: (SPLIT,), OUTPUT: (pins[1].spec,)}
-    same = dataclasses.replace(pins[1], spec=SPLIT)
-    assert pinned(pins[0], same, places=places, graph=graph) == {OUTPUT: (SPLIT,)}
+    places = {TAKEN: (4, 0), MADE: (7, 0), **copies, OUTPUT: (8, 0)}
+    assert pinned(*pins, places=places, graph=graph) == {
+        TAKEN: (SPLIT,),
+        MADE: (SPLIT,),
+        OUTPUT: (pins[2].spec,),
+    }
+    same = dataclasses.replace(pins[2], spec=SPLIT)
+    assert pinned(taken, made, same, places=places, graph=graph) == {OUTPUT: (SPLIT,)}

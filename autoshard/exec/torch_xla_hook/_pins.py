@@ -4,14 +4,15 @@ A plan may hand a value to one op in another spec than the one it is made in. Wh
 is free to move the op's result instead, which can be much larger. So operands and results of such an op are pinned.
 """
 
+import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from autoshard.exec.torch_xla_hook._marks import annotated, constrain
-from autoshard.exec.torch_xla_hook._places import Op, Ops, Place, is_value, nodes_between
+from autoshard.exec.torch_xla_hook._places import WITH_BIAS, Op, Ops, Place, is_value, nodes_between, unseen
 from autoshard.exec.torch_xla_hook._tensors import leaves, on_xla
 from autoshard.mlir import Flow, Value
 from autoshard.plan import Plan, Spec
@@ -19,6 +20,34 @@ from autoshard.plan import Plan, Spec
 
 Pinned = Mapping[tuple[Place, tuple[int, ...]], tuple[Spec, ...]]
 """Place and shape of a value -> the specs that it is pinned to, one after the other."""
+
+
+class _Planned:
+    """The specs of a plan by the values of the captured graph."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.made: dict[Value, tuple[Spec, ...]] = {}
+        """Pinned where it is made, to one spec after the other."""
+        self._handed: dict[Value, dict[int, Spec]] = {}
+        self._arguments = tuple(plan.arguments.values())
+        for pin in plan.pins:
+            value = pin.op, pin.index
+            if pin.operand is None:
+                self.made[value] = (*self.made.get(value, ()), pin.spec)
+            else:
+                self._handed.setdefault(value, {})[pin.operand[0]] = pin.spec
+
+    def handed_to(self, value: Value, ops: Collection[int]) -> set[Spec]:
+        """The specs in which it is pinned for some of these ops alone."""
+        return {spec for op, spec in self._handed.get(value, {}).items() if op in ops}
+
+    def axes(self, value: Value, ops: Collection[int] | None = None) -> tuple[str, ...]:
+        """The axes over which it is split as it is made; with `ops`, as one of these takes it."""
+        specs = self.made.get(value, self._arguments[value[1] : value[1] + 1] if value[0] < 0 else ())
+        if ops is None:
+            return specs[0].axes if specs else ()
+        last = self.handed_to(value, ops) or specs[-1:]
+        return tuple(axis for spec in last for axis in spec.axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,26 +66,19 @@ class Pins:
         of a script is several of the graph (a convolution and its bias); where the plan changes a spec between these,
         the op's result is pinned to both. Views are not told of: what a view splits anew is pinned where it is made.
         """
-        made: dict[Value, tuple[Spec, ...]] = {}
-        handed: dict[Value, dict[int, Spec]] = {}
-        for pin in plan.pins:
-            value = pin.op, pin.index
-            if pin.operand is None:
-                made[value] = (*made.get(value, ()), pin.spec)
-            else:
-                handed.setdefault(value, {})[pin.operand[0]] = pin.spec
+        planned = _Planned(plan)
+        made = planned.made
         zipped = zip(self.calls, self.shapes, self.places, strict=True)
         every = [(call, shape, place) for call, shape, place in zipped if place is not None]
         inside = self._inside(every)
         taken = {
             call: specs.pop()
             for call, _, place in every
-            if call.what == "operand"
-            and (specs := {spec for op, spec in handed.get(place, {}).items() if op in inside.get(call.op, ())})
-            and len(specs) == 1
+            if call.what == "operand" and len(specs := planned.handed_to(place, inside.get(call.op, ()))) == 1
         }
         viewed = self._viewed(made, set().union(*inside.values()))
         chosen = {call.op for call, _, place in every if call in taken or (call.what == "result" and place in viewed)}
+        chosen |= self._turning(planned, every, inside)
         begun = {
             place: first
             for call, _, place in every
@@ -74,6 +96,22 @@ class Pins:
                 if call.what != "operand":
                     there.add(place)
         return found
+
+    def _turning(
+        self, planned: "_Planned", every: Sequence[tuple[Place, Any, Value]], inside: Mapping[Op | None, set[int]]
+    ) -> set[Op | None]:
+        """Ops that contract dims or look up in them, and leave their result over other axes than they are given.
+
+        XLA gives such an op a spec by what is around it: an axis that it is to do without comes in from there.
+        """
+        axes: dict[tuple[Op | None, bool], set[str]] = collections.defaultdict(set)
+        mixing = {op for op, numbers in inside.items() if op is not None and numbers & self.flow.mixing}
+        for call, _, place in every:
+            if call.op in mixing:
+                is_result = call.what == "result"
+                axes[call.op, is_result] |= set(planned.axes(place, None if is_result else inside[call.op]))
+        moved = {call.op for call, _, place in every if call.what == "result" and len(planned.made.get(place, ())) > 1}
+        return {op for op in mixing if op in moved or axes[op, True] != axes[op, False]}
 
     def _inside(self, every: Sequence[tuple[Place, Any, Value]]) -> dict[Op | None, set[int]]:
         """Numbers of the graph's ops that an op of the script is made of."""
@@ -111,23 +149,27 @@ class OpPins:
     """Shardings, ready-made, of what some ops take and make."""
 
     def __init__(self) -> None:
-        self._pins: dict[tuple[str, int, str, int, tuple[int, ...]], Sequence[Any]] = {}
+        self._pins: dict[tuple[str, int, str], dict[int, tuple[tuple[int, ...], Sequence[Any]]]] = {}
         self.kinds: set[str] = set()
 
     def __bool__(self) -> bool:
         return bool(self._pins)
 
     def add(self, op: Op, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
-        self.kinds.add(op.kind)
-        self._pins[op.kind, op.turn, place.what, place.number, shape] = shardings
+        self.kinds.add(op.kind.removesuffix(WITH_BIAS))
+        self._pins.setdefault((op.kind, op.turn, place.what), {})[place.number] = shape, shardings
 
-    def of(self, kind: str, turn: int, what: str, values: Sequence[Any]) -> Iterator[tuple[int, Any, Sequence[Any]]]:
+    def of(self, kind: str, turn: int, what: str, values: Sequence[Any]) -> list[tuple[int, Any, Sequence[Any]]]:
         """Number, value and shardings of those values that are pinned; one of another shape is another value."""
-        for number, value in enumerate(values):
-            if is_value(value):
-                shardings = self._pins.get((kind, turn, what, number, tuple(value.shape)))
-                if shardings is not None:
-                    yield number, value, shardings
+        pins = self._pins.get((kind, turn, what), _NONE)
+        return [
+            (number, values[number], shardings)
+            for number, (shape, shardings) in pins.items()
+            if number < len(values) and is_value(values[number]) and tuple(values[number].shape) == shape
+        ]
+
+
+_NONE: dict[Any, Any] = {}
 
 
 class PinnedOps(Ops):
@@ -141,14 +183,21 @@ class PinnedOps(Ops):
         return kind in self._pins.kinds
 
     def before(self, kind: str, turn: int, operands: Sequence[Any]) -> Sequence[Any]:
+        pinned = self._pins.of(kind, turn, "operand", operands)
+        if not pinned:
+            return operands
         given = list(operands)
-        for number, value, shardings in self._pins.of(kind, turn, "operand", operands):
-            given[number] = annotated(value, shardings)
+        with unseen():
+            for number, value, shardings in pinned:
+                given[number] = annotated(value, shardings)
         return given
 
     def after(self, kind: str, turn: int, results: Sequence[Any]) -> None:
-        for _, value, shardings in self._pins.of(kind, turn, "result", results):
-            constrain(value, shardings)
+        pinned = self._pins.of(kind, turn, "result", results)
+        if pinned:
+            with unseen():
+                for _, value, shardings in pinned:
+                    constrain(value, shardings)
 
 
 class CallPins:

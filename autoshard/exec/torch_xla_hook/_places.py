@@ -11,9 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as unseen  # noqa: F401
 
 from autoshard.exec.torch_xla_hook._tensors import leaves, on_xla
+
+
+WITH_BIAS = " with bias"
+"""Ends the kind of what an op makes in the end that is a product and adds a bias to it."""
 
 
 class Op(NamedTuple):
@@ -79,7 +84,7 @@ class Ops(TorchDispatchMode):
         return True
 
     def before(self, kind: str, turn: int, operands: Sequence[Any]) -> Sequence[Any]:
-        """What the op is given instead of these positional arguments."""
+        """What the op is given instead of these positional arguments. What is done about an op is to be `unseen`."""
         return operands
 
     def after(self, kind: str, turn: int, results: Sequence[Any]) -> None:
@@ -96,14 +101,34 @@ class Ops(TorchDispatchMode):
         kind = _kind(func)
         if kind is None or not self.tells(kind):
             return func(*args, **(kwargs or {}))
+        parts = None if kwargs else _bias_apart(kind, args)
+        if parts is None:
+            return self._run(kind, func, args, kwargs or {})
+        product, factors, bias = parts
+        made = self._run(kind, product, factors, {})
+        return self._run(kind + WITH_BIAS, torch.ops.aten.add.Tensor, (made, bias), {})
+
+    def _run(self, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         turn = self._turns[kind]
         self._turns[kind] += 1
-        with _disable_current_modes():  # what is done about an op is none
-            args = self.before(kind, turn, args)
-        made = func(*args, **(kwargs or {}))
-        with _disable_current_modes():
-            self.after(kind, turn, made if isinstance(made, (tuple, list)) else (made,))
+        made = func(*self.before(kind, turn, args), **kwargs)
+        self.after(kind, turn, made if isinstance(made, (tuple, list)) else (made,))
         return made
+
+
+def _bias_apart(kind: str, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...], Any] | None:
+    """A product, what it takes, and the bias that is added to it, if this op is both.
+
+    What the product makes is to be held between the two: XLA would gather the bias spread over all of the result.
+    """
+    if kind == "aten.addmm.default":
+        bias, *factors = args
+        return torch.ops.aten.mm.default, tuple(factors), bias
+    if kind == "aten.convolution.default" and args[2] is not None:
+        taken, weight, bias, *how = args
+        spread = bias.reshape(-1, *[1] * (taken.dim() - 2))
+        return torch.ops.aten.convolution.default, (taken, weight, None, *how), spread
+    return None
 
 
 @functools.cache

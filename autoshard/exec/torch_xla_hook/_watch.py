@@ -8,7 +8,7 @@ from typing import Any
 from autoshard.exec._torch_plan import own_name
 from autoshard.exec.torch_xla_hook._capture import Known
 from autoshard.exec.torch_xla_hook._compiled import lazily
-from autoshard.exec.torch_xla_hook._places import Op, Ops, Place, is_value, nodes_between
+from autoshard.exec.torch_xla_hook._places import Op, Ops, Place, is_value, nodes_between, unseen
 from autoshard.exec.torch_xla_hook._tensors import handles, leaves, on_xla, pending, plain
 from autoshard.program import Role
 
@@ -215,9 +215,10 @@ class _RecordedOps(Ops):
         if not self._mine():
             return
         op = self._name(kind, turn)
-        for number, value in enumerate(values):
-            if is_value(value) and all(pending([value])):
-                self._record(Place(op.module, op.call, what, number, op), value)
+        with unseen():
+            for number, value in enumerate(values):
+                if is_value(value) and all(pending([value])):
+                    self._record(Place(op.module, op.call, what, number, op), value)
 
 
 def optimizer_state(optimizer: Any) -> Iterator[tuple[Any, str, Any]]:
