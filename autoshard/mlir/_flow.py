@@ -21,8 +21,10 @@ class Flow:
     """None for what is made inside of a region by no op."""
     alike: Sequence[tuple[Value | None, ...]]
     """The same if the op works element by element, nothing of others."""
-    mixing: frozenset[int]
-    """Ops whose spec is a choice of its own: they contract dims, or look up in them."""
+    products: frozenset[int]
+    """Ops that contract dims."""
+    lookups: frozenset[int]
+    """Ops that look up in dims, or write there."""
 
     def between(self, taken: Collection[Value], made: Value) -> set[int]:
         """Ops that make a value of `taken` (and of arguments)."""
@@ -55,8 +57,10 @@ def flow(module: Any) -> Flow:
     alike = []
     for op, taken in zip(ops, operands, strict=True):
         alike.append(taken if len(op.results) == 1 and is_pointwise(op) else ())
-    mixing = frozenset(number for number, op in enumerate(ops) if op.name in _MIXING)
-    return Flow(operands, alike, mixing)
+    products = frozenset(number for number, op in enumerate(ops) if op.name in _PRODUCTS)
+    lookups = frozenset(number for number, op in enumerate(ops) if op.name in _LOOKUPS)
+    return Flow(operands, alike, products, lookups)
 
 
-_MIXING = {f"stablehlo.{name}" for name in ("dot_general", "dot", "convolution", "gather", "dynamic_gather", "scatter")}
+_PRODUCTS = {"stablehlo.dot_general", "stablehlo.dot", "stablehlo.convolution"}
+_LOOKUPS = {"stablehlo.gather", "stablehlo.dynamic_gather", "stablehlo.scatter"}

@@ -28,7 +28,8 @@ def pinned(*pins: Pin, places: dict[Place, Any], graph: dict[int, Any] | None = 
     graph = graph or {7: ("dot", (4, 0), (5, 0))}
     operands = [graph.get(number, ("dot",))[1:] for number in range(10)]
     alike = [taken if graph.get(number, ("dot",))[0] == "add" else () for number, taken in enumerate(operands)]
-    flow = Flow(operands, alike, frozenset(number for number, op in graph.items() if op[0] == "dot"))
+    products, lookups = (frozenset(n for n, op in graph.items() if op[0] == kind) for kind in ("dot", "gather"))
+    flow = Flow(operands, alike, products, lookups)
     found = Pins(list(places), [SHAPE] * len(places), list(places.values()), flow).of(plan)
     return {place: specs for (place, _), specs in found.items()}
 
@@ -43,14 +44,16 @@ def test_an_op_whose_operands_stay_is_left_to_propagation():
     assert pinned(*pins, places={TAKEN: (4, 0), MADE: (7, 0)}) == {}
 
 
-def test_a_product_that_does_without_an_axis_of_its_operands_is_pinned_whole():
-    """Or has one more. A sum over a split dim leaves the axis of that dim free for what follows."""
+def test_a_product_that_does_without_an_axis_of_its_operands_has_these_pinned():
+    """Or has one more. A lookup is pinned whole: what it makes does not follow from what it takes."""
     first = TAKEN._replace(number=0)
     pins = Pin(op=4, index=0, spec=SPLIT), Pin(op=7, index=0, spec=WHOLE)
     places = {first: (-1, 0), TAKEN: (4, 0), MADE: (7, 0)}
-    assert pinned(*pins, places=places) == {TAKEN: (SPLIT,), MADE: (WHOLE,)}
-    split = Pin(op=7, index=0, spec=SPLIT)
-    assert pinned(split, places={first: (-1, 0), MADE: (7, 0)}) == {MADE: (SPLIT,)}
+    assert pinned(*pins, places=places) == {TAKEN: (SPLIT,)}
+    more = dataclasses.replace(pins[0], spec=WHOLE), dataclasses.replace(pins[1], spec=SPLIT)
+    assert pinned(*more, places=places) == {TAKEN: (WHOLE,)}
+    looks = {7: ("gather", (-1, 0), (4, 0))}
+    assert pinned(*pins, places=places, graph=looks) == {TAKEN: (SPLIT,), MADE: (WHOLE,)}
     adds = {7: ("add", (-1, 0), (4, 0))}
     assert pinned(*pins, places=places, graph=adds) == {}
 

@@ -41,13 +41,11 @@ class _Planned:
         """The specs in which it is pinned for some of these ops alone."""
         return {spec for op, spec in self._handed.get(value, {}).items() if op in ops}
 
-    def axes(self, value: Value, ops: Collection[int] | None = None) -> tuple[str, ...]:
-        """The axes over which it is split as it is made; with `ops`, as one of these takes it."""
+    def axes(self, value: Value, ops: Collection[int] | None = None) -> set[str]:
+        """The axes over which it is split in all of its specs; with `ops`, as one of these takes it."""
         specs = self.made.get(value, self._arguments[value[1] : value[1] + 1] if value[0] < 0 else ())
-        if ops is None:
-            return specs[0].axes if specs else ()
-        last = self.handed_to(value, ops) or specs[-1:]
-        return tuple(axis for spec in last for axis in spec.axes)
+        seen = specs if ops is None else self.handed_to(value, ops) or specs[-1:]
+        return {axis for spec in seen for axis in spec.axes}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +75,10 @@ class Pins:
             if call.what == "operand" and len(specs := planned.handed_to(place, inside.get(call.op, ()))) == 1
         }
         viewed = self._viewed(made, set().union(*inside.values()))
-        chosen = {call.op for call, _, place in every if call in taken or (call.what == "result" and place in viewed)}
-        chosen |= self._turning(planned, every, inside)
+        whole = {call.op for call, _, place in every if call in taken or (call.what == "result" and place in viewed)}
+        moved = {call.op for call, _, place in every if call.what == "result" and len(made.get(place, ())) > 1}
+        turning = self._turning(planned, every, inside, moved)  # these have what they take pinned
+        whole |= {op for op in turning if op in moved or inside[op] & self.flow.lookups}
         begun = {
             place: first
             for call, _, place in every
@@ -89,7 +89,9 @@ class Pins:
         for call, shape, place in every:
             if call in taken:
                 found[call, shape] = (taken[call],)
-            elif place in made and (call.op is None or call.op in chosen):
+            elif place in made and (
+                call.op is None or call.op in whole or (call.what == "operand" and call.op in turning)
+            ):
                 # What has its last spec already, since an op or an inner module gave it so, keeps that.
                 first = call.what != "operand" and place not in there
                 found[call, shape] = (*begun.get(place, ()), *made[place]) if first else made[place][-1:]
@@ -98,19 +100,24 @@ class Pins:
         return found
 
     def _turning(
-        self, planned: "_Planned", every: Sequence[tuple[Place, Any, Value]], inside: Mapping[Op | None, set[int]]
+        self,
+        planned: "_Planned",
+        every: Sequence[tuple[Place, Any, Value]],
+        inside: Mapping[Op | None, set[int]],
+        moved: Collection[Op | None],
     ) -> set[Op | None]:
         """Ops that contract dims or look up in them, and leave their result over other axes than they are given.
 
-        XLA gives such an op a spec by what is around it: an axis that it is to do without comes in from there.
+        XLA gives such an op a spec by what is around it: an axis that it is to do without comes in from there. What a
+        product makes follows from what it takes; what a lookup makes does not.
         """
+        known = self.flow.products | self.flow.lookups
         axes: dict[tuple[Op | None, bool], set[str]] = collections.defaultdict(set)
-        mixing = {op for op, numbers in inside.items() if op is not None and numbers & self.flow.mixing}
+        mixing = {op for op, numbers in inside.items() if op is not None and numbers & known}
         for call, _, place in every:
             if call.op in mixing:
                 is_result = call.what == "result"
-                axes[call.op, is_result] |= set(planned.axes(place, None if is_result else inside[call.op]))
-        moved = {call.op for call, _, place in every if call.what == "result" and len(planned.made.get(place, ())) > 1}
+                axes[call.op, is_result] |= planned.axes(place, None if is_result else inside[call.op])
         return {op for op in mixing if op in moved or axes[op, True] != axes[op, False]}
 
     def _inside(self, every: Sequence[tuple[Place, Any, Value]]) -> dict[Op | None, set[int]]:

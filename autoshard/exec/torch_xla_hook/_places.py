@@ -5,14 +5,14 @@ does, which the walk from the module's outputs back to its inputs numbers alike 
 """
 
 import collections
+import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes as unseen  # noqa: F401
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from autoshard.exec.torch_xla_hook._tensors import leaves, on_xla
 
@@ -44,6 +44,11 @@ class Place(NamedTuple):
     number: int
     """Which of the module's output tensors, of the op's positional arguments, or of its results."""
     op: Op | None = None
+
+
+def unseen() -> contextlib.AbstractContextManager[Any]:
+    """A context whose ops no mode is told of. For what a mode itself does: it is not told then, but those around it."""
+    return contextlib.nullcontext() if _get_current_dispatch_mode() is None else _disable_current_modes()
 
 
 def nodes_between(inputs: Any, output: Any) -> Iterator[Any]:
