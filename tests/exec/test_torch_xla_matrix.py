@@ -14,7 +14,7 @@ STEPS = 4
 def rows() -> dict[str, Any]:
     """A convolutional net: norms in every step, and a spec that changes between a convolution and its bias."""
     plain = torch_xla_matrix.run("cnn", MODEL, STEPS)
-    split = torch_xla_matrix.run("cnn", [*MODEL, "--mesh", "2,4"], STEPS)
+    split = torch_xla_matrix.run("cnn", [*MODEL, "--mesh", "4,2"], STEPS)
     return {"plain": plain["momentum"], "split": split["momentum"]}
 
 
@@ -36,9 +36,10 @@ def test_every_step_sends_what_is_planned(rows: dict[str, Any]):
         assert executed == pytest.approx(wire["planned"], rel=0.2)
 
 
-def test_a_value_that_a_backward_pass_takes_in_another_spec():
-    """The plan of an expert block moves the small factors of an outer product, not the product."""
-    found = torch_xla_matrix.run("mixtral", [*MODEL, "--mesh", "8"], 3)["momentum"]
+@pytest.mark.parametrize(("model", "mesh"), [("mixtral", "8"), ("vit", "4,2")])
+def test_what_a_backward_pass_takes_is_sent_as_planned(model: str, mesh: str):
+    """Of experts the small factors of an outer product are moved; attention is split over more than what is around it."""
+    found = torch_xla_matrix.run(model, [*MODEL, "--mesh", mesh], 3)["momentum"]
     assert found["compiles"] == [1, 2, 2]
     for executed in found["wire"]["executed"]:
         assert executed == pytest.approx(found["wire"]["planned"], rel=0.2)
