@@ -99,16 +99,21 @@ def judge(row: Row, time_limit: float, most: int) -> None:
     Results(RESULTS).keep(row.name, about | {"plans": plans})
 
 
-def all_by_hand(name: str, rows: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """Our plan of a row, and what was compiled of hand-picked ones: here, and on the mesh of `plan_quality.py`."""
+def all_by_hand(name: str, rows: dict[str, Any], others: dict[str, Any], every: bool = False) -> dict[str, Any]:
+    """Our plan of a row, and what was compiled of hand-picked ones: here, and on the mesh of `plan_quality.py`.
+
+    With `every` all the baselines that were compiled there, else those that are hand-picked here.
+    """
+    mesh = _MESHES[name.split(" | ")[1]]
     more = {
-        f"{plan.removesuffix('*')} {_MESHES[name.split(' | ')[1]]}": figures
+        f"{plan.removesuffix('*')}{'' if plan.endswith('*') else ', propagated,'} {mesh}": figures
         for plan, figures in others.get(name, {"plans": {}})["plans"].items()
-        if plan in ("fsdp*", "fsdp_tp*", "fsdp_tp_sp*")
+        if plan in _HAND_PICKED or (every and plan != "plan")
     }
     return rows[name]["plans"] | more
 
 
+_HAND_PICKED = ("fsdp*", "fsdp_tp*", "fsdp_tp_sp*")
 _MESHES = {topology: "on " + "x".join(map(str, mesh.values())) for topology, mesh in TOPOLOGIES.items()}
 
 
@@ -142,7 +147,28 @@ def table(rows: dict[str, Any], others: dict[str, Any]) -> str:
             f"| {name} | {mesh} | {ms(ours.get('estimated_s'))} | {ms(ours['predicted_s'])} | {found.best or '-'} | "
             f"{ms(its)} | {ratio} | {found.error:.1%} | {found.word} | {row['code']} |"
         )
-    return "\n".join([*lines, *summary(judged)]) + "\n"
+    return "\n".join([*lines, *summary(judged), *against_every(rows, others)]) + "\n"
+
+
+def against_every(rows: dict[str, Any], others: dict[str, Any]) -> list[str]:
+    """The same against all compiled baselines, and the rows in which one of the others is the best."""
+    lines = [
+        "",
+        "Against every baseline that `plan_quality.md` has compiled on its mesh, too (data and tensor parallelism, and",
+        "what XLA's propagation completes), where the best is one of these:",
+        "",
+        "| program | topology | the best baseline | ratio | error | judged |",
+        "|" + " --- |" * 6,
+    ]
+    judged: list[Judgement] = []
+    for name in (f"{program} | {topology}" for program in PROGRAMS for topology in TOPOLOGIES):
+        if name not in rows:
+            continue
+        found = Judgement.of(all_by_hand(name, rows, others, every=True))
+        judged.append(found)
+        if found.best is not None and found.best != Judgement.of(all_by_hand(name, rows, others)).best:
+            lines.append(f"| {name} | {found.best} | {found.ratio:.3f} | {found.error:.1%} | {found.word} |")
+    return [*lines, *summary(judged)]
 
 
 def main() -> int:

@@ -38,7 +38,7 @@ def test_every_step_sends_what_is_planned(rows: dict[str, Any]):
 
 @pytest.mark.parametrize(("model", "mesh"), [("mixtral", "8"), ("vit", "4,2")])
 def test_what_a_backward_pass_takes_is_sent_as_planned(model: str, mesh: str):
-    """Of experts the small factors of an outer product are moved; attention is split over more than what is around it."""
+    """Experts: the small factors of an outer product are moved. Attention: split over more than what is around it."""
     found = torch_xla_matrix.run(model, [*MODEL, "--mesh", mesh], 3)["momentum"]
     assert found["compiles"] == [1, 2, 2]
     for executed in found["wire"]["executed"]:
