@@ -83,10 +83,10 @@ class Loop:
             raise SystemExit(f"{self._what}: the process ended early: {said[-1] if said else 'it said nothing'}")
         return json.loads(line)
 
-    def steps(self, count: int) -> list[list[float]]:
-        """Of each of the next steps the seconds until it is handed to the devices, and until its loss is read."""
+    def turn(self, count: int) -> list[float]:
+        """Seconds until a step is handed to the devices, and until its loss is read: medians of the next steps."""
         self.tell(count)
-        return self.read()
+        return [statistics.median(part) for part in zip(*self.read(), strict=True)]
 
     def end(self) -> Any:
         """What the loop says at its end."""
@@ -108,14 +108,14 @@ def overhead(model: str, rounds: int, steps: int) -> dict[str, Any]:
         for number in range(rounds):
             order = list(loops) if number % 2 else list(reversed(loops))
             for how in order:
-                turns[how].append(loops[how].steps(steps))
+                turns[how].append(loops[how].turn(steps))
         said = {how: loop.end() for how, loop in loops.items()}
     return {"turns": turns, "said": said, "values": len(marks["values"]), "ops": marks["ops"]}
 
 
-def ratios(ours: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> list[float]:
-    """Of each turn to the other loop's next to it; a turn counts by its median."""
-    return [statistics.median(a) / statistics.median(b) for a, b in zip(ours, others, strict=True)]
+def ratios(ours: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Of each turn to the other loop's next to it."""
+    return [a / b for a, b in zip(ours, others, strict=True)]
 
 
 def install(folder: Path) -> None:
@@ -240,11 +240,10 @@ def table(rows: Mapping[str, Any]) -> str:
         row = rows[model]
         turns, said = row["turns"], row["said"]
         for how in BY_HAND:
-            whole, handed = ([[step[part] for step in turn] for turn in turns[how]] for part in (1, 0))
-            ours, ours_handed = ([[step[part] for step in turn] for turn in turns["planned"]] for part in (1, 0))
+            handed, whole = zip(*turns[how], strict=True)
+            ours_handed, ours = zip(*turns["planned"], strict=True)
             lines.append(
-                f"| {model} | {how} | {spread(list(map(statistics.median, ours)), ms)} "
-                f"| {spread(list(map(statistics.median, whole)), ms)} "
+                f"| {model} | {how} | {spread(ours, ms)} | {spread(whole, ms)} "
                 f"| {spread(ratios(ours, whole), '{:.3f}'.format)} "
                 f"| {spread(ratios(ours_handed, handed), '{:.3f}'.format)} | {row['values']}, {row['ops']} "
                 f"| {sum(said['planned']['wire'].values())}, {sum(said[how]['wire'].values())} "
