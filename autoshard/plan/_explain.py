@@ -18,7 +18,7 @@ from autoshard.plan._predict import Outcome, evaluate, tensor_spec
 from autoshard.plan._reading import build_model, read_program
 from autoshard.plan._refine import refinement_of
 from autoshard.plan._search import make_candidate
-from autoshard.plan._solve import solve_within
+from autoshard.plan._solve import Terms, solve_within
 from autoshard.plan._spec import Spec
 from autoshard.plan._weights import even_weights, normalise
 from autoshard.program import Program, open_source
@@ -208,7 +208,7 @@ class _Explainer:
         hint = self.choices.copy()
         hint[node] = rows[0]
         limit = self.plan.memory_limit_bytes
-        solved = solve_within(self.model, weights, limit, time_limit, self.seed, hint, allowed)
+        solved = solve_within(self.model, weights, Terms(limit, time_limit, self.seed, hint, allowed))
         candidate = make_candidate(self.model, "alternative", solved, limit)
         if candidate is None or not mask[int(candidate.choices[node])]:
             return None

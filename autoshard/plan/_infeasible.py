@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from autoshard.plan._asked import Required
 from autoshard.plan._model import Model
 from autoshard.plan._predict import evaluate
-from autoshard.plan._solve import Solved, solve_within
+from autoshard.plan._solve import Solved, Terms, solve_within
 from autoshard.plan._weights import even_weights, normalise
 from autoshard.units import format_bytes
 
@@ -57,7 +57,7 @@ def _least_memory(
     allowed = required.allowed
     best, high = None, 0
     for weights in ({}, normalise(even_weights(model))):
-        free = solve_within(model, weights, None, time_limit / 8, seed, allowed=allowed)
+        free = solve_within(model, weights, Terms(None, time_limit / 8, seed, allowed=allowed))
         try:
             peak = evaluate(model, free.choices).peak_bytes
         except (ValueError, IndexError):  # none was found
@@ -71,7 +71,7 @@ def _least_memory(
         if high - low < 0.01 * high:
             break
         middle = (low + high) // 2
-        found = solve_within(model, {}, middle, max(1.0, time_limit / 16), seed, hint=best, allowed=allowed)
+        found = solve_within(model, {}, Terms(middle, max(1.0, time_limit / 16), seed, best, allowed))
         if found.solution.gap != float("inf"):
             best = found.choices
             high = min(middle, evaluate(model, best).peak_bytes)

@@ -20,7 +20,7 @@ from autoshard.plan._model import Model
 from autoshard.plan._plan import Plan
 from autoshard.plan._predict import Outcome
 from autoshard.plan._search import Candidate, Found, make_candidate, within_memory
-from autoshard.plan._solve import solve_within
+from autoshard.plan._solve import Terms, solve_within
 from autoshard.solver import Solution
 from autoshard.units import format_bytes
 
@@ -169,7 +169,7 @@ def _without_overlap(
     model: Model, found: Found, required: Required, memory_limit: int, time_limit: float, seed: int
 ) -> Candidate | None:
     weights: Weights = dict.fromkeys(found.weights, 1.0)
-    hint = found.best.choices
-    solved = solve_within(model, weights, memory_limit, time_limit, seed, hint, required.allowed)
+    terms = Terms(memory_limit, time_limit, seed, found.best.choices, required.allowed)
+    solved = solve_within(model, weights, terms)
     candidate = make_candidate(model, "no overlap", solved, memory_limit)
     return candidate if candidate and candidate.fits and required.holds(candidate.choices) else None

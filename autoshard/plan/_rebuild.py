@@ -17,7 +17,7 @@ from autoshard.plan._plan import Plan
 from autoshard.plan._predict import evaluate
 from autoshard.plan._published import IncompleteError, MatmulRun, Run, parse_run, read_rows
 from autoshard.plan._reading import build_model, read_program
-from autoshard.plan._solve import Solved, solve_within
+from autoshard.plan._solve import Solved, Terms, solve_within
 from autoshard.plan._weights import even_weights, normalise
 from autoshard.plan._write import plan_of_choices
 from autoshard.program import Program, decoder_program
@@ -161,5 +161,5 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
     if wanted is None:
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise IncompleteError(f"the model's sizes do not allow the stated sharding ({listed})")
-    solved = solve_within(model, normalise(even_weights(model)), None, SOLVE_S, 0, allowed=wanted.allowed)
+    solved = solve_within(model, normalise(even_weights(model)), Terms(None, SOLVE_S, 0, allowed=wanted.allowed))
     return program, model, reading.groups, solved

@@ -16,7 +16,7 @@ from autoshard.plan._headroom import roomy_bytes, tight_seconds
 from autoshard.plan._model import Model
 from autoshard.plan._predict import Outcome, evaluate
 from autoshard.plan._repeats import Repeats, find_repeats
-from autoshard.plan._solve import Solved, first_bound, first_messages, solve_tied, solve_within
+from autoshard.plan._solve import Solved, Terms, first_bound, first_messages, solve_tied, solve_within
 from autoshard.plan._weights import Weighing, even_weights, normalise
 from autoshard.solver import Messages, Problem, Solution
 from autoshard.solver import evaluate as evaluate_problem
@@ -187,9 +187,8 @@ class Climb:
             hint = self.best.choices if self.best is not None else None
             share = max(2.0, left / (2 if self.rounds == 1 else 3))
             allowed = required.allowed
-            solved = solve_within(
-                self.model, weights, memory_limit, share, seed, hint, allowed, self.messages, self.repeats
-            )
+            terms = Terms(memory_limit, share, seed, hint, allowed, self.messages)
+            solved = solve_within(self.model, weights, terms, self.repeats)
             self.messages = solved.messages
             lower = solved.solution.lower_bound * 1e-12
             if lower > weighing.bound_s or self.certified is None:
@@ -268,11 +267,11 @@ def complete(
     is possible."""
 
     def completed(limit: int | None) -> Candidate | None:
-        how = (weights, limit, time_limit, seed, None, baseline.allowed, messages)
-        solved = None if repeats is None else solve_tied(repeats, *how, free_first=False)
+        terms = Terms(limit, time_limit, seed, None, baseline.allowed, messages, free_first=False)
+        solved = None if repeats is None else solve_tied(repeats, weights, terms)
         if solved is None:
-            how = how if repeats is None else (*how[:-1], None)
-            solved = solve_within(model, *how, free_first=False)
+            alone = terms if repeats is None else dataclasses.replace(terms, messages=None)
+            solved = solve_within(model, weights, alone)
         return make_candidate(model, baseline.name, solved, memory_limit)
 
     free = completed(None)

@@ -66,103 +66,84 @@ def first_bound(
     return found.bound, found.messages if repeats is None else first
 
 
-def solve_within(
-    model: Model,
-    weights: Weights,
-    memory_limit: int | None,
-    time_limit: float,
-    seed: int,
-    hint: NDArray[np.int64] | None = None,
-    allowed: Allowed | None = None,
-    messages: Messages | None = None,
-    repeats: Repeats | None = None,
-    free_first: bool = True,
-) -> Solved:
-    """The least weighted time within the memory limit; looked for without it first if `free_first`.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Terms:
+    """How a weighting is solved."""
 
-    With `repeats` what repeats is first decided as one, beginning with `messages` (and ending with such); then
-    everything for itself, from there on.
+    memory_limit: int | None
+    time_limit: float
+    """Seconds after which the best so far is taken; a guard, see `ROUNDS`."""
+    seed: int
+    hint: NDArray[np.int64] | None = None
+    """Choices to begin from, for every node of the model."""
+    allowed: Allowed | None = None
+    messages: Messages | None = None
+    """To begin with in a large model."""
+    free_first: bool = True
+    """Whether it is solved without the memory limit first: an optimum that fits is one with it."""
+
+    def left(self, began: float) -> "Terms":
+        """With what is left of the time limit, which began then."""
+        return dataclasses.replace(self, time_limit=max(1.0, self.time_limit - (clock.monotonic() - began)))
+
+
+def solve_within(model: Model, weights: Weights, terms: Terms, repeats: Repeats | None = None) -> Solved:
+    """The least weighted time within the memory limit.
+
+    With `repeats` what repeats is first decided as one, beginning with the messages of `terms` (and ending with such);
+    then everything for itself, from there on.
     """
-    start = clock.monotonic()
+    began = clock.monotonic()
     if repeats is None:
-        return _solve(model, weights, memory_limit, time_limit, seed, hint, allowed, messages, free_first)
-    tied = solve_tied(repeats, weights, memory_limit, time_limit / 2, seed, hint, allowed, messages)
+        return _solve(model, weights, terms)
+    tied = solve_tied(repeats, weights, dataclasses.replace(terms, time_limit=terms.time_limit / 2, free_first=True))
+    alone = dataclasses.replace(terms, messages=None, free_first=True)
     if tied is None or not len(tied.choices):
-        return dataclasses.replace(_solve(model, weights, memory_limit, time_limit, seed, hint, allowed), messages=None)
-    left = max(1.0, time_limit - (clock.monotonic() - start))
+        return dataclasses.replace(_solve(model, weights, alone), messages=None)
     lifted = repeats.lift(model, weights, tied.messages)
-    solved = _solve(model, weights, memory_limit, left, seed, tied.choices, allowed, lifted, not tied.limited)
+    known = dataclasses.replace(alone, hint=tied.choices, messages=lifted, free_first=not tied.limited)
+    solved = _solve(model, weights, known.left(began))
     return dataclasses.replace(solved, messages=tied.messages)
 
 
-def solve_tied(
-    repeats: Repeats,
-    weights: Weights,
-    memory_limit: int | None,
-    time_limit: float,
-    seed: int,
-    hint: NDArray[np.int64] | None = None,
-    allowed: Allowed | None = None,
-    messages: Messages | None = None,
-    free_first: bool = True,
-) -> Solved | None:
-    """The same with one decision for what repeats; None if `allowed` keeps it from being one.
+def solve_tied(repeats: Repeats, weights: Weights, terms: Terms) -> Solved | None:
+    """The same with one decision for what repeats; None if what is allowed keeps it from being one.
 
-    `hint` is of the whole model, `messages` are of what is shared. The bound is one of shared decisions only.
+    The hint is of the whole model, messages are of what is shared. The bound is one of shared decisions only.
     """
-    shared = repeats.allowed(allowed)
+    shared = repeats.allowed(terms.allowed)
     if shared is None:
         return None
-    solved = _solve(repeats, weights, memory_limit, time_limit, seed, repeats.part(hint), shared, messages, free_first)
-    return dataclasses.replace(solved, of=repeats.of)
+    part = dataclasses.replace(terms, hint=repeats.part(terms.hint), allowed=shared)
+    return dataclasses.replace(_solve(repeats, weights, part), of=repeats.of)
 
 
-def _solve(
-    model: Decisions,
-    weights: Weights,
-    memory_limit: int | None,
-    time_limit: float,
-    seed: int,
-    hint: NDArray[np.int64] | None = None,
-    allowed: Allowed | None = None,
-    messages: Messages | None = None,
-    free_first: bool = True,
-) -> Solved:
-    """Without the limit first if that is asked for: an optimum that fits is one with it."""
-    start = clock.monotonic()
-    if free_first or memory_limit is None:
-        free = _solve_narrowed(model, weights, None, memory_limit, time_limit / 2, seed, hint, allowed, messages)
-        if memory_limit is None or evaluate_problem(free.problem, free.solution.choices).feasible:
+def _solve(model: Decisions, weights: Weights, terms: Terms) -> Solved:
+    began = clock.monotonic()
+    limit = terms.memory_limit
+    if terms.free_first or limit is None:
+        free = _solve_narrowed(model, weights, None, dataclasses.replace(terms, time_limit=terms.time_limit / 2))
+        if limit is None or evaluate_problem(free.problem, free.solution.choices).feasible:
             return free
-        messages = free.messages
-    left = max(1.0, time_limit - (clock.monotonic() - start))
-    return _solve_narrowed(model, weights, memory_limit, memory_limit, left, seed, hint, allowed, messages)
+        terms = dataclasses.replace(terms, messages=free.messages)
+    return _solve_narrowed(model, weights, limit, terms.left(began))
 
 
-def _solve_narrowed(
-    model: Decisions,
-    weights: Weights,
-    enforced: int | None,
-    memory_limit: int | None,
-    time_limit: float,
-    seed: int,
-    hint: NDArray[np.int64] | None,
-    allowed: Allowed | None,
-    messages: Messages | None,
-) -> Solved:
-    """Solves under the limit `enforced`; a large Problem is narrowed first, and is given with `memory_limit`."""
-    kept = kept_of(model, allowed)
+def _solve_narrowed(model: Decisions, weights: Weights, enforced: int | None, terms: Terms) -> Solved:
+    """Solves under the limit `enforced`; a large Problem is narrowed first, and is given with that of `terms`."""
+    kept = kept_of(model, terms.allowed)
+    hint, messages = terms.hint, terms.messages
     narrowed = None
     if entries(model, kept) > LARGE:
         narrowed = narrow(build_network(model, weights, enforced, kept), hint, messages)
         messages = narrowed.messages or messages
         kept, hint = narrowed.kept, hint if narrowed.choices is None else narrowed.choices
-    problem = build_problem(model, weights, memory_limit, kept)
+    problem = build_problem(model, weights, terms.memory_limit, kept)
     solution = solve(
         problem if enforced is not None else dataclasses.replace(problem, usage_limit=None),
-        time_limit=time_limit,
+        time_limit=terms.time_limit,
         iterations=ROUNDS,
-        seed=seed,
+        seed=terms.seed,
         hint=None if hint is None else _places(kept, hint),
     )
     if narrowed is not None and not narrowed.complete:
