@@ -1,6 +1,7 @@
 """Repeated layers share their decisions: found by what they are, and no plan is worse for it."""
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -59,9 +60,9 @@ def test_sharing_costs_nothing(pattern: str) -> None:
     whole = model(6, **PATTERNS[pattern])
     repeats = shared(whole)
     weights = normalise(even_weights(whole))
-    alone = solve_within(whole, weights, Terms(LIMIT, 60.0, 0))
-    tied = solve_tied(repeats, weights, Terms(LIMIT, 60.0, 0))
-    both = solve_within(whole, weights, Terms(LIMIT, 60.0, 0), repeats=repeats)
+    alone = solve_within(whole, weights, Terms(LIMIT, math.inf, 0))
+    tied = solve_tied(repeats, weights, Terms(LIMIT, math.inf, 0))
+    both = solve_within(whole, weights, Terms(LIMIT, math.inf, 0), repeats=repeats)
     assert tied is not None and tied.solution.gap == alone.solution.gap == both.solution.gap == 0
     assert both.solution.cost == pytest.approx(alone.solution.cost, rel=1e-6)  # rounded apart
     assert alone.solution.cost <= tied.solution.cost * (1 + 1e-6) <= alone.solution.cost * 1.001
@@ -94,7 +95,7 @@ def test_lifted_messages_bound_the_whole_as_closely() -> None:
     small = narrow(build_network(repeats, weights, None, kept_of(repeats, None)))
     lifted = repeats.lift(whole, weights, small.messages)
     assert small.messages is not None and lifted is not None
-    least = solve_within(whole, weights, Terms(None, 60.0, 0)).solution
+    least = solve_within(whole, weights, Terms(None, math.inf, 0)).solution
     # A bound of no more than what one turn of message passing says.
     first = narrow(build_network(whole, weights, None, kept_of(whole, None)), start=lifted, enough=0.0)
     assert 0.99 * least.cost <= first.bound <= least.cost * (1 + 1e-6)
@@ -125,7 +126,7 @@ def test_baselines_are_completed_as_well() -> None:
     weights = normalise(even_weights(whole))
     groups = made.groups(whole)
     for baseline in baselines(whole, groups):
-        tied = solve_tied(repeats, weights, Terms(LIMIT, 60.0, 0, None, baseline.allowed))
-        alone = solve_within(whole, weights, Terms(LIMIT, 60.0, 0, None, baseline.allowed))
+        tied = solve_tied(repeats, weights, Terms(LIMIT, math.inf, 0, None, baseline.allowed))
+        alone = solve_within(whole, weights, Terms(LIMIT, math.inf, 0, None, baseline.allowed))
         assert tied is not None, baseline.name
         assert tied.solution.cost == pytest.approx(alone.solution.cost, rel=1e-4), baseline.name
