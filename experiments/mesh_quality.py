@@ -113,6 +113,11 @@ def all_by_hand(name: str, rows: dict[str, Any], others: dict[str, Any], every: 
     return rows[name]["plans"] | more
 
 
+def in_order(rows: dict[str, Any]) -> list[str]:
+    """Names of the rows that are known, by program and topology."""
+    return [name for program in PROGRAMS for topology in TOPOLOGIES if (name := f"{program} | {topology}") in rows]
+
+
 _HAND_PICKED = ("fsdp*", "fsdp_tp*", "fsdp_tp_sp*")
 _MESHES = {topology: "on " + "x".join(map(str, mesh.values())) for topology, mesh in TOPOLOGIES.items()}
 
@@ -132,9 +137,7 @@ def table(rows: dict[str, Any], others: dict[str, Any]) -> str:
         "|" + " --- |" * 11,
     ]
     judged: list[Judgement] = []
-    for name in (f"{program} | {topology}" for program in PROGRAMS for topology in TOPOLOGIES):
-        if name not in rows:
-            continue
+    for name in in_order(rows):
         row = rows[name]
         plans = all_by_hand(name, rows, others)
         found = Judgement.of(plans)
@@ -161,9 +164,7 @@ def against_every(rows: dict[str, Any], others: dict[str, Any]) -> list[str]:
         "|" + " --- |" * 6,
     ]
     judged: list[Judgement] = []
-    for name in (f"{program} | {topology}" for program in PROGRAMS for topology in TOPOLOGIES):
-        if name not in rows:
-            continue
+    for name in in_order(rows):
         found = Judgement.of(all_by_hand(name, rows, others, every=True))
         judged.append(found)
         if found.best is not None and found.best != Judgement.of(all_by_hand(name, rows, others)).best:
