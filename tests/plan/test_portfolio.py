@@ -1,6 +1,7 @@
 """Portfolios: plans that really differ, the planned one first."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from autoshard.plan._store import plan_to_json
 from tests.plan import programs as made
 
 
-ON: dict[str, Any] = {"topology": "v5e:4x4", "mesh": "data=4,model=4", "time_limit": 20}
+ON: dict[str, Any] = {"topology": "v5e:4x4", "mesh": "data=4,model=4", "time_limit": math.inf}
 
 
 def portfolio(name: str = "wide mlp", **options: Any) -> PlanResult:
