@@ -67,11 +67,15 @@ def positive(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
 
 
-def seconds(text: str) -> float:
+def _above_zero(text: str, what: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < (value := float(text)) < float("inf"):
             return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+
+
+def seconds(text: str) -> float:
+    return _above_zero(text, "a positive number of seconds")
 
 
 def seconds_or_none(text: str) -> float:
@@ -104,14 +108,8 @@ def roles(text: str) -> dict[str, str]:
 
 
 def factor(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < (value := float(text)) < float("inf"):
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return _above_zero(text, "a positive number")
 
 
 def gib(text: str) -> int:
-    with contextlib.suppress(ValueError):
-        if 0 < (value := float(text)) < float("inf"):
-            return int(value * GIB)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of GiB")
+    return int(_above_zero(text, "a positive number of GiB") * GIB)
