@@ -19,16 +19,18 @@ def entry(f, edge, a, b):
     return f.scale[edge] * f.tables[f.table_at[edge] + row * f.height[back] + column]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, fastmath={"nnan", "nsz"})
 def _least_rows(f, edge, values, out):
     """Fills `out` [classes of the other node] with the least of `values` [classes of this one] plus the table."""
     rows, columns = f.height[edge], f.height[f.back[edge]]
     at, scale = f.table_at[edge], f.scale[edge]
     if f.flipped[edge]:
         for c in range(columns):
+            line = f.tables[at : at + rows]
             least = np.inf
-            for r in range(rows):
-                least = min(least, values[r] + scale * f.tables[at + r])
+            for r in range(len(line)):
+                total = values[r] + scale * line[r]
+                least = total if total < least else least
             out[c] = least
             at += rows
         return
@@ -36,8 +38,10 @@ def _least_rows(f, edge, values, out):
         out[c] = np.inf
     for r in range(rows):
         add = values[r]
-        for c in range(columns):
-            out[c] = min(out[c], add + scale * f.tables[at + c])
+        line = f.tables[at : at + columns]
+        for c in range(len(line)):
+            total = add + scale * line[c]
+            out[c] = total if total < out[c] else out[c]
         at += columns
 
 

@@ -2,6 +2,7 @@
 
 import heapq
 import math
+import sys
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from ._problem import FORBIDDEN
 
 _DOMINANCE_WORK = 2_000_000
 """Entries that comparing the alternatives of one node may touch; larger nodes are only compared when they shrink."""
+_COMPILED_WORK = 1_000_000
+"""Entries touched at one node from which on kernels are loaded, as most problems never need."""
 _TABLE = 40_000
 """Largest edge table that a reduction may create, unless it is no larger than those it replaces."""
 
@@ -172,30 +175,15 @@ def _drop_dominated(graph: Graph, node: int, waiting: _Waiting) -> None:
         count = len(cost)
         if count * count * sum(len(graph.costs[other]) for other in graph.edges[node]) > 20 * _DOMINANCE_WORK:
             return
-    # extra[a, b]: the most that moving from a to b can cost, whatever the neighbours chose.
-    extra = cost[None, :] - cost[:, None]
-    possible = np.ones((count, count), dtype=bool)
-    for usage in graph.terms.get(node, {}).values():
-        possible &= usage[None, :] <= usage[:, None]
-    np.fill_diagonal(possible, False)
-    possible &= extra <= 0
-    rows, columns = np.nonzero(possible)
-    if not len(rows):
+    usages, tables = list(graph.terms.get(node, {}).values()), list(graph.edges[node].values())
+    if _is_worth_compiling(count * count * (1 + sum(table.shape[1] for table in tables))):
+        from ._compare import dominators
+
+        better = dominators(cost, usages, tables)
+    else:
+        better = _dominators_plainly(cost, usages, tables)
+    if not better.any():
         return
-    bound = extra[rows, columns]
-    for table in graph.edges[node].values():
-        change = table[columns] - table[rows]
-        # Where a is forbidden nothing is lost by moving; both forbidden gives 0, which is the same.
-        change[table[rows] >= FORBIDDEN] = -FORBIDDEN
-        worst = change.max(axis=1)
-        bound = bound + np.where(worst >= FORBIDDEN // 2, FORBIDDEN, np.maximum(worst, -FORBIDDEN))
-        left = bound <= 0
-        # Neighbours still to come add at least 0 (each table has a 0 in every row), so nothing comes back below 0.
-        rows, columns, bound = rows[left], columns[left], bound[left]
-        if not len(rows):
-            return
-    better = np.zeros((count, count), dtype=bool)
-    better[rows, columns] = True
     alive = np.ones(count, dtype=bool)
     for a in range(count):
         # Of two that dominate each other one must stay; a dominator that is gone has one of its own that is alive.
@@ -207,6 +195,39 @@ def _drop_dominated(graph: Graph, node: int, waiting: _Waiting) -> None:
                 # Any dominator that is left; there is one, by the order in which they went.
                 instead[a] = _last_dominator(better, alive, a)
         _keep(graph, node, np.flatnonzero(alive), waiting, instead)
+
+
+def _is_worth_compiling(work: int) -> bool:
+    """Whether so many entries are to be touched that kernels should be loaded, or they are there already."""
+    return work > _COMPILED_WORK or f"{__package__}._compare" in sys.modules
+
+
+def _dominators_plainly(cost: Ints, usages: list[Ints], tables: list[Ints]) -> np.ndarray:
+    """`_compare.dominators`, by numpy."""
+    count = len(cost)
+    better = np.zeros((count, count), dtype=bool)
+    # extra[a, b]: the most that moving from a to b can cost, whatever the neighbours chose.
+    extra = cost[None, :] - cost[:, None]
+    possible = np.ones((count, count), dtype=bool)
+    for usage in usages:
+        possible &= usage[None, :] <= usage[:, None]
+    np.fill_diagonal(possible, False)
+    possible &= extra <= 0
+    rows, columns = np.nonzero(possible)
+    bound = extra[rows, columns]
+    for table in tables:
+        if not len(rows):
+            break
+        change = table[columns] - table[rows]
+        # Where a is forbidden nothing is lost by moving; both forbidden gives 0, which is the same.
+        change[table[rows] >= FORBIDDEN] = -FORBIDDEN
+        worst = change.max(axis=1)
+        bound = bound + np.where(worst >= FORBIDDEN // 2, FORBIDDEN, np.maximum(worst, -FORBIDDEN))
+        left = bound <= 0
+        # Neighbours still to come add at least 0 (each table has a 0 in every row), so nothing comes back below 0.
+        rows, columns, bound = rows[left], columns[left], bound[left]
+    better[rows, columns] = True
+    return better
 
 
 def _last_dominator(better: np.ndarray, alive: np.ndarray, start: int) -> int:
@@ -315,15 +336,27 @@ def _fold_between(graph: Graph, node: int, waiting: _Waiting) -> None:
     if grown > max(_TABLE, left_table.size + right_table.size) or grown * len(graph.costs[node]) > 40_000_000:
         return
     from_left = np.minimum(graph.costs[node][:, None] + left_table, FORBIDDEN)
-    best, answer = from_left[0][:, None] + right_table[0][None, :], np.zeros(shape, dtype=np.int16)
-    for alternative in range(1, len(from_left)):
-        total = from_left[alternative][:, None] + right_table[alternative][None, :]
-        better = total < best
-        best[better] = total[better]
-        answer[better] = alternative
+    if _is_worth_compiling(grown * len(from_left)):
+        from ._compare import fold_between
+
+        best, answer = fold_between(from_left, np.ascontiguousarray(right_table))
+    else:
+        best, answer = _fold_between_plainly(from_left, right_table)
     graph.undo.append(("fold", node, (left, right), answer))
     graph.forget(node)
     graph.connect(left, right, np.minimum(best, FORBIDDEN))
     _tidy_edge(graph, left, right, waiting)
     waiting.add(left)
     waiting.add(right)
+
+
+def _fold_between_plainly(from_left: Ints, right: Ints) -> tuple[Ints, np.ndarray]:
+    """`_compare.fold_between`, by numpy."""
+    best = from_left[0][:, None] + right[0][None, :]
+    answer = np.zeros(best.shape, dtype=np.int16)
+    for alternative in range(1, len(from_left)):
+        total = from_left[alternative][:, None] + right[alternative][None, :]
+        better = total < best
+        best[better] = total[better]
+        answer[better] = alternative
+    return best, answer

@@ -6,6 +6,7 @@ python -m autoshard.solver._warm
 import numpy as np
 
 from ._climb import Climber
+from ._compare import dominators, fold_between
 from ._dual import Dual
 from ._flat import flatten
 from ._graph import build
@@ -35,6 +36,9 @@ def warm() -> None:
     table = np.array([[0.0, 1.0], [2.0, 0.0]])
     link = Link(0, 1, np.arange(2), np.arange(2), table, 1.0)
     narrow(Network([np.ones(2), np.ones(2)], [link], [], None), None, None, np.inf)
+    costs = np.zeros((2, 2), dtype=np.int64)
+    dominators(costs[0], [costs[0]], [costs])
+    fold_between(costs, costs)
     climber = Climber(flat, 0)
     climber.start(chosen)
     climber.run(dual.prices, 1)
