@@ -60,4 +60,5 @@ $(STAMP): pyproject.toml
 	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	$(RUN)/python -m autoshard.solver._warm
+	$(RUN)/python -m autoshard.plan._warm
 	touch $@

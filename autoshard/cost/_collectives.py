@@ -52,6 +52,10 @@ _COPIES: dict[str, float] = {
 and then spreads it, an all-to-all goes through a buffer (`experiments/calibrate_cpu.py` measures each)."""
 
 
+GroupRates = tuple[NDArray[np.float64], list[tuple[NDArray[np.float64], NDArray[np.float64]]]]
+"""By group: seconds before anything moves, and for each kind of links the least seconds and those per byte."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Level:
     """One kind of link inside one group: least seconds, and seconds per byte of the whole group's size."""
@@ -67,7 +71,7 @@ class Collectives:
         self.mesh = mesh
         self.calibration = calibration or load_calibration(mesh.topology.chip)
         self._levels: dict[tuple[str, tuple[str, ...]], tuple[_Level, ...]] = {}
-        self._tables: dict[str, tuple[NDArray[np.float64], list[tuple[NDArray[np.float64], ...]]]] = {}
+        self._tables: dict[Kind, GroupRates] = {}
 
     @property
     def can_overlap(self) -> bool:
@@ -86,12 +90,20 @@ class Collectives:
         seconds = np.full_like(size, self._launch(group))
         for level in self._levels_of(kind, group):
             seconds += np.maximum(level.latency, size * level.per_byte)
-        return seconds * self._phases(kind)
+        return seconds * self.phases(kind)
 
     def time_of_groups(
         self, kind: Kind, groups: NDArray[np.int32], size_bytes: NDArray[np.float64]
     ) -> NDArray[np.float64]:
         """The same for many groups at once: `groups` has the mesh axes of each as bits (the first axis is 1)."""
+        launch, rates = self.rates_of_groups(kind)
+        seconds = launch[groups]
+        for latency, per_byte in rates:
+            seconds += np.maximum(latency[groups], size_bytes * per_byte[groups])
+        return seconds * self.phases(kind)
+
+    def rates_of_groups(self, kind: Kind) -> GroupRates:
+        """What `time_of_groups` reckons with, for every set of mesh axes as bits."""
         if kind not in self._tables:
             names = self.mesh.names
             every = [tuple(n for a, n in enumerate(names) if bits >> a & 1) for bits in range(1 << len(names))]
@@ -105,11 +117,7 @@ class Collectives:
                 for k in range(depth)
             ]
             self._tables[kind] = (launch, rates)
-        launch, rates = self._tables[kind]
-        seconds = launch[groups]
-        for latency, per_byte in rates:
-            seconds += np.maximum(latency[groups], size_bytes * per_byte[groups])
-        return seconds * self._phases(kind)
+        return self._tables[kind]
 
     def _launch(self, group: tuple[str, ...]) -> float:
         """Seconds before anything moves; the devices of a `cpu:N` arrive one after the other."""
@@ -118,7 +126,8 @@ class Collectives:
             launch += self.calibration.hop_s * math.prod(self.mesh.axes[axis] for axis in group)
         return launch
 
-    def _phases(self, kind: Kind) -> int:
+    def phases(self, kind: Kind) -> int:
+        """Times that a collective goes over its group."""
         return 2 if kind == "all-reduce" and self.mesh.topology.backend != "cpu" else 1
 
     def _levels_of(self, kind: Kind, group: tuple[str, ...]) -> tuple["_Level", ...]:

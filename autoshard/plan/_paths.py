@@ -1,57 +1,176 @@
 """What it takes to bring a value along a path, for all pairs of states at its ends, and how long that is."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import Collectives
+from autoshard.cost import KINDS, Collectives, Kind
 from autoshard.plan._model import EXPOSED, Path
 from autoshard.plan._overlap import Overlap, hidden_share
-from autoshard.plan._states import PARTIAL, WHOLE, Seconds, Step, Wave, members, split, waves
+from autoshard.plan._states import (
+    LANES,
+    PARTIAL,
+    WHOLE,
+    Emitted,
+    Seconds,
+    States,
+    Step,
+    Wave,
+    emitted,
+    emitted_gather,
+    extents,
+    local_elements,
+    members,
+    split,
+    waves,
+)
 
+
+if TYPE_CHECKING:
+    from autoshard.plan._transition import Ends, Rules
+
+
+_KERNELS = "autoshard.plan._transition"
+"""The kernels' module."""
 
 _CHUNK = 65_536
 """Pairs of states priced at a time: the arrays between stay small."""
+_COMPILED = 10_000
+"""Pairs of states from which on kernels are loaded to price them (and all that come later)."""
 
 
-def path_seconds(
-    path: Path, collectives: Collectives, link_of: Mapping[str, str], overlap: Overlap
-) -> dict[str, Seconds]:
-    """Tables [rows, columns] of a path's time: exposed, hidden by link (mesh axis -> link), and compute."""
-    shape = (len(path.source), len(path.target))
-    names = collectives.mesh.names
-    every = [tuple(name for a, name in enumerate(names) if bits >> a & 1) for bits in range(1 << len(names))]
-    # link -> its mesh axes as bits; -1 for what is exposed
-    links = {link: sum(1 << names.index(a) for a in link_of if link_of[a] == link) for link in link_of.values()}
-    links[EXPOSED[1]] = -1
-    found: dict[str, Seconds] = {}
-    height = max(1, _CHUNK // max(1, shape[1]))
-    for start in range(0, shape[0], height):
-        part = slice(start, start + height)
-        rows = dataclasses.replace(
-            path, held=path.held[part], kept=path.kept[part], source=path.source[part], target=path.target
+class PathPrices:
+    """Prices paths on one mesh; `link_of`: mesh axis -> link."""
+
+    def __init__(self, collectives: Collectives, link_of: Mapping[str, str]) -> None:
+        self.collectives = collectives
+        names = collectives.mesh.names
+        self._every = [tuple(name for a, name in enumerate(names) if bits >> a & 1) for bits in range(1 << len(names))]
+        # link -> its mesh axes as bits; -1 for what is exposed
+        self._links = {
+            link: sum(1 << names.index(a) for a in link_of if link_of[a] == link) for link in link_of.values()
+        }
+        self._links[EXPOSED[1]] = -1
+        self._shares: dict[tuple[Overlap, Kind], Seconds] = {}
+
+    def seconds(self, path: Path, overlap: Overlap) -> dict[str, Seconds]:
+        """Tables [rows, columns] of a path's time: exposed, hidden by link, and compute."""
+        large = len(path.source) * len(path.target) >= _COMPILED or _KERNELS in sys.modules
+        return self.compiled(path, overlap) if large else self.plain(path, overlap)
+
+    def plain(self, path: Path, overlap: Overlap) -> dict[str, Seconds]:
+        """By numpy, many pairs at a time."""
+        shape = (len(path.source), len(path.target))
+        found: dict[str, Seconds] = {}
+        height = _height(path)
+        for start in range(0, shape[0], height):
+            part = slice(start, start + height)
+            rows = dataclasses.replace(
+                path, held=path.held[part], kept=path.kept[part], source=path.source[part], target=path.target
+            )
+            before, after = path_waves(rows, self.collectives)
+            for wave in (*map(_of_rows, before), *after):
+                groups, used = wave.groups, np.nonzero(wave.groups)
+                seconds = self.collectives.time_of_groups(wave.kind, groups[used], wave.size[used])
+                hidden = seconds * self._hidden(overlap, wave.kind)[groups[used]]
+                for what, bits in self._links.items():
+                    mine = seconds - hidden if bits < 0 else np.where(groups[used] & bits, hidden, 0.0)
+                    if not mine.any():
+                        continue
+                    table = found.setdefault(what, np.zeros(shape))[part]
+                    if groups.shape[1] == shape[1]:
+                        table[used] += mine
+                    else:  # a gather that comes first is that of a row, whatever the column
+                        table[used[0]] += mine[:, None]
+        return self._laid_out(found, relayouts(path, self.collectives))
+
+    def compiled(self, path: Path, overlap: Overlap) -> dict[str, Seconds]:
+        """The same, pair by pair."""
+        from autoshard.plan._transition import Sizes, charge_pairs
+
+        tables = np.zeros((len(self._links), len(path.source), len(path.target)))
+        first = np.full(len(tables), np.iinfo(np.int64).max)
+        same = bool((path.held == path.kept).all())
+        early = self._ends(path.held[:0] if same else path.held, path.kept, path.shape)
+        ends = self._ends(path.source, path.target, path.factors)
+        links = np.array([bits for bits in self._links.values() if bits >= 0], dtype=np.int64)
+        sizes = Sizes(path.itemsize, path.reduce_itemsize, path.collected)
+        shares = np.array([self._hidden(overlap, kind) for kind in KINDS])
+        charge_pairs(self._rules, shares, links, early, ends, sizes, _height(path), tables, first)
+        names, order = list(self._links), np.argsort(first).tolist()
+        found = {names[k]: tables[k].copy() for k in order if first[k] < np.iinfo(np.int64).max}
+        return self._laid_out(found, _counted_relayouts(path, self.collectives))
+
+    def _laid_out(self, found: dict[str, Seconds], again: NDArray[np.int64]) -> dict[str, Seconds]:
+        """With the time of what is laid out anew so often."""
+        if again.any():
+            found["compute"] = again.astype(np.float64) * self.collectives.calibration.op_overhead_s
+        return found
+
+    def _hidden(self, overlap: Overlap, kind: Kind) -> Seconds:
+        """[groups] share of a collective that is hidden."""
+        if (overlap, kind) not in self._shares:
+            shares = [hidden_share(self.collectives, overlap, kind, axes) for axes in self._every]
+            self._shares[overlap, kind] = np.array(shares)
+        return self._shares[overlap, kind]
+
+    def _ends(self, source: States, target: States, sizes: Sequence[int]) -> "Ends":
+        from autoshard.plan._transition import Ends
+
+        axes = self.collectives.mesh.sizes
+        local, minor = local_elements(source, sizes, axes), extents(source, sizes, axes)
+        return Ends(np.ascontiguousarray(source), np.ascontiguousarray(target), local, minor, len(sizes))
+
+    @functools.cached_property
+    def _rules(self) -> "Rules":
+        """How collectives are emitted and priced, as arrays over groups."""
+        from autoshard.plan._transition import Rules
+
+        prices = self.collectives
+        sizes = prices.mesh.sizes
+        groups = [members(bits) for bits in range(1 << len(sizes))]
+        parts = np.array([math.prod(sizes[a] for a in axes) for axes in groups], dtype=np.float64)
+        order = list(Emitted)
+        scattering = np.array([order.index(emitted(prices, axes)) for axes in groups])
+        gathering = np.array([order.index(emitted_gather(prices, axes)) for axes in groups])
+        tables = [prices.rates_of_groups(kind) for kind in KINDS]
+        depth = max(len(rates) for _, rates in tables)
+        rates = np.zeros((2, len(KINDS), depth, len(groups)))
+        for kind, (_, levels) in enumerate(tables):
+            for level, both in enumerate(levels):
+                rates[:, kind, level] = both
+        return Rules(
+            parts=parts,
+            scattering=scattering,
+            gathering=gathering,
+            tpu=prices.mesh.topology.backend == "tpu",
+            odd=float(LANES),
+            launch=np.array([launch for launch, _ in tables]),
+            latency=rates[0],
+            per_byte=rates[1],
+            phases=np.array([prices.phases(kind) for kind in KINDS], dtype=np.float64),
         )
-        before, after = path_waves(rows, collectives)
-        for wave in (*map(_of_rows, before), *after):
-            groups, used = wave.groups, np.nonzero(wave.groups)
-            seconds = collectives.time_of_groups(wave.kind, groups[used], wave.size[used])
-            shares = np.array([hidden_share(collectives, overlap, wave.kind, axes) for axes in every])
-            hidden = seconds * shares[groups[used]]
-            for what, bits in links.items():
-                mine = seconds - hidden if bits < 0 else np.where(groups[used] & bits, hidden, 0.0)
-                if not mine.any():
-                    continue
-                table = found.setdefault(what, np.zeros(shape))[part]
-                if groups.shape[1] == shape[1]:
-                    table[used] += mine
-                else:  # a gather that comes first is that of a row, whatever the column
-                    table[used[0]] += mine[:, None]
-    again = relayouts(path, collectives)
-    if again.any():
-        found["compute"] = again.astype(np.float64) * collectives.calibration.op_overhead_s
+
+
+def _height(path: Path) -> int:
+    """Rows of a path that are priced at a time."""
+    return max(1, _CHUNK // max(1, len(path.target)))
+
+
+def _counted_relayouts(path: Path, collectives: Collectives) -> NDArray[np.int64]:
+    """`relayouts`, compiled."""
+    from autoshard.plan._transition import count_relayouts
+
+    found = np.zeros((len(path.source), len(path.target)), dtype=np.int64)
+    last = len(path.factors) - 1
+    if collectives.mesh.topology.backend == "tpu" and last >= 1:
+        count_relayouts(np.ascontiguousarray(path.source), np.ascontiguousarray(path.target), last, found)
     return found
 
 

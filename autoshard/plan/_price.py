@@ -14,7 +14,7 @@ from autoshard.plan._heavy import factor_states, result_states
 from autoshard.plan._model import EXPOSED, Channel, MemoryTerm, Model, Move, Node, Path
 from autoshard.plan._nodes import NodePricer
 from autoshard.plan._overlap import Overlap
-from autoshard.plan._paths import path_seconds
+from autoshard.plan._paths import PathPrices
 from autoshard.plan._refine import Refinement
 from autoshard.plan._states import (
     PARTIAL,
@@ -58,6 +58,7 @@ class _Pricer(NodePricer):
         super().__init__(*what)
         self.moves: list[Move] = []
         self.paths: dict[tuple[object, ...], dict[str, Seconds]] = {}
+        self.path_prices = PathPrices(self.collectives, self.link_of)
 
     def model(self) -> Model:
         cluster_node = tuple(range(len(self.structure.clusters)))
@@ -289,5 +290,5 @@ class _Pricer(NodePricer):
         fields = (getattr(path, field.name) for field in dataclasses.fields(path))
         key = (overlap, *((f.shape, f.tobytes()) if isinstance(f, np.ndarray) else f for f in fields))
         if key not in self.paths:
-            self.paths[key] = path_seconds(path, self.collectives, self.link_of, overlap)
+            self.paths[key] = self.path_prices.seconds(path, overlap)
         return self.paths[key]

@@ -220,7 +220,7 @@ def waves(
             found.append(Wave(kind, groups, local * item))
 
     last = len(sizes) - 1
-    minor = np.broadcast_to(_extents(source, sizes, axis_sizes)[:, None], pairs)
+    minor = np.broadcast_to(extents(source, sizes, axis_sizes)[:, None], pairs)
     summed = np.zeros(pairs, dtype=np.int32)
     totals: list[Bits] = []
     for axis in range(count):
@@ -268,7 +268,7 @@ def waves(
     return found
 
 
-def _extents(states: States, sizes: Sequence[int], axis_sizes: Sequence[int]) -> NDArray[np.float64]:
+def extents(states: States, sizes: Sequence[int], axis_sizes: Sequence[int]) -> NDArray[np.float64]:
     """Each state's elements of the last dim on one device."""
     parts = np.where(states == len(sizes) - 1, np.array(axis_sizes), 1).prod(axis=1)
     return (sizes[-1] if sizes else 1) / parts

@@ -5,7 +5,7 @@ import numpy as np
 from autoshard.cost import Collectives, Topology, make_mesh
 from autoshard.plan._model import Path
 from autoshard.plan._overlap import Overlap
-from autoshard.plan._paths import path_seconds, relayouts
+from autoshard.plan._paths import PathPrices, relayouts
 from autoshard.plan._states import PARTIAL, WHOLE
 
 
@@ -34,9 +34,7 @@ def test_what_stays_split_a_vector_and_other_backends_need_none() -> None:
 
 def test_it_takes_an_op_of_the_device() -> None:
     mesh = make_mesh(Topology.parse("v5e:2x2"), {"a": 2, "b": 2})
-    prices = Collectives(mesh)
-    outer, last = (
-        path_seconds(path((dim, dim), (WHOLE, WHOLE)), prices, {"a": "x", "b": "y"}, Overlap.NONE) for dim in (0, 1)
-    )
-    assert "compute" not in outer and last.pop("compute") == prices.calibration.op_overhead_s
+    prices = PathPrices(Collectives(mesh), {"a": "x", "b": "y"})
+    outer, last = (prices.seconds(path((dim, dim), (WHOLE, WHOLE)), Overlap.NONE) for dim in (0, 1))
+    assert "compute" not in outer and last.pop("compute") == prices.collectives.calibration.op_overhead_s
     assert last == outer

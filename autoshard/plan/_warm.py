@@ -1,0 +1,24 @@
+"""Compiles this room's kernels into numba's cache, so that the first large plan does not wait for it.
+
+python -m autoshard.plan._warm
+"""
+
+import numpy as np
+
+from autoshard.cost import Collectives, Topology, make_mesh
+from autoshard.plan._model import Path, link_names
+from autoshard.plan._overlap import Overlap
+from autoshard.plan._paths import PathPrices
+from autoshard.plan._states import WHOLE
+
+
+def warm() -> None:
+    """Prices one small path with the kernels."""
+    mesh = make_mesh(Topology.parse("v5e:2x2"), {"data": 2, "model": 2})
+    whole, split = np.array([[WHOLE, WHOLE]]), np.array([[0, 1]])
+    path = Path((256, 256), split, whole, (256, 256), whole, split, 2, 2)
+    PathPrices(Collectives(mesh), link_names(mesh)).compiled(path, Overlap.NONE)
+
+
+if __name__ == "__main__":
+    warm()
