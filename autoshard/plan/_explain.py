@@ -1,7 +1,6 @@
 """Why a tensor has its spec: what every other spec would cost, and what it would take for another to win."""
 
 import dataclasses
-import time as clock
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from autoshard.plan._solve import Terms, solve_within
 from autoshard.plan._spec import Spec
 from autoshard.plan._weights import even_weights, normalise
 from autoshard.program import Program, open_source
+from autoshard.solver import processor_seconds
 
 
 SOLVED = 8
@@ -172,9 +172,9 @@ class _Explainer:
         held = {spec: self.held(node, members) for spec, members in rows.items()}
         ranked = sorted(rows, key=lambda s: (held[s] is None, held[s].step_time_s if held[s] else 0.0, str(s)))  # type: ignore[union-attr]
         found = []
-        began = clock.monotonic()
+        began = processor_seconds()
         for number, spec in enumerate(ranked):
-            left = self.time_limit - (clock.monotonic() - began)
+            left = self.time_limit - (processor_seconds() - began)
             outcome = None
             if number < SOLVED and left > 0:
                 share = max(1.0, left / (min(SOLVED, len(ranked)) - number))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import time as clock
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -18,7 +17,7 @@ from autoshard.plan._predict import Outcome, evaluate
 from autoshard.plan._repeats import Repeats, find_repeats
 from autoshard.plan._solve import Solved, Terms, first_bound, first_messages, solve_tied, solve_within
 from autoshard.plan._weights import Weighing, even_weights, normalise
-from autoshard.solver import Messages, Problem, Solution
+from autoshard.solver import Messages, Problem, Solution, processor_seconds
 from autoshard.solver import evaluate as evaluate_problem
 
 
@@ -85,7 +84,7 @@ def search(
     themselves are completed without it.
     """
     required = required or Required({}, {})
-    start = clock.monotonic()
+    start = processor_seconds()
     weights: Weights = normalise(even_weights(model))
     named = {}
     repeats = find_repeats(model)
@@ -94,7 +93,7 @@ def search(
     # Every baseline, and then every weighting, begins with what is found for all alternatives.
     messages = first_messages(repeats or model, weights) if baselines else None
     for baseline in baselines:
-        left = max(1.0, BASELINES_SHARE * time_limit - (clock.monotonic() - start))
+        left = max(1.0, BASELINES_SHARE * time_limit - (processor_seconds() - start))
         candidate = complete(model, baseline, weights, memory_limit, left, seed, messages, repeats)
         if candidate is not None:
             named[baseline.name] = candidate
@@ -107,7 +106,7 @@ def search(
     for candidate in fitting:
         weighing.add_choice(candidate.outcome)
     climb = Climb(model, weighing, min(fitting, key=_rank, default=None), messages, repeats)
-    climb.run(memory_limit, time_limit - (clock.monotonic() - start), seed, progress, required)
+    climb.run(memory_limit, time_limit - (processor_seconds() - start), seed, progress, required)
     if climb.best is None or climb.certified is None:
         raise Infeasible(climb.certified)
     if climb.best.tight_s > GOOD_ENOUGH * climb.best.outcome.step_time_s:
@@ -177,11 +176,11 @@ class Climb:
     ) -> None:
         """Until the bound meets the best choice within `good_enough`, cannot be raised, or says that none takes less
         than `beat_s`."""
-        start = clock.monotonic()
+        start = processor_seconds()
         weighing = self.weighing
         weights = weighing.following(0.0) or weighing.weights
         for self.rounds in range(1, MAX_ROUNDS + 1):
-            left = time_limit - (clock.monotonic() - start)
+            left = time_limit - (processor_seconds() - start)
             if self.rounds > 1 and left < 0.1 * time_limit:
                 return
             hint = self.best.choices if self.best is not None else None

@@ -1,7 +1,6 @@
 """Solving one weighting: narrowed first where it is large, and with what repeats shared."""
 
 import dataclasses
-import time as clock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +8,7 @@ from numpy.typing import NDArray
 from autoshard.plan._build import Allowed, Kept, Weights, build_network, build_problem, entries, kept_of
 from autoshard.plan._model import Decisions, Model
 from autoshard.plan._repeats import Repeats
-from autoshard.solver import Messages, Problem, Solution, Status, narrow, solve
+from autoshard.solver import Messages, Problem, Solution, Status, narrow, processor_seconds, solve
 from autoshard.solver import evaluate as evaluate_problem
 
 
@@ -72,7 +71,7 @@ class Terms:
 
     memory_limit: int | None
     time_limit: float
-    """Seconds after which the best so far is taken; a guard, see `ROUNDS`."""
+    """Seconds of processor after which the best so far is taken; a guard, see `ROUNDS`."""
     seed: int
     hint: NDArray[np.int64] | None = None
     """Choices to begin from, for every node of the model."""
@@ -84,7 +83,7 @@ class Terms:
 
     def left(self, began: float) -> "Terms":
         """With what is left of the time limit, which began then."""
-        return dataclasses.replace(self, time_limit=max(1.0, self.time_limit - (clock.monotonic() - began)))
+        return dataclasses.replace(self, time_limit=max(1.0, self.time_limit - (processor_seconds() - began)))
 
 
 def solve_within(model: Model, weights: Weights, terms: Terms, repeats: Repeats | None = None) -> Solved:
@@ -93,7 +92,7 @@ def solve_within(model: Model, weights: Weights, terms: Terms, repeats: Repeats 
     With `repeats` what repeats is first decided as one, beginning with the messages of `terms` (and ending with such);
     then everything for itself, from there on.
     """
-    began = clock.monotonic()
+    began = processor_seconds()
     if repeats is None:
         return _solve(model, weights, terms)
     tied = solve_tied(repeats, weights, dataclasses.replace(terms, time_limit=terms.time_limit / 2, free_first=True))
@@ -119,7 +118,7 @@ def solve_tied(repeats: Repeats, weights: Weights, terms: Terms) -> Solved | Non
 
 
 def _solve(model: Decisions, weights: Weights, terms: Terms) -> Solved:
-    began = clock.monotonic()
+    began = processor_seconds()
     limit = terms.memory_limit
     if terms.free_first or limit is None:
         free = _solve_narrowed(model, weights, None, dataclasses.replace(terms, time_limit=terms.time_limit / 2))
@@ -145,6 +144,7 @@ def _solve_narrowed(model: Decisions, weights: Weights, enforced: int | None, te
         iterations=ROUNDS,
         seed=terms.seed,
         hint=None if hint is None else _places(kept, hint),
+        clock=processor_seconds,
     )
     if narrowed is not None and not narrowed.complete:
         lower = min(solution.lower_bound, max(0, int(narrowed.bound)))

@@ -1,5 +1,7 @@
 """Choosing: `Problem` in, `Solution` out. Knows nothing of machine learning."""
 
+from ._clock import Clock as Clock
+from ._clock import processor_seconds as processor_seconds
 from ._contest import read_contest as read_contest
 from ._contest import write_contest as write_contest
 from ._evaluate import Evaluation as Evaluation

@@ -1,11 +1,11 @@
 """Searching what is left after the reductions: a bound, a local search and restricted exact solves side by side."""
 
-import time
 from collections.abc import Callable
 
 import numpy as np
 
 from ._climb import Climber
+from ._clock import Clock
 from ._dual import Dual
 from ._flat import flatten
 from ._graph import Graph, Ints
@@ -21,13 +21,17 @@ _PROVABLE = 150_000
 
 
 class Engine:
-    """One search. `found` is called with choices of `graph`, `bounded` with a lower bound (offset excluded)."""
+    """One search, until `deadline` by `clock`.
+
+    `found` is called with choices of `graph`, `bounded` with a lower bound (offset excluded).
+    """
 
     def __init__(
         self,
         graph: Graph,
         *,
         deadline: float,
+        clock: Clock,
         seed: int,
         threads: int,
         iterations: int | None,
@@ -37,7 +41,8 @@ class Engine:
     ):
         self.graph = graph
         self.names, self.flat = flatten(graph)
-        self.began, self.deadline = time.monotonic(), deadline
+        self.clock = clock
+        self.began, self.deadline = clock(), deadline
         self.seed, self.threads, self.iterations = seed, threads, iterations
         self.found, self.bounded, self.stopped = found, bounded, stopped
         self.random = np.random.default_rng(seed)
@@ -80,7 +85,7 @@ class Engine:
         if self.iterations is not None and self.rounds >= self.iterations:
             return True
         # A turn of climbing is not cut short, so none is begun that would pass the deadline.
-        return time.monotonic() + 1.3 * self.turn > self.deadline
+        return self.clock() + 1.3 * self.turn > self.deadline
 
     def _take(self) -> None:
         """Reports the climber's best and the bound."""
@@ -100,7 +105,7 @@ class Engine:
             if self.iterations is not None:
                 if self.rounds >= max(1, self.iterations // 2):
                     break
-            elif time.monotonic() - self.began > 0.3 * span or self.dual.pace < 0.02:
+            elif self.clock() - self.began > 0.3 * span or self.dual.pace < 0.02:
                 break
             self.rounds += 1
             if self.dual.bound - origin > 0.03 * abs(self.dual.bound):
@@ -125,17 +130,17 @@ class Engine:
         self.climber.start(chosen)
 
     def _climb(self, prices: np.ndarray, slack: float = 0.0) -> None:
-        tick = time.monotonic()
+        tick = self.clock()
         self.climber.run(prices, self.chunks, slack=slack)
-        self.turn = time.monotonic() - tick
+        self.turn = self.clock() - tick
 
     def _turn(self) -> None:
         """Climbs a while on the present stage; begins another when its time has come."""
-        now = self.turns if self.iterations is not None else time.monotonic()
+        now = self.turns if self.iterations is not None else self.clock()
         if now >= self.stage_end:
             self._begin_stage()
             length = 5.0 if self.iterations is not None else max(3.0, 0.07 * (self.deadline - self.began))
-            self.stage_end = (self.turns if self.iterations is not None else time.monotonic()) + length
+            self.stage_end = (self.turns if self.iterations is not None else self.clock()) + length
             self.turn = 0.1 if self.iterations is None else self.turn
         self.turns += 1
         if self.stage is None:
@@ -143,10 +148,10 @@ class Engine:
             self._climb(self.dual.prices, loose)
             self._take()
             return
-        climber, tick = self.stage.climber, time.monotonic()
+        climber, tick = self.stage.climber, self.clock()
         before = climber.cost
         climber.run(self.stage.prices, self.chunks)
-        self.turn = time.monotonic() - tick
+        self.turn = self.clock() - tick
         if self.iterations is None:
             self.chunks = int(np.clip(self.chunks * 0.5 / max(self.turn, 1e-3), 1, 2 * self.chunks))
         if climber.cost < before and climber.cost + self.stage.offset < self.cost:
@@ -179,7 +184,7 @@ class Engine:
         if len(self.solves) % 3 == 2:
             # Something else now and then: which of the dearer alternatives come along is left to chance.
             slack = slack * np.exp(self.random.normal(0.0, 1.0, len(slack)))
-        left = self.deadline - time.monotonic()
+        left = self.deadline - self.clock()
         job = Job(
             slack=slack,
             gap=self.cost - self.dual.bound,
@@ -190,6 +195,7 @@ class Engine:
             prices=self.dual.prices,
             seconds=min(left, 1e9 if self.iterations is not None else max(10.0, 0.35 * left)),
             nodes=None if self.iterations is None else 10,
+            clock=self.clock,
             seed=self.seed,
         )
         if self.threads == 1:
@@ -223,7 +229,7 @@ class Engine:
         return False
 
     def _adapt(self, answer: Answer) -> None:
-        left = max(self.deadline - time.monotonic(), 1.0)
+        left = max(self.deadline - self.clock(), 1.0)
         if not answer.finished:
             self.entries = max(2_000, int(min(self.entries, max(answer.entries, 4_000)) * 0.5))
         elif self.iterations is not None or answer.seconds < 0.1 * left:

@@ -5,10 +5,12 @@ pair of row class and column class of an edge (equal rows and equal columns shar
 """
 
 import dataclasses
+import math
 import time
 
 import numpy as np
 
+from ._clock import Clock
 from ._graph import Graph, Ints
 from ._problem import FORBIDDEN
 
@@ -107,6 +109,7 @@ def solve_mip(
     graph: Graph,
     *,
     deadline: float,
+    clock: Clock,
     seed: int,
     threads: int,
     cutoff: float | None,
@@ -114,7 +117,7 @@ def solve_mip(
     nodes: int | None = None,
     start: dict[int, int] | None = None,
 ) -> MipResult:
-    """Minimises over `graph` until proven, `deadline` (time.monotonic) or `nodes` branchings.
+    """Minimises over `graph` until proven, `deadline` (by `clock`) or `nodes` branchings.
 
     `times` are the memory rows to start with; choices that cost `cutoff` or more are of no use, `start` is
     feasible.
@@ -138,6 +141,9 @@ def solve_mip(
         solver.setOptionValue("objective_bound", (cutoff - 0.5) / scale)
     if nodes is not None:
         solver.setOptionValue("mip_max_nodes", nodes)
+    if clock is not time.monotonic and math.isfinite(deadline):
+        # HiGHS itself knows no other clock.
+        solver.cbMipInterrupt += lambda event: event.interrupt(clock() > deadline)
     lp = highspy.HighsLp()
     rows, columns = len(model.right), len(model.costs)
     lp.num_row_, lp.num_col_ = rows, columns
@@ -171,11 +177,12 @@ def solve_mip(
             solver.addRow(
                 -highspy.kHighsInf, graph.capacity[when] / unit, len(places), places.astype(np.int32), weights / unit
             )
-        left = deadline - time.monotonic()
+        left = deadline - clock()
         if left <= 0.02:
             return MipResult(best, bound, False)
-        # The limit counts from the first run.
-        solver.setOptionValue("time_limit", solver.getRunTime() + left)
+        if clock is time.monotonic:
+            # The limit counts from the first run.
+            solver.setOptionValue("time_limit", solver.getRunTime() + left)
         solver.run()
         status = solver.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UserError
+from ._clock import Clock
 from ._eliminate import Elimination
 from ._evaluate import evaluate
 from ._graph import Graph, InfeasibleGraph, Ints, OverLimit, build, table_entries
@@ -47,12 +48,15 @@ def solve(
     iterations: int | None = None,
     progress: Callable[[Progress], None] | None = None,
     stop: threading.Event | None = None,
+    clock: Clock = time.monotonic,
 ) -> Solution:
     """Chooses one alternative per node at the least cost that keeps memory within the limit at all times.
 
     `hint` ([N] choices, feasible or not) is a start. `iterations` bounds the search by rounds of work too; then the
     same `seed` gives the same answer unless the time is up first (with a `time_limit` of `math.inf` it never is).
     `progress` is called whenever the incumbent or the bound improves; setting `stop` ends the search early.
+    The time limit counts seconds of `clock`: by default those on the wall, with `processor_seconds` those of work
+    (it is handed to the second process, so it must be a function of a module).
     `threads` is 1 or 2 (one searches while a second process solves restricted problems exactly); more are not used.
     Returns the best choices, their exact cost (recomputed by `evaluate` from the whole problem) and a lower bound.
     Raises `UserError` for a problem that is not well formed or a limit that is not positive.
@@ -62,7 +66,7 @@ def solve(
     if threads < 1:
         raise UserError(f"{threads} threads were asked for; at least 1 is needed")
     validate(problem)
-    return _Solve(problem, time_limit, seed, threads, iterations, progress, stop).run(hint)
+    return _Solve(problem, time_limit, clock, seed, threads, iterations, progress, stop).run(hint)
 
 
 class _Solve:
@@ -70,6 +74,7 @@ class _Solve:
         self,
         problem: Problem,
         time_limit: float,
+        clock: Clock,
         seed: int,
         threads: int,
         iterations: int | None,
@@ -78,7 +83,8 @@ class _Solve:
     ):
         self.problem = problem
         self.began = time.monotonic()
-        self.deadline = self.began + time_limit
+        self.clock = clock
+        self.deadline = clock() + time_limit
         self.seed = seed
         self.threads = threads
         self.iterations = iterations
@@ -130,12 +136,13 @@ class _Solve:
                 return True
             times = [int(np.argmax(over))]
         if table_entries(graph) <= _SMALL:
-            cap = (0.3 if self.iterations is None else 1.0) * (self.deadline - time.monotonic())
+            cap = (0.3 if self.iterations is None else 1.0) * (self.deadline - self.clock())
             cutoff = None if self.cost is None else self.cost - graph.offset
             task = Task(
                 lambda: solve_mip(
                     graph,
-                    deadline=time.monotonic() + cap,
+                    deadline=self.clock() + cap,
+                    clock=self.clock,
                     seed=self.seed,
                     threads=1,
                     cutoff=cutoff,
@@ -157,6 +164,7 @@ class _Solve:
         engine = Engine(
             graph,
             deadline=self.deadline,
+            clock=self.clock,
             seed=self.seed,
             threads=self.threads,
             iterations=self.iterations,
@@ -210,15 +218,15 @@ class _Solve:
         choices = np.zeros(self.problem.num_nodes, dtype=np.int64)
         allowed = _without_costs(self.problem, None)
         limit = self.problem.usage_limit
-        deadline = time.monotonic() + 0.3 if self.stopped() else max(self.deadline, time.monotonic() + 2.0)
-        found = _any(allowed, deadline, self.seed, self.threads)
+        deadline = self.clock() + 0.3 if self.stopped() else max(self.deadline, self.clock() + 2.0)
+        found = _any(allowed, deadline, self.clock, self.seed, self.threads)
         if found is not None:
             choices = found
         if found is not None and limit is not None:
             low, high = limit, evaluate(self.problem, choices).peak_usage
-            while high - low > max(1, (high - limit) // 1000) and time.monotonic() < deadline:
+            while high - low > max(1, (high - limit) // 1000) and self.clock() < deadline:
                 middle = (low + high) // 2
-                found = _any(_without_costs(self.problem, middle), deadline, self.seed, self.threads)
+                found = _any(_without_costs(self.problem, middle), deadline, self.clock, self.seed, self.threads)
                 if found is None:
                     low = middle
                 else:
@@ -234,10 +242,10 @@ class _Solve:
         return Solution(choices, judged.cost, FORBIDDEN if proven else self.bound, status, self.stats)
 
 
-def _any(problem: Problem, deadline: float, seed: int, threads: int) -> Ints | None:
+def _any(problem: Problem, deadline: float, clock: Clock, seed: int, threads: int) -> Ints | None:
     """Any feasible choices of a problem without costs."""
-    left = max(0.5, deadline - time.monotonic())
-    inner = _Solve(problem, left, seed, threads, None, None, None)
+    left = max(0.5, deadline - clock())
+    inner = _Solve(problem, left, clock, seed, threads, None, None, None)
     graph = build(problem)
     try:
         reduce(graph)

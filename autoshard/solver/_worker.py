@@ -11,10 +11,10 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 
+from ._clock import Clock
 from ._flat import Flat
 from ._graph import Graph, Ints
 from ._mip import solve_mip
@@ -36,6 +36,8 @@ class Job:
     prices: np.ndarray
     seconds: float
     nodes: int | None
+    clock: Clock
+    """What `seconds` are counted by."""
     seed: int
 
 
@@ -150,7 +152,7 @@ class _Sizer:
                     break
             else:
                 high = limit
-            if time.monotonic() > until:
+            if job.clock() > until:
                 break
         return best if best is not None else self._cut(job, 0.0)
 
@@ -185,10 +187,10 @@ class _Sizer:
 
 
 def _do(sizer: _Sizer, graph: Graph, names: list[int], job: Job) -> Answer:
-    tick = time.monotonic()
+    tick = job.clock()
     small = sizer.find(job, tick + 0.3 * job.seconds)
     left = small.graph
-    spent = time.monotonic() - tick
+    spent = job.clock() - tick
     if left is None:
         return Answer(None, math.inf, True, small.proves, 0, spent)
     after = len(graph.undo)
@@ -205,6 +207,7 @@ def _do(sizer: _Sizer, graph: Graph, names: list[int], job: Job) -> Answer:
         result = solve_mip(
             left,
             deadline=tick + job.seconds,
+            clock=job.clock,
             seed=job.seed,
             threads=1,
             cutoff=None if job.cutoff is None else job.cutoff + graph.offset - left.offset,
@@ -218,7 +221,7 @@ def _do(sizer: _Sizer, graph: Graph, names: list[int], job: Job) -> Answer:
     if choices is not None:
         full = left.restore(choices, after)
         chosen = full[names]
-    return Answer(chosen, bound, finished, small.proves, small.size, time.monotonic() - tick)
+    return Answer(chosen, bound, finished, small.proves, small.size, job.clock() - tick)
 
 
 def main() -> None:
