@@ -327,6 +327,56 @@ def failing() -> dict[str, Any]:
     }
 
 
+@check
+def told_ops() -> dict[str, Any]:
+    """Who is told of which ops, at kernels and through a mode, and of none that the telling itself runs."""
+    import torch
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    from autoshard.exec.torch_xla_hook._ops import Ops, unseen
+
+    class Told(Ops):
+        def __init__(self, *kinds: str) -> None:
+            super().__init__(kinds)
+            self.before_them: list[str] = []
+            self.after_them: list[str] = []
+
+        def before(self, kind: str, turn: int, operands: Any) -> Any:
+            self.before_them.append(f"{kind} {turn}")
+            return [torch.clone(value) @ torch.eye(3, device="xla") for value in operands]
+
+        def after(self, kind: str, turn: int, results: Any) -> None:
+            self.after_them.append(f"{kind} {turn} {len(results)}")
+
+    x, bias = torch.rand(3, 3), torch.rand(3)
+    outer, inner, moded = (
+        Told("aten.mm.default"),
+        Told("aten.mm.default", "aten.addmm.default"),
+        Told("aten.tanh.default"),
+    )
+    here, b = x.to("xla"), bias.to("xla")
+    modes = []
+    with outer:
+        first = here @ here
+        with inner:
+            second = torch.addmm(b, first, here)
+            modes.append(_get_current_dispatch_mode() is not None)
+            with unseen():
+                second = second @ here
+        with moded:
+            modes.append(_get_current_dispatch_mode() is not None)
+            third = torch.tanh(second) @ here
+    third = third @ here  # no one is told
+    expected = torch.tanh(torch.addmm(bias, x @ x, x) @ x) @ x @ x
+    return {
+        "outer": [outer.before_them, outer.after_them],
+        "inner": [inner.before_them, inner.after_them],
+        "moded": moded.before_them,
+        "modes": modes,
+        "difference": difference(third, expected),
+    }
+
+
 def report(checks: dict[str, Check]) -> None:
     """Run the checks named on the command line, and print what each found as a line of JSON."""
     warnings.simplefilter("ignore")

@@ -6,13 +6,15 @@ is free to move the op's result instead, which can be much larger. So operands a
 
 import collections
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import itertools as it
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from autoshard.exec.torch_xla_hook._marks import annotated, constrain
-from autoshard.exec.torch_xla_hook._places import WITH_BIAS, Op, Ops, Place, is_value, nodes_between, unseen
+from autoshard.exec.torch_xla_hook._ops import WITH_BIAS, Ops
+from autoshard.exec.torch_xla_hook._places import Op, Place, nodes_between
 from autoshard.exec.torch_xla_hook._tensors import leaves, on_xla
 from autoshard.mlir import Flow, Value
 from autoshard.plan import Plan, Spec
@@ -156,7 +158,7 @@ class OpPins:
     """Shardings, ready-made, of what some ops take and make."""
 
     def __init__(self) -> None:
-        self._pins: dict[tuple[str, int, str], dict[int, tuple[tuple[int, ...], Sequence[Any]]]] = {}
+        self._pins: dict[tuple[str, int, str], list[tuple[int, tuple[int, ...], Sequence[Any]]]] = {}
         self.kinds: set[str] = set()
 
     def __bool__(self) -> bool:
@@ -164,47 +166,31 @@ class OpPins:
 
     def add(self, op: Op, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
         self.kinds.add(op.kind.removesuffix(WITH_BIAS))
-        self._pins.setdefault((op.kind, op.turn, place.what), {})[place.number] = shape, shardings
+        self._pins.setdefault((op.kind, op.turn, place.what), []).append((place.number, shape, shardings))
 
-    def of(self, kind: str, turn: int, what: str, values: Sequence[Any]) -> list[tuple[int, Any, Sequence[Any]]]:
+    def of(self, kind: str, turn: int, what: str, values: Sequence[Any]) -> Iterator[tuple[int, Any, Sequence[Any]]]:
         """Number, value and shardings of those values that are pinned; one of another shape is another value."""
-        pins = self._pins.get((kind, turn, what), _NONE)
-        return [
-            (number, values[number], shardings)
-            for number, (shape, shardings) in pins.items()
-            if number < len(values) and is_value(values[number]) and tuple(values[number].shape) == shape
-        ]
-
-
-_NONE: dict[Any, Any] = {}
+        for number, shape, shardings in self._pins.get((kind, turn, what), ()):
+            if number < len(values) and getattr(values[number], "shape", None) == shape:
+                yield number, values[number], shardings
 
 
 class PinnedOps(Ops):
     """Pins what ops take, for them alone, and what they make."""
 
     def __init__(self, pins: OpPins) -> None:
-        super().__init__()
+        super().__init__(pins.kinds)
         self._pins = pins
 
-    def tells(self, kind: str) -> bool:
-        return kind in self._pins.kinds
-
     def before(self, kind: str, turn: int, operands: Sequence[Any]) -> Sequence[Any]:
-        pinned = self._pins.of(kind, turn, "operand", operands)
-        if not pinned:
-            return operands
         given = list(operands)
-        with unseen():
-            for number, value, shardings in pinned:
-                given[number] = annotated(value, shardings)
+        for number, value, shardings in self._pins.of(kind, turn, "operand", operands):
+            given[number] = annotated(value, shardings)
         return given
 
     def after(self, kind: str, turn: int, results: Sequence[Any]) -> None:
-        pinned = self._pins.of(kind, turn, "result", results)
-        if pinned:
-            with unseen():
-                for _, value, shardings in pinned:
-                    constrain(value, shardings)
+        for _, value, shardings in self._pins.of(kind, turn, "result", results):
+            constrain(value, shardings)
 
 
 class CallPins:
@@ -235,7 +221,8 @@ class CallPins:
             if gradient is not None and tensor.requires_grad:
                 tensor.register_hook(lambda value, shardings=gradient: constrain(value, shardings))
         if self._nodes:
-            for number, node in enumerate(nodes_between(inputs, output)):
+            until = max(self._nodes) + 1
+            for number, node in enumerate(it.islice(nodes_between(inputs, output), until)):
                 if number in self._nodes:
                     PinnedOps(self._nodes[number]).around(node)
 
@@ -264,7 +251,10 @@ class ModulePins:
         if torch.compiler.is_compiling():
             return
         ops = self._calls[self._number % len(self._calls)].ops
-        self._running.append(PinnedOps(ops).__enter__() if ops else None)
+        running = PinnedOps(ops) if ops else None
+        if running is not None:
+            running.__enter__()
+        self._running.append(running)
 
     def _leave(self, module: Any, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():

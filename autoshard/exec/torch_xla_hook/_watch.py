@@ -8,7 +8,8 @@ from typing import Any
 from autoshard.exec._torch_plan import own_name
 from autoshard.exec.torch_xla_hook._capture import Known
 from autoshard.exec.torch_xla_hook._compiled import lazily
-from autoshard.exec.torch_xla_hook._places import Op, Ops, Place, is_value, nodes_between, unseen
+from autoshard.exec.torch_xla_hook._ops import Ops, unseen
+from autoshard.exec.torch_xla_hook._places import Op, Place, is_value, nodes_between
 from autoshard.exec.torch_xla_hook._tensors import handles, leaves, on_xla, pending, plain
 from autoshard.program import Role
 
@@ -161,7 +162,7 @@ class Watch:
         """Keep the value that the tensor has now: in-place ops may follow."""
         import torch
 
-        with torch.no_grad():
+        with torch.no_grad(), unseen():
             self.recorded[where] = tensor.detach().clone()
 
     def persistent(self) -> list[Any]:
@@ -215,10 +216,9 @@ class _RecordedOps(Ops):
         if not self._mine():
             return
         op = self._name(kind, turn)
-        with unseen():
-            for number, value in enumerate(values):
-                if is_value(value) and all(pending([value])):
-                    self._record(Place(op.module, op.call, what, number, op), value)
+        for number, value in enumerate(values):
+            if is_value(value) and all(pending([value])):
+                self._record(Place(op.module, op.call, what, number, op), value)
 
 
 def optimizer_state(optimizer: Any) -> Iterator[tuple[Any, str, Any]]:

@@ -1,0 +1,213 @@
+"""Being told of the ops that a call of a module, or a node of autograd, runs on the XLA device.
+
+A dispatch mode stands before every op that runs while it is there, and makes each of them several times slower. So
+PyTorch/XLA's kernels of the ops that plans pin most are stood in for: these cost something where they run alone. A mode
+is there for those calls and nodes only in which other ops are to be told of.
+"""
+
+import collections
+import contextlib
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+
+
+WITH_BIAS = " with bias"
+"""Ends the kind of what an op makes in the end that is a product and adds a bias to it."""
+
+_KERNELS = (
+    "addmm",
+    "baddbmm",
+    "bmm",
+    "cat",
+    "clone",
+    "convolution",
+    "convolution_backward",
+    "embedding",
+    "embedding_dense_backward",
+    "gather",
+    "index.Tensor",
+    "index_put",
+    "index_select",
+    "mm",
+    "mul.Scalar",
+    "scatter.src",
+    "scatter_add",
+)
+"""Ops whose kernels are stood in for. None takes a number for a tensor, which a kernel in Python could not hand on."""
+
+
+class Ops:
+    """Told of the ops of some kinds (of all, if None) that run on this thread while it is entered.
+
+    Copies of views are not counted, nor told: whether a view is made anew depends on what earlier steps did to its
+    base.
+    """
+
+    def __init__(self, kinds: Collection[str] | None = None) -> None:
+        self._kinds = kinds
+        self._turns: dict[str, int] = collections.defaultdict(int)
+        by_kernels = kinds is not None and _BY_KERNEL.issuperset(kinds)
+        self._mode = None if by_kernels else _Mode(self)
+
+    def __enter__(self) -> None:
+        self._turns.clear()
+        _thread.told.append(self)
+        if self._mode is not None:
+            self._mode.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+        _thread.told.remove(self)
+
+    def around(self, node: Any) -> None:
+        """Be entered whenever this node of autograd runs."""
+        node.register_prehook(lambda gradients: self.__enter__())
+        node.register_hook(lambda given, taken: self.__exit__())
+
+    def tells(self, kind: str) -> bool:
+        """Whether to be told of ops of this kind; the others run by themselves."""
+        return self._kinds is None or kind in self._kinds
+
+    def turn(self, kind: str) -> int:
+        """How many ops of this kind came before this one."""
+        turn = self._turns[kind]
+        self._turns[kind] += 1
+        return turn
+
+    def before(self, kind: str, turn: int, operands: Sequence[Any]) -> Sequence[Any]:
+        """What the op is given instead of these positional arguments. What is done here is told to no one."""
+        return operands
+
+    def after(self, kind: str, turn: int, results: Sequence[Any]) -> None:
+        """Be told what the op has made. What is done here is told to no one."""
+
+
+class _Mode(TorchDispatchMode):
+    """Tells of ops whose kernels are not stood in for."""
+
+    def __init__(self, ops: Ops) -> None:
+        super().__init__()
+        self._ops = ops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = _kind(func)
+        if kind is None or kind in _BY_KERNEL or not self._ops.tells(kind):
+            return func(*args, **(kwargs or {}))
+        turn = self._ops.turn(kind)
+        with unseen():
+            args = self._ops.before(kind, turn, args)
+        made = func(*args, **(kwargs or {}))
+        with unseen():
+            self._ops.after(kind, turn, _results(made))
+        return made
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.told: list[Ops] = []
+        """Who is entered, the innermost last."""
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """A context whose ops no one is told of."""
+    told, _thread.told = _thread.told, []
+    try:
+        with contextlib.nullcontext() if _get_current_dispatch_mode() is None else _disable_current_modes():
+            yield
+    finally:
+        _thread.told = told
+
+
+def stand_in() -> None:
+    """Stand in for PyTorch/XLA's kernels of some ops, until the process ends. Where no one is entered they just run."""
+    if _library:
+        return
+    library = torch.library.Library("aten", "IMPL")
+    _library.append(library)  # a library that is collected takes its kernels along
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that they replace others
+        for name in _KERNELS:
+            library.impl(name, _telling(name), "XLA")
+
+
+_library: list[Any] = []
+
+
+def _telling(name: str) -> Callable[..., Any]:
+    """PyTorch/XLA's kernel of an op, which tells all who are entered."""
+    kind = _kind_of(name)
+    kernel = torch.library.get_kernel(f"aten::{name}", "XLA").call_boxed
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.XLA)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        told = _thread.told
+        asking = [each for each in told if each.tells(kind)] if told else ()
+        if not asking:
+            return kernel(keys, *args, **kwargs)
+        _thread.told = []  # of what this op does in turn no one is told
+        try:
+            parts = None if kwargs else _bias_apart(kind, args)
+            if parts is None:
+                return _tell(asking, kind, functools.partial(kernel, keys), args, kwargs)
+            product, factors, bias = parts
+            made = _tell(asking, kind, product, factors, {})
+            return _tell(asking, kind + WITH_BIAS, torch.ops.aten.add.Tensor, (made, bias), {})
+        finally:
+            _thread.told = told
+
+    return run
+
+
+def _tell(asking: Sequence[Ops], kind: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run an op. What it takes is told to the innermost first, what it makes to the outermost."""
+    turns = [each.turn(kind) for each in asking]
+    for each, turn in zip(reversed(asking), reversed(turns), strict=True):
+        args = each.before(kind, turn, args)
+    made = run(*args, **kwargs)
+    for each, turn in zip(asking, turns, strict=True):
+        each.after(kind, turn, _results(made))
+    return made
+
+
+def _bias_apart(kind: str, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...], Any] | None:
+    """A product, what it takes, and the bias that is added to it, if this op is both.
+
+    What the product makes is to be held between the two: XLA would gather the bias spread over all of the result.
+    """
+    if kind == "aten.addmm.default":
+        bias, *factors = args
+        return torch.ops.aten.mm.default, tuple(factors), bias
+    if kind == "aten.convolution.default" and args[2] is not None:
+        taken, weight, bias, *how = args
+        spread = bias.reshape(-1, *[1] * (taken.dim() - 2))
+        return torch.ops.aten.convolution.default, (taken, weight, None, *how), spread
+    return None
+
+
+def _results(made: Any) -> Sequence[Any]:
+    return made if isinstance(made, (tuple, list)) else (made,)
+
+
+@functools.cache
+def _kind(func: Any) -> str | None:
+    """The name of an op's overload; None for copies of views."""
+    kind = str(func)
+    return None if kind.split(".")[1].endswith("_copy") else kind
+
+
+def _kind_of(name: str) -> str:
+    return f"aten.{name}" if "." in name else f"aten.{name}.default"
+
+
+_BY_KERNEL = frozenset(map(_kind_of, _KERNELS))
