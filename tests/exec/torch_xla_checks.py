@@ -328,6 +328,43 @@ def failing() -> dict[str, Any]:
 
 
 @check
+def moves() -> dict[str, Any]:
+    """Inputs that pass through the host while they are split; a training loop, and values that are read at once."""
+    import torch
+    import torch_xla.debug.metrics as metrics
+
+    from autoshard.exec.torch_xla_hook import _session
+
+    split, fetched, inputs = _session.split_inputs, [], []
+
+    def counted(taken: Any, decision: Any, *given: Any) -> Any:
+        before = (metrics.metric_data("InboundData") or (0,))[0]
+        found = split(taken, decision, *given)
+        fetched.append((metrics.metric_data("InboundData") or (0,))[0] - before)
+        inputs.append(sum(spec is not None and bool(spec.axes) for spec in decision.specs))
+        return found
+
+    _session.split_inputs = counted
+    found = shown(train(4))
+    plain = mlp(128).requires_grad_(False)
+    model = copy.deepcopy(plain).to("xla")
+    x, before, read, counts = torch.randn(64, 128), compiled(), [], []
+    for _ in range(3):
+        read.append(model(x.to("xla")).square().sum().item())
+        counts.append(compiled() - before)
+    _session.split_inputs = split
+    expected = plain(x).square().sum().item()
+    return {
+        **found,
+        "fetched": fetched,
+        "inputs_split": inputs,
+        "read": max(abs(value - expected) / expected for value in read),
+        "read_compiles": counts,
+        "read_parameters": [spec(p) for p in model.parameters()],
+    }
+
+
+@check
 def told_ops() -> dict[str, Any]:
     """Who is told of which ops, at kernels and through a mode, and of none that the telling itself runs."""
     import torch

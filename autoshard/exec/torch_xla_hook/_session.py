@@ -10,11 +10,12 @@ from typing import Any
 from autoshard.cost import Topology
 from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook._apply_plan import Applied
-from autoshard.exec.torch_xla_hook._capture import Capture, capture
+from autoshard.exec.torch_xla_hook._capture import capture
 from autoshard.exec.torch_xla_hook._here import live_mesh, mesh_here, topology_here
 from autoshard.exec.torch_xla_hook._marks import LiveMesh, mark
+from autoshard.exec.torch_xla_hook._moves import fits_whole, group_here, split_inputs
 from autoshard.exec.torch_xla_hook._pins import Pins
-from autoshard.exec.torch_xla_hook._planning import Decision, best_mesh, decide
+from autoshard.exec.torch_xla_hook._planning import best_mesh, decide
 from autoshard.exec.torch_xla_hook._reads import Reads
 from autoshard.exec.torch_xla_hook._replay import planned_proto, replay
 from autoshard.exec.torch_xla_hook._tensors import become, leaves, live_pending, on_xla, pending
@@ -94,24 +95,29 @@ class Session:
         roots = self._roots(watch)
         if watch.training and not watch.changed(roots):
             return  # a loss that is looked at in the middle of a step
-        if roots and self._plan(watch, roots):
-            xlac()._xla_sync_multi(roots, [], wait=False, sync_xla_data=True)
+        computed = self._plan(watch, roots) if roots else ()
+        if computed:
+            xlac()._xla_sync_multi([*computed], [], wait=False, sync_xla_data=True)
 
     def _roots(self, watch: Watch) -> list[Any]:
         kept = {id(tensor) for tensor in watch.recorded.values()}
         return [root for root in live_pending(watch.persistent()) if id(root) not in kept]
 
-    def _plan(self, watch: Watch, roots: Sequence[Any]) -> bool:
-        """Plan the pending graph, and make `roots` the results of its planned run. False if it could not be planned."""
+    def _plan(self, watch: Watch, roots: Sequence[Any]) -> Sequence[Any]:
+        """Plan the pending graph, and make `roots` the results of its planned run.
+
+        The tensors that this run computes: `roots` and what is split on the way; none if it could not be planned.
+        """
         self._seen |= self._current
         self._current = set()
         topology = topology_here()
         sizes = self.mesh or mesh_here()  # what is wrong with these, the user has to mend
+        group = group_here()
         mesh = None if sizes is None else live_mesh(topology, sizes)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
-                self._plan_pending(watch, roots, topology, mesh)
+                return self._plan_pending(watch, roots, topology, mesh, group)
         except Exception as error:  # whatever went wrong, the user's training goes on
             if os.environ.get(STRICT_VARIABLE, "0") not in ("", "0"):
                 raise
@@ -121,12 +127,13 @@ class Session:
                     f"autoshard: this step runs replicated, since it could not be planned: {reason}", stacklevel=3
                 )
             self.failed = True
-            return False
+            return ()
         finally:
             self.disarm()
-        return True
 
-    def _plan_pending(self, watch: Watch, roots: Sequence[Any], topology: str, mesh: LiveMesh | None) -> None:
+    def _plan_pending(
+        self, watch: Watch, roots: Sequence[Any], topology: str, mesh: LiveMesh | None, group: bool | None
+    ) -> Sequence[Any]:
         every = list(watch.recorded.items())
         waits = pending([tensor for _, tensor in every])  # what a script has read in between is computed already
         calls = [call for (call, _), waiting in zip(every, waits, strict=True) if waiting]
@@ -145,8 +152,9 @@ class Session:
         fixed = {} if replaces else self.applied.decided(taken)
         decision = decide(taken, topology, mesh, fixed)
         plan = decision.plan
-        self._place(taken, decision, mesh, replaces)
-        outputs = replay(planned_proto(taken, plan, mesh), taken.inputs)
+        group = fits_whole(taken, decision) if group is None else group
+        inputs, waiting = split_inputs(taken, decision, mesh, group, replaces)
+        outputs = replay(planned_proto(taken, plan, mesh), inputs)
         for root, output, result in zip(taken.roots, outputs, taken.program.results, strict=True):
             if result.shape:
                 mark(output, mesh.sharding(plan.results[result.name]))
@@ -158,20 +166,7 @@ class Session:
         log.info("planned %s: %s", plan.program_name, "; ".join(plan.words) or "everything is replicated")
         for sentence in decision.notes:
             log.warning("%s", sentence)
-
-    def _place(self, taken: Capture, decision: Decision, mesh: LiveMesh, replaces: bool) -> None:
-        """Split the graph's inputs as decided. What an inference plan has split before training, is split anew.
-
-        The user's tensors hold the split data from here on, but for those that the step gives a new value.
-        """
-        for number, (value, tensor, spec) in enumerate(zip(taken.inputs, taken.tensors, decision.specs, strict=True)):
-            if spec is None:
-                continue
-            if replaces and number in taken.split and mesh.write(spec) != taken.split[number]:
-                xlac()._xla_clear_sharding(value)
-            mark(value, mesh.sharding(spec))
-            if tensor is not None and not any(pending([tensor])):
-                become(tensor, value)
+        return [*roots, *waiting]
 
 
 def signature(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -1,0 +1,66 @@
+"""Splitting the inputs of a captured graph as its plan has them: all by the planned run itself, or one by one before.
+
+In a group nothing goes through the host, but until the run ends every device holds the whole inputs beside the step.
+"""
+
+import os
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.exec.torch_xla_hook._capture import Capture
+from autoshard.exec.torch_xla_hook._marks import LiveMesh, annotated, mark
+from autoshard.exec.torch_xla_hook._planning import Decision
+from autoshard.exec.torch_xla_hook._tensors import become, pending
+from autoshard.exec.torch_xla_hook._xlac import xlac
+
+
+GROUP_VARIABLE = "XLA_AUTO_USE_GROUP_SHARDING"
+
+_ANSWERS = {"1": True, "true": True, "0": False, "false": False}
+
+
+def group_here() -> bool | None:
+    """Whether `XLA_AUTO_USE_GROUP_SHARDING` asks for inputs to be split in a group; None if it says nothing.
+
+    Raises `UserError` for what is no answer.
+    """
+    text = os.environ.get(GROUP_VARIABLE, "").strip().lower()
+    if text and text not in _ANSWERS:
+        raise UserError(f"{GROUP_VARIABLE}={text} is no answer: set 1 to split parameters in a group, 0 one by one.")
+    return _ANSWERS.get(text)
+
+
+def fits_whole(taken: Capture, decision: Decision) -> bool:
+    """Whether a device has room for the whole inputs that are to be split, beside what the plan needs."""
+    whole = sum(
+        value.numel() * value.element_size()
+        for value, spec in zip(taken.inputs, decision.specs, strict=True)
+        if spec is not None
+    )
+    return whole + decision.plan.prediction.peak_bytes <= decision.plan.memory_limit_bytes
+
+
+def split_inputs(
+    taken: Capture, decision: Decision, mesh: LiveMesh, group: bool, replaces: bool
+) -> tuple[list[Any], list[Any]]:
+    """The graph's inputs, split as decided, and those of the user's tensors that the planned run is to compute.
+
+    The user's tensors hold the split data from here on, but for those that the step gives a new value. With `replaces`
+    inputs that an inference plan has split are split anew.
+    """
+    inputs: list[Any] = list(taken.inputs)
+    waiting: list[Any] = []
+    for number, (value, tensor, spec) in enumerate(zip(taken.inputs, taken.tensors, decision.specs, strict=True)):
+        if spec is None:
+            continue
+        is_so = taken.split.get(number) == mesh.write(spec)
+        if group and not is_so:
+            inputs[number] = annotated(value, [mesh.sharding(spec)])
+        else:
+            if replaces and number in taken.split and not is_so:
+                xlac()._xla_clear_sharding(value)
+            mark(value, mesh.sharding(spec))
+        if tensor is not None and not any(pending([tensor])):
+            become(tensor, inputs[number])
+            waiting.append(tensor)
+    return inputs, [tensor for tensor, waits in zip(waiting, pending(waiting), strict=True) if waits]
