@@ -172,7 +172,9 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument("name", metavar="NAME", help="an argument or result, as reports print it")
     explain.add_argument("--program", metavar="PROGRAM", help="where the program is now (default: where it was)")
     explain.add_argument("--entry", metavar="NAME", help="name in model.py (default: as it was)")
-    explain.add_argument("--time-limit", type=seconds, default=60.0, metavar="S", help="for solving (default: 60)")
+    explain.add_argument(
+        "--time-limit", type=seconds, default=60.0, metavar="S", help="of processor, to solve (default: 60)"
+    )
 
     report = _command(commands, "report", _commands.run_report, "show a plan that was saved")
     report.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")

@@ -73,8 +73,8 @@ def explain_plan(
     """Why argument or result `name` has its spec in a plan.
 
     The program is opened again where the plan says it came from, unless it is given. The plan's own choices are priced
-    once more; then for the eight most promising specs all other decisions are solved again (`time_limit` seconds in
-    all), the rest are priced with everything else as it is.
+    once more; then for the eight most promising specs all other decisions are solved again (`time_limit` seconds of
+    processor in all), the rest are priced with everything else as it is.
 
     Raises `UserError` for a name that the plan does not have, a plan without choices (made before they were kept, or
     by another version), and a program that is not the plan's.
