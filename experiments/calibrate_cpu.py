@@ -31,6 +31,7 @@ from held import held  # noqa: E402
 
 from autoshard.cost import Calibration, Collectives, Compute, Topology, load_calibration, make_mesh  # noqa: E402
 from autoshard.exec import ensure_devices  # noqa: E402
+from autoshard.exec._kept_memory import memory_kept  # noqa: E402
 
 
 DEVICES = 8
@@ -215,7 +216,7 @@ def main() -> None:
     ensure_devices(DEVICES)
     topology = Topology.parse(f"cpu:{DEVICES}")
     ready = benches()
-    with held(arguments.hold):
+    with held(arguments.hold), memory_kept():
         seconds = measured(ready)
     figures, edge = fit(seconds, topology)
     print(report(seconds, dataclasses.replace(load_calibration("cpu"), **figures), topology))

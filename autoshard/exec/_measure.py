@@ -18,6 +18,7 @@ from autoshard.exec._collectives import (
 )
 from autoshard.exec._devices import ensure_devices, place
 from autoshard.exec._hlo import module_name
+from autoshard.exec._kept_memory import memory_kept
 from autoshard.exec._profile import profiled
 from autoshard.exec._steps import PlannedStep, failure, first_arguments, host_copy
 from autoshard.exec._trace import CollectiveTimes, time_collectives
@@ -94,12 +95,13 @@ def measure(
     try:
         unplanned, skipped = _try_unplanned(program, plan, made) if check else (None, "")
         planned = PlannedStep(program, plan, made)
-        for step in range(warmup + steps):
-            elapsed, results = planned.run()
-            if step == 0 and unplanned is not None:
-                verdict = compare(program, [host_copy(value) for value in results], unplanned, tolerance, leaves)
-            if step >= warmup:
-                times.append(elapsed)
+        with memory_kept():
+            for step in range(warmup + steps):
+                elapsed, results = planned.run()
+                if step == 0 and unplanned is not None:
+                    verdict = compare(program, [host_copy(value) for value in results], unplanned, tolerance, leaves)
+                if step >= warmup:
+                    times.append(elapsed)
         if profile is not None:
             with profiled(profile):
                 planned.run()

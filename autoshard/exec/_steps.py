@@ -9,6 +9,7 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.exec._apply import Application
 from autoshard.exec._devices import place
+from autoshard.exec._kept_memory import memory_kept
 from autoshard.plan import Plan
 from autoshard.program import Program
 
@@ -116,15 +117,16 @@ def run_in_turn(
     before `rounds` when `seconds` have passed, after three rounds at the soonest.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
-        for _ in range(warmup):
-            step.run()
-    began = time.perf_counter()
-    for number in range(rounds):
-        for name in list(steps)[:: -1 if number % 2 else 1]:
-            times[name].append(steps[name].run()[0])
-        if number >= 2 and time.perf_counter() - began > seconds:
-            break
+    with memory_kept():
+        for step in steps.values():
+            for _ in range(warmup):
+                step.run()
+        began = time.perf_counter()
+        for number in range(rounds):
+            for name in list(steps)[:: -1 if number % 2 else 1]:
+                times[name].append(steps[name].run()[0])
+            if number >= 2 and time.perf_counter() - began > seconds:
+                break
     return times
 
 
