@@ -3,7 +3,7 @@
     python experiments/calibrate_cpu.py [--write] [--hold CMD]
 
 Eight devices of one process share the cores, so all of them run every benchmark at once: a matmul of each shape,
-additions that stream through memory, chains of collectives of every kind, size and group, and chains of small ops.
+additions that stream through memory, collectives of every kind, size and group, and chains of small ops.
 Prints what was measured beside what the fitted model says. `--write` puts the figures, with their source and today's
 date, into the `cpu` entry of the shipped calibration, and `mxu_edge` into the chip file. `--hold`: see `cpu_order.py`.
 """
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from held import held  # noqa: E402
 
 from autoshard.cost import Calibration, Collectives, Compute, Topology, load_calibration, make_mesh  # noqa: E402
+from autoshard.cost._collectives import _COPIES  # noqa: E402
 from autoshard.exec import ensure_devices  # noqa: E402
 from autoshard.exec._kept_memory import memory_kept  # noqa: E402
 
@@ -71,22 +72,22 @@ def compiled(body: Callable[..., Any], shapes: Sequence[tuple[int, ...]]) -> Run
     args = [jax.device_put(jnp.zeros((DEVICES, *shape)), NamedSharding(mesh, spec)) for shape in shapes]
 
     def local(*blocks: Any) -> Any:
-        return body(*(block[0] for block in blocks))[None]
+        return jax.tree.map(lambda x: x[None], body(*(block[0] for block in blocks)))
 
     step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    ready = step.lower(*args).compile()
+    ready = step.lower(*args).compile(compiler_options={"xla_disable_hlo_passes": "cpu-all-reduce-combiner"})
     return lambda: jax.block_until_ready(ready(*args))
 
 
 def collective(kind: str, axes: tuple[str, ...]) -> Callable[[Any], Any]:
-    """One collective as a function from a local array to one of the same shape."""
+    """One collective as a function of a local array."""
     import jax
 
     n = GROUPS[axes]
     if kind == "all-reduce":
         return lambda x: jax.lax.psum(x, axes)
     if kind == "all-gather":
-        return lambda x: jax.lax.optimization_barrier(jax.lax.all_gather(x, axes, tiled=True))[: x.shape[0]]
+        return lambda x: jax.lax.all_gather(x, axes, tiled=True)
     if kind == "all-to-all":
         return lambda x: jax.lax.all_to_all(x, axes, 0, 0, tiled=True)
     return lambda x: jax.lax.ppermute(x, axes, [(i, (i + 1) % n) for i in range(n)])
@@ -100,6 +101,20 @@ def chain(op: Callable[..., Any], count: int) -> Callable[..., Any]:
         for _ in range(count):
             x = jax.lax.optimization_barrier(op(x, *others))
         return x
+
+    return body
+
+
+def one_after_another(op: Callable[..., Any]) -> Callable[..., Any]:
+    """An op of each argument in turn: every one reads and writes memory that no other has just used, as in a step."""
+    import jax
+
+    def body(*xs: Any) -> Any:
+        found = []
+        for i, x in enumerate(xs):
+            x, *found[i - 1 :] = jax.lax.optimization_barrier((x, *found[i - 1 :])) if i else (x,)
+            found.append(op(x))
+        return found
 
     return body
 
@@ -120,7 +135,8 @@ def benches() -> list[Bench]:
     found.append(Bench(("small", 0), SMALL_OPS, compiled(chain(lambda a, b: a @ b, SMALL_OPS), [(8, 8)] * 2)))
     for kind, axes, size in it.product(KINDS, GROUPS, SIZES):
         local = size // 4 // (GROUPS[axes] if kind == "all-gather" else 1)
-        found.append(Bench((kind, axes, size), CHAIN, compiled(chain(collective(kind, axes), CHAIN), [(local,)])))
+        body = one_after_another(collective(kind, axes))
+        found.append(Bench((kind, axes, size), CHAIN, compiled(body, [(local,)] * CHAIN)))
     return found
 
 
@@ -152,27 +168,33 @@ def fit_matmuls(seconds: dict[tuple[Any, ...], float], topology: Topology) -> tu
     return spread[edge][1], edge
 
 
-def fit_collectives(seconds: dict[tuple[Any, ...], float], rate: float) -> dict[str, float]:
-    """Launch, time for each member of a group, bytes through memory for a byte: least squares on relative errors."""
+def fit_collectives(seconds: dict[tuple[Any, ...], float], rate: float) -> tuple[dict[str, float], dict[str, float]]:
+    """Figures, and copies of every kind where a gather makes one: least squares on relative errors.
+
+    The figures: launch, time for each member of a group, bytes through memory for a byte that a gather makes.
+    """
     from scipy.optimize import nnls
 
-    from autoshard.cost._collectives import _COPIES
-
     rows = [(what, s) for what, s in seconds.items() if what[0] in KINDS]
-    terms = np.array([[1.0, GROUPS[what[1]], _COPIES[what[0]] * what[2] / rate] for what, _ in rows])
+    traffic = [[what[2] / rate * (what[0] == kind) for kind in KINDS] for what, _ in rows]
+    terms = np.array([[1.0, GROUPS[what[1]], *each] for (what, _), each in zip(rows, traffic, strict=True)])
     took = np.array([s for _, s in rows])
-    launch, member, traffic = nnls(terms / took[:, None], np.ones(len(rows)))[0]
-    return {"collective_launch_s": launch, "hop_s": member, "shared_memory_traffic": traffic}
+    launch, member, *each = nnls(terms / took[:, None], np.ones(len(rows)))[0]
+    copies = {kind: amount / each[0] for kind, amount in zip(KINDS, each, strict=True)}
+    return {"collective_launch_s": launch, "hop_s": member, "shared_memory_traffic": each[0]}, copies
 
 
-def fit(seconds: dict[tuple[Any, ...], float], topology: Topology) -> tuple[dict[str, float], int]:
-    """The figures of the `cpu` entry that can be measured, and the chip's `mxu_edge`."""
+def fit(
+    seconds: dict[tuple[Any, ...], float], topology: Topology
+) -> tuple[dict[str, float], dict[str, float], int]:
+    """The figures of the `cpu` entry that can be measured, copies of every kind, and the chip's `mxu_edge`."""
     efficiency, edge = fit_matmuls(seconds, topology)
     streamed = [12.0 * what[1] / s for what, s in seconds.items() if what[0] == "add"]
     rate = statistics.median(streamed)
     figures = {"matmul_efficiency": efficiency, "memory_efficiency": rate / topology.memory_bytes_per_s}
     figures["op_overhead_s"] = seconds[("small", 0)]
-    return figures | fit_collectives(seconds, rate), edge
+    wire, copies = fit_collectives(seconds, rate)
+    return figures | wire, copies, edge
 
 
 def report(seconds: dict[tuple[Any, ...], float], calibration: Calibration, topology: Topology) -> str:
@@ -218,9 +240,11 @@ def main() -> None:
     ready = benches()
     with held(arguments.hold), memory_kept():
         seconds = measured(ready)
-    figures, edge = fit(seconds, topology)
+    figures, copies, edge = fit(seconds, topology)
     print(report(seconds, dataclasses.replace(load_calibration("cpu"), **figures), topology))
     print(*(f"{name} {value:.3g}" for name, value in figures.items()), sep="\n")
+    for kind, number in copies.items():
+        print(f"copies of an {kind}: {number:.3g} (the model has {_COPIES[kind]:g})")
     print(f"mxu_edge {edge} (the chip file has {topology.chip.mxu_edge})")
     if arguments.write:
         write(figures, edge)

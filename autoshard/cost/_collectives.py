@@ -17,7 +17,7 @@ Time of one collective = launch + sum over kinds of links, slowest outside, of m
   on a size reduced by the group outside of it: the gather starts with the slow links, where data is small.
 - All-reduce is a reduce-scatter and an all-gather.
 - Between threads of one process (CPU) a collective is a meeting of all its threads, which take turns on the cores
-  that they share, and then one or two copies (`_COPIES`) through main memory, which they share as well.
+  that they share, and then copies (`_COPIES`) through main memory, which they share as well.
 """
 
 import dataclasses
@@ -44,12 +44,13 @@ _LEVELS = ("network", "torus", "switch", "die", "memory")
 _COPIES: dict[str, float] = {
     "all-gather": 1.0,
     "reduce-scatter": 1.0,
-    "collective-permute": 1.0,
-    "all-to-all": 2.0,
-    "all-reduce": 2.0,
+    "collective-permute": 1.5,
+    "all-to-all": 4.0,
+    "all-reduce": 1.5,
 }
-"""Times that XLA's in-process collectives read and write the size: an all-reduce sums a share of it on every device
-and then spreads it, an all-to-all goes through a buffer (`experiments/calibrate_cpu.py` measures each)."""
+"""Times that XLA's in-process collectives read and write the size, as `experiments/calibrate_cpu.py` measures each on
+data that no cache holds, to halves: an all-reduce sums a share on every device and then spreads it, an all-to-all cuts
+its operand into one array for each device and joins them again."""
 
 
 GroupRates = tuple[NDArray[np.float64], list[tuple[NDArray[np.float64], NDArray[np.float64]]]]

@@ -59,10 +59,10 @@ def test_time_grows_with_bytes(group: tuple, kind: Kind, sizes: list[float]) -> 
 @given(groups(), st.floats(1, 1e12))
 def test_all_reduce_is_a_reduce_scatter_and_an_all_gather(group: tuple, size: float) -> None:
     wire, axes = group
-    if wire.mesh.topology.backend == "cpu":  # one meeting of the threads, and twice the copies
+    if wire.mesh.topology.backend == "cpu":  # one meeting of the threads, and half as much again to copy
         copied = wire.time("all-gather", axes, size) - wire.time("all-gather", axes, 0.0)
         assert wire.time("all-reduce", axes, size) == pytest.approx(
-            float(wire.time("all-gather", axes, 0.0) + 2 * copied), rel=1e-9
+            float(wire.time("all-gather", axes, 0.0) + 1.5 * copied), rel=1e-9
         )
         return
     parts = wire.time("reduce-scatter", axes, size) + wire.time("all-gather", axes, size)
