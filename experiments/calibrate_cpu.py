@@ -3,7 +3,8 @@
     python experiments/calibrate_cpu.py [--write] [--hold CMD]
 
 Eight devices of one process share the cores, so all of them run every benchmark at once: a matmul of each shape,
-additions that stream through memory, collectives of every kind, size and group, and chains of small ops.
+additions that stream through memory, collectives of every kind, size and group, gathers of either dim of a matrix, and
+chains of small ops.
 Prints what was measured beside what the fitted model says. `--write` puts the figures, with their source and today's
 date, into the `cpu` entry of the shipped calibration, and `mxu_edge` into the chip file. `--hold`: see `cpu_order.py`.
 """
@@ -12,6 +13,7 @@ import argparse
 import dataclasses
 import itertools as it
 import json
+import math
 import os
 import re
 import statistics
@@ -45,6 +47,7 @@ MATMULS = (
 )
 SIZES = (1 << 14, 1 << 18, 1 << 20, 1 << 22)
 KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+LAID_OUT, GATHER_OF = "gather of dim", ((256, 1024), (1024, 256), (512, 512))
 CHAIN, REPEATS = 8, 15
 ELEMENTS = (1 << 19, 1 << 20, 1 << 21)
 SMALL_OPS = 200
@@ -79,15 +82,15 @@ def compiled(body: Callable[..., Any], shapes: Sequence[tuple[int, ...]]) -> Run
     return lambda: jax.block_until_ready(ready(*args))
 
 
-def collective(kind: str, axes: tuple[str, ...]) -> Callable[[Any], Any]:
-    """One collective as a function of a local array."""
+def collective(kind: str, axes: tuple[str, ...], dim: int = 0) -> Callable[[Any], Any]:
+    """One collective as a function of a local array; a gather is along `dim`."""
     import jax
 
     n = GROUPS[axes]
     if kind == "all-reduce":
         return lambda x: jax.lax.psum(x, axes)
     if kind == "all-gather":
-        return lambda x: jax.lax.all_gather(x, axes, tiled=True)
+        return lambda x: jax.lax.all_gather(x, axes, axis=dim, tiled=True)
     if kind == "all-to-all":
         return lambda x: jax.lax.all_to_all(x, axes, 0, 0, tiled=True)
     return lambda x: jax.lax.ppermute(x, axes, [(i, (i + 1) % n) for i in range(n)])
@@ -137,6 +140,10 @@ def benches() -> list[Bench]:
         local = size // 4 // (GROUPS[axes] if kind == "all-gather" else 1)
         body = one_after_another(collective(kind, axes))
         found.append(Bench((kind, axes, size), CHAIN, compiled(body, [(local,)] * CHAIN)))
+    for shape, axes, dim in it.product(GATHER_OF, GROUPS, (0, 1)):
+        body = one_after_another(collective("all-gather", axes, dim))
+        shards = tuple(size // (GROUPS[axes] if d == dim else 1) for d, size in enumerate(shape))
+        found.append(Bench((LAID_OUT, axes, shape, dim), CHAIN, compiled(body, [shards] * CHAIN)))
     return found
 
 
@@ -184,9 +191,7 @@ def fit_collectives(seconds: dict[tuple[Any, ...], float], rate: float) -> tuple
     return {"collective_launch_s": launch, "hop_s": member, "shared_memory_traffic": each[0]}, copies
 
 
-def fit(
-    seconds: dict[tuple[Any, ...], float], topology: Topology
-) -> tuple[dict[str, float], dict[str, float], int]:
+def fit(seconds: dict[tuple[Any, ...], float], topology: Topology) -> tuple[dict[str, float], dict[str, float], int]:
     """The figures of the `cpu` entry that can be measured, copies of every kind, and the chip's `mxu_edge`."""
     efficiency, edge = fit_matmuls(seconds, topology)
     streamed = [12.0 * what[1] / s for what, s in seconds.items() if what[0] == "add"]
@@ -194,7 +199,18 @@ def fit(
     figures = {"matmul_efficiency": efficiency, "memory_efficiency": rate / topology.memory_bytes_per_s}
     figures["op_overhead_s"] = seconds[("small", 0)]
     wire, copies = fit_collectives(seconds, rate)
-    return figures | wire, copies, edge
+    again = [
+        (s - seconds[*what[:3], 0]) * rate / copied_bytes(what)
+        for what, s in seconds.items()
+        if what[0] == LAID_OUT and what[3]
+    ]
+    return figures | wire | {"relayout_traffic": statistics.median(again)}, copies, edge
+
+
+def copied_bytes(what: tuple[Any, ...]) -> float:
+    """Bytes of one device that a gather of an inner dim copies: the shard, and what was joined."""
+    _, axes, shape, dim = what
+    return dim * 4.0 * math.prod(shape) * (1.0 + 1.0 / GROUPS[axes])
 
 
 def report(seconds: dict[tuple[Any, ...], float], calibration: Calibration, topology: Topology) -> str:
@@ -206,6 +222,9 @@ def report(seconds: dict[tuple[Any, ...], float], calibration: Calibration, topo
             model = float(compute.dot_seconds(*what[1:], dtype="f32", size_bytes=0.0))
         elif what[0] in KINDS:
             model = float(wire.time(what[0], what[1], what[2]))
+        elif what[0] == LAID_OUT:
+            model = float(wire.time("all-gather", what[1], 4.0 * math.prod(what[2])))
+            model += float(compute.relayout_seconds(copied_bytes(what)))
         else:
             model = float(compute.op_seconds(0.0, 12.0 * what[1] or 768.0))
         errors.append(abs(model / took - 1.0))

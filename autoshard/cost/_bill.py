@@ -74,6 +74,7 @@ WORK: dict[str, Price] = {
     "sort": _sort,
     "launch": _launch,
     "stream": Compute.memory_seconds,
+    "relayout": Compute.relayout_seconds,
     "host": Compute.host_seconds,
 }
 """How each kind of work is priced: (compute, *amounts, **said) -> seconds of one execution."""

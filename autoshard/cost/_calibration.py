@@ -47,6 +47,8 @@ class Calibration:
     """Least time of one step between slices or islands."""
     shared_memory_traffic: float
     """Bytes through main memory for each byte of a collective between devices of one process."""
+    relayout_traffic: float
+    """Bytes through main memory for each byte that a gather writes in another order of dims; 0 where that is one op."""
     gather_max_group: int
     """Largest group of all devices of a 3-D torus for which the compiler emits an all-gather (see `gather_kind`)."""
     reduction_overlap: float

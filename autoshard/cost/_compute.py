@@ -133,6 +133,10 @@ class Compute:
             rate *= self.topology.chip.vmem_over_hbm_bandwidth
         return np.asarray(size_bytes, dtype=np.float64) / rate
 
+    def relayout_seconds(self, size_bytes: ArrayLike) -> NDArray[np.float64]:
+        """Time to write that many bytes in another order of dims (`Calibration.relayout_traffic`)."""
+        return self.memory_seconds(np.asarray(size_bytes, dtype=np.float64) * self.calibration.relayout_traffic)
+
     def host_seconds(self, size_bytes: ArrayLike) -> NDArray[np.float64]:
         """Time to move that many bytes of one device to or from its host's memory (all devices at once)."""
         chip = self.topology.chip

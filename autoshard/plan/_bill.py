@@ -40,8 +40,10 @@ def _streamed(model: Model, node: Node, choice: int) -> Iterator[Charge]:
 
 def _communication(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]:
     for move in model.moves:
-        if again := move_relayouts(model, move, choices):
-            yield Charge("launch", (), (float(again),), move.block, move.trips)
+        again = move_relayouts(model, move, choices)
+        for name, amount in (("launch", float(again.ops)), ("relayout", float(again.size))):
+            if amount:
+                yield Charge(name, (), (amount,), move.block, move.trips)
         for kind, axes, size, _ in move_steps(model, move, choices):
             hides = hiding_figures(model.collectives, Overlap(move.overlap), kind, axes)
             yield Charge(kind, (("axes", axes),), (size,), move.block, move.trips, hides)

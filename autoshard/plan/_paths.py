@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import KINDS, Collectives, Kind
+from autoshard.cost import KINDS, Collectives, Compute, Kind
 from autoshard.plan._model import EXPOSED, Path
 from autoshard.plan._overlap import Overlap, hidden_share
 from autoshard.plan._states import (
@@ -105,12 +105,12 @@ class PathPrices:
         charge_pairs(self._rules, shares, links, early, ends, sizes, _height(path), tables, first)
         names, order = list(self._links), np.argsort(first).tolist()
         found = {names[k]: tables[k].copy() for k in order if first[k] < np.iinfo(np.int64).max}
-        return self._laid_out(found, _counted_relayouts(path, self.collectives))
+        return self._laid_out(found, relayouts(path, self.collectives, compiled=True))
 
-    def _laid_out(self, found: dict[str, Seconds], again: NDArray[np.int64]) -> dict[str, Seconds]:
-        """With the time of what is laid out anew so often."""
+    def _laid_out(self, found: dict[str, Seconds], again: "Relayouts") -> dict[str, Seconds]:
+        """With the time of what is laid out anew."""
         if again.any():
-            found["compute"] = again.astype(np.float64) * self.collectives.calibration.op_overhead_s
+            found["compute"] = again.seconds(Compute(self.collectives.mesh.topology, self.collectives.calibration))
         return found
 
     def _hidden(self, overlap: Overlap, kind: Kind) -> Seconds:
@@ -163,27 +163,66 @@ def _height(path: Path) -> int:
     return max(1, _CHUNK // max(1, len(path.target)))
 
 
-def _counted_relayouts(path: Path, collectives: Collectives) -> NDArray[np.int64]:
-    """`relayouts`, compiled."""
-    from autoshard.plan._transition import count_relayouts
+@dataclasses.dataclass(frozen=True, slots=True)
+class Relayouts:
+    """What laying out anew takes in one execution of a path: single figures, or [rows, columns] of them."""
 
-    found = np.zeros((len(path.source), len(path.target)), dtype=np.int64)
-    last = len(path.factors) - 1
-    if collectives.mesh.topology.backend == "tpu" and last >= 1:
-        count_relayouts(np.ascontiguousarray(path.source), np.ascontiguousarray(path.target), last, found)
-    return found
+    ops: NDArray[np.int64]
+    """Ops of their own."""
+    size: NDArray[np.float64]
+    """Bytes written in another order of dims."""
+
+    def any(self) -> bool:
+        return bool(self.ops.any() or self.size.any())
+
+    def at(self, row: int, column: int) -> "Relayouts":
+        """Of one pair."""
+        return Relayouts(self.ops[row, column], self.size[row, column])
+
+    def seconds(self, compute: Compute) -> NDArray[np.float64]:
+        return self.ops * compute.calibration.op_overhead_s + compute.relayout_seconds(self.size)
 
 
-def relayouts(path: Path, collectives: Collectives) -> NDArray[np.int64]:
-    """[rows, columns] how many of a path's collectives leave a value that is laid out anew, by an op of its own.
+def relayouts(path: Path, collectives: Collectives, compiled: bool = False) -> Relayouts:
+    """What has to be laid out anew before and after a path's collectives; `compiled` is for many pairs.
 
     TPU compilers gather and scatter the outermost dim in memory: shards of the last dim, or of several dims at once,
     are put in place by a fusion of its own (ViT-L and T5-large on v5e:4x4: 0.6 and 1.4 more ops for each such weight
     in each pass over its layer than where one outer dim is split).
+
+    Between CPU devices a gather joins whole shards: along a dim that is not the outermost they are copied first so
+    that it is, and what was joined is copied back (seen in compiled decoders; 1 MB took 4 to 7 times as long).
     """
+    pairs = (len(path.source), len(path.target))
+    ops, size = np.zeros(pairs, dtype=np.int64), np.zeros(pairs)
+    if collectives.mesh.topology.backend == "cpu":
+        size = _copied(path, collectives.mesh.sizes)
+    elif collectives.mesh.topology.backend == "tpu" and len(path.factors) > 1:
+        ops = _compiled_fusions(path) if compiled else _moved_fusions(path)
+    return Relayouts(ops, size)
+
+
+def _copied(path: Path, axis_sizes: Sequence[int]) -> NDArray[np.float64]:
+    """[rows, columns] bytes of the shards and of what is gathered of them, for every gather of an inner dim."""
+    source, target = path.source[:, None, :], path.target[None, :, :]
+    gathered = np.where((source >= 0) & (target == WHOLE), source, WHOLE)
+    parts = np.array(axis_sizes)
+    local = [
+        size / np.where(path.source == dim, parts, 1).prod(axis=1)[:, None] for dim, size in enumerate(path.factors)
+    ]
+    found = np.zeros(gathered.shape[:2])
+    for dim in range(len(path.factors) - 1, 0, -1):  # the last dim first
+        joined = np.where(gathered == dim, parts, 1).prod(axis=2)
+        before = math.prod(local, start=np.float64(path.itemsize))
+        inner = (joined > 1) & (math.prod(local[:dim]) > 1)
+        found += np.where(inner, before * (1 + joined), 0.0)
+        local[dim] = local[dim] * joined
+    return found
+
+
+def _moved_fusions(path: Path) -> NDArray[np.int64]:
+    """[rows, columns] fusions that put shards of the last dim, or of several dims, in place."""
     last = len(path.factors) - 1
-    if collectives.mesh.topology.backend != "tpu" or last < 1:
-        return np.zeros((len(path.source), len(path.target)), dtype=np.int64)
     source, target = path.source[:, None, :], path.target[None, :, :]
     gathered = np.where((source >= 0) & (target == WHOLE), source, WHOLE)
     scattered = np.where((source <= PARTIAL) & (target >= 0), target, WHOLE)
@@ -192,6 +231,15 @@ def relayouts(path: Path, collectives: Collectives) -> NDArray[np.int64]:
         first = dims.max(axis=2)
         several = ((dims >= 0) & (dims != first[..., None])).any(axis=2)
         found += several | (first == last)
+    return found
+
+
+def _compiled_fusions(path: Path) -> NDArray[np.int64]:
+    """The same by the kernel."""
+    from autoshard.plan._transition import count_fusions
+
+    found = np.zeros((len(path.source), len(path.target)), dtype=np.int64)
+    count_fusions(np.ascontiguousarray(path.source), np.ascontiguousarray(path.target), len(path.factors) - 1, found)
     return found
 
 

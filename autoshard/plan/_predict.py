@@ -16,7 +16,7 @@ from autoshard.cost import Collectives
 from autoshard.plan._headroom import tight_seconds
 from autoshard.plan._model import EXPOSED, Channel, Model, Move, Path, link_names
 from autoshard.plan._overlap import Overlap, lanes
-from autoshard.plan._paths import path_steps, relayouts
+from autoshard.plan._paths import Relayouts, path_steps, relayouts
 from autoshard.plan._plan import Collective, Prediction
 from autoshard.plan._spec import Spec
 from autoshard.plan._states import States
@@ -170,8 +170,8 @@ class Passage:
 
     steps: tuple[Transfer, ...]
     """(kind, axes, bytes, seconds) of its collectives."""
-    relayouts: int
-    """How many of them leave a value that is laid out anew."""
+    relayouts: Relayouts
+    """What laying out anew takes beside them."""
 
 
 def move_steps(model: Model, move: Move, choices: NDArray[np.int64]) -> tuple[Transfer, ...]:
@@ -181,11 +181,11 @@ def move_steps(model: Model, move: Move, choices: NDArray[np.int64]) -> tuple[Tr
 
 def relayout_seconds(model: Model, move: Move, choices: NDArray[np.int64]) -> float:
     """Seconds in one step for laying out what a move brings."""
-    return move_relayouts(model, move, choices) * model.collectives.calibration.op_overhead_s * move.trips
+    return float(move_relayouts(model, move, choices).seconds(model.compute)) * move.trips
 
 
-def move_relayouts(model: Model, move: Move, choices: NDArray[np.int64]) -> int:
-    """How many of a move's collectives leave a value that is laid out anew."""
+def move_relayouts(model: Model, move: Move, choices: NDArray[np.int64]) -> Relayouts:
+    """What laying out anew takes in one execution of a move."""
     return _passage(model, move, choices).relayouts
 
 
@@ -220,7 +220,7 @@ def _passage_of(path: Path, collectives: Collectives) -> Passage:
         if size > 0:
             axes = tuple(list(collectives.mesh.axes)[a] for a in step.axes)
             found.append((step.kind, axes, size, float(collectives.time(step.kind, axes, size))))
-    return Passage(tuple(found), int(relayouts(path, collectives)[0, 0]))
+    return Passage(tuple(found), relayouts(path, collectives).at(0, 0))
 
 
 def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, int, str]]:

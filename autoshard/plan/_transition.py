@@ -275,8 +275,8 @@ def charge_pairs(rules, shares, links, early, ends, sizes, height, tables, first
 
 
 @njit(cache=True, nogil=True)
-def count_relayouts(source, target, last, found):
-    """Fills `found` [from, to] with what `relayouts` says."""
+def count_fusions(source, target, last, found):
+    """Fills `found` [from, to] with the fusions that `relayouts` counts."""
     for i in range(len(source)):
         for j in range(len(target)):
             for way in range(2):
