@@ -49,10 +49,11 @@ def test_no_mesh_is_better_and_every_bound_holds(name: str, topology: str) -> No
     for tried in plan.meshes:
         if tried.step_time_s is None and tried.bound_s is None:
             continue  # left out for its sizes
-        there = on(name, topology, tried.mesh).plan.prediction
+        alone = on(name, topology, tried.mesh).plan
+        there, rounding = alone.prediction, 0.5e-12 * (alone.provenance["nodes"] + alone.provenance["edges"])
         least = there.step_time_s if there.fits else float("inf")
         assert mine <= least / (1 - LEAST_GAIN) * (1 + 3e-3), tried.mesh
-        assert tried.bound_s is None or tried.bound_s <= least * (1 + 1e-9), tried.mesh
+        assert tried.bound_s is None or tried.bound_s <= least + rounding, tried.mesh
 
 
 @pytest.mark.parametrize(("name", "topology"), CASES)
