@@ -34,8 +34,7 @@ class Session:
 
     def __init__(self) -> None:
         self.plans: list[Plan] = []
-        self.mesh: dict[str, int] | None = None
-        """What the script says, or what was found to be best; otherwise the environment's."""
+        self._mesh: dict[str, int] | None = None
         self.applied = Applied()
         self.armed = False
         self.failed = False
@@ -45,6 +44,17 @@ class Session:
         self._seen: set[tuple[Any, ...]] = set()
         """Signatures of forward calls that are planned (or could not be)."""
         self._current: set[tuple[Any, ...]] = set()
+
+    @property
+    def mesh(self) -> dict[str, int] | None:
+        """What the script says, or what was found to be best; otherwise the environment's."""
+        return self._mesh
+
+    @mesh.setter
+    def mesh(self, sizes: dict[str, int] | None) -> None:
+        if sizes != self._mesh:
+            self.applied.batches.clear()  # new batches were split over axes that are no more
+        self._mesh = sizes
 
     def arm(self) -> None:
         """Watch from now on, until the next step boundary."""
