@@ -237,7 +237,8 @@ def test_validate_rebuilds_published_runs(tmp_path: Path):
 
 
 def test_diff_of_two_plans(folder: Path):
-    assert run("plan", "step.py", "--topology", "cpu:8", "--out", "other.json", cwd=folder).returncode == 0
+    command = ("plan", "step.py", "--topology", "cpu:8", "--mesh", "data=8", "--out", "other.json")
+    assert run(*command, cwd=folder).returncode == 0
     figures = json.loads(run("diff", "plan.json", "other.json", "--json", cwd=folder).stdout)
     assert figures["settings"]["mesh"] == {"first": "data=4,model=2", "second": "data=8"}
     assert "topology" not in figures["settings"]

@@ -133,7 +133,7 @@ def assert_same(found: Any, wanted: Any) -> None:
         ("attention", "data_parallel", {"attend": "[dataxmodel, -, -, -]"}),
         ("attention", "tensor_parallel", {"attend": "[data, model, -, -]", "attend_backward": "[data, model, -, -]"}),
         ("sums", "", {"product": "[data, model]"}),
-        ("sums", "fsdp", {"product": "[data, -]"}),
+        ("sums", "fsdp", {"product": "[dataxmodel, -]"}),
         ("kernel", "", {"blockwise": "[data, -]"}),
         ("kernel in a loop", "", {"blockwise": "[dataxmodel, -]"}),
         ("their own", "", {"theirs": "[dataxmodel, -]"}),
