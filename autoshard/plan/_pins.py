@@ -89,10 +89,19 @@ def stages(source: Sequence[int], target: Sequence[int], collectives: Collective
 
 
 def gather_stages(source: Sequence[int], target: Sequence[int], collectives: Collectives) -> Iterator[tuple[int, ...]]:
-    """States between two states of a value where a gather must go one axis at a time, last axis first."""
+    """States between two states of a value that is gathered over some axes.
+
+    What is also sliced is sliced first, or GSPMD may gather the whole of it ("involuntary full rematerialization");
+    where a gather must go one axis at a time, the last axis goes first.
+    """
+    now = list(source)
     gathered = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s >= 0 and t == WHOLE]
+    sliced = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s == WHOLE and t >= 0]
+    if gathered and sliced and not {source[a] for a in gathered} & {target[a] for a in sliced}:
+        for axis in sliced:
+            now[axis] = target[axis]
+        yield tuple(now)
     if len(gathered) > 1 and emitted_gather(collectives, gathered) is Emitted.STAGED:
-        now = list(source)
         for axis in reversed(gathered[1:]):
             now[axis] = WHOLE
             yield tuple(now)
