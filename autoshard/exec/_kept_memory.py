@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 
-# Parameters of `mallopt`, and the largest values that glibc gives the first two by itself (malloc/malloc.c, 2.36:
+# Parameters of `mallopt`, and the largest values that glibc gives the thresholds by itself (malloc/malloc.c, 2.36:
 # `DEFAULT_MMAP_THRESHOLD_MAX`, and twice that to trim).
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
-_KEPT = {_TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 64 << 20, _MMAP_THRESHOLD: 2**31 - 1, _MMAP_MAX: 0}
+_KEPT = {_TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 64 << 20, _MMAP_MAX: 0}
 _USUAL = {_TRIM_THRESHOLD: 64 << 20, _TOP_PAD: 0, _MMAP_THRESHOLD: 32 << 20, _MMAP_MAX: 65536}
 
 

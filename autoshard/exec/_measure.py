@@ -95,6 +95,9 @@ def measure(
     try:
         unplanned, skipped = _try_unplanned(program, plan, made) if check else (None, "")
         planned = PlannedStep(program, plan, made)
+        text = planned.compiled.as_text()
+        found = read_collectives(text, plan_mesh(plan))
+        times_of = None
         with memory_kept():
             for step in range(warmup + steps):
                 elapsed, results = planned.run()
@@ -102,14 +105,11 @@ def measure(
                     verdict = compare(program, [host_copy(value) for value in results], unplanned, tolerance, leaves)
                 if step >= warmup:
                     times.append(elapsed)
-        if profile is not None:
-            with profiled(profile):
-                planned.run()
-        text = planned.compiled.as_text()
-        found = read_collectives(text, plan_mesh(plan))
-        times_of = None
-        if timed_collectives:
-            times_of = time_collectives(planned.run, timed_collectives, module_name(text), found)
+            if profile is not None:
+                with profiled(profile):
+                    planned.run()
+            if timed_collectives:
+                times_of = time_collectives(planned.run, timed_collectives, module_name(text), found)
     except jax.errors.JaxRuntimeError as error:
         raise failure(plan, error) from error
 
