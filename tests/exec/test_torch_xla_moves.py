@@ -19,11 +19,12 @@ SETTINGS = ("", "1", "0")
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """By setting, what one process found."""
-    here = {"XLA_AUTO_SPMD_MESH": "4,2", "AUTOSHARD_STRICT": "1"}
-    return {
-        setting: run_checks("torch_xla_checks", "auto", "moves", XLA_AUTO_USE_GROUP_SHARDING=setting, **here)["moves"]
-        for setting in SETTINGS
-    }
+
+    def moves(setting: str) -> Any:
+        here = {"XLA_AUTO_SPMD_MESH": "4,2", "AUTOSHARD_STRICT": "1", "XLA_AUTO_USE_GROUP_SHARDING": setting}
+        return run_checks("torch_xla_inner_checks", "auto", "moves", **here)["moves"]
+
+    return {setting: moves(setting) for setting in SETTINGS}
 
 
 def test_a_group_is_split_by_the_step_itself_and_nothing_passes_through_the_host(found: dict[str, Any]):

@@ -4,28 +4,21 @@ XLA repeats a norm that stands as one op whole on every device: it expands it on
 program. While auto-sharding is on the lazy graph therefore has the sums and products, in every step.
 """
 
-import warnings
+import functools
 from typing import Any
+
+from autoshard.exec.torch_xla_hook._kernels import replace_kernels
 
 
 _ROUGH = ("torch.bfloat16", "torch.float16")
 """Types whose sums are made in float32."""
 
-_library: list[Any] = []
 
-
+@functools.cache
 def expand_norms() -> None:
     """Stand in for PyTorch/XLA's kernels of batch norm, until the process ends."""
-    import torch
-
-    if _library:
-        return
-    library = torch.library.Library("aten", "IMPL")
-    _library.append(library)  # a library that is collected takes its kernels along
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that they replace others
-        library.impl("native_batch_norm", native_batch_norm, "XLA")
-        library.impl("native_batch_norm_backward", native_batch_norm_backward, "XLA")
+    kernels = (native_batch_norm, native_batch_norm_backward)
+    replace_kernels({kernel.__name__: kernel for kernel in kernels})
 
 
 def native_batch_norm(

@@ -9,12 +9,13 @@ import collections
 import contextlib
 import functools
 import threading
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+
+from autoshard.exec.torch_xla_hook._kernels import replace_kernels
 
 
 WITH_BIAS = " with bias"
@@ -129,19 +130,10 @@ def unseen() -> Iterator[None]:
         _thread.told = told
 
 
+@functools.cache
 def stand_in() -> None:
     """Stand in for PyTorch/XLA's kernels of some ops, until the process ends. Where no one is entered they just run."""
-    if _library:
-        return
-    library = torch.library.Library("aten", "IMPL")
-    _library.append(library)  # a library that is collected takes its kernels along
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that they replace others
-        for name in _KERNELS:
-            library.impl(name, _telling(name), "XLA")
-
-
-_library: list[Any] = []
+    replace_kernels({name: _telling(name) for name in _KERNELS})
 
 
 def _telling(name: str) -> Callable[..., Any]:
