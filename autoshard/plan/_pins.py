@@ -66,7 +66,8 @@ def stages(source: Sequence[int], target: Sequence[int], collectives: Collective
     The first is what the op leaves, sums done: told only the end, the partitioner may gather operands, or compute the
     op split in another way; compilers that have a reduce-scatter still make one of the sum and the slice. Not if some
     of the axes are only summed over: then it would be one sum over all of them, so what is scattered is said at once.
-    Where only slices follow it is left free. Sums and gathers over all of many TPU devices go one axis at a time
+    Where only slices follow it is left free; where a gather follows, the slices are said before it, since GSPMD would
+    gather the whole sum. Sums and gathers over all of many TPU devices go one axis at a time
     (`emitted`).
     """
     now = [max(s, WHOLE) for s in source]
@@ -85,23 +86,20 @@ def stages(source: Sequence[int], target: Sequence[int], collectives: Collective
             yield tuple(now)
     elif now != list(target) and (summed or any(n >= 0 and n != t for n, t in zip(now, target, strict=True))):
         yield tuple(now)
+    left = {n for n, t in zip(now, target, strict=True) if n >= 0 and n != t}
+    ahead = [a for a in scattered if now[a] != target[a]]
+    if left and ahead and left.isdisjoint(target[a] for a in ahead):
+        for axis in ahead:
+            now[axis] = target[axis]
+        yield tuple(now)
     yield from gather_stages(now, target, collectives)
 
 
 def gather_stages(source: Sequence[int], target: Sequence[int], collectives: Collectives) -> Iterator[tuple[int, ...]]:
-    """States between two states of a value that is gathered over some axes.
-
-    What is also sliced is sliced first, or GSPMD may gather the whole of it ("involuntary full rematerialization");
-    where a gather must go one axis at a time, the last axis goes first.
-    """
-    now = list(source)
+    """States between two states of a value where a gather must go one axis at a time, last axis first."""
     gathered = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s >= 0 and t == WHOLE]
-    sliced = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s == WHOLE and t >= 0]
-    if gathered and sliced and not {source[a] for a in gathered} & {target[a] for a in sliced}:
-        for axis in sliced:
-            now[axis] = target[axis]
-        yield tuple(now)
     if len(gathered) > 1 and emitted_gather(collectives, gathered) is Emitted.STAGED:
+        now = list(source)
         for axis in reversed(gathered[1:]):
             now[axis] = WHOLE
             yield tuple(now)
