@@ -3,8 +3,8 @@
     python experiments/calibrate_cpu.py [--write] [--hold CMD]
 
 Eight devices of one process share the cores, so all of them run every benchmark at once: a matmul of each shape,
-additions that stream through memory, collectives of every kind, size and group, gathers of either dim of a matrix, and
-chains of small ops.
+additions that stream through memory, collectives of every kind, size and group, all-reduces after matmuls, gathers of
+either dim of a matrix, and chains of small ops.
 Prints what was measured beside what the fitted model says. `--write` puts the figures, with their source and today's
 date, into the `cpu` entry of the shipped calibration, and `mxu_edge` into the chip file. `--hold`: see `cpu_order.py`.
 """
@@ -47,6 +47,7 @@ MATMULS = (
 )
 SIZES = (1 << 14, 1 << 18, 1 << 20, 1 << 22)
 KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+WORK, MEETING, ROWS, WIDTH = "work", "all-reduce after work", (128, 256, 512), 256
 LAID_OUT, GATHER_OF = "gather of dim", ((256, 1024), (1024, 256), (512, 512))
 CHAIN, REPEATS = 8, 15
 ELEMENTS = (1 << 19, 1 << 20, 1 << 21)
@@ -140,6 +141,13 @@ def benches() -> list[Bench]:
         local = size // 4 // (GROUPS[axes] if kind == "all-gather" else 1)
         body = one_after_another(collective(kind, axes))
         found.append(Bench((kind, axes, size), CHAIN, compiled(body, [(local,)] * CHAIN)))
+    for rows in ROWS:
+        shapes = [(rows, WIDTH), (WIDTH, WIDTH)]
+        found.append(Bench((WORK, rows), CHAIN, compiled(chain(lambda x, w: x @ w, CHAIN), shapes)))
+        for axes in GROUPS:
+            meet = collective("all-reduce", axes)
+            body = chain(lambda x, w, meet=meet: meet(x @ w), CHAIN)
+            found.append(Bench((MEETING, axes, rows), CHAIN, compiled(body, shapes)))
     for shape, axes, dim in it.product(GATHER_OF, GROUPS, (0, 1)):
         body = one_after_another(collective("all-gather", axes, dim))
         shards = tuple(size // (GROUPS[axes] if d == dim else 1) for d, size in enumerate(shape))
@@ -178,7 +186,9 @@ def fit_matmuls(seconds: dict[tuple[Any, ...], float], topology: Topology) -> tu
 def fit_collectives(seconds: dict[tuple[Any, ...], float], rate: float) -> tuple[dict[str, float], dict[str, float]]:
     """Figures, and copies of every kind where a gather makes one: least squares on relative errors.
 
-    The figures: launch, time for each member of a group, bytes through memory for a byte that a gather makes.
+    The figures: launch, time for each member of a group, bytes through memory for a byte that a gather makes. Launch
+    and bytes are told from collectives that follow each other. A meeting costs more after work, whose threads do not
+    end together: the time of a member is what is left of all-reduces after matmuls that take all devices 1 to 3 ms.
     """
     from scipy.optimize import nnls
 
@@ -186,8 +196,13 @@ def fit_collectives(seconds: dict[tuple[Any, ...], float], rate: float) -> tuple
     traffic = [[what[2] / rate * (what[0] == kind) for kind in KINDS] for what, _ in rows]
     terms = np.array([[1.0, GROUPS[what[1]], *each] for (what, _), each in zip(rows, traffic, strict=True)])
     took = np.array([s for _, s in rows])
-    launch, member, *each = nnls(terms / took[:, None], np.ones(len(rows)))[0]
+    launch, _, *each = nnls(terms / took[:, None], np.ones(len(rows)))[0]
     copies = {kind: amount / each[0] for kind, amount in zip(KINDS, each, strict=True)}
+    met = [what for what in seconds if what[0] == MEETING]
+    extra = np.array([seconds[what] - seconds[WORK, what[2]] for what in met])
+    copied = np.array([what[2] * WIDTH * 4.0 for what in met]) * each[KINDS.index("all-reduce")] / rate
+    members = np.array([[GROUPS[what[1]]] for what in met], dtype=np.float64)
+    (member,), _ = nnls(members, extra - copied - launch)
     return {"collective_launch_s": launch, "hop_s": member, "shared_memory_traffic": each[0]}, copies
 
 
@@ -222,6 +237,11 @@ def report(seconds: dict[tuple[Any, ...], float], calibration: Calibration, topo
             model = float(compute.dot_seconds(*what[1:], dtype="f32", size_bytes=0.0))
         elif what[0] in KINDS:
             model = float(wire.time(what[0], what[1], what[2]))
+        elif what[0] == WORK:
+            model = float(compute.dot_seconds(what[1], WIDTH, WIDTH, dtype="f32", size_bytes=0.0))
+        elif what[0] == MEETING:
+            model = float(compute.dot_seconds(what[2], WIDTH, WIDTH, dtype="f32", size_bytes=0.0))
+            model += float(wire.time("all-reduce", what[1], 4.0 * what[2] * WIDTH))
         elif what[0] == LAID_OUT:
             model = float(wire.time("all-gather", what[1], 4.0 * math.prod(what[2])))
             model += float(compute.relayout_seconds(copied_bytes(what)))
