@@ -9,6 +9,7 @@ from autoshard.cost import Compute
 from autoshard.graph import IN, MATMULS, OUT, FactorKind, Op, OpGraph, Rule
 from autoshard.plan._halos import even_halos, extended_elements
 from autoshard.plan._handling import whole_factors
+from autoshard.plan._residency import Residency
 from autoshard.plan._states import PARTIAL, WHOLE, Seconds, States, enumerate_states, local_elements, relabel
 
 
@@ -28,7 +29,9 @@ def heavy_states(graph: OpGraph, op: Op, axes: Sequence[int], backend: str) -> S
     return states[even_halos(op, states, axes)]
 
 
-def heavy_seconds(graph: OpGraph, op: Op, states: States, axes: Sequence[int], compute: Compute) -> Seconds:
+def heavy_seconds(
+    graph: OpGraph, op: Op, states: States, axes: Sequence[int], compute: Compute, residency: Residency
+) -> Seconds:
     """Roofline time of one execution in every state: local matrix work against local memory traffic."""
     if op.kind in MOVES_ONLY:
         return np.zeros(len(states))
@@ -44,7 +47,7 @@ def heavy_seconds(graph: OpGraph, op: Op, states: States, axes: Sequence[int], c
         if not record.shape:
             continue
         local = local_elements(factor_states(states, dims), record.shape, axes) if dims else record.elements
-        size = size + local * (record.bytes // max(1, record.elements))
+        size = size + residency.streamed(tensor, local * (record.bytes // max(1, record.elements)))
     if op.kind == "gather" and op.rule is not None:
         size = size + _burst_waste(graph, op, states, axes, compute)
     if op.opaque is not None and op.opaque.traffic and op.rule is not None:

@@ -15,6 +15,7 @@ from autoshard.plan._handling import inner_collectives
 from autoshard.plan._heavy import MOVES_ONLY, heavy_seconds, heavy_states
 from autoshard.plan._model import EXPOSED, HOST, Channel, MemoryTerm, Node, link_names
 from autoshard.plan._refine import Refinement
+from autoshard.plan._residency import Residency
 from autoshard.plan._states import WHOLE, Seconds, States, enumerate_states, local_elements, relabel
 from autoshard.program import Program, Role
 
@@ -38,6 +39,7 @@ class NodePricer:
         self.mesh, self.memory_limit = mesh, memory_limit
         self.collectives = Collectives(mesh, calibration)
         self.compute = Compute(mesh.topology, calibration)
+        self.residency = Residency(graph, liveness, mesh.topology.chip)
         self.axes = list(mesh.axes.values())
         self.names = list(mesh.axes)
         self.link_of = link_names(mesh)
@@ -102,7 +104,8 @@ class NodePricer:
         time: dict[Channel, Seconds] = {}
         for block, items in traffic.items():
             for away, what in ((False, "compute"), (True, HOST)):
-                moved = [local[t] * trips for t, trips in items if (t in self.liveness.hosted) == away]
+                read = [(t, trips) for t, trips in items if (t in self.liveness.hosted) == away]
+                moved = [self.residency.streamed(t, local[t]) * trips for t, trips in read]
                 if moved:
                     rate = self.compute.host_seconds if away else self.compute.memory_seconds
                     time[(block, what)] = rate(sum(moved, np.zeros(states)))
@@ -119,7 +122,7 @@ class NodePricer:
     def softmax_seconds(self, softmax: Softmax, again: np.ndarray, local: Mapping[int, Seconds]) -> Seconds:
         """Time of a softmax beside its matmuls, in every state."""
         whole, other = (
-            sum((times * local[t] for t, times in form.moved), np.zeros(len(again)))
+            sum((times * self.residency.streamed(t, local[t]) for t, times in form.moved), np.zeros(len(again)))
             for form in (softmax.whole, softmax.again)
         )
         return self.compute.memory_seconds(np.where(again, other, whole)) * self.graph.trips(softmax.loop)
@@ -211,7 +214,7 @@ class NodePricer:
         if self.refinement is not None and op.rule is not None:
             states = states[self.refinement.apart(states, self.factor_group_sizes(op))]
         trips = self.graph.trips(op.loop)
-        seconds = heavy_seconds(self.graph, op, states, self.axes, self.compute) * trips
+        seconds = heavy_seconds(self.graph, op, states, self.axes, self.compute, self.residency) * trips
         time: dict[Channel, Seconds] = {(op.loop, "compute"): seconds}
         inner = tuple(inner_collectives(self.graph, op, states, self.axes, backend))
         inner += own_collectives(self.graph, op, states, self.collectives)

@@ -73,7 +73,7 @@ class _Pricer(NodePricer):
         )
         return Model(
             self.program, self.graph, self.structure, self.liveness, self.mesh, self.collectives, self.compute,
-            tuple(self.nodes), tuple(self.moves), cluster_node, op_node, copies, fixed,
+            self.residency, tuple(self.nodes), tuple(self.moves), cluster_node, op_node, copies, fixed,
         )  # fmt: skip
 
     def add_moves(self, cluster_node: Sequence[int], op_node: dict[int, int]) -> dict[tuple[int, int], int]:

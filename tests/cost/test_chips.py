@@ -48,6 +48,7 @@ def test_a_file_of_ones_own(tmp_path: pathlib.Path) -> None:
         ({"hbm_gb": 16}, "", "mine.json has the unknown key hbm_gb; a chip file has"),
         ({"hbm_gb": 16}, "hbm_bytes", "misses hbm_bytes and has the unknown key hbm_gb"),
         ({"hbm_bytes": 1.5}, "", "hbm_bytes is 1.5, expected a whole number >= 0"),
+        ({"cores_per_chip": 0}, "", "cores_per_chip is 0, expected at least 1"),
         ({"memory_bytes_per_s": "fast"}, "", "memory_bytes_per_s is 'fast', expected a number"),
         ({"peak_flops_per_s": {"bf16": 1}}, "", "peak_flops_per_s has bf16, expected bf16, f32, int8, fp8"),
     ],

@@ -29,9 +29,9 @@ PATTERNS: dict[str, dict[str, Any]] = {
 }
 
 
-def model(depth: int, **pattern: Any) -> Model:
+def model(depth: int, mesh: str = "data=2,model=4", **pattern: Any) -> Model:
     program = train_program("layers", layered(depth, width=256, batch=32, seq=128, **pattern), "train")
-    return made.model_of(program, "v5e:2x4", "data=2,model=4", LIMIT)
+    return made.model_of(program, "v5e:2x4", mesh, LIMIT)
 
 
 def shared(of: Model) -> Repeats:
@@ -89,7 +89,7 @@ def test_names_do_not_matter() -> None:
 
 
 def test_lifted_messages_bound_the_whole_as_closely() -> None:
-    whole = model(8)
+    whole = model(8, "data=2,seq=2,model=2")
     repeats = shared(whole)
     weights = normalise(even_weights(whole))
     small = narrow(build_network(repeats, weights, None, kept_of(repeats, None)))

@@ -14,13 +14,14 @@ from jax import lax
 from autoshard.cost import Collectives, Compute, Mesh, Topology, make_mesh
 from autoshard.errors import UserError
 from autoshard.exec import Application, measure, read_collectives, wire_by_axis
-from autoshard.graph import Op, OpGraph, read_graph
+from autoshard.graph import Op, OpGraph, analyse, read_graph
 from autoshard.plan import Pin, Plan, Region, Spec, make_plan
 from autoshard.plan._halos import halo_exchanges, split_in_space
 from autoshard.plan._heavy import heavy_seconds, heavy_states, result_states
 from autoshard.plan._model import Path
 from autoshard.plan._paths import path_steps
 from autoshard.plan._regions import region_of
+from autoshard.plan._residency import Residency
 from autoshard.plan._states import WHOLE
 from autoshard.plan._store import plan_from_json, plan_to_json
 from autoshard.program import Program, trace
@@ -316,7 +317,9 @@ def test_a_convolution_split_over_few_features_wastes_the_matrix_unit() -> None:
     _, graph, op = found(case)
     assert op.rule is not None
     states = heavy_states(graph, op, [8], "tpu")
-    seconds = heavy_seconds(graph, op, states, [8], Compute(Topology.parse("v5p:2x2x2")))
+    topology = Topology.parse("v5p:2x2x2")
+    residency = Residency(graph, analyse(graph), topology.chip)
+    seconds = heavy_seconds(graph, op, states, [8], Compute(topology), residency)
     by_factor = {int(s[0]): float(t) for s, t in zip(states, seconds, strict=True)}
     (features,), (height,) = op.rule.results[0][1], op.rule.results[0][2]
     assert by_factor[height] < by_factor[WHOLE] / 5
