@@ -40,7 +40,8 @@ class Chip:
 
     Rates are per chip. `link_oneway_bytes_per_s` is one direction of one ICI link (TPU) or all NVLinks of one GPU
     together. `cores_per_chip` counts units that share `vmem_bytes`, each of which has its part of it to itself; two of
-    them may be one device. `usable_bytes_per_device` is what a program may allocate (0: a share of the machine's memory).
+    them may be one device. `usable_bytes_per_device` is what a program may allocate (0: a share of the machine's
+    memory).
     `small_shapes` are the shapes below one cube (or all shapes, for a 2-D torus); `cube_edge` 4 means that larger
     shapes are built of whole 4x4x4 cubes.
     """
@@ -96,15 +97,8 @@ def chip_from_dict(data: Mapping[str, Any], origin: str) -> Chip:
             f"chip file {origin} {' and '.join(parts)}; a chip file has exactly the keys {', '.join(fields)}"
         )
     values = dict(data)
-    for name in (
-        "devices_per_chip",
-        "hbm_bytes",
-        "usable_bytes_per_device",
-        "torus_dims",
-        "cube_edge",
-        "max_chips",
-        "cores_per_chip",
-    ):
+    counts = ("devices_per_chip", "cores_per_chip", "torus_dims", "cube_edge", "max_chips")
+    for name in (*counts, "hbm_bytes", "usable_bytes_per_device"):
         if not isinstance(values[name], int) or values[name] < 0:
             raise UserError(f"chip file {origin}: {name} is {values[name]!r}, expected a whole number >= 0")
     for name in ("devices_per_chip", "cores_per_chip"):

@@ -11,7 +11,7 @@ from autoshard.graph import Liveness, OpClass, OpGraph
 
 
 RESERVED = 16 << 20
-"""Bytes of on-chip memory that a running kernel takes for its blocks: libtpu's default. Cores of v2 to v4 have no more."""
+"""Bytes of on-chip memory that a running kernel takes for its blocks: libtpu's default, and all that v2 to v4 have."""
 
 
 LASTING = 32
@@ -23,11 +23,11 @@ class Residency:
     """What of a program's values an accelerator keeps in on-chip memory, by how finely they are split.
 
     TPU compilers leave a value on the chip until its last use if what is written meanwhile fits there too. Of what
-    fusions write in ResNet-50 and in loops of decoders, T5 and ViT (v5e with 128 MiB, libtpu 0.0.51) all was there where
-    less than 128 MB followed, and nearly nothing where more than 256 MB did, whatever its size; what a loop carries or
-    saves was not. What follows a value is held to be split as finely as the value is, which makes a share of it (local
-    bytes over all) a bound that is known before any spec is. Values that look alike are treated alike, so that layers
-    that repeat have the same prices.
+    fusions write in ResNet-50 and in loops of decoders, T5 and ViT (v5e with 128 MiB, libtpu 0.0.51) nearly all was
+    there where less than 128 MB followed, and little where more than 256 MB did, whatever its size; what a loop carries
+    or saves was not. What follows a value is held to be split as finely as the value is, which makes a share of it
+    (local bytes over all) a bound that is known before any spec is. Values that look alike are treated alike, so that
+    layers that repeat have the same prices.
     """
 
     def __init__(self, graph: OpGraph, liveness: Liveness, chip: Chip) -> None:

@@ -28,9 +28,9 @@ def best_mesh(taken: Capture, topology: str) -> dict[str, int]:
 def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Spec]) -> Decision:
     """Plan a captured graph. `fixed` are specs by argument that an earlier plan gave, or an earlier step.
 
-    Arguments that the user has split keep their marks. Where a plan that splits nothing is the fastest, as for small steps
-    on CPU devices, the fastest baseline that splits something is taken: a split is what was asked for. Data of one shape and dtype gets one spec, since of a batch
-    that is moved later nobody can tell which of them it will be.
+    Arguments that the user has split keep their marks. Where a plan that splits nothing is the fastest, as for small
+    steps on CPU devices, the fastest baseline that splits something is taken: a split was asked for. Data of one shape
+    and dtype gets one spec, since of a batch that is moved later nobody can tell which of them it will be.
     """
     arguments = taken.program.arguments
     pins: dict[str, Spec] = {arguments[number].name: spec for number, spec in fixed.items()}
