@@ -52,6 +52,8 @@ def test_upstreams_training(found: dict[str, Any]):
     training = found["upstream_training"]
     assert training["compiles"][-1] <= 3 and training["compiles"][2:] == training["compiles"][-1:] * 3
     assert any(split(text) for text in [training["data"], *training["parameters"]])
+    # Eight threads of one machine take longer to meet than each of them to compute all of it.
+    assert any(said.startswith("with nothing split a step is predicted to take") for said in training["warnings"])
 
 
 def test_what_a_policy_refuses():

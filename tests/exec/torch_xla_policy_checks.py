@@ -178,7 +178,12 @@ def upstream_training() -> dict[str, Any]:
         updater.step()
         xm.mark_step()
         counts.append(compiled() - before)
-    return {"compiles": counts, "data": spec(data), "parameters": [spec(p) for p in net.parameters()]}
+    return {
+        "compiles": counts,
+        "data": spec(data),
+        "parameters": [spec(p) for p in net.parameters()],
+        "warnings": plans()[-1].warnings,
+    }
 
 
 if __name__ == "__main__":
