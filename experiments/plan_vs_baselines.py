@@ -3,15 +3,22 @@
 python experiments/plan_vs_baselines.py [NAME ...]
 """
 
+import contextlib
 import json
+import re
+import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 
 HERE = Path(__file__).parent
 OUT = HERE / "results" / "plan_vs_baselines.md"
+
+SAMPLE_S = 0.1
+"""Seconds between two looks at the memory taken."""
 
 ROWS = [
     # name, mode, batch, sequence, remat, topology, mesh
@@ -26,20 +33,37 @@ ROWS = [
 
 
 def run(name: str, options: list[str]) -> dict:
-    """`autoshard plan hf:NAME OPTIONS --json` in a process of its own; with its wall and CPU seconds and peak bytes."""
+    """`autoshard plan hf:NAME OPTIONS --json` on its own; with wall and CPU seconds, and peak bytes of all."""
     command = [sys.executable, "-m", "autoshard", "plan", f"hf:{name}", *options, "--json", "--quiet"]
-    # The largest resident size of this one process, in KiB, from a parent of its own.
-    code = (
-        "import resource, subprocess, sys; r = subprocess.run(sys.argv[1:]); "
-        "u = resource.getrusage(resource.RUSAGE_CHILDREN); "
-        "print(u.ru_maxrss, u.ru_utime + u.ru_stime, file=sys.stderr); sys.exit(r.returncode)"
-    )
-    start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
-    *said, used = done.stderr.strip().splitlines()
-    kib, cpu = used.split()
-    seen = {"wall": time.monotonic() - start, "cpu": float(cpu), "rss": int(kib) * 1024}
-    return seen | (json.loads(done.stdout) if done.returncode == 0 else {"error": said[-1] if said else "failed"})
+    before, start, most = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), 0
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err)
+        while process.poll() is None:
+            most = max(most, resident(process.pid))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SAMPLE_S)
+        wall, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+        out.seek(0)
+        err.seek(0)
+        answer, said = out.read(), err.read()
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    seen = {"wall": wall, "cpu": used, "rss": most}
+    lines = said.strip().splitlines()
+    return seen | (json.loads(answer) if process.returncode == 0 else {"error": lines[-1] if lines else "failed"})
+
+
+def resident(root: int) -> int:
+    """Resident bytes of a process and all that it started; pages that several share count for each."""
+    parents, sizes = {}, {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):  # it has just ended
+            fields = dict(re.findall(r"^(PPid|VmRSS):\s+(\d+)", status.read_text(), re.MULTILINE))
+            parents[int(status.parent.name)] = int(fields["PPid"])
+            sizes[int(status.parent.name)] = 1024 * int(fields.get("VmRSS", 0))
+    family = {root}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    return sum(sizes.get(pid, 0) for pid in family)
 
 
 def main() -> None:

@@ -19,10 +19,12 @@ from autoshard.cli._input import (
     start_devices,
 )
 from autoshard.cli._output import print_json, print_rich, show_progress
+from autoshard.cli._process import start_helpers
 from autoshard.errors import UserError
 
 
 if TYPE_CHECKING:
+    from autoshard.crew import Crew
     from autoshard.plan import PlanResult
     from autoshard.program import Program
     from autoshard.report import Progress
@@ -37,9 +39,9 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
         check_writable(flag, path)
     # Planning never touches an accelerator: without this JAX would look for one, and wait for it.
     need_no_accelerator()
-    with show_progress(arguments) as progress:
+    with start_helpers() as crew, show_progress(arguments) as progress:
         began = time.perf_counter()
-        result, traced = _planned(arguments, progress)
+        result, traced = _planned(arguments, progress, crew)
         from autoshard.plan import save_plan
 
         offered = result.candidates if arguments.candidates > 1 else ()
@@ -68,7 +70,7 @@ def _out_files(out: Path | None, count: int) -> list[Path]:
     return [out, *(out.with_name(f"{out.stem}.{number}{out.suffix}") for number in range(2, count + 1))]
 
 
-def _planned(arguments: argparse.Namespace, progress: "Progress") -> tuple["PlanResult", float]:
+def _planned(arguments: argparse.Namespace, progress: "Progress", crew: "Crew") -> tuple["PlanResult", float]:
     """The plan, and the seconds that tracing took."""
     traced = 0.0
 
@@ -82,7 +84,7 @@ def _planned(arguments: argparse.Namespace, progress: "Progress") -> tuple["Plan
         traced += time.perf_counter() - began
         return program
 
-    options = plan_options(arguments) | {"candidates": arguments.candidates, "progress": progress}
+    options = plan_options(arguments) | {"candidates": arguments.candidates, "progress": progress, "crew": crew}
     if arguments.remat == "auto":
         from autoshard.plan import plan_variants
 

@@ -3,19 +3,18 @@
 import atexit
 import gc
 
+from autoshard.crew import Crew, helpers_here
+from autoshard.process import collect_seldom
+
 
 _own = False
 
 
 def settle() -> None:
-    """Say that this process is the command's own: collect garbage seldom, and none at the end.
-
-    Imports and graphs of ops live until the end, so looking through them again and again finds nothing: that was a
-    quarter of the CPU time of planning a model.
-    """
+    """Say that this process is the command's own: collect garbage seldom, and none at the end."""
     global _own
     _own = True
-    gc.set_threshold(100_000, 50, 100)
+    collect_seldom()
     atexit.register(gc.freeze)  # registered first, so it runs last
 
 
@@ -31,3 +30,8 @@ def settle_worker() -> None:
     """Both, for a process that a command starts."""
     settle()
     settle_imports()
+
+
+def start_helpers() -> Crew:
+    """A helper process for each further core, which imports what it needs while this one still traces."""
+    return Crew(helpers_here(), "autoshard.plan._warm:ready") if _own else Crew()

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from autoshard.program import Program
 
 
+PATIENCE_S = 3.0
+"""Seconds of work after which helper processes are started: a small program is planned by then."""
+
+
 def plan(
     program: "Program | str",
     *,
@@ -51,21 +55,25 @@ def plan(
     Raises `UserError` for bad input, such as a pin that cannot hold, and `InfeasibleError` when no plan keeps within
     the memory limit.
     """
+    from autoshard.crew import Crew, helpers_here
     from autoshard.plan import make_plan, parameter_specs, read_asked
     from autoshard.program import open_source
 
     if isinstance(program, str):
         program = open_source(program)
-    return make_plan(
-        program,
-        topology=topology,
-        mesh=mesh,
-        memory_limit=memory_limit,
-        time_limit=time_limit,
-        seed=seed,
-        progress=progress,
-        save_problem=None,
-        asked=read_asked(pins, replicate, forbid, axis_only, None if pin_from is None else parameter_specs(pin_from)),
-        refine_axes=refine_axes,
-        calibration=calibration,
-    ).plan
+    asked = read_asked(pins, replicate, forbid, axis_only, None if pin_from is None else parameter_specs(pin_from))
+    with Crew(helpers_here(), "autoshard.plan._warm:ready", PATIENCE_S) as crew:
+        return make_plan(
+            program,
+            topology=topology,
+            mesh=mesh,
+            memory_limit=memory_limit,
+            time_limit=time_limit,
+            seed=seed,
+            progress=progress,
+            save_problem=None,
+            asked=asked,
+            refine_axes=refine_axes,
+            calibration=calibration,
+            crew=crew,
+        ).plan

@@ -7,18 +7,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from autoshard.cost import Fit, Mesh, Topology, learned_fit, load_calibration, make_mesh, parse_mesh, said_of_fit
+from autoshard.crew import Crew
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan._asked import Asked
 from autoshard.plan._demands import check_regions, program_mesh
 from autoshard.plan._infeasible import explain_infeasible
-from autoshard.plan._meshes import MeshBest, MeshSearch, splits_batch
+from autoshard.plan._meshes import MeshSearch
 from autoshard.plan._plan import MeshTried, Plan
 from autoshard.plan._portfolio import Contender, PlanCandidate, contender, elsewhere, further, met, pick
 from autoshard.plan._predict import predict
-from autoshard.plan._reading import read_program
+from autoshard.plan._reading import Reading, read_program
 from autoshard.plan._refine import find_refinement
 from autoshard.plan._search import Found, Infeasible
 from autoshard.plan._searcher import Outcome, Phases, Searcher
+from autoshard.plan._trial import MeshBest, Trials, splits_batch
 from autoshard.plan._write import WhenAsked, Writer
 from autoshard.program import Program, Role
 from autoshard.solver import write_contest
@@ -70,12 +72,14 @@ def make_plan(
     candidates: int = 1,
     calibration: bool | Fit = True,
     kept: bool = False,
+    crew: Crew | None = None,
 ) -> PlanResult:
     """Choose a sharding for every tensor; see `autoshard.plan` for the arguments, `read_asked` for `asked`.
 
     `save_problem` writes the Problem whose bound is certified, in the contest's format. `candidates` is how many plans
     to offer at most, ours the first; each further one must differ from the others in what it spends its time on. With
     `kept` the program's ops come from the cache on disk where they are there. `calibration` may be a fit made before.
+    With a `crew` its helpers take part; the plan is the same without.
     """
     phases = Phases(progress)
     parsed = Topology.parse(topology)
@@ -89,8 +93,10 @@ def make_plan(
     figures = learned.calibration if learned else load_calibration(parsed.chip)
     phases.start("extract", "reading the program's ops and their sharding rules")
     reading = read_program(program, parsed.backend, kept)
-    asked = asked or Asked()
-    search_on = Searcher(program, reading, asked, memory_limit, seed, phases, figures)
+    asked, crew = asked or Asked(), crew or Crew()
+    crew.progress = phases.progress
+    _share(crew, program, reading)
+    search_on = Searcher(program, reading, asked, memory_limit, seed, phases, figures, crew)
     given = given_mesh(parsed, mesh, program_mesh(reading.graph, parsed.num_devices))
     searched = _search(search_on, parsed, given, time_limit, refine_axes)
     best, found = searched.best, searched.best.found
@@ -132,6 +138,19 @@ def make_plan(
     return PlanResult(plan, phases.wall, completed, offered)
 
 
+def _share(crew: Crew, program: Program, reading: Reading) -> None:
+    """What all prices refer to. What runs the program cannot be sent, and is not needed to plan it."""
+    sent = dataclasses.replace(program, fn=_stays_here, args=(), make_args=None, source=None)
+    crew.share("program", program, sent)
+    for name in ("graph", "structure", "liveness"):
+        crew.share(name, getattr(reading, name))
+    crew.share("reading", reading)
+
+
+def _stays_here(*args: object) -> None:
+    raise RuntimeError("a helper cannot run the program")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Searched:
     """What the searches came to."""
@@ -154,16 +173,16 @@ def _search(
     graph = reading.graph
     if given is None:
         phases.start("meshes", f"looking for the mesh of {topology.num_devices} devices")
-        looked = MeshSearch(
+        trials = Trials(
             search_on.program,
             reading,
             search_on.asked,
             search_on.memory_limit,
             time_limit,
             search_on.seed,
-            phases.progress,
             search_on.calibration,
-        ).run(topology)
+        )
+        looked = MeshSearch(trials, phases.progress).run(topology, search_on.crew)
         chosen = looked.model.mesh
     else:
         looked, chosen = None, given

@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from autoshard.cost import Mesh
 from autoshard.plan._asked import Required
 from autoshard.plan._build import Weights
-from autoshard.plan._meshes import MeshBest, mesh_text
+from autoshard.plan._meshes import mesh_text
 from autoshard.plan._model import Model
 from autoshard.plan._plan import Plan
 from autoshard.plan._predict import Outcome
 from autoshard.plan._search import Candidate, Found, make_candidate, within_memory
 from autoshard.plan._solve import Terms, solve_within
+from autoshard.plan._trial import MeshBest
 from autoshard.solver import Solution
 from autoshard.units import format_bytes
 

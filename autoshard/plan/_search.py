@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.crew import Crew, Stopped
 from autoshard.plan._asked import Required
 from autoshard.plan._baselines import Baseline
 from autoshard.plan._build import Weights, kept_of
@@ -77,6 +79,7 @@ def search(
     progress: Callable[[str], None],
     required: Required | None = None,
     known: NDArray[np.int64] | None = None,
+    crew: Crew | None = None,
 ) -> Found:
     """The best plan within the memory limit that keeps what is `required`.
 
@@ -84,19 +87,16 @@ def search(
     themselves are completed without it.
     """
     required = required or Required({}, {})
-    start = processor_seconds()
+    crew = crew or Crew()
+    start = crew.processor_seconds()
     weights: Weights = normalise(even_weights(model))
-    named = {}
     repeats = find_repeats(model)
     if repeats is not None:
         progress(f"layers repeat: {len(repeats.nodes)} of {len(model.nodes)} decisions are unlike")
     # Every baseline, and then every weighting, begins with what is found for all alternatives.
     messages = first_messages(repeats or model, weights) if baselines else None
-    for baseline in baselines:
-        left = max(1.0, BASELINES_SHARE * time_limit - (processor_seconds() - start))
-        candidate = complete(model, baseline, weights, memory_limit, left, seed, messages, repeats)
-        if candidate is not None:
-            named[baseline.name] = candidate
+    completing = Completing(model, weights, memory_limit, seed, messages, repeats)
+    named = complete_all(completing, baselines, start + BASELINES_SHARE * time_limit, crew)
     fitting = [c for c in named.values() if c.fits and required.holds(c.choices)]
     if known is not None:
         outcome = evaluate(model, known)
@@ -106,7 +106,7 @@ def search(
     for candidate in fitting:
         weighing.add_choice(candidate.outcome)
     climb = Climb(model, weighing, min(fitting, key=_rank, default=None), messages, repeats)
-    climb.run(memory_limit, time_limit - (processor_seconds() - start), seed, progress, required)
+    climb.run(memory_limit, time_limit - (crew.processor_seconds() - start), seed, progress, required)
     if climb.best is None or climb.certified is None:
         raise Infeasible(climb.certified)
     if climb.best.tight_s > GOOD_ENOUGH * climb.best.outcome.step_time_s:
@@ -173,9 +173,10 @@ class Climb:
         required: Required,
         beat_s: float = math.inf,
         good_enough: float = GOOD_ENOUGH,
+        stop: threading.Event | None = None,
     ) -> None:
         """Until the bound meets the best choice within `good_enough`, cannot be raised, or says that none takes less
-        than `beat_s`."""
+        than `beat_s`. Raises `Stopped` after `stop` is set."""
         start = processor_seconds()
         weighing = self.weighing
         weights = weighing.following(0.0) or weighing.weights
@@ -186,8 +187,10 @@ class Climb:
             hint = self.best.choices if self.best is not None else None
             share = max(2.0, left / (2 if self.rounds == 1 else 3))
             allowed = required.allowed
-            terms = Terms(memory_limit, share, seed, hint, allowed, self.messages)
+            terms = Terms(memory_limit, share, seed, hint, allowed, self.messages, stop=stop)
             solved = solve_within(self.model, weights, terms, self.repeats)
+            if stop is not None and stop.is_set():
+                raise Stopped
             self.messages = solved.messages
             lower = solved.solution.lower_bound * 1e-12
             if lower > weighing.bound_s or self.certified is None:
@@ -252,34 +255,45 @@ class Infeasible(Exception):
         self.solved = solved
 
 
-def complete(
-    model: Model,
-    baseline: Baseline,
-    weights: Weights,
-    memory_limit: int,
-    time_limit: float,
-    seed: int,
-    messages: Messages | None = None,
-    repeats: Repeats | None = None,
-) -> Candidate | None:
-    """A baseline with everything it leaves open chosen by the solver, alike in what repeats; within the limit if that
-    is possible."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Completing:
+    """What it takes to complete baselines."""
 
-    def completed(limit: int | None) -> Candidate | None:
-        terms = Terms(limit, time_limit, seed, None, baseline.allowed, messages, free_first=False)
-        solved = None if repeats is None else solve_tied(repeats, weights, terms)
+    model: Model
+    weights: Weights
+    memory_limit: int
+    seed: int
+    messages: Messages | None
+    """To begin with, of `repeats` if there are any."""
+    repeats: Repeats | None
+
+    def complete(self, baseline: Baseline, time_limit: float) -> Candidate | None:
+        """A baseline with everything it leaves open chosen by the solver, alike in what repeats; within the limit if
+        that is possible."""
+        free = self._completed(baseline, None, time_limit)
+        fits = free is not None and free.fits
+        if fits or least_bytes(self.model, kept_of(self.model, baseline.allowed)) > self.memory_limit:
+            return free
+        limited = self._completed(baseline, self.memory_limit, time_limit)
+        # A baseline that cannot fit is shown all the same, with what it would take.
+        return limited if limited is not None and limited.fits else free
+
+    def _completed(self, baseline: Baseline, limit: int | None, time_limit: float) -> Candidate | None:
+        terms = Terms(limit, time_limit, self.seed, None, baseline.allowed, self.messages, free_first=False)
+        solved = None if self.repeats is None else solve_tied(self.repeats, self.weights, terms)
         if solved is None:
-            alone = terms if repeats is None else dataclasses.replace(terms, messages=None)
-            solved = solve_within(model, weights, alone)
-        return make_candidate(model, baseline.name, solved, memory_limit)
+            alone = terms if self.repeats is None else dataclasses.replace(terms, messages=None)
+            solved = solve_within(self.model, self.weights, alone)
+        return make_candidate(self.model, baseline.name, solved, self.memory_limit)
 
-    free = completed(None)
-    fits = free is not None and free.fits
-    if fits or least_bytes(model, kept_of(model, baseline.allowed)) > memory_limit:
-        return free
-    limited = completed(memory_limit)
-    # A baseline that cannot fit is shown all the same, with what it would take.
-    return limited if limited is not None and limited.fits else free
+
+def complete_all(
+    completing: Completing, baselines: Sequence[Baseline], until: float, crew: Crew
+) -> dict[str, Candidate]:
+    """Every baseline that can be completed, by its name; with little time each after `until` (of the crew's clock)."""
+    crew.share("completing", completing)
+    found = crew.map(completing.complete, baselines, lambda each: (each, max(1.0, until - crew.processor_seconds())))
+    return {each.name: done for each, done in zip(baselines, found, strict=True) if done is not None}
 
 
 def make_candidate(model: Model, name: str, solved: Solved, memory_limit: int) -> Candidate | None:

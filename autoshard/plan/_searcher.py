@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Mesh
+from autoshard.crew import Crew
 from autoshard.plan._asked import Asked, Required, require
 from autoshard.plan._baselines import Baseline, baselines
 from autoshard.plan._model import Model
@@ -62,9 +63,10 @@ class Searcher:
         seed: int,
         phases: Phases,
         calibration: Calibration,
+        crew: Crew,
     ) -> None:
         self.program, self.reading, self.asked, self.calibration = program, reading, asked, calibration
-        self.memory_limit, self.seed, self.phases = memory_limit, seed, phases
+        self.memory_limit, self.seed, self.phases, self.crew = memory_limit, seed, phases, crew
 
     def mesh(self, mesh: Mesh, time_limit: float) -> Outcome:
         """On a mesh as it was asked for, with baselines."""
@@ -100,7 +102,7 @@ class Searcher:
         self.phases.start("solve", f"solving {len(model.nodes)} decisions with {count} alternatives")
         try:
             found = search(
-                model, named, self.memory_limit, time_limit, self.seed, self.phases.progress, required, known
+                model, named, self.memory_limit, time_limit, self.seed, self.phases.progress, required, known, self.crew
             )
         except Infeasible as error:
             return Outcome(model, required, error)

@@ -1,6 +1,7 @@
 """Solving one weighting: narrowed first where it is large, and with what repeats shared."""
 
 import dataclasses
+import threading
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +81,8 @@ class Terms:
     """To begin with in a large model."""
     free_first: bool = True
     """Whether it is solved without the memory limit first: an optimum that fits is one with it."""
+    stop: threading.Event | None = None
+    """Ends it early, with whatever there is, when it is set."""
 
     def left(self, began: float) -> "Terms":
         """With what is left of the time limit, which began then."""
@@ -144,6 +147,7 @@ def _solve_narrowed(model: Decisions, weights: Weights, enforced: int | None, te
         iterations=ROUNDS,
         seed=terms.seed,
         hint=None if hint is None else _places(kept, hint),
+        stop=terms.stop,
         clock=processor_seconds,
     )
     if narrowed is not None and not narrowed.complete:

@@ -3,6 +3,8 @@
 python -m autoshard.plan._warm
 """
 
+import importlib
+
 import numpy as np
 
 from autoshard.cost import Collectives, Topology, make_mesh
@@ -10,6 +12,7 @@ from autoshard.plan._model import Path, link_names
 from autoshard.plan._overlap import Overlap
 from autoshard.plan._paths import PathPrices
 from autoshard.plan._states import WHOLE
+from autoshard.solver._warm import warm as solver_warm
 
 
 def warm() -> None:
@@ -18,6 +21,13 @@ def warm() -> None:
     whole, split = np.array([[WHOLE, WHOLE]]), np.array([[0, 1]])
     path = Path((256, 256), split, whole, (256, 256), whole, split, 2, 2)
     PathPrices(Collectives(mesh), link_names(mesh)).compiled(path, Overlap.NONE)
+
+
+def ready() -> None:
+    """Loads what pricing and solving take, in a process that has nothing else to do yet."""
+    importlib.import_module("autoshard.plan._trial")
+    solver_warm()
+    warm()
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ Pickled jobs come in on its stdin, pickled answers go out on its stdout.
 import dataclasses
 import math
 import os
-import pathlib
 import pickle
-import subprocess
 import sys
 import threading
 
 import numpy as np
 
+from ..process import start_python
 from ._clock import Clock
 from ._flat import Flat
 from ._graph import Graph, Ints
@@ -57,13 +56,7 @@ class Worker:
     """The process, and the thread that waits for its answer."""
 
     def __init__(self, graph: Graph, names: list[int], flat: Flat):
-        # Not `-m`: the records would then belong to `__main__` and could not be read back here.
-        command = [sys.executable, "-c", f"from {__name__} import main; main()"]
-        here = str(pathlib.Path(__file__).parents[2])
-        path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
-        )
+        self._process = start_python(__name__)
         self._answer: Answer | None = None
         self._thread: threading.Thread | None = None
         self._first: tuple | None = (graph, names, flat)

@@ -2,12 +2,16 @@
 
 import functools
 import math
+import os
+import signal
+import threading
 from typing import Any
 
 import pytest
 
 import autoshard
 from autoshard.cost import Topology, candidate_meshes, load_calibration
+from autoshard.crew import Crew
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan import Plan, PlanResult, make_plan, read_asked
 from autoshard.plan._asked import Asked
@@ -16,9 +20,11 @@ from autoshard.plan._reading import read_program
 from autoshard.plan._refine import LEAST_GAIN
 from autoshard.plan._search import Climb
 from autoshard.plan._store import plan_to_json
+from autoshard.plan._trial import Trials
 from autoshard.program import trace
 from tests.graph.programs import f32
 from tests.plan import programs as made
+from tests.test_crew import nap, wait_for_helpers
 
 
 CASES = [("mlp", "cpu:8"), ("wide mlp", "v5e:4x4"), ("decoder", "v5e:2x4"), ("mlp", "v5p:2x2x2*2")]
@@ -83,6 +89,33 @@ def test_equal_input_gives_equal_bytes() -> None:
     assert plan_to_json(again) == plan_to_json(searched("wide mlp", "v5e:4x4"))
 
 
+@pytest.mark.parametrize("helpers", [1, 2])
+def test_helpers_do_not_change_the_plan(helpers: int) -> None:
+    options: dict[str, Any] = {"topology": "v5e:2x4", "mesh": "auto", "refine_axes": False, "time_limit": math.inf}
+    lines: list[str] = []
+    with Crew(helpers, "autoshard.plan._warm:ready") as crew:
+        wait_for_helpers(crew)
+        before = crew.jobs_helped
+        helped = make_plan(made.program("decoder"), **options, crew=crew, progress=lines.append)
+    assert crew.jobs_helped > before and not any("helper" in line for line in lines)
+    assert plan_to_json(helped.plan) == plan_to_json(searched("decoder", "v5e:2x4"))
+
+
+def test_a_helper_that_dies_does_not_change_the_plan() -> None:
+    options: dict[str, Any] = {"topology": "v5e:4x4", "mesh": "auto", "refine_axes": False, "time_limit": math.inf}
+    lines: list[str] = []
+    with Crew(1, "autoshard.plan._warm:ready") as crew:
+        wait_for_helpers(crew)
+        (helper,) = set(crew.map(nap, [0.1] * 4, lambda seconds: (seconds,))) - {os.getpid()}
+        os.kill(helper, signal.SIGSTOP)  # it takes a job, and is killed with it
+        killer = threading.Timer(1.0, os.kill, (helper, signal.SIGKILL))
+        killer.start()
+        made_without = make_plan(made.program("wide mlp"), **options, crew=crew, progress=lines.append)
+        killer.join()
+    assert "a helper process failed (it was ended by signal 9); its work is done here" in lines
+    assert plan_to_json(made_without.plan) == plan_to_json(searched("wide mlp", "v5e:4x4"))
+
+
 def test_auto_looks_whatever_the_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_AUTO_SPMD_MESH", "8")
     assert autoshard.plan(made.program("mlp"), topology="cpu:8").meshes == ()
@@ -132,16 +165,16 @@ def test_a_limit_that_no_choice_can_keep_is_seen_before_anything_is_solved(monke
     program = made.program("mlp")
     topology = Topology.parse("cpu:8")
     reading, figures = read_program(program, topology.backend), load_calibration(topology.chip)
-    search = MeshSearch(program, reading, Asked(), 4000, 10.0, 0, lambda line: None, figures)
+    trials = Trials(program, reading, Asked(), 4000, 10.0, 0, figures)
     monkeypatch.setattr(Climb, "run", lambda *_: pytest.fail("solved"))
-    chosen = search.run(topology)
+    chosen = MeshSearch(trials, lambda line: None).run(topology, Crew())
     assert chosen.choices is None and all(tried.step_time_s is None for tried in chosen.tried)
     assert {t.verdict for t in chosen.tried} == {"chosen", "no plan on it fits"}
 
 
 def test_meshes_that_are_not_solved_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     full = {tried.mesh: tried for tried in searched("wide mlp", "v5e:4x4").meshes}
-    monkeypatch.setattr("autoshard.plan._meshes.MOST_PAIRS", 6000)
+    monkeypatch.setattr("autoshard.plan._trial.MOST_PAIRS", 6000)
     plan = make_plan(made.program("wide mlp"), topology="v5e:4x4", mesh="auto", refine_axes=False).plan
     unsolved = [tried for tried in plan.meshes if tried.step_time_s is None and tried.verdict != "chosen"]
     open_ones = [tried for tried in unsolved if tried.verdict.startswith("not solved: ")]

@@ -1,0 +1,469 @@
+"""This process and its helpers: processes of their own that take part in its work, job by job.
+
+A helper is started with `subprocess`, never by a fork (JAX and compiled kernels do not survive one), and imports only
+what its jobs name, never the user's `__main__`. Jobs and answers are pickled over its pipes. What all jobs refer to is
+shared once, by name, and stands in a pickle as that name. A helper that dies or fails leaves its job to the others;
+this process can do all of it alone. Which process does what is left to chance, so no answer may depend on it.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import IO, Any, Protocol
+
+from autoshard.process import collect_seldom, cores, processor_seconds, start_python
+
+
+MOST_HELPERS = 3
+"""More find too little to do, and each takes memory."""
+HERE = 0
+"""The seat of this process; helpers have those from 1 on."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """One call. It and what it returns can be pickled, but for what is shared."""
+
+    key: Hashable
+    call: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    stoppable: bool = False
+    """Whether the call takes an event as `stop`, and raises `Stopped` soon after it is set."""
+
+
+class Stopped(Exception):
+    """A job was ended early, since nobody needs what it would come to."""
+
+
+class Work(Protocol):
+    """Jobs that hang together. All methods are called one at a time, `take` for `HERE` only by the main thread."""
+
+    def take(self, seat: int) -> Job | None:
+        """The next job for that seat; None if there is none just now."""
+        ...
+
+    def put(self, job: Job, seat: int, value: Any) -> None:
+        """What a job came to."""
+        ...
+
+    def lose(self, job: Job) -> None:
+        """A job has not been done after all."""
+        ...
+
+    def outdated(self, job: Job) -> bool:
+        """Whether what a job that is being done comes to is of no use any more."""
+        ...
+
+    @property
+    def finished(self) -> bool: ...
+
+
+class Crew:
+    """This process and `count` helpers, which are ended with the `with` block.
+
+    `prepare` (`module:function`) is what a helper calls first. Helpers are started at once, or, with `patience`, when
+    this process has worked so many seconds of processor on what it runs.
+    """
+
+    def __init__(self, count: int = 0, prepare: str | None = None, patience: float = 0.0) -> None:
+        self._changed = threading.Condition()
+        self._work: Work | None = None
+        self._shared: dict[str, _Shared] = {}
+        self._helpers: list[_Helper] = []
+        self._running: dict[int, tuple[Work, Job, Callable[[], None]]] = {}
+        """Seat -> what is being done there, and what stops it."""
+        self._to_start, self._prepare = count, prepare
+        self._due = processor_seconds() + patience
+        self._ended = False
+        self._said: list[str] = []
+        self.progress: Callable[[str], None] = lambda line: None
+        """Called with a line for every helper that is lost."""
+        self.jobs_helped = 0
+        """Jobs that helpers have done."""
+        self._helped_s = 0.0
+        if patience <= 0:
+            self._start()
+
+    @property
+    def alone(self) -> bool:
+        """Whether there are no helpers, nor will be."""
+        return not self._to_start and not self._helpers
+
+    def processor_seconds(self) -> float:
+        """Those of this process, and those that helpers took for their jobs."""
+        return processor_seconds() + self._helped_s
+
+    def share(self, name: str, thing: object, sent: object = None) -> None:
+        """From now on `thing` stands for itself in jobs and answers; helpers have a copy of it (or of `sent`).
+
+        What is shared later may refer to it. Another thing under the same name takes its place.
+        """
+        with self._changed:
+            self._shared.pop(name, None)
+            self._shared[name] = _Shared(name, thing, thing if sent is None else sent)
+            if self._helpers:
+                self._write_shared()
+
+    def drop(self, name: str) -> None:
+        """What is shared under this name is not needed any more."""
+        with self._changed:
+            self._shared.pop(name, None)
+
+    def _write_shared(self) -> None:
+        """Pickles what is shared, once for all helpers and while nothing else runs."""
+        earlier: dict[int, str] = {}
+        for each in self._shared.values():
+            if each.data is None:
+                try:
+                    each.data = _pickled((each.name, each.sent), earlier)
+                except Exception as error:
+                    self._said.append(f"helper processes cannot be told of the {each.name} ({error})")
+                    self._work_alone()
+                    return
+                each.sent = None
+            earlier[id(each.thing)] = each.name
+
+    def run(self, work: Work) -> None:
+        """Until the work is finished; then no helper gets more of it."""
+        with self._changed:
+            self._work = work
+            self._changed.notify_all()
+        try:
+            while (job := self._next_here(work)) is not None:
+                self._do(work, job)
+                while self._said:
+                    self.progress(self._said.pop())
+                if processor_seconds() > self._due:
+                    self._start()
+        finally:
+            with self._changed:
+                self._work = None
+                self._running.pop(HERE, None)
+                self._stop_outdated()
+
+    def _do(self, work: Work, job: Job) -> None:
+        """A job here."""
+        stop = threading.Event()
+        with self._changed:
+            self._running[HERE] = work, job, stop.set
+        value, stopped = None, False
+        try:
+            value = job.call(*job.arguments, **({"stop": stop} if job.stoppable else {}))
+        except Stopped:
+            stopped = True
+        with self._changed:
+            del self._running[HERE]
+            if stopped:
+                work.lose(job)
+            else:
+                work.put(job, HERE, value)
+            self._stop_outdated()
+            self._changed.notify_all()
+
+    def _stop_outdated(self) -> None:
+        for work, job, stop in self._running.values():
+            if job.stoppable and (work is not self._work or work.outdated(job)):
+                stop()
+
+    def map(
+        self, call: Callable[..., Any], items: Sequence[Any], arguments: Callable[[Any], tuple[Any, ...]]
+    ) -> list[Any]:
+        """What the call returns for each item, in their order; arguments are made when it is its turn."""
+        work = _Listed(call, items, arguments)
+        self.run(work)
+        return [work.values[number] for number in range(len(items))]
+
+    def end(self) -> None:
+        """Ends the helpers, whatever they do."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+            self._work_alone()
+
+    def _work_alone(self) -> None:
+        self._to_start = 0
+        for helper in self._helpers:
+            helper.end()
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def _start(self) -> None:
+        if not self._to_start:
+            return
+        with self._changed:
+            self._write_shared()
+        for _ in range(self._to_start):
+            try:
+                helper = _Helper(self._prepare)
+            except OSError as error:
+                self._said.append(f"no helper process could be started ({error}); the work is done here")
+                break
+            self._helpers.append(helper)
+            threading.Thread(target=self._serve, args=(helper, len(self._helpers)), daemon=True).start()
+        self._to_start = 0
+
+    def _next_here(self, work: Work) -> Job | None:
+        with self._changed:
+            while True:
+                job = work.take(HERE)
+                if job is not None or work.finished:
+                    self._changed.notify_all()
+                    return job
+                self._changed.wait()
+
+    def _next(self, seat: int) -> tuple[Work, Job, list["_Shared"]] | None:
+        """The next job of a helper, waited for, and what is shared by then; None at the end."""
+        with self._changed:
+            while not self._ended:
+                work = self._work
+                job = None if work is None else work.take(seat)
+                if work is not None and job is not None:
+                    helper = self._helpers[seat - 1]
+                    helper.number += 1
+                    self._running[seat] = work, job, helper.stop
+                    self._changed.notify_all()
+                    return work, job, list(self._shared.values())
+                self._changed.wait()
+        return None
+
+    def _serve(self, helper: "_Helper", seat: int) -> None:
+        """Gives one helper jobs until the end, or its own."""
+        while (given := self._next(seat)) is not None:
+            work, job, shared = given
+            try:
+                value, seconds = helper.call(job, shared)
+            except Exception as error:
+                with self._changed:
+                    del self._running[seat]
+                    work.lose(job)
+                    if not self._ended:
+                        self._said.append(f"a helper process failed ({error}); its work is done here")
+                    self._changed.notify_all()
+                helper.end()
+                return
+            with self._changed:
+                del self._running[seat]
+                self._helped_s += seconds
+                if isinstance(value, Stopped):
+                    work.lose(job)
+                elif self._work is work:
+                    self.jobs_helped += 1
+                    work.put(job, seat, value)
+                    self._stop_outdated()
+                self._changed.notify_all()
+
+
+def helpers_here() -> int:
+    """How many helpers the cores of this machine can feed beside this process."""
+    return min(MOST_HELPERS, cores() - 1)
+
+
+class _Listed:
+    """One call for each item of a list."""
+
+    def __init__(
+        self, call: Callable[..., Any], items: Sequence[Any], arguments: Callable[[Any], tuple[Any, ...]]
+    ) -> None:
+        self.call, self.items, self.arguments = call, items, arguments
+        self.waiting = list(range(len(items)))
+        self.values: dict[int, Any] = {}
+
+    def take(self, seat: int) -> Job | None:
+        if not self.waiting:
+            return None
+        number = self.waiting.pop(0)
+        return Job(number, self.call, self.arguments(self.items[number]))
+
+    def put(self, job: Job, seat: int, value: Any) -> None:
+        self.values[job.key] = value  # type: ignore[index]
+
+    def lose(self, job: Job) -> None:
+        self.waiting.insert(0, job.key)  # type: ignore[arg-type]
+
+    def outdated(self, job: Job) -> bool:
+        return False
+
+    @property
+    def finished(self) -> bool:
+        return len(self.values) == len(self.items)
+
+
+@dataclasses.dataclass(slots=True)
+class _Shared:
+    name: str
+    thing: object
+    sent: object
+    """Until it is pickled."""
+    data: bytes | None = None
+    """The message that tells a helper of it."""
+
+
+class _Pickler(pickle.Pickler):
+    """Writes names for what is shared."""
+
+    def __init__(self, file: IO[bytes], names: dict[int, str]) -> None:
+        super().__init__(file, protocol=5)
+        self._names = names
+
+    def persistent_id(self, obj: object) -> str | None:
+        return self._names.get(id(obj))
+
+
+def _pickled(message: object, names: dict[int, str]) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, names).dump(message)
+    return file.getvalue()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds what is shared by its name."""
+
+    def __init__(self, file: IO[bytes], things: dict[str, object]) -> None:
+        super().__init__(file)
+        self._things = things
+
+    def persistent_load(self, pid: str) -> object:
+        return self._things[pid]
+
+
+class _Helper:
+    """One helper as this process sees it."""
+
+    def __init__(self, prepare: str | None) -> None:
+        self._process = start_python(__name__, *([prepare] if prepare else []))
+        self._speaking = threading.Lock()
+        self._things: dict[str, object] = {}
+        self.number = 0
+        """Of its present job; changed only before that is told of."""
+        self._ended = False
+
+    def call(self, job: Job, shared: Sequence[_Shared]) -> tuple[Any, float]:
+        """What it answers, waited for, and the seconds of processor it took. Raises any `Exception` if it fails."""
+        source = self._process.stdout
+        assert source is not None
+        try:
+            for name in self._things.keys() - {each.name for each in shared}:
+                self._send(_pickled(name, {}))
+                del self._things[name]
+            for each in shared:
+                if self._things.get(each.name) is not each.thing:
+                    self._send(each.data or b"")
+                    self._things[each.name] = each.thing
+            names = {id(thing): name for name, thing in self._things.items()}
+            self._send(_pickled((self.number, job.call, job.arguments, job.stoppable), names))
+            done, value, seconds = _Unpickler(source, self._things).load()
+        except (OSError, EOFError, ValueError) as error:
+            raise RuntimeError(self._how_it_ended()) from error
+        if not done:
+            raise RuntimeError(value)
+        return value, seconds
+
+    def stop(self) -> None:
+        """Says that its present job is of no use any more."""
+        with contextlib.suppress(OSError, ValueError):
+            self._send(_pickled(self.number, {}))
+
+    def _send(self, message: bytes) -> None:
+        into = self._process.stdin
+        assert into is not None
+        with self._speaking:
+            into.write(message)
+            into.flush()
+
+    def _how_it_ended(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(1.0)
+            return f"it was ended by signal {-code}" if code < 0 else f"it ended with code {code}"
+        return "its pipe is closed"
+
+    def end(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    pipe.close()
+
+
+def main(prepare: str | None = None) -> None:
+    """A helper: does what comes in on its stdin, and ends with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it is interrupted, and ends it
+    collect_seldom()
+    # Whatever libraries print goes to stderr.
+    sink = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    things: dict[str, object] = {}
+    inbox: queue.SimpleQueue[_Given] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(things, inbox), daemon=True).start()
+    if prepare:
+        module, _, function = prepare.partition(":")
+        getattr(importlib.import_module(module), function)()
+    while True:
+        given = inbox.get()
+        began = processor_seconds()
+        try:
+            value = given.call(*given.arguments, **({"stop": given.stop} if given.stoppable else {}))
+            answer = True, value
+        except Stopped as stopped:
+            answer = True, stopped
+        except Exception as error:
+            answer = False, f"{type(error).__name__}: {error}"
+        names = {id(thing): name for name, thing in things.items()}
+        try:
+            sink.write(_pickled((*answer, processor_seconds() - began), names))
+            sink.flush()
+        except BrokenPipeError:
+            os._exit(0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Given:
+    """A job as a helper has it."""
+
+    call: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    stoppable: bool
+    stop: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+
+def _listen(things: dict[str, object], inbox: "queue.SimpleQueue[_Given]") -> None:
+    """Takes in what is shared, what is to be done and what is not any more; ends the process with its stdin."""
+    newest, stopped = _Given(print, (), False), 0
+    number = 0
+    while True:
+        try:
+            message = _Unpickler(sys.stdin.buffer, things).load()
+        except EOFError:
+            os._exit(0)
+        except Exception as error:
+            print(f"autoshard: a helper process cannot read its work: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+        match message:
+            case int(stopped):
+                if stopped == number:
+                    newest.stop.set()
+            case str(name):
+                del things[name]
+            case (str(name), thing):
+                things[name] = thing
+            case (int(number), call, arguments, stoppable):
+                newest = _Given(call, arguments, stoppable)
+                if stopped == number:  # before it began
+                    newest.stop.set()
+                inbox.put(newest)
