@@ -25,6 +25,8 @@ from autoshard.process import collect_seldom, cores, processor_seconds, start_py
 
 MOST_HELPERS = 3
 """More find too little to do, and each takes memory."""
+JOIN_S = 5.0
+"""Seconds that a helper's thread gets to see that the helper has ended."""
 HERE = 0
 """The seat of this process; helpers have those from 1 on."""
 
@@ -79,6 +81,7 @@ class Crew:
         self._work: Work | None = None
         self._shared: dict[str, _Shared] = {}
         self._helpers: list[_Helper] = []
+        self._threads: list[threading.Thread] = []
         self._running: dict[int, tuple[Work, Job, Callable[[], None]]] = {}
         """Seat -> what is being done there, and what stops it."""
         self._to_start, self._prepare = count, prepare
@@ -188,6 +191,9 @@ class Crew:
             self._ended = True
             self._changed.notify_all()
             self._work_alone()
+        # A thread that outlives Python's own end may take the process down with it.
+        for thread in self._threads:
+            thread.join(JOIN_S)
 
     def _work_alone(self) -> None:
         self._to_start = 0
@@ -212,7 +218,9 @@ class Crew:
                 self._said.append(f"no helper process could be started ({error}); the work is done here")
                 break
             self._helpers.append(helper)
-            threading.Thread(target=self._serve, args=(helper, len(self._helpers)), daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(helper, len(self._helpers)), daemon=True)
+            self._threads.append(thread)
+            thread.start()
         self._to_start = 0
 
     def _next_here(self, work: Work) -> Job | None:

@@ -61,6 +61,26 @@ def test_helpers_take_part_and_answers_come_in_order() -> None:
         assert crew.map(max, range(20), lambda number: (number, 7)) == [max(number, 7) for number in range(20)]
 
 
+def test_nothing_is_left_of_a_crew_that_has_ended() -> None:
+    """A thread that is still there when Python ends may abort the process."""
+    before = threading.active_count()
+    with Crew(2) as crew:
+        wait_for_helpers(crew)
+        assert threading.active_count() == before + 2
+    assert threading.active_count() == before
+    with pytest.raises(KeyboardInterrupt), Crew(2) as crew:  # in the middle of a job
+        wait_for_helpers(crew)
+        crew.map(interrupted, [os.getpid()] * 3, lambda parent: (parent,))
+    assert threading.active_count() == before
+
+
+def interrupted(parent: int) -> None:
+    if os.getpid() == parent:
+        time.sleep(0.1)
+        raise KeyboardInterrupt
+    time.sleep(PATIENCE_S)
+
+
 def test_alone_everything_is_done_here() -> None:
     crew = Crew()
     assert crew.alone and set(crew.map(nap, [0.0] * 3, lambda seconds: (seconds,))) == {os.getpid()}
