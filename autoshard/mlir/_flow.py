@@ -1,7 +1,8 @@
 """Which values flow into which, by the numbers of ops."""
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from autoshard.mlir._number import number_ops
@@ -18,13 +19,27 @@ class Flow:
     """What each op of a module takes, by its number."""
 
     operands: Sequence[tuple[Value | None, ...]]
-    """None for what is made inside of a region by no op."""
+    """None for what is made inside of a region by no op. What only ends a region takes nothing."""
     alike: Sequence[tuple[Value | None, ...]]
     """The same if the op works element by element, nothing of others."""
     products: frozenset[int]
     """Ops that contract dims."""
     lookups: frozenset[int]
     """Ops that look up in dims, or write there."""
+    views: frozenset[int]
+    """Ops that only put the same elements into other dims."""
+    kept: Mapping[int, tuple[int, ...]]
+    """Dims of their first operand that reductions do not reduce."""
+
+    @functools.cached_property
+    def users(self) -> Mapping[Value, list[int]]:
+        """Ops that take a value."""
+        found: dict[Value, list[int]] = {}
+        for op, operands in enumerate(self.operands):
+            for value in operands:
+                if value is not None:
+                    found.setdefault(value, []).append(op)
+        return found
 
     def between(self, taken: Collection[Value], made: Value) -> set[int]:
         """Ops that make a value of `taken` (and of arguments)."""
@@ -53,14 +68,25 @@ def flow(module: Any) -> Flow:
     """Read a module. Call `inline_calls` first."""
     ops = number_ops(module)
     numbers = {op: number for number, op in enumerate(ops)}
-    operands = [tuple(place_of(value, numbers) for value in op.operands) for op in ops]
+    operands = [tuple(place_of(v, numbers) for v in op.operands) if len(op.results) else () for op in ops]
     alike = []
     for op, taken in zip(ops, operands, strict=True):
         alike.append(taken if len(op.results) == 1 and is_pointwise(op) else ())
     products = frozenset(number for number, op in enumerate(ops) if op.name in _PRODUCTS)
     lookups = frozenset(number for number, op in enumerate(ops) if op.name in _LOOKUPS)
-    return Flow(operands, alike, products, lookups)
+    views = frozenset(number for number, op in enumerate(ops) if op.name in _VIEWS)
+    kept = {number: _kept(op) for number, op in enumerate(ops) if op.name == "stablehlo.reduce"}
+    return Flow(operands, alike, products, lookups, views, kept)
+
+
+def _kept(reduction: Any) -> tuple[int, ...]:
+    from jaxlib.mlir import ir
+
+    reduced = set(reduction.attributes["dimensions"])
+    rank = ir.RankedTensorType(reduction.operands[0].type).rank
+    return tuple(dim for dim in range(rank) if dim not in reduced)
 
 
 _PRODUCTS = {"stablehlo.dot_general", "stablehlo.dot", "stablehlo.convolution"}
+_VIEWS = {"stablehlo.reshape", "stablehlo.transpose"}
 _LOOKUPS = {"stablehlo.gather", "stablehlo.dynamic_gather", "stablehlo.scatter"}

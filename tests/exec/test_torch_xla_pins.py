@@ -11,7 +11,7 @@ from autoshard.plan import Pin, Spec
 
 
 pytest.importorskip("torch")
-from autoshard.exec.torch_xla_hook._pins import Pins  # noqa: E402
+from autoshard.exec.torch_xla_hook._pinned import Pins  # noqa: E402
 from autoshard.exec.torch_xla_hook._places import Op, Place  # noqa: E402
 
 
@@ -23,13 +23,18 @@ TAKEN, MADE = Place("block", 0, "operand", 1, DOT), Place("block", 0, "result", 
 
 
 def pinned(*pins: Pin, places: dict[Place, Any], graph: dict[int, Any] | None = None) -> dict[Place, tuple[Spec, ...]]:
-    """`graph` has what ops take, by their numbers; an add takes values of its own shape, a dot does not."""
+    """`graph` has what ops take, by their numbers; an add takes values of its own shape, a dot does not.
+
+    A sum is over all dims but the first.
+    """
     plan: Any = SimpleNamespace(pins=pins, arguments={"weight": WHOLE})
     graph = graph or {7: ("dot", (4, 0), (5, 0))}
     operands = [graph.get(number, ("dot",))[1:] for number in range(10)]
     alike = [taken if graph.get(number, ("dot",))[0] == "add" else () for number, taken in enumerate(operands)]
-    products, lookups = (frozenset(n for n, op in graph.items() if op[0] == kind) for kind in ("dot", "gather"))
-    flow = Flow(operands, alike, products, lookups)
+    kinds = ("dot", "gather", "reshape")
+    products, lookups, views = (frozenset(n for n, op in graph.items() if op[0] == kind) for kind in kinds)
+    kept = {number: (0,) for number, op in graph.items() if op[0] == "sum"}
+    flow = Flow(operands, alike, products, lookups, views, kept)
     found = Pins(list(places), [SHAPE] * len(places), list(places.values()), flow).of(plan)
     return {place: specs for (place, _), specs in found.items()}
 
@@ -103,3 +108,55 @@ def test_what_a_view_splits_anew_is_pinned_where_it_is_made():
     }
     same = dataclasses.replace(pins[2], spec=SPLIT)
     assert pinned(taken, made, same, places=places, graph=graph) == {OUTPUT: (SPLIT,)}
+
+
+@pytest.mark.parametrize(
+    ("made", "summed", "is_pinned"), [(OTHER, (), False), (SPLIT, ("data",), False), (SPLIT, (), True)]
+)
+def test_a_sum_splits_anew_only_dims_that_it_keeps(made: Spec, summed: tuple[str, ...], is_pinned: bool):
+    graph = {7: ("dot", (4, 0), (5, 0)), 8: ("sum", (7, 0))}
+    pins = Pin(op=7, index=0, spec=made), Pin(op=8, index=0, spec=Spec((summed,)))
+    assert pinned(*pins, places={MADE: (7, 0), OUTPUT: (8, 0)}, graph=graph) == {
+        **({MADE: (made,)} if is_pinned else {}),
+        OUTPUT: (pins[1].spec,),
+    }
+
+
+FIRST = TAKEN._replace(number=0)
+
+
+@pytest.mark.parametrize(
+    ("after", "handed", "is_pinned"),
+    [
+        (SPLIT, None, False),
+        (Spec(((), ("model",))), None, True),
+        (SPLIT, Spec((("data", "model"), ())), True),
+        (SPLIT, Spec((("data",), ())), False),
+    ],
+    ids=["follows", "an axis comes in from what is made", "an axis comes back from another op", "handed on as it is"],
+)
+def test_what_a_product_takes_is_not_pinned_where_it_follows(after: Spec, handed: Spec | None, is_pinned: bool):
+    """Here a view of what a module gives, where nothing around would split it in another way."""
+    graph = {5: ("reshape", (4, 0)), 7: ("dot", (-1, 0), (5, 0)), 8: ("add", (7, 0), (6, 0)), 9: ("dot", (5, 0))}
+    pins = [
+        Pin(op=4, index=0, spec=SPLIT),
+        Pin(op=5, index=0, spec=SPLIT),
+        Pin(op=6, index=0, spec=after),
+        Pin(op=7, index=0, spec=WHOLE),
+    ]
+    if handed is not None:
+        pins.append(Pin(op=5, index=0, spec=handed, operand=(9, 0)))
+    places = {OUTPUT: (4, 0), FIRST: (-1, 0), TAKEN: (5, 0), MADE: (7, 0)}
+    found = pinned(*pins, places=places, graph=graph)
+    assert found.pop(OUTPUT) == (SPLIT,)
+    assert (found.get(TAKEN) == (SPLIT,)) == is_pinned
+    assert not found or is_pinned
+
+
+def test_what_a_module_gives_is_not_pinned_at_the_op_that_makes_it_too():
+    looks = {7: ("gather", (4, 0), (5, 0))}
+    pins = Pin(op=4, index=0, spec=SPLIT), Pin(op=7, index=0, spec=WHOLE)
+    places = {TAKEN: (4, 0), MADE: (7, 0), OUTPUT: (7, 0)}
+    assert pinned(*pins, places=places, graph=looks) == {TAKEN: (SPLIT,), OUTPUT: (WHOLE,)}
+    elsewhere = {TAKEN: (4, 0), MADE: (7, 0), OUTPUT._replace(module="model"): (7, 0)}
+    assert MADE in pinned(*pins, places=elsewhere, graph=looks)

@@ -274,6 +274,22 @@ def test_what_flows_into_what():
     assert flow.between({(0, 0)}, (3, 0)) == {1, 2, 3}
     assert list(flow.unchanged({0, 1, 2, 3}, (3, 0))) == [(2, 0), (0, 0), (1, 0)]
     assert list(flow.unchanged({3}, (3, 0))) == []
+    assert flow.users == {(-1, 0): [1], (-1, 1): [0, 0], (0, 0): [2], (1, 0): [2], (2, 0): [3]}
+
+
+def test_what_a_sum_keeps_and_what_is_only_a_view():
+    module = mlir.parse_module("""
+        func.func @main(%a: tensor<4x2x3xf32>) -> tensor<2xf32> {
+          %0 = stablehlo.reshape %a : (tensor<4x2x3xf32>) -> tensor<2x4x3xf32>
+          %zero = stablehlo.constant dense<0.0> : tensor<f32>
+          %1 = stablehlo.reduce(%0 init: %zero) applies stablehlo.add across dimensions = [1, 2]
+            : (tensor<2x4x3xf32>, tensor<f32>) -> tensor<2xf32>
+          return %1 : tensor<2xf32>
+        }""")
+    flow = mlir.flow(module)
+    kinds = [op.name for op in mlir.number_ops(module)]
+    assert flow.views == {kinds.index("stablehlo.reshape")}
+    assert flow.kept == {kinds.index("stablehlo.reduce"): (0,)}
 
 
 def test_results_are_cut_with_what_only_they_need():

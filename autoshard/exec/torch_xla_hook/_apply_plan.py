@@ -6,7 +6,8 @@ from typing import Any
 from autoshard.exec.torch_xla_hook._capture import Capture
 from autoshard.exec.torch_xla_hook._compiled import train_lazily
 from autoshard.exec.torch_xla_hook._marks import LiveMesh, held_spec, is_split, mark
-from autoshard.exec.torch_xla_hook._pins import ModulePins, Pins
+from autoshard.exec.torch_xla_hook._pinned import Pins
+from autoshard.exec.torch_xla_hook._pins import ModulePins
 from autoshard.exec.torch_xla_hook._planning import Decision
 from autoshard.exec.torch_xla_hook._tensors import on_xla, pending
 from autoshard.exec.torch_xla_hook._watch import Watch, optimizer_state

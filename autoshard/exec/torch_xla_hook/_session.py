@@ -14,7 +14,7 @@ from autoshard.exec.torch_xla_hook._capture import capture
 from autoshard.exec.torch_xla_hook._here import live_mesh, mesh_here, topology_here
 from autoshard.exec.torch_xla_hook._marks import LiveMesh, mark
 from autoshard.exec.torch_xla_hook._moves import fits_whole, group_here, split_inputs
-from autoshard.exec.torch_xla_hook._pins import Pins
+from autoshard.exec.torch_xla_hook._pinned import Pins
 from autoshard.exec.torch_xla_hook._planning import best_mesh, decide
 from autoshard.exec.torch_xla_hook._reads import Reads
 from autoshard.exec.torch_xla_hook._replay import planned_proto, replay
