@@ -19,3 +19,4 @@ def test_ops_are_told_of_at_their_kernels_where_these_are_stood_in_for():
     assert found["inner"] == [apart, [f"{kind} 1" for kind in apart]]
     assert found["moded"] == ["aten.tanh.default 0"] and found["modes"] == [False, True]
     assert found["difference"] < 1e-5
+    assert found["stood_in"] == {"of another kind": 0, "of the kind": 1, "all": 1}

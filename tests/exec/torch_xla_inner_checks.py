@@ -49,7 +49,7 @@ def told_ops() -> dict[str, Any]:
     import torch
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-    from autoshard.exec.torch_xla_hook._ops import Ops, unseen
+    from autoshard.exec.torch_xla_hook._ops import Ops, stand_in, unseen
 
     class Told(Ops):
         def __init__(self, *kinds: str) -> None:
@@ -83,12 +83,24 @@ def told_ops() -> dict[str, Any]:
             modes.append(_get_current_dispatch_mode() is not None)
             third = torch.tanh(second) @ here
     third = third @ here  # no one is told
+    fewer = {}
+    for name, kinds in {
+        "of another kind": {"aten.bmm.default"},
+        "of the kind": {"aten.mm.default"},
+        "all": None,
+    }.items():
+        stand_in(kinds)
+        told = Told("aten.mm.default")
+        with told:
+            _ = here @ here
+        fewer[name] = len(told.before_them)
     expected = torch.tanh(torch.addmm(bias, x @ x, x) @ x) @ x @ x
     return {
         "outer": [outer.before_them, outer.after_them],
         "inner": [inner.before_them, inner.after_them],
         "moded": moded.before_them,
         "modes": modes,
+        "stood_in": fewer,
         "difference": difference(third, expected),
     }
 

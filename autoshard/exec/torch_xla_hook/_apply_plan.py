@@ -26,6 +26,8 @@ class Applied:
         self.specs: Any = WeakIdKeyDictionary()
         self.batches: dict[tuple[Any, ...], tuple[Spec, LiveMesh]] = {}
         """Shape and dtype of an input -> how it is split."""
+        self.kinds: set[str] = set()
+        """Of the ops that are pinned."""
         self._optimizers: Any = WeakIdKeyDictionary()
         self._outermost: Any = WeakIdKeyDictionary()
         self._pinned: Any = WeakIdKeyDictionary()
@@ -62,6 +64,8 @@ class Applied:
                     self._keep(tensor, results[id(tensor)], mesh)
         for (place, shape), specs in pins.of(plan).items():
             module = watch.modules[place.module]
+            if place.op is not None:
+                self.kinds.add(place.op.kind)
             if module not in self._pinned:
                 self._pinned[module] = ModulePins(module)
             self._pinned[module].add(place, shape, [mesh.sharding(spec) for spec in specs])

@@ -9,7 +9,6 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook._inputs import PlannedInputs, watch_moves
 from autoshard.exec.torch_xla_hook._norms import expand_norms
-from autoshard.exec.torch_xla_hook._ops import stand_in
 from autoshard.exec.torch_xla_hook._session import Session
 from autoshard.exec.torch_xla_hook._tensors import live_on_xla
 from autoshard.exec.torch_xla_hook._xlac import xlac
@@ -85,7 +84,6 @@ def enable(use_spmd: Callable[[], None]) -> Session:
     _session.append(made)
     _stand_in(made)
     expand_norms()
-    stand_in()
     made.arm()
     return made
 

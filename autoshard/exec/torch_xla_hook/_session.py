@@ -14,6 +14,7 @@ from autoshard.exec.torch_xla_hook._capture import capture
 from autoshard.exec.torch_xla_hook._here import live_mesh, mesh_here, topology_here
 from autoshard.exec.torch_xla_hook._marks import LiveMesh, mark
 from autoshard.exec.torch_xla_hook._moves import fits_whole, group_here, split_inputs
+from autoshard.exec.torch_xla_hook._ops import stand_in
 from autoshard.exec.torch_xla_hook._pinned import Pins
 from autoshard.exec.torch_xla_hook._planning import best_mesh, decide
 from autoshard.exec.torch_xla_hook._reads import Reads
@@ -63,6 +64,7 @@ class Session:
             self._watch = Watch(self._on_forward)
             self._watch.start()
             self._reads.start()
+            stand_in()
 
     def disarm(self) -> None:
         if self._watch is not None:
@@ -70,6 +72,7 @@ class Session:
         self._watch = None
         self._reads.stop()
         self.armed = False
+        stand_in(self.applied.kinds)
 
     def _on_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._current.add(signature(module, args, kwargs))
