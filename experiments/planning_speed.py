@@ -15,6 +15,8 @@ from pathlib import Path
 
 from plan_vs_baselines import run
 
+from autoshard.process import cores
+
 
 RESULTS = Path(__file__).parent / "results"
 DATA, TABLE = RESULTS / "planning_speed.json", RESULTS / "planning_speed.md"
@@ -51,7 +53,8 @@ HEAD = f"""# How long planning takes
 
 `python experiments/planning_speed.py`. One training step each, in a process of its own, nothing cached; the peer is
 meta-pytorch/autoparallel on two cores (trace, build and solve of Llama-3-8B on (32, 8), batch 64 x 8192). `loop`: what
-twenty million additions in Python took just before, which says how fast a shared machine is.
+twenty million additions in Python took just before, which says how fast a shared machine is. `planner GB`: the most
+that all processes of a plan held at once, with pages that they share counted for each. The machine has {cores()} cores.
 
 | row | wall s | CPU s | planner GB | aim | peer | {" s | ".join(PHASES)} s | mesh | step ms | plan gap | loop s |
 {"| --- " * (10 + len(PHASES))}|

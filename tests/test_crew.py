@@ -208,6 +208,17 @@ def test_an_outdated_job_is_stopped(seat: int) -> None:
         assert time.monotonic() - began < PATIENCE_S
 
 
+def test_a_patient_crew_starts_its_helpers_when_there_is_much_to_do() -> None:
+    with Crew(1, patience=0.3) as crew:
+        assert not crew.alone
+        crew.share("box", Box(1))
+        assert set(crew.map(work, [0.02] * 2, lambda seconds: (seconds,))) == {os.getpid()}
+        until = time.monotonic() + PATIENCE_S
+        while not crew.jobs_helped:
+            assert time.monotonic() < until, "no helper was ever started"
+            crew.map(work, [0.05] * 4, lambda seconds: (seconds,))
+
+
 def test_processor_seconds_of_helpers_count() -> None:
     with Crew(1) as crew:
         wait_for_helpers(crew)
