@@ -105,7 +105,7 @@ class NodePricer:
         for block, items in traffic.items():
             for away, what in ((False, "compute"), (True, HOST)):
                 read = [(t, trips) for t, trips in items if (t in self.liveness.hosted) == away]
-                moved = [self.residency.streamed(t, local[t]) * trips for t, trips in read]
+                moved = [(local[t] if away else self.residency.streamed(t, local[t])) * trips for t, trips in read]
                 if moved:
                     rate = self.compute.host_seconds if away else self.compute.memory_seconds
                     time[(block, what)] = rate(sum(moved, np.zeros(states)))

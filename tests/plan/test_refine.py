@@ -95,7 +95,7 @@ def test_heads_use_half_of_the_axis(refined: Plan) -> None:
     assert list(refined.mesh) == ["data", "model(4 of 8)", "model(2 of 8)"]
     assert refined.original_mesh == {"data": 1, "model": 8}
     assert "model(4 of 8)" in refined.arguments["p.k"].axes
-    assert any("over model(4 of 8)" in line for line in refined.words)
+    assert any("model(4 of 8)" in line for line in refined.words)
     assert any(line.endswith("over model") for line in refined.words)
 
 

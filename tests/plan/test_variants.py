@@ -86,4 +86,5 @@ def test_a_mixture_that_fits_is_faster_than_what_computes_everything_again() -> 
     assert mixed.plan.words[-1].startswith(f"remat {name} (instead: none does not fit, full ")
     count = int(name.removeprefix("full:").removesuffix("+none"))
     said = mixed.plan.provenance["remat"]
-    assert said.get(f"full:{count - 1}+none", "does not fit") == "does not fit", "one layer less would not fit"
+    less = said.get(f"full:{count - 1}+none", "does not fit")
+    assert less == "does not fit" or float(less.removesuffix(" ms")) > 1e3 * mixed.plan.prediction.step_time_s
