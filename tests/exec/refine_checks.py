@@ -1,5 +1,6 @@
 """A refinement whose judge is slow and says when it has judged: `refine_checks.py`; AUTOSHARD_DATA_DIR keeps."""
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ class MadeUpJudge:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs that a shell runs in the background ignore it
     judge = MadeUpJudge(lambda bill: 0.1 + 0.001 * len(bill.charges), wait_s=1.0)
     _refine.judge_of = lambda *_: judge
     result = refine(
