@@ -97,12 +97,13 @@ def running() -> dict[str, Any]:
     from autoshard.exec.torch_xla_hook._tensors import handles
 
     xr.use_spmd()
-    value, found = torch.eye(512).to("xla"), []
+    value, found, kept = torch.eye(512).to("xla"), [], []
     for _ in range(5):
         for _ in range(8):
             value = torch.tanh(value @ value)
         torch_xla.sync()
         found += handles([value, value])
+        kept.append(value)  # what identifies data that is gone may identify other data
     return {"handles": found}
 
 
