@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from autoshard.crew import HERE, Crew, Job, Stopped, helpers_here
+from autoshard.crew import HERE, Crew, helpers_here
+from autoshard.helper import Job, Stopped
 
 
 PATIENCE_S = 60.0

@@ -5,7 +5,7 @@ import enum
 from collections.abc import Callable, Iterator, Sequence
 
 from autoshard.cost import Mesh
-from autoshard.crew import Job
+from autoshard.helper import Job
 from autoshard.plan._trial import Rival, Trial, Trials
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.crew import Crew, Stopped
+from autoshard.crew import Crew
+from autoshard.helper import Stopped
 from autoshard.plan._asked import Required
 from autoshard.plan._baselines import Baseline
 from autoshard.plan._build import Weights, kept_of

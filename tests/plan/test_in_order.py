@@ -5,7 +5,7 @@ import random
 import pytest
 
 from autoshard.cost import Mesh, Topology, candidate_meshes
-from autoshard.crew import Job
+from autoshard.helper import Job
 from autoshard.plan._in_order import InOrder
 from autoshard.plan._trial import MeshBest, Rival, Trial, Trials
 
