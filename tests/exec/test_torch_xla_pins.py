@@ -19,7 +19,8 @@ SPLIT, OTHER, WHOLE = Spec((("data",), ())), Spec(((), ("data",))), Spec(((), ()
 SHAPE = (8, 8)
 OUTPUT = Place("block", 0, "output", 0)
 DOT = Op("block", 0, 3, "aten.mm.default", 0)
-TAKEN, MADE = Place("block", 0, "operand", 1, DOT), Place("block", 0, "result", 0, DOT)
+FIRST, TAKEN = Place("block", 0, "operand", 0, DOT), Place("block", 0, "operand", 1, DOT)
+MADE = Place("block", 0, "result", 0, DOT)
 
 
 def pinned(*pins: Pin, places: dict[Place, Any], graph: dict[int, Any] | None = None) -> dict[Place, tuple[Spec, ...]]:
@@ -35,7 +36,7 @@ def pinned(*pins: Pin, places: dict[Place, Any], graph: dict[int, Any] | None = 
     products, lookups, views = (frozenset(n for n, op in graph.items() if op[0] == kind) for kind in kinds)
     kept = {number: (0,) for number, op in graph.items() if op[0] == "sum"}
     flow = Flow(operands, alike, products, lookups, views, kept)
-    found = Pins(list(places), [SHAPE] * len(places), list(places.values()), flow).of(plan)
+    found = Pins([(place, SHAPE, value) for place, value in places.items()], flow).of(plan)
     return {place: specs for (place, _), specs in found.items()}
 
 
@@ -73,6 +74,27 @@ def test_an_op_that_takes_an_operand_in_another_spec_is_pinned_whole():
     )
     places = {OUTPUT: (4, 0), first: (5, 0), TAKEN: (4, 0), MADE: (7, 0)}
     assert pinned(*pins, places=places) == {OUTPUT: (SPLIT,), first: (WHOLE,), TAKEN: (OTHER,), MADE: (OTHER,)}
+
+
+def test_an_argument_that_is_taken_in_another_spec_is_pinned_there():
+    """Such as a table that is split, and gathered before something is looked up in it."""
+    graph = {7: ("gather", (-1, 0), (4, 0))}
+    pin = Pin(op=-1, index=0, spec=OTHER, operand=(7, 0))
+    places = {FIRST: (-1, 0), MADE: (7, 0)}
+    assert pinned(pin, places=places, graph=graph) == {FIRST: (OTHER,)}
+    assert pinned(dataclasses.replace(pin, operand=(8, 0)), places=places, graph=graph) == {}
+
+
+def test_a_product_that_takes_what_another_is_handed_in_more_axes_has_its_operands_pinned():
+    """Propagation would else bring these axes back to what both take."""
+    graph = {7: ("dot", (4, 0), (5, 0)), 8: ("dot", (4, 0), (5, 0))}
+    pins = [Pin(op=number, index=0, spec=WHOLE) for number in (4, 5, 7)]
+    handed = Pin(op=4, index=0, spec=SPLIT, operand=(8, 0))
+    places = {FIRST: (4, 0), TAKEN: (5, 0), MADE: (7, 0)}
+    assert pinned(*pins, places=places, graph=graph) == {}
+    assert pinned(*pins, handed, places=places, graph=graph) == {FIRST: (WHOLE,), TAKEN: (WHOLE,)}
+    less = dataclasses.replace(handed, spec=WHOLE)
+    assert pinned(*pins, less, places=places, graph=graph) == {}
 
 
 def test_values_that_no_result_needs_have_no_pins():
@@ -120,9 +142,6 @@ def test_a_sum_splits_anew_only_dims_that_it_keeps(made: Spec, summed: tuple[str
         **({MADE: (made,)} if is_pinned else {}),
         OUTPUT: (pins[1].spec,),
     }
-
-
-FIRST = TAKEN._replace(number=0)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ class Capture:
     program: Program
     inputs: tuple[Any, ...]
     """Tensors that hold the data of each argument."""
+    handles: tuple[int, ...]
+    """Of this data."""
     tensors: tuple[Any, ...]
     """The user's tensor that each argument was the value of, before the step; None if nobody knows it."""
     roots: tuple[Any, ...]
@@ -67,7 +69,8 @@ def capture(
             f"the graph's inputs {shapes} are not the module's arguments {[shape for shape, _ in types]}: "
             "this version of torch_xla orders them in another way"
         )
-    found = [known.get(handle) for handle in handles(data)]
+    held_by = handles(data)
+    found = [known.get(handle) for handle in held_by]
     names, roles = _classify(found, types)
     by_tensor = {id(each.tensor): number for number, each in enumerate(found) if each is not None}
     ties = {}
@@ -99,7 +102,9 @@ def capture(
     held = {number: held_spec(value) for number, value in enumerate(data) if value.dim() > 0}
     split = {number: text for number, text in held.items() if is_split(text)}
     tensors = [None if each is None else each.tensor for each in found]
-    return Capture(program, tuple(data), tuple(tensors), tuple(roots), tuple(places), mlir.flow(module), split)
+    return Capture(
+        program, tuple(data), tuple(held_by), tuple(tensors), tuple(roots), tuple(places), mlir.flow(module), split
+    )
 
 
 def _not_callable(*_: Any) -> Any:

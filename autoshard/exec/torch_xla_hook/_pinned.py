@@ -24,9 +24,8 @@ Pinned = Mapping[tuple[Place, tuple[int, ...]], tuple[Spec, ...]]
 class Pins:
     """Where recorded values are made: in the user's script, and in the captured graph."""
 
-    calls: Sequence[Place]
-    shapes: Sequence[tuple[int, ...]]
-    places: Sequence[Value | None]
+    values: Sequence[tuple[Place, tuple[int, ...], Value | None]]
+    """In the script, its shape, and in the graph; None if that does not make it."""
     flow: Flow
 
     def of(self, plan: Plan) -> Pinned:
@@ -38,8 +37,7 @@ class Pins:
         """
         planned = Planned(plan)
         made = planned.made
-        zipped = zip(self.calls, self.shapes, self.places, strict=True)
-        every = [(call, shape, place) for call, shape, place in zipped if place is not None]
+        every = [(call, shape, place) for call, shape, place in self.values if place is not None]
         inside = self._inside(every)
         taken = {
             call: specs.pop()
@@ -102,7 +100,8 @@ class Pins:
         """Ops that contract dims or look up in them, and leave their result over other axes than they are given.
 
         XLA gives such an op a spec by what is around it: an axis that it is to do without comes in from there. What a
-        product makes follows from what it takes; what a lookup makes does not.
+        product makes follows from what it takes; what a lookup makes does not. Nor is what is handed to another op in
+        more axes than its own sure to come here without these.
         """
         known = self.flow.products | self.flow.lookups
         axes: dict[tuple[Op | None, bool], set[str]] = collections.defaultdict(set)
@@ -111,7 +110,12 @@ class Pins:
             if call.op in mixing:
                 is_result = call.what == "result"
                 axes[call.op, is_result] |= planned.axes(place, None if is_result else inside[call.op])
-        return {op for op in mixing if op in moved or axes[op, True] != axes[op, False]}
+        beside = {
+            call.op
+            for call, _, place in every
+            if call.op in mixing and call.what == "operand" and planned.handed_axes(place) - planned.axes(place)
+        }
+        return {op for op in mixing if op in moved or op in beside or axes[op, True] != axes[op, False]}
 
     def _inside(self, every: Sequence[tuple[Place, Any, Value]]) -> dict[Op | None, set[int]]:
         """Numbers of the graph's ops that an op of the script is made of."""

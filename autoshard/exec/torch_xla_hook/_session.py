@@ -160,7 +160,11 @@ class Session:
             mesh = live_mesh(topology, self.mesh)
         taken = read(mesh)
         del recorded, read
-        watch.recorded.clear()
+        numbers = {handle: number for number, handle in enumerate(taken.handles)}
+        held = [
+            (call, shape, (-1, numbers[handle])) for call, (shape, handle) in watch.held.items() if handle in numbers
+        ]
+        watch.forget()
         replaces = watch.training and not self._trained
         fixed = {} if replaces else self.applied.decided(taken)
         decision = decide(taken, topology, mesh, fixed)
@@ -172,7 +176,9 @@ class Session:
             if result.shape:
                 mark(output, mesh.sharding(plan.results[result.name]))
             become(root, output)
-        self.applied.take(taken, decision, mesh, Pins(calls, shapes, taken.places, taken.flow), watch)
+        self.applied.take(
+            taken, decision, mesh, Pins([*zip(calls, shapes, taken.places, strict=True), *held], taken.flow), watch
+        )
         self.applied.hook_calls(watch.outermost, self.on_call)
         self._trained |= watch.training
         self.plans.append(plan)

@@ -21,6 +21,8 @@ class Watch:
         self.known: dict[int, Known] = {}
         """Device data handle -> the tensor that held it."""
         self.recorded: dict[Place, Any] = {}
+        self.held: dict[Place, tuple[tuple[int, ...], int]] = {}
+        """Shape and handle of device data that an op takes as it is, such as a parameter."""
         self.outermost: list[Any] = []
         """Modules that the user's code calls, in order."""
         self.modules: dict[str, Any] = {}
@@ -61,7 +63,7 @@ class Watch:
 
     def stop(self) -> None:
         self._hooks.close()
-        self.recorded.clear()
+        self.forget()
         self.known.clear()
         self._nodes.clear()
 
@@ -79,7 +81,7 @@ class Watch:
 
     def restart(self) -> None:
         """Forget the step so far, and go on watching."""
-        self.recorded.clear()
+        self.forget()
         self.known.clear()
         self.outermost.clear()
         self.modules.clear()
@@ -129,7 +131,7 @@ class Watch:
             yield
             return
         call = self._calls.get(name, 0)
-        ops = _RecordedOps(functools.partial(Op, name, call, -1), self.record, lambda: self._running[-1] is ops)
+        ops = _RecordedOps(functools.partial(Op, name, call, -1), self, lambda: self._running[-1] is ops)
         self._running.append(ops)
         try:
             with ops:
@@ -146,7 +148,7 @@ class Watch:
         for number, node in enumerate(nodes_between(inputs, output)):
             if node not in self._nodes:
                 self._nodes.add(node)
-                _RecordedOps(functools.partial(Op, name, call, number), self.record).around(node)
+                _RecordedOps(functools.partial(Op, name, call, number), self).around(node)
         for number, (_, tensor) in enumerate(leaves(output, "")):
             if is_value(tensor):
                 self._record_output(functools.partial(Place, name, call, number=number), tensor)
@@ -164,6 +166,16 @@ class Watch:
 
         with torch.no_grad(), unseen():
             self.recorded[where] = tensor.detach().clone()
+
+    def hold(self, where: Place, tensor: Any) -> None:
+        """Keep which data an op takes. No copy of it: that would constrain what the tensor is given next."""
+        (handle,) = handles([plain(tensor)])
+        self.held[where] = tuple(tensor.shape), handle
+
+    def forget(self) -> None:
+        """Let go of the values that are kept."""
+        self.recorded.clear()
+        self.held.clear()
 
     def persistent(self) -> list[Any]:
         """Tensors that outlive a step, in an order that is the same in every run."""
@@ -194,15 +206,10 @@ class Watch:
 class _RecordedOps(Ops):
     """Records what ops take, and what they make."""
 
-    def __init__(
-        self,
-        name: Callable[[str, int], Op],
-        record: Callable[[Place, Any], None],
-        mine: Callable[[], bool] = lambda: True,
-    ) -> None:
+    def __init__(self, name: Callable[[str, int], Op], watch: Watch, mine: Callable[[], bool] = lambda: True) -> None:
         super().__init__()
         self._name = name
-        self._record = record
+        self._watch = watch
         self._mine = mine
 
     def before(self, kind: str, turn: int, operands: Sequence[Any]) -> Sequence[Any]:
@@ -217,8 +224,13 @@ class _RecordedOps(Ops):
             return
         op = self._name(kind, turn)
         for number, value in enumerate(values):
-            if is_value(value) and all(pending([value])):
-                self._record(Place(op.module, op.call, what, number, op), value)
+            if not is_value(value):
+                continue
+            where = Place(op.module, op.call, what, number, op)
+            if all(pending([value])):
+                self._watch.record(where, value)
+            elif what == "operand":
+                self._watch.hold(where, value)
 
 
 def optimizer_state(optimizer: Any) -> Iterator[tuple[Any, str, Any]]:
