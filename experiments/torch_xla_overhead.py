@@ -42,6 +42,7 @@ BY_HAND = ("all", "arguments")
 ROUNDS, STEPS = 40, 4
 IMPORTS = 12
 OWN_TIMES = 5
+SCANS = 20
 MARK_RATIO, MARK_IMPORT = 1.05, 0.020
 
 
@@ -135,8 +136,24 @@ IMPORTED = """
 import json, sys, time
 began = time.process_time()
 import torch_xla, torch_xla.runtime
-print(json.dumps([time.process_time() - began, "autoshard" in sys.modules]))
+print(json.dumps([time.process_time() - began, sorted(sys.modules)]))
 """
+
+FOUND = """
+import importlib.metadata, json, os, sys, time
+here = os.environ["PYTHONPATH"]
+others = [path for path in sys.path if path not in ("", here)]
+
+def seconds(what):
+    sys.path[:] = [os.path.join(os.path.dirname(here), what), *others]
+    importlib.invalidate_caches()
+    began = time.process_time()
+    importlib.metadata.entry_points(group="torch.backends")
+    return time.process_time() - began
+
+print(json.dumps([[seconds(what) for what in ("without", "with")] for _ in range(TIMES)][1:]))
+"""
+"""Times how long torch looks for what is to be loaded with it, in turn without and with autoshard."""
 
 OWN = """
 import json, time
@@ -169,10 +186,12 @@ print(json.dumps([spent, torch_xla.runtime.use_spmd.__qualname__]))
 def imports(pairs: int) -> dict[str, Any]:
     """Seconds of processor that `import torch_xla` takes without and with autoshard installed, in turn.
 
-    On a busy machine they say more than those of a clock. `own` are seconds in autoshard's own code, in processes of
-    their own: the difference of whole imports, each of seconds, is mostly noise.
+    On a busy machine they say more than those of a clock. But the difference of whole imports, each of seconds, is
+    mostly noise. So what autoshard adds is measured by itself, too: seconds in its `own` code, in processes of their
+    own, how much longer it takes to be `found` among the distributions, and the names of the modules loaded `more`.
     """
-    turns: dict[str, list[float]] = {"without": [], "with": [], "own": []}
+    turns: dict[str, list[float]] = {"without": [], "with": [], "own": [], "found": []}
+    loaded: dict[str, set[str]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for what in ("without", "with"):
@@ -184,16 +203,20 @@ def imports(pairs: int) -> dict[str, Any]:
         (folder / "with" / "autoshard").symlink_to(ROOT / "autoshard")
         for number in range(pairs + 1):  # the first pair reads the disk
             for what in ("with", "without") if number % 2 else ("without", "with"):
-                took, loaded = _child(folder / what, IMPORTED)
-                if loaded != (what == "with"):
-                    raise SystemExit(f"autoshard was {'' if loaded else 'not '}loaded {what} it.")
+                took, names = _child(folder / what, IMPORTED)
+                loaded[what] = set(names)
+                if ("autoshard" in names) != (what == "with"):
+                    raise SystemExit(f"autoshard was {'' if 'autoshard' in names else 'not '}loaded {what} it.")
                 turns[what].append(took)
         for _ in range(OWN_TIMES):
             spent, name = _child(folder / "with", OWN)
             if not name.startswith("_ready"):
                 raise SystemExit("autoshard does not wait for xr.use_spmd.")
             turns["own"].append(spent)
-    return {"turns": {what: times if what == "own" else times[1:] for what, times in turns.items()}}
+        scans = _child(folder / "with", FOUND.replace("TIMES", str(SCANS + 1)))
+        turns["found"] = [there - absent for absent, there in scans]
+    kept = {what: times[1:] if what in loaded else times for what, times in turns.items()}
+    return {"turns": kept, "more": sorted(loaded["with"] - loaded["without"])}
 
 
 def _child(place: Path, script: str) -> Any:
@@ -260,10 +283,11 @@ def table(rows: Mapping[str, Any]) -> str:
             f"`import torch_xla, torch_xla.runtime` in milliseconds of processor, {rows[IMPORT]['date']}; "
             f"{ms(MARK_IMPORT)} more are allowed.",
             "",
-            "| without autoshard installed | with it | difference of a pair | in autoshard's own code |",
-            "| --- | --- | --- | --- |",
+            "| without autoshard installed | with it | difference of a pair | in autoshard's own code "
+            "| to find it | modules loaded more |",
+            "| --- | --- | --- | --- | --- | --- |",
             f"| {spread(turns['without'], ms)} | {spread(turns['with'], ms)} | {spread(more, ms)} "
-            f"| {spread(turns['own'], ms)} |",
+            f"| {spread(turns['own'], ms)} | {spread(turns['found'], ms)} | {', '.join(rows[IMPORT]['more'])} |",
         ]
     return "\n".join(lines) + "\n"
 

@@ -327,7 +327,7 @@ def _add_limits(group: argparse._ActionsContainer) -> None:
         help="axes and sizes, major first (default: XLA_AUTO_SPMD_MESH, else the best is looked for, as by auto)",
     )
     group.add_argument("--memory-limit", type=gib, metavar="GiB", help="of one device (default: what the chip has)")
-    limit = "of processor for the solver (default: 60); its work is bounded anyway, and inf is allowed"
+    limit = "of processor for each solve (default: 60); its work is bounded anyway, and inf is allowed"
     group.add_argument("--time-limit", type=seconds_or_none, default=60.0, metavar="S", help=limit)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of searches that draw lots (default: 0)")
     group.add_argument(

@@ -39,7 +39,7 @@ def plan(
     `{"data": 32, "model": 8}` or `"data=32,model=8"`; without it `XLA_AUTO_SPMD_MESH` is read, then the program's
     own mesh is taken, and without either the best of all meshes of 1 to 4 axes is looked for (`"auto"` looks
     whatever the variable says; `Plan.meshes` has all that were considered). `memory_limit` is in bytes of one
-    device (default: the chip's usable memory), `time_limit` in seconds of processor for the solver (its work is
+    device (default: the chip's usable memory), `time_limit` in seconds of processor for each solve (its work is
     bounded apart from it; `math.inf` is allowed). Where a dim is divided by a part of an axis only (8 key-value
     heads on an axis of 16), the mesh may be refined: `model(8 of 16)` and `model(2 of 16)` are then axes of
     `Plan.mesh`; `refine_axes=False` keeps the axes whole. `progress` is called with one line at the start of every

@@ -36,13 +36,16 @@ def test_every_step_sends_what_is_planned(rows: dict[str, Any]):
         assert executed == pytest.approx(wire["planned"], rel=0.2)
 
 
-@pytest.mark.parametrize(("model", "mesh"), [("mixtral", "8"), ("vit", "4,2")])
+@pytest.mark.parametrize(("model", "mesh"), [("mixtral", "8"), ("vit", "4,2"), ("gpt2", "8")])
 def test_what_a_backward_pass_takes_is_sent_as_planned(model: str, mesh: str):
-    """Experts: the small factors of an outer product are moved. Attention: split over more than what is around it."""
+    """Experts: the small factors of an outer product are moved. Attention: split over more than what is around it.
+
+    A gradient that one product takes whole and the next split; a table that is gathered before it is looked up in.
+    """
     found = torch_xla_matrix.run(model, [*MODEL, "--mesh", mesh], 3)["momentum"]
     assert found["compiles"] == [1, 2, 2]
     for executed in found["wire"]["executed"]:
-        assert executed == pytest.approx(found["wire"]["planned"], rel=0.2)
+        assert executed == pytest.approx(found["wire"]["planned"], rel=0.1)
 
 
 def test_what_is_planned_is_sent_where_shardy_is_asked_for(monkeypatch: pytest.MonkeyPatch):

@@ -33,8 +33,9 @@ def test_the_table_has_median_and_quartiles():
     turns = {"planned": [step] * 4, "all": [other] * 4, "arguments": [step] * 4}
     said = {how: {"wire": {"data": 5}, "calls": [7, 7], "compiled": 2} for how in turns}
     rows = {"mlp": {"turns": turns, "said": said, "values": 3, "ops": 1, "date": "today"}}
-    rows["import"] = {"turns": {"without": [1.0, 1.0], "with": [1.01, 1.01], "own": [0.003, 0.003]}, "date": "today"}
+    times = {"without": [1.0, 1.0], "with": [1.01, 1.01], "own": [0.003, 0.003], "found": [0.001, 0.001]}
+    rows["import"] = {"turns": times, "more": ["one", "two"], "date": "today"}
     lines = torch_xla_overhead.table(rows).splitlines()
     (line,) = [line for line in lines if line.startswith("| mlp | all")]
     assert "| 20.0 (20.0 to 20.0) | 10.0 (10.0 to 10.0) | 2.000 (2.000 to 2.000) | 1.000 (1.000 to 1.000) |" in line
-    assert lines[-1].endswith("| 10.0 (10.0 to 10.0) | 3.0 (3.0 to 3.0) |")
+    assert lines[-1].endswith("| 10.0 (10.0 to 10.0) | 3.0 (3.0 to 3.0) | 1.0 (1.0 to 1.0) | one, two |")
