@@ -83,6 +83,8 @@ def test_an_argument_that_is_taken_in_another_spec_is_pinned_there():
     places = {FIRST: (-1, 0), MADE: (7, 0)}
     assert pinned(pin, places=places, graph=graph) == {FIRST: (OTHER,)}
     assert pinned(dataclasses.replace(pin, operand=(8, 0)), places=places, graph=graph) == {}
+    adds = {7: ("add", (-1, 0), (4, 0))}
+    assert pinned(pin, places=places, graph=adds) == {}
 
 
 def test_a_product_that_takes_what_another_is_handed_in_more_axes_has_its_operands_pinned():

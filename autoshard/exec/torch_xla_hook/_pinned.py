@@ -39,15 +39,18 @@ class Pins:
         made = planned.made
         every = [(call, shape, place) for call, shape, place in self.values if place is not None]
         inside = self._inside(every)
+        mixing = self._mixing(inside)
+        # What is added or multiplied element by element, such as a bias, follows what it meets.
         taken = {
             call: specs.pop()
             for call, _, place in every
-            if call.what == "operand" and len(specs := planned.handed_to(place, inside.get(call.op, ()))) == 1
+            if call.what == "operand" and (place[0] >= 0 or call.op in mixing)
+            if len(specs := planned.handed_to(place, inside.get(call.op, ()))) == 1
         }
         viewed = self._viewed(made, set().union(*inside.values()))
         whole = {call.op for call, _, place in every if call in taken or (call.what == "result" and place in viewed)}
         moved = {call.op for call, _, place in every if call.what == "result" and len(made.get(place, ())) > 1}
-        turning = self._turning(planned, every, inside, moved)  # these have what they take pinned
+        turning = self._turning(planned, every, inside, mixing, moved)  # these have what they take pinned
         whole |= {op for op in turning if op in moved or inside[op] & self.flow.lookups}
         loose = self._loose(planned, every, turning - whole)
         begun = {
@@ -95,17 +98,16 @@ class Pins:
         planned: Planned,
         every: Sequence[tuple[Place, Any, Value]],
         inside: Mapping[Op | None, set[int]],
+        mixing: Collection[Op | None],
         moved: Collection[Op | None],
     ) -> set[Op | None]:
-        """Ops that contract dims or look up in them, and leave their result over other axes than they are given.
+        """Of the `mixing` ops those that leave their result over other axes than they are given.
 
         XLA gives such an op a spec by what is around it: an axis that it is to do without comes in from there. What a
         product makes follows from what it takes; what a lookup makes does not. Nor is what is handed to another op in
         more axes than its own sure to come here without these.
         """
-        known = self.flow.products | self.flow.lookups
         axes: dict[tuple[Op | None, bool], set[str]] = collections.defaultdict(set)
-        mixing = {op for op, numbers in inside.items() if op is not None and numbers & known}
         for call, _, place in every:
             if call.op in mixing:
                 is_result = call.what == "result"
@@ -116,6 +118,11 @@ class Pins:
             if call.op in mixing and call.what == "operand" and planned.handed_axes(place) - planned.axes(place)
         }
         return {op for op in mixing if op in moved or op in beside or axes[op, True] != axes[op, False]}
+
+    def _mixing(self, inside: Mapping[Op | None, set[int]]) -> set[Op | None]:
+        """Ops of the script that contract dims or look up in them."""
+        known = self.flow.products | self.flow.lookups
+        return {op for op, numbers in inside.items() if op is not None and numbers & known}
 
     def _inside(self, every: Sequence[tuple[Place, Any, Value]]) -> dict[Op | None, set[int]]:
         """Numbers of the graph's ops that an op of the script is made of."""
