@@ -20,6 +20,7 @@ from autoshard.plan._reading import Reading, read_program
 from autoshard.plan._refine import find_refinement
 from autoshard.plan._search import Found, Infeasible
 from autoshard.plan._searcher import Outcome, Phases, Searcher
+from autoshard.plan._task import Task
 from autoshard.plan._trial import MeshBest, Trials, splits_batch
 from autoshard.plan._write import WhenAsked, Writer
 from autoshard.program import Program, Role
@@ -96,7 +97,7 @@ def make_plan(
     asked, crew = asked or Asked(), crew or Crew()
     crew.progress = phases.progress
     _share(crew, program, reading)
-    search_on = Searcher(program, reading, asked, memory_limit, seed, phases, figures, crew)
+    search_on = Searcher(Task(program, reading, asked, memory_limit, seed, figures), phases, crew)
     given = given_mesh(parsed, mesh, program_mesh(reading.graph, parsed.num_devices))
     searched = _search(search_on, parsed, given, time_limit, refine_axes)
     best, found = searched.best, searched.best.found
@@ -169,25 +170,17 @@ def _search(
     search_on: Searcher, topology: Topology, given: Mesh | None, time_limit: float, refine_axes: bool
 ) -> _Searched:
     """On the mesh that is given, else on the best one, and on its refinement where dims ask for one."""
-    reading, phases = search_on.reading, search_on.phases
+    task, phases = search_on.task, search_on.phases
+    reading = task.reading
     graph = reading.graph
     if given is None:
         phases.start("meshes", f"looking for the mesh of {topology.num_devices} devices")
-        trials = Trials(
-            search_on.program,
-            reading,
-            search_on.asked,
-            search_on.memory_limit,
-            time_limit,
-            search_on.seed,
-            search_on.calibration,
-        )
-        looked = MeshSearch(trials, phases.progress).run(topology, search_on.crew)
+        looked = MeshSearch(Trials(task, time_limit), phases.progress).run(topology, search_on.crew)
         chosen = looked.model.mesh
     else:
         looked, chosen = None, given
         check_regions(graph, chosen)
-        _check_batch(search_on.program, chosen)
+        _check_batch(task.program, chosen)
     # A program that names axes itself keeps them whole.
     refinement = None
     if refine_axes and not graph.constraints and not graph.regions:

@@ -85,7 +85,7 @@ class MeshSearch:
         """Why there is no mesh."""
         if self.refusals:
             return self.refusals[-1]
-        sizes = sorted({size for size in self.trials.reading.groups.sizes.values() if size > 1})
+        sizes = sorted({size for size in self.trials.task.reading.groups.sizes.values() if size > 1})
         dims = f"dims of {', '.join(map(str, sizes[-6:]))}" if sizes else "no dim above 1"
         devices = topology.num_devices
         return UserError(

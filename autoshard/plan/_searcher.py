@@ -7,15 +7,14 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import Calibration, Mesh
+from autoshard.cost import Mesh
 from autoshard.crew import Crew
-from autoshard.plan._asked import Asked, Required, require
+from autoshard.plan._asked import Required
 from autoshard.plan._baselines import Baseline, baselines
 from autoshard.plan._model import Model
-from autoshard.plan._reading import Reading, build_model
 from autoshard.plan._refine import LEAST_GAIN, Refinement
 from autoshard.plan._search import Found, Infeasible, search
-from autoshard.program import Program
+from autoshard.plan._task import Task
 
 
 class Phases:
@@ -54,28 +53,17 @@ class Outcome:
 class Searcher:
     """Searches the plans of one program, mesh by mesh."""
 
-    def __init__(
-        self,
-        program: Program,
-        reading: Reading,
-        asked: Asked,
-        memory_limit: int,
-        seed: int,
-        phases: Phases,
-        calibration: Calibration,
-        crew: Crew,
-    ) -> None:
-        self.program, self.reading, self.asked, self.calibration = program, reading, asked, calibration
-        self.memory_limit, self.seed, self.phases, self.crew = memory_limit, seed, phases, crew
+    def __init__(self, task: Task, phases: Phases, crew: Crew) -> None:
+        self.task, self.phases, self.crew = task, phases, crew
 
     def mesh(self, mesh: Mesh, time_limit: float) -> Outcome:
         """On a mesh as it was asked for, with baselines."""
         model = self.price(mesh)
-        return self.priced(model, require(model, self.reading.groups, self.asked), None, time_limit)
+        return self.priced(model, self.task.required(model), None, time_limit)
 
     def priced(self, model: Model, required: Required, known: NDArray[np.int64] | None, time_limit: float) -> Outcome:
         """The same on a mesh that is priced already, from choices that are `known` to fit, if there are any."""
-        return self._search(model, baselines(model, self.reading.groups), required, known, time_limit)
+        return self._search(model, baselines(model, self.task.reading.groups), required, known, time_limit)
 
     def refined(self, refinement: Refinement, original: Outcome, time_limit: float) -> Outcome:
         """On its refinement, from the best that is known of it; what was asked for holds as it does there."""
@@ -87,8 +75,8 @@ class Searcher:
         return self._search(model, [], Required(allowed, original.required.pinned), known, time_limit)
 
     def price(self, mesh: Mesh) -> Model:
-        self.phases.start("price", f"pricing {len(self.reading.graph.ops)} ops on {mesh.describe()}")
-        return build_model(self.program, self.reading, mesh, self.memory_limit, self.calibration)
+        self.phases.start("price", f"pricing {len(self.task.reading.graph.ops)} ops on {mesh.describe()}")
+        return self.task.priced(mesh)
 
     def _search(
         self,
@@ -99,11 +87,10 @@ class Searcher:
         time_limit: float,
     ) -> Outcome:
         count = sum(len(node.states) for node in model.nodes)
+        task, progress = self.task, self.phases.progress
         self.phases.start("solve", f"solving {len(model.nodes)} decisions with {count} alternatives")
         try:
-            found = search(
-                model, named, self.memory_limit, time_limit, self.seed, self.phases.progress, required, known, self.crew
-            )
+            found = search(model, named, task.memory_limit, time_limit, task.seed, progress, required, known, self.crew)
         except Infeasible as error:
             return Outcome(model, required, error)
         return Outcome(model, required, found)

@@ -8,20 +8,21 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import Calibration, Mesh
+from autoshard.cost import Mesh
 from autoshard.errors import UserError
-from autoshard.plan._asked import Asked, Required, require
+from autoshard.plan._asked import Required
 from autoshard.plan._build import Weights, kept_of
 from autoshard.plan._demands import check_regions
 from autoshard.plan._floors import least_bytes, least_seconds
 from autoshard.plan._heavy import heavy_states
 from autoshard.plan._model import Model
 from autoshard.plan._predict import Outcome
-from autoshard.plan._reading import Reading, build_model
+from autoshard.plan._reading import Reading
 from autoshard.plan._refine import LEAST_GAIN
 from autoshard.plan._repeats import find_repeats
 from autoshard.plan._search import Climb
 from autoshard.plan._states import enumerate_states
+from autoshard.plan._task import Task
 from autoshard.plan._weights import Weighing, carried_weights, even_weights, normalise
 from autoshard.program import Program, Role
 from autoshard.solver import Solution
@@ -115,29 +116,18 @@ class Trial:
 class Trials:
     """Tries meshes for one program. Pickled, it is the same without what it has priced."""
 
-    def __init__(
-        self,
-        program: Program,
-        reading: Reading,
-        asked: Asked,
-        memory_limit: int,
-        time_limit: float,
-        seed: int,
-        calibration: Calibration,
-    ) -> None:
-        self.program, self.reading, self.asked, self.calibration = program, reading, asked, calibration
-        self.memory_limit, self.time_limit, self.seed = memory_limit, time_limit, seed
+    def __init__(self, task: Task, time_limit: float) -> None:
+        self.task, self.time_limit = task, time_limit
         self._ahead: dict[Mesh, _Begun] = {}
         self._pairs: dict[Mesh, int] = {}
         self._floors: dict[Mesh, float] = {}
 
     def __reduce__(self) -> tuple[type["Trials"], tuple[object, ...]]:
-        given = self.program, self.reading, self.asked, self.memory_limit, self.time_limit, self.seed, self.calibration
-        return Trials, given
+        return Trials, (self.task, self.time_limit)
 
     def price_ahead(self, mesh: Mesh) -> None:
         """What there is to be known of a mesh without others, if it is going to be tried here and can be kept."""
-        if mesh in self._ahead or _unusable(self.program, self.reading, mesh):
+        if mesh in self._ahead or _unusable(self.task, mesh):
             return
         if self._size(mesh) > MOST_PAIRS:
             self._floor(mesh)
@@ -168,12 +158,12 @@ class Trials:
         if keep:
             self._keep(dataclasses.replace(begun, climb=None))
         beat_s = _beaten_by_s(rival, mesh)
-        climb.run(self.memory_limit, self.time_limit, self.seed, _silent, required, beat_s, GOOD_ENOUGH, stop)
+        climb.run(self.task.memory_limit, self.time_limit, self.task.seed, _silent, required, beat_s, GOOD_ENOUGH, stop)
         return _tried(climb, required, rival)
 
     def _looked_at(self, mesh: Mesh, rival: Rival | None, keep: bool) -> Trial | None:
         """What is known of a mesh without solving it; None if it must be, and then it is kept for that."""
-        excluded = _unusable(self.program, self.reading, mesh)
+        excluded = _unusable(self.task, mesh)
         if excluded:
             return Trial(mesh, excluded)
         begun = self._ahead.pop(mesh, None)
@@ -188,8 +178,8 @@ class Trials:
         climb = begun.climb if begun.climb is not None and begun.rival == rival else None
         if climb is None:
             least = least_bytes(model, kept_of(model, required.allowed))
-            if least > self.memory_limit:
-                return Trial(mesh, excess=least - self.memory_limit, model=model, required=required)
+            if least > self.task.memory_limit:
+                return Trial(mesh, excess=least - self.task.memory_limit, model=model, required=required)
             climb = _bounded(model, required, rival)
         solve = climb.weighing.bound_s < _beaten_by_s(rival, mesh)
         if solve or keep:
@@ -199,19 +189,20 @@ class Trials:
     def _size(self, mesh: Mesh) -> int:
         """Pairs of alternatives at both ends of all values that move, before any is priced."""
         if mesh not in self._pairs:
-            self._pairs[mesh] = _pairs(self.reading, mesh)
+            self._pairs[mesh] = _pairs(self.task.reading, mesh)
         return self._pairs[mesh]
 
     def _floor(self, mesh: Mesh) -> float:
         """Seconds that no plan on the mesh can undercut, without prices."""
         if mesh not in self._floors:
-            self._floors[mesh] = least_seconds(self.program, self.reading, mesh, self.memory_limit, self.calibration)
+            task = self.task
+            self._floors[mesh] = least_seconds(task.program, task.reading, mesh, task.memory_limit, task.calibration)
         return self._floors[mesh]
 
     def _priced(self, mesh: Mesh) -> "_Begun":
-        check_regions(self.reading.graph, mesh)
-        model = build_model(self.program, self.reading, mesh, self.memory_limit, self.calibration)
-        return _Begun(model, require(model, self.reading.groups, self.asked))
+        check_regions(self.task.reading.graph, mesh)
+        model = self.task.priced(mesh)
+        return _Begun(model, self.task.required(model))
 
     def _keep(self, begun: "_Begun") -> None:
         mesh = begun.model.mesh
@@ -285,13 +276,13 @@ def _tried(climb: Climb, required: Required, rival: Rival | None) -> Trial:
     return dataclasses.replace(trial, model=climb.model, required=required) if needed else trial
 
 
-def _unusable(program: Program, reading: Reading, mesh: Mesh) -> str:
+def _unusable(task: Task, mesh: Mesh) -> str:
     """Why a mesh cannot serve the program at all; empty if it may."""
-    sizes = [size for size in reading.groups.sizes.values() if size > 1]
+    sizes = [size for size in task.reading.groups.sizes.values() if size > 1]
     for name, count in mesh.axes.items():
         if count > 1 and not any(size % count == 0 for size in sizes):
             return f"no dim of the program divides by {name}={count}"
-    return "" if splits_batch(program, mesh) else "none of its axes divides a dim of the batch"
+    return "" if splits_batch(task.program, mesh) else "none of its axes divides a dim of the batch"
 
 
 def splits_batch(program: Program, mesh: Mesh) -> bool:

@@ -20,6 +20,7 @@ from autoshard.plan._reading import read_program
 from autoshard.plan._refine import LEAST_GAIN
 from autoshard.plan._search import Climb
 from autoshard.plan._store import plan_to_json
+from autoshard.plan._task import Task
 from autoshard.plan._trial import Trials
 from autoshard.program import trace
 from tests.graph.programs import f32
@@ -165,7 +166,7 @@ def test_a_limit_that_no_choice_can_keep_is_seen_before_anything_is_solved(monke
     program = made.program("mlp")
     topology = Topology.parse("cpu:8")
     reading, figures = read_program(program, topology.backend), load_calibration(topology.chip)
-    trials = Trials(program, reading, Asked(), 4000, 10.0, 0, figures)
+    trials = Trials(Task(program, reading, Asked(), 4000, 0, figures), 10.0)
     monkeypatch.setattr(Climb, "run", lambda *_: pytest.fail("solved"))
     chosen = MeshSearch(trials, lambda line: None).run(topology, Crew())
     assert chosen.choices is None and all(tried.step_time_s is None for tried in chosen.tried)
