@@ -242,8 +242,11 @@ class ByHand:
         return tensor
 
     def states(self, model: Any, optimizer: Any) -> None:
+        import torch_xla.distributed.spmd as xs
+
         for name, state in states_of(model, optimizer):
             if name in self._marks["states"]:
+                xs.clear_sharding(state)  # the first step left it as its parameter's gradient is
                 self._mark(state, self._marks["states"][name])
 
     def said(self, model: Any, updater: Any) -> dict[str, Any]:
