@@ -50,7 +50,7 @@ def lower_calls(
 def lower_for_compiler(program: Program, plan: Plan, platform: str) -> dict[int, bytes]:
     """Bodies of a program's calls for a platform whose devices are not here."""
     import jax
-    from jax.sharding import AbstractMesh
+    from jax.sharding import AbstractMesh, AxisType
 
     with mlir.new_context() as context:
         module = mlir.inline_calls(mlir.parse_module(program.module, context))
@@ -58,7 +58,7 @@ def lower_for_compiler(program: Program, plan: Plan, platform: str) -> dict[int,
             return {}
         found: dict[str, OpaqueCall] = {}
         lower_traced(jax.jit(lambda *args: program.fn(*args), keep_unused=True).trace(*program.args), found)
-        mesh = AbstractMesh(tuple(plan.mesh.values()), tuple(plan.mesh))
+        mesh = AbstractMesh(tuple(plan.mesh.values()), tuple(plan.mesh), axis_types=(AxisType.Auto,) * len(plan.mesh))
         return lower_calls(plan, mlir.number_ops(module), found, mesh, platform)[0]
 
 

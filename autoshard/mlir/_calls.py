@@ -1,10 +1,12 @@
 """Opaque calls: custom calls that stand for a Python function until it is known how they are split."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.mlir._inline import inline_calls
 from autoshard.mlir._module import collect, main_block, parse_module, replace_by_block, symbol
+from autoshard.mlir._own import COLLECTIVES_MESH
 from autoshard.mlir._shardings import SpecLike, ensure_mesh, sharding_attribute
 
 
@@ -157,14 +159,27 @@ def splice(module: Any, ops: Mapping[int, Any], bodies: Mapping[int, bytes], siz
     Each body is a module over whole tensors whose only mesh has the axes `sizes`.
     """
     for number, body in bodies.items():
-        donor = inline_calls(parse_module(body, module.context))
-        for op in list(donor.body.operations):
-            if op.operation.name == "sdy.mesh":
-                wanted = ensure_mesh(module, symbol(op), sizes)
-                if wanted != symbol(op):
-                    text = donor.operation.get_asm(enable_debug_info=False)
-                    donor = parse_module(text.replace(f"@{symbol(op)}", f"@{wanted}"), module.context)
+        donor = _on_mesh_of(module, inline_calls(parse_module(body, module.context)), sizes)
         replace_by_block(ops[number], main_block(donor))
+
+
+def _on_mesh_of(module: Any, donor: Any, sizes: Mapping[str, int]) -> Any:
+    """A module that names its only mesh (jax 0.11 does it twice) as another one does."""
+    named = [op.operation for op in donor.body.operations if op.operation.name == "sdy.mesh"]
+    if not named:
+        return donor
+    wanted = ensure_mesh(module, symbol(named[0]), sizes)
+    (target,) = [op for op in module.body.operations if op.operation.name == "sdy.mesh" and symbol(op) == wanted]
+    if COLLECTIVES_MESH in named[0].attributes:
+        target.operation.attributes[COLLECTIVES_MESH] = named[0].attributes[COLLECTIVES_MESH]
+    names = [symbol(op) for op in named]
+    if names == [wanted]:
+        return donor
+    # All but one are dropped as lines: an op that others refer to cannot be erased alone.
+    lines = donor.operation.get_asm(enable_debug_info=False).splitlines()
+    drop = re.compile(rf"\s*sdy\.mesh @({'|'.join(map(re.escape, names[1:]))})\b") if names[1:] else None
+    text = "\n".join(line for line in lines if drop is None or not drop.match(line))
+    return parse_module(re.sub(rf"@({'|'.join(map(re.escape, names))})\b", f"@{wanted}", text), module.context)
 
 
 def run_on_shards(

@@ -4,7 +4,7 @@ import hashlib
 from typing import Any
 
 from autoshard.mlir._module import main_block, to_bytes
-from autoshard.mlir._own import MESH_NAME
+from autoshard.mlir._own import GROUPS_MESH, MESH_NAME
 
 
 DESCEND = frozenset({"stablehlo.while", "stablehlo.case", "stablehlo.if", "sdy.manual_computation"})
@@ -47,7 +47,8 @@ def canonical_text(module: Any) -> str:
     with module.context:
         copy = ir.Module.parse(to_bytes(module), module.context)
         strip(copy)
-        return MESH_NAME.sub("<@mesh, [", str(copy.operation.get_asm(enable_debug_info=False)))
+        text = str(copy.operation.get_asm(enable_debug_info=False))
+        return GROUPS_MESH.sub("<mesh = @mesh,", MESH_NAME.sub("<@mesh, [", text))
 
 
 def strip(module: Any) -> Any:

@@ -1,13 +1,19 @@
 """What a module itself says about meshes and shardings, and what its own collectives span."""
 
+import math
 import re
 from typing import Any
 
+from autoshard.errors import UserError
 from autoshard.mlir._module import argument_entries, collect, main_block, main_function, symbol
 
 
 MESH_NAME = re.compile(r"<@[^,<>]*, \[")
 """The beginning of a sharding's text, up to its dims."""
+GROUPS_MESH = re.compile(r"<mesh = @(\w+),")
+"""The same of a collective's groups, up to its axes, where it spans axes of a mesh."""
+COLLECTIVES_MESH = "stablehlo.mesh"
+"""What is said of such a mesh, beside Shardy's own words."""
 
 
 def mesh_texts(module: Any) -> dict[str, str]:
@@ -23,13 +29,40 @@ def argument_shardings(module: Any) -> dict[int, str]:
 
 
 def device_groups(op: Any) -> tuple[tuple[int, ...], ...]:
-    """Groups of devices of a collective, or (source, target) pairs of a permute; fillers of -1 are left out."""
+    """Groups of devices of a collective, or (source, target) pairs of a permute; fillers of -1 are left out.
+
+    jax 0.11 names the axes of a mesh that a collective spans, jax 0.10 the devices themselves.
+    """
     import numpy as np
 
     for name in ("replica_groups", "source_target_pairs"):
         if name in op.attributes:
-            return tuple(tuple(int(d) for d in row if d >= 0) for row in np.asarray(op.attributes[name]))
+            text = str(op.attributes[name])
+            spanned = GROUPS_MESH.search(text)
+            rows = np.asarray(op.attributes[name]) if spanned is None else _along_axes(op, spanned[1], text)
+            return tuple(tuple(int(d) for d in row if d >= 0) for row in rows)
     return ()
+
+
+_AXIS = re.compile(r'axis_ref<name = "([^"]+)"')
+_SIZE = re.compile(r'"([^"]+)"=(\d+)')
+"""Of an axis, in the text of a mesh."""
+
+
+def _along_axes(op: Any, mesh: str, text: str) -> Any:
+    """Devices that differ along the axes in `text` of a mesh of the op's module only, a row for each group."""
+    import numpy as np
+
+    while op.parent is not None:
+        op = op.parent.operation
+    sizes = {name: int(size) for name, size in _SIZE.findall(mesh_texts(op.opview).get(mesh, ""))}
+    axes = _AXIS.findall(text)
+    if "sub_axis" in text or not set(axes) <= sizes.keys():
+        raise UserError(f"the module has a collective over `{text}`; only whole axes of a mesh in it are understood.")
+    names = list(sizes)
+    order = sorted(range(len(names)), key=lambda number: axes.index(names[number]) if names[number] in axes else -1)
+    grid = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+    return grid.transpose(order).reshape(-1, math.prod(sizes[axis] for axis in axes))
 
 
 def drop_gspmd(module: Any) -> Any:
@@ -43,18 +76,32 @@ def drop_gspmd(module: Any) -> Any:
 
 
 def use_mesh(module: Any, mesh_name: str) -> Any:
-    """Let every sharding inside `@main` name this mesh (in place); axes keep their names."""
+    """Let every sharding and collective inside `@main` name this mesh (in place); axes keep their names."""
     from jaxlib.mlir import ir
 
     def visit(op: Any) -> Any:
-        for name in ("sharding", "in_shardings", "out_shardings", "sdy.sharding"):
+        for name in ("sharding", "in_shardings", "out_shardings", "sdy.sharding", "replica_groups"):
             if name in op.attributes and "@" in (text := str(op.attributes[name])):
-                renamed = MESH_NAME.sub(f"<@{mesh_name}, [", text)
+                renamed = GROUPS_MESH.sub(f"<mesh = @{mesh_name},", MESH_NAME.sub(f"<@{mesh_name}, [", text))
                 if renamed != text:
                     op.attributes[name] = ir.Attribute.parse(renamed)
+                if name == "replica_groups":
+                    _tell_collectives(module, mesh_name)
         return ir.WalkResult.ADVANCE
 
     with module.context:
         for op in main_block(module).operations:
             op.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
     return module
+
+
+def _tell_collectives(module: Any, mesh_name: str) -> None:
+    """Say of a mesh what collectives that span its axes ask for; needs a current context."""
+    from jaxlib.mlir import ir
+
+    (mesh,) = [
+        op.operation for op in module.body.operations if op.operation.name == "sdy.mesh" and symbol(op) == mesh_name
+    ]
+    sizes = _SIZE.findall(str(mesh.attributes["mesh"]))
+    axes = ", ".join(f'{{name = "{name}", size = {size} : i64}}' for name, size in sizes)
+    mesh.attributes[COLLECTIVES_MESH] = ir.Attribute.parse(f"{{axes = [{axes}]}}")

@@ -1,5 +1,6 @@
 """Programs that are files: StableHLO as text or bytecode, `jax.export` artifacts, HLO protos and dumps."""
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,13 +80,14 @@ def _from_module(source: bytes | str, file: Path, roles: _roles.Roles | None) ->
     uses = mlir.argument_uses(module)
     ties = entry.aliases or _updates(module, uses)
     tree = jax.tree.structure
+    fields = {field.name for field in dataclasses.fields(export.Exported)}
+    until_jax_010 = {"_has_named_shardings": False}
     exported = export.Exported(
         fun_name=file.stem,
         in_tree=tree((tuple(ins), {})),
         in_avals=tuple(ShapedArray(leaf.shape, leaf.dtype) for leaf in ins),
         out_tree=tree(tuple(outs)),
         out_avals=tuple(ShapedArray(leaf.shape, leaf.dtype) for leaf in outs),
-        _has_named_shardings=False,
         _in_named_shardings=(None,) * len(ins),
         _out_named_shardings=(None,) * len(outs),
         in_shardings_hlo=(None,) * len(ins),
@@ -100,6 +102,7 @@ def _from_module(source: bytes | str, file: Path, roles: _roles.Roles | None) ->
         module_kept_var_idx=tuple(range(len(ins))),
         uses_global_constants=False,
         _get_vjp=None,
+        **{name: value for name, value in until_jax_010.items() if name in fields},
     )
 
     def main(*values: Any) -> Any:

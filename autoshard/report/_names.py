@@ -26,7 +26,18 @@ def breakable(name: str) -> str:
 
 
 _TRACED = re.compile(r"^(transpose|jvp|vmap|jit|pjit|remat|checkpoint|custom_\w+)\((.*)\)$")
-_NOISE = {"while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "pjit", "scan", ""}
+_NOISE = {
+    "while",
+    "body",
+    "cond",
+    "closed_call",
+    "eval_jaxpr",
+    "checkpoint",
+    "rematted_computation",
+    "pjit",
+    "scan",
+    "",
+}
 
 
 def readable(cause: str) -> str:

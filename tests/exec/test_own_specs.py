@@ -25,7 +25,7 @@ def concrete() -> Any:
 
 
 def abstract() -> Any:
-    return AbstractMesh(SIZES, NAMES)
+    return AbstractMesh(SIZES, NAMES, axis_types=(AxisType.Auto,) * 2)
 
 
 def f32(*shape: int, sharding: Any = None) -> jax.ShapeDtypeStruct:
@@ -209,7 +209,7 @@ def test_another_mesh_may_have_the_same_axes() -> None:
     "make, mesh, said",
     [
         (
-            lambda: lambda x: constrain(AbstractMesh((8,), ("expert",)), x * 2, "expert"),
+            lambda: lambda x: constrain(AbstractMesh((8,), ("expert",), axis_types=(AxisType.Auto,)), x * 2, "expert"),
             "data=8",
             r"with_sharding_constraint at test_own_specs.py:\d+ names the axis `expert`, but the mesh has data=8: "
             "plan with a --mesh that has `expert`, or change the program.",
@@ -217,7 +217,10 @@ def test_another_mesh_may_have_the_same_axes() -> None:
         (
             lambda: (
                 lambda x: jax.shard_map(
-                    lambda v: v * 2, mesh=AbstractMesh((8,), ("expert",)), in_specs=P("expert"), out_specs=P("expert")
+                    lambda v: v * 2,
+                    mesh=AbstractMesh((8,), ("expert",), axis_types=(AxisType.Auto,)),
+                    in_specs=P("expert"),
+                    out_specs=P("expert"),
                 )(x)
             ),
             "data=8",

@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def by_hand() -> Program:
     """A region split by hand, and a spec that the program asks for."""
-    mesh = jax.sharding.AbstractMesh((4, 2), ("a", "b"))
+    mesh = jax.sharding.AbstractMesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     spec = jax.sharding.PartitionSpec
     body = jax.shard_map(
         lambda x: lax.psum(x, "b"), mesh=mesh, in_specs=spec("a", None), out_specs=spec("a", None), check_vma=False

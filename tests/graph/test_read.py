@@ -261,7 +261,7 @@ def test_a_constraint_is_a_tensor_of_its_own() -> None:
 
 
 def test_a_constraint_on_an_argument_that_nothing_else_uses_is_the_arguments_own() -> None:
-    mesh = jax.sharding.AbstractMesh((8,), ("a",))
+    mesh = jax.sharding.AbstractMesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
     graph = graph_of(lambda x: lax.with_sharding_constraint(x, sharding) * 2, f32(8, 4))
     (constraint,) = graph.constraints
@@ -269,7 +269,7 @@ def test_a_constraint_on_an_argument_that_nothing_else_uses_is_the_arguments_own
 
 
 def test_regions_by_hand_are_read_through() -> None:
-    mesh = jax.sharding.AbstractMesh((4, 2), ("a", "b"))
+    mesh = jax.sharding.AbstractMesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     spec = jax.sharding.PartitionSpec
     body = jax.shard_map(
         lambda x: lax.psum(x, "b") @ jnp.ones((4, 3)), mesh=mesh, in_specs=spec("a", None), out_specs=spec("a", None),

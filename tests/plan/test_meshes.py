@@ -195,9 +195,11 @@ def test_one_device_needs_no_search() -> None:
 
 def test_a_program_with_a_mesh_of_its_own_keeps_it() -> None:
     import jax
-    from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+    from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-    own = NamedSharding(AbstractMesh((2, 4), ("rows", "columns")), PartitionSpec("rows", "columns"))
+    own = NamedSharding(
+        AbstractMesh((2, 4), ("rows", "columns"), axis_types=(AxisType.Auto,) * 2), PartitionSpec("rows", "columns")
+    )
 
     def fn(params: Any, x: Any) -> Any:
         return jax.lax.with_sharding_constraint(x @ params, own)

@@ -119,7 +119,7 @@ def test_pins_name_the_axis() -> None:
 
 def test_a_program_that_names_axes_keeps_them() -> None:
     def step(p: Any, x: Any) -> Any:
-        mesh = jax.sharding.AbstractMesh((8,), ("model",))
+        mesh = jax.sharding.AbstractMesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
         spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model"))
         return jnp.tanh(x @ jax.lax.with_sharding_constraint(p, spec)).reshape(4, 8, 64)
 
