@@ -1,6 +1,7 @@
 """The room that edits MLIR: inlining, numbering, hashing, rules, pins, propagation."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -306,3 +307,48 @@ def test_results_are_cut_with_what_only_they_need():
     assert mlir.cut_results(module, 1) == [None, (-1, 1), (0, 0)]
     kinds = [op.name for op in mlir.number_ops(module)]
     assert kinds == ["stablehlo.add", "stablehlo.negate", "func.return"]
+
+
+def spanning(*axes: str, mesh: str = "mesh_0") -> Any:
+    """A module with a collective as jax 0.11 writes it."""
+    refs = ", ".join(f'#stablehlo.axis_ref<name = "{axis}">' for axis in axes)
+    sizes = ", ".join(f'{{name = "{name}", size = {size} : i64}}' for name, size in (("a", 4), ("b", 2)))
+    return mlir.parse_module(
+        f"""module {{
+  sdy.mesh @{mesh} = <["a"=4, "b"=2]> {{stablehlo.mesh = {{axes = [{sizes}]}}}}
+  sdy.mesh @planned = <["a"=4, "b"=2]>
+  func.func public @main(%0: tensor<2x4xf32>) -> tensor<2x4xf32> {{
+    %1 = "stablehlo.all_reduce"(%0) <{{channel_handle = #stablehlo.channel_handle<handle = 1, type = 1>,
+      replica_groups = #stablehlo.replica_group_mesh_axes<mesh = @{mesh}, axes = [{refs}]>, use_global_device_ids}}> ({{
+      ^bb0(%2: tensor<f32>, %3: tensor<f32>):
+        %4 = stablehlo.add %2, %3 : tensor<f32>
+        stablehlo.return %4 : tensor<f32>
+    }}) : (tensor<2x4xf32>) -> tensor<2x4xf32>
+    return %1 : tensor<2x4xf32>
+  }}
+}}""".encode()
+    )
+
+
+@pytest.mark.parametrize(
+    ("axes", "groups"),
+    [
+        (["a"], ((0, 2, 4, 6), (1, 3, 5, 7))),
+        (["b"], ((0, 1), (2, 3), (4, 5), (6, 7))),
+        (["a", "b"], (tuple(range(8)),)),
+        (["b", "a"], ((0, 2, 4, 6, 1, 3, 5, 7),)),
+    ],
+)
+def test_a_collective_may_name_the_axes_that_it_spans(axes: list[str], groups: tuple[tuple[int, ...], ...]):
+    module = spanning(*axes)
+    assert mlir.device_groups(mlir.number_ops(module)[0]) == groups
+
+
+def test_collectives_that_name_axes_are_put_on_another_mesh():
+    module = spanning("b")
+    other = spanning("b", mesh="mesh")
+    assert mlir.structure_hash(module) == mlir.structure_hash(other) != mlir.structure_hash(spanning("a"))
+    before = mlir.device_groups(mlir.number_ops(module)[0])
+    mlir.use_mesh(module, "planned")
+    assert module.operation.verify() and "<mesh = @planned," in str(module)
+    assert mlir.device_groups(mlir.number_ops(module)[0]) == before
