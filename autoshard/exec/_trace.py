@@ -6,6 +6,7 @@ second one where an op that runs on its own ends; on GPU and TPU a plane for eac
 
 import collections
 import dataclasses
+import itertools as it
 import re
 import statistics
 import tempfile
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.exec._collectives import CompiledCollective
+from autoshard.exec._xspace import events_in
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,33 +70,33 @@ def time_collectives(
                 step()
         finally:
             jax.profiler.stop_trace()
-        ran = [event for file in sorted(Path(directory).rglob("*.xplane.pb")) for event in read_events(file)]
+        try:
+            ran = [event for file in sorted(Path(directory).rglob("*.xplane.pb")) for event in read_events(file)]
+        except ValueError as error:
+            return CollectiveTimes((), f"what the profiler wrote cannot be read: {error}")
     return collective_times([event for event in ran if event.module in ("", module)], steps, found)
 
 
 def read_events(file: Path) -> list[Ran]:
     """Every op that an XSpace file says a device ran."""
-    from jax.profiler import ProfileData
-
     ran: list[Ran] = []
-    for plane in ProfileData.from_file(str(file)).planes:
-        number = re.search(r"/device:\w+:(\d+)", plane.name)
+    for _, events in it.groupby(events_in(file), key=lambda event: event.plane):
         ends: dict[int, float] = {}
         begun: list[tuple[Ran, int]] = []
-        for line in plane.lines:
-            for event in line.events:
-                stats = dict(event.stats)
-                start, seconds = event.start_ns * 1e-9, event.duration_ns * 1e-9
-                if event.name.startswith("end: "):
-                    ends[_whole(stats.get("_c"))] = start + seconds
-                    continue
-                op = str(stats.get("hlo_op") or (event.name if number and line.name == "XLA Ops" else ""))
-                if not op:
-                    continue
-                device = _whole(stats.get("device_ordinal", number[1] if number else 0))
-                name = op.partition(" = ")[0].lstrip("%")
-                found = Ran(name, str(stats.get("hlo_module", "")), device, _whole(stats.get("run_id")), start, seconds)
-                begun.append((found, _whole(stats.get("_p"))))
+        for event in events:
+            number = re.search(r"/device:\w+:(\d+)", event.plane)
+            stats = event.stats
+            start, seconds = event.start_ns * 1e-9, event.duration_ns * 1e-9
+            if event.name.startswith("end: "):
+                ends[_whole(stats.get("_c"))] = start + seconds
+                continue
+            op = str(stats.get("hlo_op") or (event.name if number and event.line == "XLA Ops" else ""))
+            if not op:
+                continue
+            device = _whole(stats.get("device_ordinal", number[1] if number else 0))
+            name = op.partition(" = ")[0].lstrip("%")
+            found = Ran(name, str(stats.get("hlo_module", "")), device, _whole(stats.get("run_id")), start, seconds)
+            begun.append((found, _whole(stats.get("_p"))))
         for found, key in begun:
             until = max(found.start_s + found.seconds, ends.get(key, 0.0) if key >= 0 else 0.0)
             ran.append(dataclasses.replace(found, seconds=until - found.start_s))

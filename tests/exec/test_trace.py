@@ -1,11 +1,15 @@
 """What the profiler says of collectives, and what is said when it says nothing."""
 
 import json
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from autoshard.exec import CollectiveTime, CompiledCollective, measure, measurement_figures, read_collectives
+from autoshard.exec import CollectiveTime, CompiledCollective, _trace, measure, measurement_figures, read_collectives
 from autoshard.exec._trace import Ran, collective_times
+from autoshard.exec._xspace import events_in
 from autoshard.program import Program
 from tests.exec import planned_programs as made
 from tests.exec.planned_programs import handmade
@@ -39,14 +43,21 @@ def test_without_the_profiler_no_times_are_given(mlp: Program) -> None:
 
 
 def test_a_profiler_that_does_not_start_is_a_note(mlp: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    import jax
-
     def refuse(*_, **__):
         raise RuntimeError("only one profile\ncan run")
 
     monkeypatch.setattr(jax.profiler, "start_trace", refuse)
     found = measure(mlp, handmade(mlp, {"data": 4, "model": 2}, SPECS), steps=1, warmup=0, timed_collectives=1)
     assert measurement_figures(found)["profiler"] == "the profiler did not start: only one profile can run"
+
+
+def test_a_profile_that_cannot_be_read_is_a_note(mlp: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: Path) -> None:
+        raise ValueError("it is no profile")
+
+    monkeypatch.setattr(_trace, "read_events", refuse)
+    found = measure(mlp, handmade(mlp, {"data": 4, "model": 2}, SPECS), steps=1, warmup=0, timed_collectives=1)
+    assert measurement_figures(found)["profiler"] == "what the profiler wrote cannot be read: it is no profile"
 
 
 def one(opcode: str) -> CompiledCollective:
@@ -81,3 +92,42 @@ def test_a_start_and_its_done_are_one_collective() -> None:
     assert collective_times(ran, 1, [one("all-reduce-start")]).times == (
         CollectiveTime("all-reduce", ("model",), 3.0, 1),
     )
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("profile")
+    step = jax.jit(lambda x: jnp.tanh(x @ x).sum())
+    with jax.profiler.trace(str(folder)):
+        step(jnp.ones((64, 64))).block_until_ready()
+    (file,) = folder.rglob("*.xplane.pb")
+    return file
+
+
+def test_a_profile_says_when_which_op_ran_where(profile: Path) -> None:
+    ops = [event for event in events_in(profile) if "hlo_op" in event.stats]
+    assert {"jit__lambda", "jit_<lambda>"} & {event.stats["hlo_module"] for event in ops}
+    assert {event.stats["device_ordinal"] for event in ops} == {0}
+    assert all(event.plane == "/host:CPU" and event.start_ns > 0 and event.duration_ns >= 0 for event in ops)
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="jaxlib's own reader ends the process")
+def test_a_profile_is_read_as_jaxlib_reads_it(profile: Path) -> None:
+    from jax.profiler import ProfileData
+
+    theirs = [
+        (plane.name, line.name, event.name, event.start_ns, event.duration_ns, dict(event.stats))
+        for plane in ProfileData.from_file(str(profile)).planes
+        for line in plane.lines
+        for event in line.events
+    ]
+    ours = [(e.plane, e.line, e.name, e.start_ns, e.duration_ns, dict(e.stats)) for e in events_in(profile)]
+    assert len(ours) > 20 and ours == theirs
+
+
+def test_what_is_no_profile_is_refused(profile: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.xplane.pb"
+    for content in (profile.read_bytes()[:-7], b"\x0b\x0c"):
+        cut.write_bytes(content)
+        with pytest.raises(ValueError, match="cut.xplane.pb is no profile"):
+            list(events_in(cut))
