@@ -19,7 +19,7 @@ from autoshard.graph._manual import COLLECTIVES, same_rule
 from autoshard.graph._opaque import read_opaque
 from autoshard.graph._reading import Reading
 from autoshard.graph._records import Constraint, Halo, Op, OpClass, OpGraph
-from autoshard.graph._rules import parse_rule
+from autoshard.graph._rules import parse_rule, updating_rule
 from autoshard.graph._said import CONSTRAINTS, called, read_constraint, read_manual
 from autoshard.graph._shardings import parse_mesh, parse_shardings
 
@@ -90,6 +90,8 @@ class _Reader(Reading):
         takes, gives = [self.tensors[t] for t in operands], [self.tensors[t] for t in results]
         opaque = read_opaque(op, takes, gives, name) if kind == "custom_call" else None
         rule = parse_rule(str(op.attributes["sdy.sharding_rule"])) if "sdy.sharding_rule" in op.attributes else None
+        if rule is not None and kind == "dynamic_update_slice":
+            rule = updating_rule(rule)
         groups: tuple[tuple[int, ...], ...] = ()
         if kind in COLLECTIVES:
             rule = same_rule([self.tensors[t].shape for t in operands], [self.tensors[t].shape for t in results])

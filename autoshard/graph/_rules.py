@@ -1,5 +1,6 @@
 """Reading Shardy's op sharding rules from their textual form."""
 
+import dataclasses
 import functools
 import re
 
@@ -33,6 +34,23 @@ def parse_rule(text: str) -> Rule:
         for name in _FACTOR.findall(names):
             kinds[index[name]] = FactorKind(kind)
     return Rule(tuple(sizes.values()), tuple(kinds), _mappings(operands, index), _mappings(results, index))
+
+
+def updating_rule(rule: Rule) -> Rule:
+    """That of a `dynamic_update_slice`: dims that are sliced may be split where they are updated, not in the update.
+
+    So Shardy in jax 0.10 has it; in 0.11 it says `permutation` of both, and XLA splits them as before.
+    """
+    kept = {factor for dims in rule.results for dim in dims for factor in dim}
+    kinds = (
+        kind
+        if kind is not FactorKind.PERMUTATION
+        else FactorKind.PARALLEL
+        if f in kept
+        else FactorKind.NEED_REPLICATION
+        for f, kind in enumerate(rule.kinds)
+    )
+    return dataclasses.replace(rule, kinds=tuple(kinds))
 
 
 def _mappings(text: str, index: dict[str, int]) -> tuple[tuple[tuple[int, ...], ...], ...]:

@@ -3,7 +3,7 @@
 import pytest
 
 from autoshard.graph import FactorKind, Rule
-from autoshard.graph._rules import parse_rule
+from autoshard.graph._rules import parse_rule, updating_rule
 
 
 PARALLEL, REDUCTION = FactorKind.PARALLEL, FactorKind.REDUCTION
@@ -64,3 +64,11 @@ def test_a_dim_of_no_factor_has_none() -> None:
 def test_what_is_no_rule_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a sharding rule"):
         parse_rule(text)
+
+
+def test_the_rule_of_an_update_is_the_same_in_both_versions() -> None:
+    text = "#sdy.op_sharding_rule<([i, j], [i, k], [], [])->([i, j]) {i=16, j=64, k=8}"
+    until_jax_010, jax_011 = (
+        parse_rule(f"{text} {kinds}>") for kinds in ("need_replication={k}", "permutation={j, k}")
+    )
+    assert until_jax_010 != jax_011 and updating_rule(until_jax_010) == updating_rule(jax_011) == until_jax_010
