@@ -158,7 +158,8 @@ def test_each_device_sees_its_shard_only() -> None:
     program, result = planned("attention")
     SEEN.clear()
     result.baseline_plans["tensor_parallel"].lower(program.fn, *program.args)
-    assert set(SEEN) == {(8, 4, 16, 8), (4, 1, 16, 8)}, "traced whole, and on shards"
+    whole, shard = (8, 4, 16, 8), (4, 1, 16, 8)
+    assert {shard} <= set(SEEN) <= {whole, shard}, "whole only where jax traces the program once more"
 
 
 def test_calls_are_kept_with_the_plan(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_an_nnx_step_updates_its_objects_in_place(nnx_plan, donate):
         np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-6)
     assert spec_of(ours[0].up.kernel.get_value()) == jax.sharding.PartitionSpec(None, "model")
     assert not before.is_deleted()  # it was moved first: only what lies where the plan wants it is consumed
+    step(*ours, BATCH)  # what numpy looks at is not given away
     held = ours[0].up.kernel.get_value()
     step(*ours, BATCH)
     assert held.is_deleted() == (donate is not None)
