@@ -247,8 +247,9 @@ def test_one_core_has_no_helpers() -> None:
 
 
 SCRIPT = """
-    import os, sys, time
+    import os, signal, sys, time
     sys.path.insert(0, {tests!r})
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
     from autoshard.crew import Crew
     from tests.test_crew import nap, wait_for_helpers
 

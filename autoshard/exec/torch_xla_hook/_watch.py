@@ -229,7 +229,7 @@ class _RecordedOps(Ops):
             where = Place(op.module, op.call, what, number, op)
             if all(pending([value])):
                 self._watch.record(where, value)
-            elif what == "operand":
+            elif what == "operand" and not any(pending([plain(value)])):
                 self._watch.hold(where, value)
 
 
