@@ -80,11 +80,11 @@ def time_collectives(
 def read_events(file: Path) -> list[Ran]:
     """Every op that an XSpace file says a device ran."""
     ran: list[Ran] = []
-    for _, events in it.groupby(events_in(file), key=lambda event: event.plane):
+    for plane, events in it.groupby(events_in(file), key=lambda event: event.plane):
+        number = re.search(r"/device:\w+:(\d+)", plane)
         ends: dict[int, float] = {}
         begun: list[tuple[Ran, int]] = []
         for event in events:
-            number = re.search(r"/device:\w+:(\d+)", event.plane)
             stats = event.stats
             start, seconds = event.start_ns * 1e-9, event.duration_ns * 1e-9
             if event.name.startswith("end: "):

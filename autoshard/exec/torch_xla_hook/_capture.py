@@ -69,8 +69,8 @@ def capture(
             f"the graph's inputs {shapes} are not the module's arguments {[shape for shape, _ in types]}: "
             "this version of torch_xla orders them in another way"
         )
-    held_by = handles(data)
-    found = [known.get(handle) for handle in held_by]
+    of_data = handles(data)
+    found = [known.get(handle) for handle in of_data]
     names, roles = _classify(found, types)
     by_tensor = {id(each.tensor): number for number, each in enumerate(found) if each is not None}
     ties = {}
@@ -103,7 +103,7 @@ def capture(
     split = {number: text for number, text in held.items() if is_split(text)}
     tensors = [None if each is None else each.tensor for each in found]
     return Capture(
-        program, tuple(data), tuple(held_by), tuple(tensors), tuple(roots), tuple(places), mlir.flow(module), split
+        program, tuple(data), tuple(of_data), tuple(tensors), tuple(roots), tuple(places), mlir.flow(module), split
     )
 
 
