@@ -16,6 +16,9 @@ def script(function: Check) -> Check:
 
 def pair(width: int) -> tuple[Any, Any]:
     """A net on the XLA device, and the same on the host."""
+    import torch
+
+    torch.manual_seed(0)
     plain = mlp(width)
     return copy.deepcopy(plain).to("xla"), plain
 

@@ -25,7 +25,7 @@ def block() -> Any:
             self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
 
         def forward(self, x: Any) -> Any:
-            return x + self.down(torch.relu(self.up(x)))
+            return x + self.down(torch.tanh(self.up(x)))
 
     return Block
 
