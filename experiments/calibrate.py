@@ -9,7 +9,7 @@ import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,10 @@ from autoshard.plan._model import Model
 from autoshard.plan._predict import evaluate
 from autoshard.plan._price import price
 from autoshard.plan._published import IncompleteError, MatmulRun, parse_run, read_rows
-from autoshard.plan._rebuild import rebuild, source_group
+from autoshard.plan._rebuild import as_run, rebuild, source_group
 
 
-DATE = "2026-11-20"
+DATE = "2026-11-22"
 SIGMA, HUBER = 0.08, 0.10
 """Expected error of one run in log time, and where an error starts to count linearly."""
 
@@ -45,11 +45,14 @@ class Constant:
 _MXU = "mean of 0.937, 0.922, 0.939, which libtpu 0.0.51 estimates for a 16384^3 bf16 matmul on v4, v5e, v5p"
 CONSTANTS = (
     *(Constant("matmul_efficiency", chip, 0.93, 0.04, _MXU) for chip in ("v4", "v5e", "v5p", "v6e", "tpu7x")),
-    Constant("pipelined_overlap", None, 0.5, 0.25, "half: nothing is known but that loops of permutes are emitted"),
+    Constant("pipelined_overlap", None, 0.0, 0.25, "synchronous ops in the schedules of libtpu 0.0.51"),
+    Constant("network_overlap", None, 0.86, 0.25, "not waited for in the schedule of a decoder on v6e:4x4*2"),
     Constant("network_contention", None, 0.1, 0.1, "assumed"),
     Constant("attention_ops", None, 5.0, 2.0, "mask, maximum, exponential, sum and casts over two matmuls, counted"),
 )
 TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")
+OWN = {("tpu7x", "pipelined_overlap")}
+"""What is known of one chip by itself: the fit to all leaves it as it is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class Case:
             return float(Compute(self.matmul.topology, calibration).dot_seconds(n, n, n))
         m = self.model
         assert m is not None and self.choices is not None
-        priced = price(m.program, m.graph, m.structure, m.liveness, m.mesh, 1 << 62, calibration=calibration)
+        priced = price(m.program, m.graph, m.structure, m.liveness, m.mesh, 1 << 62, calibration=as_run(calibration))
         return evaluate(priced, self.choices).step_time_s
 
 
@@ -100,13 +103,20 @@ def load_cases(path: str | pathlib.Path | None = None) -> list[Case]:
 
 def with_constants(chip: str, values: Sequence[float]) -> Calibration:
     """The shipped calibration of a chip with the fitted constants in place."""
-    changes = {c.figure: v for c, v in zip(CONSTANTS, values, strict=True) if c.chip in (None, chip)}
+    mine = zip(CONSTANTS, values, strict=True)
+    changes = {c.figure: v for c, v in mine if c.chip in (None, chip) and (chip, c.figure) not in OWN}
     return dataclasses.replace(load_calibration(chip), **changes)
 
 
-def errors(cases: Sequence[Case], values: Sequence[float]) -> NDArray[np.float64]:
-    """log(ours / theirs) of every case."""
-    own = {chip: with_constants(chip, values) for chip in {case.chip for case in cases}}
+def shipped(constant: Constant) -> float:
+    """A constant as it is shipped; of all generations that of the first which is no exception."""
+    return getattr(load_calibration(constant.chip or TPUS[0]), constant.figure)
+
+
+def errors(cases: Sequence[Case], values: Sequence[float] | None = None) -> NDArray[np.float64]:
+    """log(ours / theirs) of every case, with the shipped calibration if no constants are given."""
+    chips = {case.chip for case in cases}
+    own = {chip: load_calibration(chip) if values is None else with_constants(chip, values) for chip in chips}
     return np.array([np.log(case.seconds(own[case.chip]) / case.theirs) for case in cases])
 
 
@@ -152,14 +162,17 @@ def groups(cases: Sequence[Case], key: str) -> Mapping[str, list[int]]:
     return found
 
 
-def write(values: Sequence[float]) -> None:
-    """Stores the constants, rounded to three digits, with what they were fitted to."""
+def write(values: Sequence[float], figures: Collection[str]) -> None:
+    """Stores constants of these figures (all if none are named), to three digits, with what they were fitted to."""
     file = pathlib.Path(__file__).parent.parent / "autoshard" / "cost" / "calibration.json"
     document = json.loads(file.read_text())
     for constant, value in zip(CONSTANTS, values, strict=True):
+        if figures and constant.figure not in figures:
+            continue
         source = (
             f"fitted to published runs by experiments/validate_sources.py; prior {constant.prior:g}: {constant.why}"
         )
         for chip in (constant.chip,) if constant.chip else TPUS:
-            document["chips"][chip][constant.figure] = {"value": round(value, 3), "source": source, "date": DATE}
+            if (chip, constant.figure) not in OWN:
+                document["chips"][chip][constant.figure] = {"value": round(value, 3), "source": source, "date": DATE}
     file.write_text(json.dumps(document, indent=1) + "\n")

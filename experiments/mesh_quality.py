@@ -1,11 +1,12 @@
 """The searched mesh against those that people pick by hand, judged by the TPU compiler.
 
-    python experiments/mesh_quality.py [PROGRAM ...] [--topology T ...] [--plans N] [--table]
+    python experiments/mesh_quality.py [PROGRAM ...] [--topology T ...] [--plans N] [--again] [--ours] [--table]
 
 For the programs and topologies of `plan_quality.py`: our plan on the mesh that is searched for, and FSDP on one axis,
 FSDP with tensor parallelism over 4, 8 and 16 chips (with and without the sequence split), as our solver completes them;
-`--plans` compiles only the N of least predicted step time of these (default 2). Results are kept by program and
-topology in `experiments/results/mesh_quality.json`: a broken run goes on where it stopped.
+`--plans` compiles only the N of least predicted step time of these (default 2); `--ours` compiles our plan alone and
+keeps beside it what was compiled of the others with earlier prices. Results are kept by program and topology in
+`experiments/results/mesh_quality.json`: a broken run goes on where it stopped.
 """
 
 import math
@@ -74,6 +75,21 @@ def hand_plans(program: "Program", topology: str) -> "dict[str, Plan]":
             continue
         found |= {f"{name} {called}": made.baseline_plans[name] for name in wanted if name in made.baseline_plans}
     return found
+
+
+def judge_ours(row: Row, time_limit: float) -> None:
+    """The same of our plan alone, if others of the row are known."""
+    from autoshard.plan import make_plan
+
+    found = Results(RESULTS)
+    known = found.rows.get(row.name)
+    if known is None:
+        return
+    program = PROGRAMS[row.program](math.prod(TOPOLOGIES[row.topology].values()))()
+    searched = make_plan(program, topology=row.topology, mesh="auto").plan
+    ours = {"plan": figures_of(program, searched, time_limit)}
+    about = {"mesh": searched.mesh, "code": checked_out(), "others": known.get("others", known["code"])}
+    found.keep(row.name, known | about | {"plans": known["plans"] | ours})
 
 
 def judge(row: Row, time_limit: float, most: int) -> None:
@@ -175,12 +191,15 @@ def against_every(rows: dict[str, Any], others: dict[str, Any]) -> list[str]:
 def main() -> int:
     parser = row_parser(__doc__, 2, "hand-picked plans")
     parser.add_argument("--again", action="store_true", help="judge rows that are in the table too")
+    parser.add_argument("--ours", action="store_true", help="judge our plan alone again, of rows in the table")
     arguments = parser.parse_args()
     for row in rows_asked(parser, arguments):
-        if arguments.inside:
+        if arguments.inside and arguments.ours:
+            judge_ours(row, arguments.time_limit)
+        elif arguments.inside:
             judge(row, arguments.time_limit, arguments.plans)
-        elif arguments.again or row.name not in Results(RESULTS).rows:
-            judge_apart(__file__, row, arguments)
+        elif arguments.again or arguments.ours or row.name not in Results(RESULTS).rows:
+            judge_apart(__file__, row, arguments, ["--ours"] if arguments.ours else [])
     if not arguments.inside:
         text = table(Results(RESULTS).rows, Results(plan_quality.RESULTS).rows)
         TABLE.write_text(text)

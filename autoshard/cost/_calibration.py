@@ -51,6 +51,10 @@ class Calibration:
     """Bytes through main memory for each byte that a gather writes in another order of dims; 0 where that is one op."""
     gather_max_group: int
     """Largest group of all devices of a 3-D torus for which the compiler emits an all-gather (see `gather_kind`)."""
+    gather_overlap: float
+    """Share of the gather of a parameter within a slice or island that runs beside compute."""
+    network_overlap: float
+    """Share of what parameters and gradients send between slices or islands that runs beside compute."""
     reduction_overlap: float
     """Share of a gradient's sum that runs beside compute."""
     pipelined_overlap: float

@@ -31,11 +31,16 @@ _RATES = (
     Free("collective_launch_s", 1.0),
 )
 _LINKS = (Free("link_efficiency", 0.3), Free("network_efficiency", 0.5), Free("attention_ops", 0.4))
-_OVERLAPS = (Free("reduction_overlap", 0.3, log=False), Free("pipelined_overlap", 0.25, log=False))
+_OVERLAPS = (
+    Free("gather_overlap", 0.3, log=False),
+    Free("network_overlap", 0.3, log=False),
+    Free("reduction_overlap", 0.3, log=False),
+    Free("pipelined_overlap", 0.25, log=False),
+)
 
 MEASURED = {
     "cpu": (*_RATES, Free("hop_s", 1.0), Free("shared_memory_traffic", 0.7)),
-    "gpu": (*_RATES, *_LINKS, _OVERLAPS[0]),
+    "gpu": (*_RATES, *_LINKS, *_OVERLAPS[:3]),
     "tpu": (*_RATES, *_LINKS, *_OVERLAPS),
 }
 """What times on real devices tell, by backend."""

@@ -6,8 +6,8 @@ A program runs in blocks: the body of every loop, and what is outside of loops. 
 
 A collective is hidden, wholly or by a share, where the compiler can run it beside the block's compute:
 
-- what waits for parameters only (the gather of a split weight) can be fetched before it is needed: all of it, unless
-  the compiler makes an all-reduce of it;
+- what waits for parameters only (the gather of a split weight) can be fetched before it is needed, where the compiler
+  makes it an asynchronous op: `Calibration.gather_overlap` of it, unless the compiler makes an all-reduce of it;
 - what feeds the optimizer only (the sum of a gradient) could wait as well, but TPU compilers schedule it as a
   synchronous op: `Calibration.reduction_overlap` of it;
 - what stands at a matmul (the gather of its operand, the reduce-scatter of its result) is pipelined into it as a loop
@@ -43,6 +43,16 @@ class Overlap(enum.StrEnum):
     GRADIENTS_AT_MATMUL = "gradients at a matmul"
 
 
+_EARLY = {
+    "all-gather": ("gather_overlap",),
+    "collective-permute": (WHOLLY,),
+    "all-to-all": (),
+    "all-reduce": ("reduction_overlap",),
+    "reduce-scatter": ("reduction_overlap",),
+}
+"""What hides a collective within a slice that waits for parameters only."""
+
+
 def hidden_share(collectives: Collectives, overlap: Overlap, kind: str, axes: Sequence[str]) -> float:
     """Share of a collective over mesh axes that runs beside compute."""
     return largest_share(collectives.calibration, hiding_figures(collectives, overlap, kind, axes))
@@ -52,14 +62,16 @@ def hiding_figures(collectives: Collectives, overlap: Overlap, kind: str, axes: 
     """Figures of the calibration of which the largest is that share; none where all of it is waited for."""
     if not collectives.can_overlap or overlap is Overlap.NONE:
         return ()
+    mesh = collectives.mesh
+    far = {segment.kind == "network" for axis in axes for segment in mesh.segments(axis)}
+    if overlap is not Overlap.MATMUL and far == {True}:
+        return ("network_overlap",)
     if overlap is Overlap.PARAMETERS:
-        return ("reduction_overlap",) if kind == "all-reduce" else (WHOLLY,)
-    found = ("reduction_overlap",) if overlap in (Overlap.GRADIENTS, Overlap.GRADIENTS_AT_MATMUL) else ()
-    if overlap in (Overlap.MATMUL, Overlap.GRADIENTS_AT_MATMUL) and kind in ("all-gather", "reduce-scatter"):
-        mesh = collectives.mesh
+        return _EARLY[kind]
+    found = () if overlap is Overlap.MATMUL else ("reduction_overlap",)
+    if overlap is not Overlap.GRADIENTS and kind in ("all-gather", "reduce-scatter") and True not in far:
         group = math.prod(mesh.axes[axis] for axis in axes)
-        near = all(segment.kind != "network" for axis in axes for segment in mesh.segments(axis))
-        if near and group <= collectives.calibration.pipelined_max_group:
+        if group <= collectives.calibration.pipelined_max_group:
             found = (*found, "pipelined_overlap")
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import Compute, chip_names, load_chip, make_mesh
+from autoshard.cost import Calibration, Compute, chip_names, load_calibration, load_chip, make_mesh
 from autoshard.plan._baselines import stated
 from autoshard.plan._groups import Groups
 from autoshard.plan._model import Model
@@ -120,6 +120,18 @@ def mesh_sizes(run: Run) -> dict[str, int]:
     return {"data": run.copies, "fsdp": run.spread, "model": run.tensor}
 
 
+def as_run(calibration: Calibration) -> Calibration:
+    """The calibration for a published run: gathers are asynchronous on every TPU generation.
+
+    Such runs set flags to that end (`xla_tpu_enable_async_collective_fusion_fuse_all_gather`: pull request 368 of
+    AI-Hypercomputer/maxtext for v5p, and the recipes for v6e), which today's compiler refuses but on v5e.
+    """
+    if load_chip(calibration.chip).backend != "tpu":
+        return calibration
+    share = max(calibration.gather_overlap, load_calibration("v5e").gather_overlap)
+    return dataclasses.replace(calibration, gather_overlap=share)
+
+
 def rebuild(run: Run) -> tuple[Model, NDArray[np.int64]]:
     """A run's priced program, and its stated sharding as choices; what that leaves open is chosen by the solver.
 
@@ -148,7 +160,7 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
         blocks=run.blocks,
     )  # fmt: skip
     reading = read_program(program, mesh.topology.backend)
-    model = build_model(program, reading, mesh, 1 << 62)
+    model = build_model(program, reading, mesh, 1 << 62, as_run(load_calibration(run.topology.chip)))
     axes = {name: [k] for k, name in enumerate(sizes)}
     wanted = stated(
         model,
