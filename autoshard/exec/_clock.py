@@ -19,6 +19,18 @@ class Busy:
     seconds: float
 
 
+@dataclasses.dataclass(slots=True)
+class Traffic:
+    """Seconds of all transfers of one kind, and the part of them that the device waits for."""
+
+    sent_s: float = 0.0
+    waited_s: float = 0.0
+
+    def add(self, other: "Traffic", times: float) -> None:
+        self.sent_s += other.sent_s * times
+        self.waited_s += other.waited_s * times
+
+
 class Clock:
     """Simulated time: work goes on it, transfers go on their links, and waiting for one moves it."""
 
@@ -35,8 +47,10 @@ class Clock:
         self.by_kind: dict[str, float] = collections.defaultdict(float)
         self.busy: dict[str, float] = collections.defaultdict(float)
         """When each link is free again."""
-        self.pending: dict[str, tuple[float, str]] = {}
-        """Key of a running transfer -> when it ends, and its kind."""
+        self.traffic: dict[tuple[str, bool], Traffic] = collections.defaultdict(Traffic)
+        """Kind of collective, and whether it goes between slices -> how long its transfers take."""
+        self.pending: dict[str, tuple[float, str, bool]] = {}
+        """Key of a running transfer -> when it ends, its kind, and whether it goes between slices."""
         self.spans: list[Busy] = []
 
     def work(self, seconds: float, kind: str, name: str) -> None:
@@ -47,8 +61,11 @@ class Clock:
         self.compute += seconds
         self.by_kind[kind] += seconds
 
-    def transfer(self, seconds: float, links: Iterable[str], name: str, key: str, kind: str) -> float:
-        """A transfer takes its links as soon as all are free; gives when it ends. `key` names it for `end`, if any."""
+    def transfer(
+        self, seconds: float, links: Iterable[str], name: str, key: str, kind: str, far: bool = False
+    ) -> float:
+        """A transfer takes its links as soon as all are free; gives when it ends. `key` names it for `end`, if any;
+        `far`: between slices."""
         used = sorted(links)
         begin = max([self.now, *(self.busy[link] for link in used)])
         until = begin + seconds
@@ -57,9 +74,10 @@ class Clock:
         self.spans += [Busy(name, lane, begin, seconds) for lane in _lanes(used)]
         if kind != "copy":
             self.communication += seconds
+            self.traffic[kind, far].sent_s += seconds
         if key:
             earlier = self.pending.get(key)
-            self.pending[key] = (max(until, earlier[0]) if earlier else until, kind)
+            self.pending[key] = (max(until, earlier[0]) if earlier else until, kind, far)
         return until
 
     def end(self, key: str) -> None:
@@ -67,7 +85,7 @@ class Clock:
         if key in self.pending:
             self.wait(*self.pending.pop(key))
 
-    def wait(self, until: float, kind: str) -> None:
+    def wait(self, until: float, kind: str, far: bool = False) -> None:
         waited = max(0.0, until - self.now)
         if waited > 0:
             self.spans.append(Busy(f"waiting for {kind}", WAITING, self.now, waited))
@@ -77,11 +95,12 @@ class Clock:
             self.copies += waited
         else:
             self.exposed += waited
+            self.traffic[kind, far].waited_s += waited
 
     def finish(self) -> None:
         """Wait for all that still runs."""
-        for until, kind in self.pending.values():
-            self.wait(until, kind)
+        for until, kind, far in self.pending.values():
+            self.wait(until, kind, far)
         self.pending.clear()
 
     def add(self, other: "Clock", times: float) -> None:
@@ -97,6 +116,8 @@ class Clock:
         self.unknown_trips += other.unknown_trips
         for kind, seconds in other.by_kind.items():
             self.by_kind[kind] += seconds * times
+        for what, traffic in other.traffic.items():
+            self.traffic[what].add(traffic, times)
 
 
 def _lanes(links: list[str]) -> list[str]:

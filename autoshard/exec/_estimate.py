@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 
 from autoshard.cost import Calibration, Compute, Mesh, Segment, dtype_class
-from autoshard.exec._clock import Busy, Clock
+from autoshard.exec._clock import Busy, Clock, Traffic
 from autoshard.exec._collectives import CompiledCollective, Walk, _Place
 from autoshard.exec._hlo import Computation, HloModule, Instruction, parse_hlo
 from autoshard.exec._kernel import Kernel
@@ -63,6 +63,8 @@ class Estimate:
     """The part of them that the compiler's own rematerialisation added."""
     by_kind: dict[str, float]
     """Seconds by what the time went to: matmul, kernel, memory, vector, overhead, and the kinds of collectives."""
+    traffic: dict[tuple[str, bool], Traffic]
+    """The same of communication, by kind of collective and whether it goes between slices: sent, and waited for."""
     unknown_trips: int
     """Loops whose trip count the text does not tell; counted once."""
     spans: tuple[Busy, ...]
@@ -98,6 +100,7 @@ def estimate(
         flops=clock.flops,
         remat_flops=clock.again,
         by_kind=dict(sorted(clock.by_kind.items())),
+        traffic=dict(sorted(clock.traffic.items())),
         unknown_trips=clock.unknown_trips,
         spans=tuple(span for span in clock.spans if span.seconds >= SHORTEST * clock.now),
     )
@@ -269,11 +272,11 @@ class _Simulator:
         return float(found.prices.time(collective.kind, ("group",), size)), found.links
 
     def synchronous(self, clock: Clock, collective: CompiledCollective) -> None:
-        clock.wait(self.begin(clock, collective, ""), collective.kind)
+        clock.wait(self.begin(clock, collective, ""), collective.kind, collective.network)
 
     def begin(self, clock: Clock, collective: CompiledCollective, key: str) -> float:
         seconds, links = self.cost(collective)
-        return clock.transfer(seconds, links, _named(collective), key, collective.kind)
+        return clock.transfer(seconds, links, _named(collective), key, collective.kind, collective.network)
 
     def origin(self, owner: Computation, op: Instruction) -> str:
         """Name of the start that a done belongs to, through updates and tuple elements."""

@@ -57,6 +57,8 @@ def test_a_synchronous_collective_is_exposed():
     assert found.exposed_comm_s == pytest.approx(REDUCE)
     assert found.step_time_s == pytest.approx(ONE + REDUCE)
     assert found.hidden_comm_s == pytest.approx(0, abs=1e-12)
+    assert set(found.traffic) == {("all-reduce", False)}
+    assert found.traffic["all-reduce", False].waited_s == found.exposed_comm_s
 
 
 def asynchronous(between: str) -> str:
@@ -74,6 +76,8 @@ def test_an_asynchronous_collective_hides_behind_what_stands_between():
     assert beside.step_time_s == pytest.approx(max(ONE, wire))
     assert beside.hidden_comm_s == pytest.approx(min(ONE, wire))
     assert beside.exposed_comm_s == pytest.approx(max(0.0, wire - ONE))
+    permutes = beside.traffic["collective-permute", False]
+    assert permutes.sent_s == pytest.approx(wire) and permutes.waited_s == pytest.approx(max(0.0, wire - ONE))
 
 
 def test_collectives_on_the_same_links_queue_and_others_do_not():
@@ -108,6 +112,7 @@ def test_loops_are_multiplied():
     assert twice.step_time_s == pytest.approx(2 * found.step_time_s, rel=0.01)
     assert found.flops == 6 * 2 * 4096**3
     assert found.exposed_comm_s == pytest.approx(6 * REDUCE)
+    assert found.traffic["all-reduce", False].sent_s == pytest.approx(6 * REDUCE)
     assert found.step_time_s == pytest.approx(6 * (ONE + REDUCE), rel=0.01)
     assert found.unknown_trips == 0
 
@@ -162,6 +167,8 @@ def test_transfers_between_slices_run_on_the_network():
     beside = estimate(module(head + matmul("d") + tail), mesh)
     assert beside.step_time_s == pytest.approx(alone.step_time_s)
     assert beside.hidden_comm_s == pytest.approx(ONE)
+    (between,) = beside.traffic.items()
+    assert between[0] == ("all-reduce", True) and between[1].sent_s - between[1].waited_s == pytest.approx(ONE)
     # Inside a slice only the slice's part of the axis is priced.
     inner = estimate(module(f"  ROOT %r = {BIG} all-reduce(%p), {DATA}, to_apply=%add"), mesh)
     assert inner.step_time_s < alone.step_time_s / 2

@@ -12,18 +12,26 @@ def collectives(topology: str, **sizes: int) -> Collectives:
 
 
 POD = collectives("v5e:16x16*2", slice=2, data=16, model=16)
-HALF = POD.calibration.pipelined_overlap
+PIPELINED = POD.calibration.pipelined_overlap
+EARLY = POD.calibration.gather_overlap
+FAR = POD.calibration.network_overlap
 
 
 @pytest.mark.parametrize(
     ("overlap", "kind", "axes", "expected"),
     [
-        (Overlap.PARAMETERS, "all-gather", ("data",), 1.0),
+        (Overlap.PARAMETERS, "all-gather", ("data",), EARLY),
+        (Overlap.PARAMETERS, "all-gather", ("slice",), FAR),
+        (Overlap.PARAMETERS, "all-gather", ("slice", "data"), EARLY),
+        (Overlap.PARAMETERS, "collective-permute", ("data",), 1.0),
+        (Overlap.PARAMETERS, "all-to-all", ("data",), 0.0),
         (Overlap.PARAMETERS, "all-reduce", ("data",), 0.0),
-        (Overlap.GRADIENTS, "all-reduce", ("slice",), 0.0),
-        (Overlap.GRADIENTS_AT_MATMUL, "reduce-scatter", ("data",), HALF),
+        (Overlap.GRADIENTS, "all-reduce", ("slice",), FAR),
+        (Overlap.GRADIENTS_AT_MATMUL, "reduce-scatter", ("slice",), FAR),
+        (Overlap.GRADIENTS, "all-reduce", ("data",), 0.0),
+        (Overlap.GRADIENTS_AT_MATMUL, "reduce-scatter", ("data",), PIPELINED),
         (Overlap.GRADIENTS_AT_MATMUL, "reduce-scatter", ("data", "model"), 0.0),
-        (Overlap.MATMUL, "all-gather", ("model",), HALF),
+        (Overlap.MATMUL, "all-gather", ("model",), PIPELINED),
         (Overlap.MATMUL, "all-reduce", ("model",), 0.0),
         (Overlap.MATMUL, "all-gather", ("slice",), 0.0),
         (Overlap.NONE, "all-gather", ("model",), 0.0),
@@ -38,9 +46,17 @@ def test_gpus_reduce_beside_compute_and_cpus_do_nothing_beside_it() -> None:
     assert hidden_share(collectives("cpu:8", data=8), Overlap.PARAMETERS, "all-gather", ("data",)) == 0.0
 
 
+def test_gathers_are_waited_for_where_the_compiler_makes_them_synchronous() -> None:
+    shares = {
+        chip: hidden_share(collectives(f"{chip}:4x4", data=16), Overlap.PARAMETERS, "all-gather", ("data",))
+        for chip in ("v5e", "v6e")
+    }
+    assert shares["v6e"] == 0.0 < shares["v5e"] < 1.0
+
+
 def test_lanes_share_out_all_of_a_collective() -> None:
     names = link_names(POD.mesh)
-    assert lanes(POD, names, Overlap.PARAMETERS, "all-gather", ("data",), 3) == {(3, names["data"]): 1.0}
+    assert lanes(POD, names, Overlap.PARAMETERS, "collective-permute", ("data",), 3) == {(3, names["data"]): 1.0}
     assert lanes(POD, names, Overlap.NONE, "all-gather", ("data",), 3) == {EXPOSED: 1.0}
-    half = lanes(POD, names, Overlap.MATMUL, "all-gather", ("model",), 0)
-    assert half == {(0, names["model"]): HALF, EXPOSED: 1.0 - HALF}
+    some = lanes(POD, names, Overlap.MATMUL, "all-gather", ("model",), 0)
+    assert some == {(0, names["model"]): PIPELINED, EXPOSED: 1.0 - PIPELINED}

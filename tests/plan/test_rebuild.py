@@ -6,10 +6,11 @@ import pathlib
 
 import pytest
 
+from autoshard.cost import load_calibration
 from autoshard.plan import PublishedRow, validate_published
 from autoshard.plan._predict import evaluate
 from autoshard.plan._published import Run, parse_run, read_rows
-from autoshard.plan._rebuild import rebuild, stated_plan
+from autoshard.plan._rebuild import as_run, rebuild, stated_plan
 from tests.plan.test_published import SMALL
 
 
@@ -40,6 +41,13 @@ def test_one_run_of_every_generation_is_near(tmp_path: pathlib.Path) -> None:
         assert row.our_mfu is not None and row.their_mfu is not None
         assert row.our_mfu * row.ours == pytest.approx(row.their_mfu * row.theirs)
         assert row.compute_s + row.exposed_s == pytest.approx(row.ours)
+
+
+def test_published_runs_gather_beside_compute_on_every_tpu() -> None:
+    figures = {chip: as_run(load_calibration(chip)) for chip in ("v5e", "v6e", "tpu7x", "h100")}
+    assert figures["v6e"].gather_overlap == figures["v5e"].gather_overlap == load_calibration("v5e").gather_overlap
+    assert load_calibration("v6e").gather_overlap < figures["v6e"].gather_overlap
+    assert figures["tpu7x"] == load_calibration("tpu7x") and figures["h100"] == load_calibration("h100")
 
 
 def test_more_slices_and_slower_links_take_longer(tmp_path: pathlib.Path) -> None:
