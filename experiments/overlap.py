@@ -64,8 +64,8 @@ def main() -> int:
     lines = [
         "# What compute hides in the schedules of the TPU compiler",
         "",
-        "`python experiments/overlap.py`; libtpu, no TPU. A decoder with FSDP within a slice: milliseconds on the links in",
-        "one step, and what of them compute does not wait for.",
+        "`python experiments/overlap.py`; libtpu, no TPU. A decoder with FSDP within a slice: milliseconds on the",
+        "links in one step, and the share of them that compute does not wait for.",
         "",
         f"| topology | {' | '.join(CLASSES)} | between slices |",
         "|" + " --- |" * (len(CLASSES) + 2),

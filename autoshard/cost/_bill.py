@@ -103,6 +103,7 @@ class Bill:
         lanes: dict[tuple[int, str], float] = collections.defaultdict(float)
         waits: dict[str, float] = collections.defaultdict(float)
         spent: dict[str, float] = collections.defaultdict(float)
+        sent: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
         for batch in _batches(self.charges):
             if batch.op in WORK:
                 seconds = WORK[batch.op](compute, *batch.amounts, **batch.said) @ batch.counts
@@ -116,7 +117,11 @@ class Bill:
                 lanes[batch.block, lane] += seconds * hidden
             waits[batch.op] += seconds * (1.0 - hidden)
             spent[batch.op] += seconds
-        return Parts(dict(lanes), dict(waits), dict(spent))
+            far = {segment.kind == "network" for axis in axes for segment in mesh.segments(axis)} == {True}
+            mine = sent[traffic_class(batch.op, far)]
+            mine[0] += seconds
+            mine[1] += seconds * (1.0 - hidden)
+        return Parts(dict(lanes), dict(waits), dict(spent), {name: (a, b) for name, (a, b) in sent.items()})
 
     def seconds(self, calibration: Calibration) -> float:
         """Predicted step time."""
@@ -148,6 +153,8 @@ class Parts:
     """Communication that compute waits for, by kind."""
     spent: dict[str, float]
     """All work and all collectives, by kind, hidden or not."""
+    traffic: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    """Communication by `traffic_class`: all of it, and what compute waits for."""
 
     @property
     def sent_s(self) -> float:
@@ -161,6 +168,27 @@ class Parts:
         for (block, _), seconds in self.lanes.items():
             longest[block] = max(longest[block], seconds)
         return sum(self.waits.values()) + sum(longest.values())
+
+
+def traffic_class(kind: str, between_slices: bool) -> str:
+    """What collectives are called that one figure hides: `network` between slices; else `gathers`, `sums`, `others`."""
+    if between_slices:
+        return "network"
+    return {"all-gather": "gathers", "all-reduce": "sums", "reduce-scatter": "sums"}.get(kind, "others")
+
+
+LEAST_TRAFFIC = 0.1
+"""Share of all communication below which a class tells nothing."""
+
+
+def hidden_shares(traffic: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Share of each class of communication that compute does not wait for, of those that matter."""
+    whole = sum(sent for sent, _ in traffic.values())
+    return {
+        name: min(1.0, max(0.0, 1.0 - waited / sent))
+        for name, (sent, waited) in sorted(traffic.items())
+        if sent > 0.0 and sent >= LEAST_TRAFFIC * whole
+    }
 
 
 def largest_share(calibration: Calibration, hides: Iterable[str]) -> float:

@@ -3,12 +3,12 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost._bill import Parts
+from autoshard.cost._bill import Parts, hidden_shares
 from autoshard.cost._calibration import Calibration
 from autoshard.cost._observations import STEP, Observation, content_hash
 from autoshard.cost._robust import robust_fit
@@ -92,7 +92,7 @@ def fit(base: Calibration, backend: str, observations: Sequence[Observation], fi
 
     The same observations give the same figures, in whatever order they are. Without any, `base` stays as it is.
     """
-    cases = _cases(observations, backend)
+    cases = _cases(base, observations, backend)
     problem = _Problem(base, cases, fixed)
     values = problem.solve()
     return Fit(
@@ -113,11 +113,16 @@ class _Case:
     seen: float
     sigma: float
     free: tuple[Free, ...]
+    traffic: str = ""
+    """Of a schedule: the class of communication whose hidden share was seen; of all if empty."""
 
     def error(self, calibration: Calibration) -> float:
         parts = self.observation.bill.parts(calibration)
         if self.observation.judge == "measure":
             return math.log(max(parts.step_s, 1e-12) / self.seen)
+        if self.traffic:
+            sent, waited = parts.traffic[self.traffic]
+            return 1.0 - waited / sent - self.seen
         return hidden_share(parts) - self.seen
 
 
@@ -127,7 +132,7 @@ def hidden_share(parts: Parts) -> float:
     return 1.0 - sum(parts.waits.values()) / sent if sent > 0 else 0.0
 
 
-def _cases(observations: Iterable[Observation], backend: str) -> list[_Case]:
+def _cases(base: Calibration, observations: Iterable[Observation], backend: str) -> list[_Case]:
     """One case for everything that was seen, several sights of it as their median."""
     groups: dict[tuple[str, ...], list[Observation]] = {}
     for one in sorted(observations, key=lambda o: o.id):
@@ -138,13 +143,25 @@ def _cases(observations: Iterable[Observation], backend: str) -> list[_Case]:
     for same in groups.values():
         first = same[0]
         if first.judge == "compile":
-            seen = statistics.median(one.seen["hidden_share"] for one in same)
-            cases.append(_Case(first, seen, SHARE_SIGMA, COMPILED))
+            cases += _shares(base, same)
         else:
             seen = statistics.median(one.seen["seconds"] for one in same)
             sigma = STEP_SIGMA if first.op == STEP else OP_SIGMA
             cases.append(_Case(first, seen, sigma, MEASURED[backend]))
     return cases
+
+
+def _shares(base: Calibration, same: Sequence[Observation]) -> Iterator[_Case]:
+    """What schedules of one plan hide: by class of communication, or as a whole where no more was kept."""
+    first = same[0]
+    classes = [one.seen["hidden"] for one in same if one.seen.get("hidden")]
+    if len(classes) < len(same):
+        seen = statistics.median(one.seen["hidden_share"] for one in same)
+        yield _Case(first, seen, SHARE_SIGMA, COMPILED)
+        return
+    planned = hidden_shares(first.bill.parts(base).traffic)
+    for name in sorted(set(planned).intersection(*classes)):
+        yield _Case(first, statistics.median(each[name] for each in classes), SHARE_SIGMA, COMPILED, name)
 
 
 class _Problem:

@@ -13,7 +13,7 @@ import pathlib
 import re
 from collections.abc import Mapping
 
-from autoshard.cost import Calibration, Compute, Mesh, Segment, dtype_class
+from autoshard.cost import Calibration, Compute, Mesh, Segment, dtype_class, hidden_shares, traffic_class
 from autoshard.exec._clock import Busy, Clock, Traffic
 from autoshard.exec._collectives import CompiledCollective, Walk, _Place
 from autoshard.exec._hlo import Computation, HloModule, Instruction, parse_hlo
@@ -69,6 +69,16 @@ class Estimate:
     """Loops whose trip count the text does not tell; counted once."""
     spans: tuple[Busy, ...]
     """The step laid out in time; all trips of a loop are drawn as one."""
+
+    @property
+    def hidden(self) -> dict[str, float]:
+        """Share of each class of communication (`cost.traffic_class`) that compute does not wait for."""
+        classes: dict[str, tuple[float, float]] = {}
+        for (kind, far), found in self.traffic.items():
+            name = traffic_class(kind, far)
+            sent, waited = classes.get(name, (0.0, 0.0))
+            classes[name] = (sent + found.sent_s, waited + found.waited_s)
+        return hidden_shares(classes)
 
     @property
     def error(self) -> float:

@@ -28,6 +28,8 @@ class Seen:
     """Of one device, where the judge says it."""
     hidden_share: float | None = None
     """Share of the communication that the compiler's schedule hides behind compute."""
+    hidden: dict[str, float] | None = None
+    """The same by class of communication (`cost.traffic_class`)."""
     failed: str = ""
 
     @property
@@ -82,6 +84,7 @@ class CompileJudge:
                     verdict=report.verdict.value,
                     peak_bytes=report.peak_compiled,
                     hidden_share=timed.hidden_comm_s / sent if sent > 0 else None,
+                    hidden=timed.hidden or None,
                 ),
             )
 

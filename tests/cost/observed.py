@@ -6,15 +6,22 @@ from autoshard.cost import STEP, Bill, Charge, Observation, Topology, make_mesh
 
 
 def bill(
-    matmul: float = 0.0, traffic: float = 0.0, reduced: float = 0.0, launches: float = 0.0, topology: str = "cpu:8"
+    matmul: float = 0.0,
+    traffic: float = 0.0,
+    reduced: float = 0.0,
+    launches: float = 0.0,
+    topology: str = "cpu:8",
+    gathered: float = 0.0,
 ) -> Bill:
-    """A step of `matmul` cubic products of edge 256, `traffic` bytes, and `launches` sums of `reduced` bytes each."""
+    """A step of `matmul` cubic products of edge 256, `traffic` bytes, and `launches` sums of `reduced` bytes each, and
+    gathers of `gathered` bytes."""
     mesh = make_mesh(Topology.parse(topology), {"data": Topology.parse(topology).num_devices})
     edge = 256.0
     charges = [
         Charge("dot", (("dtype", "f32"),), (edge, edge, edge, 1.0, 3 * 4 * edge**2), -1, matmul),
         Charge("stream", (), (traffic,), -1, 1.0),
         Charge("all-reduce", (("axes", ("data",)),), (reduced,), -1, launches, ("reduction_overlap",)),
+        Charge("all-gather", (("axes", ("data",)),), (gathered,), -1, launches, ("gather_overlap",)),
     ]
     return Bill.of(mesh, [charge for charge in charges if charge.count and any(charge.amounts)])
 

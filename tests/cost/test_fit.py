@@ -12,6 +12,7 @@ from autoshard.cost import (
     Topology,
     compiler_version,
     fit,
+    hidden_shares,
     learned_fit,
     load_calibration,
     said_calibration,
@@ -98,6 +99,23 @@ def test_a_schedule_tells_overlap_and_nothing_else():
     (moved,) = found.figures
     assert moved.figure == "reduction_overlap" and 0.4 < moved.value <= 0.8
     assert found.residual < found.residual_before == pytest.approx(0.8)
+
+
+def test_a_schedule_tells_gathers_from_sums():
+    shipped = load_calibration("v5e")
+    one = bill(matmul=1e4, reduced=1e6, gathered=1e6, launches=4, topology="v5e:2x4")
+    hidden = {"gathers": 0.0, "sums": 0.4, "network": 0.3}
+    seen = [observation(one, 1.0, judge="compile", seen={"hidden_share": 0.2, "hidden": hidden})]
+    moved = {each.figure: each.value for each in fit(shipped, "tpu", seen).figures}
+    assert set(moved) == {"gather_overlap", "reduction_overlap"}
+    assert moved["gather_overlap"] < 0.5 * shipped.gather_overlap and 0.2 < moved["reduction_overlap"] <= 0.4
+
+
+def test_a_class_that_hardly_sends_tells_nothing():
+    assert hidden_shares({"gathers": (9.0, 3.0), "sums": (0.5, 0.0)}) == {"gathers": pytest.approx(2 / 3)}
+    assert hidden_shares({"sums": (0.0, 0.0)}) == {}
+    # What queues behind others is waited for longer than it takes.
+    assert hidden_shares({"others": (1.0, 2.0)}) == {"others": 0.0}
 
 
 def test_what_the_database_has_seen_is_learned(tmp_path, monkeypatch: pytest.MonkeyPatch):

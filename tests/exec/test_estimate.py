@@ -77,6 +77,7 @@ def test_an_asynchronous_collective_hides_behind_what_stands_between():
     assert beside.hidden_comm_s == pytest.approx(min(ONE, wire))
     assert beside.exposed_comm_s == pytest.approx(max(0.0, wire - ONE))
     permutes = beside.traffic["collective-permute", False]
+    assert beside.hidden == {"others": pytest.approx(min(1.0, ONE / wire))}
     assert permutes.sent_s == pytest.approx(wire) and permutes.waited_s == pytest.approx(max(0.0, wire - ONE))
 
 

@@ -176,7 +176,7 @@ def test_plans_are_measured_in_turn_on_the_devices_here(monkeypatch: pytest.Monk
 
 
 def test_the_compiler_tells_whether_it_fits_and_what_is_hidden(monkeypatch: pytest.MonkeyPatch):
-    timed = SimpleNamespace(step_time_s=2.0, error=0.2, hidden_comm_s=3.0, exposed_comm_s=1.0)
+    timed = SimpleNamespace(step_time_s=2.0, error=0.2, hidden_comm_s=3.0, exposed_comm_s=1.0, hidden={"sums": 0.75})
     reports = {
         "a": SimpleNamespace(verdict=Verdict.FITS_WITH_REMAT, peak_compiled=7, estimate=timed),
         "b": SimpleNamespace(verdict=Verdict.DOES_NOT_FIT, peak_compiled=9, estimate=None),
@@ -190,7 +190,7 @@ def test_the_compiler_tells_whether_it_fits_and_what_is_hidden(monkeypatch: pyte
     monkeypatch.setattr(_judge, "compile_plan", compile_plan)
     plans = {name: SimpleNamespace(topology="v5e:4x4", program_name=name) for name in "abc"}
     found = dict(CompileJudge().judge(programs.program("mlp"), plans, lambda line: None))
-    assert found["a"] == Seen(2.0, 0.2, Verdict.FITS_WITH_REMAT.value, 7, 0.75) and found["a"].fits
+    assert found["a"] == Seen(2.0, 0.2, Verdict.FITS_WITH_REMAT.value, 7, 0.75, {"sums": 0.75}) and found["a"].fits
     assert found["b"] == Seen(None, 0.0, Verdict.DOES_NOT_FIT.value, 9) and not found["b"].fits
     assert found["c"].failed == "it takes too long" and not found["c"].fits
 
