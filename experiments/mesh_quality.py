@@ -146,7 +146,8 @@ def table(rows: dict[str, Any], others: dict[str, Any]) -> str:
         "`python experiments/mesh_quality.py`; libtpu, no TPU. `by hand`: of FSDP on one axis and FSDP with tensor",
         "parallelism over 4, 8 and 16 chips (`sp`: with the sequence split, too) the two of least predicted time, and",
         "those that `plan_quality.md` has on its mesh, the best of them by the compiler.",
-        "Times are estimates from the compiler's schedules, judged as in `plan_quality.md`; `ratio`: theirs over ours.",
+        "Times are estimates from the compiler's schedules, judged as in `plan_quality.md`; `ratio`: theirs over ours;",
+        "`code`: the commit that planned the row, and after it that of the plans by hand if it is another.",
         "",
         "| program | topology | searched mesh | ours ms | predicted ms | by hand | its ms | ratio | error | judged "
         "| code |",
@@ -162,9 +163,10 @@ def table(rows: dict[str, Any], others: dict[str, Any]) -> str:
         ours = row["plans"]["plan"]
         its = plans[found.best]["estimated_s"] if found.best else None
         ratio = f"{found.ratio:.3f}" if found.ratio else "-"
+        code = row["code"] + (f", {row['others']}" if "others" in row else "")
         lines.append(
             f"| {name} | {mesh} | {ms(ours.get('estimated_s'))} | {ms(ours['predicted_s'])} | {found.best or '-'} | "
-            f"{ms(its)} | {ratio} | {found.error:.1%} | {found.word} | {row['code']} |"
+            f"{ms(its)} | {ratio} | {found.error:.1%} | {found.word} | {code} |"
         )
     return "\n".join([*lines, *summary(judged), *against_every(rows, others)]) + "\n"
 

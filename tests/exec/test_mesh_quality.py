@@ -1,11 +1,18 @@
 """The searched mesh beside hand-picked ones: which those are, and how the table judges. The rows need the compiler."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import mesh_quality
+import overlap
 import pytest
-from plan_quality import TOPOLOGIES
+from plan_quality import TOPOLOGIES, Row
+
+from autoshard.cost import Topology, make_mesh
+from autoshard.exec import estimate
+from tests.plan import programs
 
 
 def compiled(seconds: float) -> dict[str, Any]:
@@ -32,3 +39,39 @@ def test_ours_is_judged_against_the_best_of_both_tables() -> None:
     assert "1 rows: worse 1. Geometric mean of the ratio: 0.100" in text
     alone = mesh_quality.table({"MLP | v5e:4x4": row}, {})
     assert "| fsdp 1-D | 3000.00 | 3.000 |" in alone
+
+
+def test_ours_alone_is_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"mesh": {"data": 16}, "code": "abc", "plans": {"plan": compiled(1.0), "fsdp 1-D": compiled(3.0)}}
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps({"MLP | v5e:4x4": known}))
+    planned = []
+
+    def figures_of(program: Any, plan: Any, time_limit: float) -> dict[str, Any]:
+        planned.append(plan)
+        return compiled(0.5)
+
+    monkeypatch.setattr(mesh_quality, "RESULTS", file)
+    monkeypatch.setattr(mesh_quality, "figures_of", figures_of)
+    monkeypatch.setitem(mesh_quality.PROGRAMS, "MLP", lambda devices: lambda: programs.program("mlp"))
+    for topology in ("v5e:4x4", "v5p:4x4x4"):  # nothing is known of the second
+        mesh_quality.judge_ours(Row("MLP", topology), time_limit=1.0)
+    (row,) = json.loads(file.read_text()).values()
+    (plan,) = planned
+    assert row["plans"] == {"plan": compiled(0.5), "fsdp 1-D": compiled(3.0)}
+    assert "abc |" in mesh_quality.table({"MLP | v5e:4x4": row}, {})
+    assert row["mesh"] == dict(plan.mesh) and row["others"] == "abc" != row["code"]
+
+
+def test_the_table_of_overlaps_tells_slices_apart() -> None:
+    text = """HloModule m, is_scheduled=true
+
+ENTRY %main (p: bf16[4096,4096]) -> bf16[4096,4096] {
+  %p = bf16[4096,4096] parameter(0)
+  ROOT %r = bf16[4096,4096] all-reduce(%p), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+}
+"""
+    found = estimate(text, make_mesh(Topology.parse("v5e:2x4"), {"data": 2, "model": 4}))
+    assert overlap.hidden(found, overlap.CLASSES["sums"], far=False).endswith(", 0%")
+    assert overlap.hidden(found, overlap.CLASSES["gathers"], far=False) == "-"
+    assert overlap.hidden(found, None, far=True) == "-"
