@@ -10,6 +10,8 @@ A collective is hidden, wholly or by a share, where the compiler can run it besi
   makes it an asynchronous op: `Calibration.gather_overlap` of it, unless the compiler makes an all-reduce of it;
 - what feeds the optimizer only (the sum of a gradient) could wait as well, but TPU compilers schedule it as a
   synchronous op: `Calibration.reduction_overlap` of it;
+- either of them between slices or islands is a send and a receive, which run beside compute:
+  `Calibration.network_overlap` of it;
 - what stands at a matmul (the gather of its operand, the reduce-scatter of its result) is pipelined into it as a loop
   of permutes beside parts of the matmul, if the group is no larger than `Calibration.pipelined_max_group` and
   stays on ICI: `Calibration.pipelined_overlap` of it;
@@ -46,11 +48,12 @@ class Overlap(enum.StrEnum):
 _EARLY = {
     "all-gather": ("gather_overlap",),
     "collective-permute": (WHOLLY,),
-    "all-to-all": (),
+    "all-to-all": ("reduction_overlap",),
     "all-reduce": ("reduction_overlap",),
     "reduce-scatter": ("reduction_overlap",),
 }
-"""What hides a collective within a slice that waits for parameters only."""
+"""What hides a collective within a slice that waits for parameters only: gathers have a figure of their own, permutes
+are asynchronous everywhere, and others where sums are."""
 
 
 def hidden_share(collectives: Collectives, overlap: Overlap, kind: str, axes: Sequence[str]) -> float:
