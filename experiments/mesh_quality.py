@@ -112,7 +112,18 @@ def judge(row: Row, time_limit: float, most: int) -> None:
         plans[name] = figures_of(program, searched if name == "plan" else by_hand[name], time_limit)
     predicted = {name: plan.prediction.step_time_s for name, plan in by_hand.items()}
     about = {"mesh": searched.mesh, "by_hand": predicted, "code": checked_out()}
-    Results(RESULTS).keep(row.name, about | {"plans": plans})
+    found = Results(RESULTS)
+    found.keep(row.name, about | {"plans": plans | earlier(found.rows.get(row.name), checked_out())})
+
+
+def earlier(known: dict[str, Any] | None, code: str) -> dict[str, Any]:
+    """What was compiled of plans by hand that other prices completed: they are plans by hand still. Their names say
+    which commit's prices."""
+    if known is None:
+        return {}
+    before = known.get("others", known["code"])
+    others = {name: figures for name, figures in known["plans"].items() if name != "plan"}
+    return {name if ", of " in name else f"{name}, of {before}": f for name, f in others.items() if before != code}
 
 
 def all_by_hand(name: str, rows: dict[str, Any], others: dict[str, Any], every: bool = False) -> dict[str, Any]:

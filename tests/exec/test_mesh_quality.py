@@ -63,6 +63,12 @@ def test_ours_alone_is_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert row["mesh"] == dict(plan.mesh) and row["others"] == "abc" != row["code"]
 
 
+def test_plans_by_hand_of_other_prices_stay_in_the_row() -> None:
+    known = {"code": "def", "others": "abc", "plans": {"plan": 1, "fsdp 1-D": 2, "fsdp 1-D, of 000": 3}}
+    assert mesh_quality.earlier(known, "fed") == {"fsdp 1-D, of abc": 2, "fsdp 1-D, of 000": 3}
+    assert mesh_quality.earlier(known, "abc") == {} == mesh_quality.earlier(None, "abc")
+
+
 def test_the_table_of_overlaps_tells_slices_apart() -> None:
     text = """HloModule m, is_scheduled=true
 
