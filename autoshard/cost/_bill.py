@@ -117,8 +117,7 @@ class Bill:
                 lanes[batch.block, lane] += seconds * hidden
             waits[batch.op] += seconds * (1.0 - hidden)
             spent[batch.op] += seconds
-            far = {segment.kind == "network" for axis in axes for segment in mesh.segments(axis)} == {True}
-            mine = sent[traffic_class(batch.op, far)]
+            mine = sent[traffic_class(batch.op, mesh.kinds(axes) == {"network"})]
             mine[0] += seconds
             mine[1] += seconds * (1.0 - hidden)
         return Parts(dict(lanes), dict(waits), dict(spent), {name: (a, b) for name, (a, b) in sent.items()})

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -40,6 +40,10 @@ class Mesh:
         if axis not in self.names:
             raise UserError(f"mesh axis {axis!r} does not exist; the mesh has {', '.join(self.names)}")
         return self.layout[self.names.index(axis)]
+
+    def kinds(self, axes: Iterable[str]) -> frozenset[str]:
+        """Kinds of links that a group over these axes uses (see `PhysicalAxis`)."""
+        return frozenset(segment.kind for axis in axes for segment in self.segments(axis))
 
     def describe(self) -> str:
         """One line: each axis with the physical axes it is made of."""

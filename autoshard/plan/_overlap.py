@@ -66,13 +66,13 @@ def hiding_figures(collectives: Collectives, overlap: Overlap, kind: str, axes: 
     if not collectives.can_overlap or overlap is Overlap.NONE:
         return ()
     mesh = collectives.mesh
-    far = {segment.kind == "network" for axis in axes for segment in mesh.segments(axis)}
-    if overlap is not Overlap.MATMUL and far == {True}:
+    kinds = mesh.kinds(axes)
+    if overlap is not Overlap.MATMUL and kinds == {"network"}:
         return ("network_overlap",)
     if overlap is Overlap.PARAMETERS:
         return _EARLY[kind]
     found = () if overlap is Overlap.MATMUL else ("reduction_overlap",)
-    if overlap is not Overlap.GRADIENTS and kind in ("all-gather", "reduce-scatter") and True not in far:
+    if overlap is not Overlap.GRADIENTS and kind in ("all-gather", "reduce-scatter") and "network" not in kinds:
         group = math.prod(mesh.axes[axis] for axis in axes)
         if group <= collectives.calibration.pipelined_max_group:
             found = (*found, "pipelined_overlap")
