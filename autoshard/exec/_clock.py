@@ -37,8 +37,6 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.compute = 0.0
-        self.exposed = 0.0
-        self.communication = 0.0
         self.copies = 0.0
         self.flops = 0.0
         self.again = 0.0
@@ -52,6 +50,16 @@ class Clock:
         self.pending: dict[str, tuple[float, str, bool]] = {}
         """Key of a running transfer -> when it ends, its kind, and whether it goes between slices."""
         self.spans: list[Busy] = []
+
+    @property
+    def communication(self) -> float:
+        """Seconds of all transfers between devices."""
+        return sum(each.sent_s for each in self.traffic.values())
+
+    @property
+    def exposed(self) -> float:
+        """The part of them that the device waits for."""
+        return sum(each.waited_s for each in self.traffic.values())
 
     def work(self, seconds: float, kind: str, name: str) -> None:
         """The device computes."""
@@ -73,7 +81,6 @@ class Clock:
             self.busy[link] = until
         self.spans += [Busy(name, lane, begin, seconds) for lane in _lanes(used)]
         if kind != "copy":
-            self.communication += seconds
             self.traffic[kind, far].sent_s += seconds
         if key:
             earlier = self.pending.get(key)
@@ -94,7 +101,6 @@ class Clock:
         if kind == "copy":
             self.copies += waited
         else:
-            self.exposed += waited
             self.traffic[kind, far].waited_s += waited
 
     def finish(self) -> None:
@@ -108,8 +114,6 @@ class Clock:
         self.spans += [Busy(s.name, s.lane, self.now + s.start_s * times, s.seconds * times) for s in other.spans]
         self.now += other.now * times
         self.compute += other.compute * times
-        self.exposed += other.exposed * times
-        self.communication += other.communication * times
         self.copies += other.copies * times
         self.flops += other.flops * times
         self.again += other.again * times
