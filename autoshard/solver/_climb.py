@@ -1,8 +1,11 @@
 """One searcher: holds choices, improves them by block moves, keeps the price of memory near where limits just hold."""
 
+import time
+
 import numpy as np
 
 from ._block import workspace
+from ._clock import Due
 from ._flat import Flat
 from ._graph import Ints
 from ._search import improve, profile
@@ -10,6 +13,10 @@ from ._search import improve, profile
 
 _LARGEST = 200
 _STEPS = 12
+_MOVES = 50
+"""Block moves between two looks at the price of memory."""
+_PAUSE_S = 0.2
+"""Seconds after which a timed run wants to be asked whether it is due: fewer moves are then made at a time."""
 
 
 class Climber:
@@ -26,6 +33,7 @@ class Climber:
         self.best = self.chosen.copy()
         self.penalty = 1.0
         self.moves = 0
+        self._at_once = _MOVES
 
     @property
     def cost(self) -> float:
@@ -47,14 +55,30 @@ class Climber:
             self.best = self.chosen.copy()
         self._state[3] = self.merit
 
-    def run(self, prices: np.ndarray, chunks: int, moves: int = 50, slack: float = 0.0) -> None:
-        """`chunks` times `moves` block moves; `slack` is how far (in cost) the search may leave the best behind."""
+    def run(self, prices: np.ndarray, chunks: int, slack: float = 0.0) -> None:
+        """So many chunks of block moves; `slack` is how far (in cost) the search may leave the best behind."""
         for _ in range(chunks):
-            self._state[3] = min(self.merit, self._state[2])
-            seed = int(self._random.integers(2**31))
-            improve(
-                self.flat, self._work, prices, self.chosen, self._used, seed, moves, self.penalty,
-                self._largest, _STEPS, slack, self.best, self._state,
-            )  # fmt: skip
-            self.moves += moves
-            self.penalty *= 1.15 if self._state[1] > 0 else 0.98
+            self._chunk(prices, _MOVES, slack)
+
+    def run_until(self, due: Due, prices: np.ndarray, slack: float = 0.0) -> None:
+        """At least one chunk of block moves, and more until `due`."""
+        while True:
+            tick = time.monotonic()
+            self._chunk(prices, self._at_once, slack)
+            spent = time.monotonic() - tick
+            if spent > _PAUSE_S:
+                self._at_once = max(1, self._at_once // 2)
+            elif spent < 0.2 * _PAUSE_S:
+                self._at_once = min(_MOVES, 2 * self._at_once)
+            if due():
+                return
+
+    def _chunk(self, prices: np.ndarray, moves: int, slack: float) -> None:
+        self._state[3] = min(self.merit, self._state[2])
+        seed = int(self._random.integers(2**31))
+        improve(
+            self.flat, self._work, prices, self.chosen, self._used, seed, moves, self.penalty,
+            self._largest, _STEPS, slack, self.best, self._state,
+        )  # fmt: skip
+        self.moves += moves
+        self.penalty *= 1.15 if self._state[1] > 0 else 0.98

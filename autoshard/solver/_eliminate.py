@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ._clock import Due, never
 from ._graph import Graph, Ints
 from ._problem import FORBIDDEN
 
@@ -88,12 +89,17 @@ class Elimination:
                         made[other].remove(step)
         return Elimination(steps, total)
 
-    def solve(self, costs: dict[int, Ints]) -> tuple[int, dict[int, int]]:
-        """Least total of `costs` (one array per node, non-negative) plus edges, and choices that reach it."""
+    def solve(self, costs: dict[int, Ints], due: Due = never) -> tuple[int, dict[int, int]] | None:
+        """Least total of `costs` (one array per node, non-negative) plus edges, and choices that reach it.
+
+        None when it is `due` before that is known.
+        """
         total = 0
         made: list[Ints | None] = []
         answers: list[NDArray[Any]] = []
         for step in self._steps:
+            if due():
+                return None
             unary = costs[step.node]
             inputs = list(step.edges)
             for source, axes, shape in step.messages:

@@ -16,6 +16,8 @@ from ._worker import Answer, Job, Worker
 
 _ENTRIES = 40_000
 """Table entries of the first restricted solve; later ones grow while they finish early."""
+_TURN_S = 0.5
+"""Seconds of a turn of climbing, or of raising the bound, where rounds of work are not counted."""
 _PROVABLE = 150_000
 """Table entries up to which a restricted solve that can prove the optimum is tried as it is."""
 
@@ -52,8 +54,8 @@ class Engine:
         self.best: Ints | None = None
         self.entries = _ENTRIES if iterations is None else 4_000
         self.rounds = 0
-        self.turn = 0.1
-        self.chunks = 1
+        self.sweep_s = 0.0
+        self.unproven_s = 0.0
         self.stage: Stage | None = None
         self.stages = 0
         self.stage_end = 0.0
@@ -80,12 +82,10 @@ class Engine:
         return dict(zip(self.names, self.climber.chosen.tolist(), strict=True))
 
     def _over(self) -> bool:
-        if self.stopped():
-            return True
-        if self.iterations is not None and self.rounds >= self.iterations:
-            return True
-        # A turn of climbing is not cut short, so none is begun that would pass the deadline.
-        return self.clock() + 1.3 * self.turn > self.deadline
+        return self._late() or (self.iterations is not None and self.rounds >= self.iterations)
+
+    def _late(self) -> bool:
+        return self.stopped() or self.clock() >= self.deadline
 
     def _take(self) -> None:
         """Reports the climber's best and the bound."""
@@ -117,22 +117,24 @@ class Engine:
             if self.threads == 1:
                 task.result()
             prices = self.dual.prices.copy()
-            self._climb(prices)
+            self._climb(self.climber, prices)
             latest = task.result()
-            swept = task.seconds
+            self.sweep_s = task.seconds / sweeps
             self._take()
             if self.iterations is None:
-                sweeps = int(np.clip(sweeps * 0.5 / max(swept, 1e-3), 1, 4 * sweeps))
-                self.chunks = int(np.clip(self.chunks * 0.5 / max(self.turn, 1e-3), 1, 4 * self.chunks))
+                turn = min(_TURN_S, max(self.deadline - self.clock(), 0.0))
+                sweeps = int(np.clip(turn / max(self.sweep_s, 1e-4), 1, 4 * sweeps))
 
     def _restart(self, chosen: Ints) -> None:
         self.climber.penalty = max(self.climber.penalty, 3 * float(self.dual.prices.max(initial=0.0)))
         self.climber.start(chosen)
 
-    def _climb(self, prices: np.ndarray, slack: float = 0.0) -> None:
-        tick = self.clock()
-        self.climber.run(prices, self.chunks, slack=slack)
-        self.turn = self.clock() - tick
+    def _climb(self, climber: Climber, prices: np.ndarray, slack: float = 0.0) -> None:
+        if self.iterations is not None:
+            climber.run(prices, 1, slack)
+            return
+        until = self.clock() + _TURN_S
+        climber.run_until(lambda: self.clock() >= until or self._over(), prices, slack)
 
     def _turn(self) -> None:
         """Climbs a while on the present stage; begins another when its time has come."""
@@ -141,19 +143,15 @@ class Engine:
             self._begin_stage()
             length = 5.0 if self.iterations is not None else max(3.0, 0.07 * (self.deadline - self.began))
             self.stage_end = (self.turns if self.iterations is not None else self.clock()) + length
-            self.turn = 0.1 if self.iterations is None else self.turn
         self.turns += 1
         if self.stage is None:
             loose = 2e-4 * abs(self.cost) if self.turns % 4 == 3 and np.isfinite(self.cost) else 0.0
-            self._climb(self.dual.prices, loose)
+            self._climb(self.climber, self.dual.prices, loose)
             self._take()
             return
-        climber, tick = self.stage.climber, self.clock()
+        climber = self.stage.climber
         before = climber.cost
-        climber.run(self.stage.prices, self.chunks)
-        self.turn = self.clock() - tick
-        if self.iterations is None:
-            self.chunks = int(np.clip(self.chunks * 0.5 / max(self.turn, 1e-3), 1, 2 * self.chunks))
+        self._climb(climber, self.stage.prices)
         if climber.cost < before and climber.cost + self.stage.offset < self.cost:
             self.climber.start(self.stage.whole(climber.best))
         self._take()
@@ -164,14 +162,18 @@ class Engine:
         early = self.stages < 6
         start = self.best
         if start is None or (early and self.stages % 2 == 1):
-            start = self.dual.ascend(6, self.cost, self.climber.penalty)
+            left = 1e9 if self.iterations is not None else self.deadline - self.clock()
+            rounds = int(np.clip(left / max(self.sweep_s, 1e-4), 1, 6))
+            start = self.dual.ascend(rounds, self.cost, self.climber.penalty)
         self.stages += 1
         self.stage = None
         if share < 1.0:
             slack = self.dual.slack()
             limit = float(np.quantile(slack, share))
             seed = int(self.random.integers(2**31))
-            self.stage = make_stage(self.graph, self.names, self.flat, slack, limit, start, self.dual.prices, seed)
+            self.stage = make_stage(
+                self.graph, self.names, self.flat, slack, limit, start, self.dual.prices, seed, self._late
+            )
         if self.stage is None:
             self.climber.start(start)
         else:
@@ -185,15 +187,18 @@ class Engine:
             # Something else now and then: which of the dearer alternatives come along is left to chance.
             slack = slack * np.exp(self.random.normal(0.0, 1.0, len(slack)))
         left = self.deadline - self.clock()
+        # A proof that was cut short is begun again only with more time than it had, and then with all there is.
+        proving = len(self.solves) % 3 != 2 and (self.iterations is not None or left > self.unproven_s)
         job = Job(
             slack=slack,
             gap=self.cost - self.dual.bound,
             best=None if self.best is None else self.best.copy(),
             cutoff=None if self.best is None else self.cost,
             entries=self.entries,
-            provable=0 if len(self.solves) % 3 == 2 else _PROVABLE if self.iterations is None else 2_000,
+            provable=0 if not proving else _PROVABLE if self.iterations is None else 2_000,
             prices=self.dual.prices,
-            seconds=min(left, 1e9 if self.iterations is not None else max(10.0, 0.35 * left)),
+            seconds=left if self.iterations is not None else min(left, max(10.0, 0.35 * left)),
+            proof_seconds=left if self.iterations is not None or self.unproven_s else min(left, max(10.0, 0.6 * left)),
             nodes=None if self.iterations is None else 10,
             clock=self.clock,
             seed=self.seed,
@@ -222,8 +227,9 @@ class Engine:
             self.climber.start(answer.chosen)
             self._take()
         if answer.proves and np.isfinite(job.gap):
-            if answer.finished:
+            if answer.finished and answer.exact:
                 return True
+            self.unproven_s = answer.seconds
             self.bounded(min(answer.bound, self.cost))
         self._adapt(answer)
         return False

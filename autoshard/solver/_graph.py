@@ -1,14 +1,18 @@
 """A problem that can be taken apart: nodes, merged edges, memory terms on compressed time, and the way back."""
 
 import dataclasses
+import itertools as it
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import UserError
 from ._problem import FORBIDDEN, Problem
 
 
 Ints = NDArray[np.int64]
+EXACT = 2**62
+"""Bytes below which sums, and differences of sums, stay within 64 bits."""
 Terms = dict[tuple[int, int], Ints]
 """Memory of a node: half-open interval in compressed time -> bytes per alternative."""
 
@@ -108,44 +112,78 @@ def build(problem: Problem) -> Graph:
     offset = 0
     costs: dict[int, Ints] = {}
     bounds = problem.node_offsets.tolist()
-    flat = np.minimum(problem.node_costs, FORBIDDEN)
+    flat = problem.node_costs
     for node in range(problem.num_nodes):
-        costs[node] = flat[bounds[node] : bounds[node + 1]].copy()
+        costs[node], least = _above_least(flat[bounds[node] : bounds[node + 1]])
+        offset += least
     edges: dict[int, dict[int, Ints]] = {node: {} for node in costs}
     graph = Graph(costs, edges, {}, np.zeros(0, np.int64), np.zeros(0, np.int64), 0, [], problem.num_nodes)
     shapes = np.diff(problem.node_offsets).tolist()
     bounds = problem.edge_offsets.tolist()
-    flat = np.minimum(problem.edge_costs, FORBIDDEN)
+    flat = problem.edge_costs
     for edge, (first, second) in enumerate(problem.edge_nodes.tolist()):
-        table = flat[bounds[edge] : bounds[edge + 1]].reshape(shapes[first], shapes[second])
-        if table.min() < 0:
-            least = int(table.min())
-            table = np.where(table >= FORBIDDEN, FORBIDDEN, table - least)
-            offset += least
+        table, least = _above_least(flat[bounds[edge] : bounds[edge + 1]])
+        offset += least
+        table = table.reshape(shapes[first], shapes[second])
         if first == second:
-            costs[first] = _add(costs[first], np.diagonal(table))
+            costs[first] = np.minimum(costs[first] + np.diagonal(table), FORBIDDEN)
         else:
-            graph.connect(first, second, table.copy())
-    for node, cost in costs.items():
-        least = int(cost.min())
-        if least < 0:
-            costs[node] = np.where(cost >= FORBIDDEN, FORBIDDEN, cost - least)
-            offset += least
+            graph.connect(first, second, table)
     graph.offset = offset
     _add_terms(graph, problem)
     return graph
 
 
-def _add(first: Ints, second: Ints) -> Ints:
-    # A forbidden entry must stay forbidden even when the other one is negative.
-    total = np.minimum(first + second, FORBIDDEN)
-    total[(first >= FORBIDDEN) | (second >= FORBIDDEN)] = FORBIDDEN
+def _above_least(costs: Ints) -> tuple[Ints, int]:
+    """Costs above the least of them, and that least: from 0 to `FORBIDDEN`, whatever 64 bits held."""
+    least = int(costs.min())
+    if least == 0:
+        return np.minimum(costs, FORBIDDEN), 0
+    if least >= FORBIDDEN:
+        return np.full(len(costs), FORBIDDEN), 0
+    # From here up it is forbidden, or too far above the least to be told from it; no difference passes 64 bits.
+    top = FORBIDDEN + min(least, 0)
+    return np.where(costs >= top, FORBIDDEN, np.minimum(costs, top) - least), least
+
+
+def spread(problem: Problem) -> int:
+    """How far the dearest choices that are not forbidden lie above the cheapest, node by node and edge by edge."""
+    total = 0
+    for costs, offsets in ((problem.node_costs, problem.node_offsets), (problem.edge_costs, problem.edge_offsets)):
+        if len(costs):
+            low = np.minimum.reduceat(costs, offsets[:-1])
+            high = np.maximum.reduceat(np.where(costs >= FORBIDDEN, np.iinfo(np.int64).min, costs), offsets[:-1])
+            allowed = low < FORBIDDEN
+            total += sum(high[allowed].tolist()) - sum(low[allowed].tolist())
     return total
 
 
+def most_usage(problem: Problem) -> int:
+    """Bytes at the worst time if every node used the most that it can; a single use past the limit counts as one byte
+    past it, since it is as bad."""
+    limit = problem.usage_limit
+    if limit is None or not len(problem.term_nodes):
+        return 0
+    most = np.maximum.reduceat(problem.term_usages, problem.term_offsets[:-1])
+    most = [min(value, limit + 1) for value in most.tolist()]
+    if sum(most) < EXACT:
+        return sum(most)
+    change: dict[int, int] = {}
+    for value, (start, stop) in zip(most, problem.term_intervals.tolist(), strict=True):
+        if start < stop:
+            change[start] = change.get(start, 0) + value
+            change[stop] = change.get(stop, 0) - value
+    return max(it.accumulate(change[when] for when in sorted(change)), default=0)
+
+
 def _add_terms(graph: Graph, problem: Problem) -> None:
-    if problem.usage_limit is None:
+    if problem.usage_limit is None or (most := most_usage(problem)) <= problem.usage_limit:
         return
+    if most >= EXACT:
+        raise UserError(
+            f"the usages of the problem add up to {most} at some time; up to {EXACT - 1} they are reckoned exactly: "
+            "give them and the limit in larger units"
+        )
     bounds = problem.term_offsets.tolist()
     points = {0}
     raw: list[tuple[int, int, int, Ints]] = []

@@ -23,6 +23,12 @@ class MipResult:
     """No choices of the graph cost less (its offset excluded); infinite when proven infeasible."""
     finished: bool
     """The bound was closed, within the solver's tolerance."""
+    exact: bool = True
+    """That tolerance is less than a unit of cost, as far as costs go that plans have."""
+
+
+_EXACT = 1e15
+"""Costs beyond which HiGHS, which reckons in floats, may miss the optimum by many units: 1000 s in picoseconds."""
 
 
 class _Model:
@@ -125,7 +131,11 @@ def solve_mip(
     import highspy
 
     model = _Model(graph)
-    scale = max(1.0, float(model.costs.max(initial=1.0)) / 1e5)
+    dearest = float(model.costs.max(initial=1.0))
+    scale = max(1.0, dearest / 1e5)
+    exact = dearest <= _EXACT
+    # What a closed bound may be off by: some parts in a million of the dearest cost.
+    slip = 0.0 if exact else 1e-6 * dearest
     solver = highspy.Highs()
     for key, value in (
         ("output_flag", False),
@@ -138,7 +148,7 @@ def solve_mip(
     ):
         solver.setOptionValue(key, value)
     if cutoff is not None:
-        solver.setOptionValue("objective_bound", (cutoff - 0.5) / scale)
+        solver.setOptionValue("objective_bound", (cutoff - 0.5 + slip) / scale)
     if nodes is not None:
         solver.setOptionValue("mip_max_nodes", nodes)
     if clock is not time.monotonic and math.isfinite(deadline):
@@ -186,9 +196,11 @@ def solve_mip(
         solver.run()
         status = solver.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:
-            return MipResult(best, float("inf"), True)
+            if exact or cutoff is None:
+                return MipResult(best, float("inf"), True, exact)
+            return MipResult(best, max(bound, cutoff - slip), True, False)
         info = solver.getInfo()
-        bound = max(bound, info.mip_dual_bound * scale)
+        bound = max(bound, info.mip_dual_bound * scale - slip)
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return MipResult(best, bound, False)
         values = np.asarray(solver.getSolution().col_value)
@@ -199,7 +211,7 @@ def solve_mip(
         over = usage_profile(graph, choices) - graph.capacity
         finished = status == highspy.HighsModelStatus.kOptimal
         if (over <= 0).all():
-            return MipResult(choices, bound, finished)
+            return MipResult(choices, bound, finished, exact)
         if not finished or (nodes is not None and runs == 3):
             return MipResult(best, bound, False)
         # The worst time of each run of broken times, the worst few of those.

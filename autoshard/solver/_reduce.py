@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 
+from ._clock import Due, never
 from ._graph import Graph, InfeasibleGraph, Ints, compress
 from ._problem import FORBIDDEN
 
@@ -18,8 +19,8 @@ _TABLE = 40_000
 """Largest edge table that a reduction may create, unless it is no larger than those it replaces."""
 
 
-def reduce(graph: Graph) -> None:
-    """Applies every reduction until none applies.
+def reduce(graph: Graph, due: Due = never) -> None:
+    """Applies every reduction until none applies, or until `due`: what is reduced by then is a problem like any other.
 
     Dropped: forbidden and dominated alternatives, edges that are sums of one function per end, nodes with one
     alternative. Contracted: nodes that a neighbour decides (each of its alternatives allows exactly one). Eliminated:
@@ -30,18 +31,18 @@ def reduce(graph: Graph) -> None:
     for node in graph.costs:
         waiting.add(node)
     compress(graph)
-    for first in list(graph.costs):
-        for second in list(graph.edges[first]):
-            if first < second:
-                _tidy_edge(graph, first, second, waiting)
+    for first, second in [(one, two) for one, near in graph.edges.items() for two in near if one < two]:
+        if due():
+            break
+        _tidy_edge(graph, first, second, waiting)
     while True:
-        while (node := waiting.take()) is not None:
+        while not due() and (node := waiting.take()) is not None:
             _reduce_node(graph, node, waiting)
         before = {node: len(terms) for node, terms in graph.terms.items()}
         compress(graph)
         # Memory that no longer matters opens the way to more eliminations.
         freed = [node for node, count in before.items() if len(graph.terms.get(node, ())) < count]
-        if not freed:
+        if not freed or due():
             return
         for node in freed:
             waiting.add(node)

@@ -8,6 +8,7 @@ import dataclasses
 
 import numpy as np
 
+from ._clock import Due, never
 from ._flat import Flat
 from ._graph import Graph, InfeasibleGraph, Ints, OverLimit, table_entries
 from ._reduce import reduce, restrict
@@ -44,9 +45,16 @@ def clone(graph: Graph) -> Graph:
 
 
 def restricted(
-    graph: Graph, names: list[int], flat: Flat, slack: np.ndarray, limit: float, gap: float, chosen: Ints | None
+    graph: Graph,
+    names: list[int],
+    flat: Flat,
+    slack: np.ndarray,
+    limit: float,
+    gap: float,
+    chosen: Ints | None,
+    due: Due = never,
 ) -> Restricted:
-    """`graph` with only alternatives whose `slack` is at most `limit`, and those of `chosen`, reduced."""
+    """`graph` with only alternatives whose `slack` is at most `limit`, and those of `chosen`, reduced until `due`."""
     smaller = clone(graph)
     keeps: dict[int, Ints] = {}
     for place, name in enumerate(names):
@@ -61,7 +69,7 @@ def restricted(
     proves = limit >= gap
     try:
         restrict(smaller, keeps)
-        reduce(smaller)
+        reduce(smaller, due)
     except (InfeasibleGraph, OverLimit):
         return Restricted(None, 0, proves)
     return Restricted(smaller, table_entries(smaller), proves)

@@ -13,7 +13,7 @@ from ..errors import UserError
 from ._clock import Clock
 from ._eliminate import Elimination
 from ._evaluate import evaluate
-from ._graph import Graph, InfeasibleGraph, Ints, OverLimit, build, table_entries
+from ._graph import EXACT, Graph, InfeasibleGraph, Ints, OverLimit, build, most_usage, spread, table_entries
 from ._mip import solve_mip, usage_profile
 from ._problem import FORBIDDEN, Problem
 from ._reduce import reduce
@@ -24,6 +24,8 @@ from ._validate import validate
 
 _SMALL = 60_000
 """Table entries up to which HiGHS alone is tried before the search."""
+_REDUCING = 0.5
+"""Share of the time limit that reducing may take: on a machine with much else to do the rest is for the search."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class _Solve:
         self.problem = problem
         self.began = time.monotonic()
         self.clock = clock
+        self.time_limit = time_limit
         self.deadline = clock() + time_limit
         self.seed = seed
         self.threads = threads
@@ -92,7 +95,7 @@ class _Solve:
         self.stopped = (lambda: False) if stop is None else stop.is_set
         self.best: Ints | None = None
         self.cost: int | None = None
-        self.bound = _trivial_bound(problem)
+        self.bound = self.least = _trivial_bound(problem)
         self.stats: dict = {}
         self.nearest: Ints | None = None
         """Choices that the search ended with when none were feasible."""
@@ -102,7 +105,7 @@ class _Solve:
             self.offer(np.asarray(hint))
         graph = build(self.problem)
         try:
-            reduce(graph)
+            self.reduce(graph)
         except (InfeasibleGraph, OverLimit):
             return self.infeasible(proven=True)
         self.stats |= {
@@ -115,7 +118,19 @@ class _Solve:
         done = self.search(graph)
         if self.best is None or self.cost is None:
             return self.infeasible(proven=done)
-        return self.finish(Status.OPTIMAL if done or self.bound >= self.cost else Status.FEASIBLE)
+        done = done or self.bound >= self.cost
+        if self.cost - self.least >= FORBIDDEN:
+            # A hint dearer than what the search tells from forbidden: others like it were not looked at.
+            self.bound, done = self.least, False
+        return self.finish(Status.OPTIMAL if done else Status.FEASIBLE)
+
+    def due(self) -> bool:
+        return self.stopped() or self.clock() >= self.deadline
+
+    def reduce(self, graph: Graph) -> None:
+        # Where work is counted by iterations, the same work is always done, unless the time is up altogether.
+        until = self.deadline - (0.0 if self.iterations is not None else (1 - _REDUCING) * self.time_limit)
+        reduce(graph, lambda: self.stopped() or self.clock() >= until)
 
     def search(self, graph: Graph) -> bool:
         """True when the best choices so far are proven best (or, with none, that there are none)."""
@@ -125,8 +140,9 @@ class _Solve:
         plan = Elimination.plan(graph)
         times: list[int] = []
         start = {node: int(np.argmin(cost)) for node, cost in graph.costs.items()}
-        if plan is not None:
-            value, start = plan.solve(graph.costs)
+        found = None if plan is None else plan.solve(graph.costs, self.due)
+        if found is not None:
+            value, start = found
             if value >= FORBIDDEN:
                 return True
             self.raise_bound(graph.offset + value)
@@ -150,14 +166,17 @@ class _Solve:
                     nodes=None if self.iterations is None else 5000,
                 )
             )
-            result = task.result(self.stopped)
+            result = task.result(self.due)
             if result is None:
                 return False
             if result.choices is not None:
                 self.offer(graph.restore(result.choices))
-            if result.finished:
+            if result.finished and result.exact:
                 return True
             self.raise_mip_bound(graph, result.bound)
+            if result.finished:
+                # Better by less than floats tell apart is all that a search could be.
+                return False
         # Imported here: the kernels bring numba, which most problems never need.
         from ._engine import Engine
 
@@ -211,14 +230,26 @@ class _Solve:
 
     def infeasible(self, proven: bool) -> Solution:
         """No choices found: looks for those with the smallest excess by bisection on the limit, costs set aside."""
+        apart = spread(self.problem)
+        # Of costs that are not negative, whatever lies so far above the least is itself forbidden.
+        blind = self.least < 0 and apart >= FORBIDDEN
         if self.best is not None:
-            raise RuntimeError("the problem was found infeasible although the hint is feasible")
+            if not blind:
+                raise RuntimeError("the problem was found infeasible although the hint is feasible")
+            self.bound = self.least
+            return self.finish(Status.FEASIBLE)
+        if proven and blind:
+            raise UserError(
+                f"the costs of the problem lie up to {apart} apart, and no choices were found whose cost is less than "
+                f"{FORBIDDEN} above the least that may be: such sums cannot be told from forbidden ones; "
+                f"divide all costs by {apart // FORBIDDEN + 1}"
+            )
         if self.nearest is not None:
             return self.without(self.nearest, proven)
         choices = np.zeros(self.problem.num_nodes, dtype=np.int64)
         allowed = _without_costs(self.problem, None)
         limit = self.problem.usage_limit
-        deadline = self.clock() + 0.3 if self.stopped() else max(self.deadline, self.clock() + 2.0)
+        deadline = self.clock() + 0.3 if self.stopped() else max(self.deadline, self.clock() + 1.0)
         found = _any(allowed, deadline, self.clock, self.seed, self.threads)
         if found is not None:
             choices = found
@@ -226,7 +257,10 @@ class _Solve:
             low, high = limit, evaluate(self.problem, choices).peak_usage
             while high - low > max(1, (high - limit) // 1000) and self.clock() < deadline:
                 middle = (low + high) // 2
-                found = _any(_without_costs(self.problem, middle), deadline, self.clock, self.seed, self.threads)
+                tried = _without_costs(self.problem, middle)
+                if most_usage(tried) >= EXACT:
+                    break
+                found = _any(tried, deadline, self.clock, self.seed, self.threads)
                 if found is None:
                     low = middle
                 else:
@@ -244,11 +278,11 @@ class _Solve:
 
 def _any(problem: Problem, deadline: float, clock: Clock, seed: int, threads: int) -> Ints | None:
     """Any feasible choices of a problem without costs."""
-    left = max(0.5, deadline - clock())
+    left = max(0.3, deadline - clock())
     inner = _Solve(problem, left, clock, seed, threads, None, None, None)
     graph = build(problem)
     try:
-        reduce(graph)
+        inner.reduce(graph)
     except (InfeasibleGraph, OverLimit):
         return None
     inner.search(graph)

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from ._climb import Climber
+from ._clock import Due
 from ._flat import Flat, flatten
 from ._graph import Graph, Ints
 from ._restrict import restricted
@@ -37,12 +38,13 @@ def make_stage(
     start: Ints,
     prices: np.ndarray,
     seed: int,
+    due: Due,
 ) -> Stage | None:
     """A searcher on `graph` with only alternatives up to the slack `limit` and those of `start`, beginning there.
 
     None when the reductions leave nothing to search, or `start` uses what no feasible choices can.
     """
-    small = restricted(graph, names, flat, slack, limit, np.inf, start).graph
+    small = restricted(graph, names, flat, slack, limit, np.inf, start, due).graph
     if small is None or len(small.costs) < 2:
         return None
     after = len(graph.undo)

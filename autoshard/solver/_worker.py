@@ -34,9 +34,11 @@ class Job:
     """Table entries up to which everything that could be better is kept."""
     prices: np.ndarray
     seconds: float
+    proof_seconds: float
+    """What it may take where it proves the optimum of the whole."""
     nodes: int | None
     clock: Clock
-    """What `seconds` are counted by."""
+    """What seconds are counted by."""
     seed: int
 
 
@@ -47,6 +49,7 @@ class Answer:
     bound: float
     """With `proves`: no choices cost less (offset of the graph excluded)."""
     finished: bool
+    exact: bool
     proves: bool
     entries: int
     seconds: float
@@ -185,10 +188,10 @@ def _do(sizer: _Sizer, graph: Graph, names: list[int], job: Job) -> Answer:
     left = small.graph
     spent = job.clock() - tick
     if left is None:
-        return Answer(None, math.inf, True, small.proves, 0, spent)
+        return Answer(None, math.inf, True, True, small.proves, 0, spent)
     after = len(graph.undo)
     if not left.costs:
-        choices, bound, finished = {}, 0.0, True
+        choices, bound, finished, exact = {}, 0.0, True, True
     else:
         start = None
         if job.best is not None:
@@ -199,7 +202,7 @@ def _do(sizer: _Sizer, graph: Graph, names: list[int], job: Job) -> Answer:
         rows = np.unique(np.searchsorted(left.times, times).clip(0, max(len(left.times) - 1, 0))).tolist()
         result = solve_mip(
             left,
-            deadline=tick + job.seconds,
+            deadline=tick + (job.proof_seconds if small.proves else job.seconds),
             clock=job.clock,
             seed=job.seed,
             threads=1,
@@ -208,13 +211,13 @@ def _do(sizer: _Sizer, graph: Graph, names: list[int], job: Job) -> Answer:
             nodes=job.nodes,
             start=start,
         )
-        choices, finished = result.choices, result.finished
+        choices, finished, exact = result.choices, result.finished, result.exact
         bound = result.bound + left.offset - graph.offset
     chosen = None
     if choices is not None:
         full = left.restore(choices, after)
         chosen = full[names]
-    return Answer(chosen, bound, finished, small.proves, small.size, job.clock() - tick)
+    return Answer(chosen, bound, finished, exact, small.proves, small.size, job.clock() - tick)
 
 
 def main() -> None:

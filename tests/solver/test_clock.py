@@ -6,9 +6,16 @@ import sys
 import time
 
 import numpy as np
+import pytest
 from random_problems import make_problem
 
-from autoshard.solver import Problem, Status, processor_seconds, solve
+from autoshard.solver import Problem, Status, evaluate, processor_seconds, solve
+from autoshard.solver import _solve as module
+from autoshard.solver._climb import Climber
+from autoshard.solver._eliminate import Elimination
+from autoshard.solver._flat import flatten
+from autoshard.solver._graph import build
+from autoshard.solver._reduce import reduce
 
 
 COUNT = 30
@@ -50,3 +57,57 @@ def test_the_exact_solve_is_ended_by_processor_seconds() -> None:
     cut = solve(hard_problem(), time_limit=1.0, iterations=1000, hint=LEAST, clock=processor_seconds)
     assert cut.status is Status.FEASIBLE and cut.lower_bound < cut.cost
     assert processor_seconds() - began >= 0.9
+
+
+class Slow:
+    """A clock that a slow machine seems to have: every look at it takes a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_reducing_leaves_time_for_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Elimination, "plan", staticmethod(lambda graph: None))
+    monkeypatch.setattr(module, "_SMALL", -1)
+    chain = make_problem(
+        [[0, 3, 5]] * 400,
+        [(n, n + 1, [7, 2, 1, 2, 7, 3, 1, 3, 7]) for n in range(399)],
+        [(n, n, n + 3, [4, 2, 0]) for n in range(0, 400, 2)],
+        7,
+    )
+    whole, clock = build(chain), Slow()
+    reduce(whole)
+    cut = solve(chain, time_limit=400.0, clock=clock, threads=1)
+    assert cut.stats["reduced_nodes"] > len(whole.costs)
+    assert cut.status in (Status.FEASIBLE, Status.OPTIMAL) and evaluate(chain, cut.choices).feasible
+    assert cut.stats["moves"] > 0
+    assert clock.now < 400 + 30  # looks, none of which begins anything long
+
+
+def test_what_was_reduced_until_then_is_the_same_problem() -> None:
+    chain = make_problem([[0, 3, 5]] * 40, [(n, n + 1, [7, 2, 1, 2, 7, 3, 1, 3, 7]) for n in range(39)])
+    best = solve(chain).cost
+    for looks in (0, 5, 20, 60, 100):
+        graph, left = build(chain), itertools.count(looks, -1)
+        reduce(graph, lambda left=left: next(left) <= 0)
+        plan = Elimination.plan(graph)
+        assert plan is not None
+        found = plan.solve(graph.costs)
+        assert found is not None
+        value, choices = found
+        assert value + graph.offset == best == evaluate(chain, graph.restore(choices)).cost
+        assert plan.solve(graph.costs, lambda: True) is None or not graph.costs
+
+
+def test_a_climb_ends_when_it_is_due() -> None:
+    graph = build(hard_problem())
+    _, flat = flatten(graph)
+    climber = Climber(flat, 0)
+    climber.start(LEAST)
+    asked = itertools.count(1)
+    climber.run_until(lambda: next(asked) >= 3, np.zeros(len(flat.capacity)))
+    assert next(asked) == 4 and 0 < climber.moves <= 3 * 50

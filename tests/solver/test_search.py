@@ -60,7 +60,9 @@ def test_elimination_finds_the_optimum_of_the_unreduced_graph(problem):
     graph = build(problem)
     plan = Elimination.plan(graph)
     assert plan is not None
-    value, choices = plan.solve(graph.costs)
+    found = plan.solve(graph.costs)
+    assert found is not None
+    value, choices = found
     if best is None:
         assert value >= FORBIDDEN
     else:
