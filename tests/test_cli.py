@@ -17,7 +17,8 @@ PROGRAM = {
     *("--cache", "--capacity-factor", "--roles", "--rules", "--serve", "--state-dtype", "--train"),
 }
 LIMITS = {"--memory-limit", "--mesh", "--no-calibration", "--no-refine-axes", "--seed", "--time-limit", "--topology"}
-PLANNING = LIMITS | {"--axis-only", "--forbid", "--pin", "--pin-from", "--replicate", "--save-problem"}
+PLANNING = LIMITS | {"--axis-only", "--forbid", "--ignore-constraints", "--pin", "--pin-from", "--replicate"}
+PLANNING |= {"--save-problem"}
 FLAGS = {
     "compare": {"--candidates", "--compile", "--debug", "--json", "--measure", "--quiet", "--steps"}
     | PROGRAM

@@ -32,7 +32,7 @@ def open_program(
 ) -> "Program":
     """The program; the mesh that a Python file may make finds a CPU device for each of the topology's."""
     progress(f"Tracing {arguments.program}")
-    from autoshard.program import load_rules, open_source
+    from autoshard.program import lift_constraints, load_rules, open_source
 
     settle_imports()
     if topology is not None:
@@ -41,7 +41,8 @@ def open_program(
     options = {name: getattr(arguments, name) for name in PROGRAM_OPTIONS if getattr(arguments, name) is not None}
     if arguments.rules is not None:
         load_rules(arguments.rules)
-    return open_source(arguments.program, entry=arguments.entry, roles=arguments.roles, kept=kept, **options)
+    program = open_source(arguments.program, entry=arguments.entry, roles=arguments.roles, kept=kept, **options)
+    return lift_constraints(program) if getattr(arguments, "ignore_constraints", False) else program
 
 
 def stand_in_devices(source: str, topology: str) -> None:

@@ -307,6 +307,11 @@ def _add_planning(parser: argparse.ArgumentParser, required: bool, problem: bool
     ):
         fixed.add_argument(flag, action="append", default=[], type=pair(form), metavar=form, help=text)
     fixed.add_argument("--replicate", action="append", default=[], metavar="NAME", help="tensors that stay whole")
+    fixed.add_argument(
+        "--ignore-constraints",
+        action="store_true",
+        help="lift what the program itself asks for (with_sharding_constraint, shardings of arguments; not shard_map)",
+    )
     fixed.add_argument("--pin-from", metavar="PLAN.json", type=Path, help="the parameters' specs of another plan")
 
 

@@ -24,6 +24,11 @@ def other_program(plan: Plan) -> str:
     )
 
 
+def names_devices(plan: Plan) -> bool:
+    """True if the program may name devices of its own, kept constraints or not: it is lowered for those."""
+    return not {"said_by_program", "lifted_constraints"}.isdisjoint(plan.provenance)
+
+
 def check_arguments(plan: Plan, leaves: Sequence[tuple[Any, Any]]) -> None:
     """Compare flat arguments, `(path, abstract)` in order, with those of the plan, and their split.
 

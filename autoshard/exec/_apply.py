@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.exec._agree import check_arguments, check_even, check_results, other_program
+from autoshard.exec._agree import check_arguments, check_even, check_results, names_devices, other_program
 from autoshard.exec._calls import lower_calls, place_calls
 from autoshard.exec._devices import jax_mesh, named_sharding, place
 from autoshard.exec._torch_plan import TorchPlan
 from autoshard.plan import Plan
-from autoshard.program import Functional, OpaqueCall, Program, arrays_of, functional, lower_traced
+from autoshard.program import Functional, Lifted, OpaqueCall, Program, arrays_of, functional, lower_traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +188,7 @@ def lower_planned(
     in_shardings = tree.unflatten(list(application.in_shardings()))
     out_shardings = jax.tree.structure(out).unflatten(list(application.out_shardings()))
     # A program with specs of its own names devices of its own: lowered for those, it then runs on the plan's.
-    own_specs = "said_by_program" in plan.provenance
+    own_specs = names_devices(plan)
     body = functools.partial(_zeros, out) if own_specs else planned
     traced = jax.jit(
         body,
@@ -201,7 +201,8 @@ def lower_planned(
     lowered = lower_traced(traced, found)
     ir = mlir.inline_calls(lowered.compiler_ir("stablehlo"))
     if plan.module_hash and mlir.structure_hash(ir) != plan.module_hash:
-        donor = module if module is not None else _lowered_for_cpu(planned, abstract, found)
+        lifted = plan.provenance.get("lifted_constraints") == Lifted.ALL
+        donor = module if module is not None else _lowered_for_cpu(planned, abstract, found, lifted)
         given = mlir.inline_calls(mlir.parse_module(donor))
         if mlir.structure_hash(given) != plan.module_hash:
             raise UserError(other_program(plan))
@@ -275,13 +276,14 @@ def lower_module(
             raise UserError(
                 f"the plan is for another program: it has {len(named)} {what}s, this one {len(types)}; plan it again."
             )
-        for (name, spec), (shape, _) in zip(named, types, strict=True):
-            if len(spec.dims) != len(shape):
+        for (name, spec), (shape, dtype) in zip(named, types, strict=True):
+            words = dtype == "uint32" and len(shape) - len(spec.dims) == 1  # a typed PRNG key
+            if len(spec.dims) != len(shape) - words:
                 raise UserError(
                     f"the plan is for another program: {what} `{name}` has {len(spec.dims)} dims in the plan, "
                     f"{len(shape)} here; plan it again."
                 )
-            check_even(plan, f"{what} `{name}`", shape, spec)
+            check_even(plan, f"{what} `{name}`", shape[: len(spec.dims)], spec)
 
     def stand_in(*_: Any) -> Any:
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in results)
@@ -320,14 +322,19 @@ def donated_aliases(program: Program, plan: Plan) -> dict[int, int]:
 
 
 def _lowered_for_cpu(
-    planned: Callable[..., Any], abstract: tuple[Any, ...], found: dict[str, OpaqueCall] | None = None
+    planned: Callable[..., Any],
+    abstract: tuple[Any, ...],
+    found: dict[str, OpaqueCall] | None = None,
+    lifted: bool = False,
 ) -> bytes:
+    """The function's module; with `lifted`, without its own constraints."""
     import jax
 
     from autoshard import mlir
 
     traced = jax.jit(lambda *args: planned(*args), keep_unused=True).trace(*abstract)
-    return mlir.to_bytes(lower_traced(traced, found, ("cpu",)).compiler_ir("stablehlo"))
+    ir = lower_traced(traced, found, ("cpu",)).compiler_ir("stablehlo")
+    return mlir.to_bytes(mlir.drop_constraints(ir) if lifted else ir)
 
 
 def _abstract(leaf: Any) -> Any:

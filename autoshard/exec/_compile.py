@@ -64,7 +64,7 @@ def compile_plan(program: Program, plan: Plan, time_limit: float = 600.0) -> Com
     Runs in a subprocess that is gone afterwards whatever happens. Raises `UserError` if libtpu is missing, the
     topology is no TPU or refused, the program is not the plan's, or `time_limit` seconds are over.
     """
-    verify_program(program, plan)
+    program = verify_program(program, plan)
     return report(program, plan, compile_with_libtpu(program, plan, time_limit))
 
 

@@ -120,5 +120,7 @@ def place(value: Any, sharding: Any) -> Any:
 
     if sharding.is_fully_addressable or (isinstance(value, jax.Array) and not value.is_fully_addressable):
         return jax.device_put(value, sharding)
+    if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(place(jax.random.key_data(value), sharding), impl=jax.random.key_impl(value))
     whole = np.asarray(value)
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])

@@ -111,8 +111,7 @@ class MeasureJudge:
         for name, plan in plans.items():
             progress(f"Compiling {name} for the devices here")
             try:
-                verify_program(program, plan)
-                ready[name] = PlannedStep(program, plan, made)
+                ready[name] = PlannedStep(verify_program(program, plan), plan, made)
                 ready[name].run()
             except jax.errors.JaxRuntimeError as error:
                 ready.pop(name, None)

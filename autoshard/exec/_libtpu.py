@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from autoshard import mlir
 from autoshard.cost import Topology
 from autoshard.errors import UserError
 from autoshard.exec._apply import donated_aliases
@@ -90,9 +91,10 @@ def _argument_bytes(program: Program, plan: Plan) -> int:
     import numpy as np
 
     total = 0
-    for argument in program.arguments:
-        item = 8 if argument.dtype.startswith("key<") else np.dtype(argument.dtype).itemsize
-        total += math.prod(plan.arguments[argument.name].local_shape(argument.shape, plan.mesh)) * item
+    types, _ = mlir.main_types(mlir.parse_module(program.module))
+    for argument, (shape, dtype) in zip(program.arguments, types, strict=True):
+        spec = plan.arguments[argument.name].of_rank(len(shape))
+        total += math.prod(spec.local_shape(shape, plan.mesh)) * np.dtype(dtype).itemsize
     return total
 
 

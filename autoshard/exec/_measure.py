@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.exec._agree import check_arguments, other_program
+from autoshard.exec._agree import check_arguments, names_devices, other_program
 from autoshard.exec._apply import Application
 from autoshard.exec._check import Check, compare
 from autoshard.exec._collectives import (
@@ -22,7 +22,7 @@ from autoshard.exec._kept_memory import memory_kept
 from autoshard.exec._profile import profiled
 from autoshard.exec._steps import PlannedStep, failure, first_arguments, host_copy
 from autoshard.exec._trace import CollectiveTimes, time_collectives
-from autoshard.plan import Plan, Spec
+from autoshard.plan import Plan, Spec, as_planned
 from autoshard.program import Program
 
 
@@ -87,7 +87,7 @@ def measure(
     ensure_devices(len(plan.device_order))
     import jax
 
-    verify_program(program, plan)
+    program = verify_program(program, plan)
     made = first_arguments(program, seed)
     leaves = jax.tree.leaves(made)
     verdict: Check | None = None
@@ -134,10 +134,14 @@ def measure(
     )
 
 
-def verify_program(program: Program, plan: Plan) -> None:
-    """Raise `UserError` if the plan was made for another program; names the argument that differs."""
+def verify_program(program: Program, plan: Plan) -> Program:
+    """The program that the plan is for: the one given, or that one with its constraints lifted as they were.
+
+    Raises `UserError` if the plan was made for another program; names the argument that differs.
+    """
     import jax
 
+    program = as_planned(program, plan)
     leaves = jax.tree_util.tree_flatten_with_path(program.args)[0]
     for argument in program.arguments:
         if argument.name not in plan.arguments:
@@ -160,6 +164,7 @@ def verify_program(program: Program, plan: Plan) -> None:
             )
     if program.fingerprint != plan.program_fingerprint:
         raise UserError(other_program(plan))
+    return program
 
 
 def _try_unplanned(program: Program, plan: Plan, args: tuple[Any, ...]) -> tuple[list[Any] | None, str]:
@@ -179,7 +184,7 @@ def _run_unplanned(program: Program, plan: Plan, args: tuple[Any, ...]) -> list[
     """The step on one device; on all of them, nothing split but by itself, if the program names a mesh."""
     import jax
 
-    if "said_by_program" in plan.provenance:
+    if names_devices(plan):
         whole = dataclasses.replace(
             plan,
             arguments={name: Spec.replicated(len(spec.dims)) for name, spec in plan.arguments.items()},

@@ -24,7 +24,7 @@ from autoshard.cost import (
 from autoshard.errors import UserError
 from autoshard.exec._judge import Judging, Seen, judge_of
 from autoshard.plan import Asked, Plan, PlanResult, make_plan, plan_bills, plan_digest
-from autoshard.program import Program, open_source
+from autoshard.program import Program, lift_constraints, open_source
 from autoshard.units import format_seconds
 
 
@@ -86,6 +86,7 @@ def refine(
     asked: Asked | None = None,
     refine_axes: bool = True,
     calibration: bool = True,
+    ignore_constraints: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Refinement:
     """Plan `program` on `topology`, have the best few plans judged, learn from it, plan again until the choice stands.
@@ -108,6 +109,7 @@ def refine(
 
         ensure_devices(parsed.num_devices)
     program = open_source(program) if isinstance(program, str) else program
+    program = lift_constraints(program) if ignore_constraints else program
     planning: dict[str, Any] = {
         "topology": topology, "mesh": mesh, "memory_limit": memory_limit, "time_limit": time_limit, "seed": seed,
         "asked": asked, "refine_axes": refine_axes,

@@ -120,12 +120,16 @@ class _Union:
 
 
 def build_structure(
-    graph: OpGraph, parameters: Collection[int] = (), ties: Collection[tuple[int, int]] = ()
+    graph: OpGraph,
+    parameters: Collection[int] = (),
+    ties: Collection[tuple[int, int]] = (),
+    whole: Collection[tuple[int, int]] = (),
 ) -> Structure:
     """Clusters, heavy ops and the edges between them.
 
     `parameters` are argument tensors kept apart from the update that replaces them, so that a parameter may be
-    whole where its optimizer state is split; `ties` are (result tensor, argument tensor) pairs with one spec.
+    whole where its optimizer state is split; `ties` are (result tensor, argument tensor) pairs with one spec;
+    `whole` are (tensor, dim) that no axis may split.
     """
     free = {t for op in graph.ops if op.op_class is OpClass.FREE for t in op.results}
     trivial = {t.id for t in graph.tensors if t.elements <= 1 or not t.shape or t.dtype == "token"}
@@ -136,6 +140,8 @@ def build_structure(
     stored = set(parameters)
     asked = {c.tensor: c.sharding for c in graph.constraints}
     unmerged: list[tuple[int, int, int]] = []
+    for tensor, dim in whole:
+        union.block(tensor, dim) if tensor not in skip else None
 
     for op in graph.ops:
         if op.op_class is OpClass.FREE:

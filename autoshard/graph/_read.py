@@ -42,8 +42,10 @@ def read_graph(module: bytes) -> OpGraph:
         reader = _Reader()
         reader.hash = mlir.structure_hash(parsed)
         mlir.populate_rules(parsed)
-        reader.meshes = {name: parse_mesh(text) for name, text in mlir.mesh_texts(parsed).items()}
-        reader.read_main(mlir.main_block(parsed), mlir.argument_shardings(parsed))
+        meshes = mlir.mesh_texts(parsed)
+        reader.meshes = {name: parse_mesh(text) for name, text in meshes.items()}
+        said = {n: text for n, text in mlir.argument_shardings(parsed).items() if not mlir.is_idle(text, meshes)}
+        reader.read_main(mlir.main_block(parsed), said)
         return reader.graph()
 
 

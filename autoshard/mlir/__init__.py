@@ -17,6 +17,10 @@ from autoshard.mlir._calls import rule_attribute as rule_attribute
 from autoshard.mlir._calls import run_on_shards as run_on_shards
 from autoshard.mlir._calls import splice as splice
 from autoshard.mlir._calls import tensor_types as tensor_types
+from autoshard.mlir._constraints import SaidCounts as SaidCounts
+from autoshard.mlir._constraints import count_said as count_said
+from autoshard.mlir._constraints import drop_constraints as drop_constraints
+from autoshard.mlir._constraints import is_idle as is_idle
 from autoshard.mlir._custom_calls import constrain_custom_calls as constrain_custom_calls
 from autoshard.mlir._custom_calls import custom_call_pins as custom_call_pins
 from autoshard.mlir._files import Entry as Entry

@@ -54,20 +54,24 @@ def set_shardings(
     arguments: Sequence[SpecLike | None],
     results: Sequence[SpecLike | None],
 ) -> Any:
-    """Give `@main`'s arguments and results these specs (in place); None leaves one open."""
+    """Give `@main`'s arguments and results these specs (in place); None leaves one open.
+
+    Dims that a spec says nothing of, such as the words of a typed PRNG key, stay whole.
+    """
     from jaxlib.mlir import ir
 
     name = ensure_mesh(module, mesh_name, sizes)
     function = main_function(module).operation
     block = function.regions[0].blocks[0]
-    counts = {"arg_attrs": len(block.arguments), "res_attrs": len(list(block.operations)[-1].operation.operands)}
+    values = {"arg_attrs": list(block.arguments), "res_attrs": list(list(block.operations)[-1].operation.operands)}
     with module.context:
         for key, specs in (("arg_attrs", arguments), ("res_attrs", results)):
-            old = argument_entries(function, key) or [{} for _ in range(counts[key])]
-            for entry, spec in zip(old, specs, strict=True):
+            old = argument_entries(function, key) or [{} for _ in values[key]]
+            for value, entry, spec in zip(values[key], old, specs, strict=True):
                 entry.pop("sdy.sharding", None)
                 if spec is not None:
-                    entry["sdy.sharding"] = sharding_attribute(name, spec.dims)
+                    rank = len(ir.RankedTensorType(value.type).shape)
+                    entry["sdy.sharding"] = sharding_attribute(name, (*spec.dims, *((),) * (rank - len(spec.dims))))
             function.attributes[key] = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in old])
     return module
 

@@ -185,6 +185,7 @@ class _Requirements:
         self.state = {a.name for a in program.arguments if a.role is Role.OPTIMIZER_STATE}
         for result, tensor in zip(program.results, graph.results, strict=True):
             self.tensors.setdefault(result.name, tensor)
+        self.shapes = {value.name: value.shape for value in (*program.results, *program.arguments)}
 
     def matching(self, pattern: str, said: str) -> list[tuple[str, int]]:
         """Named tensors that a pattern means; a part of a name does not mean the optimizer state of a parameter."""
@@ -208,19 +209,21 @@ class _Requirements:
         return tuple(known.index(name) for name in names)
 
     def pin(self, pin: Pinned, name: str, tensor: int) -> Demand:
-        shape = self.model.graph.tensors[tensor].shape
+        shape = self.shapes[name]
         missing = len(shape) - len(pin.dims)
-        stacked = self.stacked(name, tensor)
+        stacked = min(self.stacked(name, tensor), len(shape))
         if missing < 0 or missing > stacked:
             more = f" after the {stacked} of the stack of layers" if stacked else ""
             raise UserError(
                 f"{pin.said} has {len(pin.dims)} dims, but {name} of shape {list(shape)} has {len(shape) - stacked}"
                 f"{more}: write an entry for each, None for a whole dim, ? for one that is left free."
             )
+        words = len(self.model.graph.tensors[tensor].shape) - len(shape)
         entries = ((),) * missing + pin.dims
         dims = tuple(() if entry is None else self.axes(entry, pin.said) for entry in entries)
         check_dims(f"{pin.said} ({name})", shape, dims, self.model.mesh)
-        return Demand(tensor, dims, tuple(entry is None for entry in entries), (), pin.said)
+        is_open = tuple(entry is None for entry in entries)
+        return Demand(tensor, (*dims, *((),) * words), (*is_open, *(False,) * words), (), pin.said)
 
     def stacked(self, name: str, tensor: int) -> int:
         """How many leading dims are stacks of layers, which no axis splits."""

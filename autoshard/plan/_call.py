@@ -31,6 +31,7 @@ def plan(
     pin_from: "Plan | str | os.PathLike[str] | None" = None,
     refine_axes: bool = True,
     calibration: bool = True,
+    ignore_constraints: bool = False,
 ) -> Plan:
     """Choose a sharding for every tensor of `program` on `topology`.
 
@@ -50,17 +51,20 @@ def plan(
     a dim free, `+` stands between axes that split one dim; dims count from the right, so a stack of layers has the spec
     of one layer); `replicate` names tensors that stay whole; `forbid` keeps axes from tensors (`{"*.embed*": "data"}`);
     `axis_only` keeps an axis to dim groups (`{"data": "batch"}`); `pin_from` takes the specs of another plan's
-    parameters.
+    parameters. What the program itself asks for (`with_sharding_constraint`, shardings of its arguments) holds too,
+    unless `ignore_constraints`: it is then taken out of what is planned and run, but for regions by hand.
 
     Raises `UserError` for bad input, such as a pin that cannot hold, and `InfeasibleError` when no plan keeps within
     the memory limit.
     """
     from autoshard.crew import Crew, helpers_here
     from autoshard.plan import make_plan, parameter_specs, read_asked
-    from autoshard.program import open_source
+    from autoshard.program import lift_constraints, open_source
 
     if isinstance(program, str):
         program = open_source(program)
+    if ignore_constraints:
+        program = lift_constraints(program)
     asked = read_asked(pins, replicate, forbid, axis_only, None if pin_from is None else parameter_specs(pin_from))
     with Crew(helpers_here(), "autoshard.plan._warm:ready", PATIENCE_S) as crew:
         return make_plan(

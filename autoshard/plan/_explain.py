@@ -14,7 +14,7 @@ from autoshard.plan._asked import Required, near_names, require_lines
 from autoshard.plan._model import Model
 from autoshard.plan._plan import Collective, Plan
 from autoshard.plan._predict import Outcome, evaluate, tensor_spec
-from autoshard.plan._reading import build_model, read_program
+from autoshard.plan._reading import as_planned, build_model, read_program
 from autoshard.plan._refine import refinement_of
 from autoshard.plan._search import make_candidate
 from autoshard.plan._solve import Terms, solve_within
@@ -80,7 +80,7 @@ def explain_plan(
     by another version), and a program that is not the plan's.
     """
     name = named(plan, name)
-    program = program or reopen(plan)
+    program = as_planned(program or reopen(plan), plan)
     if program.fingerprint != plan.program_fingerprint:
         raise UserError(f"the program is not the one of the plan ({plan.program_name}): it has changed; plan it again.")
     model, choices, required = _rebuild(plan, program)
@@ -138,13 +138,15 @@ class _Explainer:
         program, graph = model.program, model.graph
         self.tensors = {r.name: t for r, t in zip(program.results, graph.results, strict=True)}
         self.tensors |= {a.name: t for a, t in zip(program.arguments, graph.arguments, strict=True)}
+        self.ranks = {value.name: len(value.shape) for value in (*program.results, *program.arguments)}
 
     def explain(self, name: str) -> Explanation:
         model, plan = self.model, self.plan
         tensor = self.tensors[name]
         cluster = model.structure.cluster_of[tensor]
-        shape = model.graph.tensors[tensor].shape
-        spec = tensor_spec(model, self.choices, tensor)
+        rank = self.ranks[name]
+        shape = model.graph.tensors[tensor].shape[:rank]
+        spec = tensor_spec(model, self.choices, tensor).of_rank(rank)
         fixed = plan.provenance.get("pinned", {}).get(name, "")
         said = [c.where for c in model.graph.constraints if model.structure.cluster_of[c.tensor] == cluster >= 0]
         fixed = "; ".join([*([fixed] if fixed else []), *dict.fromkeys(said)])
@@ -164,7 +166,7 @@ class _Explainer:
         for row in range(len(self.model.nodes[node].states)):
             trial = self.choices.copy()
             trial[node] = row
-            rows.setdefault(tensor_spec(self.model, trial, tensor), []).append(row)
+            rows.setdefault(tensor_spec(self.model, trial, tensor).of_rank(len(chosen.dims)), []).append(row)
         rows.pop(chosen)
         mine = Alternative(
             chosen, True, "solved", self.base.step_time_s, 0.0, self.base.peak_bytes, True, (), "it is the choice"

@@ -16,9 +16,10 @@ from autoshard.graph import (
 )
 from autoshard.plan._groups import Groups, find_groups
 from autoshard.plan._model import Model
+from autoshard.plan._plan import Plan
 from autoshard.plan._price import price
 from autoshard.plan._refine import refinement_of
-from autoshard.program import Program, Role
+from autoshard.program import Lifted, Program, Role, lift_constraints
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
         for t, a in zip(graph.arguments, program.arguments, strict=True)
         if a.result is not None
     ]
-    structure = build_structure(graph, parameters, ties)
+    structure = build_structure(graph, parameters, ties, _words(program, graph))
     named = list(zip(graph.arguments, program.arguments, strict=True))
     undonated = [t for t, a in named if not a.donated]
     updates = {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None}
@@ -52,6 +53,17 @@ def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
     softmaxes = find_softmaxes(graph, structure) if tpu else ()
     liveness = analyse(graph, undonated, updates, fused_matmuls=tpu, softmaxes=softmaxes)
     return Reading(graph, structure, liveness, find_groups(program, graph, structure))
+
+
+def as_planned(program: Program, plan: Plan) -> Program:
+    """The program that a plan is for: without its own constraints where they were lifted."""
+    return lift_constraints(program) if plan.provenance.get("lifted_constraints") == Lifted.ALL else program
+
+
+def _words(program: Program, graph: OpGraph) -> list[tuple[int, int]]:
+    """(tensor, dim) of the words that typed PRNG keys are made of: dims of the module that the program does not see."""
+    sides = [*zip(program.arguments, graph.arguments, strict=True), *zip(program.results, graph.results, strict=True)]
+    return [(t, dim) for value, t in sides for dim in range(len(value.shape), len(graph.tensors[t].shape))]
 
 
 def build_model(

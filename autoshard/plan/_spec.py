@@ -71,6 +71,13 @@ class Spec:
     def axes(self) -> tuple[str, ...]:
         return tuple(axis for dim in self.dims for axis in dim)
 
+    def of_rank(self, rank: int) -> "Spec":
+        """The spec of its first `rank` dims, or with whole dims behind it.
+
+        A typed PRNG key is one element to JAX and a vector of words in the module; the words are never split.
+        """
+        return Spec((*self.dims, *((),) * (rank - len(self.dims)))[:rank])
+
     def shards(self, sizes: Mapping[str, int]) -> int:
         """Number of different shards on a mesh with the given axis sizes."""
         return math.prod(sizes[axis] for axis in self.axes)

@@ -93,12 +93,13 @@ def plan_of_choices(
     graph = model.graph
     prediction = predict(model, outcome, memory_limit)
     arguments = {
-        a.name: tensor_spec(model, choices, t) for a, t in zip(program.arguments, graph.arguments, strict=True)
+        a.name: tensor_spec(model, choices, t).of_rank(len(a.shape))
+        for a, t in zip(program.arguments, graph.arguments, strict=True)
     }
     results: dict[str, Spec] = {}
     for r, tensor in zip(program.results, graph.results, strict=True):
         tied = program.arguments[r.argument] if r.argument is not None else None
-        results[r.name] = arguments[tied.name] if tied else tensor_spec(model, choices, tensor)
+        results[r.name] = arguments[tied.name] if tied else tensor_spec(model, choices, tensor).of_rank(len(r.shape))
     return Plan(
         program_name=program.name,
         program_fingerprint=program.fingerprint,
@@ -194,5 +195,6 @@ def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, A
             "edges": len(model.moves),
         }
         | dict(more)
+        | ({"lifted_constraints": str(lifted)} if (lifted := model.program.lifted) else {})
         | ({"said_by_program": said} if (said := said_by_program(model.graph)) else {})
     )

@@ -1,6 +1,7 @@
 """Sources: whatever a user brings becomes one `Program`."""
 
 from autoshard.program._artifact import load_artifact as load_artifact
+from autoshard.program._constraints import lift_constraints as lift_constraints
 from autoshard.program._decoder import SAVABLE as SAVABLE
 from autoshard.program._decoder import SAVED as SAVED
 from autoshard.program._decoder import DecoderDims as DecoderDims
@@ -18,6 +19,7 @@ from autoshard.program._opaque import OpaqueCall as OpaqueCall
 from autoshard.program._opaque import lower_on_shards as lower_on_shards
 from autoshard.program._opaque import lower_traced as lower_traced
 from autoshard.program._program import Argument as Argument
+from autoshard.program._program import Lifted as Lifted
 from autoshard.program._program import Program as Program
 from autoshard.program._program import Result as Result
 from autoshard.program._program import Role as Role

@@ -15,6 +15,16 @@ class Role(enum.StrEnum):
     OTHER = "other"
 
 
+class Lifted(enum.StrEnum):
+    """Which of the sharding constraints that a program holds itself are taken out."""
+
+    NONE = ""
+    IDLE = "idle"
+    """Those on a mesh of one device, which say nothing."""
+    ALL = "all"
+    """All of them, since the user asked for it."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Argument:
     """One flat argument of the module, in module order."""
@@ -69,5 +79,7 @@ class Program:
     """`make_args(seed)` gives concrete host arrays for `args`: plausible initial values, valid ids."""
     notes: tuple[str, ...] = ()
     """Sentences about what the source changed or assumed; shown in reports."""
+    lifted: Lifted = Lifted.NONE
+    """Which of the constraints that `fn` holds are not in what is planned and run."""
     source: dict[str, Any] | None = None
     """What `open_source` opened: `program`, `entry` and `options`; None for a program made in Python."""

@@ -1,8 +1,5 @@
 """A JAX function and the shapes of its arguments become a `Program`."""
 
-import hashlib
-import io
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,8 +7,10 @@ from typing import Any
 from autoshard import mlir
 from autoshard.errors import UserError
 from autoshard.program import _names, _roles, _ties, _values
+from autoshard.program._constraints import sharding_notes
 from autoshard.program._modules import functional
-from autoshard.program._program import Argument, Program, Result, Role
+from autoshard.program._program import Argument, Lifted, Program, Result, Role
+from autoshard.program._serialise import serialise
 
 
 Evidence = Sequence[Role | None] | Callable[[dict[int, int]], Sequence[Role | None]]
@@ -131,6 +130,7 @@ def trace(
             "mode), which no plan can split; take them out, or give `pallas_call` interpret=True."
         )
     module, fingerprint = serialise(ir, arguments)
+    own = mlir.count_said(ir)
     if make_args is None:
         limit = _values.smallest_table([a.shape for a in arguments if a.role is Role.PARAMETER])
         make_args = _values.fill(tuple(args), names, chosen, lambda _: limit)
@@ -147,19 +147,9 @@ def trace(
         model_flops=model_flops,
         tokens=tokens,
         make_args=make_args,
-        notes=(*notes, *_sharding_notes(lowered)),
+        notes=(*notes, *sharding_notes(own)),
+        lifted=Lifted.IDLE if own.idle else Lifted.NONE,
     )
-
-
-def serialise(ir_module: Any, arguments: Sequence[Argument]) -> tuple[bytes, str]:
-    """MLIR bytecode of a module, and the sha256 over its text without locations and over argument names and roles."""
-    operation = ir_module.operation
-    buffer = io.BytesIO()
-    operation.write_bytecode(buffer)
-    text = operation.get_asm(enable_debug_info=False, binary=False)
-    digest = hashlib.sha256(text.encode())
-    digest.update(json.dumps([[a.name, a.role.value] for a in arguments]).encode())
-    return buffer.getvalue(), digest.hexdigest()
 
 
 def _lower(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...], label: str) -> Any:
@@ -201,24 +191,6 @@ def _user_code(label: str, run: Callable[[], Any]) -> Any:
                 "jax.custom_vjp around it, and register_rule on its backward function too."
             ) from error
         raise UserError(f"`{label}` could not be traced by JAX: {type(error).__name__}: {text}") from error
-
-
-def _sharding_notes(lowered: Any) -> tuple[str, ...]:
-    """What the program itself says about shardings, which a plan has to respect."""
-    text = lowered.as_text()
-    notes: list[str] = []
-    for operation, said in (
-        ("sdy.sharding_constraint", "sharding constraints"),
-        ("sdy.manual_computation", "regions sharded by hand (shard_map)"),
-    ):
-        count = text.count(operation)
-        if count:
-            notes.append(f"The program itself holds {count} {said}; they are respected.")
-    signature = next((line for line in text.splitlines() if "func.func public @main" in line), "")
-    count = signature.partition(") -> ")[0].count("sdy.sharding =")
-    if count:
-        notes.append(f"The program itself says how {count} arguments are split; this is respected.")
-    return tuple(notes)
 
 
 def _abstract(leaf: Any, name: str) -> Any:

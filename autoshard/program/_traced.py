@@ -13,7 +13,7 @@ from typing import Any
 
 from autoshard.kept import key_of, read_entry, write_entry
 from autoshard.program._config import read_config
-from autoshard.program._program import Argument, Program, Result, Role
+from autoshard.program._program import Argument, Lifted, Program, Result, Role
 
 
 _KIND = "program"
@@ -55,9 +55,20 @@ def _open(said: Any, trace: Callable[[], Program]) -> Program:
 def _encode(program: Program) -> bytes:
     head = {
         field: getattr(program, field)
-        for field in ("name", "donate_argnums", "fingerprint", "training", "model_flops", "tokens", "layers", "notes")
+        for field in (
+            "name",
+            "donate_argnums",
+            "fingerprint",
+            "training",
+            "model_flops",
+            "tokens",
+            "layers",
+            "notes",
+            "lifted",
+        )
     }
     head |= {
+        "lifted": program.lifted,
         "arguments": [dataclasses.asdict(argument) for argument in program.arguments],
         "results": [dataclasses.asdict(result) for result in program.results],
     }
@@ -81,6 +92,7 @@ def _decode(body: bytes, trace: Callable[[], Program]) -> Program:
         layers=head["layers"],
         tokens=head["tokens"],
         notes=tuple(head["notes"]),
+        lifted=Lifted(head["lifted"]),
     )
 
 

@@ -57,11 +57,13 @@ def _value(rng: np.random.Generator, leaf: Any, name: str, role: Role, limit: in
     if not _abstract(leaf):
         return leaf
     dtype = leaf.dtype
+    shape = tuple(leaf.shape)
     if str(dtype).startswith("key<"):
         import jax
 
-        return jax.random.key(int(rng.integers(2**31)))
-    shape = tuple(leaf.shape)
+        impl = jax.random.key_impl(jax.numpy.zeros((), dtype))  # a shape alone is not asked for its generator
+        key = jax.random.key(int(rng.integers(2**31)), impl=impl)
+        return jax.random.split(key, shape) if shape else key
     kind = np.dtype(dtype).kind
     if role is Role.BATCH:
         if kind == "b":

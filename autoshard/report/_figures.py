@@ -60,9 +60,11 @@ def best_baseline(plan: Plan) -> tuple[str, Prediction] | None:
 
 
 def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Size of a whole tensor; `bfloat16` is 2 bytes an element, `int4` half of one, `bool` one."""
+    """Size of a whole tensor; `bfloat16` is 2 bytes an element, `int4` half of one, `bool` one, `key<fry>` 8."""
     digits = re.search(r"\d+", dtype)
     bits = int(digits.group()) if digits else 8
+    if dtype.startswith("key<"):
+        bits = 64 if dtype == "key<fry>" else 128  # threefry has two words, the others four
     return math.ceil(math.prod(shape) * bits / 8)
 
 

@@ -1,6 +1,7 @@
 """Programs that fix specs themselves: constraints, arguments with shardings, regions by hand. Planned and run."""
 
 import functools
+import pathlib
 from typing import Any
 
 import jax
@@ -11,10 +12,11 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import autoshard
 from autoshard.errors import UserError
 from autoshard.exec import measure
-from autoshard.plan import PlanResult, Spec, make_plan
-from autoshard.program import Program, trace
+from autoshard.plan import PlanResult, Spec, explain_plan, make_plan
+from autoshard.program import Program, lift_constraints, trace
 
 
 SIZES, NAMES = (4, 2), ("data", "model")
@@ -274,3 +276,84 @@ def test_constraints_that_exclude_each_other_are_kept_and_said() -> None:
     values = program.make_args(0)  # type: ignore[misc]
     found, wanted = plan.jit(program.fn)(*values), fn(None, *values)
     np.testing.assert_allclose(found, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
+
+
+def one_device(kind: str) -> Any:
+    """The mesh of a laptop: every axis is named and none splits anything."""
+    if kind == "abstract":
+        return AbstractMesh((1, 1), NAMES, axis_types=(AxisType.Auto,) * 2)
+    return jax.make_mesh((1, 1), NAMES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:1])
+
+
+def replicating(mesh: Any) -> Any:
+    """What a framework writes under a mesh of one device: axes of size one are left out of its specs."""
+
+    def loss(params: Any, x: Any) -> Any:
+        hidden = constrain(mesh, constrain(mesh, x) @ params["up"])
+        return (constrain(mesh, jnp.tanh(hidden) @ params["down"]) ** 2).mean()
+
+    said = None if mesh is None else NamedSharding(mesh, P())
+    return sgd(loss), ({"up": f32(64, 128), "down": f32(128, 64)}, f32(32, 64, sharding=said))
+
+
+@pytest.mark.parametrize("kind", ["concrete", "abstract"])
+@pytest.mark.parametrize("made", [replicating, scanned])
+def test_constraints_on_one_device_say_nothing(made: Any, kind: str) -> None:
+    fn, args = made(one_device(kind))
+    program = trace(fn, args)
+    assert any("on a mesh of one device" in note for note in program.notes)
+    assert not any("respected" in note for note in program.notes)
+    options: dict[str, Any] = {"topology": "cpu:8", "mesh": "data=4,tensor=2"}
+    plan = make_plan(program, **options).plan
+    plain, shapes = made(None)
+    free = make_plan(trace(plain, shapes), **options).plan
+    assert plan.arguments == free.arguments
+    if made is replicating:  # the gradient of a scan keeps other values where a constraint stands in it
+        assert plan.prediction.step_time_s == free.prediction.step_time_s
+    assert "said_by_program" not in plan.provenance and any("one device" in line for line in plan.warnings)
+    values = program.make_args(0)  # type: ignore[misc]
+    wanted = jax.jit(plain)(*values)
+    for a, b in zip(jax.tree.leaves(plan.jit(fn)(*values)), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+    found = measure(program, plan, steps=1, warmup=0, check=True).check
+    assert found is not None and found.passed, found
+
+
+def wholly_replicated(mesh: Any) -> Any:
+    """Constraints that forbid what every plan would do; a region by hand beside them stays."""
+    fn, args = replicating(mesh)
+
+    def step(params: Any, x: Any) -> Any:
+        body = jnp.tanh if mesh is None else jax.shard_map(jnp.tanh, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        return fn(params, body(x))
+
+    return step, (args[0], f32(32, 64, sharding=None if mesh is None else NamedSharding(mesh, P())))
+
+
+@pytest.mark.parametrize("kind", ["concrete", "abstract"])
+def test_constraints_are_lifted_where_the_user_asks_for_it(kind: str, tmp_path: pathlib.Path) -> None:
+    fn, args = wholly_replicated(concrete() if kind == "concrete" else abstract())
+    program = trace(fn, args)
+    kept = autoshard.plan(program, topology="cpu:8")
+    autoshard.plan(program, topology="cpu:8", ignore_constraints=True).save(tmp_path / "plan.json")
+    plan = autoshard.load(tmp_path / "plan.json")
+    assert plan.mesh == {"data": 4, "model": 2}, "that of the region, which stays"
+    said = plan.provenance["said_by_program"]
+    assert any("with_sharding_constraint" in line for line in kept.provenance["said_by_program"])
+    assert all("shard_map" in line for line in said) and said
+    assert any("sharding constraints; they are lifted" in line for line in plan.warnings), plan.warnings
+    assert any("how 1 arguments are split; this is lifted" in line for line in plan.warnings), plan.warnings
+    assert plan.prediction.step_time_s < kept.prediction.step_time_s
+    assert plan.program_fingerprint != kept.program_fingerprint
+    values = program.make_args(0)  # type: ignore[misc]
+    wanted = jax.jit(wholly_replicated(None)[0])(*values)
+    for a, b in zip(jax.tree.leaves(plan.jit(fn)(*values)), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+    found = measure(program, plan, steps=1, warmup=0, check=True).check
+    assert found is not None and found.passed, found
+    assert explain_plan(plan, "x", program, time_limit=5.0).alternatives
+
+
+def test_lifting_leaves_a_program_without_constraints_as_it_is() -> None:
+    program = trace(*constrained(None))
+    assert lift_constraints(program) is program
