@@ -21,10 +21,13 @@ class Block:
     owner: str
     """Name of the list in the module, such as `model.layers`."""
     start: int
+    """Number of the first layer, as its name says it."""
     period: int
     repeats: int
     length: int
     """Number of layers in the whole list."""
+    first: int = 0
+    """Number of the list's first layer: a dict may hold layers 16 to 31 of a model."""
 
     @property
     def stop(self) -> int:
@@ -41,12 +44,13 @@ class Block:
 
     def label(self, offset: int) -> str:
         """`model.layers.*` if the block is the whole list, else with a slice: `model.layers.[3:61]`, `[0::2]`."""
-        whole = self.start == 0 and self.stop == self.length
+        end = self.first + self.length
+        whole = self.start == self.first and self.stop == end
         if whole and self.period == 1:
             text = "*"
         else:
             first = self.start + offset
-            last = "" if self.stop == self.length else str(self.stop)
+            last = "" if self.stop == end else str(self.stop)
             text = f"[{first}:{last}:{self.period}]" if self.period > 1 else f"[{first}:{last}]"
         return f"{self.owner}.{text}" if self.owner else text
 
@@ -58,15 +62,34 @@ def find_blocks(module: Any) -> tuple[Block, ...]:
     owners = Counter(id(p) for child in module.modules() for p in child._parameters.values() if p is not None)
     found: list[Block] = []
     for name, child in module.named_modules():
-        if not isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)):
+        sequence = isinstance(child, torch.nn.Sequential) and _is_numbered(child)
+        if not (is_list(child) or sequence):
             continue
         if any(_inside(name, block) for block in found):
             continue
-        layers = list(child)
+        layers, first = list(child._modules.values()), _first_number(child)
         marks = [_signature(layer, owners) for layer in layers]
         for start, period, repeats in _runs(marks):
-            found.append(Block(name, start, period, repeats, len(layers)))
+            found.append(Block(name, first + start, period, repeats, len(layers), first))
     return tuple(found)
+
+
+def is_list(module: Any) -> bool:
+    """True for what holds layers by number: a module list, or a dict from numbers that follow one another."""
+    import torch
+
+    return isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict) and _is_numbered(module)
+
+
+def _is_numbered(module: Any) -> bool:
+    first = _first_number(module)
+    return list(module._modules) == [str(first + place) for place in range(len(module._modules))]
+
+
+def _first_number(module: Any) -> int:
+    """What the name of a list's first child says."""
+    key = next(iter(module._modules), "")
+    return int(key) if key.isdecimal() else 0
 
 
 def _inside(name: str, block: Block) -> bool:

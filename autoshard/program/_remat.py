@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.program._layers import Block
+from autoshard.program._layers import Block, is_list
 
 
 CHOICES = ("none", "dots", "full")
@@ -75,13 +75,11 @@ def numbered_layers(module: Any, blocks: Sequence[Block]) -> dict[str, int]:
 
 def listed_layers(module: Any, blocks: Sequence[Block]) -> list[str]:
     """Layers with parameters in lists of modules that no block holds, the outermost lists."""
-    import torch
-
     inside = {block.layer(o, r) for block in blocks for o in range(block.period) for r in range(block.repeats)}
     found: list[str] = []
     done = set(inside)
     for name, child in module.named_modules():
-        listed = isinstance(child, torch.nn.ModuleList) or any(block.owner == name for block in blocks)
+        listed = is_list(child) or any(block.owner == name for block in blocks)
         if not listed or any(name.startswith(other + ".") for other in done):
             continue
         for key, layer in child.named_children():

@@ -38,6 +38,7 @@ def from_torch(
     remat: str = "none",
     scan: bool = True,
     batch_statistics: bool | None = None,
+    cast_inputs: bool = True,
     make_args: Callable[[int], tuple[Any, ...]] | None = None,
 ) -> Program:
     """A `Program` from any `torch.nn.Module`, on the meta device or with real weights.
@@ -47,9 +48,11 @@ def from_torch(
     `(params, opt_state, batch[, buffers]) -> (params, opt_state, loss)`, with an optax optimizer. `loss(output)`, or
     `loss(output, targets)` if `targets` is given, is torch code. The module runs without dropout; `batch_statistics`
     (the default when training) lets batch norms use and update their running statistics, and then the step is
-    `(params, opt_state, batch, buffers) -> (params, opt_state, buffers, loss)`. `dtype` is the compute dtype,
-    `param_dtype` that of the stored parameters, `state_dtype` that of the optimizer's moments. `remat` is `none`,
-    `dots` or `full`, or one for the first layers and one for the others, such as `full:20+none`.
+    `(params, opt_state, batch, buffers) -> (params, opt_state, buffers, loss)`. `dtype` is the compute
+    dtype: parameters are cast to it where they are used, and so are inputs of floats, unless `cast_inputs` is False,
+    when torch promotes what they meet to their own; targets stay as they are. `param_dtype` is that of the stored
+    parameters, `state_dtype` that of the optimizer's moments. `remat` is `none`, `dots` or `full`, or one for the
+    first layers and one for the others, such as `full:20+none`.
 
     Raises `UserError` if an operation has no lowering or the call fails.
     """
@@ -65,8 +68,17 @@ def from_torch(
     if train and loss is None:
         notes.append("No loss was given: the step minimises the mean of squares of the first output.")
 
+    def cast(data: Mapping[str, Any]) -> Mapping[str, Any]:
+        if dtype is None or not cast_inputs:
+            return data
+        fed = {key for key in data if targets is None or key.partition(".")[0] != "targets"}
+        return {
+            key: value.astype(dtype) if key in fed and jax.numpy.issubdtype(value.dtype, jax.numpy.floating) else value
+            for key, value in data.items()
+        }
+
     def forward(params: Any, data: Any, *buffers: Any) -> Any:
-        args, keywords, _ = rebuild(data)
+        args, keywords, _ = rebuild(cast(data))
         return function(params, args, keywords, buffers[0] if buffers else None)
 
     def loss_of(params: Any, data: Any, *buffers: Any) -> Any:
@@ -75,7 +87,7 @@ def from_torch(
         if loss is None:
             first = jax.tree.leaves(forward(params, data, *buffers))[0]
             return jnp.mean(jnp.square(first.astype(jnp.float32)))
-        args, keywords, wanted = rebuild(data)
+        args, keywords, wanted = rebuild(cast(data))
         extra = () if targets is None else (environment().j2t_iso(wanted),)
         return function.apply(
             params, args, keywords, buffers[0] if buffers else None, lambda out, of=loss: of(out, *extra)

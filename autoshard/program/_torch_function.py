@@ -46,6 +46,11 @@ class TorchFunction:
         self.remat.check(len(self.layers))
         self.blocks: tuple[Block, ...] = split_blocks(blocks, self.remat, self.layers)
         self.notes: list[str] = []
+        if not self.layers and self.remat.parts != (("none", 0),):
+            self.notes.append(
+                f"remat `{remat}` changes nothing: no layers were found in `{type(module).__name__}`. They are "
+                "looked for in a ModuleList, a ModuleDict numbered in order, and where a Sequential repeats them."
+            )
         self.capacity_factor: float | None = None
         self._describe()
 

@@ -1,7 +1,9 @@
 """Any torch module: names, losses, buffers, scans that hold and scans that do not, refusals."""
 
+import collections
 import re
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -192,6 +194,67 @@ def test_only_layers_that_are_named_compute_again(scan):
     assert 0 < sines("full:3+none") <= sines("full")
     if not scan:
         assert sines("full:2+none") < sines("full:4+none") < sines("full")
+
+
+class Numbered(Chain):
+    """Layers in a dict, by number, as a stage of a pipeline has them."""
+
+    def __init__(self, layers=6, first=0):
+        super().__init__(layers)
+        self.layers = nn.ModuleDict({str(first + place): layer for place, layer in enumerate(self.layers)})
+
+    def forward(self, x, shift):
+        for layer in self.layers.values():
+            x = layer(x, shift)
+        return x
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_layers_in_a_dict_are_scanned_and_made_again_as_in_a_list(first):
+    inputs = torch.randn(3, 8), torch.randn(8)
+    dicts, lists = Numbered(6, first), Chain(6)
+    lists.load_state_dict(dict(zip(lists.state_dict(), dicts.state_dict().values(), strict=True)))
+    names = [[a.name for a in from_torch(module.eval(), inputs).arguments] for module in (dicts, lists)]
+    assert names[0] == names[1] and "layers.*.fc.weight" in names[0]
+    options = {"train": True, "remat": "full:2+none"}
+    parted = [from_torch(module, inputs, **options) for module in (dicts, lists)]
+    assert parted[0].layers == parted[1].layers == 6
+    assert f"layers.[{first}:{first + 2}].fc.weight" in [a.name for a in parted[0].arguments]
+    made = [*parted, from_torch(dicts, inputs, train=True)]
+    computed = [str(jax.make_jaxpr(program.fn)(*program.args)).count(" tanh ") for program in made]
+    assert computed[0] == computed[1] > computed[2], "more than once only where it is made again"
+    results = [jax.tree.leaves(program.fn(*program.make_args(0))) for program in parted]
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_float_inputs_are_computed_in_the_compute_dtype(train):
+    inputs = {"x": torch.randn(3, 8), "shift": torch.randn(8)}
+
+    def loss(output, wanted):
+        assert str(output.dtype) == "torch.bfloat16" and str(wanted.dtype) == "torch.float32", "targets stay"
+        return ((output.float() - wanted) ** 2).mean()
+
+    options = {"train": True, "loss": loss, "targets": torch.randn(3, 8)} if train else {}
+    program = from_torch(Chain(3).eval(), (), inputs, dtype="bfloat16", **options)
+    given = {a.name: a.dtype for a in program.arguments if a.role is Role.BATCH}
+    assert given["batch.x"] == given["batch.shift"] == "float32", "what is fed is as the examples are"
+    if not train:
+        assert [r.dtype for r in program.results] == ["bfloat16"]
+        kept = from_torch(Chain(3).eval(), (), inputs, dtype="bfloat16", cast_inputs=False)
+        assert [r.dtype for r in kept.results] == ["float32"]
+    text = str(jax.make_jaxpr(program.fn)(*program.args))
+    assert "dot_general" in text and "f32[3,8] = dot_general" not in text
+
+
+def test_remat_without_layers_says_so():
+    program = from_torch(nn.Linear(8, 8), _meta(4, 8), train=True, remat="full")
+    assert any("remat `full` changes nothing: no layers were found in `Linear`" in note for note in program.notes)
+    named = nn.Sequential(collections.OrderedDict(up=nn.Linear(8, 8), down=nn.Linear(8, 8)))
+    program = from_torch(named, _meta(4, 8), train=True, remat="dots")
+    assert any("remat `dots` changes nothing" in note for note in program.notes)
+    assert not from_torch(nn.Linear(8, 8), _meta(4, 8), train=True).notes[1:]
 
 
 @pytest.mark.parametrize("remat", ["full:6+none", "dots:2+full:9+none"])
