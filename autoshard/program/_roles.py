@@ -1,9 +1,11 @@
 """What each argument is for: said by the user, or guessed from structure and names."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autoshard import mlir
 from autoshard.errors import UserError
 from autoshard.program._program import Role
 
@@ -14,7 +16,10 @@ _OPTIMIZER = re.compile(
     r"(^|[._])(opt|optim|optimizer|opt_state|mu|nu|adam|momentum|moments?|velocity|trace)([._]|$|_?state)",
     re.IGNORECASE,
 )
-_CACHE = re.compile(r"(^|[._])(cache|kv|carry|key|rng|step|count|buffers?|batch_stats)([._]|$|_)", re.IGNORECASE)
+_CACHE = re.compile(
+    r"(^|[._])(cache|kv|carry|key|rng|step|count|buffers?|batch_stats|non_?trainable|metrics?)([._]|$|_)",
+    re.IGNORECASE,
+)
 _BATCH = re.compile(
     r"^(x|y|batch|inputs?|input_ids|tokens?|ids|labels?|targets?|images?|pixel_values|data|mask|attention_mask"
     r"|position_ids|segment_ids|example|features?|xs|ys)([._]|$|\d)",
@@ -58,6 +63,37 @@ def is_telling(name: str) -> bool:
     """
     first = name.partition(".")[0]
     return any(p.search(first) for p in (_PARAMETER, _BATCH)) or any(p.search(name) for p in (_OPTIMIZER, _CACHE))
+
+
+def is_numbered(name: str, position_name: str) -> bool:
+    """True for a leaf of nested tuples or lists whose argument's own name does not say what is in them."""
+    path = name.removeprefix(position_name).strip(".")
+    return bool(path) and path.replace(".", "").isdecimal() and not is_telling(position_name)
+
+
+def by_use(names: Sequence[str], leaves: Sequence[Any], uses: Mapping[int, mlir.Use]) -> dict[int, Role]:
+    """Roles of updated leaves that only have numbers, where what the program does with them (`uses`) tells.
+
+    What only ever meets values of its own shape is optimizer state beside a weight of that shape. A list of nothing
+    else is optimizer state if it mirrors all weights, else other state: Keras hands over lists of parameters, of other
+    variables (running statistics), of the optimizer's and of metrics', in a tuple.
+    """
+    floating = {i for i in uses if leaves[i].shape and str(leaves[i].dtype).startswith(("float", "bfloat"))}
+    weights = {i for i in floating if uses[i] is mlir.Use.WEIGHT}
+    wanted = Counter(tuple(leaves[i].shape) for i in weights)
+    groups: dict[str, list[int]] = {}
+    for i in floating:
+        groups.setdefault(names[i].rpartition(".")[0], []).append(i)
+    roles: dict[int, Role] = {}
+    for members in groups.values():
+        peers = [i for i in members if uses[i] is mlir.Use.PEER]
+        own = {tuple(leaves[i].shape) for i in weights.intersection(members)}
+        if own:
+            roles |= {i: Role.OPTIMIZER_STATE for i in peers if tuple(leaves[i].shape) in own}
+        elif wanted and len(peers) == len(members):
+            mirrors = not wanted - Counter(tuple(leaves[i].shape) for i in members)
+            roles |= dict.fromkeys(peers, Role.OPTIMIZER_STATE if mirrors else Role.OTHER)
+    return roles
 
 
 def guess(

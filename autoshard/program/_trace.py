@@ -1,5 +1,6 @@
 """A JAX function and the shapes of its arguments become a `Program`."""
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -93,6 +94,9 @@ def trace(
     _roles.check_used(roles, names)
     in_optax = [mark for arg in args for mark in _optax_marks(arg)]
     shown = evidence(ties) if callable(evidence) else evidence or [None] * len(leaves)
+    ir = lowered.compiler_ir("stablehlo")
+    numbered = [i for i in ties if _roles.is_numbered(names[i], positions[owner[i]]) and not in_optax[i]]
+    used = _roles.by_use(names, leaves, _uses(ir, numbered)) if numbered else {}
     chosen: list[Role] = []
     for index, leaf in enumerate(leaves):
         guessed = _roles.guess(
@@ -104,7 +108,7 @@ def trace(
             any_state=bool(ties),
             container=bool(treedefs[owner[index]].children()),
         )
-        chosen.append(_roles.said(roles, names[index]) or known[index] or shown[index] or guessed)
+        chosen.append(_roles.said(roles, names[index]) or known[index] or shown[index] or used.get(index) or guessed)
 
     arguments = tuple(
         Argument(names[i], avals[i][0], avals[i][1], chosen[i], ties.get(i), donated[owner[i]])
@@ -123,7 +127,6 @@ def trace(
         training = any(
             a.role is Role.OPTIMIZER_STATE or (a.role is Role.PARAMETER and a.result is not None) for a in arguments
         )
-    ir = lowered.compiler_ir("stablehlo")
     if len(mlir.main_block(ir).arguments) != len(arguments):
         raise UserError(
             f"`{label}` has side effects in a fixed order (ordered callbacks, or a Pallas kernel in TPU interpret "
@@ -150,6 +153,12 @@ def trace(
         notes=(*notes, *sharding_notes(own)),
         lifted=Lifted.IDLE if own.idle else Lifted.NONE,
     )
+
+
+def _uses(ir: Any, leaves: Sequence[int]) -> dict[int, mlir.Use]:
+    """What the program does with some of its arguments; nothing where it has others than its leaves."""
+    found = mlir.argument_uses(ir)
+    return {leaf: found[leaf] for leaf in leaves if leaf < len(found)}
 
 
 def _lower(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...], label: str) -> Any:
@@ -189,6 +198,13 @@ def _user_code(label: str, run: Callable[[], Any]) -> Any:
             raise UserError(
                 f"`{label}` takes the gradient of a function with a sharding rule, which has none of its own: put "
                 "jax.custom_vjp around it, and register_rule on its backward function too."
+            ) from error
+        if found := re.match(r"Found an unbound axis name: (\S+?)\.?(?:\s|$)", text):
+            raise UserError(
+                f"`{label}` has a collective over the axis `{found[1]}`, which only jax.pmap, jax.vmap or "
+                "jax.shard_map around it would bind: give the step over whole arrays without that collective (a plan "
+                "puts the sums where they are needed), or with its own jax.shard_map or jax.vmap(axis_name=...) "
+                "around it."
             ) from error
         raise UserError(f"`{label}` could not be traced by JAX: {type(error).__name__}: {text}") from error
 

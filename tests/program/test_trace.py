@@ -187,3 +187,102 @@ def test_dynamic_shapes_are_refused():
     size = jax.export.symbolic_shape("n, 4")
     with pytest.raises(UserError, match=r"argument `x` has the dynamic shape \(n, 4\); a plan is made for fixed sizes"):
         trace(lambda x: x, (S(size, F),))
+
+
+KERAS = {
+    "trainable_variables": [S((16, 32), F), S((32,), F), S((32, 8), F), S((8,), F)],
+    "non_trainable_variables": [S((8,), F), S((8,), F), S((2,), jnp.uint32)],
+    "optimizer_variables": [S((), jnp.int32), S((), F)]
+    + [S(shape, F) for shape in ((16, 32), (32,), (32, 8), (8,)) for _ in range(2)],
+    "metrics_variables": [S((), F), S((), F)],
+}
+"""What a compiled Keras model hands over: lists of values, in the order of its own lists."""
+
+KERAS_ROLES = {
+    "trainable_variables": "parameter",
+    "non_trainable_variables": "other",
+    "optimizer_variables": "optimizer_state",
+    "metrics_variables": "other",
+}
+
+
+def _stateless_call(trainable, others, x):
+    hidden = jax.nn.relu(x @ trainable[0] + trainable[1]) @ trainable[2] + trainable[3]
+    mean, variance, seed = others
+    return hidden, [0.9 * mean + 0.1 * hidden.mean(0), 0.9 * variance + 0.1 * hidden.var(0), seed + 1]
+
+
+def _stateless_apply(state, gradients, trainable):
+    count, rate, *moments = state
+    new, params = [count + 1, rate], []
+    pairs = zip(moments[::2], moments[1::2], strict=True)
+    for value, gradient, (m, v) in zip(trainable, gradients, pairs, strict=True):
+        m, v = 0.9 * m + 0.1 * gradient, 0.99 * v + 0.01 * gradient**2
+        params.append(value - rate * m / (jnp.sqrt(v) + 1e-7))
+        new += [m, v]
+    return params, new
+
+
+def _keras_step(state, data):
+    trainable, others, optimizer, metrics = state
+
+    def loss(trainable):
+        out, after = _stateless_call(trainable, others, data[0])
+        return ((out - data[1]) ** 2).mean(), after
+
+    (value, others), gradients = jax.value_and_grad(loss, has_aux=True)(trainable)
+    trainable, optimizer = _stateless_apply(optimizer, gradients, trainable)
+    return {"loss": value}, (trainable, others, optimizer, [metrics[0] + value, metrics[1] + 1])
+
+
+def _keras_named(state, data):
+    logs, after = _keras_step(tuple(state[name] for name in KERAS), data)
+    return logs, dict(zip(KERAS, after, strict=True))
+
+
+def _keras_apart(trainable_variables, non_trainable_variables, optimizer_variables, metrics_variables, data):
+    return _keras_step((trainable_variables, non_trainable_variables, optimizer_variables, metrics_variables), data)
+
+
+def test_keras_state_has_its_roles_in_every_form():
+    """A tuple has no names: what each list is for is seen from what the step does with it."""
+    batch = (DATA["x"], DATA["y"])
+    by_number = _roles(trace(_keras_step, (tuple(KERAS.values()), batch)))
+    by_name = _roles(trace(_keras_named, (KERAS, batch)))
+    apart = _roles(trace(_keras_apart, (*KERAS.values(), batch)))
+    for number, (name, values) in enumerate(KERAS.items()):
+        for k, value in enumerate(values):
+            expected = KERAS_ROLES[name]
+            if name == "optimizer_variables" and not value.shape:
+                assert by_number[f"state.{number}.{k}"] == "other", "a scalar says nothing by its use"
+            else:
+                assert by_number[f"state.{number}.{k}"] == expected
+            assert (by_name[f"state.{name}.{k}"], apart[f"{name}.{k}"]) == (expected, expected)
+    assert by_number["data.0"] == by_number["data.1"] == "batch"
+
+
+def test_numbered_state_of_layers_is_parameters():
+    """A bias that meets values of its own shape is no moment."""
+
+    def step(net, x):
+        def loss(net):
+            hidden = x
+            for w, b in net:
+                hidden = jnp.tanh(w @ hidden + b)
+            return (hidden**2).sum()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, net, jax.grad(loss)(net))
+
+    net = [(S((32, 16), F), S((32,), F)), (S((8, 32), F), S((8,), F))]
+    roles = _roles(trace(step, (net, S((16,), F)), donate_argnums=0))
+    assert [roles[f"net.{i}.{k}"] for i in (0, 1) for k in (0, 1)] == ["parameter"] * 4
+
+
+def test_an_axis_that_nothing_binds_is_named():
+    def step(w, x):
+        return w - 0.1 * jax.lax.pmean(jax.grad(lambda w: ((x @ w) ** 2).mean())(w), "batch")
+
+    with pytest.raises(UserError, match=r"`step` has a collective over the axis `batch`, which only jax\.pmap"):
+        trace(step, (S((16, 8), F), S((4, 16), F)))
+    bound = jax.vmap(step, in_axes=(None, 0), axis_name="batch")
+    assert trace(bound, (S((16, 8), F), S((2, 4, 16), F))).results
