@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.cost import Mesh
 from autoshard.errors import UserError
-from autoshard.plan._demands import Demand, allowed_states, check_dims, mesh_text
+from autoshard.plan._demands import Demand, allowed_states, checked_dims, mesh_text
 from autoshard.plan._groups import Groups, tensor_groups
 from autoshard.plan._model import Model
 from autoshard.plan._spec import Spec
@@ -174,6 +175,27 @@ def require_lines(model: Model, groups: Groups, lines: Iterable[str]) -> Require
     return require(model, groups, parse_lines(lines))
 
 
+def check_axes(asked: Asked, mesh: Mesh) -> None:
+    """Refuse an axis that the mesh does not have, before there is a model."""
+    for pin in asked.pins:
+        _known_axes([axis for axes in pin.dims for axis in axes or ()], pin.said, mesh)
+    for pattern, axes in asked.forbid:
+        _known_axes(axes, f"--forbid {pattern}={','.join(axes)}", mesh)
+    for axis, names in asked.axis_only:
+        _known_axes([axis], f"--axis-only {axis}={','.join(names)}", mesh)
+
+
+def _known_axes(names: Iterable[str], said: str, mesh: Mesh) -> tuple[int, ...]:
+    """Axes by number. Raises `UserError` for one that the mesh does not have."""
+    for name in names:
+        if name not in mesh.names:
+            raise UserError(
+                f"{said} names the axis `{name}`, but the mesh has {mesh_text(mesh)}: use one of these, or another "
+                "--mesh."
+            )
+    return tuple(mesh.names.index(name) for name in names)
+
+
 class _Requirements:
     def __init__(self, model: Model, groups: Groups) -> None:
         self.model, self.groups = model, groups
@@ -199,14 +221,7 @@ class _Requirements:
         return [(name, self.tensors[name]) for name in found]
 
     def axes(self, names: Iterable[str], said: str) -> tuple[int, ...]:
-        known = self.model.axis_names
-        for name in names:
-            if name not in known:
-                raise UserError(
-                    f"{said} names the axis `{name}`, but the mesh has {mesh_text(self.model.mesh)}: use one of these, "
-                    "or another --mesh."
-                )
-        return tuple(known.index(name) for name in names)
+        return _known_axes(names, said, self.model.mesh)
 
     def pin(self, pin: Pinned, name: str, tensor: int) -> Demand:
         shape = self.shapes[name]
@@ -221,7 +236,7 @@ class _Requirements:
         words = len(self.model.graph.tensors[tensor].shape) - len(shape)
         entries = ((),) * missing + pin.dims
         dims = tuple(() if entry is None else self.axes(entry, pin.said) for entry in entries)
-        check_dims(f"{pin.said} ({name})", shape, dims, self.model.mesh)
+        dims = checked_dims(f"{pin.said} ({name})", shape, dims, self.model.mesh)
         is_open = tuple(entry is None for entry in entries)
         return Demand(tensor, (*dims, *((),) * words), (*is_open, *(False,) * words), (), pin.said)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +31,10 @@ def baselines(model: Model, groups: Groups) -> list[Baseline]:
 
     Spatial, for programs with convolutions: the batch over all axes but the last, the height of images over that.
 
-    The first mesh axis carries data, the last one tensor parallelism (with one axis, all of it does); a baseline
-    that the program's sizes do not allow is left out.
+    The first mesh axis carries data, the last one tensor parallelism (with one axis, all of it does); axes of size 1
+    carry nothing. A baseline that the program's sizes do not allow is left out.
     """
-    every = tuple(range(len(model.axis_sizes)))
+    every = _wide(model, range(len(model.axis_sizes)))
     data, tensor = (every[:-1], every[-1:]) if len(every) > 1 else ((), every)
     split = _tensor_parallel_groups(model, groups, math.prod(model.axis_sizes[a] for a in tensor))
     found = []
@@ -44,7 +44,7 @@ def baselines(model: Model, groups: Groups) -> list[Baseline]:
     if any(spread.values()):
         _append(found, _restrict(model, groups, "fsdp", spread, every, ()))
     _append(found, _spatial(model, groups, data, tensor) or _spatial(model, groups, (), every))
-    if not split:
+    if not split or not tensor:
         return found
     megatron = {p: _split(model, groups, p, split, tensor) for p in whole}
     _append(found, _restrict(model, groups, "tensor_parallel", megatron, data, ()))
@@ -57,8 +57,12 @@ def baselines(model: Model, groups: Groups) -> list[Baseline]:
 
 
 def left_out(model: Model, found: Sequence[str]) -> list[str]:
-    """Sentences about the usual baselines that are not among `found` (names), and why; none without parameters."""
-    if not _parameters(model):
+    """Sentences about the usual baselines that are not among `found` (names), and why.
+
+    None without parameters, and none on one device, where all of them are one plan.
+    """
+    wide = _wide(model, range(len(model.axis_sizes)))
+    if not _parameters(model) or not wide:
         return []
     batch = [a for a in model.program.arguments if a.role is Role.BATCH and a.shape]
     devices = math.prod(model.axis_sizes)
@@ -69,18 +73,21 @@ def left_out(model: Model, found: Sequence[str]) -> list[str]:
             why[name] = f"the batch of {uneven.shape[0]} ({uneven.name}) does not divide by {devices} devices"
         else:
             why[name] = f"no parameter has a dim that {devices} devices divide"
-    last = model.axis_names[-1]
+    last = f"{model.axis_names[wide[-1]]}={model.axis_sizes[wide[-1]]}"
     for name in ("tensor_parallel", "tensor_parallel_sp", "fsdp_tp", "fsdp_tp_sp"):
-        if len(model.axis_sizes) > 1 or not name.startswith("fsdp"):
-            why[name] = (
-                f"heads, ffn, vocabulary, sequence or batch do not divide by the mesh ({last}={model.axis_sizes[-1]})"
-            )
+        if len(wide) > 1 or not name.startswith("fsdp"):
+            why[name] = f"heads, ffn, vocabulary, sequence or batch do not divide by the mesh ({last})"
     reasons: dict[str, list[str]] = {}
     for name, reason in why.items():
         if name not in found:
             reasons.setdefault(reason, []).append(name)
     own = ", or the specs that the program fixes exclude it" if model.graph.constraints or model.graph.regions else ""
     return [f"not compared with {', '.join(names)}: {reason}{own}." for reason, names in reasons.items()]
+
+
+def _wide(model: Model, axes: Iterable[int]) -> tuple[int, ...]:
+    """Those axes that split anything: larger than 1."""
+    return tuple(a for a in axes if model.axis_sizes[a] > 1)
 
 
 def _append(found: list[Baseline], baseline: Baseline | None) -> None:
@@ -228,7 +235,7 @@ def _restrict(
 
 def _spatial(model: Model, groups: Groups, data: Sequence[int], space: Sequence[int]) -> Baseline | None:
     """Images split over the batch and over their first spatial dim, parameters whole."""
-    if not groups.space or groups.batch is None:
+    if not groups.space or groups.batch is None or not space:
         return None
     plain = _restrict(model, groups, "spatial", {p: {} for p in _parameters(model)}, data, ())
     height = groups.space[0]
@@ -268,7 +275,7 @@ def _allow_factors(model: Model, allowed: dict[int, NDArray[np.bool_]], cluster:
     node = model.cluster_node[cluster]
     state = np.full(len(model.axis_sizes), WHOLE, dtype=np.int64)
     for factor, axes in spec.items():
-        state[list(axes)] = factor
+        state[list(_wide(model, axes))] = factor
     mask = (model.nodes[node].states == state).all(axis=1)
     mask = mask & allowed[node] if node in allowed else mask
     if not mask.any():
@@ -319,7 +326,8 @@ def _split_inner(
         inner = sorted(chosen & set(of))
         if groups.batch in of and len(inner) == 1:
             state = np.full(len(model.axis_sizes), WHOLE, dtype=np.int64)
-            state[list(data)], state[list(tensor)] = of[groups.batch], of[inner[0]]
+            state[list(_wide(model, data))] = of[groups.batch]
+            state[list(_wide(model, tensor))] = of[inner[0]]
             mask = (model.nodes[node].states == state).all(axis=1)
             if mask.any():
                 allowed[node] = mask

@@ -17,7 +17,7 @@ from autoshard.plan._tiles import tiled_axes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """What the spec of one tensor must be. Axes are numbers of mesh axes."""
+    """What the spec of one tensor must be. Axes are numbers of mesh axes; one of size 1 asks for nothing."""
 
     tensor: int
     dims: tuple[tuple[int, ...], ...]
@@ -77,7 +77,7 @@ def _demand(graph: OpGraph, constraint: Constraint, mesh: Mesh) -> Demand:
     dims = tuple(axis_numbers(mesh, (use.name for use in dim)) for dim in sharding.dims)
     if sharding.tiles:
         dims = tiled_axes(sharding.tiles, len(shape), mesh, constraint.where)
-    check_dims(constraint.where, shape, dims, mesh)
+    dims = checked_dims(constraint.where, shape, dims, mesh)
     never = axis_numbers(mesh, (use.name for use in sharding.whole))
     return Demand(constraint.tensor, dims, sharding.open, never, constraint.where)
 
@@ -106,8 +106,13 @@ def _check_axis(use: AxisUse, where: str, mesh: Mesh) -> None:
         )
 
 
-def check_dims(why: str, shape: Sequence[int], dims: Sequence[Sequence[int]], mesh: Mesh) -> None:
-    """Refuse axes that do not divide their dim, stand twice, or stand in another order than the mesh's."""
+def checked_dims(
+    why: str, shape: Sequence[int], dims: Sequence[Sequence[int]], mesh: Mesh
+) -> tuple[tuple[int, ...], ...]:
+    """The axes of each dim that split it: those larger than 1.
+
+    Refuses axes that do not divide their dim, stand twice, or stand in another order than the mesh's.
+    """
     seen: set[int] = set()
     for dim, axes in enumerate(dims):
         names = [mesh.names[a] for a in axes]
@@ -121,12 +126,16 @@ def check_dims(why: str, shape: Sequence[int], dims: Sequence[Sequence[int]], me
                 f"{why} splits dim {dim} of {list(shape)} over {' x '.join(names)} = {parts}, which does not divide "
                 f"{shape[dim]}: take axes whose sizes do, or leave the dim whole."
             )
+    wide = tuple(tuple(a for a in axes if mesh.sizes[a] > 1) for axes in dims)
+    for dim, axes in enumerate(wide):
         if list(axes) != sorted(axes):
-            right = ",".join(f"{mesh.names[a]}={mesh.sizes[a]}" for a in _order(dims, len(mesh.names)))
+            names = [mesh.names[a] for a in axes]
+            right = ",".join(f"{mesh.names[a]}={mesh.sizes[a]}" for a in _order(wide, len(mesh.names)))
             raise UserError(
                 f"{why} splits dim {dim} over {', '.join(names)} in this order, but the mesh is {mesh_text(mesh)}: "
                 f"axes that split one dim must stand in the mesh's order, so plan with --mesh {right}."
             )
+    return wide
 
 
 def _order(dims: Sequence[Sequence[int]], count: int) -> list[int]:

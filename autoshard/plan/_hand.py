@@ -1,6 +1,6 @@
 """Regions that the program splits by hand (`shard_map`): what its ends ask for, and its own collectives."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +22,16 @@ _KINDS: dict[str, Kind] = {
 }
 
 
-def by_hand(op: Op, states: States, names: Sequence[str]) -> NDArray[np.bool_]:
-    """Which strategies of an op leave the axes that the program has split it over where the program has them."""
+def by_hand(op: Op, states: States, axes: Mapping[str, int]) -> NDArray[np.bool_]:
+    """Which strategies of an op leave the axes that the program has split it over where the program has them.
+
+    `axes` are the mesh's, with their sizes; one of size 1 splits nothing.
+    """
     kept = np.ones(len(states), dtype=bool)
     where = {axis: factor for factor, axes in op.fixed for axis in axes}
     taken = [factor for factor, _ in op.fixed]
-    for number, name in enumerate(names):
-        if name in where or name in op.manual:
+    for number, (name, size) in enumerate(axes.items()):
+        if size > 1 and (name in where or name in op.manual):
             kept &= states[:, number] == where.get(name, WHOLE)
         elif taken:
             kept &= ~np.isin(states[:, number], taken)

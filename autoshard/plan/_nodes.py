@@ -210,7 +210,7 @@ class NodePricer:
     def add_heavy(self, op: Op) -> None:
         backend = self.mesh.topology.backend
         states = heavy_states(self.graph, op, self.axes, backend)
-        states = states[by_hand(op, states, self.names)]
+        states = states[by_hand(op, states, self.mesh.axes)]
         if self.refinement is not None and op.rule is not None:
             states = states[self.refinement.apart(states, self.factor_group_sizes(op))]
         trips = self.graph.trips(op.loop)

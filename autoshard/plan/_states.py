@@ -38,7 +38,8 @@ def enumerate_states(
 ) -> States:
     """Every way to give each mesh axis (sizes `axes`) one dim (sizes `sizes`) or none, whole first.
 
-    `even` keeps only splits without padding; otherwise a dim may be padded by at most `MAX_PADDING`.
+    An axis of size 1 splits nothing. `even` keeps only splits without padding; otherwise a dim may be padded by at
+    most `MAX_PADDING`.
     """
     return _enumerated(tuple(sizes), tuple(axes), frozenset(blocked), even).copy()
 
@@ -47,7 +48,7 @@ def enumerate_states(
 def _enumerated(sizes: tuple[int, ...], axes: tuple[int, ...], blocked: frozenset[int], even: bool) -> States:
     choices = [WHOLE, *(d for d, size in enumerate(sizes) if d not in blocked and size > 1)]
     kept = []
-    for state in itertools.product(choices, repeat=len(axes)):
+    for state in itertools.product(*(choices if axis > 1 else [WHOLE] for axis in axes)):
         if _fits(state, sizes, axes, even):
             kept.append(state)
     return np.array(kept, dtype=np.int64).reshape(len(kept), len(axes))
