@@ -94,6 +94,9 @@ class Reading:
         )
 
     def note_constant(self, op: Any, tensor: int) -> None:
+        """Remembers a whole number; nobody asks for others, and the bindings cannot read complex ones at all."""
+        if not self.tensors[tensor].dtype.startswith(("int", "uint")):
+            return
         match = re.search(r"dense<(-?\d+)>", str(op.attributes["value"]))
         if match:
             self.constants[tensor] = int(match[1])
