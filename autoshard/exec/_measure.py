@@ -16,11 +16,11 @@ from autoshard.exec._collectives import (
     read_collectives,
     wire_by_axis,
 )
-from autoshard.exec._devices import ensure_devices, place
+from autoshard.exec._devices import ensure_devices
 from autoshard.exec._hlo import module_name
 from autoshard.exec._kept_memory import memory_kept
 from autoshard.exec._profile import profiled
-from autoshard.exec._steps import PlannedStep, failure, first_arguments, host_copy
+from autoshard.exec._steps import PlannedStep, failure, first_arguments, host_copy, place_anew
 from autoshard.exec._trace import CollectiveTimes, time_collectives
 from autoshard.plan import Plan, Spec, as_planned
 from autoshard.program import Program
@@ -194,7 +194,7 @@ def _run_unplanned(program: Program, plan: Plan, args: tuple[Any, ...]) -> list[
         application = Application(whole)
         lowered = application.lower(program.fn, program.args, program.donate_argnums, program.module)
         leaves, tree = jax.tree.flatten(args)
-        placed = [place(leaf, sharding) for leaf, sharding in zip(leaves, application.in_shardings(), strict=True)]
+        placed = [place_anew(leaf, sharding) for leaf, sharding in zip(leaves, application.in_shardings(), strict=True)]
         out = lowered.compile()(*tree.unflatten(placed))
     else:
         one = jax.local_devices()[0]

@@ -36,7 +36,9 @@ class PlannedStep:
 
     def place(self) -> None:
         """Put the first step's arguments on the devices."""
-        self._current = [place(leaf, sharding) for leaf, sharding in zip(self._first, self._shardings, strict=True)]
+        self._current = [
+            place_anew(leaf, sharding) for leaf, sharding in zip(self._first, self._shardings, strict=True)
+        ]
 
     def run(self) -> tuple[float, list[Any]]:
         """Seconds and results (flat) of one step; updated state goes into the next one, donation included."""
@@ -60,7 +62,7 @@ class PlannedStep:
             if argument.result is not None:
                 following.append(results[argument.result])
             elif self._current[i].is_deleted():
-                following.append(place(self._first[i], self._shardings[i]))
+                following.append(place_anew(self._first[i], self._shardings[i]))
             else:
                 following.append(self._current[i])
         return following
@@ -74,6 +76,16 @@ def first_arguments(program: Program, seed: int) -> tuple[Any, ...]:
     return jax.tree.map(
         lambda leaf: host_copy(leaf) if isinstance(leaf, jax.Array) and not is_key(leaf) else leaf, made
     )
+
+
+def place_anew(leaf: Any, sharding: Any) -> Any:
+    """One of the first step's arguments where a sharding wants it, in memory of its own: a step may be given it."""
+    import jax
+
+    # Everything else is a host array; a key is on a device already, perhaps where it is wanted.
+    if isinstance(leaf, jax.Array) and is_key(leaf) and leaf.is_fully_addressable:
+        leaf = jax.random.wrap_key_data(host_copy(leaf), impl=jax.random.key_impl(leaf))
+    return place(leaf, sharding)
 
 
 def host_copy(value: Any) -> Any:
