@@ -73,7 +73,8 @@ def build_problem(model: Decisions, weights: Weights, memory_limit: int | None, 
     """The `Problem` whose objective is exposed communication plus the weighted channels of every block.
 
     With weights that are non-negative and sum to one in every block the objective bounds the plan's true time
-    (`exposed + max over the channels` per block) from below. With `kept` only these alternatives are in it.
+    (`exposed + max over the channels` per block) from below. With `kept` only these alternatives are in it. A program
+    that leaves nothing to decide (all scalars) has a Problem of one node with one alternative, which stands for none.
     """
     kept = kept_of(model, None) if kept is None else kept
     costs, offsets = [], [0]
@@ -81,6 +82,8 @@ def build_problem(model: Decisions, weights: Weights, memory_limit: int | None, 
         seconds = sum((_weight(weights, c) * t for c, t in node.time.items()), np.zeros(len(node.states)))
         costs.append(_picoseconds(seconds[mine]))
         offsets.append(offsets[-1] + len(mine))
+    if not costs:
+        costs, offsets = [np.zeros(1, dtype=np.int64)], [0, 1]
     edge_costs, edge_offsets, edge_nodes = [], [0], []
     for move in model.moves:
         rows, place = np.unique(move.rows[kept[move.source]], return_inverse=True)

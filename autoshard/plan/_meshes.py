@@ -147,7 +147,8 @@ def _slower(trial: Trial, chosen: Trial) -> str:
     """In which part of the step a solved mesh loses."""
     mine, theirs = trial.outcome, chosen.outcome
     assert mine is not None and theirs is not None
-    more = trial.step_s / chosen.step_s - 1
+    # The chosen one may take no time at all, in a program without ops.
+    more = trial.step_s / chosen.step_s - 1 if chosen.step_s else math.inf if trial.step_s else 0.0
     if more < 0:
         return f"saves {-more:.2%}, and a further axis must save {LEAST_GAIN:.1%}"
     if more < 5e-4:
@@ -160,4 +161,4 @@ def _slower(trial: Trial, chosen: Trial) -> str:
     ):  # fmt: skip
         if own > other + 1e-3 * chosen.step_s:
             parts.append(f"{name} {format_seconds(own)} against {format_seconds(other)}")
-    return f"{more:.1%} slower" + (f": {', '.join(parts)}" if parts else "")
+    return (f"{more:.1%} slower" if more < math.inf else "slower") + (f": {', '.join(parts)}" if parts else "")

@@ -209,7 +209,7 @@ class Climb:
             if self.best is None:
                 return
             step = self.best.outcome.step_time_s
-            gap = 1.0 - weighing.bound_s / step
+            gap = 1.0 - weighing.bound_s / step if step else 0.0  # a program without ops takes no time
             progress(f"weighting {self.rounds}: step {step:.6g} s, plan gap {max(gap, 0):.2%}")
             following = weighing.following(good_enough * step, beat_s)
             if gap <= good_enough or following is None or weighing.bound_s >= beat_s:

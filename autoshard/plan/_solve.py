@@ -159,6 +159,6 @@ def _solve_narrowed(model: Decisions, weights: Weights, enforced: int | None, te
 
 
 def _places(kept: Kept, choices: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """The same choices among the alternatives left; None if one is gone."""
+    """The same choices among the alternatives left; None if one is gone, or nothing is to be chosen."""
     places = [np.flatnonzero(mine == c) for mine, c in zip(kept, choices.tolist(), strict=True)]
-    return np.array([p[0] for p in places]) if all(len(p) for p in places) else None
+    return np.array([p[0] for p in places]) if places and all(len(p) for p in places) else None

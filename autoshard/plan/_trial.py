@@ -277,10 +277,10 @@ def _tried(climb: Climb, required: Required, rival: Rival | None) -> Trial:
 
 
 def _unusable(task: Task, mesh: Mesh) -> str:
-    """Why a mesh cannot serve the program at all; empty if it may."""
+    """Why a mesh cannot serve the program at all; empty if it may, as any may that has nothing to split."""
     sizes = [size for size in task.reading.groups.sizes.values() if size > 1]
     for name, count in mesh.axes.items():
-        if count > 1 and not any(size % count == 0 for size in sizes):
+        if count > 1 and sizes and not any(size % count == 0 for size in sizes):
             return f"no dim of the program divides by {name}={count}"
     return "" if splits_batch(task.program, mesh) else "none of its axes divides a dim of the batch"
 

@@ -77,7 +77,8 @@ def why_not(plan: Plan, name: str) -> tuple[str, ...]:
         "exposed communication": other.exposed_comm_s - own.exposed_comm_s,
     }
     main, amount = max(parts.items(), key=lambda item: item[1])
-    sentence = f"It is {slower / own.step_time_s:.1%} slower, chiefly by {format_seconds(amount)} more {main}"
+    share = f"{slower / own.step_time_s:.1%} " if own.step_time_s else ""  # a program without ops takes no time
+    sentence = f"It is {share}slower, chiefly by {format_seconds(amount)} more {main}"
     worst = _worst_exposed(other)
     if main != "compute" and worst:
         sentence += f"; its costliest is {worst}"
