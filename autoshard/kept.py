@@ -28,11 +28,23 @@ _warned: set[str] = set()
 
 def cache_directory() -> Path | None:
     """`AUTOSHARD_CACHE_DIR`, else `autoshard` in the user's cache directory; None if it is turned off."""
-    text = os.environ.get(VARIABLE)
+    return user_directory(VARIABLE, "XDG_CACHE_HOME", ".cache")
+
+
+def user_directory(own: str, variable: str, usual: str) -> Path | None:
+    """The directory that the environment variable `own` names; set but empty for none.
+
+    Without it `autoshard` in the directory that `variable` names, else in `usual` of the user's home; None for a user
+    without a home, as in a container that runs under a number of no account.
+    """
+    text = os.environ.get(own)
     if text is not None:
         return Path(text) if text.strip() else None
-    base = os.environ.get("XDG_CACHE_HOME", "").strip()
-    return (Path(base) if base else Path.home() / ".cache") / "autoshard"
+    base = os.environ.get(variable, "").strip()
+    try:
+        return (Path(base) if base else Path.home() / usual) / "autoshard"
+    except RuntimeError:
+        return None
 
 
 def key_of(said: Any, packages: Sequence[str], sources: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "autoshard"
 ROOMS = ("mlir", "program", "graph", "cost", "solver", "plan", "exec", "report", "cli")
 """Top to bottom: a room may import those before it."""
 
-SHARED = ("crew", "errors", "files", "helper", "kept", "process", "rules", "units")
+SHARED = ("crew", "errors", "files", "helper", "kept", "kernels", "process", "rules", "units")
 """Imported by every room; they import none."""
 
 DOORS = ("autoload", "torch_xla")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from autoshard.cost._observations import Observation
+from autoshard.kept import user_directory
 
 
 try:
@@ -47,11 +48,7 @@ T = TypeVar("T")
 
 def data_directory() -> Path | None:
     """`AUTOSHARD_DATA_DIR`, else `autoshard` in the user's data directory; None if it is turned off."""
-    text = os.environ.get(VARIABLE)
-    if text is not None:
-        return Path(text) if text.strip() else None
-    base = os.environ.get("XDG_DATA_HOME", "").strip()
-    return (Path(base) if base else Path.home() / ".local" / "share") / "autoshard"
+    return user_directory(VARIABLE, "XDG_DATA_HOME", ".local/share")
 
 
 class Database:

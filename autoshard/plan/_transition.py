@@ -7,9 +7,9 @@ give the same floats bit for bit, which a test compares. They bring numba, so on
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from autoshard.kernels import njit
 from autoshard.plan._states import PARTIAL, WHOLE
 
 

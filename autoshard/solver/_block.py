@@ -7,8 +7,9 @@ of that keep their choice. What is planned once is solved for several prices.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from autoshard.kernels import njit
 
 from ._flat import Flat, Floats
 from ._graph import Ints

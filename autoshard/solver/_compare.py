@@ -1,7 +1,8 @@
 """Compiled inner loops of the reductions, for large nodes: they give what numpy gives there, entry by entry."""
 
 import numpy as np
-from numba import njit
+
+from autoshard.kernels import njit
 
 from ._graph import Ints
 from ._problem import FORBIDDEN

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
+
+from autoshard.kernels import njit
 
 from ._flat import Flat, Floats
 from ._graph import Ints

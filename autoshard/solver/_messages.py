@@ -6,7 +6,8 @@ the sum of their minima is a lower bound; multipliers on memory only change the 
 """
 
 import numpy as np
-from numba import njit
+
+from autoshard.kernels import njit
 
 
 @njit(cache=True, nogil=True)

@@ -5,7 +5,8 @@ until the block's own dual bound says that nothing better exists, or the steps r
 """
 
 import numpy as np
-from numba import njit
+
+from autoshard.kernels import njit
 
 from ._block import minimise, plan
 from ._messages import entry

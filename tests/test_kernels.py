@@ -1,0 +1,48 @@
+"""Kernels are cached where there is a place for it, and compiled all the same where there is none."""
+
+import subprocess
+import sys
+
+import pytest
+
+from autoshard.kernels import njit
+
+
+WITHOUT_A_PLACE = """
+import numba
+import numba.core.caching as caching
+
+def refuse(self):
+    raise OSError(30, "Read-only file system")
+
+caching._CacheLocator.ensure_cache_path = refuse
+"""
+
+ALL_KERNELS = """
+import autoshard.plan._transition, autoshard.solver._block, autoshard.solver._dual
+import numpy as np
+from autoshard.solver._compare import fold_between
+
+left, right = np.array([[5, 1], [2, 9]], dtype=np.int64), np.array([[0, 7], [1, 1]], dtype=np.int64)
+print(fold_between(left, right)[0].tolist())
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", WITHOUT_A_PLACE + code], capture_output=True, text=True)
+
+
+def test_numba_itself_refuses_to_cache_where_nothing_can_be_written() -> None:
+    done = run("import fractions\nnumba.njit(cache=True)(fractions.Fraction.__add__)")
+    assert done.returncode == 1 and "no locator available" in done.stderr
+
+
+def test_kernels_are_compiled_where_nothing_can_be_written() -> None:
+    done = run(ALL_KERNELS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[[3, 3], [1, 8]]\n"
+
+
+def test_other_refusals_of_numba_are_not_hidden() -> None:
+    with pytest.raises(TypeError):
+        njit(cache=True, nothing_like_it=True)(abs)
