@@ -8,7 +8,12 @@ from autoshard.plan._model import Model
 from autoshard.plan._predict import evaluate
 from autoshard.plan._solve import Solved, Terms, solve_within
 from autoshard.plan._weights import even_weights, normalise
+from autoshard.program import Role
 from autoshard.units import format_bytes
+
+
+RECOMPUTES = b"rematted_computation"
+"""What JAX writes into the locations of all that a backward pass computes again."""
 
 
 def explain_infeasible(
@@ -27,24 +32,54 @@ def explain_infeasible(
     if least is not None and not required.holds(least):
         return "no plan keeps everything that was asked for: leave one of the pins out."
     if least is None:
-        return f"no plan fits into {format_bytes(memory_limit)} per device; use more devices or a smaller batch."
+        helps = _advice(model, "activations", memory_limit, bool(required.allowed))
+        return f"no plan fits into {format_bytes(memory_limit)} per device; {helps}."
     outcome = evaluate(model, least)
-    op = model.graph.ops[min(outcome.peak_time, len(model.graph.ops) - 1)]
+    op = model.graph.ops[min(outcome.peak_time, len(model.graph.ops) - 1)] if model.graph.ops else None
+    where = f"its peak in {op.kind} {op.name}" if op else "most"
     kinds = sorted(outcome.memory.items(), key=lambda kv: -kv[1])
-    parts = ", ".join(f"{kind.replace('_', ' ')} {format_bytes(size)}" for kind, size in kinds[:3])
+    parts = ", ".join(f"{kind.replace('_', ' ')} {format_bytes(size)}" for kind, size in kinds[:3]) or "nothing"
     return (
         f"no plan fits into {format_bytes(memory_limit)} per device: the least found is "
-        f"{format_bytes(outcome.peak_bytes)}{' with these pins' if required.allowed else ''}, at its peak in "
-        f"{op.kind} {op.name} ({parts}); {_advice(kinds[0][0])}."
+        f"{format_bytes(outcome.peak_bytes)}{' with these pins' if required.allowed else ''}, at {where} "
+        f"({parts}); {_advice(model, kinds[0][0] if kinds else '', memory_limit, bool(required.allowed))}."
     )
 
 
-def _advice(kind: str) -> str:
-    if kind in ("activations", "temporaries"):
-        return "a smaller batch, --remat full or more devices would help"
-    if kind in ("optimizer_state", "gradients"):
-        return "more devices or --state-dtype bf16 would help"
-    return "more devices or a smaller dtype would help"
+_NARROW = ("bfloat16", "bf16", "float16", "f16")
+
+
+def _advice(model: Model, kind: str, memory_limit: int, pinned: bool) -> str:
+    """What would help with what holds most at the peak; nothing that the program or the plan has already."""
+    program = model.program
+    source = program.source or {}
+    options = source.get("options", {})
+    flags = str(source.get("program", "")).startswith("hf:") or bool(options.get("train"))
+    found = []
+    if kind in ("activations", "temporaries", "batch"):
+        if any(a.role is Role.BATCH and a.shape and a.shape[0] > 1 for a in program.arguments):
+            found.append("a smaller batch")
+    if kind in ("activations", "temporaries") and program.training:
+        if flags and options.get("remat", "none") != "full":
+            found.append("--remat full")
+        elif not flags and RECOMPUTES not in program.module:
+            found.append("recomputing activations in the backward pass (jax.checkpoint)")
+    if kind == "optimizer_state":
+        if flags and options.get("state_dtype", "float32") not in _NARROW:
+            found.append("--state-dtype bfloat16")
+        elif not flags and any(a.role is Role.OPTIMIZER_STATE and a.dtype == "float32" for a in program.arguments):
+            found.append("optimizer state in bfloat16")
+    if kind in ("parameters", "gradients", "gathered"):
+        if any(a.role is Role.PARAMETER and a.dtype in ("float32", "float64") for a in program.arguments):
+            found.append("--param-dtype bfloat16" if flags else "parameters in bfloat16")
+    if pinned:
+        found.append("fewer pins")
+    usable = model.mesh.topology.usable_bytes
+    if memory_limit < usable:
+        found.append(f"a higher memory limit (a device has {format_bytes(usable)})")
+    found.append("more devices")
+    listed = f"{', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]
+    return f"{listed} would help"
 
 
 def _least_memory(

@@ -1,0 +1,74 @@
+"""What a refusal proposes: what would help, and nothing that the program or the plan has already."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard.errors import InfeasibleError
+from autoshard.plan import make_plan, read_asked
+from autoshard.program import Program, open_source, trace
+
+
+def refusal(program: Program, limit: int, topology: str = "v5e:2x2", **asked: Any) -> str:
+    """The advice: what stands after the last semicolon."""
+    with pytest.raises(InfeasibleError) as caught:
+        make_plan(program, topology=topology, mesh="data=4", memory_limit=limit, time_limit=2, **asked)
+    text = str(caught.value)
+    assert text.endswith(" would help.")
+    return text.rpartition("; ")[2]
+
+
+def step(batch: int, again: bool = False) -> Program:
+    """Its activations hold most: 2 x 64 MiB beside a small weight."""
+
+    def layers(w: Any, x: Any) -> Any:
+        return jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w)
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum((jax.checkpoint(layers) if again else layers)(w, x))
+
+    def fn(params: Any, x: Any) -> Any:
+        return params - jax.grad(loss)(params, x)
+
+    args = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((batch, 65536, 256), jnp.float32)
+    return trace(fn, args, name="step", training=True)
+
+
+def test_a_smaller_batch_is_proposed_where_there_is_a_smaller_one() -> None:
+    assert "a smaller batch" in refusal(step(4), 1 << 20)
+    assert "a smaller batch" not in refusal(step(1), 1 << 20)
+
+
+def test_recomputing_is_proposed_to_those_that_do_not() -> None:
+    assert "recomputing activations in the backward pass" in refusal(step(4), 1 << 20)
+    assert "recomputing" not in refusal(step(4, again=True), 1 << 20)
+
+
+def test_flags_that_were_given_are_not_proposed() -> None:
+    def advice(**options: Any) -> str:
+        return refusal(open_source("hf:llama-tiny", train=True, batch=64, seq=128, **options), 1 << 18)
+
+    plain, full = advice(), advice(remat="full")
+    assert "--remat full" in plain and "a smaller batch" in plain and "more devices" in plain
+    assert "--remat" not in full and "more devices" in full
+
+
+def test_state_and_parameters_in_fewer_bits() -> None:
+    def advice(**options: Any) -> str:
+        return refusal(open_source("hf:llama-tiny", train=True, batch=4, seq=8, **options), 1 << 14)
+
+    assert "--state-dtype bfloat16" in advice()
+    assert "--state-dtype" not in advice(state_dtype="bfloat16")
+
+
+def test_a_limit_below_the_chips_own_and_pins_can_be_given_up() -> None:
+    said = refusal(step(4), 1 << 20, asked=read_asked({"params": "-,-"}))
+    assert "fewer pins" in said and "a higher memory limit (a device has " in said
+    assert "fewer pins" not in refusal(step(4), 1 << 20)
+
+
+def test_a_program_without_ops_is_refused_in_a_sentence_too() -> None:
+    identity = trace(lambda x: x, (jax.ShapeDtypeStruct((1024, 1024), jnp.float32),))
+    assert "more devices" in refusal(identity, 1 << 10)
