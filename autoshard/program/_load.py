@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,16 +48,24 @@ def _open(text: str, entry: str, roles: Roles | None, options: dict[str, Any], k
     path = Path(text)
     given = [key for key, value in options.items() if value is not False]
     if path.suffix == ".py" or path.suffix in SUFFIXES or path.is_file():
-        if given:
-            flags = ", ".join(f"`--{key.replace('_', '-')}`" for key in given)
-            raise UserError(f"{flags} only apply to `hf:CONFIG`; `{text}` says itself what it runs.")
+        own = [key for key in given if path.suffix != ".py" or key not in _MODULE_OPTIONS]
+        if own:
+            raise UserError(f"{_flags(own)} only apply to `hf:CONFIG`; `{text}` says itself what it runs.")
         if path.suffix == ".py":
-            return load_program(path, entry, roles)
+            return load_program(path, entry, roles, {key: options[key] for key in given})
         load = functools.partial(load_artifact, path, roles=roles)
         return load() if callable(roles) or not kept else open_file(path, roles, load)
     if path.is_dir():
         raise UserError(f"`{text}` is a directory; give the Python file that offers the program.")
     raise UserError(f"`{text}` is neither an existing file nor `hf:CONFIG`; check the path.")
+
+
+_MODULE_OPTIONS = ("train", "optimizer", "dtype", "param_dtype", "state_dtype", "remat")
+"""What a torch module in a Python file takes."""
+
+
+def _flags(keys: Sequence[str]) -> str:
+    return ", ".join(f"`--{key.replace('_', '-')}`" for key in keys)
 
 
 def _trace_config(config: str, options: dict[str, Any]) -> Program:
@@ -96,12 +104,19 @@ def _beside(file: Path) -> Iterator[None]:
         sys.path.remove(folder)
 
 
-def load_program(path: str | Path, entry: str = "program", roles: Roles | None = None) -> Program:
+def load_program(
+    path: str | Path,
+    entry: str = "program",
+    roles: Roles | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Program:
     """Run a Python file and take the program it offers under the name `entry`.
 
     `entry` is a `Program`, or a function without arguments that returns a `Program`, `(fn, args)` for JAX, or
-    `(module, example_inputs)` for torch with an optional third dict of keyword inputs. The file may import its
-    neighbours. `roles` are those of `trace`, for `(fn, args)` only.
+    `(module, example_inputs)` for torch with an optional third dict of keyword inputs. A torch module may also stand
+    alone, as `entry` or as `model`, beside its example `inputs`. The file may import its neighbours. `roles` are those
+    of `trace`, for `(fn, args)` only; `options` those of `from_torch`, for torch modules only: with `train` the step
+    minimises the file's `loss`, a function of the output, and of its `targets` if it has any.
 
     Raises `UserError` if the file is missing, raises, or offers something else.
     """
@@ -109,7 +124,17 @@ def load_program(path: str | Path, entry: str = "program", roles: Roles | None =
     if not file.is_file():
         raise UserError(f"there is no file `{path}`; give the path of a Python file that offers `{entry}`.")
     with _beside(file):
-        offered = _offered(_run(file), file, entry)
+        module = _run(file)
+        offered = _called(_offered(module, file, entry), file, entry)
+        pair = _module_and_inputs(offered, module, file)
+        if pair is not None:
+            _no_roles(roles, file, entry)
+            return _from_torch(pair, module, file, dict(options or {}))
+        if options:
+            raise UserError(
+                f"{_flags(list(options))} only apply to `hf:CONFIG` and to torch modules; `{entry}` in `{file}` says "
+                "itself what it runs."
+            )
         return _as_program(offered, file, entry, roles)
 
 
@@ -131,6 +156,8 @@ def _run(file: Path) -> ModuleType:
 def _offered(module: ModuleType, file: Path, entry: str) -> Any:
     if hasattr(module, entry):
         return getattr(module, entry)
+    if entry == "program" and _is_module(getattr(module, "model", None)):
+        return module.model
     names = sorted(
         key
         for key, value in vars(module).items()
@@ -142,28 +169,63 @@ def _offered(module: ModuleType, file: Path, entry: str) -> Any:
     )
 
 
-def _as_program(offered: Any, file: Path, entry: str, roles: Roles | None) -> Program:
-    if callable(offered) and not isinstance(offered, Program) and not _is_module(offered):
-        try:
-            offered = offered()
-        except UserError:
-            raise
-        except (Exception, SystemExit) as error:  # the user's own code runs here
-            raise UserError(f"`{entry}()` in `{file}` raised {_place(error, file)}.") from error
-    if isinstance(offered, (tuple, list)) and len(offered) == 2 and callable(offered[0]) and not _is_module(offered[0]):
-        return trace(offered[0], offered[1], name=file.stem, roles=roles)
+def _called(offered: Any, file: Path, entry: str) -> Any:
+    """What a function in the file returns; anything else as it is."""
+    if not callable(offered) or isinstance(offered, Program) or _is_module(offered):
+        return offered
+    try:
+        return offered()
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's own code runs here
+        raise UserError(f"`{entry}()` in `{file}` raised {_place(error, file)}.") from error
+
+
+def _module_and_inputs(offered: Any, module: ModuleType, file: Path) -> tuple[Any, Any, Any] | None:
+    """A torch module, its example inputs and keyword inputs; None if something else is offered."""
+    if isinstance(offered, (tuple, list)) and len(offered) in (2, 3) and _is_module(offered[0]):
+        return offered[0], offered[1], offered[2] if len(offered) == 3 else {}
+    if not _is_module(offered):
+        return None
+    if not hasattr(module, "inputs"):
+        raise UserError(
+            f"`{file}` has a torch module without example inputs: define `inputs`, a tensor or a tuple of them (on the "
+            "meta device if you like), or `program = (module, inputs)`."
+        )
+    return offered, module.inputs, {}
+
+
+def _from_torch(pair: tuple[Any, Any, Any], module: ModuleType, file: Path, options: dict[str, Any]) -> Program:
+    from autoshard.program._torch import from_torch
+
+    loss, targets = getattr(module, "loss", None), getattr(module, "targets", None)
+    if not options.get("train"):
+        training = [key for key in ("optimizer", "state_dtype", "remat") if key in options]
+        if training:
+            raise UserError(f"{_flags(training)} only apply to training; add `--train`, or leave them out.")
+        return from_torch(*pair, name=file.stem, **options)
+    if not callable(loss):
+        raise UserError(
+            f"`--train` needs a loss, and `{file}` has none: define `loss(output)` in it, or `targets` and "
+            "`loss(output, targets)`; or let `program` be autoshard.program.from_torch(module, inputs, train=True, "
+            "loss=...)."
+        )
+    return from_torch(*pair, name=file.stem, loss=loss, targets=targets, **options)
+
+
+def _no_roles(roles: Roles | None, file: Path, entry: str) -> None:
     if roles is not None:
         raise UserError(
             f"`--roles` is for modules in files and for `(function, arguments)`; `{entry}` in `{file}` is neither."
         )
+
+
+def _as_program(offered: Any, file: Path, entry: str, roles: Roles | None) -> Program:
+    if isinstance(offered, (tuple, list)) and len(offered) == 2 and callable(offered[0]) and not _is_module(offered[0]):
+        return trace(offered[0], offered[1], name=file.stem, roles=roles)
+    _no_roles(roles, file, entry)
     if isinstance(offered, Program):
         return offered
-    if isinstance(offered, (tuple, list)) and len(offered) in (2, 3):
-        if _is_module(offered[0]):
-            from autoshard.program._torch import from_torch
-
-            kwargs = offered[2] if len(offered) == 3 else {}
-            return from_torch(offered[0], offered[1], kwargs, name=file.stem)
     found = (
         f"{type(offered).__name__} of {len(offered)}" if isinstance(offered, (tuple, list)) else type(offered).__name__
     )

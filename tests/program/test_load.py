@@ -107,6 +107,51 @@ def test_sentences_for_bad_sources(text, options, sentence):
         open_source(text, **options)
 
 
+TORCH = "import torch\nmodel = torch.nn.Linear(8, 2, device='meta')\n"
+META = "inputs = torch.empty(4, 8, device='meta')\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "state"),
+    [
+        ("def loss(output):\n    return (output**2).mean()\n" + META, "mu."),
+        ("program = model, torch.empty(4, 8)\ndef loss(output):\n    return output.sum()\n", "mu."),
+        (
+            "def program():\n    return model\n" + META + "targets = torch.empty(4, 2, device='meta')\n"
+            "loss = torch.nn.functional.mse_loss\n",
+            "targets",
+        ),
+    ],
+)
+def test_a_torch_module_in_a_file_becomes_a_training_step(tmp_path, body, state):
+    file = str(_write(tmp_path, TORCH + body))
+    program = open_source(file, train=True, optimizer="adamw", state_dtype="bfloat16")
+    assert program.training and program.results[-1].shape == ()
+    assert any(state in argument.name for argument in program.arguments)
+    assert {a.dtype for a in program.arguments if a.role == "optimizer_state" and a.shape} == {"bfloat16"}
+    assert not any("No loss was given" in note for note in program.notes)
+    assert not open_source(file).training
+
+
+@pytest.mark.parametrize(
+    ("body", "options", "sentence"),
+    [
+        (
+            TORCH + META,
+            {"train": True},
+            r"`--train` needs a loss, and `.*` has none: define `loss\(output\)`",
+        ),
+        (TORCH + META, {"optimizer": "sgd"}, r"`--optimizer` only apply to training; add `--train`"),
+        (TORCH, {}, r"has a torch module without example inputs: define `inputs`"),
+        (JAX + "program = (lambda x: x), (X,)\n", {"train": True}, r"`--train` only apply to `hf:CONFIG` and to torch"),
+        (TORCH + META, {"train": True, "seq": 8}, r"`--seq` only apply to `hf:CONFIG`"),
+    ],
+)
+def test_sentences_for_training_a_file(tmp_path, body, options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        open_source(str(_write(tmp_path, body)), **options)
+
+
 def test_options_of_configurations_do_not_apply_to_files(tmp_path):
     file = _write(tmp_path, "x = 1\n")
     with pytest.raises(UserError, match="`--batch` only apply to `hf:CONFIG`"):
