@@ -288,6 +288,23 @@ def test_a_profile_stands_beside_the_prediction(folder: Path):
         ("plan step.py --topology cpu:8 --entry nothing", "`step.py` offers no `nothing`; it has "),
         ("plan step.py --topology v5x:4x4", "unknown chip 'v5x'; did you mean "),
         ("plan step.py --topology cpu:8 --mesh data=3", "mesh data=3 = 3, but cpu:8 has 8 devices; they must be equal"),
+        # Refused before anything is traced: `fails` raises.
+        ("plan step.py --entry fails --topology v5e:3x3", "v5e has no shape 3x3; it has 1x1, 2x2"),
+        ("plan step.py --entry fails --topology cpu:8 --mesh data=3", "mesh data=3 = 3, but cpu:8 has 8 devices"),
+        ("plan step.py --entry fails --topology cpu:8 --mesh a=2,a=4", "names the axis a twice"),
+        ("compare step.py --entry fails --topology cpu:8 --mesh data=-8", "'data=-8' is not an axis"),
+        ("measure step.py --entry fails --topology cpu:8 --mesh 0,8", "'0' is not an axis"),
+        ("refine step.py --entry fails --topology cpu:8 --mesh data=2", "mesh data=2 = 2, but cpu:8 has 8 devices"),
+        ("sweep step.py --entry fails --topology cpu:8 --mesh data=2", "mesh data=2 = 2, but cpu:8 has 8 devices"),
+        (
+            "plan step.py --entry fails --topology cpu:8 --mesh data=8 --pin x=tensor,-",
+            "--pin x=tensor,None names the axis `tensor`, but the mesh has data=8",
+        ),
+        (
+            "plan step.py --entry fails --topology cpu:8 --mesh data=8 --axis-only tensor=batch",
+            "--axis-only tensor=batch names the axis `tensor`, but the mesh has data=8",
+        ),
+        ("plan step.py --topology cpu:8 --train", "`--train` only apply to `hf:CONFIG` and to torch modules"),
         ("plan step.py --topology cpu:8 --batch 8", "`--batch` only apply to `hf:CONFIG`"),
         ("plan step.py --topology cpu:8 --serve decode", "`--serve` only apply to `hf:CONFIG`"),
         ("plan step.py --topology cpu:8 --roles paras=parameter", "roles: no argument is called `paras` or starts"),

@@ -117,13 +117,14 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
     plan = load_plan(arguments.plan) if arguments.plan else None
     topology = Topology.parse(plan.topology if plan else arguments.topology)
     start_devices(topology)
+    options = plan_options(arguments) if plan is None else {}
     with show_progress(arguments) as progress:
         program = open_program(arguments, progress)
         if plan is None:
-            plan = make_plan(program, **plan_options(arguments), progress=progress).plan
+            plan = make_plan(program, **options, progress=progress).plan
         progress("Running the planned step" + (" and the unplanned one" if arguments.check else ""))
-        options = {name: getattr(arguments, name) for name in ("steps", "check", "tolerance", "profile")}
-        result = measure(program, plan, **options, timed_collectives=PROFILED_STEPS)
+        running = {name: getattr(arguments, name) for name in ("steps", "check", "tolerance", "profile")}
+        result = measure(program, plan, **running, timed_collectives=PROFILED_STEPS)
     from autoshard.report import measurement_report
 
     figures = measurement_figures(result)
@@ -170,9 +171,10 @@ def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
     from autoshard.report import Row, candidates, comparison_figures, comparison_report
 
     rows = []
+    options = plan_options(arguments)
     with show_progress(arguments) as progress:
         program = open_program(arguments, progress, arguments.topology)
-        made = make_plan(program, **plan_options(arguments), candidates=arguments.candidates, progress=progress)
+        made = make_plan(program, **options, candidates=arguments.candidates, progress=progress)
         run = arguments.compile or arguments.measure
         for name, plan, holds in candidates(made.plan, made.baseline_plans, run, made.candidates):
             compiled = measured = None

@@ -73,12 +73,14 @@ def start_devices(topology: "Topology") -> None:
 
 
 def plan_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    from autoshard.plan import parameter_specs, read_asked
+    """What `make_plan` takes; what cannot be for any program is refused here, before one is traced."""
+    from autoshard.plan import check_request, parameter_specs, read_asked
 
     names = ("topology", "mesh", "memory_limit", "time_limit", "seed", "save_problem", "refine_axes", "calibration")
     pairs = {flag: _merged(flag, getattr(arguments, flag)) for flag in ("pin", "forbid", "axis_only")}
     others = parameter_specs(arguments.pin_from) if arguments.pin_from is not None else None
     asked = read_asked(pairs["pin"], arguments.replicate, pairs["forbid"], pairs["axis_only"], others)
+    check_request(arguments.topology, arguments.mesh, asked)
     return {name: getattr(arguments, name, None) for name in names} | {"asked": asked}
 
 

@@ -69,6 +69,9 @@ def make_mesh(topology: Topology, sizes: Mapping[str, int], network: Mapping[str
 
     Raises: UserError for an empty mesh, a size below 1, a product that is not the number of devices.
     """
+    for name, size in sizes.items():
+        if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, (int, np.integer)):
+            raise UserError(f"mesh axis {name}={size!r} is not a name with a whole number, such as data=8")
     frozen = None if network is None else tuple(network.items())
     return _make_mesh(topology, tuple(sizes.items()), frozen)
 

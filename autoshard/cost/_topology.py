@@ -63,6 +63,8 @@ class Topology:
 
         Raises: UserError for an unknown chip, slice or shape; it says what is near or what exists.
         """
+        if not isinstance(text, str):
+            raise UserError(f"the topology is a {type(text).__name__}, expected text such as 'v5e:4x4' or 'cpu:8'")
         match = re.fullmatch(r"([^:*]+)(?::([0-9x]+)(_twisted|_untwisted)?)?(?:\*([0-9]+))?", text.strip())
         if match is None or (match[2] is None and "-" not in match[1]):
             raise UserError(

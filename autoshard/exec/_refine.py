@@ -23,7 +23,7 @@ from autoshard.cost import (
 )
 from autoshard.errors import UserError
 from autoshard.exec._judge import Judging, Seen, judge_of
-from autoshard.plan import Asked, Plan, PlanResult, make_plan, plan_bills, plan_digest
+from autoshard.plan import Asked, Plan, PlanResult, check_request, make_plan, plan_bills, plan_digest
 from autoshard.program import Program, lift_constraints, open_source
 from autoshard.units import format_seconds
 
@@ -103,6 +103,7 @@ def refine(
     if plans < 1 or rounds < 1:
         raise UserError(f"refine: {plans} plans in {rounds} rounds; at least 1 plan and 1 round are needed.")
     parsed = Topology.parse(topology)
+    check_request(topology, mesh, asked)
     judging = judge_of(judge, parsed, steps, compile_limit)
     if judging.name == "measure":
         from autoshard.exec._devices import ensure_devices

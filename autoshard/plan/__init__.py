@@ -20,6 +20,7 @@ from autoshard.plan._explain import explain_plan as explain_plan
 from autoshard.plan._explain import explanation_figures as explanation_figures
 from autoshard.plan._explain import reopen as reopen
 from autoshard.plan._make import PlanResult as PlanResult
+from autoshard.plan._make import check_request as check_request
 from autoshard.plan._make import make_plan as make_plan
 from autoshard.plan._notation import hlo_sharding as hlo_sharding
 from autoshard.plan._notation import mesh_split as mesh_split

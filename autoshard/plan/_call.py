@@ -58,14 +58,15 @@ def plan(
     the memory limit.
     """
     from autoshard.crew import Crew, helpers_here
-    from autoshard.plan import make_plan, parameter_specs, read_asked
+    from autoshard.plan import check_request, make_plan, parameter_specs, read_asked
     from autoshard.program import lift_constraints, open_source
 
+    asked = read_asked(pins, replicate, forbid, axis_only, None if pin_from is None else parameter_specs(pin_from))
+    check_request(topology, mesh, asked)
     if isinstance(program, str):
         program = open_source(program)
     if ignore_constraints:
         program = lift_constraints(program)
-    asked = read_asked(pins, replicate, forbid, axis_only, None if pin_from is None else parameter_specs(pin_from))
     with Crew(helpers_here(), "autoshard.plan._warm:ready", PATIENCE_S) as crew:
         return make_plan(
             program,

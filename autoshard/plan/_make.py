@@ -9,7 +9,7 @@ from pathlib import Path
 from autoshard.cost import Fit, Mesh, Topology, learned_fit, load_calibration, make_mesh, parse_mesh, said_of_fit
 from autoshard.crew import Crew
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.plan._asked import Asked
+from autoshard.plan._asked import Asked, check_axes
 from autoshard.plan._demands import check_regions, program_mesh
 from autoshard.plan._infeasible import explain_infeasible
 from autoshard.plan._meshes import MeshSearch
@@ -56,6 +56,17 @@ def given_mesh(
     if mesh is None:
         return None
     return make_mesh(topology, parse_mesh(mesh) if isinstance(mesh, str) else mesh)
+
+
+def check_request(topology: str, mesh: str | Mapping[str, int] | None, asked: Asked | None = None) -> None:
+    """Refuse what no program can be planned for, before one is traced.
+
+    Raises `UserError` for a topology that does not exist, a mesh that cannot be laid on it, and something asked for
+    with an axis that the mesh does not have, where the mesh is known without the program.
+    """
+    given = given_mesh(Topology.parse(topology), mesh)
+    if given is not None and asked is not None:
+        check_axes(asked, given)
 
 
 def make_plan(

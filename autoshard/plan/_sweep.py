@@ -14,7 +14,7 @@ import autoshard
 from autoshard.cost import Topology, learned_fit, said_of_fit
 from autoshard.errors import UserError
 from autoshard.files import write_whole
-from autoshard.plan._make import make_plan
+from autoshard.plan._make import check_request, make_plan
 from autoshard.program import Program, load_rules, open_source
 
 
@@ -79,6 +79,9 @@ class SweepTask:
         """A row for each topology; one that cannot be planned says why."""
         named = dict(self.options)
         blank = SweepRow("", named.get("batch"), named.get("remat"))
+        why = {each: _impossible(each, dict(self.planning).get("mesh")) for each in self.topologies}
+        if all(why.values()):
+            return [dataclasses.replace(blank, topology=each, failed=text) for each, text in why.items()]
         try:
             if self.rules is not None:
                 load_rules(self.rules)
@@ -115,6 +118,15 @@ class SweepTask:
         return json.dumps(said, sort_keys=True)
 
 
+def _impossible(topology: str, mesh: Any) -> str:
+    """Why no program can be planned for a topology and a mesh; empty if one may."""
+    try:
+        check_request(topology, mesh)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def run_task(task: SweepTask) -> list[SweepRow]:
     """`task.run`, as a function that a worker process can import."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -144,12 +156,15 @@ def sweep(
     are made, and taken from it when the same sweep, or a larger one, is run again. With `kept` traced programs and
     their ops come from the cache on disk where they are there.
 
-    Raises `UserError` for a topology that does not exist or a file of another kind; what fails in one row is said in
-    that row.
+    Raises `UserError` for a topology that does not exist, a mesh that no topology of the list has, or a file of another
+    kind; what fails in one row is said in that row.
     """
     known = _read(path)
     say = progress or (lambda line: None)
     names = [Topology.parse(topology).name for topology in topologies]
+    why = [_impossible(name, (planning or {}).get("mesh")) for name in names]
+    if why and all(why):
+        raise UserError(why[0])
     base = {key: value for key, value in (options or {}).items() if value is not None}
     rows: dict[tuple[str, int, int], SweepRow] = {}
     tasks: list[tuple[SweepTask, int, int]] = []
