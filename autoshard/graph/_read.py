@@ -16,6 +16,7 @@ from autoshard.graph._halos import windowed_rule
 from autoshard.graph._hosted import placement_kind
 from autoshard.graph._loops import BRANCHING, read_branches, read_while
 from autoshard.graph._manual import COLLECTIVES, same_rule
+from autoshard.graph._offsets import offsets
 from autoshard.graph._opaque import read_opaque
 from autoshard.graph._reading import Reading
 from autoshard.graph._records import Constraint, Halo, Op, OpClass, OpGraph
@@ -126,6 +127,7 @@ class _Reader(Reading):
                 self.without_rule.append(op_id)
         if kind in _CUTS and all(name in op.attributes for name in _CUTS[kind]):
             self.cuts[op_id] = tuple(_integers(str(op.attributes[name])) for name in _CUTS[kind])
+        moved = offsets(kind, rule, self.cuts[op_id], halos) if op_id in self.cuts else ()
         zeros = str(op.attributes["lhs_dilation"]).partition(":")[2] if "lhs_dilation" in op.attributes else ""
         dilation = math.prod(int(n) for n in re.findall(r"\d+", zeros))
         flops = opaque.flops if opaque else op_flops(kind, rule, takes, gives, dilation)
@@ -134,7 +136,8 @@ class _Reader(Reading):
         self.ops.append(
             Op(
                 op_id, number, kind, op_class, operands, results, rule, loop, flops, name, numbers, groups,
-                self.manual, opaque=opaque, halos=halos, line="" if op_class is OpClass.FREE else mlir.code_line(op),
+                self.manual, opaque=opaque, halos=halos, offsets=moved,
+                line="" if op_class is OpClass.FREE else mlir.code_line(op),
             )
         )  # fmt: skip
 

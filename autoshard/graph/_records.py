@@ -121,6 +121,8 @@ class Op:
 
     halos: tuple[Halo, ...] = ()
     """Factors along which windows reach into neighbouring shards, in the order in which halos are exchanged."""
+    offsets: tuple[tuple[int, int], ...] = ()
+    """Of a slice or pad: (factor, where the result begins in the operand) for dims that it cuts or lengthens."""
     line: str = ""
     """Where the user's own code asks for it, `model.py:12`; may be empty."""
 

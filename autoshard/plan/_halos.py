@@ -107,3 +107,55 @@ def halo_exchanges(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) 
                     step = Inner("collective-permute", group, np.where(same, rows * reach, 0.0), (shards - 1) / shards)
                     found += [step] * times
     return found
+
+
+def near_shifts(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> NDArray[np.bool_]:
+    """States in which no shard of a slice's or pad's result reaches past the next shards of its operand."""
+    near = np.ones(len(states), dtype=bool)
+    for factor, places in op.offsets:
+        before, after = _lengths(graph, op, factor)
+        parts = _shards(states, factor, axes).astype(np.int64)
+        reach = {int(p): max(_reaches(before, after, places, int(p))) <= -(-before // int(p)) for p in set(parts)}
+        near &= np.array([reach[int(p)] for p in parts], dtype=bool)
+    return near
+
+
+def shifts(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> list[Inner]:
+    """The permutes of a slice or pad of dims that are split: what lies past the edges of the shards, for each dim."""
+    found: list[Inner] = []
+    if not op.offsets:
+        return found
+    record = graph.tensors[op.operands[0]]
+    size = local_elements(states, _sizes(graph, op), axes) * (record.bytes // max(1, record.elements))
+    for factor, places in op.offsets:
+        before, after = _lengths(graph, op, factor)
+        on_factor = states == factor
+        rows = size / np.ceil(before / _shards(states, factor, axes))
+        for used in np.unique(on_factor, axis=0):
+            group = tuple(np.flatnonzero(used).tolist())
+            parts = math.prod(axes[a] for a in group)
+            for reach in _reaches(before, after, places, parts):
+                if reach:
+                    crossing = np.where((on_factor == used).all(axis=1), rows * reach, 0.0)
+                    found.append(Inner("collective-permute", group, crossing, (parts - 1) / parts))
+    return found
+
+
+def _reaches(before: int, after: int, places: int, parts: int) -> tuple[int, int]:
+    """Elements that a shard wants of the shards before it and after it, at most.
+
+    Of `before` elements, those from number `places` on (before the first if negative) become `after`, both in `parts`
+    shards of equal length, the last ones shorter. XLA exchanges as many with every shard.
+    """
+    own, new = -(-before // parts), -(-after // parts)
+    left = max((k * (own - new) - places for k in range(1, parts)), default=0)
+    right = max((k * (new - own) + places for k in range(1, parts)), default=0)
+    return max(0, left), max(0, right)
+
+
+def _lengths(graph: OpGraph, op: Op, factor: int) -> tuple[int, int]:
+    """Elements of a factor's dim in the first operand and in the result."""
+    assert op.rule is not None
+    sides = (op.operands[0], op.rule.operands[0]), (op.results[0], op.rule.results[0])
+    before, after = (graph.tensors[tensor].shape[dims.index((factor,))] for tensor, dims in sides)
+    return before, after

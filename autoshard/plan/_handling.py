@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autoshard.graph import FactorKind, Op, OpGraph
-from autoshard.plan._halos import Inner, halo_exchanges
+from autoshard.plan._halos import Inner, halo_exchanges, shifts
 from autoshard.plan._states import States, local_elements
 
 
@@ -29,6 +29,8 @@ class Handling(enum.StrEnum):
     """Every device has a partial result; all of them are gathered and combined (reductions of several values)."""
     HALO = "halo"
     """Shards borrow what their windows reach into from their neighbours; done by a manual region, not by XLA."""
+    SHIFT = "shift"
+    """A slice or pad moves the elements at the edges of shards to the next one: XLA's own exchange of halos."""
     SWAP = "swap"
     """Shards change places in one collective-permute."""
     WHOLE = "whole"
@@ -80,6 +82,10 @@ def _called_by_hand(graph: OpGraph, op: Op, factor: int) -> bool:
     return bool(op.manual) and op.opaque is not None and op.opaque.on_shards
 
 
+def _moves_by_little(graph: OpGraph, op: Op, factor: int) -> bool:
+    return factor in dict(op.offsets)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
     """One exception; the first row that fits a factor decides."""
@@ -99,9 +105,11 @@ _ROWS = (
     Row("*", None, Handling.WHOLE, _called_by_hand),
     Row("dynamic_update_slice", FactorKind.PARALLEL, Handling.WHOLE, _writes_a_part),
     Row("fft", None, Handling.WHOLE, backend="cpu"),
+    Row("pad", FactorKind.PERMUTATION, Handling.SHIFT, _moves_by_little),
     Row("reduce", FactorKind.REDUCTION, Handling.COLLECT, _of_several),
     Row("reverse", FactorKind.PERMUTATION, Handling.SWAP),
     Row("rotate", FactorKind.PERMUTATION, Handling.SWAP),
+    Row("slice", FactorKind.PERMUTATION, Handling.SHIFT, _moves_by_little),
     Row("top_k", None, Handling.WHOLE, backend="cpu"),
 )
 
@@ -138,7 +146,7 @@ def inner_collectives(graph: OpGraph, op: Op, states: States, axes: Sequence[int
     for factor in range(len(op.rule.sizes)):
         if handling(graph, op, factor, backend) is Handling.SWAP:
             found += _swaps(graph, op, factor, states, axes)
-    return found + halo_exchanges(graph, op, states, axes)
+    return found + halo_exchanges(graph, op, states, axes) + shifts(graph, op, states, axes)
 
 
 def _swaps(graph: OpGraph, op: Op, factor: int, states: States, axes: Sequence[int]) -> list[Inner]:

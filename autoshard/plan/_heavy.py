@@ -7,7 +7,7 @@ import numpy as np
 
 from autoshard.cost import Compute
 from autoshard.graph import IN, MATMULS, OUT, FactorKind, Op, OpGraph, Rule
-from autoshard.plan._halos import even_halos, extended_elements
+from autoshard.plan._halos import even_halos, extended_elements, near_shifts
 from autoshard.plan._handling import whole_factors
 from autoshard.plan._residency import Residency
 from autoshard.plan._states import PARTIAL, WHOLE, Seconds, States, enumerate_states, local_elements, relabel
@@ -26,7 +26,7 @@ def heavy_states(graph: OpGraph, op: Op, axes: Sequence[int], backend: str) -> S
         return np.full((1, len(axes)), WHOLE, dtype=np.int64)
     even = op.opaque is not None and op.opaque.on_shards
     states = enumerate_states(op.rule.sizes, axes, whole_factors(graph, op, backend), even)
-    return states[even_halos(op, states, axes)]
+    return states[even_halos(op, states, axes) & near_shifts(graph, op, states, axes)]
 
 
 def heavy_seconds(

@@ -57,8 +57,8 @@ class Case:
 
 
 P, R, N, M = FactorKind.PARALLEL, FactorKind.REDUCTION, FactorKind.NEED_REPLICATION, FactorKind.PERMUTATION
-LOCAL, SUM, COLLECT, SWAP, GATHERED = (
-    Handling.LOCAL, Handling.SUM, Handling.COLLECT, Handling.SWAP, Handling.WHOLE,
+LOCAL, SUM, COLLECT, SHIFT, SWAP, GATHERED = (
+    Handling.LOCAL, Handling.SUM, Handling.COLLECT, Handling.SHIFT, Handling.SWAP, Handling.WHOLE,
 )  # fmt: skip
 
 
@@ -136,6 +136,12 @@ CASES = [
     Case("roll's gradient", "rotate", rolled_back, (f32(16, 16),), 0, 0, M, SWAP),
     Case("reverse, along", "reverse", lambda x: lax.rev(x, (1,)), (X,), 0, 1, M, SWAP),
     Case("reverse, across", "reverse", lambda x: lax.rev(x, (1,)), (X,), 0, 0, P, LOCAL),
+    Case("slice, begin", "slice", lambda x: x[:, 8:], (X,), 0, 1, M, SHIFT),
+    Case("slice, end", "slice", lambda x: x[:, :-8], (X,), 0, 1, M, SHIFT),
+    Case("slice, both", "slice", lambda x: x[:, 3:-5], (X,), 0, 1, M, SHIFT),
+    Case("slice, across", "slice", lambda x: x[:, 3:-5], (X,), 0, 0, P, LOCAL),
+    Case("pad, begin", "pad", lambda x: jnp.pad(x, ((0, 0), (8, 0))), (f32(16, 56),), 0, 1, M, SHIFT),
+    Case("pad, both", "pad", lambda x: jnp.pad(x, ((0, 0), (3, 5))), (f32(16, 56),), 0, 1, M, SHIFT),
     Case("top_k, along", "top_k", lambda x: lax.top_k(x, 8), (X,), 0, 1, N, GATHERED),
     Case("top_k, across", "top_k", lambda x: lax.top_k(x, 8), (X,), 0, 0, P, GATHERED),
     Case("maximum of each row", "reduce", lambda x: x.max(1), (X,), 0, 1, R, SUM),
@@ -191,7 +197,7 @@ def wire_of_collectives(program: Program, graph: OpGraph, op: Op, factor: int) -
 def predicted(graph: OpGraph, op: Op, factor: int) -> dict[str, int]:
     assert op.rule is not None
     collectives, state = Collectives(MESH), np.array([[factor]])
-    steps = [(i.kind, i.size[0]) for i in inner_collectives(graph, op, state, [8], "cpu")]
+    steps = [(i.kind, i.size[0] * i.senders) for i in inner_collectives(graph, op, state, [8], "cpu")]
     for r, tensor in enumerate(op.results):
         left = result_states(op, state, r)
         record = graph.tensors[tensor]
