@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.plan import Plan, Spec
+from autoshard.plan import Plan, Spec, spec_text
 
 
 def other_program(plan: Plan) -> str:
@@ -81,7 +81,7 @@ def check_even(plan: Plan, what: str, shape: Sequence[int], spec: Spec) -> None:
         parts = math.prod(plan.mesh[axis] for axis in axes)
         if size % parts:
             raise UserError(
-                f"{what} of shape {list(shape)} cannot be split by {spec}: dim {dim} has {size} elements, "
+                f"{what} cannot be split as {spec_text(spec, shape)}: dim {dim} has {size} elements, "
                 f"which {' x '.join(axes)} = {parts} does not divide."
             )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard.exec._collectives import CompiledCollective
-from autoshard.plan import Plan, Spec
+from autoshard.plan import Plan, Spec, spec_text
 from autoshard.program import Program
 
 
@@ -217,7 +217,7 @@ def _shared(name: str, tail: str) -> int:
 
 
 def _specs(reshard: dict[str, Any]) -> tuple[str, str]:
-    before, after = str(Spec(reshard["before"])), str(Spec(reshard["after"]))
+    before, after = (spec_text(Spec(reshard[side]), reshard["shape"]) for side in ("before", "after"))
     if reshard.get("summed"):
         before += f" not yet summed over {', '.join(reshard['summed'])}"
     return before, after

@@ -45,6 +45,7 @@ from autoshard.plan._rebuild import validate_published as validate_published
 from autoshard.plan._spec import Spec as Spec
 from autoshard.plan._spec import axis_words as axis_words
 from autoshard.plan._spec import mesh_words as mesh_words
+from autoshard.plan._spec import spec_text as spec_text
 from autoshard.plan._stacks import is_stacked as is_stacked
 from autoshard.plan._stacks import layer_pattern as layer_pattern
 from autoshard.plan._store import load_plan as load_plan

@@ -19,7 +19,7 @@ from autoshard.errors import UserError
 from autoshard.plan._demands import Demand, allowed_states, checked_dims, mesh_text
 from autoshard.plan._groups import Groups, tensor_groups
 from autoshard.plan._model import Model
-from autoshard.plan._spec import Spec
+from autoshard.plan._spec import Spec, parse_spec_text
 from autoshard.plan._states import WHOLE
 from autoshard.program import Role
 
@@ -37,6 +37,8 @@ class Pinned:
     pattern: str
     dims: tuple[tuple[str, ...] | None, ...]
     said: str
+    sizes: tuple[int | None, ...] | None = None
+    """Sizes of the dims where they were written too, None for one that was not."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +86,10 @@ def read_asked(
 
     `pin_from` are specs of another plan, by exact name. Raises `UserError` for what cannot be read.
     """
-    found = [Pinned(pattern, _dims(pattern, spec), _said(pattern, spec)) for pattern, spec in (pins or {}).items()]
+    found = [
+        Pinned(pattern, _dims(pattern, spec), _said(pattern, spec), _sizes(spec))
+        for pattern, spec in (pins or {}).items()
+    ]
     found += [Pinned(name, spec.dims, _said(name, spec)) for name, spec in (pin_from or {}).items()]
     return Asked(
         tuple(found),
@@ -99,7 +104,14 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(part.strip() for part in parts if part.strip())
 
 
+def _sizes(spec: Any) -> tuple[int | None, ...] | None:
+    sized = parse_spec_text(spec) if isinstance(spec, str) else None
+    return None if sized is None else tuple(size for size, _ in sized)
+
+
 def _said(pattern: str, spec: Any) -> str:
+    if isinstance(spec, str) and _sizes(spec) is not None:
+        return f"--pin {pattern}={spec.strip()}"
     entries = ["?" if axes is None else "+".join(axes) or "None" for axes in _dims(pattern, spec)]
     return f"--pin {pattern}={','.join(entries)}"
 
@@ -107,11 +119,14 @@ def _said(pattern: str, spec: Any) -> str:
 def _dims(pattern: str, spec: Any) -> tuple[tuple[str, ...] | None, ...]:
     if isinstance(spec, Spec):
         return spec.dims
+    sized = parse_spec_text(spec) if isinstance(spec, str) else None
+    if sized is not None:
+        return tuple(axes for _, axes in sized)
     entries = spec.strip().strip("[]()").split(",") if isinstance(spec, str) else spec
     if not isinstance(entries, Iterable):
         raise UserError(
-            f"the pin of `{pattern}` is {spec!r}; write an entry for each dim, such as 'model,None', with `+` between "
-            "axes that split one dim and `?` for a dim that is left free."
+            f"the pin of `{pattern}` is {spec!r}; write it as reports do ('4096/data x 14336'), or an entry for each "
+            "dim, such as 'model,None', with `+` between axes that split one dim and `?` for a dim that is left free."
         )
     return tuple(_entry(entry) for entry in entries)
 
@@ -233,6 +248,12 @@ class _Requirements:
                 f"{pin.said} has {len(pin.dims)} dims, but {name} of shape {list(shape)} has {len(shape) - stacked}"
                 f"{more}: write an entry for each, None for a whole dim, ? for one that is left free."
             )
+        for size, own in zip(pin.sizes or (), shape[missing:], strict=False):
+            if size not in (None, own):
+                raise UserError(
+                    f"{pin.said} is for a dim of {size}, but {name} of shape {list(shape)} has {own} there: write its "
+                    "own sizes, or * for any."
+                )
         words = len(self.model.graph.tensors[tensor].shape) - len(shape)
         entries = ((),) * missing + pin.dims
         dims = tuple(() if entry is None else self.axes(entry, pin.said) for entry in entries)

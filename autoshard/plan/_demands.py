@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from autoshard.cost import Mesh
 from autoshard.errors import UserError
 from autoshard.graph import AxisUse, Constraint, OpGraph, Structure
-from autoshard.plan._spec import Spec
+from autoshard.plan._spec import Spec, spec_text
 from autoshard.plan._states import WHOLE, States
 from autoshard.plan._tiles import tiled_axes
 
@@ -176,14 +176,14 @@ def check_regions(graph: OpGraph, mesh: Mesh) -> None:
 
 def said_by_program(graph: OpGraph) -> list[str]:
     """One line for each spec that the program fixes, in order; equal ones once."""
-    lines = [f"{c.where}: {_spec(c)}" for c in graph.constraints]
+    lines = [f"{c.where}: {_spec(graph, c)}" for c in graph.constraints]
     lines += [f"{r.where}: by hand over {', '.join(r.axes)}" for r in graph.regions]
     return list(dict.fromkeys(lines))
 
 
-def _spec(constraint: Constraint) -> str:
+def _spec(graph: OpGraph, constraint: Constraint) -> str:
     dims = tuple(tuple(use.name for use in dim) for dim in constraint.sharding.dims)
-    text = constraint.sharding.tiles or str(Spec(dims))
+    text = constraint.sharding.tiles or spec_text(Spec(dims), graph.tensors[constraint.tensor].shape)
     return f"{text}, more allowed on dims {_open(constraint)}" if any(constraint.sharding.open) else text
 
 

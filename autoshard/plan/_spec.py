@@ -50,6 +50,33 @@ def mesh_words(mesh: Mapping[str, int]) -> str:
     return ", ".join(made)
 
 
+_SIZED = re.compile(r"(\d+|\*)(?:/(.+))?")
+
+
+def spec_text(spec: "Spec", shape: Sequence[int] | None = None) -> str:
+    """A spec as reports print it and pins take it: `4096/data x 14336`, axes that split one dim as `4096/data/model`.
+
+    Where the sizes are not known, `*/data x *`; for a tensor without dims `scalar`.
+    """
+    sizes = ["*"] * len(spec.dims) if shape is None else [str(size) for size in shape]
+    dims = zip(sizes, spec.dims, strict=True)
+    return " x ".join("/".join((size, *axis_words(axes))) for size, axes in dims) or "scalar"
+
+
+def parse_spec_text(text: str) -> tuple[tuple[int | None, tuple[str, ...]], ...] | None:
+    """Size (None for `*`) and axes of every dim of what `spec_text` writes; None if the text is of another form."""
+    if text.strip() == "scalar":
+        return ()
+    found = [_SIZED.fullmatch(part.strip()) for part in re.split(r"\sx\s", text)]
+    if not all(found) or not ("/" in text or len(found) > 1 or text.strip().isdigit()):
+        return None
+    return tuple(
+        (None if match[1] == "*" else int(match[1]), tuple(match[2].split("/")) if match[2] else ())
+        for match in found
+        if match is not None
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spec:
     """Mesh axes that split each dim of one tensor, major axis first; `()` leaves a dim whole."""

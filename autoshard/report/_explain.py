@@ -6,7 +6,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan import Alternative, Explanation
+from autoshard.plan import Alternative, Explanation, spec_text
 from autoshard.report._names import clean
 from autoshard.units import format_bytes, format_seconds
 
@@ -23,9 +23,10 @@ HOW = {
 
 def explanation_report(found: Explanation) -> RenderableType:
     """What the tensor has, who fixed it, and every other spec with its price."""
-    shape = " x ".join(map(str, found.shape)) or "scalar"
     lines: list[RenderableType] = [
-        Text.assemble((clean(found.name), "bold"), f" ({found.role}, {shape}) is split ", (str(found.spec), "cyan"))
+        Text.assemble(
+            (clean(found.name), "bold"), f" ({found.role}) is split ", (spec_text(found.spec, found.shape), "cyan")
+        )
     ]
     if found.fixed:
         lines.append(Text(f"Fixed: {clean(found.fixed)}", style="yellow"))
@@ -40,7 +41,7 @@ def explanation_report(found: Explanation) -> RenderableType:
         table.add_column(column, justify="right" if right else "left", no_wrap=bool(right))
     for one in found.alternatives[: SHOWN + 1]:
         table.add_row(
-            Text(str(one.spec), style="cyan" if one.chosen else ""),
+            Text(spec_text(one.spec, found.shape), style="cyan" if one.chosen else ""),
             "-" if one.step_time_s is None else format_seconds(one.step_time_s),
             _delta(one),
             "-" if one.peak_bytes is None else format_bytes(one.peak_bytes),

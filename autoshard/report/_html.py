@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from autoshard.cost import Topology, make_mesh
 from autoshard.plan import Plan, Prediction, axis_words, mesh_words
 from autoshard.report._binding import what_binds, why_not
-from autoshard.report._diff import difference, figure_name, figure_text
+from autoshard.report._diff import difference, figure_name, figure_text, sent_text
 from autoshard.report._figures import best_baseline
 from autoshard.report._fixed import fixed_lines
 from autoshard.report._names import breakable, clean, readable
@@ -206,6 +206,9 @@ def _comparison(plan: Plan, other: Plan) -> dict[str, Any]:
         "different": len(found.specs),
         "shared": found.shared,
         "only": [len(found.only_first), len(found.only_second)],
+        "inside": found.inside[:DIFFERENCES],
+        "more_inside": max(len(found.inside) - DIFFERENCES, 0),
+        "collectives": [(kind, axes, sent_text(a), sent_text(b)) for kind, axes, a, b in found.collectives],
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from autoshard.cost import Topology
 from autoshard.errors import UserError
-from autoshard.plan import Plan, Prediction
+from autoshard.plan import Plan, Prediction, spec_text
 from autoshard.report._figures import tensor_bytes
 from autoshard.report._names import clean
 from autoshard.units import format_bytes, format_seconds
@@ -39,7 +39,7 @@ class NotebookView:
                     "role": plan.roles[name],
                     "shape": shape,
                     "dtype": dtype,
-                    "spec": str(spec),
+                    "spec": spec_text(spec, shape),
                     "shards": spec.shards(plan.mesh),
                     "bytes": tensor_bytes(shape, dtype),
                     "device_bytes": tensor_bytes(spec.local_shape(shape, plan.mesh), dtype),
@@ -133,7 +133,7 @@ class NotebookView:
                 labels = [f"{a.name} {i}" for a, i in zip(physical, outer, strict=False)]
                 cell.set_title(", ".join(labels), fontsize=8)
         parts = "every device holds all of it" if count == 1 else f"{count} parts on {len(part)} devices"
-        figure.suptitle(f"{clean(name, 60)} {spec}: {parts}", fontsize=10)
+        figure.suptitle(f"{clean(name, 60)} {spec_text(spec, plan.shapes[name])}: {parts}", fontsize=10)
         pyplot.close(figure)
         return figure
 

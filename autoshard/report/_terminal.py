@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan import Collective, Plan, Prediction, Spec, axis_words, mesh_words
+from autoshard.plan import Collective, Plan, Prediction, Spec, axis_words, mesh_words, spec_text
 from autoshard.report._binding import what_binds
 from autoshard.report._figures import best_baseline, tensor_bytes
 from autoshard.report._fixed import fixed_lines
@@ -141,13 +141,10 @@ def _parameters(plan: Plan, width: int) -> RenderableType | None:
 
 
 def _split_shape(shape: tuple[int, ...], spec: Spec) -> Text:
-    """`32 x 14336/model x 4096/data`."""
-    text = Text()
-    for index, (size, axes) in enumerate(zip(shape, spec.dims, strict=True)):
-        text.append(" x " if index else "").append(str(size))
-        if axes:
-            text.append("/" + "/".join(axis_words(axes)), style="cyan")
-    return text if shape else Text("scalar")
+    """`32 x 14336/model x 4096/data`, axes in colour."""
+    text = Text(spec_text(spec, shape))
+    text.highlight_regex(r"(?<=\d)/.*?(?= x |$)", "cyan")
+    return text
 
 
 def _bar(parts: list[tuple[float, str, str]], whole: float) -> Text:

@@ -7,11 +7,15 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.errors import UserError
-from autoshard.plan import PlanResult, Spec, make_plan, read_asked, save_plan
+from autoshard.plan import PlanResult, Spec, make_plan, read_asked, save_plan, spec_text
+from autoshard.plan._asked import parse_lines
+from autoshard.plan._spec import parse_spec_text
 from autoshard.program import Program, open_source
 from tests.plan.programs import two_matmuls
 
@@ -46,6 +50,30 @@ def test_a_pin_covers_the_dims_of_one_layer_and_the_rest_is_chosen() -> None:
 def test_specs_may_be_written_in_many_ways(spec: Any) -> None:
     (pin,) = read_asked({UP: spec}).pins
     assert pin.dims == (("model",), ()) and pin.said == f"--pin {UP}=model,None"
+
+
+@pytest.mark.parametrize("text", ["64/model x 32", "*/model x *", "4 x 64/model x 32", " 64/model  x  32 "])
+def test_what_reports_print_may_be_pinned(text: str) -> None:
+    (pin,) = read_asked({UP: text}).pins
+    assert pin.dims[-2:] == (("model",), ()) and pin.said == f"--pin {UP}={text.strip()}"
+    assert parse_lines([pin.said]) == read_asked({UP: text})
+
+
+def test_a_plan_is_what_its_own_printed_specs_pin() -> None:
+    free = planned().plan
+    printed = {name: spec_text(spec, free.shapes[name]) for name, spec in free.arguments.items() if free.shapes[name]}
+    assert planned(pins=printed).plan.arguments == free.arguments
+
+
+def test_sizes_of_another_tensor_are_refused() -> None:
+    with pytest.raises(UserError, match=r"=65/model x 32 is for a dim of 65, but .* has 64 there"):
+        planned(pins={UP: "65/model x 32"})
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.lists(st.sampled_from("abc"), unique=True, max_size=2)), max_size=4))
+def test_what_is_printed_is_read_again(dims: list[tuple[int, list[str]]]) -> None:
+    spec, shape = Spec(tuple(tuple(axes) for _, axes in dims)), [size for size, _ in dims]
+    assert parse_spec_text(spec_text(spec, shape)) == tuple(zip(shape, spec.dims, strict=True))
 
 
 def test_a_dim_may_be_left_free() -> None:

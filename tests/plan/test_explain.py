@@ -79,7 +79,7 @@ def test_the_file_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[
     figures = json.loads(capsys.readouterr().out)
     assert figures["spec"] == made.arguments["w.up"].to_json() and figures["alternatives"][0]["chosen"]
     assert main(["explain", str(tmp_path / "plan.json"), "up", "--quiet"]) == 0
-    assert "w.up (parameter, 512 x 2048) is split" in " ".join(capsys.readouterr().out.split())
+    assert "w.up (parameter) is split 512" in " ".join(capsys.readouterr().out.split())
     (tmp_path / "moved.py").write_text(SOURCE)
     (tmp_path / "model.py").unlink()
     moved = ["--program", str(tmp_path / "moved.py")]

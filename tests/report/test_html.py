@@ -206,7 +206,7 @@ def test_another_plan_beside_it(plan: Plan):
     )
     text = " ".join(Page(html_report(plan, compare=other)).text.split())
     assert "1 of 34 common arguments are split differently." in text
-    assert "lm_head.weight [model, data] [data, -]" in text
+    assert "lm_head.weight 128256/model x 4096/data 128256/data x 4096" in text
     assert "step time 3.22 s 3.47 s" in text
 
 

@@ -18,7 +18,7 @@ def test_the_table_has_a_row_for_every_argument(plan: Plan):
     frame = plan.to_frame()
     assert list(frame.index) == list(plan.arguments)
     row = frame.loc["model.layers.*.mlp.up_proj.weight"]
-    assert row["spec"] == "[-, model, data]"
+    assert row["spec"] == "32 x 14336/model x 4096/data"
     assert row["shards"] == 256
     assert row["bytes"] == 2 * 32 * 14336 * 4096
     assert row["device_bytes"] == row["bytes"] / 256

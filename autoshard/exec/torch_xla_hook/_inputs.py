@@ -6,7 +6,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook._marks import LiveMesh, partition
-from autoshard.plan import Spec
+from autoshard.plan import Spec, spec_text
 
 
 class PlannedInputs:
@@ -44,9 +44,9 @@ def inputs_by_shape(inputs: Mapping[str, tuple[tuple[int, ...], Spec]], mesh: Li
         other, held = known.setdefault(shape, (name, spec))
         if held != spec:
             raise UserError(
-                f"the inputs {other} and {name} are both of shape {list(shape)}, but the plan splits one as {held} and "
-                f"the other as {spec}: a loader cannot tell them apart in a nested batch; give it a flat dict, or pin "
-                "both to one spec."
+                f"the inputs {other} and {name} are both of shape {list(shape)}, but the plan splits one as "
+                f"{spec_text(held, shape)} and the other as {spec_text(spec, shape)}: a loader cannot tell them apart "
+                "in a nested batch; give it a flat dict, or pin both to one spec."
             )
 
     def find(tensor: Any) -> tuple[Spec, LiveMesh] | None:

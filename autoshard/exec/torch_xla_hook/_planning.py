@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from autoshard.exec.torch_xla_hook._capture import Capture
 from autoshard.exec.torch_xla_hook._marks import LiveMesh
-from autoshard.plan import Plan, Spec, make_plan, read_asked
+from autoshard.plan import Plan, Spec, make_plan, read_asked, spec_text
 from autoshard.program import Role
 
 
@@ -44,7 +44,7 @@ def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Sp
             notes.append(f"your own mark on {name}, {text}, is kept, but the mesh {mesh.sizes} cannot express it.")
         else:
             pins[name] = spec
-            notes.append(f"your own mark on {name}, {spec}, is kept.")
+            notes.append(f"your own mark on {name}, {spec_text(spec, shape)}, is kept.")
     axis_only: dict[str, tuple[str, ...]] = {}
 
     def make() -> Plan:
