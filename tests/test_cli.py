@@ -26,9 +26,9 @@ FLAGS = {
     "compile": {"--debug", "--hlo", "--json", "--plan", "--quiet", "--time-limit"} | PROGRAM,
     "diff": {"--debug", "--json", "--quiet"},
     "doctor": {"--debug", "--json", "--quiet"},
-    "plan": {"--candidates", "--debug", "--json", "--no-cache", "--out", "--quiet"} | PROGRAM | PLANNING,
+    "plan": {"--candidates", "--debug", "--for", "--json", "--no-cache", "--out", "--quiet"} | PROGRAM | PLANNING,
     "explain": {"--debug", "--entry", "--json", "--program", "--quiet", "--time-limit"},
-    "export": {"--debug", "--json", "--out", "--quiet", "--to", "-o"},
+    "export": {"--debug", "--entry", "--force", "--json", "--out", "--program", "--quiet", "--to", "-o"},
     "measure": {"--check", "--debug", "--json", "--plan", "--profile", "--quiet", "--steps", "--tolerance"}
     | PROGRAM
     | PLANNING,

@@ -25,7 +25,7 @@ from autoshard.errors import UserError
 
 if TYPE_CHECKING:
     from autoshard.crew import Crew
-    from autoshard.plan import PlanResult
+    from autoshard.plan import Plan, PlanResult
     from autoshard.program import Program
     from autoshard.report import Progress
 
@@ -85,6 +85,7 @@ def _planned(arguments: argparse.Namespace, progress: "Progress", crew: "Crew") 
         return program
 
     options = plan_options(arguments) | {"candidates": arguments.candidates, "progress": progress, "crew": crew}
+    options["form"] = arguments.form
     if arguments.remat == "auto":
         from autoshard.plan import plan_variants
 
@@ -231,18 +232,55 @@ def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 def run_export(arguments: argparse.Namespace, answer: TextIO) -> int:
     check_writable("--out", arguments.out)
-    from autoshard.plan import load_plan
-    from autoshard.report import export_plan, write_text
+    need_no_accelerator()  # the program may be traced again, never run
+    from autoshard.plan import Rest, form_named, load_plan, reopen
+    from autoshard.report import make_export, write_text
 
-    text = export_plan(load_plan(arguments.plan), arguments.to)
+    plan = load_plan(arguments.plan)
+    with show_progress(arguments) as progress:
+        progress(f"Exporting {arguments.plan}")
+        stand_in_devices(arguments.program or (plan.provenance.get("source") or {}).get("program", ""), plan.topology)
+        if form_named(arguments.to).rest is Rest.PLAN:
+            return _export_bytes(arguments, plan, answer)
+        program = reopen(plan, arguments.program, arguments.entry) if arguments.program else None
+        made = make_export(plan, arguments.to, program, force=arguments.force)
     if arguments.out is not None:
-        write_text(arguments.out, text)
+        write_text(arguments.out, made.text)
     if arguments.json:
-        print_json({"to": arguments.to, "text": text}, answer)
+        found = made.prediction
+        print_json(
+            {
+                "to": arguments.to,
+                "text": made.text,
+                "step_time_s": None if found is None else found.step_time_s,
+                "peak_bytes": None if found is None else found.peak_bytes,
+                "plan_step_time_s": plan.prediction.step_time_s,
+                "plan_peak_bytes": plan.prediction.peak_bytes,
+            },
+            answer,
+        )
     elif arguments.out is None:
-        answer.write(text)
+        answer.write(made.text)
     else:
-        print(f"Written: {arguments.out}", file=answer)
+        print(f"Written: {arguments.out}\n{made.sentence}", file=answer)
+    return 0
+
+
+def _export_bytes(arguments: argparse.Namespace, plan: "Plan", answer: TextIO) -> int:
+    from autoshard.exec import jax_export
+    from autoshard.files import write_whole
+    from autoshard.plan import reopen
+
+    if arguments.out is None:
+        raise UserError(f"{arguments.to} is a file of bytes; name it with --out step.jax_export.")
+    data = jax_export(plan, reopen(plan, arguments.program, arguments.entry))
+    write_whole(arguments.out, data)
+    step, peak = plan.prediction.step_time_s, plan.prediction.peak_bytes
+    if arguments.json:
+        figures = {"step_time_s": step, "peak_bytes": peak, "plan_step_time_s": step, "plan_peak_bytes": peak}
+        print_json({"to": arguments.to, "bytes": len(data), **figures}, answer)
+    else:
+        print(f"Written: {arguments.out}\nIt holds the plan whole, pins included.", file=answer)
     return 0
 
 

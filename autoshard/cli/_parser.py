@@ -81,6 +81,12 @@ def build_parser() -> argparse.ArgumentParser:
     _add_planning(plan, required=True)
     _add_candidates(plan)
     plan.add_argument("--out", metavar="PLAN.json", type=Path, help="write the plan here, candidates beside it")
+    plan.add_argument(
+        "--for",
+        dest="form",
+        metavar="FORM",
+        help="only what this form of export can hold: dtensor, flax ...",
+    )
     _add_cache(plan)
 
     measure = _command(
@@ -192,8 +198,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--to",
         required=True,
         metavar="FORM",
-        help="jax, flax, maxtext, torch-xla, dtensor or hlo",
+        help="jax, jax-export, flax, maxtext, torch-xla, dtensor or hlo",
     )
+    export.add_argument("--program", metavar="PROGRAM", help="where the program is now (default: where it was)")
+    export.add_argument("--entry", metavar="NAME", help="name in model.py (default: as it was)")
+    export.add_argument("--force", action="store_true", help="write it even if nothing of the plan's splits is in it")
     export.add_argument("-o", "--out", metavar="FILE", type=Path, help="write here instead of to stdout")
 
     solve = _command(commands, "solve", _commands.run_solve, "solve a Problem in the contest's format")

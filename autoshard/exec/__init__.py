@@ -22,6 +22,7 @@ from autoshard.exec._estimate import Estimate as Estimate
 from autoshard.exec._estimate import decided as decided
 from autoshard.exec._estimate import estimate as estimate
 from autoshard.exec._estimate import pair_error as pair_error
+from autoshard.exec._export import jax_export as jax_export
 from autoshard.exec._judge import Seen as Seen
 from autoshard.exec._measure import Measurement as Measurement
 from autoshard.exec._measure import measure as measure

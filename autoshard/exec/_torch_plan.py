@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autoshard.errors import UserError
-from autoshard.plan import Plan, Spec, is_stacked, layer_pattern
+from autoshard.plan import Plan, Spec, in_mesh_order, is_stacked, layer_pattern, spec_text
 
 
 if TYPE_CHECKING:
@@ -149,12 +149,11 @@ def placements_of(spec: Spec, mesh: Mapping[str, int], name: str) -> tuple[Any, 
     from torch.distributed.tensor import Replicate, Shard
 
     axes = list(mesh)
-    for dim in spec.dims:
-        if [axes.index(axis) for axis in dim] != sorted(axes.index(axis) for axis in dim):
-            raise UserError(
-                f"`{name}` is split as {spec}, one dim by axes in another order than the mesh ({', '.join(axes)}); "
-                "DTensor cannot hold that: plan with a mesh whose axes are in the other order."
-            )
+    if not in_mesh_order(spec, mesh):
+        raise UserError(
+            f"`{name}` is split as {spec_text(spec)}, one dim by axes in another order than the mesh "
+            f"({', '.join(axes)}); DTensor cannot hold that: plan with a mesh whose axes are in the other order."
+        )
     where = {axis: dim for dim, used in enumerate(spec.dims) for axis in used}
     return tuple(Shard(where[axis]) if axis in where else Replicate() for axis in axes)
 

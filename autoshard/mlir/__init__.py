@@ -61,8 +61,10 @@ from autoshard.mlir._pins import count_pins as count_pins
 from autoshard.mlir._pins import insert_pins as insert_pins
 from autoshard.mlir._pooling import selects_extreme as selects_extreme
 from autoshard.mlir._pooling import unfold_pooling as unfold_pooling
+from autoshard.mlir._propagate import Dims as Dims
 from autoshard.mlir._propagate import explicit_reshards as explicit_reshards
 from autoshard.mlir._propagate import explicit_sums as explicit_sums
+from autoshard.mlir._propagate import propagated_specs as propagated_specs
 from autoshard.mlir._propagate import run_propagation as run_propagation
 from autoshard.mlir._regions import RegionLike as RegionLike
 from autoshard.mlir._regions import insert_regions as insert_regions

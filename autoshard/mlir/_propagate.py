@@ -1,12 +1,20 @@
 """Shardy's propagation, and the reshards it finds necessary."""
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autoshard.mlir._inline import inline_calls
 from autoshard.mlir._lines import source_line
-from autoshard.mlir._module import argument_entries, location_name, main_function
+from autoshard.mlir._module import argument_entries, location_name, main_function, parse_module
 from autoshard.mlir._number import number_ops
-from autoshard.mlir._shardings import CONSTRAINT, axes_of, read_shardings
+from autoshard.mlir._shardings import CONSTRAINT, SpecLike, axes_of, read_shardings, set_shardings
+
+
+_NUMBER = "autoshard.number"
+"""Attribute that keeps an op's number while passes add and remove others."""
+
+Dims = tuple[tuple[str, ...], ...]
 
 
 def run_propagation(module: Any) -> Any:
@@ -16,6 +24,36 @@ def run_propagation(module: Any) -> Any:
     with module.context:
         passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
     return module
+
+
+def propagated_specs(
+    module: bytes, sizes: Mapping[str, int], arguments: Sequence[SpecLike | None], results: Sequence[SpecLike | None]
+) -> dict[tuple[int, int], Dims | None]:
+    """What Shardy's propagation makes of specs of arguments and results alone; None leaves one open.
+
+    The axes of every dim by (number of the op, result), `(-1, i)` for argument `i`, None where nothing splits it; the
+    `k`-th value that a loop carries also under (number of the loop, number of its results + k). A value whose op the
+    passes replaced by another is missing.
+    """
+    from jaxlib.mlir import ir
+
+    parsed = inline_calls(parse_module(module))
+    set_shardings(parsed, "mesh", sizes, arguments, results)
+    with parsed.context:
+        integer = ir.IntegerType.get_signless(64)
+        for number, op in enumerate(number_ops(parsed)):
+            op.attributes[_NUMBER] = ir.IntegerAttr.get(integer, number)
+    run_propagation(parsed)
+    found: dict[tuple[int, int], Dims | None] = {(-1, i): dims for i, dims in enumerate(_argument_specs(parsed))}
+    for op in number_ops(parsed):
+        if _NUMBER not in op.attributes:
+            continue
+        number, width = ir.IntegerAttr(op.attributes[_NUMBER]).value, len(op.results)
+        for index, dims in enumerate(read_shardings(op)):
+            found[(number, index)] = dims
+            if op.name == "stablehlo.while":
+                found[(number, width + index)] = dims
+    return found
 
 
 def explicit_reshards(module: Any) -> list[dict[str, Any]]:

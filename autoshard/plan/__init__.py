@@ -19,6 +19,15 @@ from autoshard.plan._explain import Explanation as Explanation
 from autoshard.plan._explain import explain_plan as explain_plan
 from autoshard.plan._explain import explanation_figures as explanation_figures
 from autoshard.plan._explain import reopen as reopen
+from autoshard.plan._forms import FORMS as FORMS
+from autoshard.plan._forms import Form as Form
+from autoshard.plan._forms import Rest as Rest
+from autoshard.plan._forms import form_named as form_named
+from autoshard.plan._forms import held_specs as held_specs
+from autoshard.plan._forms import in_mesh_order as in_mesh_order
+from autoshard.plan._forms import maxtext_uses as maxtext_uses
+from autoshard.plan._forms import splits_in_plan as splits_in_plan
+from autoshard.plan._forms import splits_nothing as splits_nothing
 from autoshard.plan._make import PlanResult as PlanResult
 from autoshard.plan._make import check_request as check_request
 from autoshard.plan._make import make_plan as make_plan
@@ -55,6 +64,7 @@ from autoshard.plan._sweep import SweepRow as SweepRow
 from autoshard.plan._sweep import SweepTask as SweepTask
 from autoshard.plan._sweep import sweep as sweep
 from autoshard.plan._variants import plan_variants as plan_variants
+from autoshard.plan._within import price_form as price_form
 
 
 class _Room(ModuleType):

@@ -32,6 +32,7 @@ def plan(
     refine_axes: bool = True,
     calibration: bool = True,
     ignore_constraints: bool = False,
+    form: str | None = None,
 ) -> Plan:
     """Choose a sharding for every tensor of `program` on `topology`.
 
@@ -51,8 +52,10 @@ def plan(
     a dim free, `+` stands between axes that split one dim; dims count from the right, so a stack of layers has the spec
     of one layer); `replicate` names tensors that stay whole; `forbid` keeps axes from tensors (`{"*.embed*": "data"}`);
     `axis_only` keeps an axis to dim groups (`{"data": "batch"}`); `pin_from` takes the specs of another plan's
-    parameters. What the program itself asks for (`with_sharding_constraint`, shardings of its arguments) holds too,
-    unless `ignore_constraints`: it is then taken out of what is planned and run, but for regions by hand.
+    parameters. `form` names a form of `autoshard.report.export_plan` (`"dtensor"`, `"torch-xla"`, `"flax"`, ...) that
+    the plan is for: it holds only what that form can say, and is the best of those. What the program itself asks for
+    (`with_sharding_constraint`, shardings of its arguments) holds too, unless `ignore_constraints`: it is then taken
+    out of what is planned and run, but for regions by hand.
 
     Raises `UserError` for bad input, such as a pin that cannot hold, and `InfeasibleError` when no plan keeps within
     the memory limit.
@@ -81,4 +84,5 @@ def plan(
             refine_axes=refine_axes,
             calibration=calibration,
             crew=crew,
+            form=form,
         ).plan

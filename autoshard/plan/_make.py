@@ -11,6 +11,7 @@ from autoshard.crew import Crew
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan._asked import Asked, check_axes
 from autoshard.plan._demands import check_regions, program_mesh
+from autoshard.plan._forms import Form, Rest, form_named
 from autoshard.plan._infeasible import explain_infeasible
 from autoshard.plan._meshes import MeshSearch
 from autoshard.plan._plan import MeshTried, Plan
@@ -22,6 +23,7 @@ from autoshard.plan._search import Found, Infeasible
 from autoshard.plan._searcher import Outcome, Phases, Searcher
 from autoshard.plan._task import Task
 from autoshard.plan._trial import MeshBest, Trials, splits_batch
+from autoshard.plan._within import held_plan, plan_within
 from autoshard.plan._write import WhenAsked, Writer
 from autoshard.program import Program, Role
 from autoshard.solver import write_contest
@@ -85,14 +87,17 @@ def make_plan(
     calibration: bool | Fit = True,
     kept: bool = False,
     crew: Crew | None = None,
+    form: str | None = None,
 ) -> PlanResult:
     """Choose a sharding for every tensor; see `autoshard.plan` for the arguments, `read_asked` for `asked`.
 
     `save_problem` writes the Problem whose bound is certified, in the contest's format. `candidates` is how many plans
     to offer at most, ours the first; each further one must differ from the others in what it spends its time on. With
     `kept` the program's ops come from the cache on disk where they are there. `calibration` may be a fit made before.
-    With a `crew` its helpers take part; the plan is the same without.
+    With a `crew` its helpers take part; the plan is the same without. With a `form` only what that form of an export
+    can hold is planned.
     """
+    wanted = None if form is None else _limiting(form, candidates)
     phases = Phases(progress)
     parsed = Topology.parse(topology)
     if memory_limit is None:
@@ -128,7 +133,17 @@ def make_plan(
         return dataclasses.replace(plan, baselines=named, provenance=plan.provenance | more)
 
     first = contender(best.model, found, found.best, "plan", "the least predicted time")
-    plan = dataclasses.replace(write(first), meshes=searched.tried)
+    if wanted is None:
+        plan = dataclasses.replace(write(first), meshes=searched.tried)
+    else:
+        phases.start("form", f"planning within what the {wanted.name} form can hold")
+        within = plan_within(
+            wanted, best.model, reading.groups, found, best.required, memory_limit, time_limit, seed, phases.progress
+        )
+        first = contender(best.model, found, within.best, "plan", f"the least predicted time for {wanted.name}")
+        more = {**more, **within.said}
+        plan = held_plan(write(first), wanted, found.best.outcome.step_time_s)
+        plan = dataclasses.replace(plan, meshes=searched.tried)
     completed = WhenAsked(
         {
             name: functools.partial(writer.write, contender(compared.model, compared.found, c, name, ""))
@@ -148,6 +163,16 @@ def make_plan(
         offered = pick(first, plan, others, candidates, write)
     phases.stop()
     return PlanResult(plan, phases.wall, completed, offered)
+
+
+def _limiting(name: str, candidates: int) -> Form:
+    """The form to plan within; refuses one that limits nothing, and candidates, which are for plans without one."""
+    form = form_named(name)
+    if form.rest is Rest.PLAN:
+        raise UserError(f"the form {name!r} holds a plan whole: leave it out when planning, and export to it.")
+    if candidates > 1:
+        raise UserError(f"{candidates} candidates are asked for, but only one plan is made for the form {name!r}.")
+    return form
 
 
 def _share(crew: Crew, program: Program, reading: Reading) -> None:

@@ -102,7 +102,7 @@ def search(
     if known is not None:
         outcome = evaluate(model, known)
         if outcome.peak_bytes <= memory_limit:
-            fitting.append(_judged(model, "known", known, outcome, memory_limit))
+            fitting.append(judged(model, "known", known, outcome, memory_limit))
     weighing = Weighing(weights)
     for candidate in fitting:
         weighing.add_choice(candidate.outcome)
@@ -315,9 +315,10 @@ def make_candidate(model: Model, name: str, solved: Solved, memory_limit: int) -
             f"memory from specs is {outcome.peak_bytes} bytes but the solved problem says "
             f"{checked.peak_usage + model.fixed_bytes}: the plan cannot be trusted"
         )
-    return _judged(model, name, choices, outcome, memory_limit)
+    return judged(model, name, choices, outcome, memory_limit)
 
 
-def _judged(model: Model, name: str, choices: NDArray[np.int64], outcome: Outcome, memory_limit: int) -> Candidate:
+def judged(model: Model, name: str, choices: NDArray[np.int64], outcome: Outcome, memory_limit: int) -> Candidate:
+    """A choice with its true outcome as a candidate."""
     tight = tight_seconds(model.mesh.topology, outcome.peak_bytes, outcome.compute_s, outcome.hidden_s)
     return Candidate(name, choices, outcome, outcome.peak_bytes <= memory_limit, tight)

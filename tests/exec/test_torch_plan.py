@@ -43,7 +43,7 @@ def test_placements_round_trip(rank: int, where: list[int]):
 def test_an_order_that_dtensor_has_not():
     with pytest.raises(UserError) as error:
         placements_of(Spec((("b", "a"),)), {"a": 2, "b": 2}, "weight")
-    assert "`weight` is split as [bxa]" in str(error.value) and "other order" in str(error.value)
+    assert "`weight` is split as */b/a" in str(error.value) and "other order" in str(error.value)
 
 
 def test_specs_by_parameter():

@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import AbstractMesh, NamedSharding
 
+import autoshard
 from autoshard import UserError
 from autoshard.exec import jax_mesh
 from autoshard.plan import Pin, Plan, Spec
-from autoshard.report import EXPORT_FORMS, export_plan, hlo_sharding, placements
+from autoshard.report import EXPORT_FORMS, export_plan, hlo_sharding, make_export, placements
+from autoshard.units import format_seconds
 
 
 MESH = {"data": 4, "model": 2}
@@ -228,7 +230,7 @@ def test_what_dtensor_cannot_express_is_said(small: Plan):
     assert placements(small.arguments["head.weight"], MESH) is None
     lacking = [line for line in text.splitlines() if line.startswith("# Not expressed here: ")]
     assert len(lacking) == 4
-    assert "head.weight: [-, modelxdata] splits a dim by axes in another order than the mesh" in text
+    assert "head.weight: * x */model/data splits a dim by axes in another order than the mesh" in text
     assert "the 1 intermediates that the plan pins" in text
     assert "the device order" in text
 
@@ -298,5 +300,42 @@ def test_a_hostile_name_stays_a_string(small: Plan, form: str, name: str):
 
 
 def test_an_unknown_form_is_refused(small: Plan):
-    with pytest.raises(UserError, match="no export to 'keras'; choose from jax, flax, maxtext"):
+    with pytest.raises(UserError, match="no export to 'keras'; choose from jax, jax-export, flax, maxtext"):
         export_plan(small, "keras")
+
+
+def test_an_export_that_splits_nothing_is_refused(small: Plan):
+    whole = {name: Spec.replicated(len(spec.dims)) for name, spec in small.arguments.items()}
+    inside = dataclasses.replace(small, arguments=whole, results=whole)
+    with pytest.raises(UserError, match="every device would hold and do everything: all 1 splits .* --for dtensor"):
+        export_plan(inside, "dtensor")
+    assert "Replicate()" in export_plan(inside, "dtensor", force=True)
+    nothing = dataclasses.replace(inside, pins=())
+    assert export_plan(nothing, "dtensor")
+    assert export_plan(inside, "maxtext")
+
+
+def test_dtensor_is_not_said_to_propagate(small: Plan):
+    assert "propagat" not in export_plan(small, "dtensor")
+    assert "DTensor splits each op as its operands are" in export_plan(small, "dtensor")
+    assert "XLA's propagation chooses them" in export_plan(small, "torch-xla")
+
+
+def test_the_header_says_what_a_step_takes_with_what_is_held():
+    def step(params: Any, x: Any) -> Any:
+        return x @ params["up"] @ params["down"]
+
+    shape = jax.ShapeDtypeStruct
+    params = {"up": shape((512, 2048), "float32"), "down": shape((2048, 512), "float32")}
+    program = autoshard.trace(step, (params, shape((64, 512), "float32")))
+    whole = {"params.*": "None,None", "x": "None,None"}
+    plan = autoshard.plan(program, topology="v5e:2x4", mesh=MESH, pins=whole)
+    made = make_export(plan, "torch-xla", program, force=True)
+    assert made.prediction is not None and made.prediction.step_time_s > 1.5 * plan.prediction.step_time_s
+    second = made.text.splitlines()[1]
+    assert second == f"# {made.sentence}"
+    assert format_seconds(made.prediction.step_time_s) in second
+    assert f"the plan whole: {format_seconds(plan.prediction.step_time_s)}" in second
+    assert "is not priced: the plan of step does not say where its program is" in export_plan(plan, "flax", force=True)
+    within = autoshard.plan(program, topology="v5e:2x4", mesh=MESH, form="torch-xla")
+    assert "(as the plan whole)" in export_plan(within, "torch-xla").splitlines()[1]

@@ -1,0 +1,46 @@
+"""What exports have in common: their first lines, and tables."""
+
+from collections.abc import Mapping
+
+from autoshard.plan import Plan, mesh_words
+from autoshard.report._names import clean
+
+
+def head(plan: Plan, lacks: tuple[str, ...], sentence: str, mark: str = "#") -> str:
+    """Comment lines: what this is, what a step takes with it, and what it leaves out."""
+    mesh = mesh_words(plan.mesh)
+    lines = [f"Shardings of {clean(plan.program_name, 80)} on {plan.topology}, mesh {mesh}; made by autoshard."]
+    lines += [clean(sentence)]
+    refined = [axis for axis in plan.original_mesh if axis not in plan.mesh]
+    lines += [f"The mesh is refined: {', '.join(_parts(plan, axis))} are the parts of {axis}." for axis in refined]
+    lines += [f"Not expressed here: {lack}" for lack in lacks]
+    return "\n".join(f"{mark} {line}" for line in lines) + "\n"
+
+
+def _parts(plan: Plan, axis: str) -> list[str]:
+    """Axes of the mesh that are parts of a refined one, outer first."""
+    return [own for own in plan.mesh if own not in plan.original_mesh and own.startswith(f"{axis}(")]
+
+
+def unpinned(plan: Plan, instead: str = "XLA's propagation chooses them instead") -> tuple[str, ...]:
+    lacks = []
+    if plan.pins:
+        lacks.append(f"the {len(plan.pins)} intermediates that the plan pins; {instead}.")
+    if plan.regions:
+        lacks.append(
+            f"the {len(plan.regions)} ops that the plan splits in space with halos; they are split some other way."
+        )
+    if any(spec.axes for call in plan.calls for spec in (*call.operands, *call.results)):
+        lacks.append(f"the {len(plan.calls)} calls that the plan runs on shards; every device runs them whole.")
+    return tuple(lacks)
+
+
+def table(name: str, rows: Mapping[str, str]) -> str:
+    body = "".join(f"    {key!r}: {value},\n" for key, value in rows.items())
+    return f"{name} = {{\n{body}}}\n"
+
+
+def order_text(plan: Plan) -> str:
+    if plan.device_order == tuple(range(len(plan.device_order))):
+        return f"range({len(plan.device_order)})"
+    return repr(plan.device_order)

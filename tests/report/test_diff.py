@@ -1,0 +1,85 @@
+"""What differs between two plans is found where it is: arguments, values inside the step, communication."""
+
+import dataclasses
+
+from rich.console import Console
+
+import autoshard
+from autoshard.plan import Collective, Pin, Plan, Spec
+from autoshard.report import difference, difference_figures, difference_report
+from tests.plan.programs import two_matmuls
+
+
+def shown(found: object) -> str:
+    console = Console(width=160, color_system=None)
+    with console.capture() as capture:
+        console.print(difference_report(found))  # type: ignore[arg-type]
+    return " ".join(capture.get().split())
+
+
+def pinned(plan: Plan, *pins: Pin) -> Plan:
+    return dataclasses.replace(plan, pins=pins)
+
+
+def test_equal_plans_have_no_difference(plan: Plan):
+    found = difference(plan, plan)
+    assert found.is_empty and not found.inside and not found.collectives
+    assert "The two plans are the same." in shown(found)
+
+
+def test_plans_with_other_pins_alone_differ_there(plan: Plan):
+    kept = Pin(3, 0, Spec((("data",), ())), name="jit(step)/tanh")
+    first = pinned(plan, kept, Pin(5, 0, Spec((("data",), ("model",))), name="jit(step)/dot_general"))
+    second = pinned(
+        plan,
+        kept,
+        Pin(5, 0, Spec((("data",), ())), name="jit(step)/dot_general"),
+        Pin(5, 0, Spec(((), ("model",))), (9, 1), name="jit(step)/dot_general"),
+    )
+    found = difference(first, second)
+    assert not found.specs and not found.is_empty
+    assert [(each.name, each.first, each.second) for each in found.inside] == [
+        ("dot_general", "*/data x */model", "*/data x *"),
+        ("dot_general as op 9 takes it", "not pinned", "* x */model"),
+    ]
+    text = shown(found)
+    assert (
+        "2 values inside the step are held differently." in text
+        and "dot_general */data x */model -> */data x *" in text
+    )
+    assert difference_figures(found)["inside"][0]["second"] == "*/data x *"
+
+
+def test_stages_of_one_value_are_one_after_the_other(plan: Plan):
+    stages = (Pin(5, 0, Spec((("data",),)), name="add"), Pin(5, 0, Spec((("data", "model"),)), name="add"))
+    (each,) = difference(pinned(plan, *stages), plan).inside
+    assert (each.first, each.second) == ("*/data then */data/model", "not pinned")
+
+
+def test_values_of_another_program_are_matched_by_name(plan: Plan):
+    pin = Pin(5, 0, Spec((("data",),)), name="add")
+    first = pinned(plan, pin, Pin(6, 0, Spec((("data",),)), name="mul"))
+    other = dataclasses.replace(pinned(plan, dataclasses.replace(pin, op=70)), program_fingerprint="1" * 64)
+    assert [each.name for each in difference(first, other).inside] == ["mul"]
+
+
+def test_communication_that_differs_is_told_by_kind_and_axes(plan: Plan):
+    more = Collective("all-to-all", ("model",), 3, 1024, 0.5, False, "x", exposed_s=0.25)
+    collectives = (*plan.prediction.collectives, more)
+    other = dataclasses.replace(plan, prediction=dataclasses.replace(plan.prediction, collectives=collectives))
+    ((kind, axes, before, after),) = difference(plan, other).collectives
+    assert (kind, axes) == ("all-to-all", "model")
+    assert after.count - before.count == 3 and after.wire_bytes - before.wire_bytes == 1024
+    assert "all-to-all over model 64 times, 1.00 GiB" in shown(difference(plan, other))
+    (row,) = difference_figures(difference(plan, other))["collectives"]
+    assert row["second"]["seconds"] - row["first"]["seconds"] == 0.5
+
+
+def test_two_real_plans_with_the_same_arguments_show_where_they_differ():
+    program, mesh = two_matmuls(), {"data": 4, "model": 2}
+    fixed = {"params.up": "None,model", "params.down": "model,None", "x": "data,None"}
+    free = autoshard.plan(program, topology="v5e:2x4", mesh=mesh, pins=fixed)
+    kept = autoshard.plan(program, topology="v5e:2x4", mesh=mesh, pins=fixed, axis_only={"data": "batch"}, form="jax")
+    found = difference(free, kept)
+    assert not found.specs and found.inside
+    assert all(each.second == "not pinned" for each in found.inside)
