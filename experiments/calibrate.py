@@ -14,12 +14,12 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import Calibration, Compute, load_calibration, robust_fit
+from autoshard.cost import Calibration, Compute, load_calibration, robust_fit, with_flags
 from autoshard.plan._model import Model
 from autoshard.plan._predict import evaluate
 from autoshard.plan._price import price
 from autoshard.plan._published import IncompleteError, MatmulRun, parse_run, read_rows
-from autoshard.plan._rebuild import as_run, rebuild, source_group
+from autoshard.plan._rebuild import LEFT_OUT, rebuild, source_group
 
 
 DATE = "2026-11-22"
@@ -74,6 +74,8 @@ class Case:
     """Model FLOPs of a step on one chip."""
     complete: bool
     """False if something had to be assumed to rebuild it; its error is then expected to be twice as large."""
+    flags: tuple[str, ...] = ()
+    """Compiler flags that it was run with."""
 
     def seconds(self, calibration: Calibration) -> float:
         if self.matmul is not None:
@@ -81,7 +83,8 @@ class Case:
             return float(Compute(self.matmul.topology, calibration).dot_seconds(n, n, n))
         m = self.model
         assert m is not None and self.choices is not None
-        priced = price(m.program, m.graph, m.structure, m.liveness, m.mesh, 1 << 62, calibration=as_run(calibration))
+        figures = with_flags(calibration, self.flags).calibration
+        priced = price(m.program, m.graph, m.structure, m.liveness, m.mesh, 1 << 62, calibration=figures)
         return evaluate(priced, self.choices).step_time_s
 
 
@@ -101,15 +104,32 @@ def load_cases(path: str | pathlib.Path | None = None) -> list[Case]:
         work = None if isinstance(run, MatmulRun) else run.flops(causal=True) / run.topology.num_chips
         chip, source = run.topology.chip.name, source_group(row["source"])
         complete = "assume" not in row
-        cases.append(Case(row["id"], source, chip, run.step_s, model, choices, matmul, work, complete))
+        flags = () if isinstance(run, MatmulRun) else run.flags
+        cases.append(Case(row["id"], source, chip, run.step_s, model, choices, matmul, work, complete, flags))
     return cases
 
 
 def with_constants(chip: str, values: Sequence[float]) -> Calibration:
     """The shipped calibration of a chip with the fitted constants in place."""
+    return dataclasses.replace(load_calibration(chip), **figures_of(chip, values))
+
+
+def figures_of(chip: str, values: Sequence[float]) -> dict[str, float]:
+    """The constants that are figures of a chip, by figure."""
     mine = zip(CONSTANTS, values, strict=True)
-    changes = {c.figure: v for c, v in mine if c.chip in (None, chip) and (chip, c.figure) not in OWN}
-    return dataclasses.replace(load_calibration(chip), **changes)
+    return {c.figure: v for c, v in mine if c.chip in (None, chip) and (chip, c.figure) not in OWN}
+
+
+def write_left_out(found: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """Stores for each source and chip the constants that were fitted without the source, to three digits."""
+    sources = {
+        source: {
+            chip: {figure: round(value, 3) for figure, value in figures_of(chip, values).items()}
+            for chip, values in chips.items()
+        }
+        for source, chips in found.items()
+    }
+    LEFT_OUT.write_text(json.dumps({"sources": sources}, indent=1) + "\n")
 
 
 def shipped(constant: Constant) -> float:

@@ -13,7 +13,19 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from calibrate import CONSTANTS, Case, Line, errors, fit, groups, linear, load_cases, shipped, write
+from calibrate import (
+    CONSTANTS,
+    Case,
+    Line,
+    errors,
+    fit,
+    groups,
+    linear,
+    load_cases,
+    shipped,
+    write,
+    write_left_out,
+)
 
 
 ORDER_GAP = 0.08
@@ -59,6 +71,11 @@ def main() -> None:
     values = fit(line, range(len(cases)))
     if arguments.write is not None:
         write(values, arguments.write)
+    held = list(left_out(cases, line))
+    if arguments.data is None:
+        write_left_out(
+            {source: {cases[i].chip: found for i in members} for source, members, found, _ in held},
+        )
     final = errors(cases).tolist()
     lines = ["# Step times of published runs", "", "Made by `python experiments/validate_sources.py`.", ""]
     lines += ["| constant | prior | width | fit to all | shipped |", "| --- | --- | --- | --- | --- |"]
@@ -76,7 +93,7 @@ def main() -> None:
     lines += [_row(chip, [final[i] for i in members]) for chip, members in groups(cases, "chip").items()]
     lines += ["", "Each source with itself left out of the fit (*: rows of which something had to be assumed):", ""]
     lines += ["| source | runs | median | 90th | worst |", "| --- | --- | --- | --- | --- |"]
-    for source, members, _, deltas in left_out(cases, line):
+    for source, members, _, deltas in held:
         mark = "" if all(cases[i].complete for i in members) else " *"
         lines.append(_row(source + mark, deltas))
     total, wrong = ordered(cases, final)

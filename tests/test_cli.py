@@ -18,7 +18,7 @@ PROGRAM = {
 }
 LIMITS = {"--memory-limit", "--mesh", "--no-calibration", "--no-refine-axes", "--seed", "--time-limit", "--topology"}
 PLANNING = LIMITS | {"--axis-only", "--forbid", "--ignore-constraints", "--pin", "--pin-from", "--replicate"}
-PLANNING |= {"--save-problem"}
+PLANNING |= {"--save-problem", "--xla-flags"}
 FLAGS = {
     "compare": {"--candidates", "--compile", "--debug", "--json", "--measure", "--quiet", "--steps"}
     | PROGRAM
@@ -35,13 +35,15 @@ FLAGS = {
     "refine": {
         *("--compile-limit", "--debug", "--json", "--judge", "--out", "--plans", "--quiet", "--rounds", "--steps"),
         *PROGRAM,
-        *(PLANNING - {"--save-problem"}),
+        *(PLANNING - {"--save-problem", "--xla-flags"}),
     },
     "report": {
         *("--compare", "--compiled", "--debug", "--json", "--measured", "--out", "--perfetto", "--profile", "--quiet"),
         "-o",
     },
-    "sweep": {"--debug", "--jobs", "--json", "--no-cache", "--out", "--plot", "--price", "--quiet"} | PROGRAM | LIMITS,
+    "sweep": {"--debug", "--jobs", "--json", "--no-cache", "--out", "--plot", "--price", "--quiet", "--xla-flags"}
+    | PROGRAM
+    | LIMITS,
     "validate": {"--data", "--debug", "--json", "--quiet"},
     "solve": {"--debug", "--iterations", "--json", "--out", "--quiet", "--seed", "--threads", "--time-limit"},
 }
@@ -76,6 +78,10 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     ("line", "sentence"),
     [
         ("plan x.py", "the following arguments are required: --topology; see `autoshard plan --help`."),
+        (
+            "plan x.py --topology v5e:4x4 --xla-flags async",
+            "argument --xla-flags: 'async' is not an XLA flag; write them as --name=value, as in LIBTPU_INIT_ARGS",
+        ),
         ("plan x.py --topology cpu:8 --tpology v", "`autoshard plan` has no flag --tpology; did you mean --topology?"),
         ("plan x.py --topology cpu:8 --mem 3", "`autoshard plan` has no flag --mem; did you mean --memory-limit?"),
         ("plan x.py --topology cpu:8 --zzz", "`autoshard plan` has no flag --zzz; see `autoshard plan --help`."),

@@ -236,6 +236,29 @@ def test_validate_rebuilds_published_runs(tmp_path: Path):
     assert len(progress) == len(chosen) and all(" " in line and "/" in line for line in progress)
 
 
+def test_validate_names_a_bad_row_and_goes_on(tmp_path: Path):
+    (row,) = (row for row in read_rows() if row["id"] == "gemm-tpu7x-16384")
+    wrong = row | {"id": "wrong", "value": "fast"}
+    (tmp_path / "runs.json").write_text(json.dumps([wrong, row]))
+    result = run("validate", "--data", "runs.json", cwd=tmp_path)
+    assert result.returncode == 0 and row["id"] in "".join(result.stdout.split())
+    assert "1 row that cannot be read, left out:" in result.stdout
+    assert "row 0 (wrong): value is 'fast', expected a number above 0" in " ".join(result.stdout.split())
+    (tmp_path / "runs.json").write_text(json.dumps([wrong]))
+    result = run("validate", "--data", "runs.json", cwd=tmp_path)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "row 0 (wrong): value" in result.stderr
+
+
+def test_a_plan_says_what_compiler_flags_change(folder: Path):
+    command = ("plan", "step.py", "--topology", "v6e:2x4", "--mesh", "data=8", "--json", "--xla-flags")
+    figures = json.loads(run(*command, "--xla_made_up=1", cwd=folder).stdout)
+    assert "not in the price, whatever it does: --xla_made_up." in figures["warnings"]
+    text = run(*command[:-2], "--xla-flags", "--xla_made_up=1", cwd=folder).stdout
+    assert "Priced for compiler flags" in text and "--xla_made_up=1: no price changes." in text
+    refused = run(*command, "made_up", cwd=folder)
+    assert refused.returncode == 2 and "'made_up' is not an XLA flag" in refused.stderr
+
+
 def test_diff_of_two_plans(folder: Path):
     command = ("plan", "step.py", "--topology", "cpu:8", "--mesh", "data=8", "--out", "other.json")
     assert run(*command, cwd=folder).returncode == 0

@@ -77,6 +77,7 @@ def plan_options(arguments: argparse.Namespace) -> dict[str, Any]:
     from autoshard.plan import check_request, parameter_specs, read_asked
 
     names = ("topology", "mesh", "memory_limit", "time_limit", "seed", "save_problem", "refine_axes", "calibration")
+    names += ("xla_flags",) if getattr(arguments, "xla_flags", None) else ()
     pairs = {flag: _merged(flag, getattr(arguments, flag)) for flag in ("pin", "forbid", "axis_only")}
     others = parameter_specs(arguments.pin_from) if arguments.pin_from is not None else None
     asked = read_asked(pairs["pin"], arguments.replicate, pairs["forbid"], pairs["axis_only"], others)

@@ -28,6 +28,7 @@ from autoshard.cli._values import (
     seconds_or_none,
     texts,
     tolerance,
+    xla_flags,
 )
 from autoshard.errors import UserError
 
@@ -54,7 +55,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if not argv:
         parser.print_help(sys.stderr)
         raise UserError("no command given; start with `autoshard plan PROGRAM --topology TOPOLOGY`.")
-    arguments, unknown = parser.parse_known_args(argv)
+    arguments, unknown = parser.parse_known_args(_joined(argv))
     if unknown:
         command = parser_of(parser, arguments.command)
         flags = [flag for action in command._actions for flag in action.option_strings]
@@ -65,6 +66,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
         kind = "flag" if unknown[0].startswith("-") else "argument"
         raise UserError(f"`autoshard {arguments.command}` has no {kind} {unknown[0]}; {hint}")
     return arguments
+
+
+def _joined(argv: list[str]) -> list[str]:
+    """`--xla-flags --xla_a=b` as one word: argparse takes a value that looks like a flag for one."""
+    found: list[str] = []
+    for word in argv:
+        if found and found[-1] == "--xla-flags" and word.startswith("--xla_"):
+            found[-1] = f"--xla-flags={word}"
+        else:
+            found.append(word)
+    return found
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -132,6 +144,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_program(sweep, several=True)
     sweep.add_argument("--topology", required=True, type=texts, metavar="T,T,...", help="v5e:16x16,v5p:4x4x8 ...")
     _add_limits(sweep)
+    _add_flags(sweep)
     sweep.add_argument(
         "--price",
         type=prices,
@@ -152,7 +165,7 @@ def build_parser() -> argparse.ArgumentParser:
         PROGRAM_HELP,
     )
     _add_program(refine)
-    _add_planning(refine, required=True, problem=False)
+    _add_planning(refine, required=True, problem=False, flags=False)
     refine.add_argument(
         "--judge",
         choices=("compile", "measure"),
@@ -300,11 +313,13 @@ def _add_program(parser: argparse.ArgumentParser, several: bool = False, auto_re
     )
 
 
-def _add_planning(parser: argparse.ArgumentParser, required: bool, problem: bool = True) -> None:
-    """`problem`: the Problem can be written; there is one for each plan."""
+def _add_planning(parser: argparse.ArgumentParser, required: bool, problem: bool = True, flags: bool = True) -> None:
+    """`problem`: the Problem can be written, there is one for each plan; `flags`: the compiler's can be said."""
     group = parser.add_argument_group("planning")
     group.add_argument("--topology", required=required, metavar="CHIP:SHAPE", help="v5p:4x8x8, v6e:16x16*2, cpu:8 ...")
     _add_limits(group)
+    if flags:
+        _add_flags(group)
     if problem:
         group.add_argument(
             "--save-problem", type=Path, metavar="P.json.gz", help="write the Problem, in the contest's format"
@@ -323,6 +338,15 @@ def _add_planning(parser: argparse.ArgumentParser, required: bool, problem: bool
         help="lift what the program itself asks for (with_sharding_constraint, shardings of arguments; not shard_map)",
     )
     fixed.add_argument("--pin-from", metavar="PLAN.json", type=Path, help="the parameters' specs of another plan")
+
+
+def _add_flags(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--xla-flags",
+        type=xla_flags,
+        metavar='"--xla_A=B ..."',
+        help="compiler flags that the step will run with, as in LIBTPU_INIT_ARGS; what they hide is priced so",
+    )
 
 
 def _add_candidates(parser: argparse.ArgumentParser) -> None:

@@ -31,6 +31,7 @@ def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
         options["roles"] = arguments.roles
     names = ("mesh", "memory_limit", "time_limit", "seed", "refine_axes", "calibration")
     planning = {name: getattr(arguments, name) for name in names}
+    planning |= {"xla_flags": arguments.xla_flags} if arguments.xla_flags else {}
     with show_progress(arguments) as progress, contextlib.ExitStack() as pools:
         tasks = len(arguments.batch or (0,)) * len(arguments.remat or (0,))
         jobs = min(tasks, arguments.jobs or os.cpu_count() or 1)

@@ -42,6 +42,15 @@ def remat(text: str) -> str:
     return text
 
 
+def xla_flags(text: str) -> tuple[str, ...]:
+    from autoshard.cost import read_flags
+
+    try:
+        return read_flags(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
+
+
 def remat_or_auto(text: str) -> str:
     return text if text == "auto" else remat(text)
 

@@ -31,6 +31,9 @@ from autoshard.cost._fit import Fit as Fit
 from autoshard.cost._fit import Fitted as Fitted
 from autoshard.cost._fit import fit as fit
 from autoshard.cost._fit import hidden_share as hidden_share
+from autoshard.cost._flags import Flagged as Flagged
+from autoshard.cost._flags import read_flags as read_flags
+from autoshard.cost._flags import with_flags as with_flags
 from autoshard.cost._layout import Segment as Segment
 from autoshard.cost._learned import fit_observations as fit_observations
 from autoshard.cost._learned import learned_fit as learned_fit

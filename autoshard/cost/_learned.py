@@ -46,7 +46,11 @@ def said_of_fit(found: Fit) -> dict[str, Any]:
     }
 
 
-def said_calibration(chip: str, said: Mapping[str, Any] | None) -> Calibration:
-    """The calibration of a plan that keeps `said`, or of one that was priced without a database."""
+def said_calibration(
+    chip: str, learned: Mapping[str, Any] | None, flags: Mapping[str, Any] | None = None
+) -> Calibration:
+    """The calibration of a plan that keeps what was learned, and what compiler flags changed; None where nothing is."""
     base = load_calibration(chip)
-    return dataclasses.replace(base, **said["figures"]) if said else base
+    for said in (learned, flags):
+        base = dataclasses.replace(base, **said["figures"]) if said else base
+    return base

@@ -48,10 +48,11 @@ class QuestionRow:
         return abs(self.ours - self.theirs) <= max(self.tolerance, 1e-9) * abs(self.theirs)
 
 
-def validate_questions(path: str | pathlib.Path | None = None) -> tuple[QuestionRow, ...]:
+def validate_questions(path: str | pathlib.Path | None = None, bad: list[str] | None = None) -> tuple[QuestionRow, ...]:
     """Answers every question of a file (default: the shipped one) and puts our answers beside its answers.
 
-    Raises: UserError for a file that cannot be read or a row of unknown form.
+    Rows of unknown form are left out if there is a list `bad` for what is wrong. Raises: UserError for a file that
+    cannot be read, and without `bad` for a row of unknown form.
     """
     file = _FILE if path is None else pathlib.Path(path)
     try:
@@ -63,7 +64,15 @@ def validate_questions(path: str | pathlib.Path | None = None) -> tuple[Question
     rows = document.get("rows") if isinstance(document, dict) else document
     if not isinstance(rows, list):
         raise UserError(f"question file {file} holds no list of rows")
-    return tuple(_answer(row, f"{file}, row {number}") for number, row in enumerate(rows))
+    found = []
+    for number, row in enumerate(rows):
+        try:
+            found.append(_answer(row, f"{file}, row {number}"))
+        except UserError as error:
+            if bad is None:
+                raise
+            bad.append(str(error))
+    return tuple(found)
 
 
 def _answer(row: Any, origin: str) -> QuestionRow:

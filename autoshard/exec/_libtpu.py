@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,8 @@ def compile_with_libtpu(program: Program, plan: Plan, time_limit: float) -> Comp
             (directory / f"call-{number}.mlirbc").write_bytes(body)
         aliases = sorted(donated_aliases(program, plan).items())
         (directory / "job.json").write_text(json.dumps({"topology": name, "options": options, "aliases": aliases}))
-        code, log = _run(directory, time_limit, topology.name)
+        flags = plan.provenance.get("xla_flags", {}).get("flags", [])
+        code, log = _run(directory, time_limit, topology.name, flags)
         return _read_result(directory, code, log, topology.name, _argument_bytes(program, plan))
 
 
@@ -132,11 +133,14 @@ def _no_new_lock() -> Iterator[None]:
                 _LOCK.unlink(missing_ok=True)
 
 
-def _run(directory: Path, time_limit: float, topology: str) -> tuple[int, str]:
+def _run(directory: Path, time_limit: float, topology: str, flags: Sequence[str] = ()) -> tuple[int, str]:
+    """`flags`: those that the plan was made for; they go before what the environment says."""
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path, "TPU_LOG_DIR": str(directory)}
     environment.pop("XLA_FLAGS", None)
+    if flags:
+        environment["LIBTPU_INIT_ARGS"] = " ".join([*flags, os.environ.get("LIBTPU_INIT_ARGS", "")]).strip()
     log = directory / "stderr.txt"
     with open(log, "wb") as stderr:
         process = subprocess.Popen(

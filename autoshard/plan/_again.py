@@ -22,7 +22,9 @@ def price_again(plan: Plan, program: Program, reading: Reading) -> tuple[Model, 
     and for one that they do not price as it says.
     """
     mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
-    figures = said_calibration(mesh.topology.chip.name, plan.provenance.get("learned"))
+    figures = said_calibration(
+        mesh.topology.chip.name, plan.provenance.get("learned"), plan.provenance.get("xla_flags")
+    )
     model = build_model(program, reading, mesh, plan.memory_limit_bytes, figures)
     choices = np.array([int(c) for c in plan.choices.split()], dtype=np.int64)
     again = "plan it again with this version of autoshard."

@@ -33,6 +33,7 @@ def plan(
     calibration: bool = True,
     ignore_constraints: bool = False,
     form: str | None = None,
+    xla_flags: str | Iterable[str] | None = None,
 ) -> Plan:
     """Choose a sharding for every tensor of `program` on `topology`.
 
@@ -46,6 +47,8 @@ def plan(
     heads on an axis of 16), the mesh may be refined: `model(8 of 16)` and `model(2 of 16)` are then axes of
     `Plan.mesh`; `refine_axes=False` keeps the axes whole. `progress` is called with one line at the start of every
     phase. What `autoshard.refine` has seen of the topology with this compiler is used, unless `calibration=False`.
+    `xla_flags` are the compiler flags that the step will run with (`"--xla_... --xla_..."`, as in `LIBTPU_INIT_ARGS`):
+    those that make collectives asynchronous change their prices, and warnings name those that are not in the price.
 
     What is asked for holds, and the rest is chosen for it. Names are those of reports, patterns take wildcards and may
     begin after any dot. `pins` fix specs (`{"layers.*.mlp.*.weight": "model,None"}`; also `PartitionSpec`s; `?` leaves
@@ -83,6 +86,7 @@ def plan(
             asked=asked,
             refine_axes=refine_axes,
             calibration=calibration,
+            xla_flags=xla_flags,
             crew=crew,
             form=form,
         ).plan

@@ -3,10 +3,21 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from autoshard.cost import Fit, Mesh, Topology, learned_fit, load_calibration, make_mesh, parse_mesh, said_of_fit
+from autoshard.cost import (
+    Fit,
+    Mesh,
+    Topology,
+    learned_fit,
+    load_calibration,
+    make_mesh,
+    parse_mesh,
+    read_flags,
+    said_of_fit,
+    with_flags,
+)
 from autoshard.crew import Crew
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan._asked import Asked, check_axes
@@ -85,6 +96,7 @@ def make_plan(
     refine_axes: bool = True,
     candidates: int = 1,
     calibration: bool | Fit = True,
+    xla_flags: str | Iterable[str] | None = None,
     kept: bool = False,
     crew: Crew | None = None,
     form: str | None = None,
@@ -107,13 +119,14 @@ def make_plan(
     if candidates < 1:
         raise UserError(f"{candidates} candidates are asked for; the plan itself is one.")
     learned = calibration if isinstance(calibration, Fit) else learned_fit(parsed) if calibration else None
-    figures = learned.calibration if learned else load_calibration(parsed.chip)
+    flags = read_flags(xla_flags)
+    flagged = with_flags(learned.calibration if learned else load_calibration(parsed.chip), flags)
     phases.start("extract", "reading the program's ops and their sharding rules")
     reading = read_program(program, parsed.backend, kept)
     asked, crew = asked or Asked(), crew or Crew()
     crew.progress = phases.progress
     _share(crew, program, reading)
-    search_on = Searcher(Task(program, reading, asked, memory_limit, seed, figures), phases, crew)
+    search_on = Searcher(Task(program, reading, asked, memory_limit, seed, flagged.calibration), phases, crew)
     given = given_mesh(parsed, mesh, program_mesh(reading.graph, parsed.num_devices))
     searched = _search(search_on, parsed, given, time_limit, refine_axes)
     best, found = searched.best, searched.best.found
@@ -125,12 +138,15 @@ def make_plan(
     assert isinstance(compared.found, Found)
     named = {name: predict(compared.model, c.outcome, memory_limit) for name, c in compared.found.baselines.items()}
     learnt = {"learned": said_of_fit(learned)} if learned is not None and learned.observations else {}
+    if flags:
+        learnt["xla_flags"] = {"flags": list(flags), "figures": dict(flagged.figures), "priced": list(flagged.priced)}
     writer = Writer(program, reading.groups, memory_limit, seed, list(named), learnt)
     more = {"asked": asked.lines, "pinned": best.required.pinned} if asked else {}
 
     def write(each: Contender) -> Plan:
         plan = writer.write(each)
-        return dataclasses.replace(plan, baselines=named, provenance=plan.provenance | more)
+        warnings = (*plan.warnings, *flagged.notes)
+        return dataclasses.replace(plan, baselines=named, warnings=warnings, provenance=plan.provenance | more)
 
     first = contender(best.model, found, found.best, "plan", "the least predicted time")
     if wanted is None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from autoshard.cost import Chip, Decoder, Topology, chip_names, load_chip, slice_names
+from autoshard.cost import Chip, Decoder, Topology, chip_names, load_chip, read_flags, slice_names
 from autoshard.errors import UserError
 from autoshard.program import SAVABLE, SAVED, KernelBlocks
 
@@ -54,12 +54,19 @@ class Run:
     """What a layer keeps for the backward pass; None: what `remat` says."""
     flash: bool
     blocks: KernelBlocks
+    flags: tuple[str, ...]
+    """Compiler flags that the run was made with, as far as its author states them."""
     step_s: float
     assumed: tuple[str, ...]
 
     def flops(self, causal: bool) -> float:
         """Model FLOPs of a step: 6 per matmul parameter and token, and attention; causal counts half of it."""
         return self.decoder.train_flops(self.batch * self.seq, self.seq, causal)
+
+    @property
+    def peak_s(self) -> float:
+        """Seconds of a step at the chips' peak: over those of a run it is the MFU."""
+        return self.flops(causal=True) / (self.topology.peak_flops("bf16") * self.topology.num_devices)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,36 +81,52 @@ class MatmulRun:
 def is_published(path: str | pathlib.Path) -> bool:
     """Whether a file holds published runs; False for worked questions.
 
-    Raises: UserError for a file that cannot be read, or whose first row is neither.
+    The first row that is of either form tells. Raises: UserError for a file that cannot be read, or has none.
     """
-    rows = _rows(pathlib.Path(path))
-    first = rows[0] if rows and isinstance(rows[0], dict) else {}
-    if first.keys() >= _KEYS or "metric" in first:
-        return True
-    if "setting" in first:
-        return False
+    for row in _rows(pathlib.Path(path)):
+        if isinstance(row, dict) and "metric" in row:
+            return True
+        if isinstance(row, dict) and "setting" in row:
+            return False
     raise UserError(
-        f"data file {path}: its first row is neither a published run (keys {', '.join(sorted(_KEYS))} ...) "
-        "nor a worked question (keys id, setting, answer ...)"
+        f"data file {path}: none of its rows is a published run (keys {', '.join(sorted(_KEYS))} ...) "
+        "or a worked question (keys id, setting, answer ...)"
     )
 
 
-def read_rows(path: str | pathlib.Path | None = None) -> list[dict[str, Any]]:
-    """Rows of a file of this form. Raises: UserError for a file that cannot be read or a row of another form."""
+def read_rows(path: str | pathlib.Path | None = None, bad: list[str] | None = None) -> list[dict[str, Any]]:
+    """Rows of a file of this form. Those of another form are left out if there is a list `bad` for what is wrong.
+
+    Raises: UserError for a file that cannot be read, and without `bad` for a row of another form.
+    """
     file = FILE if path is None else pathlib.Path(path)
-    rows = _rows(file)
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict) or not row.keys() >= _KEYS:
-            missing = sorted(_KEYS - row.keys()) if isinstance(row, dict) else sorted(_KEYS)
-            raise UserError(f"{file}, row {number} of the published runs misses {', '.join(missing)}")
-        given = row.get("assume")
-        for part in (row, given) if isinstance(given, dict) else (row,):
-            _check_values(part, f"{file}, row {number} ({row['id']})")
-    return rows
+    found = []
+    for number, row in enumerate(_rows(file)):
+        try:
+            _check_row(row, f"{file}, row {number}")
+        except UserError as error:
+            if bad is None:
+                raise
+            bad.append(str(error))
+        else:
+            found.append(row)
+    return found
+
+
+def _check_row(row: Any, origin: str) -> None:
+    if not isinstance(row, dict) or not row.keys() >= _KEYS:
+        missing = sorted(_KEYS - row.keys()) if isinstance(row, dict) else sorted(_KEYS)
+        raise UserError(f"{origin} of the published runs misses {', '.join(missing)}")
+    given = row.get("assume")
+    for part in (row, given) if isinstance(given, dict) else (row,):
+        _check_values(part, f"{origin} ({row['id']})")
 
 
 def _check_values(row: Mapping[str, Any], origin: str) -> None:
     """Refuse values of another kind than their keys have; null stands for what is not stated."""
+    for key in ("id", "model", "metric", "source"):
+        if key in row and not isinstance(row[key], str):
+            raise UserError(f"{origin}: {key} is {row[key]!r}, expected a text")
     for key in _NUMBERS:
         value = row.get(key)
         if value is not None and not (_is_number(value) and value > 0):
@@ -112,6 +135,10 @@ def _check_values(row: Mapping[str, Any], origin: str) -> None:
     if saves is not None and not (isinstance(saves, list) and set(saves) <= set(SAVABLE)):
         raise UserError(f"{origin}: saves is {saves!r}, expected a list of {', '.join(SAVABLE)}, or null")
     _check_blocks(row.get("attention_blocks"), origin)
+    try:
+        read_flags(row.get("xla_flags"))
+    except (TypeError, UserError) as error:
+        raise UserError(f"{origin}: xla_flags is {row['xla_flags']!r}: {error}") from None
     dims = row.get("dims")
     if dims is None:
         return
@@ -213,7 +240,7 @@ def parse_run(row: Mapping[str, Any]) -> Run | MatmulRun:
     batch, step = _step(row, decoder, chip, chips, int(batch), assumed)
     return Run(
         decoder, topology, copies, spread, tensor, batch, int(row["seq"]), remat, saves, flash, blocks,
-        step, tuple(assumed),
+        read_flags(row.get("xla_flags")), step, tuple(assumed),
     )  # fmt: skip
 
 

@@ -1,20 +1,24 @@
 """Published runs rebuilt: the stated model on the stated machine, sharded as stated, and how long a step takes."""
 
 import dataclasses
+import json
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import Calibration, Compute, chip_names, load_calibration, load_chip, make_mesh
+from autoshard.cost import Calibration, Compute, chip_names, load_calibration, load_chip, make_mesh, with_flags
+from autoshard.errors import UserError
 from autoshard.plan._baselines import stated
 from autoshard.plan._groups import Groups
 from autoshard.plan._model import Model
 from autoshard.plan._plan import Plan
 from autoshard.plan._predict import evaluate
+from autoshard.plan._price import price
 from autoshard.plan._published import IncompleteError, MatmulRun, Run, parse_run, read_rows
 from autoshard.plan._reading import build_model, read_program
 from autoshard.plan._solve import Solved, Terms, solve_within
@@ -22,6 +26,9 @@ from autoshard.plan._weights import even_weights, normalise
 from autoshard.plan._write import plan_of_choices
 from autoshard.program import Program, decoder_program
 
+
+LEFT_OUT = pathlib.Path(__file__).with_name("left_out.json")
+"""Figures fitted without each source in turn: source, chip, figure."""
 
 SOLVE_S = 20.0
 """Limit for completing one stated sharding; a scanned decoder takes a small part of a second."""
@@ -41,6 +48,15 @@ class PublishedRow:
     exposed_s: float = 0.0
     their_mfu: float | None = None
     our_mfu: float | None = None
+    unseen: float | None = None
+    """Ours with figures that were fitted without the row's source."""
+    by_mfu: float | None = None
+    """The simplest prediction: the median MFU of complete runs of other sources on the same chip, or on all chips if
+    there are none."""
+    by_other_rows: float | None = None
+    """The same with all other runs on the same chip, those of the row's own source too."""
+    flags: tuple[str, ...] = ()
+    """Compiler flags with which the step was priced."""
     assumed: tuple[str, ...] = ()
     complete: bool = True
     """False if what its author left open had to be assumed: shown, but not counted."""
@@ -49,7 +65,11 @@ class PublishedRow:
     @property
     def delta_percent(self) -> float | None:
         """How far ours is from theirs, in percent of theirs."""
-        return None if self.ours is None or self.theirs is None else 100.0 * (self.ours - self.theirs) / self.theirs
+        return self.percent(self.ours)
+
+    def percent(self, predicted: float | None) -> float | None:
+        """How far a predicted step time is from theirs, in percent of theirs."""
+        return None if predicted is None or self.theirs is None else 100.0 * (predicted - self.theirs) / self.theirs
 
     @property
     def group(self) -> str:
@@ -69,67 +89,118 @@ def source_group(source: str) -> str:
 
 
 def validate_published(
-    path: str | pathlib.Path | None = None, progress: Callable[[str], None] | None = None
+    path: str | pathlib.Path | None = None,
+    progress: Callable[[str], None] | None = None,
+    bad: list[str] | None = None,
 ) -> tuple[PublishedRow, ...]:
     """Every row of a file (default: the shipped one), rebuilt where it is complete.
 
-    Raises: UserError for a file that cannot be read or a row of unknown form.
+    Rows of unknown form are left out if there is a list `bad` for what is wrong. Raises: UserError for a file that
+    cannot be read, and without `bad` for a row of unknown form.
     """
-    return tuple(_rebuilt(read_rows(path), progress or (lambda line: None)))
+    rows = read_rows(path, bad)
+    known = {row["id"]: row for row in (*read_rows(), *rows)}
+    return tuple(_rebuilt(rows, _reached(known.values()), progress or (lambda line: None)))
 
 
-def _rebuilt(rows: list[dict[str, Any]], progress: Callable[[str], None]) -> Iterator[PublishedRow]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reached:
+    """The MFU of one complete run."""
+
+    id: str
+    chip: str
+    source: str
+    mfu: float
+
+
+def _reached(rows: Iterable[dict[str, Any]]) -> list[_Reached]:
+    found = []
+    for row in rows:
+        try:
+            run = parse_run(row)
+        except IncompleteError:
+            continue
+        if isinstance(run, Run) and "assume" not in row:
+            source = source_group(row["source"])
+            found.append(_Reached(row["id"], run.topology.chip.name, source, run.peak_s / run.step_s))
+    return found
+
+
+def _rebuilt(
+    rows: list[dict[str, Any]], reached: list[_Reached], progress: Callable[[str], None]
+) -> Iterator[PublishedRow]:
     for number, row in enumerate(rows):
         chip = str(row.get("tpu") or row.get("gpu") or "").split(" ")[0]
         bare = PublishedRow(row["id"], row["model"], chip, row["source"], complete="assume" not in row)
         try:
             run = parse_run(row)
             progress(f"{number + 1}/{len(rows)} {row['id']}")
-            yield _matmul(bare, run) if isinstance(run, MatmulRun) else _step(bare, run)
-        except IncompleteError as error:
+            yield _matmul(bare, run) if isinstance(run, MatmulRun) else _by_mfu(_step(bare, run), run, reached)
+        except (IncompleteError, UserError) as error:
             yield dataclasses.replace(bare, skipped=str(error))
 
 
+def _by_mfu(row: PublishedRow, run: Run, reached: list[_Reached]) -> PublishedRow:
+    """The row with the simplest predictions beside ours."""
+    chip = run.topology.chip.name
+    others = [each for each in reached if each.source != row.group]
+    others = [each for each in others if each.chip == chip] or others
+    rows = [each for each in reached if each.chip == chip and each.id != row.id]
+    means = [statistics.median(each.mfu for each in found) if found else None for found in (others, rows)]
+    by_mfu, by_other_rows = (run.peak_s / mfu if mfu else None for mfu in means)
+    return dataclasses.replace(row, by_mfu=by_mfu, by_other_rows=by_other_rows)
+
+
 def _matmul(bare: PublishedRow, run: MatmulRun) -> PublishedRow:
-    compute, n = Compute(run.topology), run.size
-    ours = float(compute.dot_seconds(n, n, n))
+    n = run.size
+    figures = load_calibration(run.topology.chip), without_source(run.topology.chip.name, bare.group)
+    ours, unseen = (float(Compute(run.topology, each).dot_seconds(n, n, n)) for each in figures)
     busy = 2.0 * n**3 / run.topology.peak_flops("bf16")
-    return dataclasses.replace(
-        bare, theirs=run.step_s, ours=ours, compute_s=ours, their_mfu=busy / run.step_s, our_mfu=busy / ours
-    )
-
-
-def _step(bare: PublishedRow, run: Run) -> PublishedRow:
-    outcome = evaluate(*rebuild(run))
-    ours = outcome.step_time_s
-    busy = run.flops(causal=True) / (run.topology.peak_flops("bf16") * run.topology.num_devices)
     return dataclasses.replace(
         bare,
         theirs=run.step_s,
         ours=ours,
-        compute_s=outcome.compute_s,
-        exposed_s=ours - outcome.compute_s,
+        unseen=unseen,
+        compute_s=ours,
         their_mfu=busy / run.step_s,
         our_mfu=busy / ours,
+    )
+
+
+def _step(bare: PublishedRow, run: Run) -> PublishedRow:
+    model, choices = rebuild(run)
+    outcome = evaluate(model, choices)
+    ours = outcome.step_time_s
+    other = with_flags(without_source(run.topology.chip.name, bare.group), run.flags).calibration
+    again = price(
+        model.program, model.graph, model.structure, model.liveness, model.mesh, 1 << 62, calibration=other
+    )  # fmt: skip
+    return dataclasses.replace(
+        bare,
+        theirs=run.step_s,
+        ours=ours,
+        unseen=evaluate(again, choices).step_time_s,
+        compute_s=outcome.compute_s,
+        exposed_s=ours - outcome.compute_s,
+        their_mfu=run.peak_s / run.step_s,
+        our_mfu=run.peak_s / ours,
+        flags=run.flags,
         assumed=run.assumed,
     )
+
+
+def without_source(chip: str, source: str) -> Calibration:
+    """The figures of a chip, those that were fitted to published runs fitted without the runs of one source.
+
+    They are the shipped ones for a source that nothing was fitted to. `experiments/validate_sources.py` writes them.
+    """
+    document = json.loads(LEFT_OUT.read_text())
+    return dataclasses.replace(load_calibration(chip), **document["sources"].get(source, {}).get(chip, {}))
 
 
 def mesh_sizes(run: Run) -> dict[str, int]:
     """Mesh axes of a run, major first: copies (`data`), FSDP (`fsdp`) and tensor parallelism (`model`)."""
     return {"data": run.copies, "fsdp": run.spread, "model": run.tensor}
-
-
-def as_run(calibration: Calibration) -> Calibration:
-    """The calibration for a published run: gathers are asynchronous on every TPU generation.
-
-    Such runs set flags to that end (`xla_tpu_enable_async_collective_fusion_fuse_all_gather`: pull request 368 of
-    AI-Hypercomputer/maxtext for v5p, and the recipes for v6e), which today's compiler refuses but on v5e.
-    """
-    if load_chip(calibration.chip).backend != "tpu":
-        return calibration
-    share = max(calibration.gather_overlap, load_calibration("v5e").gather_overlap)
-    return dataclasses.replace(calibration, gather_overlap=share)
 
 
 def rebuild(run: Run) -> tuple[Model, NDArray[np.int64]]:
@@ -160,7 +231,8 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
         blocks=run.blocks,
     )  # fmt: skip
     reading = read_program(program, mesh.topology.backend)
-    model = build_model(program, reading, mesh, 1 << 62, as_run(load_calibration(run.topology.chip)))
+    figures = with_flags(load_calibration(run.topology.chip), run.flags).calibration
+    model = build_model(program, reading, mesh, 1 << 62, figures)
     axes = {name: [k] for k, name in enumerate(sizes)}
     wanted = stated(
         model,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -45,6 +45,7 @@ class _Report:
         yield _verdict(plan)
         yield from _section("Plan", Text("\n").join(Text(f"  {clean(line)}") for line in plan.words))
         yield from _section("Fixed beforehand", _bullets(fixed_lines(plan)))
+        yield from _section("Priced for compiler flags", _bullets(_flag_lines(plan)))
         yield from _section("Largest parameters", _parameters(plan, options.max_width))
         yield from _section("Step time", _time(plan.prediction))
         yield from _section("Memory of one device at the peak", _memory(plan))
@@ -56,6 +57,12 @@ class _Report:
         if self.wall_s:
             phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.wall_s.items())
             yield from (Text(), Text(f"Planned in: {phases}", style="dim"))
+
+
+def _flag_lines(plan: Plan) -> list[str]:
+    """What the compiler flags that the plan was made for change in its prices; empty without flags."""
+    said = plan.provenance.get("xla_flags")
+    return [] if not said else said["priced"] or [f"{', '.join(said['flags'])}: no price changes."]
 
 
 def _verdict(plan: Plan) -> RenderableType:
@@ -93,7 +100,7 @@ def _section(title: str, body: RenderableType | None) -> list[RenderableType]:
     return [] if body is None else [Text(), Text(title, style="bold"), body]
 
 
-def _bullets(lines: tuple[str, ...], style: str = "") -> RenderableType | None:
+def _bullets(lines: Sequence[str], style: str = "") -> RenderableType | None:
     if not lines:
         return None
     table = Table.grid(padding=(0, 1, 0, 1))

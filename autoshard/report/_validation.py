@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.cost import QuestionRow, validate_questions
+from autoshard.errors import UserError
 from autoshard.plan import PublishedRow, is_published, validate_published
 from autoshard.report._names import clean
 from autoshard.report._published import error_groups, published_figures, published_pass, published_report
@@ -23,18 +24,26 @@ class Validation:
 
     questions: tuple[QuestionRow, ...]
     runs: tuple[PublishedRow, ...]
+    bad: tuple[str, ...] = ()
+    """A sentence for each row of another form than its file's, which is left out."""
 
 
 def validate(path: str | pathlib.Path | None = None, progress: Callable[[str], None] | None = None) -> Validation:
     """Answers the questions and rebuilds the runs of a file, or all shipped ones.
 
-    Raises: UserError for a file that cannot be read or a row of unknown form.
+    Rows of unknown form are named and left out. Raises: UserError for a file that cannot be read, or without any row
+    that can be used.
     """
     if path is None:
         return Validation(validate_questions(), validate_published(progress=progress))
+    bad: list[str] = []
     if is_published(path):
-        return Validation((), validate_published(path, progress))
-    return Validation(validate_questions(path), ())
+        found = Validation((), validate_published(path, progress, bad))
+    else:
+        found = Validation(validate_questions(path, bad), ())
+    if bad and not found.questions and not found.runs:
+        raise UserError(f"{bad[0]}; no row of the file can be used.")
+    return dataclasses.replace(found, bad=tuple(bad))
 
 
 def validation_figures(found: Validation) -> dict[str, Any]:
@@ -45,6 +54,7 @@ def validation_figures(found: Validation) -> dict[str, Any]:
         "step_times": error_groups(found.runs, lambda row: "all")
         | error_groups(found.runs, lambda row: row.chip or "no chip named"),
         "sources": error_groups(found.runs, lambda row: row.group),
+        "bad_rows": list(found.bad),
         "passed": passes(found),
     }
 
@@ -99,7 +109,10 @@ def _groups(rows: Sequence[QuestionRow]) -> dict[str, dict[str, Any]]:
 def validation_report(found: Validation) -> RenderableType:
     """Every row and, for each group, the median and the worst difference."""
     parts = [_questions_report(found.questions)] if found.questions else []
-    return Group(*parts, *([published_report(found.runs)] if found.runs else []))
+    runs = [published_report(found.runs)] if found.runs else []
+    count = len(found.bad)
+    heading = [Text(f"{count} {'row' if count == 1 else 'rows'} that cannot be read, left out:", style="yellow")]
+    return Group(*parts, *runs, *(heading if count else []), *(Text(clean(line)) for line in found.bad))
 
 
 def _questions_report(rows: Sequence[QuestionRow]) -> RenderableType:

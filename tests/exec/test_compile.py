@@ -46,6 +46,24 @@ def program():
     return tiny()
 
 
+def test_the_compiler_gets_the_flags_that_a_plan_was_made_for(monkeypatch: pytest.MonkeyPatch, program):
+    started: list[dict[str, str]] = []
+
+    def start(*args, env, **kwargs):
+        started.append(env)
+        raise UserError("enough")
+
+    monkeypatch.setattr(room.subprocess, "Popen", start)
+    monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_mine=1")
+    plan = planned(program)
+    flagged = dataclasses.replace(plan, provenance={"xla_flags": {"flags": ["--xla_a=1", "--xla_b=2"]}})
+    for each in (plan, flagged):
+        with pytest.raises(UserError, match="enough"):
+            compile_plan(program, each)
+    assert [env["LIBTPU_INIT_ARGS"] for env in started] == ["--xla_mine=1", "--xla_a=1 --xla_b=2 --xla_mine=1"]
+
+
 def processes() -> set[str]:
     found = set()
     for entry in Path("/proc").iterdir():

@@ -92,6 +92,17 @@ def test_the_file_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "it has changed; plan it again" in capsys.readouterr().err
 
 
+def test_a_plan_made_for_compiler_flags_is_priced_with_them_again() -> None:
+    program, _ = wide()
+    flags = "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true --xla_made_up=1"
+    machine = {"topology": "v6e:2x4", "mesh": "data=8", "calibration": False}
+    plain, plan = make_plan(program, **machine).plan, make_plan(program, **machine, xla_flags=flags).plan
+    assert plan.provenance["calibration"] != plain.provenance["calibration"]
+    assert plan.provenance["xla_flags"]["flags"] == flags.split() and "xla_flags" not in plain.provenance
+    assert "not in the price, whatever it does: --xla_made_up." in plan.warnings
+    assert explain_plan(plan, "params.0.up", program).alternatives[0].step_time_s == plan.prediction.step_time_s
+
+
 def test_what_cannot_be_explained_is_said() -> None:
     program, plan = wide()
     with pytest.raises(UserError, match="does not say where its program is: name it with --program"):

@@ -130,7 +130,7 @@ def test_a_row_of_unknown_form_is_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(UserError, match="row 1 of the published runs misses model, source, value"):
         read_rows(file)
     file.write_text(json.dumps([{"id": "x"}]))
-    with pytest.raises(UserError, match="its first row is neither a published run .* nor a worked question"):
+    with pytest.raises(UserError, match="none of its rows is a published run .* or a worked question"):
         is_published(file)
     file.write_text("{}")
     with pytest.raises(UserError, match="holds no list of rows"):
@@ -161,6 +161,9 @@ def test_what_an_author_left_open_can_be_assumed_and_is_said() -> None:
         ({"dims": SMALL["dims"] | {"L": 1.5}}, "dims.L is 1.5, expected a whole number above 0"),
         ({"dims": SMALL["dims"] | {"gated": "no"}}, "dims.gated is 'no', expected true or false"),
         ({"assume": {"seq": "8k"}}, "seq is '8k', expected a number above 0"),
+        ({"source": None}, "source is None, expected a text"),
+        ({"xla_flags": "async"}, "xla_flags is 'async': 'async' is not an XLA flag"),
+        ({"xla_flags": 3}, "xla_flags is 3: "),
     ],
 )
 def test_values_of_another_kind_are_refused(tmp_path: pathlib.Path, changes: dict, message: str) -> None:
@@ -169,6 +172,26 @@ def test_values_of_another_kind_are_refused(tmp_path: pathlib.Path, changes: dic
     with pytest.raises(UserError, match=message) as caught:
         read_rows(path)
     assert "\n" not in str(caught.value)
+
+
+def test_bad_rows_are_named_and_the_others_read(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps([3, SMALL | {"id": "wrong", "seq": "8k"}, SMALL]))
+    assert is_published(path)
+    bad: list[str] = []
+    assert [row["id"] for row in read_rows(path, bad)] == ["small"]
+    assert bad == [
+        f"{path}, row 0 of the published runs misses id, metric, model, source, value",
+        f"{path}, row 1 (wrong): seq is '8k', expected a number above 0, or null if it is not stated",
+    ]
+
+
+def test_a_row_says_its_compiler_flags() -> None:
+    assert run_of().flags == () and run_of(xla_flags=None).flags == ()
+    assert run_of(xla_flags="--xla_a=1 --xla_b").flags == ("--xla_a=1", "--xla_b=true")
+    assert run_of(xla_flags=["--xla_a=1"]).flags == ("--xla_a=1",)
+    stated = {name for name, row in ROWS.items() if row.get("xla_flags")}
+    assert len(stated) >= 30 and all(ROWS[name]["flags_source"] for name in stated)
 
 
 def test_a_row_says_which_attention_it_ran() -> None:

@@ -3,14 +3,15 @@
 import functools
 import json
 import pathlib
+import statistics
 
 import pytest
 
-from autoshard.cost import load_calibration
-from autoshard.plan import PublishedRow, validate_published
+from autoshard.cost import Calibration, load_calibration
+from autoshard.plan import PublishedRow, make_plan, validate_published
 from autoshard.plan._predict import evaluate
 from autoshard.plan._published import Run, parse_run, read_rows
-from autoshard.plan._rebuild import as_run, rebuild, stated_plan
+from autoshard.plan._rebuild import LEFT_OUT, rebuild, source_group, stated_plan, without_source
 from tests.plan.test_published import SMALL
 
 
@@ -43,11 +44,63 @@ def test_one_run_of_every_generation_is_near(tmp_path: pathlib.Path) -> None:
         assert row.compute_s + row.exposed_s == pytest.approx(row.ours)
 
 
-def test_published_runs_gather_beside_compute_on_every_tpu() -> None:
-    figures = {chip: as_run(load_calibration(chip)) for chip in ("v5e", "v6e", "tpu7x", "h100")}
-    assert figures["v6e"].gather_overlap == figures["v5e"].gather_overlap == load_calibration("v5e").gather_overlap
-    assert load_calibration("v6e").gather_overlap < figures["v6e"].gather_overlap
-    assert figures["tpu7x"] == load_calibration("tpu7x") and figures["h100"] == load_calibration("h100")
+FUSED = "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true"
+
+
+def test_a_published_run_is_priced_as_a_plan_with_its_flags() -> None:
+    hidden = {}
+    for flags in (None, FUSED):
+        run = parse_run(SMALL | {"tpu": "v6e", "slices": 1, "sharding": "FSDP=16", "xla_flags": flags})
+        assert isinstance(run, Run)
+        model, choices = rebuild(run)
+        outcome = evaluate(model, choices)
+        made = make_plan(
+            model.program, topology="v6e:4x4", mesh="fsdp=16", xla_flags=flags, calibration=False, refine_axes=False
+        ).plan
+        assert made.provenance["calibration"] == model.compute.calibration.hash()
+        assert (made.provenance["calibration"] == load_calibration("v6e").hash()) == (flags is None)
+        assert made.prediction.step_time_s <= outcome.step_time_s * (1 + 1e-9)
+        hidden[flags] = sum(c.seconds - c.waited_s for c in outcome.collectives if c.kind == "all-gather")
+    assert hidden[FUSED] > hidden[None]
+
+
+def test_figures_without_a_source_are_of_every_source_of_the_shipped_fit() -> None:
+    sources = json.loads(LEFT_OUT.read_text())["sources"]
+    rows = [row for row in published().values() if source_group(row["source"]) in sources]
+    assert len(sources) >= 5 and len(rows) >= 36
+    for source, chips in sources.items():
+        for chip, figures in chips.items():
+            found = without_source(chip, source)
+            assert isinstance(found, Calibration) and found != load_calibration(chip)
+            assert {name: getattr(found, name) for name in figures} == figures
+    assert without_source("v5e", "somebody: else") == load_calibration("v5e")
+
+
+def test_the_simplest_prediction_is_the_median_mfu_of_other_sources(tmp_path: pathlib.Path) -> None:
+    other = {"source": "another/one@0:README.md"}
+    stated = [SMALL | {"id": "mine", "value": 50.0}, SMALL | {"id": "too", "value": 20.0}]
+    stated += [SMALL | other | {"id": str(k), "value": value} for k, value in enumerate((30.0, 40.0, 90.0))]
+    stated += [SMALL | {"id": "gpt", "model": "gpt", "value": 5.0, "assume": {"why": "a guess"}}]
+    rows = {row.id: row for row in rows_of(tmp_path, stated)}
+    mine = rows["mine"]
+    assert mine.theirs is not None and mine.their_mfu is not None
+    # Shipped v5e runs are other sources, too; what had to be assumed counts nowhere.
+    shipped = [run.peak_s / run.step_s for run in map(parse_run, published().values())
+               if isinstance(run, Run) and run.topology.chip.name == "v5e"]  # fmt: skip
+    causal = mine.their_mfu / 0.5
+    others = [*shipped, *(causal * share for share in (0.3, 0.4, 0.9))]
+    assert mine.by_mfu == pytest.approx(mine.theirs * mine.their_mfu / statistics.median(others))
+    assert mine.by_other_rows == pytest.approx(
+        mine.theirs * mine.their_mfu / statistics.median([*others, causal * 0.2])
+    )
+    assert mine.unseen == mine.ours
+
+
+def test_what_cannot_be_rebuilt_is_said_and_the_rest_goes_on(tmp_path: pathlib.Path) -> None:
+    heads = SMALL["dims"] | {"N": 6, "K": 4}
+    first, flag, last = rows_of(tmp_path, [SMALL | {"dims": heads}, SMALL | {"xla_flags": f"{FUSED[:-4]}maybe"}, SMALL])
+    assert "6 heads in groups of 4" in first.skipped and last.ours is not None
+    assert "is 'maybe', expected true or false" in flag.skipped
 
 
 def test_more_slices_and_slower_links_take_longer(tmp_path: pathlib.Path) -> None:

@@ -1,13 +1,17 @@
 """When enough answers are right."""
 
+import dataclasses
 import io
+import json
+import pathlib
 
 import pytest
 from rich.console import Console
 
 from autoshard.cost import QuestionRow
+from autoshard.errors import UserError
 from autoshard.plan import PublishedRow
-from autoshard.report import Validation, passes, validation_figures, validation_report
+from autoshard.report import Validation, passes, validate, validation_figures, validation_report
 from autoshard.report._published import percentile
 
 
@@ -67,6 +71,45 @@ def test_figures_of_step_times():
     assert figures["step_times"]["all"]["median_percent"] == pytest.approx(7.5)
     assert figures["step_times"]["v5e"]["answered"] == 1 and figures["step_times"]["v5e"]["rows"] == 2
     assert set(figures["sources"]) == {"a/b: x/v5e", "a/b: x/v5p"}
+    assert figures["bad_rows"] == []
+
+
+def test_figures_of_predictors_are_of_the_same_training_runs():
+    matmul, one, two = run("gemm", 20.0), run("one", 11.0), run("two", 9.5)
+    one = dataclasses.replace(one, unseen=12.0, by_mfu=10.1, by_other_rows=10.2)
+    two = dataclasses.replace(two, unseen=9.0, by_mfu=9.7)
+    assumed = dataclasses.replace(one, id="assumed", ours=30.0, complete=False)
+    figures = validation_figures(Validation((), (matmul, one, two, assumed)))["step_times"]["v5e"]
+    assert figures["answered"] == 3 and figures["worst_percent"] == pytest.approx(100.0)
+    medians = {name: each["median_percent"] for name, each in figures["training"].items()}
+    assert medians == pytest.approx({"ours": 7.5, "unseen": 15.0, "by_mfu": 2.0, "by_other_rows": 2.0})
+    assert {name: each["answered"] for name, each in figures["training"].items()} == {
+        "ours": 2, "unseen": 2, "by_mfu": 2, "by_other_rows": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["runs", "questions"])
+def test_one_bad_row_is_named_and_the_rest_is_validated(tmp_path: pathlib.Path, kind: str):
+    good = {"id": "small", "model": "m", "metric": "MFU %", "value": 50, "source": "a/b@0:x/README.md"}
+    if kind == "questions":
+        good = {
+            "id": "none", "kind": "memory", "setting": {}, "answer": 1.0, "unit": "s", "tolerance": 0.1,
+            "trust": "use", "source": "a book",
+        }  # fmt: skip
+    wrong = {"value": "much"} if kind == "runs" else {"answer": "much"}
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([good | wrong | {"id": "wrong"}, good]))
+    found = validate(path)
+    (name,) = wrong
+    assert len(found.runs) + len(found.questions) == 1 and passes(found)
+    assert validation_figures(found)["bad_rows"] == list(found.bad)
+    assert len(found.bad) == 1 and f"row 0 (wrong): {name} is 'much', expected a number" in found.bad[0]
+    screen = io.StringIO()
+    Console(file=screen, width=200).print(validation_report(found))
+    assert "1 row that cannot be read, left out:" in screen.getvalue() and "is 'much'" in screen.getvalue()
+    path.write_text(json.dumps([good | wrong | {"id": "wrong"}, good | wrong]))
+    with pytest.raises(UserError, match=r"row 0 \(wrong\): .* is 'much', .*; no row of the file can be used."):
+        validate(path)
 
 
 def test_the_report_shows_rows_groups_and_what_was_left_out():

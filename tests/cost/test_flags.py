@@ -1,0 +1,98 @@
+"""Compiler flags, and what they change in a price."""
+
+import pathlib
+
+import pytest
+
+from autoshard.cost import load_calibration, read_flags, save_calibration, with_flags
+from autoshard.cost._flags import FUSED_GATHERS, SPARSE_GATHERS, SPARSE_SCATTERS, SPARSE_SUMS, WINDOWED
+from autoshard.errors import UserError
+
+
+SPARSE = f"--{SPARSE_GATHERS}=true --{SPARSE_SUMS}=true --{SPARSE_SCATTERS}=true"
+
+
+def test_flags_are_read_as_the_compiler_reads_them() -> None:
+    assert read_flags(None) == read_flags("") == read_flags([]) == ()
+    assert read_flags(" --xla_a  --xla_b=2 --xla_a=false ") == ("--xla_b=2", "--xla_a=false")
+    assert read_flags("--2a886c8_chip_config_name=megachip_tccontrol") == (
+        "--2a886c8_chip_config_name=megachip_tccontrol",
+    )
+    assert read_flags(["--xla_a=1", "--xla_b=two words"]) == ("--xla_a=1", "--xla_b=two words")
+
+
+@pytest.mark.parametrize("text", ["xla_a=1", "--xla_a=", "-xla_a", "--xla a", "--=1", "--xla_a='"])
+def test_what_is_no_flag_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="is not an XLA flag; write them as --name=value|cannot be read") as caught:
+        read_flags(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("chip", ["v5p", "v6e"])
+def test_fused_gathers_are_hidden_as_on_v5e(chip: str) -> None:
+    base = load_calibration(chip)
+    found = with_flags(base, read_flags(f"--{FUSED_GATHERS}"))
+    assert base.gather_overlap < found.calibration.gather_overlap == load_calibration("v5e").gather_overlap
+    assert found.figures == {"gather_overlap": found.calibration.gather_overlap}
+    assert FUSED_GATHERS in found.priced[0] and found.notes == (
+        f"libtpu 0.0.51 refuses --{FUSED_GATHERS} on {chip}; it is priced as on v5e.",
+    )
+    asynchronous = "--xla_enable_async_all_gather=false"
+    assert not with_flags(base, read_flags(f"--{FUSED_GATHERS} {asynchronous}")).figures
+
+
+def test_what_a_generation_does_by_itself_stays_until_it_is_taken_away() -> None:
+    base = load_calibration("v5e")
+    assert with_flags(base, read_flags(f"--{FUSED_GATHERS}")).calibration == base
+    assert with_flags(base, read_flags(f"--{FUSED_GATHERS}=false")).calibration.gather_overlap == 0.0
+    assert with_flags(base, read_flags("--xla_enable_async_all_gather=false")).calibration.gather_overlap == 0.0
+    assert with_flags(base, read_flags(f"--{WINDOWED}=1000000")).calibration.pipelined_overlap == 0.0
+    assert with_flags(base, read_flags(f"--{WINDOWED}=8")).calibration == base
+
+
+def test_sparse_cores_hide_gathers_and_sums_where_there_are_some() -> None:
+    for chip in ("v5p", "v6e"):
+        found = with_flags(load_calibration(chip), read_flags(SPARSE))
+        assert set(found.figures) == {"gather_overlap", "reduction_overlap"} and not found.notes
+        assert found.calibration.hash() != load_calibration(chip).hash()
+    (note,) = with_flags(load_calibration("v5e"), read_flags(SPARSE)).notes
+    assert note.startswith("v5e has no SparseCores for collectives: ")
+    assert with_flags(load_calibration("tpu7x"), read_flags(SPARSE)) == with_flags(load_calibration("tpu7x"), ())
+    (note,) = with_flags(load_calibration("tpu7x"), read_flags(f"--{SPARSE_SUMS}=false")).notes
+    assert note.startswith("tpu7x runs collectives on SparseCores by default; ")
+    whole = with_flags(load_calibration("v5p"), read_flags(f"{SPARSE} --xla_tpu_prefer_async_allgather_to_allreduce"))
+    assert whole.calibration.gather_max_group > 4096
+    (note,) = with_flags(load_calibration("v5p"), read_flags(f"--{SPARSE_SUMS}")).notes
+    assert note.startswith(f"--{SPARSE_SUMS} alone changes no price")
+
+
+def test_flags_that_are_not_in_the_price_are_named() -> None:
+    base = load_calibration("v5e")
+    found = with_flags(base, read_flags("--xla_tpu_scoped_vmem_limit_kib=65536 --xla_made_up=3"))
+    assert found.calibration == base and not found.priced
+    assert found.notes == ("not in the price, whatever it does: --xla_tpu_scoped_vmem_limit_kib, --xla_made_up.",)
+    (note,) = with_flags(load_calibration("h100"), read_flags(SPARSE)).notes
+    assert note == "XLA flags are not priced on h100: they are TPUs'."
+    assert with_flags(base, ()).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        (f"--{FUSED_GATHERS}=perhaps", f"the XLA flag --{FUSED_GATHERS} is 'perhaps', expected true or false."),
+        (f"--{WINDOWED}=many", f"the XLA flag --{WINDOWED} is 'many', expected a number."),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(flag: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        with_flags(load_calibration("v6e"), read_flags(flag))
+    assert str(caught.value) == message
+
+
+def test_ones_own_figures_stand(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = tmp_path / "mine.json"
+    save_calibration(mine, "v6e", {"gather_overlap": 0.3}, "my machine", "2026-01-02")
+    monkeypatch.setenv("AUTOSHARD_CALIBRATION", str(mine))
+    found = with_flags(load_calibration("v6e"), read_flags(f"--{FUSED_GATHERS}"))
+    assert found.calibration.gather_overlap == 0.3 and not found.figures
+    assert found.notes[0].startswith("your calibration file gives gather_overlap")
