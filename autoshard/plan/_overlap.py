@@ -82,9 +82,9 @@ def hiding_figures(collectives: Collectives, overlap: Overlap, kind: str, axes: 
 def lanes(
     collectives: Collectives, link_of: Mapping[str, str], overlap: Overlap, kind: str, axes: Sequence[str], block: int
 ) -> dict[Channel, float]:
-    """What a collective competes with: channel -> share of its seconds there."""
+    """What a collective competes with: channel -> share of its seconds there. An axis of one device has no links."""
     hidden = hidden_share(collectives, overlap, kind, axes)
-    found: dict[Channel, float] = {(block, link_of[axis]): hidden for axis in axes} if hidden else {}
+    found: dict[Channel, float] = {(block, link_of[axis]): hidden for axis in axes if axis in link_of and hidden}
     if hidden < 1.0:
         found[EXPOSED] = 1.0 - hidden
     return found

@@ -60,3 +60,13 @@ def test_lanes_share_out_all_of_a_collective() -> None:
     assert lanes(POD, names, Overlap.NONE, "all-gather", ("data",), 3) == {EXPOSED: 1.0}
     some = lanes(POD, names, Overlap.MATMUL, "all-gather", ("model",), 0)
     assert some == {(0, names["model"]): PIPELINED, EXPOSED: 1.0 - PIPELINED}
+
+
+def test_an_axis_of_one_device_has_no_links() -> None:
+    one = collectives("v5e:4x4", data=1, fsdp=16)
+    both, split = (
+        lanes(one, link_names(one.mesh), Overlap.PARAMETERS, "all-gather", axes, 0)
+        for axes in (("data", "fsdp"), ("fsdp",))
+    )
+    assert both == split and len(both) == 2
+    assert set(lanes(one, link_names(one.mesh), Overlap.PARAMETERS, "all-gather", ("data",), 0)) <= {EXPOSED}

@@ -11,7 +11,7 @@ from autoshard.cost import Calibration, load_calibration
 from autoshard.plan import PublishedRow, make_plan, validate_published
 from autoshard.plan._predict import evaluate
 from autoshard.plan._published import Run, parse_run, read_rows
-from autoshard.plan._rebuild import LEFT_OUT, rebuild, source_group, stated_plan, without_source
+from autoshard.plan._rebuild import LEFT_OUT, _by_mfu, _reached, rebuild, source_group, stated_plan, without_source
 from tests.plan.test_published import SMALL
 
 
@@ -76,24 +76,29 @@ def test_figures_without_a_source_are_of_every_source_of_the_shipped_fit() -> No
     assert without_source("v5e", "somebody: else") == load_calibration("v5e")
 
 
-def test_the_simplest_prediction_is_the_median_mfu_of_other_sources(tmp_path: pathlib.Path) -> None:
+def test_the_simplest_prediction_is_the_median_mfu_of_other_sources() -> None:
+    mine = SMALL | {"id": "mine", "value": 50.0}
     other = {"source": "another/one@0:README.md"}
-    stated = [SMALL | {"id": "mine", "value": 50.0}, SMALL | {"id": "too", "value": 20.0}]
+    stated = [mine, SMALL | {"id": "too", "value": 20.0}]
     stated += [SMALL | other | {"id": str(k), "value": value} for k, value in enumerate((30.0, 40.0, 90.0))]
-    stated += [SMALL | {"id": "gpt", "model": "gpt", "value": 5.0, "assume": {"why": "a guess"}}]
-    rows = {row.id: row for row in rows_of(tmp_path, stated)}
-    mine = rows["mine"]
-    assert mine.theirs is not None and mine.their_mfu is not None
-    # Shipped v5e runs are other sources, too; what had to be assumed counts nowhere.
-    shipped = [run.peak_s / run.step_s for run in map(parse_run, published().values())
-               if isinstance(run, Run) and run.topology.chip.name == "v5e"]  # fmt: skip
-    causal = mine.their_mfu / 0.5
-    others = [*shipped, *(causal * share for share in (0.3, 0.4, 0.9))]
-    assert mine.by_mfu == pytest.approx(mine.theirs * mine.their_mfu / statistics.median(others))
-    assert mine.by_other_rows == pytest.approx(
-        mine.theirs * mine.their_mfu / statistics.median([*others, causal * 0.2])
-    )
-    assert mine.unseen == mine.ours
+    stated += [SMALL | other | {"id": "guessed", "value": 5.0, "assume": {"why": "a guess"}}]
+    stated += [SMALL | other | {"id": "lacking", "seq": None}]
+    run = parse_run(mine)
+    assert isinstance(run, Run)
+    reached = _reached([*stated, *published().values()])
+    assert not {"guessed", "lacking", "gemm-tpu7x-1024"} & {each.id for each in reached}
+    # Shipped runs on v5e are other sources, too; a source's own rows count for the second prediction alone.
+    shares = {each.id: each.mfu for each in reached if each.chip == "v5e"}
+    assert len(shares) == 5 + 14 and shares["mine"] == pytest.approx(run.peak_s / run.step_s)
+    bare = PublishedRow("mine", "small", "v5e", mine["source"], theirs=run.step_s)
+    row = _by_mfu(bare, run, reached)
+    others = [mfu for name, mfu in shares.items() if name not in ("mine", "too")]
+    assert row.by_mfu == pytest.approx(run.peak_s / statistics.median(others))
+    assert row.by_other_rows == pytest.approx(run.peak_s / statistics.median([*others, shares["too"]]))
+    # Where no other source has run the chip, all chips count; where nothing has, there is no prediction.
+    far = [each for each in reached if each.chip == "v6e"]
+    assert _by_mfu(bare, run, far).by_mfu == pytest.approx(run.peak_s / statistics.median(each.mfu for each in far))
+    assert _by_mfu(bare, run, far).by_other_rows is None and _by_mfu(bare, run, []).by_mfu is None
 
 
 def test_what_cannot_be_rebuilt_is_said_and_the_rest_goes_on(tmp_path: pathlib.Path) -> None:
