@@ -148,6 +148,8 @@ def build_structure(
             continue
         if op.op_class is OpClass.LAYER and op.rule is not None:
             union.block(op.operands[0], 0) if op.operands[0] not in skip else None
+        if _writes_in_layer(graph, op) and op.results[0] not in skip:
+            union.block(op.results[0], 0)
         for result in range(len(op.results)):
             unmerged.extend(_merge_op(union, op, result, skip, stored, asked))
     _tie_carries(graph, union, skip, stored, asked)
@@ -161,6 +163,15 @@ def build_structure(
         if argument in stored or not union.merge(argument, result, same):
             apart.append((result, argument))
     return _freeze(graph, union, skip, unmerged, apart)
+
+
+def _writes_in_layer(graph: OpGraph, op: Op) -> bool:
+    """True if a loop writes a part of one layer into a stack that it carries, as decoders do to their caches."""
+    if op.kind != "dynamic_update_slice" or op.loop < 0:
+        return False
+    whole, part = (graph.tensors[t].shape for t in op.operands[:2])
+    carried = {c.update for c in graph.loops[op.loop].carries}
+    return len(whole) > 1 and part[0] == 1 < whole[0] and op.results[0] in carried
 
 
 def _tie_carries(

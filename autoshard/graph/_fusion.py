@@ -52,6 +52,9 @@ class Liveness:
     """Tensors in the host's memory; none of `buffers` is one of theirs."""
     softmaxes: tuple[Softmax, ...] = ()
     """What their clusters hold and move depends on the spec: none of `buffers` is one of theirs."""
+    copied: tuple[tuple[int, int], ...] = ()
+    """(tensor, loop) of what is copied whole beside all fusions: what starts a loop but may not be overwritten by it,
+    and results that cannot be made in the memory of the donated arguments that they replace."""
 
     def itemsize(self, graph: OpGraph, buffer: tuple[int, int, int]) -> int:
         """Bytes of an element of a buffer."""
@@ -101,6 +104,7 @@ def analyse(
             materialised.add(tensor.id)
             reach[tensor.id] = frozenset((tensor.id,))
     fusions = []
+    overwritten: list[tuple[int, int]] = []
     for op in graph.ops:
         if op.op_class is OpClass.FREE:
             for tensor in op.results:
@@ -114,7 +118,11 @@ def analyse(
         if op.id in passing:
             reach[op.results[0]] = reach.get(op.operands[0], frozenset())
             continue
-        in_place = op.kind == "dynamic_update_slice"
+        in_place = op.kind == "dynamic_update_slice" and _is_overwritten(
+            graph, op, materialised, consumers, kept, updates or {}
+        )
+        if in_place:
+            overwritten.append((op.operands[0], op.results[0]))
         sources = op.operands[1:2] if in_place else op.operands
         reads = frozenset().union(*(reach.get(t, frozenset()) for t in sources))
         writes = []
@@ -130,11 +138,32 @@ def analyse(
             moved = op.operands[1:2] if in_place else tuple(writes)
             fusions.append(Fusion(op.id, tuple(writes), tuple(sorted(reads)), moved))
     away = hosted(graph)
-    buffers = _buffers(graph, fusions, materialised, free, reach, bases, kept, updates or {})
+    buffers, copied = _buffers(graph, fusions, materialised, free, reach, bases, kept, updates or {}, overwritten)
     away_or_apart = away.union(*(softmax.tensors for softmax in softmaxes))
     buffers = tuple(buffer for buffer in buffers if buffer[0] not in away_or_apart)
     more, widths = stored(graph, buffers, wide)
-    return Liveness(tuple(fusions), frozenset(materialised), tuple(sorted((*buffers, *more))), widths, away, softmaxes)
+    buffers = tuple(sorted((*buffers, *more)))
+    return Liveness(tuple(fusions), frozenset(materialised), buffers, widths, away, softmaxes, copied)
+
+
+def _is_overwritten(
+    graph: OpGraph,
+    op: Op,
+    materialised: set[int],
+    consumers: Sequence[list[int]],
+    kept: Collection[int],
+    updates: Mapping[int, int],
+) -> bool:
+    """True if an update is written into what it updates: a value of its own loop that nobody needs afterwards.
+
+    Not a layer that is sliced from a stack or a value that a fusion makes: these are written anew, updated.
+    """
+    value = op.operands[0]
+    if value not in materialised or graph.tensors[value].loop != op.loop or value in graph.results:
+        return False
+    if any(user > op.id for user in consumers[value]):
+        return False
+    return value not in graph.arguments or (value in updates and value not in kept)
 
 
 def _widens(graph: OpGraph, op: Op) -> bool:
@@ -234,7 +263,9 @@ def _buffers(
     bases: dict[int, frozenset[int]],
     kept: Collection[int],
     updates: Mapping[int, int],
-) -> tuple[tuple[int, int, int], ...]:
+    overwritten: Sequence[tuple[int, int]],
+) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
+    """`Liveness.buffers` and `Liveness.copied`. `overwritten`: (value, what is written over it)."""
     end = len(graph.ops)
     start = {t.id: (t.producer if t.producer >= 0 else 0) for t in graph.tensors}
     last = dict.fromkeys(materialised, -1)
@@ -249,7 +280,7 @@ def _buffers(
         if tensor in last:
             last[tensor] = end
     last |= dict.fromkeys(kept, end)
-    home = _share_carried(graph, free, start, last)
+    home, copied = _share_carried(graph, free, start, last, updates, overwritten)
     # A result that is written over no argument has memory of its own before the program starts.
     for tensor in set(graph.results) - set(updates.values()) - set(graph.arguments):
         start[home.get(tensor, tensor)] = 0
@@ -260,21 +291,36 @@ def _buffers(
         stop = last[tensor] + 1 if last[tensor] < end else end + 1
         if tensor in graph.arguments:
             written = updates.get(tensor, tensor)
-            if written in materialised and home.get(written, written) == written and last[tensor] == start[written]:
+            place = home.get(written, written)
+            if written in materialised and place == written and last[tensor] == start[written]:
                 stop = start[written]
+            elif place != written and start[place] <= last[tensor] < end:
+                # A loop makes the result while the argument is still read: it is copied there at the end.
+                stop = end + 1
+                copied.append((written, -1))
             buffers.append((tensor, 0, max(1, stop)))
         elif stop > start[tensor]:
             buffers.append((tensor, start[tensor], stop))
-    return tuple(buffers)
+    return tuple(buffers), tuple(copied)
 
 
-def _share_carried(graph: OpGraph, free: set[int], start: dict[int, int], last: dict[int, int]) -> dict[int, int]:
-    """Tensor -> the outermost carried value whose buffer it shares; widens that one's lifetime to hold them all.
+def _share_carried(
+    graph: OpGraph,
+    free: set[int],
+    start: dict[int, int],
+    last: dict[int, int],
+    updates: Mapping[int, int],
+    overwritten: Sequence[tuple[int, int]],
+) -> tuple[dict[int, int], list[tuple[int, int]]]:
+    """Tensor -> the outermost carried value, or the first value written over, whose buffer it shares; and the
+    arguments that loops copy, with the loop. Widens the lifetime of what is shared to hold all that share it.
 
-    A loop copies what starts it if that is an argument, generated, needed later or starts another carried value too.
+    A loop copies what starts it if that is generated, needed later, starts another carried value too, or is an
+    argument, except for a donated one whose updated value is what the loop makes of it.
     """
     read = dict(last)
     owner: dict[int, int] = {}
+    copied: list[tuple[int, int]] = []
 
     def find(tensor: int) -> int:
         while owner.setdefault(tensor, tensor) != tensor:
@@ -290,8 +336,13 @@ def _share_carried(graph: OpGraph, free: set[int], start: dict[int, int], last: 
             shared = [carry.result]
             if carry.update not in used and loop_of.get(carry.update) != loop.id:
                 shared.append(carry.update)
-            copied = carry.init in used or carry.init in free or carry.init in graph.arguments
-            if not copied and read.get(carry.init, -1) < loop.start:
+            again = carry.init in used or read.get(carry.init, -1) >= loop.start
+            if carry.init in graph.arguments:
+                over = not again and updates.get(carry.init) == carry.result
+                last[carry.init] = max(last.get(carry.init, -1), loop.start - over)
+                if not over:
+                    copied.append((carry.body, loop.parent))
+            elif not again and carry.init not in free:
                 shared.append(carry.init)
             used.update((carry.init, carry.update))
             for tensor in shared:
@@ -300,11 +351,17 @@ def _share_carried(graph: OpGraph, free: set[int], start: dict[int, int], last: 
                     continue  # two values of one loop never share
                 # Loops are in order, outer ones first: what has a carried value's name already keeps it.
                 owner[mine if other in loop_of else other] = other if other in loop_of else mine
+    for value, written in overwritten:
+        mine, other = find(value), find(written)
+        if value in graph.arguments:
+            last[value] = max(last[value], start[written] - 1)
+        elif mine != other and (other not in loop_of or loop_of[other] != loop_of.get(mine)):
+            owner[mine if other in loop_of else other] = other if other in loop_of else mine
     for tensor in owner:
         home = find(tensor)
         start[home] = min(start[home], start[tensor])
         last[home] = max(last.get(home, -1), last.get(tensor, -1))
-    return {tensor: find(tensor) for tensor in owner}
+    return {tensor: find(tensor) for tensor in owner}, copied
 
 
 def _outlast(graph: OpGraph, tensor: int, user: int) -> int:

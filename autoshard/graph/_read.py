@@ -74,7 +74,7 @@ class _Reader(Reading):
                 read_branches(self, op, kind, loop, self.read_block)
             elif kind == "manual_computation":
                 read_manual(self, op, loop, self.read_block)
-            elif kind in _ALIASES:
+            elif kind in _ALIASES or called(op, kind) == "LayoutConstraint":
                 self.alias(op)
             elif kind in CONSTRAINTS or called(op, kind) == "Sharding":
                 read_constraint(self, op, loop)

@@ -13,8 +13,10 @@ from autoshard.plan._residency import Residency
 from autoshard.plan._states import PARTIAL, WHOLE, Seconds, States, enumerate_states, local_elements, relabel
 
 
-MOVES_ONLY = frozenset({"slice", "concatenate", "pad", "reverse", "broadcast_in_dim", "reshape", IN, OUT})
-"""Ops that compilers fold into the fusions around them."""
+MOVES_ONLY = frozenset(
+    {"slice", "concatenate", "pad", "reverse", "broadcast_in_dim", "reshape", "dynamic_update_slice", IN, OUT}
+)
+"""Ops that compilers fold into the fusions around them, and updates: these move what their fusion says."""
 
 _SORTS = frozenset({"sort", "top_k"})
 """Both order a whole dim: compilers make a top-k of a sort or of as many steps of it."""

@@ -70,6 +70,10 @@ class NodePricer:
                 cluster = self.structure.cluster_of[tensor]
                 if cluster >= 0:
                     traffic[cluster][op.loop].append((tensor, self.graph.trips(op.loop)))
+        for tensor, loop in self.liveness.copied:
+            cluster = self.structure.cluster_of[tensor]
+            if cluster >= 0:
+                traffic[cluster][loop].append((tensor, 2 * self.graph.trips(loop)))
         buffers: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         for tensor, start, stop in self.liveness.buffers:
             if self.structure.cluster_of[tensor] >= 0:

@@ -27,23 +27,27 @@ class ServingCache:
 
     def __init__(self, env: Any, entries: dict[str, Any], position: Any = None) -> None:
         self.env, self.entries, self.position = env, dict(entries), position
-        self._open: list[dict[str, Any]] = []
+        self._open: list[tuple[dict[str, Any], Any]] = []
         self.seen: dict[int, Any] = {}
 
     def stacked(self, block: Block, offset: int) -> dict[str, Any] | None:
-        """The arrays of one layer of a group, to be scanned over; None if the block keeps no cache."""
+        """The stacks [layers, ...] that a scan over a block carries; None if the block keeps no cache."""
         return self.entries.get(block.label(offset))
 
     def close_block(self, block: Block, offset: int, after: dict[str, Any]) -> None:
-        """Take the arrays that a scan has written."""
+        """Take the stacks that a scan has written."""
         self.entries[block.label(offset)] = after
 
     @contextlib.contextmanager
-    def layer(self, arrays: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """While inside, `update` works on `arrays` (one layer of a stack); the yielded dict holds what it wrote."""
-        self._open.append(dict(arrays))
+    def layer(self, stacks: dict[str, Any], index: Any) -> Iterator[dict[str, Any]]:
+        """While inside, `update` works on layer `index` of `stacks`; the yielded dict holds the updated stacks.
+
+        Only the new tokens are written into a stack, and a layer is read from it: compilers update what a loop
+        carries in place, and copy what it takes in one stack and gives in another.
+        """
+        self._open.append((dict(stacks), index))
         try:
-            yield self._open[-1]
+            yield self._open[-1][0]
         finally:
             self._open.pop()
 
@@ -53,21 +57,22 @@ class ServingCache:
 
         new = {"keys": self.env.t2j_iso(key), "values": self.env.t2j_iso(value)}
         name = f"layer.{layer_idx}"
-        held = self._open[-1] if self._open else self.entries.get(name)
+        held, index = self._open[-1] if self._open else (self.entries.get(name), None)
         if held is None:  # a first trace that only asks for shapes
             self.seen[layer_idx] = new
             return key, value
         start = 0 if self.position is None else self.position
-        written = {
-            part: jax.lax.dynamic_update_slice_in_dim(held[part], new[part].astype(held[part].dtype), start, axis=2)
-            for part in new
-        }
-        if self._open:
-            self._open[-1].update(written)
+        written = {part: _write(held[part], new[part], start, index) for part in new}
+        if index is not None:
+            held.update(written)
         else:
             self.entries[name] = written
         if self.position is None:
             return key, value
+        if index is not None:
+            written = {
+                part: jax.lax.dynamic_index_in_dim(stack, index, keepdims=False) for part, stack in written.items()
+            }
         return self.env.j2t_iso((written["keys"], written["values"]))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -90,3 +95,19 @@ class ServingCache:
             yield
         finally:
             _position.reset(token)
+
+
+def _write(held: Any, new: Any, start: Any, index: Any) -> Any:
+    """Put new keys or values [B, K, S, D] at position `start` of [B, K, T, D], or of layer `index` of a stack.
+
+    Row-major like the cache: else XLA lays the whole cache out as the matmul leaves a new token, heads and batch
+    inside of positions, and copies it before and after the loop over layers (seen for TPUs, libtpu 0.0.51).
+    """
+    import jax
+    from jax.experimental.layout import Layout, with_layout_constraint
+
+    new, places = new.astype(held.dtype), (0, 0, start, 0)
+    if index is not None:
+        new, places = new[None], (index, *places)
+    new = with_layout_constraint(new, Layout(major_to_minor=tuple(range(new.ndim))))
+    return jax.lax.dynamic_update_slice(held, new, places)

@@ -147,11 +147,13 @@ class _BlockRun:
 
         return (value.torch() if isinstance(value, View) else value), place
 
-    def _invoke(self, offset: int, slices: tuple[Any, Any, Any], hidden: Any) -> tuple[Any, tuple[Any, Any]]:
-        """Call one layer; its output, and its buffers and cache afterwards."""
+    def _invoke(
+        self, offset: int, slices: tuple[Any, Any], hidden: Any, cached: dict[str, Any], index: Any
+    ) -> tuple[Any, tuple[Any, Any]]:
+        """Call one layer, number `index` of its stack; its output, and its buffers and the caches of all afterwards."""
         import torch
 
-        params, buffers, cached = slices
+        params, buffers = slices
         state = self.env.j2t_iso({**self.prepare(params), **buffers, **self.weights.fixed[offset]})
         args, kwargs, place = self.calls[offset]
         if place == 0:
@@ -161,7 +163,7 @@ class _BlockRun:
         layer = self.layers[offset]
         stand_in = layer.__dict__.pop("forward")
         try:
-            with self.weights.cache.layer(cached) if cached else contextlib.nullcontext({}) as written:
+            with self.weights.cache.layer(cached, index) if cached else contextlib.nullcontext({}) as written:
                 out = torch.func.functional_call(layer, state, args, kwargs)
             return out, ({key: self.env.t2j_iso(state[key]) for key in buffers}, dict(written))
         finally:
@@ -174,9 +176,9 @@ class _BlockRun:
 
         known: dict[str, Any] = {}
 
-        def one(h: Any, slices: Any) -> Any:
+        def one(h: Any, slices: Any, cached: Any, index: Any) -> Any:
             with _flops.counting():
-                out, _ = self._invoke(offset, slices, self.env.j2t_iso(h))
+                out, _ = self._invoke(offset, slices, self.env.j2t_iso(h), cached, index)
             known["container"] = type(out) if isinstance(out, (tuple, list)) else None
             first = out if isinstance(out, torch.Tensor) else out[0]
             known["others"] = [] if isinstance(out, torch.Tensor) else list(out[1:])
@@ -184,7 +186,8 @@ class _BlockRun:
 
         shape = jax.ShapeDtypeStruct(tuple(hidden.shape), self.hidden._elem.dtype)
         slices = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), self._stacked(offset))
-        result = jax.eval_shape(one, shape, slices)
+        number = jax.ShapeDtypeStruct((), jax.numpy.int32)
+        result = jax.eval_shape(one, shape, slices, self._cached(offset), number)
         if (result.shape, result.dtype) != (shape.shape, shape.dtype):
             raise NotRepeatedError(self.block, "a layer changes the shape or dtype of the hidden state")
         args, kwargs, _ = self.calls[offset]
@@ -209,32 +212,55 @@ class _BlockRun:
                 return False
         return True
 
-    def _stacked(self, offset: int) -> tuple[Any, Any, Any]:
+    def _stacked(self, offset: int) -> tuple[Any, Any]:
+        return self.weights.params[offset], self.weights.buffers[offset]
+
+    def _cached(self, offset: int) -> dict[str, Any]:
         cache = self.weights.cache
-        cached = cache.stacked(self.block, offset) if cache is not None else None
-        return self.weights.params[offset], self.weights.buffers[offset], cached or {}
+        return (cache.stacked(self.block, offset) if cache is not None else None) or {}
 
     def _run(self) -> Any:
         import jax
+        import jax.numpy as jnp
 
         counted: list[float] = [0.0]
+        offsets = range(self.block.period)
 
-        def body(h: Any, slices: Any) -> Any:
-            after: list[tuple[Any, Any]] = []
+        def body(h: Any, slices: Any, caches: Any = None, index: Any = None) -> Any:
+            after: list[Any] = []
+            written: list[Any] = []
             with _flops.counting() as scope:
                 value = self.env.j2t_iso(h)
-                for offset in range(self.block.period):
-                    out, state = self._invoke(offset, slices[offset], value)
-                    after.append((state[0] if self.weights.stateful else {}, state[1]))
+                for offset in offsets:
+                    held = caches[offset] if caches else {}
+                    out, (buffers, cached) = self._invoke(offset, slices[offset], value, held, index)
+                    after.append(buffers if self.weights.stateful else {})
+                    written.append(cached)
                     value = out[0] if isinstance(out, (tuple, list)) else out
             counted[0] = scope[0]
-            return self.env.t2j_iso(value), after
+            return self.env.t2j_iso(value), after, written
 
         policy = checkpoint_policy(self.remat)
-        step = body if policy is None else jax.checkpoint(body, policy=policy, prevent_cse=False)
-        stacked = [self._stacked(offset) for offset in range(self.block.period)]
-        final, after = jax.lax.scan(step, self.env.t2j_iso(self.hidden), stacked)
-        for offset, (buffers, cached) in enumerate(after):
+        run = body if policy is None else jax.checkpoint(body, policy=policy, prevent_cse=False)
+
+        def step(h: Any, slices: Any) -> Any:
+            h, after, _ = run(h, slices)
+            return h, after
+
+        def caching(carried: Any, slices: Any) -> Any:
+            h, index, caches = carried
+            h, after, caches = run(h, slices, caches, index)
+            return (h, index + 1, caches), after
+
+        stacked = [self._stacked(offset) for offset in offsets]
+        caches = [self._cached(offset) for offset in offsets]
+        hidden = self.env.t2j_iso(self.hidden)
+        if any(caches):
+            carried = (hidden, jnp.int32(0), caches)
+            (final, _, caches), after = jax.lax.scan(caching, carried, stacked)
+        else:
+            final, after = jax.lax.scan(step, hidden, stacked)
+        for offset, (buffers, cached) in enumerate(zip(after, caches, strict=True)):
             self.weights.buffers[offset].update(buffers)
             if cached:
                 self.weights.cache.close_block(self.block, offset, cached)

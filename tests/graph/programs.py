@@ -121,6 +121,36 @@ def decoding() -> Program:
     return trace(step, (params, f32(BATCH, SEQ, DIM), f32(BATCH, DIM), position), name="decoding", donate_argnums=(1,))
 
 
+def decoding_layers(carried: bool) -> Program:
+    """`decoding` with layers in a scan that carries their caches, or takes them in and gives new ones."""
+
+    def step(params: Any, caches: Any, x: Any, position: Any) -> Any:
+        def attend(x: Any, layer: Any, cache: Any) -> Any:
+            weights = jax.nn.softmax(jnp.einsum("bd,bsd->bs", x @ layer["q"], cache))
+            return jnp.tanh(jnp.einsum("bs,bsd->bd", weights, cache) @ layer["out"])
+
+        def in_place(state: Any, layer: Any) -> Any:
+            x, i, caches = state
+            caches = lax.dynamic_update_slice(caches, (x @ layer["kv"])[None, :, None, :], (i, 0, position, 0))
+            return (attend(x, layer, lax.dynamic_index_in_dim(caches, i, keepdims=False)), i + 1, caches), None
+
+        def anew(x: Any, given: Any) -> Any:
+            layer, cache = given
+            cache = lax.dynamic_update_slice(cache, (x @ layer["kv"])[:, None, :], (0, position, 0))
+            return attend(x, layer, cache), cache
+
+        if carried:
+            (x, _, caches), _ = lax.scan(in_place, (x, jnp.int32(0), caches), params)
+        else:
+            x, caches = lax.scan(anew, x, (params, caches))
+        return caches, x
+
+    params = {name: f32(LAYERS, DIM, DIM) for name in ("kv", "q", "out")}
+    position = jax.ShapeDtypeStruct((), jnp.int32)
+    args = (params, f32(LAYERS, BATCH, 16 * SEQ, DIM), f32(BATCH, DIM), position)
+    return trace(step, args, name="decoding layers", donate_argnums=(1,))
+
+
 def views() -> Program:
     """Reshapes that merge and split dims, transposes that meet their source, gathers and concatenations."""
 
@@ -135,6 +165,8 @@ def views() -> Program:
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {
+    "decoding, caches carried": lambda: decoding_layers(True),
+    "decoding, caches scanned": lambda: decoding_layers(False),
     "mlp": mlp,
     "decoder": decoder,
     "decoder without remat": lambda: decoder(remat=False),

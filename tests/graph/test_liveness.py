@@ -165,6 +165,18 @@ def test_a_cache_is_written_in_place_and_only_the_slice_is_moved() -> None:
     assert spans[graph.arguments[3]][1] <= spans[graph.results[0]][0] + 1
 
 
+def test_a_value_that_is_needed_again_is_not_written_over() -> None:
+    def fn(cache: Any, new: Any) -> Any:
+        return lax.dynamic_update_slice(cache, new, (0, 2)), jnp.max(cache @ cache)
+
+    graph = graph_of(fn, f32(64, 64), f32(64, 1))
+    (cache, _), (after, _) = graph.arguments, graph.results
+    liveness = analyse(graph, updates={cache: after})
+    (write,) = (f for f in liveness.fusions if graph.ops[f.root].kind == "dynamic_update_slice")
+    assert cache in write.reads and write.moved == (after,)
+    assert lifetimes(liveness)[cache][1] > lifetimes(liveness)[after][0]
+
+
 # Loops
 
 
@@ -208,6 +220,52 @@ def test_saved_activations_cost_their_whole_stack() -> None:
     assert gained > 2 * stack, "at least the inputs of more than two matmuls a layer"
     (saved,) = (c for c in kept.loops[0].carries if kept.tensors[c.body].shape[:1] == (made.LAYERS,))
     assert kept.tensors[saved.body].bytes == stack
+
+
+def _decoding_layers(carried: bool, donated: bool = True) -> tuple[OpGraph, Liveness]:
+    graph = read_graph(made.decoding_layers(carried).module)
+    cache, after = graph.arguments[3], graph.results[0]
+    return graph, analyse(graph, () if donated else (cache,), {cache: after} if donated else {})
+
+
+def copies(graph: OpGraph, liveness: Liveness, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [copy for copy in liveness.copied if graph.tensors[copy[0]].shape == shape]
+
+
+def test_caches_that_a_loop_carries_are_written_in_place() -> None:
+    graph, liveness = _decoding_layers(carried=True)
+    (loop,) = graph.loops
+    cache = graph.tensors[graph.arguments[3]]
+    held = carry_of(graph, cache.shape)
+    spans = lifetimes(liveness)
+    assert spans[cache.id] == (0, loop.start) and spans[held.body] == (loop.start, len(graph.ops) + 1)
+    assert copies(graph, liveness, cache.shape) == []
+    whole = [t.id for t in graph.tensors if t.shape == cache.shape]
+    assert not {t for f in liveness.fusions for t in (*f.moved, *f.reads)}.intersection(whole)
+    assert (1, *cache.shape[1:]) in {graph.tensors[t].shape for f in liveness.fusions for t in f.reads}
+
+
+def test_caches_that_a_scan_takes_and_gives_are_held_twice_and_copied() -> None:
+    graph, liveness = _decoding_layers(carried=False)
+    (loop,) = graph.loops
+    cache = graph.tensors[graph.arguments[3]]
+    held = carry_of(graph, cache.shape)
+    spans = lifetimes(liveness)
+    assert spans[cache.id] == (0, len(graph.ops) + 1), "what is carried is copied into it at the end"
+    assert spans[held.body] == (loop.start, len(graph.ops) + 1)
+    assert copies(graph, liveness, cache.shape) == [(graph.results[0], -1)]
+    moved = [graph.tensors[t].shape for f in liveness.fusions for t in f.moved]
+    assert cache.shape[1:] in moved and (1, *cache.shape[1:]) in moved, (
+        "one layer is made anew, then put into the stack"
+    )
+
+
+def test_a_cache_that_the_caller_keeps_is_copied_before_the_loop_that_writes_into_it() -> None:
+    graph, liveness = _decoding_layers(carried=True, donated=False)
+    cache = graph.tensors[graph.arguments[3]]
+    held = carry_of(graph, cache.shape)
+    assert copies(graph, liveness, cache.shape) == [(held.body, -1)]
+    assert lifetimes(liveness)[cache.id][1] == len(graph.ops) + 1
 
 
 def test_what_starts_a_loop_and_is_needed_later_is_copied() -> None:
@@ -279,7 +337,10 @@ def test_buffers_are_sound(name: str) -> None:
                 assert spans[tensor][0] <= fusion.root < spans[tensor][1], "what is read is there"
 
 
-@pytest.mark.parametrize("name", ["mlp", "decoder", "decoder without remat", "decoding"])
+@pytest.mark.parametrize(
+    "name",
+    ["mlp", "decoder", "decoder without remat", "decoding", "decoding, caches carried", "decoding, caches scanned"],
+)
 def test_the_peak_is_near_the_compilers(name: str) -> None:
     """XLA for one CPU device, whole: its buffer assignment orders and fuses ops in its own way."""
     program = made.PROGRAMS[name]()
