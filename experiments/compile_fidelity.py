@@ -31,8 +31,6 @@ from kept import checked_out, compiled  # noqa: E402
 
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "compile_fidelity.json"
-TABLE = HERE / "results" / "compile_fidelity.md"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +47,35 @@ class Row:
     """Planned for this share of the chip's memory: above 1 for what should not fit."""
 
 
-def _dm(data: int, model: int, slices: int = 1) -> dict[str, int]:
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """Rows, and where what becomes of them is kept."""
+
+    name: str
+    """Of the script, and of its results."""
+    title: str
+    rows: tuple[Row, ...]
+
+    @property
+    def results(self) -> Path:
+        return HERE / "results" / f"{self.name}.json"
+
+    @property
+    def table(self) -> Path:
+        return HERE / "results" / f"{self.name}.md"
+
+
+def dm(data: int, model: int, slices: int = 1) -> dict[str, int]:
     return ({"slice": slices} if slices > 1 else {}) | {"data": data, "model": model}
 
 
 def _train(config: Any, batch: int, seq: int, remat: str = "full", **options: Any) -> "Callable[[], Program]":
     return hf(config, train=True, batch=batch, seq=seq, remat=remat, **options)
+
+
+def serve(config: Any, kind: str, batch: int, seq: int, **options: Any) -> "Callable[[], Program]":
+    """A step of decoding with caches of `seq` tokens, or one that fills as many."""
+    return hf(config, serve=kind, batch=batch, seq=seq, **options)
 
 
 SMALL = llama(8, 2048, 5632, 16, 8, 32000)
@@ -64,33 +85,44 @@ EXPERTS = mixtral(4, 2048, 7168, 16, 8, 8, 32000)
 ROWS = (
     # One slice, room to spare.
     Row("llama-fsdp-v5e", _train(SMALL, 64, 1024), "v5e:4x4", {"data": 16}, "fsdp"),
-    Row("llama-tp-v5e", _train(SMALL, 32, 1024), "v5e:4x4", _dm(4, 4), "tensor_parallel"),
-    Row("llama-fsdp_tp-v5p", _train(WIDE, 64, 2048, "dots"), "v5p:2x4x4", _dm(8, 4), "fsdp_tp"),
-    Row("llama-ours-v5p", _train(WIDE, 128, 2048), "v5p:4x4x4", _dm(16, 4)),
-    Row("llama-tp_sp-v6e", _train(WIDE, 32, 2048), "v6e:4x8", _dm(4, 8), "tensor_parallel_sp"),
-    Row("llama-ours-tpu7x", _train(WIDE, 64, 2048), "tpu7x:2x2x4", _dm(8, 4)),
+    Row("llama-tp-v5e", _train(SMALL, 32, 1024), "v5e:4x4", dm(4, 4), "tensor_parallel"),
+    Row("llama-fsdp_tp-v5p", _train(WIDE, 64, 2048, "dots"), "v5p:2x4x4", dm(8, 4), "fsdp_tp"),
+    Row("llama-ours-v5p", _train(WIDE, 128, 2048), "v5p:4x4x4", dm(16, 4)),
+    Row("llama-tp_sp-v6e", _train(WIDE, 32, 2048), "v6e:4x8", dm(4, 8), "tensor_parallel_sp"),
+    Row("llama-ours-tpu7x", _train(WIDE, 64, 2048), "tpu7x:2x2x4", dm(8, 4)),
     Row("llama-fsdp-v4", _train(SMALL, 128, 1024), "v4:4x4x4", {"data": 64}, "fsdp"),
-    Row("experts-ours-v5p", _train(EXPERTS, 32, 1024), "v5p:2x2x4", _dm(4, 4)),
+    Row("experts-ours-v5p", _train(EXPERTS, 32, 1024), "v5p:2x2x4", dm(4, 4)),
     Row("vit-dp-v6e", hf("vit-l16", train=True, batch=256), "v6e:4x4", {"data": 16}, "data_parallel"),
-    Row("llama-infer-v5e", hf(WIDE, infer=True, batch=16, seq=2048), "v5e:2x4", _dm(2, 4)),
-    Row("jax-decoder-v4", jax_decoder(8, 2048, 8192, 16, 32000, 64, 1024), "v4:2x2x4", _dm(4, 4)),
+    Row("llama-infer-v5e", hf(WIDE, infer=True, batch=16, seq=2048), "v5e:2x4", dm(2, 4)),
+    Row("jax-decoder-v4", jax_decoder(8, 2048, 8192, 16, 32000, 64, 1024), "v4:2x2x4", dm(4, 4)),
     # One slice, near full.
     Row("llama-fsdp-v5e-full", _train(SMALL, 128, 1024, "none"), "v5e:4x4", {"data": 16}, "fsdp", 1.3),
     Row("jax-mlp-v5e-full", jax_mlp(12, 4096, 524288), "v5e:2x4", {"data": 8}, "fsdp", 1.3),
-    Row("gpt2-xl-v6e-full", _train("gpt2-xl", 256, 1024, "dots"), "v6e:4x4", _dm(4, 4), "ours", 1.3),
-    Row("llama-tp-v4-full", _train(WIDE, 32, 2048, "none"), "v4:2x2x4", _dm(4, 4), "fsdp_tp", 1.3),
-    Row("jax-decoder-v5e-full", jax_decoder(8, 2048, 8192, 16, 32000, 768, 1024), "v5e:4x4", _dm(4, 4), "ours", 1.3),
+    Row("gpt2-xl-v6e-full", _train("gpt2-xl", 256, 1024, "dots"), "v6e:4x4", dm(4, 4), "ours", 1.3),
+    Row("llama-tp-v4-full", _train(WIDE, 32, 2048, "none"), "v4:2x2x4", dm(4, 4), "fsdp_tp", 1.3),
+    Row("jax-decoder-v5e-full", jax_decoder(8, 2048, 8192, 16, 32000, 768, 1024), "v5e:4x4", dm(4, 4), "ours", 1.3),
     Row("llama-fsdp-v5p-full", _train(WIDE, 384, 4096), "v5p:2x2x4", {"data": 16}, "fsdp", 1.3),
-    Row("llama-tpu7x-full", _train(WIDE, 40, 4096, "none"), "tpu7x:2x2x2", _dm(8, 2), "fsdp_tp_sp", 1.3),
+    Row("llama-tpu7x-full", _train(WIDE, 40, 4096, "none"), "tpu7x:2x2x2", dm(8, 2), "fsdp_tp_sp", 1.3),
     # Several slices.
-    Row("llama-ours-v5e*2", _train(SMALL, 64, 1024), "v5e:4x4*2", _dm(4, 4, 2)),
+    Row("llama-ours-v5e*2", _train(SMALL, 64, 1024), "v5e:4x4*2", dm(4, 4, 2)),
     Row("llama-fsdp-v6e*2", _train(SMALL, 64, 1024), "v6e:4x4*2", {"slice": 2, "data": 16}, "fsdp"),
     Row("llama-ours-v5p*2", _train(WIDE, 64, 2048), "v5p:2x2x4*2", {"slice": 2, "data": 16}),
     Row("llama-ours-v4*2", _train(SMALL, 64, 1024), "v4:2x2x4*2", {"slice": 2, "data": 16}),
     Row("llama-fsdp_tp-tpu7x*2", _train(WIDE, 64, 2048), "tpu7x:2x2x1*2", {"slice": 2, "model": 8}, "fsdp_tp"),
+    # Serving.
+    Row("prefill-8b-v6e", serve("llama3-8b", "prefill", 8, 8192), "v6e:2x4", dm(2, 4)),
+    Row("prefill-70b-v5p", serve("llama3-70b", "prefill", 16, 4096), "v5p:2x2x4", dm(4, 4)),
+    Row("prefill-experts-v5p", serve("mixtral-8x7b", "prefill", 16, 4096), "v5p:2x2x4", dm(4, 4)),
+    Row("decode-8b-v6e", serve("llama3-8b", "decode", 64, 8192), "v6e:2x4", dm(2, 4)),
+    Row("decode-8b-v6e-full", serve("llama3-8b", "decode", 96, 8192), "v6e:2x4", dm(2, 4)),
+    Row("decode-8b-v5e", serve("llama3-8b", "decode", 64, 4096), "v5e:4x4", dm(4, 4)),
+    Row("decode-70b-v6e-full", serve("llama3-70b", "decode", 96, 8192), "v6e:4x4", dm(8, 2)),
+    Row("decode-experts-v6e", serve("mixtral-8x7b", "decode", 64, 4096), "v6e:4x4", dm(4, 4)),
     # A whole model.
-    Row("llama3-8b-v5p", _train("llama3-8b", 64, 8192), "v5p:4x8x8", _dm(32, 8)),
+    Row("llama3-8b-v5p", _train("llama3-8b", 64, 8192), "v5p:4x8x8", dm(32, 8)),
 )
+
+MATRIX = Matrix("compile_fidelity", "Plans predicted against the TPU compiler", ROWS)
 
 
 def run(row: Row, time_limit: float, predict_only: bool) -> dict[str, Any]:
@@ -136,7 +168,7 @@ def run(row: Row, time_limit: float, predict_only: bool) -> dict[str, Any]:
 
 def in_process(row: Row, time_limit: float, predict_only: bool) -> dict[str, Any]:
     """`run` in a process of its own; what it could not do is `failed`."""
-    command = [sys.executable, __file__, row.name, "--inside", "--time-limit", str(time_limit)]
+    command = [sys.executable, sys.argv[0], row.name, "--inside", "--time-limit", str(time_limit)]
     command += ["--predict"] if predict_only else []
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit + 300)
@@ -147,14 +179,15 @@ def in_process(row: Row, time_limit: float, predict_only: bool) -> dict[str, Any
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", help=f"rows to run (default: all): {', '.join(r.name for r in ROWS)}")
+def main(matrix: Matrix, description: str | None) -> int:
+    """The command of a script with such rows."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", help=f"rows to run (default: all): {', '.join(r.name for r in matrix.rows)}")
     parser.add_argument("--time-limit", type=float, default=900.0, help="of one compilation, in seconds")
     parser.add_argument("--predict", action="store_true", help="only plan, and print what is predicted")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    rows = [row for row in ROWS if not arguments.rows or row.name in arguments.rows]
+    rows = [row for row in matrix.rows if not arguments.rows or row.name in arguments.rows]
     if arguments.inside:
         from autoshard import UserError
 
@@ -177,42 +210,43 @@ def main() -> int:
                     flush=True,
                 )
             continue
-        _keep(result)
+        _keep(matrix, result)
         print(f"{row.name}: {result.get('failed') or result['verdict']}", flush=True)
     if not arguments.predict:
-        text = table(_load())
-        TABLE.write_text(text)
+        text = table(matrix, _load(matrix))
+        matrix.table.write_text(text)
         print(text)
     return 0
 
 
-def _load() -> list[dict[str, Any]]:
-    known = {result["row"]: result for result in (json.loads(RESULTS.read_text()) if RESULTS.exists() else [])}
-    return [known[row.name] for row in ROWS if row.name in known]
+def _load(matrix: Matrix) -> list[dict[str, Any]]:
+    kept = json.loads(matrix.results.read_text()) if matrix.results.exists() else []
+    known = {result["row"]: result for result in kept}
+    return [known[row.name] for row in matrix.rows if row.name in known]
 
 
-def _keep(result: dict[str, Any]) -> None:
-    results = [known for known in _load() if known["row"] != result["row"]] + [result]
-    RESULTS.parent.mkdir(exist_ok=True)
-    scratch = RESULTS.with_suffix(f".{os.getpid()}.part")
+def _keep(matrix: Matrix, result: dict[str, Any]) -> None:
+    results = [known for known in _load(matrix) if known["row"] != result["row"]] + [result]
+    matrix.results.parent.mkdir(exist_ok=True)
+    scratch = matrix.results.with_suffix(f".{os.getpid()}.part")
     scratch.write_text(json.dumps(results, indent=1) + "\n")
-    os.replace(scratch, RESULTS)
+    os.replace(scratch, matrix.results)
 
 
-def table(results: list[dict[str, Any]]) -> str:
+def table(matrix: Matrix, results: list[dict[str, Any]]) -> str:
     """The results as a page of Markdown."""
     done = [result for result in results if "failed" not in result]
     lines = [
-        "# Plans predicted against the TPU compiler",
+        f"# {matrix.title}",
         "",
-        "`python experiments/compile_fidelity.py`; libtpu, no TPU. Bytes of one device, GiB. `memory` and `wire` are",
+        f"`python experiments/{matrix.name}.py`; libtpu, no TPU. Bytes of one device, GiB. `memory` and `wire` are",
         "predicted over compiled; `wire` is of all axes together; `code` is the commit whose predictions these are.",
         "",
         "| row | topology | plan | predicted | compiled | memory | limit | verdicts | wire | by axis | unforeseen | "
         "step s predicted | estimated | compile s | code |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    memory, shares, wires, agree, judged = [], [], [], 0, 0
+    memory, shares, wires, seconds, false, agree, judged = [], [], [], [], 0, 0, 0
     for result in done:
         peak, limit = result["peak_bytes"], result["limit_bytes"]
         ratio = peak["predicted"] / peak["compiled"] if peak["compiled"] else None
@@ -221,6 +255,7 @@ def table(results: list[dict[str, Any]]) -> str:
             shares.append(abs(peak["predicted"] - peak["compiled"]) / limit)
         ours = "fits" if peak["predicted"] <= limit else "does not fit"
         theirs = result["verdict"]
+        false += ours == "fits" and theirs == "does not fit"
         if abs(peak["predicted"] / limit - 1) > 0.1:
             judged += 1
             agree += ours == theirs
@@ -232,6 +267,8 @@ def table(results: list[dict[str, Any]]) -> str:
         total = [sum(w[key] for w in result["wire_bytes"].values()) for key in ("predicted", "compiled")]
         blamed = f"{len(result['unforeseen'])}: {sum(u['share'] for u in result['unforeseen']):.0%}"
         times = result["step_time_s"]
+        if times["estimated"]:
+            seconds.append(abs(times["predicted"] / times["estimated"] - 1))
         lines.append(
             f"| {result['row']} | {result['topology']} | {result['plan']} | {peak['predicted'] / 2**30:.2f} | "
             f"{(peak['compiled'] or 0) / 2**30:.2f} | {f'{ratio:.2f}' if ratio else '-'} | {limit / 2**30:.2f} | "
@@ -242,10 +279,14 @@ def table(results: list[dict[str, Any]]) -> str:
     lines += _unforeseen_lines(done)
     lines += ["", f"Memory: {_spread(memory)}. Bytes on the wire by axis: {_spread(wires)}."]
     lines += [f"Memory, as a share of what the chip has: {_spread(shares)}."]
+    lines += [f"Time, predicted over that of the compiler's schedule: {_spread(seconds)}."]
+    lines += [f"Predicted to fit where the compiler finds that they do not: {false}."]
     lines += [f"Verdicts agree in {agree} of {judged} rows predicted more than 10 % away from the limit."]
     lines += [f"- {result['row']}: {result['failed']}" for result in results if "failed" in result]
     known = {result["row"] for result in results}
-    lines += [f"- {row.name} ({row.topology}, {row.plan}): not compiled" for row in ROWS if row.name not in known]
+    lines += [
+        f"- {row.name} ({row.topology}, {row.plan}): not compiled" for row in matrix.rows if row.name not in known
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -272,4 +313,4 @@ def _spread(errors: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(MATRIX, __doc__))

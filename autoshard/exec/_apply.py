@@ -239,6 +239,7 @@ def _insert_choices(application: Application, ir: Any, lowered: Any) -> None:
     mlir.insert_regions(ir, "mesh", plan.mesh, found)
     if application.mesh.devices.flat[0].platform != "tpu":
         mlir.unfold_pooling(ir)
+        mlir.drop_layouts(ir)
     present = lowered.as_text().count("sdy.sharding_constraint")
     if present != before + inserted:
         raise RuntimeError(

@@ -67,9 +67,19 @@ def _along_axes(op: Any, mesh: str, text: str) -> Any:
 
 def drop_gspmd(module: Any) -> Any:
     """Take GSPMD's `@Sharding` custom calls out of `@main` (in place): for their sake XLA turns Shardy off."""
-    calls = collect(main_function(module).operation, {"stablehlo.custom_call"})
-    for op in calls:
-        if str(op.attributes["call_target_name"]).strip('"') == "Sharding":
+    return _drop_calls(module, "Sharding")
+
+
+def drop_layouts(module: Any) -> Any:
+    """Take constraints of layouts out of `@main` (in place): XLA's partitioner gathers what they constrain, but for
+    TPUs, for which alone they are there."""
+    return _drop_calls(module, "LayoutConstraint")
+
+
+def _drop_calls(module: Any, target: str) -> Any:
+    """Let the operands of custom calls to `target` take the places of their results."""
+    for op in collect(main_function(module).operation, {"stablehlo.custom_call"}):
+        if str(op.attributes["call_target_name"]).strip('"') == target:
             op.results[0].replace_all_uses_with(op.operands[0])
             op.erase()
     return module

@@ -16,7 +16,7 @@ BATCH, HEADS, LENGTH = 1, 2, 3
 def decoding(batch: int, cache: int, mesh: str) -> Plan:
     """Llama with 4 heads of keys, which take a part of an axis of 8; caches of 64 MiB a device if split evenly."""
     program = open_source("hf:llama-tiny", serve="decode", batch=batch, cache=cache, seq=128)
-    return make_plan(program, topology="v5e:2x4", mesh=mesh, memory_limit=100 << 20).plan
+    return make_plan(program, topology="v5e:2x4", mesh=mesh, memory_limit=90 << 20).plan
 
 
 @pytest.mark.parametrize(

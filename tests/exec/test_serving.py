@@ -1,0 +1,59 @@
+"""Compiled steps of decoding hold their caches once, and take what was predicted."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from autoshard.exec import compile_plan
+from autoshard.plan import make_plan
+from autoshard.program import Program, open_source
+
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 512,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+
+
+def decoding(directory: Path, batch: int, cache: int, dtype: str) -> tuple[Program, int]:
+    """A step of a small decoder, and the bytes of its cache."""
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    program = open_source(f"hf:{directory / 'config.json'}", serve="decode", batch=batch, seq=cache, dtype=dtype)
+    return program, 2 * 3 * batch * 4 * cache * 128 * {"fp32": 4, "bf16": 2}[dtype]
+
+
+def test_on_cpu_devices_no_second_cache_is_held_and_no_token_is_gathered(tmp_path: Path):
+    program, cache = decoding(tmp_path, 8, 1024, "fp32")
+    plan = make_plan(program, topology="cpu:8", mesh={"data": 2, "model": 4}).plan
+    compiled = plan.lower(program.fn, *program.args, donate_argnums=program.donate_argnums).compile()
+    found, local = compiled.memory_analysis(), cache // 8
+    assert found.alias_size_in_bytes >= local
+    assert found.temp_size_in_bytes < local / 2
+    assert "all-gather" not in {c.kind for c in plan.prediction.collectives}
+    assert " all-gather(" not in compiled.as_text()
+
+
+def test_for_tpus_the_cache_is_held_once_and_read_once(tmp_path: Path):
+    if importlib.util.find_spec("libtpu") is None:  # an optional extra
+        pytest.skip("libtpu is not installed")
+    program, cache = decoding(tmp_path, 64, 4096, "bf16")
+    plan = make_plan(program, topology="v5e:2x2", mesh={"data": 2, "model": 2}).plan
+    found = compile_plan(program, plan)
+    assert found.peak_compiled is not None and found.estimate is not None
+    assert cache // 4 < found.peak_compiled < 1.2 * cache // 4
+    assert plan.prediction.peak_bytes == pytest.approx(found.peak_compiled, rel=0.1)
+    assert plan.prediction.step_time_s == pytest.approx(found.estimate.step_time_s, rel=0.5)
