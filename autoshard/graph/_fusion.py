@@ -23,6 +23,9 @@ _WRITERS = frozenset({"reduce", "case", "if", TO_DEVICE})
 _PASSING = frozenset({"sharding_constraint", IN, OUT})
 """Ops that say how a value is split and leave it where it is."""
 _FUSED_MOVES = frozenset({"slice", "concatenate", "pad", "reverse"})
+_PARTS = frozenset({"slice", "pad"})
+_TILED = 2
+"""So many minor dims of a tensor are laid out in tiles of registers."""
 _MANY = 8
 
 
@@ -33,7 +36,7 @@ class Fusion:
     root: int
     writes: tuple[int, ...]
     reads: tuple[int, ...]
-    """A slice taken of a stack stands for itself: only the slice is read."""
+    """A slice of what is in memory stands for itself: only the slice is read."""
     moved: tuple[int, ...]
     """Values whose bytes are written: `writes`, or the slice that is put into a stack in place."""
 
@@ -95,7 +98,8 @@ def analyse(
     for op in reversed(graph.ops):
         if _widens(graph, op):  # who takes the wide value may as well take the narrow one
             consumers[op.operands[0]].extend(consumers[op.results[0]])
-    ends = _ends_of(graph, consumers, pinned)
+    kernels = {op.id for op in graph.ops if _is_kernel(graph, op, fused_matmuls)}
+    ends = _ends_of(graph, consumers, pinned, kernels)
     reach: dict[int, frozenset[int]] = {}
     bases: dict[int, frozenset[int]] = {}
     materialised: set[int] = set()
@@ -128,10 +132,13 @@ def analyse(
         writes = []
         for tensor in op.results:
             users, after = consumers[tensor], ends[tensor]
-            if _is_written(graph, op.id, tensor, users, after, reads, pinned, sizes, fused_matmuls):
+            if _is_written(graph, op.id, tensor, users, after, reads, pinned, sizes, kernels, fused_matmuls):
                 materialised.add(tensor)
                 reach[tensor] = frozenset((tensor,))
                 writes.append(tensor)
+            elif op.kind == "slice" and reads == frozenset(op.operands):
+                bases[tensor] = frozenset().union(*(bases.get(t, (t,)) for t in reads))
+                reach[tensor] = frozenset((tensor,))
             else:
                 reach[tensor] = reads
         if writes:
@@ -198,10 +205,11 @@ def _is_written(
     reads: frozenset[int],
     pinned: set[int],
     sizes: Sequence[int],
+    kernels: Collection[int],
     fused_matmuls: bool,
 ) -> bool:
     op = graph.ops[op_id]
-    if _ends(graph, op, pinned):
+    if _ends(op, pinned, kernels):
         return True
     if op.kind == TO_HOST and any(graph.ops[u].kind not in INTO_STACKS for u in users):
         return True  # else it goes to the host as the stack's slice
@@ -209,7 +217,9 @@ def _is_written(
     def inside(user: int) -> bool:
         return fused_matmuls and graph.ops[user].loop == op.loop and _is_plain_matmul(graph.ops[user])
 
-    apart = any(_is_kernel(graph.ops[u]) and not inside(u) for u in users)
+    apart = any(u in kernels and not inside(u) for u in users)
+    if fused_matmuls and sum(graph.ops[u].kind in _PARTS for u in users) > 1:
+        apart = True  # computed inside of their kernel it would be computed once for every part
     if apart and op.kind not in _CHEAP_INTO_MATMUL and op.op_class is not OpClass.LAYER:
         return True
     if len(users) < 2 or (ends is not None and (len(ends) == 1 or all(inside(end) for end in ends))):
@@ -220,18 +230,27 @@ def _is_written(
     return sum(sizes[t] for t in reads) > sizes[tensor]
 
 
-def _is_kernel(op: Op) -> bool:
-    """True for an op that compilers give a kernel of its own."""
-    return op.op_class is OpClass.HEAVY and op.kind not in _FUSED_MOVES
+def _is_kernel(graph: OpGraph, op: Op, tiled: bool) -> bool:
+    """True for an op that compilers give a kernel of its own.
+
+    Where layouts are `tiled`, as on TPUs, that is also a pad that puts places between elements, and a slice that
+    steps through a dim that is laid out in tiles.
+    """
+    if op.op_class is not OpClass.HEAVY or op.kind not in _FUSED_MOVES:
+        return op.op_class is OpClass.HEAVY
+    rank = len(graph.tensors[op.results[0]].shape)
+    return tiled and any(op.kind == "pad" or dim >= rank - _TILED for dim in op.strided)
 
 
-def _ends(graph: OpGraph, op: Op, pinned: set[int]) -> bool:
+def _ends(op: Op, pinned: set[int], kernels: Collection[int]) -> bool:
     """True for an op that ends its fusion: what it makes is written in any case."""
     writes = op.kind in _WRITERS or op.kind == "dynamic_update_slice" or any(t in pinned for t in op.results)
-    return writes or _is_kernel(op)
+    return writes or op.id in kernels
 
 
-def _ends_of(graph: OpGraph, consumers: Sequence[list[int]], pinned: set[int]) -> list[frozenset[int] | None]:
+def _ends_of(
+    graph: OpGraph, consumers: Sequence[list[int]], pinned: set[int], kernels: Collection[int]
+) -> list[frozenset[int] | None]:
     """For every tensor the ops, ends of fusions, that its consumers lead to; None for more than `_MANY`."""
     found: list[frozenset[int] | None] = [frozenset()] * len(graph.tensors)
     for op in reversed(graph.ops):
@@ -239,7 +258,7 @@ def _ends_of(graph: OpGraph, consumers: Sequence[list[int]], pinned: set[int]) -
             ends: frozenset[int] | None = frozenset()
             for user in consumers[tensor]:
                 other = graph.ops[user]
-                apart = other.loop != op.loop or _ends(graph, other, pinned)
+                apart = other.loop != op.loop or _ends(other, pinned, kernels)
                 after = [frozenset((user,))] if apart else [found[t] for t in other.results]
                 ends = None if ends is None or None in after else ends.union(*(e for e in after if e is not None))
                 if ends is None or len(ends) > _MANY:

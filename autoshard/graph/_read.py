@@ -20,6 +20,7 @@ from autoshard.graph._offsets import offsets
 from autoshard.graph._opaque import read_opaque
 from autoshard.graph._reading import Reading
 from autoshard.graph._records import Constraint, Halo, Op, OpClass, OpGraph
+from autoshard.graph._rotate import strided_dims
 from autoshard.graph._rules import parse_rule, updating_rule
 from autoshard.graph._said import CONSTRAINTS, called, read_constraint, read_manual
 from autoshard.graph._shardings import parse_mesh, parse_shardings
@@ -138,6 +139,7 @@ class _Reader(Reading):
                 op_id, number, kind, op_class, operands, results, rule, loop, flops, name, numbers, groups,
                 self.manual, opaque=opaque, halos=halos, offsets=moved,
                 line="" if op_class is OpClass.FREE else mlir.code_line(op),
+                strided=strided_dims(kind, self.cuts.get(op_id, ())),
             )
         )  # fmt: skip
 

@@ -125,6 +125,8 @@ class Op:
     """Of a slice or pad: (factor, where the result begins in the operand) for dims that it cuts or lengthens."""
     line: str = ""
     """Where the user's own code asks for it, `model.py:12`; may be empty."""
+    strided: tuple[int, ...] = ()
+    """Dims of which a slice takes elements that lie apart, or in which a pad puts places between elements."""
 
     @property
     def label(self) -> str:

@@ -58,6 +58,14 @@ def join_rolls(ops: list[Op], tensors: list[Tensor], cuts: Mapping[int, Cut], re
     return found
 
 
+def strided_dims(kind: str, cut: Cut) -> tuple[int, ...]:
+    """Dims in which a slice steps by more than one, or a pad puts places between elements."""
+    least = {"slice": 1, "pad": 0}.get(kind)
+    if least is None or not cut:
+        return ()
+    return tuple(dim for dim, step in enumerate(cut[2]) if step > least)
+
+
 def _shift(
     tensors: list[Tensor], op: Op, slices: list[Op], pads: list[Op], cuts: Mapping[int, Cut]
 ) -> tuple[int, int] | None:

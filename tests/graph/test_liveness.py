@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from autoshard.graph import Liveness, OpGraph, analyse, read_graph
+from autoshard.graph import Liveness, OpClass, OpGraph, analyse, read_graph
 from tests.graph import programs as made
 from tests.graph.programs import bf16, f32, graph_of, ops
 
@@ -70,6 +70,55 @@ def test_a_value_is_kept_when_recomputing_it_would_read_more() -> None:
     assert total in analyse(graph).materialised
     once = graph_of(lambda a: (jnp.sum(jnp.sin(a) * 2, 0), jnp.max(jnp.sin(a), 1)), f32(64, 64))
     assert all(op.results[0] not in analyse(once).materialised for op in ops(once, "sine"))
+
+
+def recurrence(decay: Any, value: Any, axis: int = 1) -> Any:
+    """A gated recurrence as `lax.associative_scan` has it: halves at every level, put together by padding."""
+    pair = (jax.nn.sigmoid(decay), value)
+    return lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), pair, axis=axis)[1]
+
+
+@pytest.mark.parametrize("tpu", [False, True])
+def test_on_tpus_pads_between_elements_are_kernels(tpu: bool) -> None:
+    def loss(decay: Any, value: Any, w: Any) -> Any:
+        return jnp.sum(recurrence(decay @ w, value).sum(-1) ** 2)
+
+    shape = f32(4, 64, 32, 8)
+    graph = graph_of(jax.grad(loss, (0, 1)), shape, shape, f32(8, 8))
+    liveness = analyse(graph, fused_matmuls=tpu)
+    between = [op for op in ops(graph, "pad") if op.strided and graph.tensors[op.results[0]].elements]
+    assert len(between) > 20 and all(op.strided == (1,) for op in between)
+    roots = {fusion.root for fusion in liveness.fusions}
+    assert all(op.id in roots for op in between if op.op_class is OpClass.HEAVY) == tpu
+
+
+def test_on_tpus_what_is_taken_apart_is_computed_once() -> None:
+    def fn(x: Any) -> Any:
+        whole = jnp.exp(x)
+        return whole[:, :8] * whole[:, 8:]
+
+    graph = graph_of(fn, f32(4, 16, 8))
+    whole = ops(graph, "exponential")[0].results[0]
+    assert whole in analyse(graph, fused_matmuls=True).materialised
+    assert whole not in analyse(graph).materialised
+
+
+@pytest.mark.parametrize("axis, apart", [(0, False), (1, True), (2, True)])
+def test_on_tpus_steps_through_tiles_are_kernels(axis: int, apart: bool) -> None:
+    def half(x: Any) -> Any:
+        return lax.slice_in_dim(jnp.sin(x), 0, 16, stride=2, axis=axis) * 2
+
+    graph = graph_of(half, f32(16, 16, 16))
+    (step,) = ops(graph, "slice")
+    assert step.strided == (axis,)
+    assert (step.results[0] in analyse(graph, fused_matmuls=True).materialised) == apart
+
+
+def test_of_a_value_in_memory_only_the_slice_is_read() -> None:
+    graph = graph_of(lambda x, y: x[:, :2] + y, f32(8, 64), f32(8, 2))
+    (fusion,) = analyse(graph).fusions
+    assert sorted(graph.tensors[t].shape for t in fusion.reads) == [(8, 2), (8, 2)]
+    assert lifetimes(analyse(graph))[graph.arguments[0]] == (0, 2), "though all of it is held until then"
 
 
 def test_what_a_matmul_reads_is_written_but_for_cheap_moves() -> None:
