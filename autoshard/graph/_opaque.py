@@ -29,7 +29,8 @@ matmuls forward; for the gradients of keys and values four, of queries three."""
 def read_opaque(op: Any, operands: Sequence[Tensor], results: Sequence[Tensor], where: str) -> Opaque:
     """What is known of a custom call; a rule the user registered comes first. Raises `UserError` if it does not fit."""
     target, own = mlir.call_target(op), bool(mlir.call_key(op))
-    flops, traffic = mlir.call_counts(op)
+    work = mlir.call_work(op)
+    head = _head(target, operands)
     fixed = mlir.has_fixed_shapes(op)
     given = registered(target)
     if given is None and is_cudnn_attention(target):
@@ -41,15 +42,27 @@ def read_opaque(op: Any, operands: Sequence[Tensor], results: Sequence[Tensor], 
         rule = Rule(bound.sizes, kinds, bound.operands, bound.results)
         # Sums over devices are added to a function that is run on shards, not to a call that is passed shards.
         rule = whole_where_untied(rule if own else _without_sums(rule))
-        return Opaque(target, rule, bound.flops or flops, traffic, True, fixed)
+        return Opaque(target, rule, bound.flops or work.flops, work.traffic, True, fixed, work.dtype, head)
     text = str(op.attributes["sdy.sharding_rule"]) if "sdy.sharding_rule" in op.attributes else ""
     if text:
-        return Opaque(target, whole_where_untied(parse_rule(text)), flops, traffic, own, fixed)
+        rule, sloping = whole_where_untied(parse_rule(text)), tuple(work.sloping.items())
+        return Opaque(target, rule, work.flops, work.traffic, own, fixed, work.dtype, head, sloping)
     for beginning, each in _KERNELS.items():
         if target.startswith(beginning):
             rule, count = _attention(operands, results, each)
-            return Opaque(target, rule, count, 0, True, fixed)
-    return Opaque(target, None, flops, traffic, own, fixed)
+            return Opaque(target, rule, count, 0, True, fixed, head=head)
+    return Opaque(target, None, work.flops, work.traffic, own, fixed, work.dtype, head)
+
+
+def _head(target: str, operands: Sequence[Tensor]) -> int:
+    """Head dim of one of jax's attention kernels; 0 for any other call."""
+    floats = _floats(operands)
+    return floats[0].shape[-1] if floats and target.startswith(tuple(_KERNELS)) else 0
+
+
+def _floats(operands: Sequence[Tensor]) -> list[Tensor]:
+    """Queries, keys and values come first of them."""
+    return [t for t in operands if len(t.shape) > 2 and t.dtype.startswith(("float", "bfloat"))]
 
 
 def whole_where_untied(rule: Rule) -> Rule:
@@ -69,7 +82,7 @@ def _without_sums(rule: Rule) -> Rule:
 
 def _attention(operands: Sequence[Tensor], results: Sequence[Tensor], each: int) -> tuple[Rule | None, int]:
     """Batch and heads, which lead the queries' dims, split wherever they lead; and the flops."""
-    floats = [t for t in operands if len(t.shape) > 2 and t.dtype.startswith(("float", "bfloat"))]
+    floats = _floats(operands)
     if len(floats) < 2:
         return None, 0
     queries, keys = floats[:2]

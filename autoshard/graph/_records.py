@@ -85,6 +85,12 @@ class Opaque:
     """True if it is run on shards by the plan's own doing, False if the partitioner splits it, or nobody."""
     fixed: bool = False
     """True if it holds code for whole tensors, so that no device can run it on a shard."""
+    dtype: str = ""
+    """Of what most of its flops multiply; empty if it is not known."""
+    head: int = 0
+    """Of jax's attention kernels, the head dim over which they multiply; 0 for any other call."""
+    sloping: tuple[tuple[int, int], ...] = ()
+    """(factor, blocks): the work grows evenly along it from next to none, so that parts of it are not alike."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

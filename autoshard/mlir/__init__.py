@@ -4,11 +4,12 @@ Nothing here knows costs or strategies. Positions of ops are those of `number_op
 sharded and the unsharded lowering of one program, which `structure_hash` proves.
 """
 
+from autoshard.mlir._calls import CallWork as CallWork
 from autoshard.mlir._calls import backend_config as backend_config
-from autoshard.mlir._calls import call_counts as call_counts
 from autoshard.mlir._calls import call_key as call_key
 from autoshard.mlir._calls import call_shapes as call_shapes
 from autoshard.mlir._calls import call_target as call_target
+from autoshard.mlir._calls import call_work as call_work
 from autoshard.mlir._calls import emit_call as emit_call
 from autoshard.mlir._calls import has_fixed_shapes as has_fixed_shapes
 from autoshard.mlir._calls import is_by_hand as is_by_hand

@@ -1,5 +1,6 @@
 """Opaque calls: custom calls that stand for a Python function until it is known how they are split."""
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +14,20 @@ from autoshard.mlir._shardings import SpecLike, ensure_mesh, sharding_attribute
 TARGET = "autoshard.call"
 """Target of a custom call that stands for a Python function."""
 
-_COUNTS = ("flops", "traffic")
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallWork:
+    """What a call says of one execution; 0 or empty where it is not known."""
+
+    flops: int = 0
+    """Of matmuls."""
+    traffic: int = 0
+    """Bytes from and to main memory."""
+    dtype: str = ""
+    """Of what most of the flops multiply."""
+    sloping: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Factor of the call's rule along which the work grows evenly from next to none -> blocks of it."""
+
 
 FIXED_SHAPES = ("tpu_custom_call", "__cudnn$", "__gpu$xla.gpu.triton", "mosaic_gpu", "CustomSPMDPartitioning")
 """Beginnings of targets whose configuration holds code for whole shapes, or a callback of another process."""
@@ -25,13 +39,11 @@ def emit_call(
     name: str,
     digest: str,
     rule: Any = None,
-    flops: int = 0,
-    traffic: int = 0,
+    work: CallWork | None = None,
 ) -> list[Any]:
     """Insert a custom call here that stands for the function `name`; gives its results.
 
-    `results`: shape and numpy dtype of each; `rule`: an `sdy.op_sharding_rule` or None; `flops` and `traffic`: matrix
-    flops and bytes of one execution, 0 if not known.
+    `results`: shape and numpy dtype of each; `rule`: an `sdy.op_sharding_rule` or None.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
@@ -47,8 +59,12 @@ def emit_call(
         operand_layouts=None,
         result_layouts=None,
     )
-    for key, count in zip(_COUNTS, (flops, traffic), strict=True):
-        call.operation.attributes[f"autoshard.{key}"] = ir.StringAttr.get(str(count))
+    work = work or CallWork()
+    sloping = ",".join(f"{factor}:{blocks}" for factor, blocks in work.sloping.items())
+    told = {"flops": str(work.flops), "traffic": str(work.traffic), "dtype": work.dtype, "sloping": sloping}
+    for key, text in told.items():
+        if text:
+            call.operation.attributes[f"autoshard.{key}"] = ir.StringAttr.get(text)
     if rule is not None:
         call.operation.attributes["sdy.sharding_rule"] = rule
     return list(call.results)
@@ -118,13 +134,18 @@ def backend_config(op: Any) -> str:
     return ""
 
 
-def call_counts(op: Any) -> tuple[int, int]:
-    """Flops and bytes of one execution, as the call itself says; 0 where it does not."""
+def call_work(op: Any) -> CallWork:
+    """What the call itself says of one execution."""
     from jaxlib.mlir import ir
 
-    names = [f"autoshard.{key}" for key in _COUNTS]
-    flops, traffic = (int(ir.StringAttr(op.attributes[n]).value) if n in op.attributes else 0 for n in names)
-    return flops, traffic
+    def told(key: str) -> str:
+        name = f"autoshard.{key}"
+        return ir.StringAttr(op.attributes[name]).value if name in op.attributes else ""
+
+    sloping = (entry.split(":") for entry in told("sloping").split(",") if entry)
+    return CallWork(
+        int(told("flops") or 0), int(told("traffic") or 0), told("dtype"), {int(f): int(n) for f, n in sloping}
+    )
 
 
 def call_shapes(op: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

@@ -68,13 +68,12 @@ def _of_several(graph: OpGraph, op: Op, factor: int) -> bool:
 def _on_compound_dim(graph: OpGraph, op: Op, factor: int) -> bool:
     """True for a factor that shares a dim with others: its split is left to the reshapes around the op.
 
-    Not for the major factor of a call that is run on shards: the minor one says how large a block must stay whole.
+    Not in a call that is run on shards: the last factor says how large a block must stay whole, and `heavy_states`
+    splits those between only where those before them are split to single elements.
     """
-    if op.rule is None:
+    if op.rule is None or (op.opaque is not None and op.opaque.on_shards):
         return False
-    shared = [dim for dims in (*op.rule.operands, *op.rule.results) for dim in dims if factor in dim and len(dim) > 1]
-    major = op.opaque is not None and op.opaque.on_shards and all(dim[0] == factor for dim in shared)
-    return bool(shared) and not major
+    return any(factor in dim and len(dim) > 1 for dims in (*op.rule.operands, *op.rule.results) for dim in dims)
 
 
 def _called_by_hand(graph: OpGraph, op: Op, factor: int) -> bool:

@@ -1,9 +1,11 @@
 """Strategies of heavy ops (matmuls, convolutions, gathers ...) and what each costs in compute."""
 
+import itertools
 import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.cost import Compute
 from autoshard.graph import IN, MATMULS, OUT, FactorKind, Op, OpGraph, Rule
@@ -28,7 +30,22 @@ def heavy_states(graph: OpGraph, op: Op, axes: Sequence[int], backend: str) -> S
         return np.full((1, len(axes)), WHOLE, dtype=np.int64)
     even = op.opaque is not None and op.opaque.on_shards
     states = enumerate_states(op.rule.sizes, axes, whole_factors(graph, op, backend), even)
-    return states[even_halos(op, states, axes) & near_shifts(graph, op, states, axes)]
+    states = states[even_halos(op, states, axes) & near_shifts(graph, op, states, axes)]
+    return states[_in_turn(op.rule, states, axes)] if even else states
+
+
+def _in_turn(rule: Rule, states: States, axes: Sequence[int]) -> NDArray[np.bool_]:
+    """States in which factors of one dim take axes from the major one on, each once those before it are used up."""
+    kept = np.ones(len(states), dtype=bool)
+    for dim in {dim for dims in (*rule.operands, *rule.results) for dim in dims if len(dim) > 1}:
+        for before, after in itertools.pairwise(dim):
+            sizes = [rule.sizes[before]]
+            left = local_elements(np.where(states == before, 0, WHOLE), sizes, axes)
+            places = np.arange(len(axes))
+            last = np.where(states == before, places, -1).max(axis=1)
+            first = np.where(states == after, places, len(axes)).min(axis=1)
+            kept &= ~(states == after).any(axis=1) | ((left == 1) & (last < first))
+    return kept
 
 
 def heavy_seconds(
@@ -64,7 +81,7 @@ def heavy_seconds(
         return compute.sort_seconds(local, _sorted_length(graph, op), len(op.operands), size)
     if op.flops == 0 or op.rule is None:
         return compute.op_seconds(np.zeros(len(states)), size)
-    dtype = graph.tensors[op.operands[0]].dtype
+    dtype = (op.opaque.dtype if op.opaque else "") or graph.tensors[op.operands[0]].dtype
     if op.kind == "dot_general":
         m, n, k, batch = _matmul_sizes(op.rule, states, axes)
         return compute.dot_seconds(m, n, k, batch, dtype, size)
@@ -74,8 +91,20 @@ def heavy_seconds(
         head, value_head = op.rule.sizes[5:7]
         scores = op.flops / (MATMULS[op.kind] * (head + value_head)) * share
         return compute.attention_seconds(scores, head, value_head, MATMULS[op.kind], dtype, size)
+    if op.opaque is not None:
+        for factor, blocks in op.opaque.sloping:
+            share = share * _most_of_slope(states, factor, axes, blocks)
+        if op.opaque.head:
+            passes = op.flops / (2.0 * op.opaque.head) * share
+            return compute.attention_seconds(passes, op.opaque.head, op.opaque.head, 1, dtype, size)
     efficiency = _convolution_efficiency(graph, op, states, axes, compute) if op.kind == "convolution" else None
     return compute.op_seconds(op.flops * share, size, dtype, efficiency)
+
+
+def _most_of_slope(states: States, factor: int, axes: Sequence[int], blocks: int) -> Seconds:
+    """Work of the part with the most over the mean, where block k of n along the factor has the work k."""
+    parts = np.where(states == factor, np.array(axes), 1).prod(axis=1)
+    return (2.0 - 1.0 / parts + 1.0 / blocks) / (1.0 + 1.0 / blocks)
 
 
 def _burst_waste(graph: OpGraph, op: Op, states: States, axes: Sequence[int], compute: Compute) -> Seconds:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.plan._alike import alike_lines
 from autoshard.plan._baselines import left_out
 from autoshard.plan._demands import broken_demands, said_by_program
 from autoshard.plan._groups import Groups
@@ -57,7 +58,9 @@ class Writer:
         return dataclasses.replace(
             plan,
             plan_gap=max(0.0, 1.0 - each.bound_s / true) if true > 0 else 0.0,
-            warnings=_warnings(self.program, model, self.compared, each.choices, each.outcome, self.memory_limit),
+            warnings=_warnings(
+                self.program, model, self.groups, self.compared, each.choices, each.outcome, self.memory_limit
+            ),
             provenance=_provenance(model, self.seed, more),
         )
 
@@ -134,6 +137,7 @@ def plan_of_choices(
 def _warnings(
     program: Program,
     model: Model,
+    groups: Groups,
     compared: Sequence[str],
     choices: NDArray[np.int64],
     outcome: Outcome,
@@ -142,6 +146,7 @@ def _warnings(
     lines = list(program.notes)
     graph = model.graph
     lines.extend(unruled_lines(find_unruled(model, choices, outcome.step_time_s)))
+    lines.extend(alike_lines(model, groups, choices, outcome.step_time_s))
     lines.extend(call_lines(model))
     for loop in graph.loops:
         if not loop.known:

@@ -121,7 +121,8 @@ def _ragged(found: Found, lax: Any, ctx: Any, *values: Any, **params: Any) -> An
     digest = _digest(*params.values(), operands, results)
     found[f"ragged_dot#{digest}"] = OpaqueCall("ragged_dot", operands, dot.on_shards)
     shapes = [(r.shape, r.dtype) for r in results]
-    return mlir.emit_call(values, shapes, "ragged_dot", digest, mlir.rule_attribute(*dot.rule), dot.flops)
+    rule = mlir.rule_attribute(*dot.rule)
+    return mlir.emit_call(values, shapes, "ragged_dot", digest, rule, mlir.CallWork(dot.flops))
 
 
 def _shapes(avals: Sequence[Any]) -> tuple[Any, ...]:
@@ -168,7 +169,7 @@ def _emit_ruled(found: Found, values: Sequence[Any], params: dict[str, Any]) -> 
     digest = _digest(call.jaxpr, static)
     found[f"{name}#{digest}"] = OpaqueCall(name, operands, on_shards)
     rule = _mlir_rule(params["sharding_rule"], static, operands, results)
-    return mlir.emit_call(values, [(r.shape, r.dtype) for r in results], name, digest, rule, flops)
+    return mlir.emit_call(values, [(r.shape, r.dtype) for r in results], name, digest, rule, mlir.CallWork(flops))
 
 
 def _mlir_rule(rule: Any, static: Sequence[Any], operands: Sequence[Any], results: Sequence[Any]) -> Any:
@@ -194,4 +195,5 @@ def _emit_kernel(found: Found, ctx: Any, values: Sequence[Any], params: dict[str
     found[f"{kernel.name}#{digest}"] = OpaqueCall(kernel.name, operands, kernel.on_shards)
     rule = mlir.rule_attribute(*kernel.rule)
     shapes = [(r.shape, r.dtype) for r in results]
-    return mlir.emit_call(values, shapes, kernel.name, digest, rule, kernel.flops, kernel.traffic)
+    work = mlir.CallWork(kernel.flops, kernel.traffic, kernel.dtype, kernel.sloping)
+    return mlir.emit_call(values, shapes, kernel.name, digest, rule, work)

@@ -1,22 +1,58 @@
 """What may be split in a Pallas kernel, read from its grid.
 
-A grid dim may be split over devices if every operand and result either does not depend on it, or is indexed by it
-alone in one dim, block by block, and the kernel never asks where in it it stands. Then a device that runs its part of
-the grid on its shards does what the whole would have done there. That finds batch and heads of attention kernels,
-forward and backward (`jax.experimental.pallas.ops.tpu.flash_attention`, `splash_attention`), and rows and columns of
-matmul kernels.
+A grid dim may be split over devices if every operand and result either does not depend on it, or follows it alone in
+one dim, block by block or group of steps by group of steps, and the kernel does not ask where in it it stands but to
+look that up in a table (a mask's) that is split with it. Then a device that runs its part of the grid on its shards
+does what the whole would have done there. That finds batch, heads (grouped ones by the heads of keys that they share)
+and queries of attention kernels, forward and backward (`jax.experimental.pallas.ops.tpu.flash_attention`,
+`splash_attention`), and rows and columns of matmul kernels.
 """
 
 import dataclasses
 import functools
 import importlib
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
+
+from autoshard.program._grid import (
+    APART,
+    Along,
+    Asked,
+    Tables,
+    Within,
+    equations,
+    follow,
+    kernel_asks,
+    map_tables,
+    reach,
+    table_along,
+    with_ends,
+    with_tables,
+)
 
 
 SCRATCH_RESULTS = ("splash_mha_", "splash_mqa_")
 """Beginnings of names of kernels whose results may be scratch memory that nobody reads (jax's splash attention)."""
+
+SUMS = ("splash_mha_dkv", "splash_mqa_dkv")
+"""Beginnings of names of kernels that write sums over the steps between the first and the last of a period."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Split:
+    """A grid dim that may be split: whole groups of steps, and then, if `inside`, the steps of each."""
+
+    dim: int
+    groups: int
+    steps: int
+    """Of one group."""
+    inside: bool
+    summed: bool
+    """True if results are sums over the steps of a group."""
+    sloping: bool
+    """True if the work grows evenly along it, from next to none (a causal mask)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,102 +63,177 @@ class PallasCall:
     params: dict[str, Any]
     operands: tuple[Any, ...]
     results: tuple[Any, ...]
-    where: tuple[dict[int, int], ...]
-    """For each operand, then result: grid dim that may be split -> the dim that it indexes."""
-    splits: tuple[int, ...]
-    """Grid dims that may be split."""
-    blocks: dict[int, int]
-    """Elements of one block along each of them."""
+    along: tuple[dict[int, Along | None], ...]
+    """For each operand, then result, how it follows each grid dim."""
+    splits: tuple[Split, ...]
     flops: int
     traffic: int
+    dtype: str
+    """Of what most of its flops multiply; empty if it has no matmul."""
 
     @classmethod
     def of(cls, operands: Sequence[Any], results: Sequence[Any], params: dict[str, Any]) -> "PallasCall":
         mapping = params["grid_mapping"]
         name = kernel_name(params)
         first = len(operands) - mapping.num_inputs
-        depends = [_depends(block, len(mapping.grid)) for block in mapping.block_mappings]
-        asked = _asked(params["jaxpr"], mapping)
-        splits, blocks = [], {}
+        tables: Tables = {}
+        asked = kernel_asks(params["jaxpr"], _own(mapping), mapping.grid, mapping.num_index_operands, tables)
+        for block in mapping.block_mappings:
+            map_tables(block.index_map_jaxpr.jaxpr, len(mapping.grid), tables)
+        along: list[dict[int, Along | None]] = [{} for _ in range(first)]
+        for number, lookups in tables.items():
+            at = first - mapping.num_index_operands + number
+            along[at] = {
+                dim: table_along(lookups, dim, operands[at].shape, size) for dim, size in enumerate(mapping.grid)
+            }
+        along += [_along(block, mapping.grid) for block in mapping.block_mappings]
+        share = masked_share(name, operands)
+        splits = []
         for dim, size in enumerate(mapping.grid):
-            free = isinstance(size, int) and size > 1 and dim not in asked
-            block = _block(mapping, depends, dim, name) if free else None
-            if block is not None:
-                splits.append(dim)
-                blocks[dim] = block
-        where: list[dict[int, int]] = [{} for _ in range(first)]
-        for each in depends:
-            where.append({dim: each[dim][0] for dim in splits if each.get(dim)})
-        steps = math.prod(size for size in mapping.grid if isinstance(size, int))
+            if isinstance(size, int) and size > 1:
+                found = _split(name, mapping, along, dim, size, asked)
+                masked = along[1].get(dim) if share < 1.0 else None
+                splits += [dataclasses.replace(found, sloping=masked not in (None, APART))] if found else []
         estimate = params.get("cost_estimate")
-        steps *= masked_share(name, operands)
-        flops = int(estimate.flops) if estimate is not None else int(_flops(params["jaxpr"]) * steps)
+        steps = math.prod(size for size in mapping.grid if isinstance(size, int)) * share
+        products = _products(params["jaxpr"])
+        flops = int(estimate.flops) if estimate is not None else int(sum(products.values()) * steps)
+        dtype = max(products, key=lambda each: products[each]) if products else ""
         return cls(
-            name, params, tuple(operands), tuple(results), tuple(where), tuple(splits), blocks, flops,
-            _traffic(mapping, depends),
+            name, params, tuple(operands), tuple(results), tuple(along), tuple(splits), flops, _traffic(mapping), dtype
         )  # fmt: skip
 
     @property
     def rule(self) -> tuple[list[int], list[str], list[Any], list[Any]]:
         """(sizes, kinds, operands, results) of the sharding rule: dims that the grid does not split stay whole."""
-        grid = self.params["grid_mapping"].grid
-        sizes = [grid[dim] for dim in self.splits]
-        kinds = ["parallel"] * len(sizes)
-        inner = {self.splits.index(dim): -1 for dim in self.splits}
+        sizes, kinds, of = [], [], {}
+        for split in self.splits:
+            for count, kind in (
+                (split.groups, "parallel"),
+                (split.steps if split.inside else 1, "reduction" if split.summed else "parallel"),
+            ):
+                if count > 1:
+                    of.setdefault(split.dim, []).append(len(sizes))
+                    sizes.append(count)
+                    kinds.append(kind)
+        shared: dict[tuple[int, int], int] = {}
+
+        def whole(key: tuple[int, int] | None, size: int) -> int:
+            if key is None or key not in shared:
+                sizes.append(size)
+                kinds.append("need_replication")
+                if key is None:
+                    return len(sizes) - 1
+                shared[key] = len(sizes) - 1
+            return shared[key]
+
         tensors = []
-        for leaf, where in zip((*self.operands, *self.results), self.where, strict=True):
-            at = {d: self.splits.index(dim) for dim, d in where.items()}
+        for leaf, along in zip((*self.operands, *self.results), self.along, strict=True):
+            at = {a.dim: s for s in self.splits if (a := along.get(s.dim)) is not None and a.dim >= 0}
             dims = []
             for d, size in enumerate(leaf.shape):
-                if d not in at:
-                    dims.append((len(sizes),))
-                    sizes.append(size)
-                    kinds.append("need_replication")
+                split = at.get(d)
+                if split is None:
+                    dims.append((whole(None, size),))
                     continue
-                factor = at[d]
-                block = self.blocks[self.splits[factor]]
-                if block > 1 and inner[factor] < 0:
-                    inner[factor] = len(sizes)
-                    sizes.append(block)
-                    kinds.append("need_replication")
-                dims.append((factor, inner[factor]) if block > 1 else (factor,))
+                each = along[split.dim].inside(split.steps) is Within.EACH  # type: ignore[union-attr]
+                factors = of[split.dim] if each else of[split.dim][: int(split.groups > 1)]
+                block = size // math.prod(sizes[f] for f in factors)
+                dims.append((*factors, whole((split.dim, block), block)) if block > 1 or not factors else (*factors,))
             tensors.append(dims)
         count = len(self.operands)
         return sizes, kinds, tensors[:count], tensors[count:]
 
+    @property
+    def sloping(self) -> dict[int, int]:
+        """Factor of the rule along which the work grows evenly -> blocks of it."""
+        found, factor = {}, 0
+        for split in self.splits:
+            for count in (split.groups, split.steps if split.inside else 1):
+                if count > 1:
+                    found |= {factor: count} if split.sloping else {}
+                    factor += 1
+        return found
+
     def on_shards(self, mesh: Any, into: Sequence[Any], out: Sequence[Any]) -> tuple[Any, Sequence[Any], Sequence[Any]]:
         """The kernel on the part of the grid that shards with these specs need."""
-        parts = dict.fromkeys(self.splits, 1)
-        for spec, where in zip((*into, *out), self.where, strict=True):
-            for dim, d in where.items():
-                entry = spec[d] if d < len(spec) else None
-                axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-                parts[dim] = max(parts[dim], math.prod(mesh.shape[axis] for axis in axes))
         mapping = self.params["grid_mapping"]
-        grid = tuple(size // parts.get(dim, 1) for dim, size in enumerate(mapping.grid))
+        leaves, specs = (*self.operands, *self.results), (*into, *out)
+        axes = {split.dim: self._axes(split.dim, specs) for split in self.splits}
+        parts = {dim: math.prod(mesh.shape[axis] for axis in each) for dim, each in axes.items()}
         first = len(self.operands) - mapping.num_inputs
-        blocks = [
-            block.replace(array_aval=_cut(block.array_aval, where, parts))
-            for block, where in zip(mapping.block_mappings, self.where[first:], strict=True)
+        avals = [block.array_aval for block in mapping.block_mappings[: mapping.num_inputs]]
+        shards = [
+            aval.update(shape=_shard(aval.shape, spec, mesh))
+            for aval, spec in zip((*avals, *self.params["out_avals"]), specs[first:], strict=True)
         ]
-        outer = self.where[len(self.operands) :]
-        shards = tuple(_cut(aval, where, parts) for aval, where in zip(self.params["out_avals"], outer, strict=True))
+        begin = first - mapping.num_index_operands
+        tables = {
+            number: _shard(leaves[begin + number].shape, specs[begin + number], mesh)
+            for number in range(mapping.num_index_operands)
+            if any(_axes_of(entry) for entry in specs[begin + number])
+        }
+        ends, sums = {}, [() for _ in self.results]
+        for split in self.splits:
+            within = parts[split.dim] // math.gcd(parts[split.dim], split.groups)
+            if split.summed and within > 1:
+                ends[split.dim] = (split.steps, split.steps // within)
+                sums = [
+                    (*each, *(a for a in axes[split.dim] if a not in _spec_axes(spec))) if self._real(number) else each
+                    for number, (each, spec) in enumerate(zip(sums, out, strict=True))
+                ]
         params = self.params | {
-            "grid_mapping": mapping.replace(grid=grid, block_mappings=tuple(blocks)),
-            "out_avals": shards,
-            "cost_estimate": self._cost(math.prod(parts.values())),
+            "jaxpr": with_tables(with_ends(self.params["jaxpr"], _own(mapping), ends), 0, tables),
+            "grid_mapping": _on_parts(mapping, parts, shards, tables),
+            "out_avals": tuple(shards[mapping.num_inputs :]),
+            "cost_estimate": self._cost(parts),
         }
         primitive = importlib.import_module("jax._src.pallas.pallas_call").pallas_call_p
-        return functools.partial(primitive.bind, **params), into, out
 
-    def _cost(self, parts: int) -> Any:
-        """What the compiler, and whoever reads its program, is told of one part: the author's figures, or ours."""
+        def fn(*values: Any) -> Any:
+            import jax
+
+            found = primitive.bind(*values, **params)
+            return [jax.lax.psum(each, over) if over else each for each, over in zip(found, sums, strict=True)]
+
+        return functools.partial(primitive.bind, **params) if not any(sums) else fn, into, out
+
+    def _axes(self, dim: int, specs: Sequence[Any]) -> tuple[str, ...]:
+        """Mesh axes that split a grid dim: those of whatever follows it most closely."""
+        found: tuple[str, ...] = ()
+        for along, spec in zip(self.along, specs, strict=True):
+            each = along.get(dim)
+            if each is not None and 0 <= each.dim < len(spec):
+                found = max(found, _axes_of(spec[each.dim]), key=len)
+        return found
+
+    def _real(self, result: int) -> bool:
+        """False for a result that is scratch memory."""
+        return not _is_scratch(self.name, self.params["grid_mapping"], self.along[len(self.operands) + result])
+
+    def _cost(self, parts: dict[int, int]) -> Any:
+        """What the compiler, and whoever reads its program, is told of one part: the author's figures, or ours.
+
+        Of parts that do not have the same work that with the most.
+        """
         from jax.experimental.pallas import CostEstimate
 
         given = self.params.get("cost_estimate")
         whole = given or CostEstimate(flops=self.flops, transcendentals=0, bytes_accessed=self.traffic)
         counts = ("flops", "transcendentals", "bytes_accessed")
-        return dataclasses.replace(whole, **{key: getattr(whole, key) // parts for key in counts})
+        count, most = math.prod(parts.values()), 1.0
+        for split in self.splits:
+            if split.sloping:
+                most *= most_of_slope(parts[split.dim], split.groups * split.steps)
+        most = {"flops": most, "transcendentals": most}
+        return dataclasses.replace(
+            whole, **{key: int(getattr(whole, key) * most.get(key, 1.0)) // count for key in counts}
+        )
+
+
+def most_of_slope(parts: int, blocks: int) -> float:
+    """Work of the part with the most over the mean, where block k of n has the work k: all wait for it."""
+    return (2.0 - 1.0 / parts + 1.0 / blocks) / (1.0 + 1.0 / blocks)
 
 
 def masked_share(name: str, operands: Sequence[Any]) -> float:
@@ -143,64 +254,57 @@ def kernel_name(params: dict[str, Any]) -> str:
     return params.get("name") or getattr(params["jaxpr"].debug_info, "func_name", "") or "pallas_call"
 
 
-def _depends(block: Any, dims: int) -> dict[int, tuple[int, bool]]:
-    """Grid dim -> (the dim of the array that it indexes, whether it does so alone and only there)."""
+def _own(mapping: Any) -> list[int]:
+    """Grid dims as the kernel counts them, without those that vmap added."""
+    return [dim for dim in range(len(mapping.grid)) if dim not in mapping.vmapped_dims]
+
+
+def _along(block: Any, grid: Sequence[Any]) -> dict[int, Along | None]:
+    """How one operand or result follows each grid dim."""
     jaxpr = block.index_map_jaxpr.jaxpr
-    found: dict[int, tuple[int, bool]] = {}
+    found: dict[int, Along | None] = {dim: APART for dim in range(len(grid))}
     for d, variable in enumerate(jaxpr.outvars):
-        for grid in _reach(jaxpr, variable, dims):
-            alone = variable is jaxpr.invars[grid] and grid not in found
-            found[grid] = (d, alone)
-    return found
-
-
-def _reach(jaxpr: Any, variable: Any, dims: int) -> set[int]:
-    """Which of the first `dims` inputs an output is computed from."""
-    made = {out: equation for equation in jaxpr.eqns for out in equation.outvars}
-    waiting, seen, found = [variable], set(), set()
-    while waiting:
-        each = waiting.pop()
-        if hasattr(each, "val") or each in seen:
-            continue
-        seen.add(each)
-        if each in jaxpr.invars[:dims]:
-            found.add(jaxpr.invars.index(each))
-        if each in made:
-            waiting.extend(made[each].invars)
-    return found
-
-
-def _asked(jaxpr: Any, mapping: Any) -> set[int]:
-    """Grid dims whose place or extent the kernel asks for; it counts without the dims that vmap added."""
-    own = [dim for dim in range(len(mapping.grid)) if dim not in mapping.vmapped_dims]
-    names = ("program_id", "num_programs")
-    return {own[e.params["axis"]] for e in _equations(jaxpr) if e.primitive.name in names}
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in equation.params.values():
-            for each in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(each, "jaxpr", each)
-                if hasattr(inner, "eqns"):
-                    yield from _equations(inner)
-
-
-def _block(mapping: Any, depends: Sequence[dict[int, tuple[int, bool]]], dim: int, name: str) -> int | None:
-    """Elements of a block along a grid dim that may be split; None if it may not."""
-    sizes = set()
-    for number, (block, each) in enumerate(zip(mapping.block_mappings, depends, strict=True)):
-        if dim not in each:
-            if number >= mapping.num_inputs and not name.startswith(SCRATCH_RESULTS):
-                return None  # written again and again: a sum, or whatever came last
-            continue
-        d, alone = each[dim]
         size = _elements(block.block_shape[d])
-        if not alone or size is None or size * mapping.grid[dim] != block.array_aval.shape[d]:
-            return None
-        sizes.add(size)
-    return sizes.pop() if len(sizes) == 1 else None
+        full = block.array_aval.shape[d]
+        blocks = full // size if size and full % size == 0 else None
+        for dim, pattern in follow(jaxpr, variable, grid, blocks).items():
+            if pattern is None or found[dim] is not APART:
+                found[dim] = None
+            else:
+                period, within = pattern
+                found[dim] = Along(d if period > 0 else -1, abs(period), within)
+    return found
+
+
+def _is_scratch(name: str, mapping: Any, along: dict[int, Along | None]) -> bool:
+    alike = all(each is APART for dim, each in along.items() if dim not in mapping.vmapped_dims)
+    return name.startswith(SCRATCH_RESULTS) and alike
+
+
+def _split(
+    name: str, mapping: Any, along: Sequence[dict[int, Along | None]], dim: int, size: int, asked: Asked
+) -> Split | None:
+    """How a grid dim may be split; None if not at all."""
+    each = [found.get(dim, APART) for found in along]
+    if dim in asked.steps or any(a is None for a in each):
+        return None
+    known = [a for a in each if a is not None]
+    of_results = [
+        a for a, found in zip(known[-mapping.num_outputs :], along[-mapping.num_outputs :], strict=True)
+        if not _is_scratch(name, mapping, found)
+    ]  # fmt: skip
+    periods, ends = asked.periods.get(dim, frozenset()), asked.ends.get(dim, frozenset())
+    steps = math.lcm(*(a.period for a in known), *periods, *ends)
+    if any(a.dim < 0 for a in of_results):
+        steps = size  # written again and again: a sum, or whatever came last
+    summed = any(a.inside(steps) is Within.SAME for a in of_results)
+    inside = steps > 1 and not periods and all(a.inside(steps) is not Within.MIXED for a in known)
+    inside = inside and ends == ({steps} if summed else set())
+    if summed:
+        inside = inside and name.startswith(SUMS) and all(a.inside(steps) is Within.SAME for a in of_results)
+    if steps == size and not inside:
+        return None
+    return Split(dim, size // steps, steps, inside, summed and inside, False)
 
 
 def _elements(block: Any) -> int | None:
@@ -211,31 +315,64 @@ def _elements(block: Any) -> int | None:
     return block.block_size if type(block).__name__ == "Blocked" else None
 
 
-def _cut(aval: Any, where: dict[int, int], parts: dict[int, int]) -> Any:
-    shape = list(aval.shape)
-    for dim, d in where.items():
-        shape[d] //= parts[dim]
-    return aval.update(shape=tuple(shape))
+def _on_parts(mapping: Any, parts: dict[int, int], shards: Sequence[Any], tables: dict[int, tuple[int, ...]]) -> Any:
+    """A grid mapping for one part of the grid, on shards."""
+    grid = tuple(size // parts.get(dim, 1) for dim, size in enumerate(mapping.grid))
+    first = len(grid)
+    blocks = [
+        block.replace(
+            array_aval=shard,
+            index_map_jaxpr=block.index_map_jaxpr.replace(
+                jaxpr=with_tables(block.index_map_jaxpr.jaxpr, first, tables)
+            ),
+        )
+        for block, shard in zip(mapping.block_mappings, shards, strict=True)
+    ]
+    avals = list(mapping.index_map_avals)
+    for number, shape in tables.items():
+        old = avals[first + number]
+        avals[first + number] = old.update(inner_aval=old.inner_aval.update(shape=shape))
+    return mapping.replace(grid=grid, block_mappings=tuple(blocks), index_map_avals=tuple(avals))
 
 
-def _flops(jaxpr: Any) -> int:
-    """Matrix flops of one step of the grid; every branch counts."""
-    total = 0
-    for equation in _equations(jaxpr):
+def _axes_of(entry: Any) -> tuple[str, ...]:
+    return entry if isinstance(entry, tuple) else (entry,) if entry else ()
+
+
+def _spec_axes(spec: Any) -> tuple[str, ...]:
+    return tuple(axis for entry in spec for axis in _axes_of(entry))
+
+
+def _shard(shape: Sequence[int], spec: Any, mesh: Any) -> tuple[int, ...]:
+    """Shape of one device's shard."""
+    entries = (*spec, *[None] * (len(shape) - len(spec)))
+    return tuple(
+        size // math.prod(mesh.shape[axis] for axis in _axes_of(entry))
+        for size, entry in zip(shape, entries, strict=True)
+    )
+
+
+def _products(jaxpr: Any) -> Counter[str]:
+    """Matrix flops of one step of the grid by the dtype that is multiplied; every branch counts."""
+    total: Counter[str] = Counter()
+    for equation in equations(jaxpr):
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
-            left = equation.invars[0].aval.shape
-            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[d] for d in contracted)
+            left, right = (v.aval for v in equation.invars[:2])
+            wider = max(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
+            sizes = math.prod(equation.outvars[0].aval.shape) * math.prod(left.shape[d] for d in contracted)
+            total[wider.name] += 2 * sizes
     return total
 
 
-def _traffic(mapping: Any, depends: Sequence[dict[int, tuple[int, bool]]]) -> int:
+def _traffic(mapping: Any) -> int:
     """Bytes that blocks bring and take: one is moved whenever its index changes from one grid step to the next."""
     total = 0
-    for block, each in zip(mapping.block_mappings, depends, strict=True):
+    for block in mapping.block_mappings:
         sizes = [_elements(b) for b in block.block_shape]
         size = math.prod(s if s is not None else full for s, full in zip(sizes, block.array_aval.shape, strict=True))
-        last = max(each, default=-1)
+        jaxpr = block.index_map_jaxpr.jaxpr
+        last = max((d for v in jaxpr.outvars for d in reach(jaxpr, v, len(mapping.grid), True)), default=-1)
         steps = math.prod(n for n in mapping.grid[: last + 1] if isinstance(n, int))
         total += size * steps * block.array_aval.dtype.itemsize
     return total

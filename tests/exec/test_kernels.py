@@ -69,7 +69,10 @@ def test_batch_and_heads_may_be_split(kind: str, names: list[str]) -> None:
     found = {op.opaque.target: op for op in calls(gradients(kind)) if op.opaque}
     assert sorted(found) == sorted(names)
     for op in found.values():
-        assert free_sizes(op) == [BATCH, HEADS]
+        # Of splash attention also the blocks of queries, with the rows of its tables of the mask; the gradients of keys
+        # and values are sums over them.
+        summed = "_dkv_" in op.opaque.target if op.opaque else False
+        assert free_sizes(op) == [BATCH, HEADS, SEQ // 128][: 3 if kind == "splash" and not summed else 2]
         # Blocks of 128 x 128: splash attention skips the one above the diagonal.
         pairs = BATCH * HEADS * SEQ * SEQ * DIM * (0.75 if kind == "splash" else 1.0)
         assert 4 * pairs <= op.flops <= 12 * pairs

@@ -1,0 +1,336 @@
+"""How the blocks of a Pallas kernel follow its grid, and what the kernel asks of its place in it.
+
+Index maps are read as functions of one grid dim: `h`, `h // 4` and `2 * h + 1` are found by their values, however they
+are written. What is looked up in a table of scalars that comes before the kernel (a mask's) may be any block.
+"""
+
+import dataclasses
+import enum
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Within(enum.StrEnum):
+    """How a tensor's blocks follow the steps within one period."""
+
+    EACH = "each"
+    """Each step has its own."""
+    SAME = "same"
+    """All have the same."""
+    MIXED = "mixed"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Along:
+    """How a tensor's blocks follow one grid dim."""
+
+    dim: int
+    """Dim of the tensor whose blocks advance evenly from period to period; -1 if each period has the same blocks."""
+    period: int
+    within: Within
+
+    def inside(self, group: int) -> Within:
+        """The same for a group of steps that is a multiple of the period."""
+        fits = self.period in (1, group) if self.dim >= 0 else self.period == 1 or self.within is Within.SAME
+        return self.within if fits else Within.MIXED
+
+
+APART = Along(-1, 1, Within.SAME)
+"""Of a tensor whose blocks do not depend on the grid dim."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """What a kernel asks of its place in the grid."""
+
+    steps: frozenset[int]
+    """Grid dims whose place or extent matters to it in some way that is not known."""
+    periods: dict[int, frozenset[int]]
+    """Grid dim -> periods within which the place matters."""
+    ends: dict[int, frozenset[int]]
+    """Grid dim -> periods (the whole dim for the place itself) of which it asks only for the first and last step."""
+
+
+Tables = dict[int, list[tuple[Any, ...] | None]]
+"""Table (by number) -> the indices of every look-up: grid dims, integers; None where they are not known."""
+
+
+def follow(
+    jaxpr: Any, variable: Any, grid: Sequence[Any], blocks: int | None
+) -> dict[int, "tuple[int, Within] | None"]:
+    """Grid dim that one output of an index map is computed from -> (period, within), None if that is not known.
+
+    The period is negative if each has the same blocks. `blocks`: of the tensor's dim, None if they are no plain blocks.
+    """
+    reached = reach(jaxpr, variable, len(grid))
+    (dim,) = reached if len(reached) == 1 else (-1,)
+    if dim < 0 or blocks is None or not isinstance(grid[dim], int):
+        return dict.fromkeys(reached)
+    values = np.arange(grid[dim]) if variable is jaxpr.invars[dim] else _values(jaxpr, variable, dim, grid[dim])
+    return {dim: None if values is None else _pattern(values, blocks)}
+
+
+def _pattern(values: NDArray[np.int64], blocks: int) -> tuple[int, Within] | None:
+    count = len(values)
+    for period in (c for c in range(1, count) if count % c == 0):
+        first, more = values[:period], values[period:] - values[:-period]
+        within = Within.EACH if period == 1 else Within.SAME if (first == first[0]).all() else Within.MIXED
+        if period * blocks % count == 0:
+            stride = period * blocks // count
+            if stride and (more == stride).all() and first.min() >= 0 and first.max() < stride:
+                return period, within
+        if not more.any():
+            return -period, Within.SAME if period == 1 else within
+    return None
+
+
+def reach(jaxpr: Any, variable: Any, dims: int, through: bool = False) -> set[int]:
+    """Which of the first `dims` inputs an output is computed from; `through`: or looked up by, in a table."""
+    found: set[int] = set()
+    inputs = {each: number for number, each in enumerate(jaxpr.invars[:dims])}
+    for each in _behind(jaxpr, variable, through):
+        if each in inputs:
+            found.add(inputs[each])
+    return found
+
+
+def _behind(jaxpr: Any, variable: Any, through: bool = False) -> Iterator[Any]:
+    """The variables that one is computed from, itself among them."""
+    made = {out: equation for equation in jaxpr.eqns for out in equation.outvars}
+    waiting, seen = [variable], set()
+    while waiting:
+        each = waiting.pop()
+        if hasattr(each, "val") or each in seen:
+            continue
+        seen.add(each)
+        yield each
+        if each in made and (through or made[each].primitive.name != "get"):
+            waiting.extend(made[each].invars)
+
+
+def _values(jaxpr: Any, variable: Any, dim: int, size: int) -> NDArray[np.int64] | None:
+    """An output's values over one grid dim; None if a table takes part in them."""
+    import jax
+
+    behind = set(_behind(jaxpr, variable))
+    equations = [e for e in jaxpr.eqns if any(out in behind for out in e.outvars)]
+    if any(e.primitive.name == "get" for e in equations):
+        return None
+    core = importlib.import_module("jax._src.core")
+    info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    part = jaxpr.replace(invars=[jaxpr.invars[dim]], outvars=[variable], eqns=equations, debug_info=info)
+    with jax.ensure_compile_time_eval():
+        steps = np.arange(size, dtype=np.int32)
+        return np.asarray(jax.vmap(lambda step: core.eval_jaxpr(part, (), step)[0])(steps)).astype(np.int64)
+
+
+def map_tables(jaxpr: Any, dims: int, found: Tables) -> None:
+    """Adds what an index map looks up."""
+    own = {each: number for number, each in enumerate(jaxpr.invars[:dims])}
+    for equation in jaxpr.eqns:
+        _look_up(equation, {each: number for number, each in enumerate(jaxpr.invars[dims:])}, own, found)
+
+
+def kernel_asks(jaxpr: Any, own: Sequence[int], grid: Sequence[Any], tables: int, found: Tables) -> Asked:
+    """What a kernel asks of its place; what it looks up in its first `tables` operands is added to `found`.
+
+    `own`: grid dim of each of the kernel's own axes, which does not count the dims that vmap added.
+    """
+    reader = _Reader(own, grid, {each: number for number, each in enumerate(jaxpr.invars[:tables])}, found)
+    reader.read(jaxpr, {}, True)
+    frozen = [{dim: frozenset(each) for dim, each in held.items()} for held in (reader.periods, reader.ends)]
+    return Asked(frozenset(reader.steps), *frozen)
+
+
+class _Reader:
+    """Follows a kernel's places in the grid to where they are used."""
+
+    def __init__(self, own: Sequence[int], grid: Sequence[Any], tables: dict[Any, int], found: Tables) -> None:
+        self.own, self.grid, self.tables, self.found = own, grid, tables, found
+        self.steps: set[int] = set()
+        self.periods: dict[int, set[int]] = {}
+        self.ends: dict[int, set[int]] = {}
+
+    def read(self, jaxpr: Any, places: dict[Any, Any], top: bool) -> None:
+        """`places`: variables that hold a place, as (grid dim, period or 0), and integers that were passed."""
+        for equation in jaxpr.eqns:
+            name = equation.primitive.name
+            if name == "program_id":
+                places[equation.outvars[0]] = (self.own[equation.params["axis"]], 0)
+                continue
+            if name == "num_programs":
+                self.steps.add(self.own[equation.params["axis"]])
+                continue
+            here = {v: places[v] for v in _variables(equation) if isinstance(places.get(v), tuple)}
+            if name == "get" and _look_up(
+                equation, self.tables, {v: p[0] for v, p in here.items() if not p[1]}, self.found
+            ):
+                self.spend(p for p in here.values() if p[1])
+            elif name == "convert_element_type" and here:
+                places[equation.outvars[0]] = here[equation.invars[0]]
+            elif name == "rem" and here:
+                self.remainder(equation, places)
+            elif name == "eq" and here:
+                self.compare(equation, places, top)
+            elif name in ("cond", "pjit", "jit", "closed_call"):
+                self.enter(equation, places)
+            else:
+                self.spend(here.values())
+                for inner in inner_jaxprs(equation):
+                    self.read(inner, {}, False)
+
+    def spend(self, places: Any) -> None:
+        """Places that are used in some other way."""
+        for dim, period in places:
+            if period:
+                self.periods.setdefault(dim, set()).add(period)
+            else:
+                self.steps.add(dim)
+
+    def remainder(self, equation: Any, places: dict[Any, Any]) -> None:
+        place, divisor = places.get(_key(equation.invars[0])), _integer(equation.invars[1], places)
+        dim, period = place if isinstance(place, tuple) else (-1, 0)
+        size = self.grid[dim]
+        if dim < 0 or period or not divisor or not isinstance(size, int) or size % divisor:
+            self.spend(p for p in (places.get(_key(v)) for v in equation.invars) if isinstance(p, tuple))
+        else:
+            places[equation.outvars[0]] = (dim, divisor)
+
+    def compare(self, equation: Any, places: dict[Any, Any], top: bool) -> None:
+        place, value = places.get(_key(equation.invars[0])), _integer(equation.invars[1], places)
+        size = None
+        if isinstance(place, tuple):
+            size = place[1] or self.grid[place[0]]
+        if top and isinstance(size, int) and value in (0, size - 1) and hasattr(equation.invars[1], "val"):
+            self.ends.setdefault(place[0], set()).add(size)
+        else:
+            self.spend(p for p in (places.get(_key(v)) for v in equation.invars) if isinstance(p, tuple))
+
+    def enter(self, equation: Any, places: dict[Any, Any]) -> None:
+        chosen = equation.primitive.name == "cond"
+        passed = equation.invars[1:] if chosen else equation.invars
+        if chosen:
+            self.spend(p for p in (places.get(_key(equation.invars[0])),) if isinstance(p, tuple))
+        for inner in inner_jaxprs(equation):
+            given: dict[Any, Any] = {}
+            for outer, variable in zip(passed, inner.invars, strict=True):
+                if _key(outer) in self.tables:
+                    self.found.setdefault(self.tables[outer], []).append(None)
+                known = places.get(_key(outer), _integer(outer, places))
+                if known is not None:
+                    given[variable] = known
+            self.read(inner, given, False)
+            for variable in inner.outvars:  # what comes out is followed no further
+                if isinstance(given.get(_key(variable)), tuple):
+                    self.spend([given[variable]])
+
+
+def _look_up(equation: Any, tables: dict[Any, int], places: dict[Any, int], found: Tables) -> bool:
+    """Notes what an equation does with a table; True if it is a look-up whose indices are known."""
+    import jax
+
+    used = [v for v in _variables(equation) if v in tables]
+    if equation.primitive.name != "get" or not used or equation.invars[0] is not used[0]:
+        for each in used:
+            found.setdefault(tables[each], []).append(None)
+        return False
+    transforms = jax.tree.unflatten(equation.params["tree"], equation.invars[1:])
+    indices = transforms[0].indices if len(transforms) == 1 and hasattr(transforms[0], "indices") else ()
+    known = [("grid", places[i]) if _key(i) in places else getattr(i, "val", i) for i in indices]
+    plain = bool(known) and all(isinstance(k, (tuple, int, np.integer)) for k in known)
+    found.setdefault(tables[used[0]], []).append(tuple(known) if plain else None)
+    return plain
+
+
+def _variables(equation: Any) -> list[Any]:
+    return [v for v in equation.invars if not hasattr(v, "val")]
+
+
+def _key(variable: Any) -> Any:
+    """Something to look a variable up by: literals have no hash."""
+    return None if hasattr(variable, "val") or not hasattr(variable, "aval") else variable
+
+
+def _integer(variable: Any, places: dict[Any, Any]) -> int | None:
+    value = getattr(variable, "val", None) if _key(variable) is None else places.get(variable)
+    return int(value) if isinstance(value, (int, np.integer, np.ndarray)) and np.ndim(value) == 0 else None
+
+
+def inner_jaxprs(equation: Any) -> Iterator[Any]:
+    """The jaxprs among an equation's parameters."""
+    for value in equation.params.values():
+        for each in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(each, "jaxpr", each)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All of them, those of inner jaxprs too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in inner_jaxprs(equation):
+            yield from equations(inner)
+
+
+def table_along(lookups: Sequence[tuple[Any, ...] | None], dim: int, shape: Sequence[int], size: int) -> Along | None:
+    """How a table follows a grid dim of that size; None if that is not known or not the same in every look-up."""
+    found: set[int] = set()
+    for indices in lookups:
+        if indices is None:
+            found.update((-1, -2))
+            continue
+        at = [d for d, index in enumerate(indices) if index == ("grid", dim)]
+        found.update(at or [-1])
+    if found == {-1}:
+        return APART
+    if len(found) > 1:
+        return APART if found == {-1, -2} else None
+    (d,) = found
+    return Along(d, 1, Within.EACH) if shape[d] == size else None
+
+
+# Kernels on parts of their grid
+
+
+def with_tables(jaxpr: Any, first: int, shapes: dict[int, tuple[int, ...]]) -> Any:
+    """The same jaxpr whose tables, inputs from `first` on, have other shapes."""
+    core = importlib.import_module("jax._src.core")
+    new = {}
+    for number, shape in shapes.items():
+        old = jaxpr.invars[first + number]
+        inner = old.aval.inner_aval.update(shape=shape)
+        new[old] = core.Var(old.aval.update(inner_aval=inner))
+
+    def put(variables: Sequence[Any]) -> list[Any]:
+        return [v if _key(v) is None else new.get(v, v) for v in variables]
+
+    steps = [e.replace(invars=put(e.invars)) if new.keys() & set(_variables(e)) else e for e in jaxpr.eqns]
+    return jaxpr.replace(invars=put(jaxpr.invars), eqns=steps)
+
+
+def with_ends(jaxpr: Any, own: Sequence[int], sizes: dict[int, tuple[int, int]]) -> Any:
+    """The same kernel whose periods along grid dims are shorter: grid dim -> (steps of one, steps from now on)."""
+    core = importlib.import_module("jax._src.core")
+    places: dict[Any, int] = {}
+    changed = []
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        dim = next((places[v] for v in _variables(equation) if v in places), -1)
+        if name == "program_id" and own[equation.params["axis"]] in sizes:
+            places[equation.outvars[0]] = own[equation.params["axis"]]
+        elif dim >= 0 and name in ("convert_element_type", "rem"):
+            places[equation.outvars[0]] = dim
+        if dim >= 0 and name in ("rem", "eq"):
+            old, new = sizes[dim]
+            second = equation.invars[1]
+            swap = {old: new} if name == "rem" else {old - 1: new - 1}
+            value = swap.get(int(second.val), int(second.val))
+            literal = core.Literal(second.aval.dtype.type(value), second.aval)
+            equation = equation.replace(invars=[equation.invars[0], literal])
+        changed.append(equation)
+    return jaxpr.replace(eqns=changed)
