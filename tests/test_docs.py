@@ -39,7 +39,18 @@ def run(command: list[str], folder: Path, **variables: str) -> str:
     return result.stdout
 
 
-EXECUTED = ("start", "reading", "constraints", "rules", "topologies", "modules", "export", "choosing", "refining")
+EXECUTED = (
+    "start",
+    "reading",
+    "constraints",
+    "rules",
+    "topologies",
+    "modules",
+    "export",
+    "choosing",
+    "refining",
+    "limits",
+)
 
 
 @pytest.mark.parametrize("page", [f"{name}.md" for name in EXECUTED])

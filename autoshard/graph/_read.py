@@ -111,6 +111,7 @@ class _Reader(Reading):
             # A region in a region would be one of the program's own; and what lies beyond the edges must be known.
             split = not self.manual and (kind != "select_and_scatter" or mlir.selects_extreme(op))
             rule, halos = windowed_rule(kind, rule, mlir.attribute_texts(op), *shapes, split=split)
+        grouped = kind == "convolution" and mlir.has_groups(mlir.attribute_texts(op))
         known = None
         if opaque is not None and "mhlo.backend_config" in op.attributes:
             known = known_call(opaque.target, str(op.attributes["mhlo.backend_config"]), takes, gives)
@@ -137,7 +138,7 @@ class _Reader(Reading):
         self.ops.append(
             Op(
                 op_id, number, kind, op_class, operands, results, rule, loop, flops, name, numbers, groups,
-                self.manual, opaque=opaque, halos=halos, offsets=moved,
+                self.manual, opaque=opaque, halos=halos, grouped=grouped, offsets=moved,
                 line="" if op_class is OpClass.FREE else mlir.code_line(op),
                 strided=strided_dims(kind, self.cuts.get(op_id, ())),
             )

@@ -129,6 +129,8 @@ class Op:
     """Factors along which windows reach into neighbouring shards, in the order in which halos are exchanged."""
     offsets: tuple[tuple[int, int], ...] = ()
     """Of a slice or pad: (factor, where the result begins in the operand) for dims that it cuts or lengthens."""
+    grouped: bool = False
+    """True for a convolution of groups (of features or of the batch), which the partitioner may split wrongly."""
     line: str = ""
     """Where the user's own code asks for it, `model.py:12`; may be empty."""
     strided: tuple[int, ...] = ()

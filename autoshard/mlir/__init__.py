@@ -89,4 +89,5 @@ from autoshard.mlir._windows import WINDOWED as WINDOWED
 from autoshard.mlir._windows import Window as Window
 from autoshard.mlir._windows import WindowedDim as WindowedDim
 from autoshard.mlir._windows import convolution_dims as convolution_dims
+from autoshard.mlir._windows import has_groups as has_groups
 from autoshard.mlir._windows import windowed_dims as windowed_dims

@@ -1,7 +1,8 @@
-"""Windowed ops split in space, as manual regions: shards exchange halos, then each computes on its own.
+"""Windowed ops as manual regions: shards exchange halos where they are split in space, then each computes alone.
 
 The partitioner can do this itself, but in jax 0.10.2 it gives wrong values where mesh axes that split something else,
-or nothing, stand beside the spatial one: it sums kernels' gradients over them too.
+or nothing, stand beside the one that a kernel's gradient is summed over: it sums over them too. It does so in space
+and, in convolutions of groups, of the batch as well.
 """
 
 import dataclasses
@@ -40,7 +41,8 @@ def regions_of(module: Any, regions: Sequence[RegionLike]) -> list[tuple[Any, Re
         found = ops[region.op].name.rpartition(".")[2] if region.op < len(ops) else "nothing"
         if found == "nothing" or len(ops[region.op].operands) != len(region.operands):
             raise UserError(
-                f"the plan splits op {region.op} in space, which is {found} here: the plan belongs to another program."
+                f"the plan runs op {region.op} shard by shard, which is {found} here: the plan belongs to another "
+                "program."
             )
     return [(ops[region.op], region) for region in regions]
 

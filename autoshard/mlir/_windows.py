@@ -133,6 +133,12 @@ def convolution_dims(numbers: str) -> tuple[list[int], list[int], list[int]]:
     return left, right, out
 
 
+def has_groups(attributes: Mapping[str, str]) -> bool:
+    """Whether a convolution has several groups, of features or of the batch."""
+    counts = (attributes.get(f"{kind}_group_count", "1") for kind in ("feature", "batch"))
+    return any(int(text.partition(":")[0]) > 1 for text in counts)
+
+
 def _after(w: Window) -> int:
     return ((w.size - 1) * w.spread - w.low - w.stride) // w.base + 1
 

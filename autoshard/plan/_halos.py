@@ -25,15 +25,25 @@ class Inner:
 
 
 def even_halos(op: Op, states: States, axes: Sequence[int]) -> NDArray[np.bool_]:
-    """States in which nothing is split in space, or all is split evenly and no halo reaches past the next shard."""
+    """States outside of regions, and those in which all is split evenly and no halo reaches past the next shard."""
     assert op.rule is not None
     uneven = np.zeros(len(states), dtype=bool)
     for factor, size in enumerate(op.rule.sizes):
         uneven |= size % _shards(states, factor, axes) > 0
-    bad: NDArray[np.bool_] = uneven & split_in_space(op, states)
+    bad: NDArray[np.bool_] = uneven & in_region(op, states)
     for halo in op.halos:
         bad |= [n > 1 and not halo.dim.fits(int(n)) for n in _shards(states, halo.factor, axes)]
     return ~bad
+
+
+def in_region(op: Op, states: States) -> NDArray[np.bool_]:
+    """States in which the op runs in a region of the plan's own: split in space, or of groups and split at all.
+
+    Left to XLA's partitioner, the kernel's gradient of a grouped convolution comes out a multiple of what it is
+    where its batch or space is split and another mesh axis is idle, and some splits abort the compiler.
+    """
+    split: NDArray[np.bool_] = np.any(states >= 0, axis=1)
+    return split if op.grouped else split_in_space(op, states)
 
 
 def split_in_space(op: Op, states: States) -> NDArray[np.bool_]:

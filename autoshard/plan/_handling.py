@@ -76,6 +76,11 @@ def _on_compound_dim(graph: OpGraph, op: Op, factor: int) -> bool:
     return any(factor in dim and len(dim) > 1 for dims in (*op.rule.operands, *op.rule.results) for dim in dims)
 
 
+def _grouped_by_hand(graph: OpGraph, op: Op, factor: int) -> bool:
+    """True for a convolution of groups in a region that the program itself has split: no region fits in there."""
+    return bool(op.manual) and op.grouped
+
+
 def _called_by_hand(graph: OpGraph, op: Op, factor: int) -> bool:
     """True for an opaque call inside a region that the program itself has split: it gets shards as they are."""
     return bool(op.manual) and op.opaque is not None and op.opaque.on_shards
@@ -102,6 +107,7 @@ class Row:
 _ROWS = (
     Row("*", None, Handling.WHOLE, _on_compound_dim),
     Row("*", None, Handling.WHOLE, _called_by_hand),
+    Row("convolution", None, Handling.WHOLE, _grouped_by_hand),
     Row("dynamic_update_slice", FactorKind.PARALLEL, Handling.WHOLE, _writes_a_part),
     Row("fft", None, Handling.WHOLE, backend="cpu"),
     Row("pad", FactorKind.PERMUTATION, Handling.SHIFT, _moves_by_little),

@@ -179,8 +179,8 @@ def result_states(op: Op, states: States, result: int) -> States:
     """States over an op's factors as states in which it leaves one result: over its dims, sums still to be done."""
     if op.rule is None:
         return np.full_like(states, WHOLE)
-    # A region does all sums of an op split in space together (`mlir.insert_regions`).
-    label = [PARTIAL if op.halos else PARTIAL - f for f in range(len(op.rule.kinds))]
+    # A region does all sums of an op together (`mlir.insert_regions`).
+    label = [PARTIAL if op.halos or op.grouped else PARTIAL - f for f in range(len(op.rule.kinds))]
     mapping = [label[f] if kind is FactorKind.REDUCTION else WHOLE for f, kind in enumerate(op.rule.kinds)]
     for dim, factors in enumerate(op.rule.results[result]):
         for factor in factors:

@@ -111,7 +111,10 @@ class Unruled:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Region:
-    """One windowed op (a convolution, a pool) that is split in space: shards exchange halos and compute alone.
+    """One op that devices compute shard by shard, not XLA's partitioner.
+
+    A windowed op (a convolution, a pool) that is split in space, whose shards exchange halos; or a convolution of
+    groups, which the partitioner gets wrong.
 
     `op` counts as in `Pin`. Specs are those of its operands and results inside; each device holds a part of a sum
     over the axes `summed`.
@@ -260,7 +263,7 @@ class Plan:
     choices: str = ""
     """The alternative taken at every decision, in order: what `explain` starts from."""
     regions: tuple[Region, ...] = ()
-    """Ops that are split in space."""
+    """Ops that run shard by shard, by regions of the plan's own."""
     meshes: tuple[MeshTried, ...] = ()
     """Every mesh that was considered, the chosen one first, then by time; empty where the mesh was given."""
 

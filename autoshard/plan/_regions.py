@@ -1,10 +1,10 @@
-"""Which ops a plan splits in space, and how: regions in which shards exchange halos."""
+"""Which ops a plan runs in regions of its own, and how: those split in space, and convolutions of groups."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.graph import Op, OpGraph
-from autoshard.plan._halos import split_in_space
+from autoshard.plan._halos import in_region
 from autoshard.plan._heavy import factor_states, result_states
 from autoshard.plan._model import Model
 from autoshard.plan._plan import Region
@@ -13,12 +13,12 @@ from autoshard.plan._states import PARTIAL, States
 
 
 def make_regions(model: Model, choices: NDArray[np.int64]) -> tuple[Region, ...]:
-    """One region for every op that the plan splits in space, in program order."""
+    """One region for every op that the plan does not leave to the partitioner (`in_region`), in program order."""
     found = []
     for op_id, number in model.op_node.items():
         op = model.graph.ops[op_id]
         state = model.nodes[number].states[int(choices[number])][None, :]
-        if op.halos and split_in_space(op, state)[0]:
+        if in_region(op, state)[0]:
             found.append(region_of(model.graph, op, state, model.axis_names))
     return tuple(sorted(found, key=lambda region: region.op))
 

@@ -28,7 +28,8 @@ def unpinned(plan: Plan, instead: str = "XLA's propagation chooses them instead"
         lacks.append(f"the {len(plan.pins)} intermediates that the plan pins; {instead}.")
     if plan.regions:
         lacks.append(
-            f"the {len(plan.regions)} ops that the plan splits in space with halos; they are split some other way."
+            f"the {len(plan.regions)} convolutions and pools that the plan runs shard by shard; they are split some "
+            "other way, which in XLA gives wrong gradients of some (docs/limits.md)."
         )
     if any(spec.axes for call in plan.calls for spec in (*call.operands, *call.results)):
         lacks.append(f"the {len(plan.calls)} calls that the plan runs on shards; every device runs them whole.")

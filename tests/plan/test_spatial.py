@@ -107,7 +107,7 @@ def found(case: Case) -> tuple[Program, OpGraph, Op]:
     program = trace(case.fn, case.args, name=case.name)
     graph = read_graph(program.module)
     op = [op for op in graph.ops if op.kind == case.kind][-1]
-    assert op.rule is not None and op.halos
+    assert op.rule is not None and (op.halos or op.grouped)
     return program, graph, op
 
 
@@ -274,7 +274,7 @@ def test_a_region_of_another_program_is_refused() -> None:
     program = trace(lambda x: x + 1, (f32(8, 8),), name="other")
     region = Region(0, (Spec.replicated(2), Spec.replicated(2)), (Spec.replicated(2),), ())
     plan = dataclasses.replace(handmade(program, {"a": 8}, {}), regions=(region,))
-    with pytest.raises(UserError, match="the plan splits op 0 in space, which is .* here: the plan belongs to another"):
+    with pytest.raises(UserError, match="the plan runs op 0 shard by shard, which is .* here: the plan belongs"):
         Application(plan).lower(program.fn, program.args, module=program.module)
 
 

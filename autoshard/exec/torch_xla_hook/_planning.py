@@ -1,10 +1,12 @@
 """Planning a captured graph, with what is already decided held fixed."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from autoshard.exec.torch_xla_hook._capture import Capture
 from autoshard.exec.torch_xla_hook._marks import LiveMesh
+from autoshard.graph import read_graph
 from autoshard.plan import Plan, Spec, make_plan, read_asked, spec_text
 from autoshard.program import Role
 
@@ -60,7 +62,15 @@ def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Sp
     plan = make()
     if plan.regions:
         axis_only = dict.fromkeys(mesh.sizes, ("batch",))
-        notes.append("only the batch is split: PyTorch/XLA cannot be given the exchange of halos of convolutions.")
+        notes.append("only the batch is split: PyTorch/XLA cannot be given the regions that convolutions run in.")
+        plan = make()
+    if _has_groups(taken) and sum(size > 1 for size in mesh.sizes.values()) > 1:
+        axis_only = dict.fromkeys(mesh.sizes, ("batch",))
+        pins |= {name: spec for name, spec in _all_or_nothing(taken, mesh).items() if name not in pins}
+        notes.append(
+            "the batch is split over all axes or none: PyTorch/XLA gives wrong gradients of convolutions of groups "
+            "where an axis is idle."
+        )
         plan = make()
     agreed = _agreed(taken, plan, pins)
     if agreed:
@@ -79,6 +89,20 @@ def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Sp
 def splits(plan: Plan) -> bool:
     """Whether any argument is split."""
     return any(spec.shards(plan.mesh) > 1 for spec in plan.arguments.values())
+
+
+def _has_groups(taken: Capture) -> bool:
+    """Whether a captured graph has a convolution of groups."""
+    return any(op.grouped for op in read_graph(taken.program.module).ops)
+
+
+def _all_or_nothing(taken: Capture, mesh: LiveMesh) -> dict[str, Spec]:
+    """Every array of the batch split over all axes along its first dim; whole if one of them does not divide."""
+    data = [a for a in taken.program.arguments if a.role is Role.BATCH and a.shape]
+    axes = tuple(axis for axis, size in mesh.sizes.items() if size > 1)
+    parts = math.prod(mesh.sizes[axis] for axis in axes)
+    first = axes if all(a.shape[0] % parts == 0 for a in data) else ()
+    return {a.name: Spec((first, *[()] * (len(a.shape) - 1))) for a in data}
 
 
 def _agreed(taken: Capture, plan: Plan, pins: Mapping[str, Spec]) -> dict[str, Spec]:
