@@ -127,3 +127,22 @@ def test_another_activation_is_another_program():
     planned(make(jax.nn.relu), BATCH["x"])
     with pytest.raises(autoshard.UserError, match="the computation has changed"):
         planned(make(jnp.sin), BATCH["x"])
+
+
+def test_dropout_of_nnx_keeps_its_key_in_the_plan() -> None:
+    """A module's generator is a typed key and a counter, which every step changes."""
+
+    class Dropped(nnx.Module):
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            self.up, self.drop = nnx.Linear(16, 32, rngs=rngs), nnx.Dropout(0.2, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.drop(nnx.relu(self.up(x)))
+
+    program = autoshard.trace(lambda model, x: model(x).sum(), (Dropped(), jax.ShapeDtypeStruct((8, 16), jnp.float32)))
+    assert any(a.dtype.startswith("key<") for a in program.arguments)
+    found = autoshard.exec.measure(
+        program, autoshard.plan(program, topology="cpu:4", mesh="data=4"), steps=1, warmup=0, check=True
+    )
+    assert found.check is not None and found.check.passed, found.check
