@@ -154,6 +154,24 @@ def test_stacks_and_their_slices_share_a_cluster_and_the_layer_dim_stays_whole()
             assert structure.dims_of[tensor] == (-1, *structure.dims_of[stack][1:])
 
 
+def test_a_stack_that_a_loop_writes_parts_of_layers_into_keeps_its_layer_dim_whole() -> None:
+    def prefill(stack: Any, x: Any) -> Any:
+        def layer(state: Any, _: Any) -> Any:
+            x, i, stack = state
+            return (jnp.tanh(x), i + 1, lax.dynamic_update_slice(stack, x[None], (i, 0, 0, 0))), None
+
+        return lax.scan(layer, (x, jnp.int32(0), stack), None, length=made.LAYERS)[0]
+
+    graph = graph_of(prefill, f32(made.LAYERS, 8, 64, 16), f32(8, 32, 16))
+    structure = build_structure(graph)
+    (write,) = ops(graph, "dynamic_update_slice")
+    assert write.op_class is OpClass.HEAVY
+    stack = write.results[0]
+    cluster = structure.clusters[structure.cluster_of[stack]]
+    assert {graph.arguments[0], write.operands[0], stack} <= set(cluster.tensors)
+    assert cluster.blocked == {structure.dims_of[stack][0]}
+
+
 def test_reshapes_of_merged_dims_have_an_edge_and_trivial_ones_none() -> None:
     graph = graph_of(lambda x: jnp.tanh(x).reshape(32, 6)[None, :, None, :] * 2, f32(8, 4, 6))
     structure = build_structure(graph)
