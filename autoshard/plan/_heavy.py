@@ -13,6 +13,7 @@ from autoshard.plan._halos import even_halos, extended_elements, near_shifts
 from autoshard.plan._handling import whole_factors
 from autoshard.plan._residency import Residency
 from autoshard.plan._states import PARTIAL, WHOLE, Seconds, States, enumerate_states, local_elements, relabel
+from autoshard.plan._tables import relaid_bytes
 
 
 MOVES_ONLY = frozenset(
@@ -69,6 +70,7 @@ def heavy_seconds(
         size = size + residency.streamed(tensor, local * (record.bytes // max(1, record.elements)))
     if op.kind == "gather" and op.rule is not None:
         size = size + _burst_waste(graph, op, states, axes, compute)
+    size = size + relaid_bytes(graph, op, states, axes, compute.topology.backend)
     if op.opaque is not None and op.opaque.traffic and op.rule is not None:
         size = op.opaque.traffic * local_elements(states, op.rule.sizes, axes) / math.prod(op.rule.sizes)
     if op.halos and op.rule is not None:

@@ -17,6 +17,7 @@ from autoshard.plan._model import EXPOSED, HOST, Channel, MemoryTerm, Node, link
 from autoshard.plan._refine import Refinement
 from autoshard.plan._residency import Residency
 from autoshard.plan._states import WHOLE, Seconds, States, enumerate_states, local_elements, relabel
+from autoshard.plan._tables import padded_tables
 from autoshard.program import Program, Role
 
 
@@ -227,4 +228,6 @@ class NodePricer:
             needed = zip(inner, waits, strict=True)
             time[EXPOSED] = sum((np.where(i.size > 0, w, 0.0) for i, w in needed), np.zeros(len(states))) * trips
         held = np.ones(len(states), dtype=bool)
-        self.nodes.append(Node("op", op.id, states, held, time, (), op.name or op.kind, inner))
+        padded = padded_tables(self.graph, op, states, self.axes, backend).astype(np.int64)
+        memory = (MemoryTerm("temporaries", op.id, op.id + 1, padded),) if padded.any() else ()
+        self.nodes.append(Node("op", op.id, states, held, time, memory, op.name or op.kind, inner))

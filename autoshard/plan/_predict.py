@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Collectives
 from autoshard.plan._headroom import tight_seconds
+from autoshard.plan._heavy import factor_states
 from autoshard.plan._model import EXPOSED, Channel, Model, Move, Path, link_names
 from autoshard.plan._overlap import Overlap, lanes
 from autoshard.plan._paths import Relayouts, path_steps, relayouts
 from autoshard.plan._plan import Collective, Prediction
 from autoshard.plan._spec import Spec
 from autoshard.plan._states import States
+from autoshard.plan._tables import padded_bytes, table_of
 
 
 Transfer = tuple[str, tuple[str, ...], float, float]
@@ -257,6 +259,16 @@ def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, i
         local = spec_of(model, node.states, row, len(record.shape)).local_shape(record.shape, sizes)
         size = int(np.prod(local, dtype=np.int64)) * (record.bytes // record.elements)
         events += [(node.memory[0].start, size, "gathered"), (node.memory[0].stop, -size, "gathered")]
+    for op_id, number in model.op_node.items():
+        op, node = model.graph.ops[op_id], model.nodes[number]
+        table = table_of(model.graph, op, model.mesh.topology.backend)
+        if table is None or op.rule is None:
+            continue
+        record = model.graph.tensors[table]
+        split = factor_states(node.states[[int(choices[number])]], op.rule.operands[0])
+        local = spec_of(model, split, 0, len(record.shape)).local_shape(record.shape, sizes)
+        size = padded_bytes(op.kind, local, record.bytes // max(1, record.elements))
+        events += [(op_id, size, "temporaries"), (op_id + 1, -size, "temporaries")]
     return sorted(events, key=lambda e: (e[0], e[1]))
 
 
