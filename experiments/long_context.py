@@ -12,6 +12,8 @@ import argparse
 import dataclasses
 import functools
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,13 @@ from autoshard.exec import estimate
 from autoshard.plan import Plan, make_plan, read_asked
 from autoshard.program import Program, Role, trace
 from autoshard.units import format_bytes, format_seconds
-from experiments import kept
 
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from kept import compiled  # noqa: E402
+
 
 TABLE = Path(__file__).parent / "results" / "long_context.md"
 WIDTH, MLP, HEADS, KV_HEADS, HEAD, VOCABULARY = 4096, 14336, 32, 8, 128, 128256
@@ -133,21 +138,17 @@ def program(layers: int, batch: int, seq: int, repeated: bool = False) -> Progra
     )  # fmt: skip
 
 
-def plans(args: argparse.Namespace) -> dict[str, tuple[Program, Plan]]:
-    """By name, ours first."""
+def plans(args: argparse.Namespace) -> Iterator[tuple[str, Program, Plan]]:
+    """Name, program and plan, ours first."""
     grouped = program(args.layers, args.batch, args.seq)
-    repeated = program(args.layers, args.batch, args.seq, repeated=True)
     by_hand = "data=4,model=16"
-    common: dict[str, Any] = {"topology": args.topology, "time_limit": args.time_limit, "progress": print}
+    common: dict[str, Any] = {"topology": args.topology, "time_limit": args.time_limit}
+    yield "ours", grouped, make_plan(grouped, mesh=args.mesh, **common).plan
+    repeated = program(args.layers, args.batch, args.seq, repeated=True)
+    tensor = make_plan(repeated, mesh=by_hand, **common).baseline_plans["fsdp_tp_sp"]
+    yield "FSDP 4 x tensor parallelism 16, sequence split, keys and values repeated", repeated, tensor
     sequence = read_asked(axis_only={"model": ["sequence"]})
-    return {
-        "ours": (grouped, make_plan(grouped, mesh=args.mesh, **common).plan),
-        "FSDP 4 x tensor parallelism 16, sequence split, keys and values repeated": (
-            repeated,
-            make_plan(repeated, mesh=by_hand, **common).baseline_plans["fsdp_tp_sp"],
-        ),
-        "context parallelism over 16": (grouped, make_plan(grouped, mesh=by_hand, asked=sequence, **common).plan),
-    }
+    yield "context parallelism over 16", grouped, make_plan(grouped, mesh=by_hand, asked=sequence, **common).plan
 
 
 def main() -> None:
@@ -170,8 +171,8 @@ def main() -> None:
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     ours = 0.0
-    for name, (made, plan) in plans(args).items():
-        found = kept.compiled("long_context", made, plan, 1800.0)
+    for name, made, plan in plans(args):
+        found = compiled("long_context", made, plan, 1800.0)
         mesh = dataclasses.replace(make_mesh(Topology.parse(plan.topology), plan.mesh), device_order=plan.device_order)
         timed = estimate(found.text, mesh)
         ours = ours or timed.step_time_s
@@ -183,7 +184,7 @@ def main() -> None:
         print(lines[-1], flush=True)
         for warning in plan.warnings:
             print("   ", warning, flush=True)
-    TABLE.write_text("\n".join(lines) + "\n")
+        TABLE.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

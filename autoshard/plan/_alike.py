@@ -103,9 +103,9 @@ def _fused(model: Model, choices: NDArray[np.int64]) -> Iterator[tuple[Op, set[s
 
 
 def _words(op: Op) -> str:
-    """`splash_mha_fwd at model.py:12`; the numbers of layers left out of names."""
+    """`dot_general` at model.py:12, else with the end of its name, layers' numbers left out."""
     kind = op.opaque.target if op.opaque else op.kind
-    where = op.line or re.sub(r"\d+", "*", op.name)
+    where = op.line or ("" if op.opaque else re.sub(r"\d+", "*", "/".join(op.name.split("/")[-2:])))
     return f"`{kind}` at {where}" if where and where != kind else f"`{kind}`"
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Mesh, make_mesh
-from autoshard.graph import OpGraph, Structure
+from autoshard.graph import FactorKind, Opaque, OpGraph, Rule, Structure
 from autoshard.plan._groups import Groups
 from autoshard.plan._model import Model
 from autoshard.plan._spec import original_mesh, part_names
@@ -92,7 +92,7 @@ def find_refinement(graph: OpGraph, structure: Structure, groups: Groups, mesh: 
         op = graph.ops[op_id]
         if op.rule is None or not op.flops:
             continue
-        shared = set.intersection(*({f for dim in dims for f in dim} for dims in (*op.rule.operands, *op.rule.results)))
+        shared = _shared(op.rule) if op.opaque is None or not op.opaque.on_shards else _of_call(op.rule, op.opaque)
         for factor, size in enumerate(op.rule.sizes):
             of_batch = groups.batch is not None and _group(structure, groups, op_id, graph, factor) == groups.batch
             axes = [axis for axis, n in enumerate(mesh.sizes) if n > 1]
@@ -109,6 +109,18 @@ def find_refinement(graph: OpGraph, structure: Structure, groups: Groups, mesh: 
     if asked[axis, part] < LEAST_SHARE * graph.flops:
         return None
     return refine(mesh, groups, axis, part)
+
+
+def _shared(rule: Rule) -> set[int]:
+    """Factors of every operand and result."""
+    return set.intersection(*({f for dim in dims for f in dim} for dims in (*rule.operands, *rule.results)))
+
+
+def _of_call(rule: Rule, call: Opaque) -> set[int]:
+    """Factors that split a call into many like it; its tables of a mask may not have them."""
+    minor = {f for dims in (*rule.operands, *rule.results) for dim in dims for f in dim[1:]}
+    even = {f for f, kind in enumerate(rule.kinds) if kind is FactorKind.PARALLEL}
+    return even - minor - {factor for factor, _ in call.sloping}
 
 
 def refine(mesh: Mesh, groups: Groups, axis: int, part: int) -> Refinement:
