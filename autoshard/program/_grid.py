@@ -202,11 +202,11 @@ class _Reader:
 
     def compare(self, equation: Any, places: dict[Any, Any], top: bool) -> None:
         place, value = places.get(_key(equation.invars[0])), _integer(equation.invars[1], places)
-        size = None
-        if isinstance(place, tuple):
-            size = place[1] or self.grid[place[0]]
-        if top and isinstance(size, int) and value in (0, size - 1) and hasattr(equation.invars[1], "val"):
-            self.ends.setdefault(place[0], set()).add(size)
+        dim, period = place if isinstance(place, tuple) else (-1, 0)
+        size = period or self.grid[dim]
+        literal = top and dim >= 0 and hasattr(equation.invars[1], "val")
+        if literal and isinstance(size, int) and value in (0, size - 1):
+            self.ends.setdefault(dim, set()).add(size)
         else:
             self.spend(p for p in (places.get(_key(v)) for v in equation.invars) if isinstance(p, tuple))
 
