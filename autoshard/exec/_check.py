@@ -1,7 +1,8 @@
 """Do the results of a planned step equal those of the unplanned program?
 
-Every result is compared with the unplanned one: the largest difference over the tensor's own maximum. Two things
-need care, both because a gradient that is zero in exact arithmetic comes out as rounding noise:
+Every result is compared with the unplanned one: the largest difference over the tensor's own maximum. Where that is
+past the tolerance, it may still be no more than `FACTOR` times the noise of the unplanned step itself (`_floor`). Two
+things need care, both because a gradient that is zero in exact arithmetic comes out as rounding noise:
 
 - A tensor of optimizer state that is noise as a whole (its maximum below `NOISE` of its family's, such as all first
   moments) is compared on the scale of its family.
@@ -25,6 +26,10 @@ NOISE = 1e-5
 """Below this share of its family's maximum, a whole tensor of optimizer state is rounding noise."""
 
 
+FACTOR = 2.0
+"""A difference of at most so many times the noise of a result is noise too."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
     """One result of the planned step against the unplanned one."""
@@ -34,14 +39,21 @@ class Difference:
     """Largest difference over the tensor's maximum (or its family's, for noise)."""
     compared: float
     """Share of the elements whose moments explain less than the tolerance; 1 except under Adam."""
+    floor: float = 0.0
+    """How far the unplanned step is from itself, on the same scale; 0 where that was not asked for."""
+
+    def within(self, tolerance: float) -> bool:
+        return self.rel_diff <= max(tolerance, FACTOR * self.floor)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Check:
-    """All results; passed if no difference exceeds the tolerance."""
+    """All results; passed if no difference exceeds both the tolerance and the noise of its result."""
 
     differences: tuple[Difference, ...]
     tolerance: float
+    floor_note: str = ""
+    """Why the noise of the results is not known although a difference exceeds the tolerance; else empty."""
 
     @property
     def max_rel_diff(self) -> float:
@@ -49,11 +61,12 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        return self.max_rel_diff <= self.tolerance
+        return all(d.within(self.tolerance) for d in self.differences)
 
     @property
     def worst(self) -> Difference | None:
-        return max(self.differences, key=lambda d: d.rel_diff, default=None)
+        """The largest difference; of one that exceeds what is allowed, if there is any."""
+        return max(self.differences, key=lambda d: (not d.within(self.tolerance), d.rel_diff), default=None)
 
 
 def default_tolerance(program: Program) -> float:
@@ -68,10 +81,12 @@ def compare(
     unplanned: Sequence[Any],
     tolerance: float | None = None,
     before: Sequence[Any] | None = None,
+    floor: tuple[Sequence[float], str] | None = None,
 ) -> Check:
     """Compare flat results, in order; arrays of any kind that numpy can read.
 
-    `before` are the flat arguments of the step, without which no difference is explained by moments.
+    `before` are the flat arguments of the step, without which no difference is explained by moments; `floor` is the
+    noise of every result, or why there is none (`noise_floor`).
     """
     tolerance = default_tolerance(program) if tolerance is None else tolerance
     found = [_as_numbers(value) for value in planned]
@@ -89,8 +104,9 @@ def compare(
         compared = 1.0
         if explained is not None and explained.size:
             compared = float((explained <= tolerance * scale).mean())
-        differences.append(Difference(result.name, _rel_diff(found[i], wanted[i], scale, explained), compared))
-    return Check(tuple(differences), tolerance)
+        own = floor[0][i] / scale if floor is not None and scale > 0 else 0.0
+        differences.append(Difference(result.name, _rel_diff(found[i], wanted[i], scale, explained), compared, own))
+    return Check(tuple(differences), tolerance, floor[1] if floor is not None else "")
 
 
 def _as_numbers(value: Any) -> np.ndarray:

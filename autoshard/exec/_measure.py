@@ -17,6 +17,7 @@ from autoshard.exec._collectives import (
     wire_by_axis,
 )
 from autoshard.exec._devices import ensure_devices
+from autoshard.exec._floor import noise_floor
 from autoshard.exec._hlo import module_name
 from autoshard.exec._kept_memory import memory_kept
 from autoshard.exec._profile import profiled
@@ -75,7 +76,8 @@ def measure(
     """Run `steps` timed steps of the program under the plan after `warmup` untimed ones.
 
     Updated state is fed into the next step, donation included. With `check`, one step of the unplanned program
-    runs on one device first, from the same arguments, and all results are compared (see `Check`); if one device has
+    runs on one device first, from the same arguments, and all results are compared (see `Check`; unless `tolerance` is
+    given, what differs more is compared with the noise of the unplanned step, `noise_floor`); if one device has
     too little memory for that, it is said, and the planned step is timed all the same. With `profile` one more step
     is recorded by JAX's profiler, and written there as a trace in Chrome's format, gzipped; with `timed_collectives`
     so many more are, to time every collective. Raises
@@ -89,7 +91,6 @@ def measure(
 
     program = verify_program(program, plan)
     made = first_arguments(program, seed)
-    leaves = jax.tree.leaves(made)
     verdict: Check | None = None
     times: list[float] = []
     try:
@@ -102,7 +103,7 @@ def measure(
             for step in range(warmup + steps):
                 elapsed, results = planned.run()
                 if step == 0 and unplanned is not None:
-                    verdict = compare(program, [host_copy(value) for value in results], unplanned, tolerance, leaves)
+                    verdict = _verdict(program, plan, [host_copy(v) for v in results], unplanned, tolerance, made)
                 if step >= warmup:
                     times.append(elapsed)
             if profile is not None:
@@ -132,6 +133,20 @@ def measure(
         check_skipped=skipped,
         collective_times=times_of,
     )
+
+
+def _verdict(
+    program: Program, plan: Plan, planned: list[Any], unplanned: list[Any], tolerance: float | None, made: Any
+) -> Check:
+    """The check; where the tolerance is not the user's own and not kept, beside the noise of the unplanned step."""
+    import jax
+
+    leaves, tree = jax.tree.flatten(made)
+    found = compare(program, planned, unplanned, tolerance, leaves)
+    if found.passed or tolerance is not None:
+        return found
+    floor = noise_floor(program, lambda other: _run_unplanned(program, plan, tree.unflatten(other)), leaves, unplanned)
+    return compare(program, planned, unplanned, tolerance, leaves, floor)
 
 
 def verify_program(program: Program, plan: Plan) -> Program:
@@ -251,8 +266,11 @@ def measurement_figures(measurement: Measurement) -> dict[str, Any]:
         figures["max_rel_diff"] = measurement.check.max_rel_diff
         figures["tolerance"] = measurement.check.tolerance
         figures["passed"] = measurement.check.passed
+        figures["floor"] = max((d.floor for d in measurement.check.differences), default=0.0)
+        figures["floor_note"] = measurement.check.floor_note
         figures["worst"] = worst.name if worst is not None else ""
         figures["differences"] = [
-            {"name": d.name, "rel_diff": d.rel_diff, "compared": d.compared} for d in measurement.check.differences
+            {"name": d.name, "rel_diff": d.rel_diff, "compared": d.compared, "floor": d.floor}
+            for d in measurement.check.differences
         ]
     return figures

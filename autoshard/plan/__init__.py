@@ -49,6 +49,7 @@ from autoshard.plan._plan import Unruled as Unruled
 from autoshard.plan._portfolio import PlanCandidate as PlanCandidate
 from autoshard.plan._published import is_published as is_published
 from autoshard.plan._reading import as_planned as as_planned
+from autoshard.plan._reading import batch_dims as batch_dims
 from autoshard.plan._rebuild import PublishedRow as PublishedRow
 from autoshard.plan._rebuild import validate_published as validate_published
 from autoshard.plan._spec import Spec as Spec

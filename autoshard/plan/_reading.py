@@ -14,7 +14,7 @@ from autoshard.graph import (
     read_graph,
     replace_names,
 )
-from autoshard.plan._groups import Groups, find_groups
+from autoshard.plan._groups import Groups, find_groups, tensor_groups
 from autoshard.plan._model import Model
 from autoshard.plan._plan import Plan
 from autoshard.plan._price import price
@@ -64,6 +64,26 @@ def _words(program: Program, graph: OpGraph) -> list[tuple[int, int]]:
     """(tensor, dim) of the words that typed PRNG keys are made of: dims of the module that the program does not see."""
     sides = [*zip(program.arguments, graph.arguments, strict=True), *zip(program.results, graph.results, strict=True)]
     return [(t, dim) for value, t in sides for dim in range(len(value.shape), len(graph.tensors[t].shape))]
+
+
+def batch_dims(program: Program) -> tuple[int, list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Examples in the batch, and which dims of every argument and of every result count them.
+
+    No examples (0) where the program has no batch, or merges it with something else in an argument or a result.
+    """
+    reading = read_program(program, "cpu")
+    groups, graph = reading.groups, reading.graph
+
+    def dims(tensor: int) -> tuple[int, ...]:
+        found = tensor_groups(reading.structure, groups.of_factor, tensor)
+        return tuple(dim for dim, group in enumerate(found) if group == groups.batch)
+
+    sides = [[dims(tensor) for tensor in tensors] for tensors in (graph.arguments, graph.results)]
+    tensors = zip((*graph.arguments, *graph.results), (*sides[0], *sides[1]), strict=True)
+    sizes = {graph.tensors[tensor].shape[dim] for tensor, own in tensors for dim in own}
+    if groups.batch is None or len(sizes) != 1:
+        return 0, [() for _ in graph.arguments], [() for _ in graph.results]
+    return sizes.pop(), sides[0], sides[1]
 
 
 def build_model(

@@ -57,4 +57,12 @@ def _check(figures: Mapping[str, Any]) -> Text:
         f"(at {clean(figures['worst'])}); {figures['tolerance']:.0e} is allowed",
         style="not bold default",
     )
+    if figures.get("floor"):
+        text.append(
+            f"; with its examples in another order the unplanned step itself differs by up to {figures['floor']:.1e}, "
+            "and twice that of each tensor is allowed",
+            style="not bold default",
+        )
+    if figures.get("floor_note"):
+        text.append(f"; no more, since {clean(figures['floor_note'], 200)}", style="not bold default")
     return text

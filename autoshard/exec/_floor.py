@@ -1,0 +1,66 @@
+"""The noise of a step's results: how far the unplanned step is from itself with its examples in another order.
+
+Exact arithmetic would give the same loss, gradients and state, and the same of every example. What it gives in floats
+is how far a plan may be off, too, without being wrong: all of a gradient that is zero in theory, much of one that has
+come through a deep stack of batch norms.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from autoshard.plan import batch_dims
+from autoshard.program import Program, Role
+
+
+INDIFFERENT = 1e-3
+"""A step whose own results (no updated state) change by more of their maximum does not treat all examples alike."""
+
+
+def noise_floor(
+    program: Program, run: Callable[[list[Any]], list[Any]], leaves: Sequence[Any], unplanned: Sequence[Any]
+) -> tuple[list[float], str]:
+    """The largest difference of every result between orders of the examples, or why there is none to tell.
+
+    `run` is the unplanned step over flat arguments, `unplanned` what it gives for `leaves`. Results that have the
+    batch are put back in order before they are compared.
+    """
+    none = [0.0] * len(program.results)
+    size, taken, given = batch_dims(program)
+    data = [d for a, d in zip(program.arguments, taken, strict=True) if a.role is Role.BATCH]
+    if size < 2 or not any(data):
+        return none, "the program has no batch whose examples could be put in another order"
+    noise = none
+    for order in (np.random.default_rng(0).permutation(size), np.arange(size)[::-1]):
+        back = np.argsort(order)
+        found = run([_taken(leaf, order, dims) for leaf, dims in zip(leaves, taken, strict=True)])
+        found = [_taken(value, back, dims) for value, dims in zip(found, given, strict=True)]
+        noise = [max(n, _distance(a, b)) for n, a, b in zip(noise, found, unplanned, strict=True)]
+    for result, size_of, n in zip(program.results, map(_largest, unplanned), noise, strict=True):
+        if result.argument is None and n > INDIFFERENT * size_of:
+            return none, f"with its examples in another order the step gives another {result.name}"
+    return noise, ""
+
+
+def _taken(value: Any, order: Any, dims: Sequence[int]) -> Any:
+    for dim in dims:
+        value = np.take(np.asarray(value), order, axis=dim)
+    return value
+
+
+def _distance(a: Any, b: Any) -> float:
+    """Of floats; whole numbers have no noise."""
+    one, two = np.asarray(a), np.asarray(b)
+    if one.dtype.kind in "biu":
+        return 0.0
+    kind = np.complex128 if one.dtype.kind == "c" else np.float64
+    with np.errstate(invalid="ignore"):
+        distance = np.abs(one.astype(kind) - two.astype(kind))
+    return float(distance[np.isfinite(distance)].max(initial=0.0))
+
+
+def _largest(value: Any) -> float:
+    array = np.asarray(value)
+    sizes = np.abs(array if array.dtype.kind == "c" else array.astype(np.float64))
+    return float(sizes[np.isfinite(sizes)].max(initial=0.0))
