@@ -327,6 +327,8 @@ def test_a_profile_stands_beside_the_prediction(folder: Path):
             "plan step.py --entry fails --topology cpu:8 --mesh data=8 --axis-only tensor=batch",
             "--axis-only tensor=batch names the axis `tensor`, but the mesh has data=8",
         ),
+        ("plan step.py --topology cpu:8 --memory-limit 1e300", "'1e300' is more GiB than there can be"),
+        (f"plan step.py --entry fails --topology cpu:8 --mesh 8{',1' * 16}", "the mesh has 17 axes; at most 16"),
         ("plan step.py --topology cpu:8 --train", "`--train` only apply to `hf:CONFIG` and to torch modules"),
         ("plan step.py --topology cpu:8 --batch 8", "`--batch` only apply to `hf:CONFIG`"),
         ("plan step.py --topology cpu:8 --serve decode", "`--serve` only apply to `hf:CONFIG`"),

@@ -121,4 +121,6 @@ def factor(text: str) -> float:
 
 
 def gib(text: str) -> int:
-    return int(_above_zero(text, "a positive number of GiB") * GIB)
+    if (value := _above_zero(text, "a positive number of GiB")) < 2**63 / GIB:
+        return int(value * GIB)
+    raise argparse.ArgumentTypeError(f"{text!r} is more GiB than there can be")

@@ -14,6 +14,10 @@ from autoshard.cost._topology import Topology
 from autoshard.errors import UserError
 
 
+MOST_NAMED = 16
+"""Axes of a mesh that a user names, most of them of size 1; sets of them are tabled."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mesh:
     """Named axes, major first, each made of physical axes of one topology.
@@ -107,6 +111,8 @@ def _make_mesh(
     sizes = dict(items)
     if not sizes:
         raise UserError(f"the mesh has no axes; write for example data={topology.num_devices}")
+    if len(sizes) > MOST_NAMED:
+        raise UserError(f"the mesh has {len(sizes)} axes; at most {MOST_NAMED} are supported")
     for name, size in sizes.items():
         if size < 1:
             raise UserError(f"mesh axis {name}={size} must be at least 1")

@@ -184,7 +184,13 @@ def _called(offered: Any, file: Path, entry: str) -> Any:
 def _module_and_inputs(offered: Any, module: ModuleType, file: Path) -> tuple[Any, Any, Any] | None:
     """A torch module, its example inputs and keyword inputs; None if something else is offered."""
     if isinstance(offered, (tuple, list)) and len(offered) in (2, 3) and _is_module(offered[0]):
-        return offered[0], offered[1], offered[2] if len(offered) == 3 else {}
+        keywords = offered[2] if len(offered) == 3 else {}
+        if not isinstance(keywords, Mapping):
+            raise UserError(
+                f"the third of what `{file}` offers with its torch module is {_article(type(keywords).__name__)}; "
+                "expected a dict of keyword inputs."
+            )
+        return offered[0], offered[1], keywords
     if not _is_module(offered):
         return None
     if not hasattr(module, "inputs"):

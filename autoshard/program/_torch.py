@@ -60,6 +60,8 @@ def from_torch(
 
     label = name or type(module).__name__
     parse_remat(remat)
+    for flag, text in (("dtype", dtype), ("param_dtype", param_dtype), ("state_dtype", state_dtype)):
+        _check_dtype(flag, text)
     inputs = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
     notes = [] if not _has_dropout(module) else ["Dropout is off: the module runs in evaluation mode."]
     stateful = evaluation_mode(module, train if batch_statistics is None else batch_statistics)
@@ -266,6 +268,17 @@ def evaluation_mode(module: Any, batch_statistics: bool) -> bool:
             )
         norm.train()
     return bool(norms) and batch_statistics
+
+
+def _check_dtype(name: str, text: str | None) -> None:
+    import jax.numpy as jnp
+
+    try:
+        known = not text or jnp.issubdtype(jnp.dtype(text), jnp.floating)
+    except TypeError:
+        known = False
+    if not known:
+        raise UserError(f"{name} `{text}` is not supported; use bfloat16, float32 or float16.")
 
 
 def _has_dropout(module: Any) -> bool:

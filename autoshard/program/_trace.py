@@ -218,7 +218,7 @@ def _abstract(leaf: Any, name: str) -> Any:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise UserError(f"argument `{name}` is a {type(leaf).__name__}, expected an array or a jax.ShapeDtypeStruct.")
     for size in leaf.shape:
-        if not isinstance(size, (int, np.integer)):
+        if not isinstance(size, (int, np.integer)) or size < 0:
             raise UserError(
                 f"argument `{name}` has the dynamic shape ({', '.join(map(str, leaf.shape))}); "
                 "a plan is made for fixed sizes, so give each dim a number."

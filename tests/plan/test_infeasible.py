@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from autoshard.cost import Topology, make_mesh
 from autoshard.errors import InfeasibleError
 from autoshard.plan import make_plan, read_asked
+from autoshard.plan._infeasible import _advice
+from autoshard.plan._reading import build_model, read_program
 from autoshard.program import Program, open_source, trace
 
 
@@ -18,6 +21,14 @@ def refusal(program: Program, limit: int, topology: str = "v5e:2x2", **asked: An
     text = str(caught.value)
     assert text.endswith(" would help.")
     return text.rpartition("; ")[2]
+
+
+def advice(kind: str, **options: Any) -> str:
+    """What is said of a training step of a known model where `kind` holds most."""
+    program = open_source("hf:gpt2-tiny", train=True, batch=8, seq=16, **options)
+    mesh = make_mesh(Topology.parse("v5e:2x2"), {"data": 4})
+    model = build_model(program, read_program(program, "tpu"), mesh, 1 << 20)
+    return _advice(model, kind, 1 << 20, False)
 
 
 def step(batch: int, again: bool = False) -> Program:
@@ -47,20 +58,16 @@ def test_recomputing_is_proposed_to_those_that_do_not() -> None:
 
 
 def test_flags_that_were_given_are_not_proposed() -> None:
-    def advice(**options: Any) -> str:
-        return refusal(open_source("hf:llama-tiny", train=True, batch=64, seq=128, **options), 1 << 18)
-
-    plain, full = advice(), advice(remat="full")
+    plain, full = advice("activations"), advice("activations", remat="full")
     assert "--remat full" in plain and "a smaller batch" in plain and "more devices" in plain
     assert "--remat" not in full and "more devices" in full
 
 
 def test_state_and_parameters_in_fewer_bits() -> None:
-    def advice(**options: Any) -> str:
-        return refusal(open_source("hf:llama-tiny", train=True, batch=4, seq=8, **options), 1 << 14)
-
-    assert "--state-dtype bfloat16" in advice()
-    assert "--state-dtype" not in advice(state_dtype="bfloat16")
+    assert "--state-dtype bfloat16" in advice("optimizer_state")
+    assert "--state-dtype" not in advice("optimizer_state", state_dtype="bfloat16")
+    assert "--param-dtype bfloat16" in advice("parameters")
+    assert "--param-dtype" not in advice("parameters", param_dtype="bfloat16")
 
 
 def test_a_limit_below_the_chips_own_and_pins_can_be_given_up() -> None:

@@ -141,6 +141,13 @@ def test_a_torch_module_in_a_file_becomes_a_training_step(tmp_path, body, state)
             {"train": True},
             r"`--train` needs a loss, and `.*` has none: define `loss\(output\)`",
         ),
+        (TORCH + "program = model, torch.empty(4, 8), 3\n", {}, "is an int; expected a dict of keyword inputs"),
+        (
+            TORCH + META + "loss = torch.sum\n",
+            {"train": True, "state_dtype": "fp99"},
+            "state_dtype `fp99` is not supported; use bfloat16, float32 or float16",
+        ),
+        (JAX + "program = (lambda x: x), (jax.ShapeDtypeStruct((-1, 4), 'float32'),)\n", {}, "has the dynamic shape"),
         (TORCH + META, {"optimizer": "sgd"}, r"`--optimizer` only apply to training; add `--train`"),
         (TORCH, {}, r"has a torch module without example inputs: define `inputs`"),
         (JAX + "program = (lambda x: x), (X,)\n", {"train": True}, r"`--train` only apply to `hf:CONFIG` and to torch"),
