@@ -26,7 +26,7 @@ def blocks(page: str, language: str) -> list[tuple[str, str]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the files of the docs stand."""
     folder = tmp_path_factory.mktemp("docs")
-    for info, body in blocks("start.md", "python") + blocks("rules.md", "python"):
+    for info, body in [block for page in ("start.md", "rules.md", "command.md") for block in blocks(page, "python")]:
         if info.startswith("file="):
             (folder / info.removeprefix("file=")).write_text(body)
     return folder

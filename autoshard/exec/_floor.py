@@ -14,17 +14,25 @@ from autoshard.plan import batch_dims
 from autoshard.program import Program, Role
 
 
+ORDERS = 8
+"""Orders that are tried at most. Rounding puts a ReLU's input on the other side of 0 in some orders only, so that noise
+comes in steps: of a small ResNet's moments 0.1 % in three orders of eight and 1.8 % in the other five."""
 INDIFFERENT = 1e-3
 """A step whose own results (no updated state) change by more of their maximum does not treat all examples alike."""
 
 
 def noise_floor(
-    program: Program, run: Callable[[list[Any]], list[Any]], leaves: Sequence[Any], unplanned: Sequence[Any]
+    program: Program,
+    run: Callable[[list[Any]], list[Any]],
+    leaves: Sequence[Any],
+    unplanned: Sequence[Any],
+    enough: Callable[[list[float]], bool] = lambda noise: False,
 ) -> tuple[list[float], str]:
     """The largest difference of every result between orders of the examples, or why there is none to tell.
 
     `run` is the unplanned step over flat arguments, `unplanned` what it gives for `leaves`. Results that have the
-    batch are put back in order before they are compared.
+    batch are put back in order before they are compared. At most `ORDERS` are tried, and no more once `enough` says so
+    of the noise seen until then.
     """
     none = [0.0] * len(program.results)
     size, taken, given = batch_dims(program)
@@ -32,14 +40,18 @@ def noise_floor(
     if size < 2 or not any(data):
         return none, "the program has no batch whose examples could be put in another order"
     noise = none
-    for order in (np.random.default_rng(0).permutation(size), np.arange(size)[::-1]):
+    random = np.random.default_rng(0)
+    for number in range(ORDERS):
+        order = random.permutation(size) if number else np.arange(size)[::-1]
         back = np.argsort(order)
         found = run([_taken(leaf, order, dims) for leaf, dims in zip(leaves, taken, strict=True)])
         found = [_taken(value, back, dims) for value, dims in zip(found, given, strict=True)]
         noise = [max(n, _distance(a, b)) for n, a, b in zip(noise, found, unplanned, strict=True)]
-    for result, size_of, n in zip(program.results, map(_largest, unplanned), noise, strict=True):
-        if result.argument is None and n > INDIFFERENT * size_of:
-            return none, f"with its examples in another order the step gives another {result.name}"
+        for result, size_of, n in zip(program.results, map(_largest, unplanned), noise, strict=True):
+            if result.argument is None and n > INDIFFERENT * size_of:
+                return none, f"with its examples in another order the step gives another {result.name}"
+        if enough(noise):
+            break
     return noise, ""
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 from autoshard.errors import UserError
@@ -145,8 +146,19 @@ def _verdict(
     found = compare(program, planned, unplanned, tolerance, leaves)
     if found.passed or tolerance is not None:
         return found
-    floor = noise_floor(program, lambda other: _run_unplanned(program, plan, tree.unflatten(other)), leaves, unplanned)
-    return compare(program, planned, unplanned, tolerance, leaves, floor)
+
+    def judged(noise: list[float], why: str = "") -> Check:
+        return compare(program, planned, unplanned, tolerance, leaves, (noise, why))
+
+    step = _unplanned_step(program, plan)
+    noise, why = noise_floor(
+        program,
+        lambda other: step(tree.unflatten(other)),
+        leaves,
+        unplanned,
+        lambda noise: judged(noise).passed,
+    )
+    return judged(noise, why)
 
 
 def verify_program(program: Program, plan: Plan) -> Program:
@@ -187,7 +199,7 @@ def _try_unplanned(program: Program, plan: Plan, args: tuple[Any, ...]) -> tuple
     import jax
 
     try:
-        return _run_unplanned(program, plan, args), ""
+        return _unplanned_step(program, plan)(args), ""
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -195,8 +207,8 @@ def _try_unplanned(program: Program, plan: Plan, args: tuple[Any, ...]) -> tuple
         return None, f"the unplanned step ran out of memory on one device, so that nothing was compared: {first}"
 
 
-def _run_unplanned(program: Program, plan: Plan, args: tuple[Any, ...]) -> list[Any]:
-    """The step on one device; on all of them, nothing split but by itself, if the program names a mesh."""
+def _unplanned_step(program: Program, plan: Plan) -> Callable[[tuple[Any, ...]], list[Any]]:
+    """The step on one device, compiled once; on all, with nothing split but by itself, if the program names a mesh."""
     import jax
 
     if names_devices(plan):
@@ -207,14 +219,19 @@ def _run_unplanned(program: Program, plan: Plan, args: tuple[Any, ...]) -> list[
             pins=(),
         )
         application = Application(whole)
-        lowered = application.lower(program.fn, program.args, program.donate_argnums, program.module)
-        leaves, tree = jax.tree.flatten(args)
-        placed = [place_anew(leaf, sharding) for leaf, sharding in zip(leaves, application.in_shardings(), strict=True)]
-        out = lowered.compile()(*tree.unflatten(placed))
+        shardings = application.in_shardings()
+        compiled = application.lower(program.fn, program.args, program.donate_argnums, program.module).compile()
+
+        def step(args: tuple[Any, ...]) -> Any:
+            leaves, tree = jax.tree.flatten(args)
+            return compiled(*tree.unflatten(place_anew(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)))
     else:
-        one = jax.local_devices()[0]
-        out = jax.jit(lambda *a: program.fn(*a))(*jax.device_put(args, one))
-    return [host_copy(leaf) for leaf in jax.tree.leaves(out)]
+        jitted, one = jax.jit(lambda *a: program.fn(*a)), jax.local_devices()[0]
+
+        def step(args: tuple[Any, ...]) -> Any:
+            return jitted(*jax.device_put(args, one))
+
+    return lambda args: [host_copy(leaf) for leaf in jax.tree.leaves(step(args))]
 
 
 def _memory(compiled: Any) -> dict[str, int]:

@@ -107,7 +107,7 @@ class Row:
 _ROWS = (
     Row("*", None, Handling.WHOLE, _on_compound_dim),
     Row("*", None, Handling.WHOLE, _called_by_hand),
-    Row("convolution", None, Handling.WHOLE, _grouped_by_hand),
+    Row("*", None, Handling.WHOLE, _grouped_by_hand),
     Row("dynamic_update_slice", FactorKind.PARALLEL, Handling.WHOLE, _writes_a_part),
     Row("fft", None, Handling.WHOLE, backend="cpu"),
     Row("pad", FactorKind.PERMUTATION, Handling.SHIFT, _moves_by_little),

@@ -78,3 +78,20 @@ def test_twice_the_noise_is_excused_and_no_more() -> None:
         check = compare(program, [wanted + np.float32([0, off, 0, 0])], [wanted], floor=([0.1], ""))
         assert check.passed == passed and check.worst is not None and check.worst.name == name
         assert check.worst.floor == pytest.approx(1e-3)
+
+
+def test_orders_are_tried_until_the_noise_is_enough() -> None:
+    fn = jax.jit(lambda w, x: w - 0.1 * (x.T @ jnp.tanh(x @ w)))
+    program = trace(fn, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (W, X)], name="step")
+    runs: list[Any] = []
+
+    def run(leaves: list[Any]) -> list[Any]:
+        runs.append(leaves)
+        return [np.asarray(fn(*leaves))]
+
+    first, _ = noise_floor(program, run, (W, X), [np.asarray(fn(W, X))], lambda noise: noise[0] > 0)
+    assert 1 <= len(runs) < 8 and first[0] > 0
+    runs.clear()
+    most, _ = noise_floor(program, run, (W, X), [np.asarray(fn(W, X))])
+    assert len(runs) == 8 and most[0] >= first[0]
+    assert len({leaves[1].tobytes() for leaves in runs}) == 8

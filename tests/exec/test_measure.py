@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +56,13 @@ def test_a_measurement_has_times_communication_and_agreement(mlp):
 def test_the_check_catches_a_wrong_program(mlp, monkeypatch: pytest.MonkeyPatch):
     import autoshard.exec._measure as room
 
-    right = room._run_unplanned
-    monkeypatch.setattr(room, "_run_unplanned", lambda *args: [a * 1.001 for a in right(*args)])
+    right = room._unplanned_step
+
+    def wrong(*plan: Any) -> Any:
+        step = right(*plan)
+        return lambda args: [a * 1.001 for a in step(args)]
+
+    monkeypatch.setattr(room, "_unplanned_step", wrong)
     measured = measure(mlp, handmade(mlp, MESH, TENSOR_PARALLEL), steps=1, warmup=0, check=True)
     assert measured.check is not None and not measured.check.passed
     assert measured.check.max_rel_diff == pytest.approx(1e-3, rel=0.01)
@@ -212,7 +218,7 @@ def test_an_unplanned_step_that_does_not_fit_is_said_and_the_planned_one_is_time
     def too_large(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
 
-    monkeypatch.setattr("autoshard.exec._measure._run_unplanned", too_large)
+    monkeypatch.setattr("autoshard.exec._measure._unplanned_step", too_large)
     found = measure(mlp, handmade(mlp, MESH, TENSOR_PARALLEL), steps=2, warmup=0, check=True)
     assert found.check is None and len(found.step_times_s) == 2
     skipped = measurement_figures(found)["check_skipped"]
@@ -221,6 +227,6 @@ def test_an_unplanned_step_that_does_not_fit_is_said_and_the_planned_one_is_time
     def broken(*_):
         raise jax.errors.JaxRuntimeError("INTERNAL: no such luck")
 
-    monkeypatch.setattr("autoshard.exec._measure._run_unplanned", broken)
+    monkeypatch.setattr("autoshard.exec._measure._unplanned_step", broken)
     with pytest.raises(UserError, match="mlp failed on the devices here: INTERNAL"):
         measure(mlp, handmade(mlp, MESH, TENSOR_PARALLEL), steps=1, warmup=0, check=True)

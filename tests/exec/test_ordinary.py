@@ -99,7 +99,7 @@ def check(program: Program, topology: str, mesh: str | None = None, run: bool = 
     plan = make_plan(program, topology=topology, mesh=mesh, **asked).plan
     assert html_report(plan) and terminal_report(plan, {}) and perfetto_json(plan)
     for form in ("jax", "flax", "maxtext", "torch-xla", "dtensor", "hlo"):
-        export_plan(plan, form)
+        export_plan(plan, form, force=True)
     for name in [*plan.arguments, *plan.results][:1]:
         explain_plan(plan, name, program)
     for end in program.arguments:

@@ -66,7 +66,7 @@ def test_a_plan_is_what_its_own_printed_specs_pin() -> None:
 
 
 def test_sizes_of_another_tensor_are_refused() -> None:
-    with pytest.raises(UserError, match=r"=65/model x 32 is for a dim of 65, but .* has 64 there"):
+    with pytest.raises(UserError, match=r"=65/model x 32 is for a dim of 65, but .* has 128 there"):
         planned(pins={UP: "65/model x 32"})
 
 
@@ -185,7 +185,8 @@ def test_a_pinned_plan_runs_and_equals_the_unplanned() -> None:
         ),
         (
             {"pins": {UP: 3}},
-            f"the pin of `{UP}` is 3; write an entry for each dim, such as 'model,None', with `+` between axes that "
+            f"the pin of `{UP}` is 3; write it as reports do ('4096/data x 14336'), or an entry for each dim, such as "
+            "'model,None', with `+` between axes that "
             "split one dim and `?` for a dim that is left free.",
         ),
     ],

@@ -248,7 +248,7 @@ def test_loops_without_a_count_are_a_warning() -> None:
         name="until",
     )
     plan = make_plan(program, topology="cpu:8").plan
-    assert plan.warnings == ("a loop's number of trips cannot be read from the program: it is counted once.",)
+    assert "a loop's number of trips cannot be read from the program: it is counted once." in plan.warnings
 
 
 def test_ops_without_a_rule_are_a_warning_with_their_share() -> None:

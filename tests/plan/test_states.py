@@ -60,7 +60,7 @@ def test_enumerated_states_are_exactly_those_that_fit(sizes: list[int], axes: li
     found = rows(enumerate_states(sizes, axes, even=even))
     for code in np.ndindex(*[len(sizes) + 1] * len(axes)):
         state = tuple(c - 1 for c in code)
-        fits = all(d == WHOLE or sizes[d] > 1 for d in state)
+        fits = all(d == WHOLE or (sizes[d] > 1 and n > 1) for d, n in zip(state, axes, strict=True))
         for dim, size in enumerate(sizes):
             parts = math.prod(n for d, n in zip(state, axes, strict=True) if d == dim)
             padded = math.ceil(size / parts) * parts
