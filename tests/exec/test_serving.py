@@ -9,6 +9,7 @@ import pytest
 from autoshard.exec import compile_plan
 from autoshard.plan import make_plan
 from autoshard.program import Program, open_source
+from autoshard.program._cache import _major_to_minor
 
 
 CONFIG = {
@@ -57,3 +58,10 @@ def test_for_tpus_the_cache_is_held_once_and_read_once(tmp_path: Path):
     assert cache // 4 < found.peak_compiled < 1.2 * cache // 4
     assert plan.prediction.peak_bytes == pytest.approx(found.peak_compiled, rel=0.1)
     assert plan.prediction.step_time_s == pytest.approx(found.estimate.step_time_s, rel=0.5)
+
+
+def test_a_cache_of_narrow_heads_is_laid_out_with_positions_innermost() -> None:
+    """As TPU entries have them: GPT-2's heads of 64 would be padded to 128, and every cache copied."""
+    assert _major_to_minor((48, 16, 25, 1024, 64)) == (0, 1, 2, 4, 3)
+    assert _major_to_minor((32, 16, 8, 8192, 128)) == (0, 1, 2, 3, 4)
+    assert _major_to_minor((16, 8, 64, 64)) == (0, 1, 2, 3)
