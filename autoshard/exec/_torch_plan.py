@@ -2,10 +2,11 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from autoshard.errors import UserError
+from autoshard.exec._torch_names import mesh_sizes, own_name, owned_parameters
 from autoshard.plan import Plan, Spec, in_mesh_order, is_stacked, layer_pattern, spec_text
 
 
@@ -116,29 +117,6 @@ class TorchPlan:
                 made[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
             module.register_parameter(key, made[id(parameter)])
         return model
-
-
-def own_name(name: str) -> str:
-    """A parameter's name without what wrappers (FSDP, checkpointing, torch.compile) put into it."""
-    return re.sub(
-        r"(_orig_module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|_forward_module)\.", "", name
-    )
-
-
-def mesh_sizes(mesh: Any) -> dict[str, int]:
-    """Axes and sizes of a `torch.distributed.device_mesh.DeviceMesh`; unnamed axes are named as ours are."""
-    from autoshard.cost import default_axis_names
-
-    sizes = tuple(int(size) for size in mesh.mesh.shape)
-    return dict(zip(mesh.mesh_dim_names or default_axis_names(len(sizes)), sizes, strict=True))
-
-
-def owned_parameters(model: Any) -> Iterator[tuple[Any, str, str, Any]]:
-    """Owner, key, name and parameter; a shared parameter comes once for each owner, under its first name."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for module in list(model.modules()):
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            yield module, key, names[id(parameter)], parameter
 
 
 def placements_of(spec: Spec, mesh: Mapping[str, int], name: str) -> tuple[Any, ...]:

@@ -12,8 +12,10 @@ from autoshard.errors import UserError
 from autoshard.plan._again import price_again
 from autoshard.plan._asked import Required, near_names, require_lines
 from autoshard.plan._model import Model
-from autoshard.plan._plan import Collective, Plan
+from autoshard.plan._parts import Collective
+from autoshard.plan._plan import Plan
 from autoshard.plan._predict import Outcome, evaluate, tensor_spec
+from autoshard.plan._providers import provides
 from autoshard.plan._reading import as_planned, build_model, read_program
 from autoshard.plan._refine import refinement_of
 from autoshard.plan._search import make_candidate
@@ -67,6 +69,7 @@ class Explanation:
     """The chosen one first, then by step time."""
 
 
+@provides("explain")
 def explain_plan(
     plan: Plan, name: str, program: Program | None = None, *, time_limit: float = 60.0, seed: int = 0
 ) -> Explanation:

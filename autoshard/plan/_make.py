@@ -25,7 +25,8 @@ from autoshard.plan._demands import check_regions, program_mesh
 from autoshard.plan._forms import Form, Rest, form_named
 from autoshard.plan._infeasible import explain_infeasible
 from autoshard.plan._meshes import MeshSearch
-from autoshard.plan._plan import MeshTried, Plan
+from autoshard.plan._parts import MeshTried
+from autoshard.plan._plan import Plan
 from autoshard.plan._portfolio import Contender, PlanCandidate, contender, elsewhere, further, met, pick
 from autoshard.plan._predict import predict
 from autoshard.plan._reading import Reading, read_program

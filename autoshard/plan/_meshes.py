@@ -19,7 +19,7 @@ from autoshard.errors import UserError
 from autoshard.plan._asked import Required
 from autoshard.plan._in_order import InOrder
 from autoshard.plan._model import Model
-from autoshard.plan._plan import MeshTried
+from autoshard.plan._parts import MeshTried
 from autoshard.plan._refine import LEAST_GAIN
 from autoshard.plan._trial import MeshBest, Trial, Trials
 from autoshard.units import format_seconds

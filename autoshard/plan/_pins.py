@@ -10,7 +10,7 @@ from autoshard.graph import FactorKind, OpClass
 from autoshard.mlir import WINDOWED
 from autoshard.plan._heavy import factor_states, result_states
 from autoshard.plan._model import Model
-from autoshard.plan._plan import Call, Pin
+from autoshard.plan._parts import Call, Pin
 from autoshard.plan._predict import spec_of, tensor_spec
 from autoshard.plan._spec import Spec
 from autoshard.plan._states import PARTIAL, WHOLE, Emitted, States, emitted, emitted_gather

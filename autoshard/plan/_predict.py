@@ -17,8 +17,8 @@ from autoshard.plan._headroom import tight_seconds
 from autoshard.plan._heavy import factor_states
 from autoshard.plan._model import EXPOSED, Channel, Model, Move, Path, link_names
 from autoshard.plan._overlap import Overlap, lanes
+from autoshard.plan._parts import Collective, Prediction
 from autoshard.plan._paths import Relayouts, path_steps, relayouts
-from autoshard.plan._plan import Collective, Prediction
 from autoshard.plan._spec import Spec
 from autoshard.plan._states import States
 from autoshard.plan._tables import padded_bytes, table_of

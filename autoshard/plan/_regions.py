@@ -7,7 +7,7 @@ from autoshard.graph import Op, OpGraph
 from autoshard.plan._halos import in_region
 from autoshard.plan._heavy import factor_states, result_states
 from autoshard.plan._model import Model
-from autoshard.plan._plan import Region
+from autoshard.plan._parts import Region
 from autoshard.plan._spec import Spec
 from autoshard.plan._states import PARTIAL, States
 

@@ -13,6 +13,7 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.files import write_whole
 from autoshard.plan._plan import SCHEMA, Plan
+from autoshard.plan._providers import provides
 from autoshard.plan._spec import Spec
 
 
@@ -20,6 +21,7 @@ FORMAT = "autoshard-plan"
 _AGAIN = "make it again with `autoshard plan ... --out`"
 
 
+@provides("save")
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write the plan as JSON beside `path` and rename it into place; equal plans give equal bytes.
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from autoshard.plan._model import EXPOSED, Model, link_names
 from autoshard.plan._overlap import Overlap, lanes
-from autoshard.plan._plan import Span, Timeline
+from autoshard.plan._parts import Span, Timeline
 from autoshard.plan._predict import cluster_names, memory_events, move_cause, move_steps, relayout_seconds
 
 

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from autoshard.graph import Op
 from autoshard.plan._model import Model
-from autoshard.plan._plan import Unruled
+from autoshard.plan._parts import Unruled
 
 
 def find_unruled(model: Model, choices: NDArray[np.int64], step_time_s: float) -> tuple[Unruled, ...]:

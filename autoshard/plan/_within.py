@@ -17,7 +17,8 @@ from autoshard.plan._baselines import stated
 from autoshard.plan._forms import Form, Rest, held_specs, maxtext_uses
 from autoshard.plan._groups import Groups, tensor_groups
 from autoshard.plan._model import Model
-from autoshard.plan._plan import Plan, Prediction
+from autoshard.plan._parts import Prediction
+from autoshard.plan._plan import Plan
 from autoshard.plan._predict import evaluate, predict, tensor_spec
 from autoshard.plan._propagated import Propagation, needs_pins
 from autoshard.plan._reading import read_program

@@ -8,6 +8,7 @@ from typing import Any
 
 from autoshard.program import _flops
 from autoshard.program._cache import query_position
+from autoshard.program._environment import environment
 
 
 def attend(
@@ -114,8 +115,6 @@ def hf_attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
 ) -> tuple[Any, None]:
     """The attention function that HF modules call; torch tensors in, `([B, S, H, E], None)` out."""
-    from autoshard.program._torch_env import environment
-
     causal = options.get("is_causal")
     if causal is None:
         causal = bool(getattr(module, "is_causal", True))

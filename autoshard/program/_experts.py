@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from autoshard.program import _flops
+from autoshard.program._environment import environment
 
 
 GROUP = 512
@@ -148,8 +149,6 @@ def _any(masks: list[Any]) -> Any:
 
 def mixtral_block(self: Any, hidden_states: Any) -> Any:
     """Replaces `MixtralSparseMoeBlock.forward`."""
-    from autoshard.program._torch_env import environment
-
     env = environment()
     logits = hidden_states @ self.gate.weight.T
 
@@ -162,8 +161,6 @@ def mixtral_block(self: Any, hidden_states: Any) -> Any:
 
 def deepseek_block(self: Any, hidden_states: Any) -> Any:
     """Replaces `DeepseekV3MoE.forward`."""
-    from autoshard.program._torch_env import environment
-
     env, gate = environment(), self.gate
     logits = hidden_states.float() @ gate.weight.float().T
 
@@ -193,8 +190,6 @@ def deepseek_block(self: Any, hidden_states: Any) -> Any:
 
 def _activation(module: Any) -> Callable[[Any], Any]:
     """The torch activation of a module as a function of JAX values."""
-    from autoshard.program._torch_env import environment
-
     env = environment()
     return lambda x: env.t2j_iso(module(env.j2t_iso(x)))
 

@@ -7,7 +7,7 @@ from autoshard.errors import UserError
 from autoshard.program import _flops, _values
 from autoshard.program._cache import ServingCache
 from autoshard.program._program import Program, Role
-from autoshard.program._torch_env import environment
+from autoshard.program._torch_env import lowered_environment
 from autoshard.program._torch_function import TorchFunction
 from autoshard.program._trace import trace
 
@@ -48,7 +48,7 @@ def serving_program(
     def call(weights: Any, entries: Any, given: Any, buffers: Any) -> tuple[ServingCache, Any]:
         import jax.numpy as jnp
 
-        cache = ServingCache(environment(), entries, given.get("position"))
+        cache = ServingCache(lowered_environment(), entries, given.get("position"))
         first = given.get("position", 0)
         places = (jax.lax.broadcasted_iota(jnp.int32, (1, length), 1) + first).astype(jnp.int32)
         function.cache = cache

@@ -9,6 +9,7 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.program import _flops
 from autoshard.program._attention import attend
+from autoshard.program._environment import environment
 from autoshard.program._lowerings import linear
 
 
@@ -200,8 +201,6 @@ def batch_norm(
     """
     import jax
     import jax.numpy as jnp
-
-    from autoshard.program._torch_env import environment
 
     env = environment()
     value: Any = env.t2j_iso(x)

@@ -8,7 +8,7 @@ from autoshard.errors import UserError
 from autoshard.program import _flops, _train, _values
 from autoshard.program._program import Program, Role
 from autoshard.program._remat import parse_remat
-from autoshard.program._torch_env import environment
+from autoshard.program._torch_env import lowered_environment
 from autoshard.program._torch_function import TorchFunction, jax_dtype
 from autoshard.program._trace import trace
 
@@ -90,7 +90,7 @@ def from_torch(
             first = jax.tree.leaves(forward(params, data, *buffers))[0]
             return jnp.mean(jnp.square(first.astype(jnp.float32)))
         args, keywords, wanted = rebuild(cast(data))
-        extra = () if targets is None else (environment().j2t_iso(wanted),)
+        extra = () if targets is None else (lowered_environment().j2t_iso(wanted),)
         return function.apply(
             params, args, keywords, buffers[0] if buffers else None, lambda out, of=loss: of(out, *extra)
         )

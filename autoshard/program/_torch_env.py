@@ -3,25 +3,20 @@
 import contextlib
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from autoshard.program import _experts, _lowerings, _lowerings_nn
+from autoshard.program._environment import environment
 
 
 @functools.cache
-def environment() -> Any:
+def lowered_environment() -> Any:
     """Our own torchax environment: torch operations become JAX operations, canonical ones where it matters."""
-    root, level = logging.getLogger(), logging.getLogger().level
-    root.setLevel(logging.ERROR)  # importing torchax logs about absent optional packages
-    try:
-        import torch
-        from torchax.ops import ops_registry
+    env = environment()
+    import torch
+    from torchax.ops import ops_registry
 
-        env = _environment_type()()
-    finally:
-        root.setLevel(level)
     for operation, lowering in (_lowerings.table() | _lowerings_nn.table()).items():
         env._ops[operation] = ops_registry.Operator(
             operation, lowering, is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False
@@ -34,29 +29,6 @@ def environment() -> Any:
         counted_op, torch_op=torch.nn.functional.batch_norm, func=_lowerings_nn.batch_norm, is_jax_function=False
     )
     return env
-
-
-def _environment_type() -> type:
-    """torchax's environment, made to take ordinary CPU tensors that a module creates or holds as constants."""
-    import jax.numpy as jnp
-    import torch
-    from torch.utils import _pytree
-    from torchax import tensor
-    from torchax.view import View
-
-    class Environment(tensor.Environment):
-        def _should_use_torchax_tensor(self, device: Any) -> bool:
-            return True if device is None else bool(super()._should_use_torchax_tensor(device))
-
-        def t2j_iso(self, torchtensors: Any) -> Any:
-            def wrapped(value: Any) -> Any:
-                if isinstance(value, (tensor.Tensor, View)) or value.device.type != "cpu":
-                    return value
-                return tensor.Tensor(jnp.asarray(value.detach().numpy()), self)
-
-            return super().t2j_iso(_pytree.tree_map_only(torch.Tensor, wrapped, torchtensors))
-
-    return Environment
 
 
 @contextlib.contextmanager

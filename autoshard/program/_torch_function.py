@@ -12,7 +12,7 @@ from autoshard.program._layers import Block, find_blocks
 from autoshard.program._lowering_error import lowering_error
 from autoshard.program._remat import numbered_layers, parse_remat, split_blocks
 from autoshard.program._scan import LayerWeights, NotRepeatedError, checkpointed_lists, scanned
-from autoshard.program._torch_env import canonical_modules, environment
+from autoshard.program._torch_env import canonical_modules, lowered_environment
 
 
 _CONSTANT_ELEMENTS = 1 << 16
@@ -119,7 +119,7 @@ class TorchFunction:
         import numpy as np
         import torch
 
-        env = environment()
+        env = lowered_environment()
         dtype = self.compute_dtype
 
         def prepare(weights: Any) -> Any:
@@ -224,7 +224,7 @@ def plain(value: Any) -> Any:
     import torch
 
     if isinstance(value, torch.Tensor):
-        return environment().t2j_iso(value)
+        return lowered_environment().t2j_iso(value)
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, (tuple, list)):

@@ -1,7 +1,7 @@
 """Turning a plan and measurements into something to look at."""
 
 from autoshard.plan import hlo_sharding as hlo_sharding
-from autoshard.plan._plan import set_viewer
+from autoshard.plan._providers import provides
 from autoshard.report._candidates import candidate_figures as candidate_figures
 from autoshard.report._candidates import candidates_report as candidates_report
 from autoshard.report._compare import Row as Row
@@ -45,4 +45,4 @@ from autoshard.report._validation import validation_report as validation_report
 from autoshard.report._write import write_text as write_text
 
 
-set_viewer(NotebookView)
+provides("view")(NotebookView)

@@ -9,7 +9,7 @@ import pytest
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
 from autoshard.plan import PlanResult, load_plan, make_plan, plan_variants, read_asked
-from autoshard.plan._plan import Collective
+from autoshard.plan._parts import Collective
 from autoshard.plan._portfolio import DIFFERENCE, MEMORY_TARGETS, SLOWEST, differ
 from autoshard.plan._predict import Outcome, evaluate
 from autoshard.plan._reading import build_model, read_program

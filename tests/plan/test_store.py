@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from autoshard.errors import UserError
-from autoshard.plan._plan import SCHEMA, Collective, Pin, Plan, Prediction
+from autoshard.plan._parts import Collective, Pin, Prediction
+from autoshard.plan._plan import SCHEMA, Plan
 from autoshard.plan._spec import Spec
 from autoshard.plan._store import load_plan, plan_to_json, save_plan
 

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.exec._torch_plan import mesh_sizes
+from autoshard.exec._torch_names import mesh_sizes
 from autoshard.exec.torch_xla_hook._enable import install, session
 from autoshard.exec.torch_xla_hook._here import MESH_VARIABLE, mesh_here
 

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from autoshard.exec._torch_plan import own_name
+from autoshard.exec._torch_names import own_name
 from autoshard.exec.torch_xla_hook._capture import Known
 from autoshard.exec.torch_xla_hook._compiled import lazily
 from autoshard.exec.torch_xla_hook._ops import Ops, unseen
