@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Compute, load_calibration, robust_fit, with_flags
-from autoshard.plan._model import Model
-from autoshard.plan._predict import evaluate
-from autoshard.plan._price import price
-from autoshard.plan._published import IncompleteError, MatmulRun, parse_run, read_rows
-from autoshard.plan._rebuild import LEFT_OUT, rebuild, source_group
+from autoshard.plan.model._model import Model
+from autoshard.plan.price._predict import evaluate
+from autoshard.plan.price._price import price
+from autoshard.plan.published._published import IncompleteError, MatmulRun, parse_run, read_rows
+from autoshard.plan.published._rebuild import LEFT_OUT, rebuild, source_group
 
 
 DATE = "2026-11-22"

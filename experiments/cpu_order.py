@@ -114,7 +114,7 @@ def row_of(
 
     from autoshard.exec._steps import PlannedStep, first_arguments, quartiles, run_in_turn
     from autoshard.plan import make_plan
-    from autoshard.plan._again import plan_bills
+    from autoshard.plan.price._again import plan_bills
     from autoshard.report import candidates
 
     made = make_plan(program, topology=TOPOLOGY, mesh=mesh)

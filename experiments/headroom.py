@@ -6,7 +6,7 @@ Each point is planned as the baseline FSDP, with the batch that the memory model
 and compiled with no TPU: does it fit, with how much of the compiler's own recompute, and how long does a sample take
 beside the same plan with room to spare? Results are kept by program and share in
 `experiments/results/headroom.json`; a broken run goes on where it stopped. `--write` puts what nearly full memory
-costs, as these points and those of `compile_fidelity.py` have it, into `autoshard/plan/headroom.json`.
+costs, as these points and those of `compile_fidelity.py` have it, into `autoshard/plan/price/headroom.json`.
 """
 
 import argparse
@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "headroom.json"
 TABLE = HERE / "results" / "headroom.md"
 FIDELITY = HERE / "results" / "compile_fidelity.json"
-CONSTANTS = HERE.parent / "autoshard" / "plan" / "headroom.json"
+CONSTANTS = HERE.parent / "autoshard" / "plan" / "price" / "headroom.json"
 
 RECOMPUTE = "fits only with the compiler's own remat"
 LARGE = 1 / 3

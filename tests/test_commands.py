@@ -7,7 +7,7 @@ import pytest
 
 import autoshard
 from autoshard import cli
-from autoshard.plan._published import read_rows
+from autoshard.plan.published._published import read_rows
 from tests.command import run
 
 

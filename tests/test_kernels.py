@@ -19,7 +19,7 @@ caching._CacheLocator.ensure_cache_path = refuse
 """
 
 ALL_KERNELS = """
-import autoshard.plan._transition, autoshard.solver._block, autoshard.solver._dual
+import autoshard.plan.xla._transition, autoshard.solver._block, autoshard.solver._dual
 import numpy as np
 from autoshard.solver._compare import fold_between
 

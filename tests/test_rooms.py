@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx
 import pytest
 
 
@@ -18,6 +19,22 @@ PACKAGE = ROOT / "autoshard"
 ROOMS = ("mlir", "program", "graph", "cost", "solver", "plan", "exec", "report", "cli")
 """Top to bottom: a room may import those before it."""
 
+SHELVES = {
+    "plan": (
+        ("record",),
+        ("xla",),
+        ("model",),
+        ("price",),
+        ("solve",),
+        ("mesh", "forms"),
+        ("write",),
+        ("published", "_make", "_warm"),
+        ("_call", "_sweep", "_variants"),
+    ),
+}
+"""Room -> its shelves and what lies on top of them, in the order in which data flows: one may import those of the
+levels before its own, and of its own level none but itself."""
+
 SHARED = ("crew", "errors", "files", "helper", "kept", "kernels", "process", "rules", "units")
 """Imported by every room; they import none."""
 
@@ -25,6 +42,19 @@ DOORS = ("autoload", "torch_xla")
 """Modules that others load by name; no room imports them."""
 
 MLIR_ROOM = "mlir"
+
+
+HOOK = "autoshard.plan.record._providers"
+"""The one module that may name, in texts, what comes after it: a plan's methods reach it there when they are called."""
+
+
+def module_in(text: str) -> str | None:
+    """The module of a room that a text names, as registries and helper processes name what they load."""
+    named = re.fullmatch(r"(autoshard(?:\.\w+)+)(?::\w+)?", text)
+    if named is None or room_of(named[1]) not in ROOMS:
+        return None
+    path = ROOT.joinpath(*named[1].split("."))
+    return named[1] if path.is_dir() or path.with_suffix(".py").is_file() else None
 
 
 def imports_of(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
@@ -46,6 +76,8 @@ def imports_of(source: str, module: str, is_package: bool) -> Iterator[tuple[int
                 args=[ast.Constant(value=str(name)), *_],
             ):
                 yield node.lineno, name
+            case ast.Constant(value=str(text)) if module != HOOK and (named := module_in(text)):
+                yield node.lineno, named
 
 
 def room_of(name: str) -> str | None:
@@ -53,14 +85,42 @@ def room_of(name: str) -> str | None:
     return parts[1] if parts[0] == "autoshard" and len(parts) > 1 else None
 
 
+def shelf_of(name: str) -> tuple[str, str] | None:
+    """Room and shelf of a dotted name; None in a room without shelves."""
+    parts = name.split(".")
+    room = room_of(name)
+    return (room, parts[2]) if room in SHELVES and len(parts) > 2 else None
+
+
+def level_of(room: str, shelf: str) -> int | None:
+    """Position of the level on which a shelf stands; None for what is no shelf, such as a name that the room offers."""
+    return next((number for number, level in enumerate(SHELVES[room]) if shelf in level), None)
+
+
+def wrong_shelf(module: str, name: str) -> str:
+    """Why a module may not import a name of its own room; empty if it may."""
+    own, other = shelf_of(module), shelf_of(name)
+    if own is None or own[0] != room_of(name) or own == other:
+        return ""
+    mine = level_of(*own)
+    theirs = None if other is None else level_of(*other)
+    if mine is None:
+        return f"{own[1]} is no shelf of {own[0]}"
+    if theirs is None:
+        return f"the names that {own[0]} offers are for other rooms"
+    return "" if theirs < mine else f"{other and other[1]} is not before {own[1]}"
+
+
 def wrong_imports(source: str, module: str, is_package: bool = False) -> list[str]:
     """One sentence for every import in `source` that the rules forbid."""
     room = room_of(module)
     found = []
-    for line, name in imports_of(source, module, is_package):
+    for line, name in dict.fromkeys(imports_of(source, module, is_package)):
         where = f"{module}:{line} imports {name}"
         if name.split(".")[:2] == ["jaxlib", "mlir"] and room != MLIR_ROOM:
             found.append(f"{where}, but only {MLIR_ROOM} may touch jaxlib's MLIR bindings")
+        if unordered := wrong_shelf(module, name):
+            found.append(f"{where}, but {unordered}")
         target = room_of(name)
         if target is None or target == room or target in SHARED or target == "__version__":
             continue
@@ -91,6 +151,34 @@ def test_rooms_import_upwards_only():
     assert not wrong, "\n".join(wrong)
 
 
+def imported_modules(module: str, source: str, is_package: bool, known: set[str]) -> set[str]:
+    """The modules of the package that a module imports; of a package's own names, that package."""
+    names = {name for _, name in imports_of(source, module, is_package)}
+    return {name if name in known else name.rpartition(".")[0] for name in names} & known - {module}
+
+
+def test_no_modules_import_one_another():
+    modules = list(package_modules())
+    known = {module for _, module, _ in modules} - {"autoshard"}  # the package's front loads rooms when asked
+    graph = networkx.DiGraph(
+        (module, other)
+        for path, module, is_package in modules
+        for other in imported_modules(module, path.read_text(), is_package, known)
+    )
+    circles = [sorted(circle) for circle in networkx.strongly_connected_components(graph) if len(circle) > 1]
+    assert not circles
+    assert graph.number_of_edges() > 500
+
+
+def test_every_shelf_is_there_and_drawn():
+    for room, levels in SHELVES.items():
+        drawn = {shelf for level in levels for shelf in level}
+        there = {path.stem for path in (PACKAGE / room).iterdir() if path.is_dir() or path.suffix == ".py"}
+        assert there - {"__init__", "__pycache__"} == drawn
+        assert len(levels) <= 10
+        assert len(drawn) <= 14
+
+
 def test_every_module_belongs_to_a_room():
     known = {*ROOMS, *SHARED, *DOORS, "__main__", None}
     assert {room_of(module) for _, module, _ in package_modules()} <= known
@@ -105,14 +193,28 @@ def test_every_module_belongs_to_a_room():
         ("autoshard.graph._ops", "def f():\n    if x:\n        import autoshard.cost._chips", ":3 imports"),
         ("autoshard.graph._ops", "from ..cost import Chip", "autoshard.cost.Chip, but cost is not above graph"),
         ("autoshard.graph._ops", "from .. import cost", "cost is not above graph"),
-        ("autoshard.plan._x", "import importlib\nimportlib.import_module('autoshard.exec')", "exec is not above plan"),
-        ("autoshard.plan._x", "if TYPE_CHECKING:\n    from autoshard.report import r", "report is not above plan"),
-        ("autoshard.plan._x", "from autoshard import Plan", "Plan is not above plan"),
+        (
+            "autoshard.plan.write._x",
+            "import importlib\nimportlib.import_module('autoshard.exec')",
+            "exec is not above plan",
+        ),
+        (
+            "autoshard.plan.write._x",
+            "if TYPE_CHECKING:\n    from autoshard.report import r",
+            "report is not above plan",
+        ),
+        ("autoshard.plan.write._x", "from autoshard import Plan", "Plan is not above plan"),
         ("autoshard.solver._ilp", "from autoshard.graph import OpGraph", "solver imports no other room"),
         ("autoshard.exec._run", "from autoshard.cli import main", "cli is not above exec"),
         ("autoshard.units", "from autoshard.plan import Spec", "shared by all rooms and imports none"),
-        ("autoshard.plan._x", "from jaxlib.mlir import ir", "only mlir may touch"),
+        ("autoshard.plan.write._x", "from jaxlib.mlir import ir", "only mlir may touch"),
         ("autoshard.exec._x", "def f():\n    from jaxlib import mlir", "only mlir may touch"),
+        ("autoshard.plan.xla._x", "from autoshard.plan.price._bill import Bill", "price is not before xla"),
+        ("autoshard.plan.forms._x", "import autoshard.plan.mesh._trial", "mesh is not before forms"),
+        ("autoshard.plan.price._x", "from autoshard.plan import Plan", "names that plan offers are for other rooms"),
+        ("autoshard.plan.record._x", 'HOME = "autoshard.plan.write._explain"', "write is not before record"),
+        ("autoshard.plan.record._x", 'HOME = "autoshard.exec"', "exec is not above plan"),
+        ("autoshard.plan.price._x", 'ready("autoshard.plan._warm:ready")', "_warm is not before price"),
     ],
 )
 def test_a_wrong_import_is_found(module: str, source: str, message: str):
@@ -123,10 +225,12 @@ def test_a_wrong_import_is_found(module: str, source: str, message: str):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("autoshard.plan._x", "from autoshard.cost import Chip\nfrom autoshard.errors import UserError"),
+        ("autoshard.plan.write._x", "from autoshard.cost import Chip\nfrom autoshard.errors import UserError"),
         ("autoshard.solver._ilp", "from autoshard.solver._problem import Problem\nimport autoshard.units"),
         ("autoshard.exec._x", "from autoshard import __version__"),
         ("autoshard.mlir._pins", "from jaxlib.mlir import ir"),
+        ("autoshard.plan.price._x", "from autoshard.plan.record._plan import Plan"),
+        ("autoshard.mlir._x", 'TARGET = "autoshard.call"'),
     ],
 )
 def test_a_right_import_is_allowed(module: str, source: str):

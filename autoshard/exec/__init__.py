@@ -36,7 +36,7 @@ from autoshard.exec._torch_plan import placements_of as placements_of
 from autoshard.exec._torch_plan import spec_of_placements as spec_of_placements
 from autoshard.exec._trace import CollectiveTime as CollectiveTime
 from autoshard.exec._trace import CollectiveTimes as CollectiveTimes
-from autoshard.plan._providers import provides
+from autoshard.plan.record._providers import provides
 
 
 provides("run")(Application)

@@ -38,7 +38,7 @@ def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
 
     from autoshard.errors import UserError
     from autoshard.exec._apply import Application, lower_module
-    from autoshard.plan._store import load_plan
+    from autoshard.plan.record._store import load_plan
 
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=job["topology"], **job["options"]).devices

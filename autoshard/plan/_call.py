@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from autoshard.plan._plan import Plan
+from autoshard.plan.record._plan import Plan
 
 
 if TYPE_CHECKING:
@@ -64,9 +64,9 @@ def plan(
     the memory limit.
     """
     from autoshard.crew import Crew, helpers_here
-    from autoshard.plan._asked import read_asked
     from autoshard.plan._make import check_request, make_plan
-    from autoshard.plan._store import parameter_specs
+    from autoshard.plan.model._asked import read_asked
+    from autoshard.plan.record._store import parameter_specs
     from autoshard.program import lift_constraints, open_source
 
     asked = read_asked(pins, replicate, forbid, axis_only, None if pin_from is None else parameter_specs(pin_from))

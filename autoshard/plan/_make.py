@@ -20,23 +20,23 @@ from autoshard.cost import (
 )
 from autoshard.crew import Crew
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.plan._asked import Asked, check_axes
-from autoshard.plan._demands import check_regions, program_mesh
-from autoshard.plan._forms import Form, Rest, form_named
-from autoshard.plan._infeasible import explain_infeasible
-from autoshard.plan._meshes import MeshSearch
-from autoshard.plan._parts import MeshTried
-from autoshard.plan._plan import Plan
-from autoshard.plan._portfolio import Contender, PlanCandidate, contender, elsewhere, further, met, pick
-from autoshard.plan._predict import predict
-from autoshard.plan._reading import Reading, read_program
-from autoshard.plan._refine import find_refinement
-from autoshard.plan._search import Found, Infeasible
-from autoshard.plan._searcher import Outcome, Phases, Searcher
-from autoshard.plan._task import Task
-from autoshard.plan._trial import MeshBest, Trials, splits_batch
-from autoshard.plan._within import held_plan, plan_within
-from autoshard.plan._write import WhenAsked, Writer
+from autoshard.plan.forms._forms import Form, Rest, form_named
+from autoshard.plan.forms._within import held_plan, plan_within
+from autoshard.plan.mesh._meshes import MeshSearch
+from autoshard.plan.mesh._portfolio import Contender, PlanCandidate, contender, elsewhere, further, met, pick
+from autoshard.plan.mesh._searcher import Outcome, Phases, Searcher
+from autoshard.plan.mesh._trial import MeshBest, Trials, splits_batch
+from autoshard.plan.model._asked import Asked, check_axes
+from autoshard.plan.model._demands import check_regions, program_mesh
+from autoshard.plan.model._refine import find_refinement
+from autoshard.plan.price._predict import predict
+from autoshard.plan.price._reading import Reading, read_program
+from autoshard.plan.price._task import Task
+from autoshard.plan.record._parts import MeshTried
+from autoshard.plan.record._plan import Plan
+from autoshard.plan.solve._infeasible import explain_infeasible
+from autoshard.plan.solve._search import Found, Infeasible
+from autoshard.plan.write._write import WhenAsked, Writer
 from autoshard.program import Program, Role
 from autoshard.solver import write_contest
 

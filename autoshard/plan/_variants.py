@@ -6,7 +6,7 @@ from typing import Any
 
 from autoshard.errors import InfeasibleError
 from autoshard.plan._make import PlanResult, make_plan
-from autoshard.plan._plan import Plan
+from autoshard.plan.record._plan import Plan
 from autoshard.program import Program
 from autoshard.units import format_seconds
 

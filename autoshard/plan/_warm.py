@@ -8,10 +8,10 @@ import importlib
 import numpy as np
 
 from autoshard.cost import Collectives, Topology, make_mesh
-from autoshard.plan._model import Path, link_names
-from autoshard.plan._overlap import Overlap
-from autoshard.plan._paths import PathPrices
-from autoshard.plan._states import WHOLE
+from autoshard.plan.model._model import Path, link_names
+from autoshard.plan.model._overlap import Overlap
+from autoshard.plan.price._paths import PathPrices
+from autoshard.plan.xla._states import WHOLE
 from autoshard.solver._warm import warm as solver_warm
 
 
@@ -25,7 +25,7 @@ def warm() -> None:
 
 def ready() -> None:
     """Loads what pricing and solving take, in a process that has nothing else to do yet."""
-    importlib.import_module("autoshard.plan._trial")
+    importlib.import_module("autoshard.plan.mesh._trial")
     solver_warm()
     warm()
 

@@ -1,7 +1,7 @@
 """Turning a plan and measurements into something to look at."""
 
 from autoshard.plan import hlo_sharding as hlo_sharding
-from autoshard.plan._providers import provides
+from autoshard.plan.record._providers import provides
 from autoshard.report._candidates import candidate_figures as candidate_figures
 from autoshard.report._candidates import candidates_report as candidates_report
 from autoshard.report._compare import Row as Row

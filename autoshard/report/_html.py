@@ -78,7 +78,7 @@ def environment() -> "jinja2.Environment":
     import jinja2
 
     made = jinja2.Environment(
-        loader=jinja2.PackageLoader("autoshard.report"),
+        loader=jinja2.PackageLoader(__package__),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

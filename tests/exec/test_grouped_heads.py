@@ -12,8 +12,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 from autoshard.graph import FactorKind, Op, read_graph
 from autoshard.plan import Call, PlanResult, Spec, make_plan
-from autoshard.plan._heavy import factor_states, heavy_states, result_states
-from autoshard.plan._states import WHOLE
+from autoshard.plan.model._heavy import factor_states, heavy_states, result_states
+from autoshard.plan.xla._states import WHOLE
 from autoshard.program import Program, trace
 
 

@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from autoshard.cost import Compute, Topology, make_mesh
 from autoshard.graph import analyse, read_graph
 from autoshard.plan import make_plan
-from autoshard.plan._model import HOST
-from autoshard.plan._reading import build_model, read_program
+from autoshard.plan.model._model import HOST
+from autoshard.plan.price._reading import build_model, read_program
 from autoshard.program import Program, trace
 
 

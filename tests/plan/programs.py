@@ -11,10 +11,10 @@ import optax
 from numpy.typing import NDArray
 
 from autoshard.cost import Topology, make_mesh
-from autoshard.plan._groups import Groups, find_groups
 from autoshard.plan._make import PlanResult, make_plan
-from autoshard.plan._model import Model
-from autoshard.plan._reading import build_model, read_program
+from autoshard.plan.model._groups import Groups, find_groups
+from autoshard.plan.model._model import Model
+from autoshard.plan.price._reading import build_model, read_program
 from autoshard.program import Program, trace
 from tests.graph import programs as shared
 from tests.graph.programs import f32

@@ -8,9 +8,9 @@ import pytest
 
 from autoshard.exec import plan_mesh, read_collectives, wire_by_axis
 from autoshard.plan import Plan
-from autoshard.plan._pins import make_pins
-from autoshard.plan._predict import evaluate, predict, tensor_spec
-from autoshard.plan._regions import make_regions
+from autoshard.plan.price._predict import evaluate, predict, tensor_spec
+from autoshard.plan.write._pins import make_pins
+from autoshard.plan.write._regions import make_regions
 from autoshard.program import Program
 from tests.plan import programs as made
 

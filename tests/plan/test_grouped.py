@@ -9,10 +9,10 @@ import pytest
 
 from autoshard.exec import measure
 from autoshard.graph import read_graph
-from autoshard.plan._halos import in_region
-from autoshard.plan._heavy import heavy_states
-from autoshard.plan._regions import region_of
-from autoshard.plan._states import WHOLE
+from autoshard.plan.model._heavy import heavy_states
+from autoshard.plan.write._regions import region_of
+from autoshard.plan.xla._halos import in_region
+from autoshard.plan.xla._states import WHOLE
 from autoshard.program import trace
 from tests.exec.planned_programs import handmade
 from tests.graph.programs import f32

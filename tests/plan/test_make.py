@@ -15,9 +15,9 @@ import autoshard
 from autoshard import mlir
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan import Plan, make_plan
-from autoshard.plan._build import build_problem
-from autoshard.plan._predict import evaluate, tensor_spec
-from autoshard.plan._weights import even_weights
+from autoshard.plan.price._predict import evaluate, tensor_spec
+from autoshard.plan.solve._build import build_problem
+from autoshard.plan.solve._weights import even_weights
 from autoshard.program import trace
 from autoshard.solver import FORBIDDEN, solve
 from tests.graph.programs import f32
@@ -351,7 +351,7 @@ def test_the_room_is_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plans_of_baselines_are_written_when_asked_for_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autoshard.plan import _write
+    from autoshard.plan.write import _write
 
     written = []
     original = _write.Writer.write

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from autoshard.cost import Collectives, Topology, make_mesh
-from autoshard.plan._model import Path
-from autoshard.plan._overlap import Overlap
-from autoshard.plan._paths import PathPrices, relayouts
-from autoshard.plan._states import PARTIAL, WHOLE
+from autoshard.plan.model._model import Path
+from autoshard.plan.model._overlap import Overlap
+from autoshard.plan.price._paths import PathPrices, relayouts
+from autoshard.plan.xla._states import PARTIAL, WHOLE
 
 
 def path(source: tuple[int, int], target: tuple[int, int], shape: tuple[int, ...] = (512, 1024)) -> Path:

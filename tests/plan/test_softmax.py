@@ -10,9 +10,9 @@ import pytest
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.plan import make_plan
-from autoshard.plan._model import Model
-from autoshard.plan._predict import evaluate, spec_of
-from autoshard.plan._reading import build_model, read_program
+from autoshard.plan.model._model import Model
+from autoshard.plan.price._predict import evaluate, spec_of
+from autoshard.plan.price._reading import build_model, read_program
 from autoshard.program import Program, trace
 from tests.plan import programs as made
 

@@ -16,14 +16,14 @@ from autoshard.errors import UserError
 from autoshard.exec import Application, measure, read_collectives, wire_by_axis
 from autoshard.graph import Op, OpGraph, analyse, read_graph
 from autoshard.plan import Pin, Plan, Region, Spec, make_plan
-from autoshard.plan._halos import halo_exchanges, split_in_space
-from autoshard.plan._heavy import heavy_seconds, heavy_states, result_states
-from autoshard.plan._model import Path
-from autoshard.plan._paths import path_steps
-from autoshard.plan._regions import region_of
-from autoshard.plan._residency import Residency
-from autoshard.plan._states import WHOLE
-from autoshard.plan._store import plan_from_json, plan_to_json
+from autoshard.plan.model._heavy import heavy_seconds, heavy_states, result_states
+from autoshard.plan.model._model import Path
+from autoshard.plan.model._residency import Residency
+from autoshard.plan.price._paths import path_steps
+from autoshard.plan.record._store import plan_from_json, plan_to_json
+from autoshard.plan.write._regions import region_of
+from autoshard.plan.xla._halos import halo_exchanges, split_in_space
+from autoshard.plan.xla._states import WHOLE
 from autoshard.program import Program, trace
 from tests.exec.planned_programs import handmade
 from tests.graph.programs import f32

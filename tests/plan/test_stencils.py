@@ -10,7 +10,7 @@ import pytest
 import autoshard
 from autoshard.exec import measure
 from autoshard.plan import Spec, make_plan
-from autoshard.plan._halos import _reaches
+from autoshard.plan.xla._halos import _reaches
 from autoshard.program import trace
 from tests.graph.programs import f32
 

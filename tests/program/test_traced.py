@@ -10,7 +10,7 @@ import pytest
 from autoshard.errors import UserError
 from autoshard.kept import MOST, cache_directory
 from autoshard.plan import make_plan
-from autoshard.plan._store import plan_to_json
+from autoshard.plan.record._store import plan_to_json
 from autoshard.program import Program, open_source, trace
 from autoshard.program._traced import open_config
 from tests.graph.programs import f32

@@ -1,0 +1,1 @@
+"""What an export can say of a plan, and the best plan within that."""

@@ -1,0 +1,1 @@
+"""Many meshes: which are tried, in which order, and which is chosen."""

@@ -1,0 +1,164 @@
+"""Choosing the mesh: every candidate is bounded, those that may be the best are solved.
+
+One program is read once and priced once for each mesh. Candidates come with fewer axes first; a further axis makes the
+plan harder to read, so it must save `LEAST_GAIN`. What no plan on a mesh can undercut is known before it is solved: its
+weighted problem without the memory limit, relaxed to messages between decisions, with the weights that were best on
+the best mesh so far.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost import Mesh, Topology, candidate_meshes
+from autoshard.crew import Crew
+from autoshard.errors import UserError
+from autoshard.plan.mesh._in_order import InOrder
+from autoshard.plan.mesh._trial import MeshBest, Trial, Trials
+from autoshard.plan.model._asked import Required
+from autoshard.plan.model._model import Model
+from autoshard.plan.model._refine import LEAST_GAIN
+from autoshard.plan.record._parts import MeshTried
+from autoshard.units import format_seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chosen:
+    """The best mesh, priced, with the choices found on it; without choices if nothing fits on any mesh."""
+
+    model: Model
+    required: Required
+    choices: NDArray[np.int64] | None
+    tried: tuple[MeshTried, ...]
+    others: tuple[MeshBest, ...]
+    """The best found on every other mesh."""
+
+
+class MeshSearch:
+    """Looks for the best mesh of one topology for one program.
+
+    Every mesh is held against the best before it. A crew tries several at once, each against what is the best by then;
+    whatever turns out to have been held against another one is tried again, so that the answer is the same.
+    """
+
+    def __init__(self, trials: Trials, progress: Callable[[str], None]) -> None:
+        self.trials, self.progress = trials, progress
+        self.done: list[Trial] = []
+        """Without prices."""
+        self.refusals: list[UserError] = []
+        self.best: Trial | None = None
+        self.nearest: Trial | None = None
+        """To fitting, where nothing fits."""
+
+    def run(self, topology: Topology, crew: Crew) -> Chosen:
+        """The best of all candidates. Raises `UserError` if what is asked for can hold on none of them."""
+        crew.share("trials", self.trials)
+        work = InOrder(self.trials, candidate_meshes(topology), self.take, ahead=not crew.alone)
+        crew.run(work)
+        crew.drop("trials")
+        self.trials.forget()
+        chosen = self.best or self.nearest
+        if chosen is None or chosen.model is None or chosen.required is None:
+            raise self.refused(topology)
+        known = None if chosen.best is None else chosen.best.choices
+        others = tuple(each.best for each in self.done if each.best is not None and each.mesh != chosen.mesh)
+        return Chosen(chosen.model, chosen.required, known, _records(self.done, chosen), others)
+
+    def take(self, trial: Trial) -> None:
+        """The next one, held against the best before it."""
+        if trial.refusal is not None:
+            if any(str(trial.refusal) == str(other) for other in self.refusals):
+                raise trial.refusal  # it is not the mesh
+            self.refusals.append(trial.refusal)
+        self.done.append(dataclasses.replace(trial, model=None, required=None))
+        self.progress(f"mesh {mesh_text(trial.mesh)}: {_so_far(trial, self.best)}")
+        if trial.beats(None if self.best is None else self.best.rival()):
+            self.best = trial
+        elif self.best is None and trial.model is not None:
+            if self.nearest is None or trial.excess < self.nearest.excess:
+                self.nearest = trial
+
+    def refused(self, topology: Topology) -> UserError:
+        """Why there is no mesh."""
+        if self.refusals:
+            return self.refusals[-1]
+        sizes = sorted({size for size in self.trials.task.reading.groups.sizes.values() if size > 1})
+        dims = f"dims of {', '.join(map(str, sizes[-6:]))}" if sizes else "no dim above 1"
+        devices = topology.num_devices
+        return UserError(
+            f"no mesh of 1 to 4 axes over the {devices} devices of {topology.name} serves this program, which has "
+            f"{dims}: {self.done[-1].excluded}; use a batch that is a multiple of {devices}, other devices, or a mesh "
+            "of your own with --mesh."
+        )
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """As `--mesh` takes it."""
+    return ",".join(f"{name}={size}" for name, size in mesh.axes.items())
+
+
+def _so_far(trial: Trial, best: Trial | None) -> str:
+    """A line of progress."""
+    if trial.excluded:
+        return trial.excluded
+    if trial.outcome is not None:
+        return format_seconds(trial.step_s)
+    return _without_plan(trial, math.inf if best is None else best.step_s)
+
+
+def _without_plan(trial: Trial, best_s: float) -> str:
+    """Why a mesh has no plan."""
+    if trial.bound_s is None or trial.bound_s < best_s * (1 - LEAST_GAIN):
+        return "no plan on it fits"
+    if trial.bound_s < best_s:
+        return f"no plan on it saves the {LEAST_GAIN:.1%} that a further axis must"
+    return f"no plan on it takes less than {format_seconds(trial.bound_s)}"
+
+
+def _records(trials: Sequence[Trial], chosen: Trial) -> tuple[MeshTried, ...]:
+    """All of them, the chosen one first, then by time."""
+
+    def verdict(trial: Trial) -> str:
+        if trial.mesh == chosen.mesh:
+            return "chosen"
+        if trial.excluded:
+            return trial.excluded
+        return _without_plan(trial, chosen.step_s) if trial.outcome is None else _slower(trial, chosen)
+
+    def place(trial: Trial) -> tuple[bool, float, float]:
+        return trial.mesh != chosen.mesh, trial.step_s, trial.bound_s or math.inf
+
+    return tuple(
+        MeshTried(
+            mesh_text(trial.mesh),
+            trial.mesh.describe(),
+            None if trial.outcome is None else trial.outcome.step_time_s,
+            trial.bound_s,
+            verdict(trial),
+        )
+        for trial in sorted(trials, key=place)
+    )
+
+
+def _slower(trial: Trial, chosen: Trial) -> str:
+    """In which part of the step a solved mesh loses."""
+    mine, theirs = trial.outcome, chosen.outcome
+    assert mine is not None and theirs is not None
+    # The chosen one may take no time at all, in a program without ops.
+    more = trial.step_s / chosen.step_s - 1 if chosen.step_s else math.inf if trial.step_s else 0.0
+    if more < 0:
+        return f"saves {-more:.2%}, and a further axis must save {LEAST_GAIN:.1%}"
+    if more < 5e-4:
+        return "as fast; the simpler, earlier one is taken"
+    exposed = (mine.step_time_s - mine.compute_s, theirs.step_time_s - theirs.compute_s)
+    parts = []
+    for name, own, other in (
+        ("compute", mine.compute_s, theirs.compute_s), ("exposed communication", *exposed),
+        ("nearly full memory", trial.tight_s, chosen.tight_s),
+    ):  # fmt: skip
+        if own > other + 1e-3 * chosen.step_s:
+            parts.append(f"{name} {format_seconds(own)} against {format_seconds(other)}")
+    return (f"{more:.1%} slower" if more < math.inf else "slower") + (f": {', '.join(parts)}" if parts else "")

@@ -1,0 +1,96 @@
+"""Searching the plans of one program, mesh by mesh, and how long each phase takes."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost import Mesh
+from autoshard.crew import Crew
+from autoshard.plan.model._asked import Required
+from autoshard.plan.model._baselines import Baseline, baselines
+from autoshard.plan.model._model import Model
+from autoshard.plan.model._refine import LEAST_GAIN, Refinement
+from autoshard.plan.price._task import Task
+from autoshard.plan.solve._search import Found, Infeasible, search
+
+
+class Phases:
+    def __init__(self, progress: Callable[[str], None] | None) -> None:
+        self.wall: dict[str, float] = {}
+        self.progress = progress or (lambda line: None)
+        self.began = time.monotonic()
+        self.current = ""
+
+    def start(self, name: str, line: str) -> None:
+        self.stop()
+        self.current, self.began = name, time.monotonic()
+        self.progress(line)
+
+    def stop(self) -> None:
+        if self.current:
+            self.wall[self.current] = self.wall.get(self.current, 0.0) + time.monotonic() - self.began
+        self.current = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a search on one mesh came to."""
+
+    model: Model
+    required: Required
+    found: Found | Infeasible
+
+    def is_better_than(self, other: "Outcome") -> bool:
+        """True if it is worth an axis in two parts."""
+        if isinstance(self.found, Infeasible) or isinstance(other.found, Infeasible):
+            return isinstance(self.found, Found)
+        return self.found.best.expected_s < (1 - LEAST_GAIN) * other.found.best.expected_s
+
+
+class Searcher:
+    """Searches the plans of one program, mesh by mesh."""
+
+    def __init__(self, task: Task, phases: Phases, crew: Crew) -> None:
+        self.task, self.phases, self.crew = task, phases, crew
+
+    def mesh(self, mesh: Mesh, time_limit: float) -> Outcome:
+        """On a mesh as it was asked for, with baselines."""
+        model = self.price(mesh)
+        return self.priced(model, self.task.required(model), None, time_limit)
+
+    def priced(self, model: Model, required: Required, known: NDArray[np.int64] | None, time_limit: float) -> Outcome:
+        """The same on a mesh that is priced already, from choices that are `known` to fit, if there are any."""
+        return self._search(model, baselines(model, self.task.reading.groups), required, known, time_limit)
+
+    def refined(self, refinement: Refinement, original: Outcome, time_limit: float) -> Outcome:
+        """On its refinement, from the best that is known of it; what was asked for holds as it does there."""
+        model = self.price(refinement.mesh)
+        allowed = refinement.allowed(original.model, model, original.required.allowed)
+        known = None
+        if isinstance(original.found, Found):
+            known = refinement.choices(original.model, model, original.found.best.choices)
+        return self._search(model, [], Required(allowed, original.required.pinned), known, time_limit)
+
+    def price(self, mesh: Mesh) -> Model:
+        self.phases.start("price", f"pricing {len(self.task.reading.graph.ops)} ops on {mesh.describe()}")
+        return self.task.priced(mesh)
+
+    def _search(
+        self,
+        model: Model,
+        named: list[Baseline],
+        required: Required,
+        known: NDArray[np.int64] | None,
+        time_limit: float,
+    ) -> Outcome:
+        count = sum(len(node.states) for node in model.nodes)
+        task, progress = self.task, self.phases.progress
+        self.phases.start("solve", f"solving {len(model.nodes)} decisions with {count} alternatives")
+        try:
+            found = search(model, named, task.memory_limit, time_limit, task.seed, progress, required, known, self.crew)
+        except Infeasible as error:
+            return Outcome(model, required, error)
+        return Outcome(model, required, found)

@@ -1,0 +1,333 @@
+"""One mesh of a search: priced, bounded, and solved where it may be the best."""
+
+import contextlib
+import dataclasses
+import math
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost import Mesh
+from autoshard.errors import UserError
+from autoshard.plan.model._asked import Required
+from autoshard.plan.model._demands import check_regions
+from autoshard.plan.model._heavy import heavy_states
+from autoshard.plan.model._model import Model
+from autoshard.plan.model._refine import LEAST_GAIN
+from autoshard.plan.price._predict import Outcome
+from autoshard.plan.price._reading import Reading
+from autoshard.plan.price._task import Task
+from autoshard.plan.solve._build import Weights, kept_of
+from autoshard.plan.solve._floors import least_bytes, least_seconds
+from autoshard.plan.solve._repeats import find_repeats
+from autoshard.plan.solve._search import Climb
+from autoshard.plan.solve._weights import Weighing, carried_weights, even_weights, normalise
+from autoshard.plan.xla._states import enumerate_states
+from autoshard.program import Program, Role
+from autoshard.solver import Solution
+from autoshard.units import format_count, format_seconds
+
+
+MOST_PAIRS = 30_000_000
+"""Pairs of alternatives up to which a mesh is solved."""
+MOST_AHEAD = 6
+"""Meshes whose prices a process keeps until they are needed, with no more than so many pairs in all."""
+GOOD_ENOUGH = 3e-3
+"""Plan gap at which a mesh is solved well enough to be compared."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeshBest:
+    """The best choice found on a mesh, without the mesh's prices."""
+
+    mesh: Mesh
+    choices: NDArray[np.int64]
+    outcome: Outcome
+    tight_s: float
+    """What nearly full memory is expected to add to its step."""
+    solution: Solution
+    """Of the weighting whose bound is `bound_s`."""
+    bound_s: float
+    weightings: int
+    """Rounds of the search on it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rival:
+    """The best mesh so far, as far as others are held against it."""
+
+    step_s: float
+    axes: int
+    weights: Weights
+    """The best on it, and a good start on others."""
+
+    def beaten_by_s(self, axes: int) -> float:
+        """What a mesh of so many axes must take less than."""
+        return self.step_s * (1 - LEAST_GAIN if axes > self.axes else 1.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trial:
+    """What looking at one mesh came to."""
+
+    mesh: Mesh
+    excluded: str = ""
+    """Why it was not looked at."""
+    refusal: UserError | None = None
+    """Why what is asked for cannot hold on it."""
+    bound_s: float | None = None
+    best: MeshBest | None = None
+    """The best plan found that fits."""
+    excess: float = math.inf
+    """Bytes above the limit of the nearest choices, where none fit; of what no choice can go below, where none were
+    looked for."""
+    weights: Weights | None = None
+    """Those with the highest bound."""
+    model: Model | None = None
+    """It priced, and below what is required: of a mesh that beats its rival or has none."""
+    required: Required | None = None
+
+    @property
+    def outcome(self) -> Outcome | None:
+        return None if self.best is None else self.best.outcome
+
+    @property
+    def tight_s(self) -> float:
+        """What nearly full memory is expected to add to the step of the best plan."""
+        return 0.0 if self.best is None else self.best.tight_s
+
+    @property
+    def step_s(self) -> float:
+        """Of the best plan, with what nearly full memory is expected to add."""
+        return math.inf if self.best is None else self.best.outcome.step_time_s + self.best.tight_s
+
+    def beats(self, rival: Rival | None) -> bool:
+        if self.best is None:
+            return False
+        return rival is None or self.step_s < rival.beaten_by_s(len(self.mesh.sizes))
+
+    def rival(self) -> Rival:
+        """It, to hold others against."""
+        assert self.weights is not None
+        return Rival(self.step_s, len(self.mesh.sizes), self.weights)
+
+
+class Trials:
+    """Tries meshes for one program. Pickled, it is the same without what it has priced."""
+
+    def __init__(self, task: Task, time_limit: float) -> None:
+        self.task, self.time_limit = task, time_limit
+        self._ahead: dict[Mesh, _Begun] = {}
+        self._pairs: dict[Mesh, int] = {}
+        self._floors: dict[Mesh, float] = {}
+
+    def __reduce__(self) -> tuple[type["Trials"], tuple[object, ...]]:
+        return Trials, (self.task, self.time_limit)
+
+    def price_ahead(self, mesh: Mesh) -> None:
+        """What there is to be known of a mesh without others, if it is going to be tried here and can be kept."""
+        if mesh in self._ahead or _unusable(self.task, mesh):
+            return
+        if self._size(mesh) > MOST_PAIRS:
+            self._floor(mesh)
+        elif self._has_room(self._size(mesh)):
+            with contextlib.suppress(UserError):
+                self._keep(self._priced(mesh))
+
+    def forget(self) -> None:
+        """Lets go of what is kept."""
+        self._ahead.clear()
+
+    def bound(self, mesh: Mesh, rival: Rival | None) -> Trial | None:
+        """One mesh as `trial` has it, if that does not take solving it; None otherwise."""
+        return self._looked_at(mesh, rival, keep=True)
+
+    def trial(self, mesh: Mesh, rival: Rival | None, keep: bool, stop: threading.Event | None = None) -> Trial:
+        """One mesh against the best so far, no further than needed to know that it is not better.
+
+        With `keep` its prices are kept, as it may be held against another one soon. Raises `Stopped` after `stop` is
+        set.
+        """
+        found = self._looked_at(mesh, rival, keep)
+        if found is not None:
+            return found
+        begun = self._ahead.pop(mesh)
+        climb, required = begun.climb, begun.required
+        assert climb is not None
+        if keep:
+            self._keep(dataclasses.replace(begun, climb=None))
+        beat_s = _beaten_by_s(rival, mesh)
+        climb.run(self.task.memory_limit, self.time_limit, self.task.seed, _silent, required, beat_s, GOOD_ENOUGH, stop)
+        return _tried(climb, required, rival)
+
+    def _looked_at(self, mesh: Mesh, rival: Rival | None, keep: bool) -> Trial | None:
+        """What is known of a mesh without solving it; None if it must be, and then it is kept for that."""
+        excluded = _unusable(self.task, mesh)
+        if excluded:
+            return Trial(mesh, excluded)
+        begun = self._ahead.pop(mesh, None)
+        if begun is None:
+            if self._size(mesh) > MOST_PAIRS:
+                return self._unsolved(mesh, _beaten_by_s(rival, mesh))
+            try:
+                begun = self._priced(mesh)
+            except UserError as error:
+                return Trial(mesh, f"excluded: {error}", error)
+        model, required = begun.model, begun.required
+        climb = begun.climb if begun.climb is not None and begun.rival == rival else None
+        if climb is None:
+            least = least_bytes(model, kept_of(model, required.allowed))
+            if least > self.task.memory_limit:
+                return Trial(mesh, excess=least - self.task.memory_limit, model=model, required=required)
+            climb = _bounded(model, required, rival)
+        solve = climb.weighing.bound_s < _beaten_by_s(rival, mesh)
+        if solve or keep:
+            self._keep(dataclasses.replace(begun, rival=rival, climb=climb if solve else None))
+        return None if solve else _tried(climb, required, rival)
+
+    def _size(self, mesh: Mesh) -> int:
+        """Pairs of alternatives at both ends of all values that move, before any is priced."""
+        if mesh not in self._pairs:
+            self._pairs[mesh] = _pairs(self.task.reading, mesh)
+        return self._pairs[mesh]
+
+    def _floor(self, mesh: Mesh) -> float:
+        """Seconds that no plan on the mesh can undercut, without prices."""
+        if mesh not in self._floors:
+            task = self.task
+            self._floors[mesh] = least_seconds(task.program, task.reading, mesh, task.memory_limit, task.calibration)
+        return self._floors[mesh]
+
+    def _priced(self, mesh: Mesh) -> "_Begun":
+        check_regions(self.task.reading.graph, mesh)
+        model = self.task.priced(mesh)
+        return _Begun(model, self.task.required(model))
+
+    def _keep(self, begun: "_Begun") -> None:
+        mesh = begun.model.mesh
+        self._ahead.pop(mesh, None)
+        while not self._has_room(self._size(mesh)):
+            del self._ahead[next(iter(self._ahead))]  # the oldest
+        self._ahead[mesh] = begun
+
+    def _has_room(self, pairs: int) -> bool:
+        kept = sum(self._size(mesh) for mesh in self._ahead)
+        return not kept or len(self._ahead) < MOST_AHEAD and kept + pairs <= MOST_PAIRS
+
+    def _unsolved(self, mesh: Mesh, beat_s: float) -> Trial:
+        """One mesh with more pairs than are solved here: what no plan on it can undercut may do to leave it out."""
+        bound, pairs = self._floor(mesh), format_count(self._size(mesh))
+        if bound >= beat_s:
+            return Trial(mesh, bound_s=bound)
+        why = f"not solved: {pairs} pairs of alternatives, and all that is known is that no plan on it "
+        why += f"takes less than {format_seconds(bound)}; give it with --mesh to solve it"
+        return Trial(mesh, why, bound_s=bound)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Begun:
+    """A mesh that is priced, and perhaps bounded."""
+
+    model: Model
+    required: Required
+    rival: Rival | None = None
+    """What it was held against."""
+    climb: Climb | None = None
+    """With its bound; None if that is still to be found."""
+
+
+def _beaten_by_s(rival: Rival | None, mesh: Mesh) -> float:
+    return math.inf if rival is None else rival.beaten_by_s(len(mesh.sizes))
+
+
+def _bounded(model: Model, required: Required, rival: Rival | None) -> Climb:
+    """The beginning of a search, with a bound where there is a rival to be held against."""
+    weights = normalise(even_weights(model)) if rival is None else carried_weights(model, rival.weights)
+    climb = Climb(model, Weighing(weights), repeats=find_repeats(model))
+    if rival is not None:
+        climb.bound_without_limit(required, _beaten_by_s(rival, model.mesh))
+    return climb
+
+
+def _tried(climb: Climb, required: Required, rival: Rival | None) -> Trial:
+    """What a search has come to; with the prices if they may be needed."""
+    weighing, solved = climb.weighing, climb.certified
+    best = None
+    if climb.best is not None and solved is not None:
+        found = climb.best
+        best = MeshBest(
+            climb.model.mesh,
+            found.choices,
+            found.outcome,
+            found.tight_s,
+            solved.solution,
+            weighing.bound_s,
+            climb.rounds,
+        )
+    trial = Trial(
+        climb.model.mesh,
+        bound_s=weighing.bound_s if weighing.bound_s > 0 else None,
+        best=best,
+        excess=math.inf if solved is None else solved.solution.stats.get("excess", math.inf),
+        weights=weighing.weights,
+    )
+    needed = rival is None or trial.beats(rival)
+    return dataclasses.replace(trial, model=climb.model, required=required) if needed else trial
+
+
+def _unusable(task: Task, mesh: Mesh) -> str:
+    """Why a mesh cannot serve the program at all; empty if it may, as any may that has nothing to split."""
+    sizes = [size for size in task.reading.groups.sizes.values() if size > 1]
+    for name, count in mesh.axes.items():
+        if count > 1 and sizes and not any(size % count == 0 for size in sizes):
+            return f"no dim of the program divides by {name}={count}"
+    return "" if splits_batch(task.program, mesh) else "none of its axes divides a dim of the batch"
+
+
+def splits_batch(program: Program, mesh: Mesh) -> bool:
+    """Whether some axis divides a dim of the batch, or of state (such as a key-value cache) that a step replaces.
+
+    True for a program without either and for one device.
+    """
+    batches = [a for a in program.arguments if a.role is Role.BATCH and a.shape]
+    axes = [size for size in mesh.axes.values() if size > 1]
+    if not batches or not axes:
+        return True
+    state = [a for a in program.arguments if a.role is Role.OTHER and a.result is not None]
+    return any(size % n == 0 and size > 1 for a in (*batches, *state) for size in a.shape for n in axes)
+
+
+def _pairs(reading: Reading, mesh: Mesh) -> int:
+    """Pairs of alternatives at both ends of all values that move, before any is priced."""
+    graph, structure = reading.graph, reading.structure
+    axes, backend = list(mesh.sizes), mesh.topology.backend
+    known: dict[object, int] = {}
+
+    def cluster_states(number: int) -> int:
+        cluster = structure.clusters[number]
+        key = (cluster.sizes, tuple(sorted(cluster.blocked)))
+        if key not in known:
+            known[key] = len(enumerate_states(cluster.sizes, axes, cluster.blocked))
+        return known[key]
+
+    def op_states(number: int) -> int:
+        op = graph.ops[number]
+        key = (op.kind, op.rule, op.opaque, op.halos)
+        if key not in known:
+            known[key] = len(heavy_states(graph, op, axes, backend))
+        return known[key]
+
+    total = 0
+    heavy = set(structure.heavy)
+    for edge in structure.edges:
+        here = cluster_states(structure.cluster_of[edge.tensor])
+        if edge.op in heavy:
+            total += here * op_states(edge.op)
+        elif edge.op >= 0 and edge.result >= 0:
+            total += here * cluster_states(structure.cluster_of[graph.ops[edge.op].results[edge.result]])
+    return total
+
+
+def _silent(line: str) -> None:
+    """The rounds on each mesh are too many to tell."""

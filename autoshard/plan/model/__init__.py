@@ -1,0 +1,1 @@
+"""What may be chosen: dim groups, strategies, what is held, and what was asked for."""

@@ -1,0 +1,190 @@
+"""Strategies of heavy ops (matmuls, convolutions, gathers ...) and what each costs in compute."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost import Compute
+from autoshard.graph import IN, MATMULS, OUT, FactorKind, Op, OpGraph, Rule
+from autoshard.plan.model._residency import Residency
+from autoshard.plan.xla._halos import even_halos, extended_elements, near_shifts
+from autoshard.plan.xla._handling import whole_factors
+from autoshard.plan.xla._states import PARTIAL, WHOLE, Seconds, States, enumerate_states, local_elements, relabel
+from autoshard.plan.xla._tables import relaid_bytes
+
+
+MOVES_ONLY = frozenset(
+    {"slice", "concatenate", "pad", "reverse", "broadcast_in_dim", "reshape", "dynamic_update_slice", IN, OUT}
+)
+"""Ops that compilers fold into the fusions around them, and updates: these move what their fusion says."""
+
+_SORTS = frozenset({"sort", "top_k"})
+"""Both order a whole dim: compilers make a top-k of a sort or of as many steps of it."""
+
+
+def heavy_states(graph: OpGraph, op: Op, axes: Sequence[int], backend: str) -> States:
+    """Strategies of an op: mesh axes (sizes) assigned to its factors; one, whole, for an op without a rule."""
+    if op.rule is None:
+        return np.full((1, len(axes)), WHOLE, dtype=np.int64)
+    even = op.opaque is not None and op.opaque.on_shards
+    states = enumerate_states(op.rule.sizes, axes, whole_factors(graph, op, backend), even)
+    states = states[even_halos(op, states, axes) & near_shifts(graph, op, states, axes)]
+    return states[_in_turn(op.rule, states, axes)] if even else states
+
+
+def _in_turn(rule: Rule, states: States, axes: Sequence[int]) -> NDArray[np.bool_]:
+    """States in which factors of one dim take axes from the major one on, each once those before it are used up."""
+    kept = np.ones(len(states), dtype=bool)
+    for dim in {dim for dims in (*rule.operands, *rule.results) for dim in dims if len(dim) > 1}:
+        for before, after in itertools.pairwise(dim):
+            sizes = [rule.sizes[before]]
+            left = local_elements(np.where(states == before, 0, WHOLE), sizes, axes)
+            places = np.arange(len(axes))
+            last = np.where(states == before, places, -1).max(axis=1)
+            first = np.where(states == after, places, len(axes)).min(axis=1)
+            kept &= ~(states == after).any(axis=1) | ((left == 1) & (last < first))
+    return kept
+
+
+def heavy_seconds(
+    graph: OpGraph, op: Op, states: States, axes: Sequence[int], compute: Compute, residency: Residency
+) -> Seconds:
+    """Roofline time of one execution in every state: local matrix work against local memory traffic."""
+    if op.kind in MOVES_ONLY:
+        return np.zeros(len(states))
+    operands = [(t, op.rule.operands[k] if op.rule else ()) for k, t in enumerate(op.operands)]
+    results = [(t, op.rule.results[k] if op.rule else ()) for k, t in enumerate(op.results)]
+    if op.kind == "gather":
+        operands = results  # reads what it takes, not the whole table
+    elif op.kind == "scatter":
+        operands = operands[2:] * 2
+    size = np.zeros(len(states))
+    for tensor, dims in (*operands, *results):
+        record = graph.tensors[tensor]
+        if not record.shape:
+            continue
+        local = local_elements(factor_states(states, dims), record.shape, axes) if dims else record.elements
+        size = size + residency.streamed(tensor, local * (record.bytes // max(1, record.elements)))
+    if op.kind == "gather" and op.rule is not None:
+        size = size + _burst_waste(graph, op, states, axes, compute)
+    size = size + relaid_bytes(graph, op, states, axes, compute.topology.backend)
+    if op.opaque is not None and op.opaque.traffic and op.rule is not None:
+        size = op.opaque.traffic * local_elements(states, op.rule.sizes, axes) / math.prod(op.rule.sizes)
+    if op.halos and op.rule is not None:
+        # A shard is copied into one with its halo: read, written.
+        first = graph.tensors[op.operands[0]]
+        size = size + 2 * extended_elements(graph, op, states, axes) * (first.bytes // max(1, first.elements))
+    if op.kind in _SORTS:
+        first = graph.tensors[op.operands[0]]
+        local = local_elements(factor_states(states, operands[0][1]), first.shape, axes) if op.rule else first.elements
+        return compute.sort_seconds(local, _sorted_length(graph, op), len(op.operands), size)
+    if op.flops == 0 or op.rule is None:
+        return compute.op_seconds(np.zeros(len(states)), size)
+    dtype = (op.opaque.dtype if op.opaque else "") or graph.tensors[op.operands[0]].dtype
+    if op.kind == "dot_general":
+        m, n, k, batch = _matmul_sizes(op.rule, states, axes)
+        return compute.dot_seconds(m, n, k, batch, dtype, size)
+    factors = [max(1, n) for n in op.rule.sizes]  # a call may have empty results
+    share = local_elements(states, factors, axes) / math.prod(factors)
+    if op.kind in MATMULS:
+        head, value_head = op.rule.sizes[5:7]
+        scores = op.flops / (MATMULS[op.kind] * (head + value_head)) * share
+        return compute.attention_seconds(scores, head, value_head, MATMULS[op.kind], dtype, size)
+    if op.opaque is not None:
+        for factor, blocks in op.opaque.sloping:
+            share = share * _most_of_slope(states, factor, axes, blocks)
+        if op.opaque.head:
+            passes = op.flops / (2.0 * op.opaque.head) * share
+            return compute.attention_seconds(passes, op.opaque.head, op.opaque.head, 1, dtype, size)
+    efficiency = _convolution_efficiency(graph, op, states, axes, compute) if op.kind == "convolution" else None
+    return compute.op_seconds(op.flops * share, size, dtype, efficiency)
+
+
+def _most_of_slope(states: States, factor: int, axes: Sequence[int], blocks: int) -> Seconds:
+    """Work of the part with the most over the mean, where block k of n along the factor has the work k."""
+    parts = np.where(states == factor, np.array(axes), 1).prod(axis=1)
+    return (2.0 - 1.0 / parts + 1.0 / blocks) / (1.0 + 1.0 / blocks)
+
+
+def _burst_waste(graph: OpGraph, op: Op, states: States, axes: Sequence[int], compute: Compute) -> Seconds:
+    """Bytes that a gather reads and does not want: every slice it takes comes in whole bursts of memory."""
+    assert op.rule is not None
+    record = graph.tensors[op.results[0]]
+    itemsize = record.bytes // max(1, record.elements)
+    taken = {f for dim in op.rule.operands[0] for f in dim} & {f for dim in op.rule.results[0] for f in dim}
+    sizes = [size if f in taken else 1 for f, size in enumerate(op.rule.sizes)]
+    each = local_elements(np.where(np.isin(states, list(taken)), states, WHOLE), sizes, axes) * itemsize
+    local = local_elements(factor_states(states, op.rule.results[0]), record.shape, axes) * itemsize
+    burst = compute.burst_bytes
+    return local * (np.ceil(each / burst) * burst / np.maximum(each, 1.0) - 1.0)
+
+
+def _sorted_length(graph: OpGraph, op: Op) -> int:
+    """Size of the dim that is sorted: the one that needs replication, else the last."""
+    whole = (
+        []
+        if op.rule is None
+        else [
+            size for size, kind in zip(op.rule.sizes, op.rule.kinds, strict=True) if kind is FactorKind.NEED_REPLICATION
+        ]
+    )
+    return max(whole, default=graph.tensors[op.operands[0]].shape[-1])
+
+
+def _convolution_efficiency(
+    graph: OpGraph, op: Op, states: States, axes: Sequence[int], compute: Compute
+) -> Seconds | None:
+    """Share of the matrix unit's peak: the local convolution as one matmul, each window a row of its left side.
+
+    The window's elements are summed over with the features; in the gradient of a kernel they are its results. None
+    for convolutions of groups, which have no such form.
+    """
+    assert op.rule is not None
+    m, n, k, batch = _matmul_sizes(op.rule, states, axes)
+    if (batch > 1).any():
+        return None
+    left, right = ({f for dim in dims for f in dim} for dims in op.rule.operands[:2])
+    out = {f for dim in op.rule.results[0] for f in dim}
+    window, results, apart = (
+        math.prod(op.rule.sizes[f] for f in group)
+        for group in (right - left - out, out - left - right, left - right - out)
+    )
+    return compute.matmul_efficiency(m * results / apart, n / window, k * window)
+
+
+def _matmul_sizes(rule: Rule, states: States, axes: Sequence[int]) -> tuple[Seconds, ...]:
+    """Local m, n, k and batch of a dot in every state."""
+    left, right = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
+    out = {f for dim in rule.results[0] for f in dim}
+    groups = (left - right, right - left, (left & right) - out, left & right & out)
+    sizes = []
+    for group in groups:
+        masked = [size if f in group else 1 for f, size in enumerate(rule.sizes)]
+        sizes.append(local_elements(np.where(np.isin(states, list(group)), states, WHOLE), masked, axes))
+    return tuple(sizes)
+
+
+def factor_states(states: States, dims: Sequence[Sequence[int]]) -> States:
+    """States over an op's factors as states over the dims of one of its tensors; other factors are dropped."""
+    count = int(states.max(initial=0)) + 1
+    mapping = [WHOLE] * max(count, max((f + 1 for dim in dims for f in dim), default=0))
+    for dim, factors in enumerate(dims):
+        for factor in factors:
+            mapping[factor] = dim
+    return relabel(states, mapping)
+
+
+def result_states(op: Op, states: States, result: int) -> States:
+    """States over an op's factors as states in which it leaves one result: over its dims, sums still to be done."""
+    if op.rule is None:
+        return np.full_like(states, WHOLE)
+    # A region does all sums of an op together (`mlir.insert_regions`).
+    label = [PARTIAL if op.halos or op.grouped else PARTIAL - f for f in range(len(op.rule.kinds))]
+    mapping = [label[f] if kind is FactorKind.REDUCTION else WHOLE for f, kind in enumerate(op.rule.kinds)]
+    for dim, factors in enumerate(op.rule.results[result]):
+        for factor in factors:
+            mapping[factor] = dim
+    return relabel(states, mapping)

@@ -1,0 +1,90 @@
+"""What communication hides behind, and what is left exposed: the one rule of overlap.
+
+A program runs in blocks: the body of every loop, and what is outside of loops. A block takes
+
+    exposed + max(compute, hidden on link 1, hidden on link 2, ..., host memory)
+
+A collective is hidden, wholly or by a share, where the compiler can run it beside the block's compute:
+
+- what waits for parameters only (the gather of a split weight) can be fetched before it is needed, where the compiler
+  makes it an asynchronous op: `Calibration.gather_overlap` of it, unless the compiler makes an all-reduce of it;
+- what feeds the optimizer only (the sum of a gradient) could wait as well, but TPU compilers schedule it as a
+  synchronous op: `Calibration.reduction_overlap` of it;
+- either of them between slices or islands is a send and a receive, which run beside compute:
+  `Calibration.network_overlap` of it;
+- what stands at a matmul (the gather of its operand, the reduce-scatter of its result) is pipelined into it as a loop
+  of permutes beside parts of the matmul, if the group is no larger than `Calibration.pipelined_max_group` and
+  stays on ICI: `Calibration.pipelined_overlap` of it;
+- everything else is exposed, and on devices that share cores (`cpu:N`) everything is.
+
+A hidden collective counts on every link that its mesh axes use. What the program itself sends to its host's memory
+and fetches from there is one more link, hidden whole: XLA issues both as asynchronous copies. Loops are as long as
+their trips; blocks do not overlap one another.
+
+How this stays inside a pairwise Problem: for weights that are non-negative and sum to one in a block, the weighted sum
+of its compute and links is at most their maximum, and it is a sum over nodes and edges. So the optimum of the weighted
+Problem is a lower bound of every plan's true time, for any weights; a few weightings give candidates, the true time of
+each is evaluated without weights, the best plan is kept and the highest bound is the certified one (`_search`).
+"""
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+
+from autoshard.cost import WHOLLY, Collectives, largest_share
+from autoshard.plan.model._model import EXPOSED, Channel
+
+
+class Overlap(enum.StrEnum):
+    """Why a move may be hidden."""
+
+    NONE = "none"
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    MATMUL = "matmul"
+    GRADIENTS_AT_MATMUL = "gradients at a matmul"
+
+
+_EARLY = {
+    "all-gather": ("gather_overlap",),
+    "collective-permute": (WHOLLY,),
+    "all-to-all": ("reduction_overlap",),
+    "all-reduce": ("reduction_overlap",),
+    "reduce-scatter": ("reduction_overlap",),
+}
+"""What hides a collective within a slice that waits for parameters only: gathers have a figure of their own, permutes
+are asynchronous everywhere, and others where sums are."""
+
+
+def hidden_share(collectives: Collectives, overlap: Overlap, kind: str, axes: Sequence[str]) -> float:
+    """Share of a collective over mesh axes that runs beside compute."""
+    return largest_share(collectives.calibration, hiding_figures(collectives, overlap, kind, axes))
+
+
+def hiding_figures(collectives: Collectives, overlap: Overlap, kind: str, axes: Sequence[str]) -> tuple[str, ...]:
+    """Figures of the calibration of which the largest is that share; none where all of it is waited for."""
+    if not collectives.can_overlap or overlap is Overlap.NONE:
+        return ()
+    mesh = collectives.mesh
+    kinds = mesh.kinds(axes)
+    if overlap is not Overlap.MATMUL and kinds == {"network"}:
+        return ("network_overlap",)
+    if overlap is Overlap.PARAMETERS:
+        return _EARLY[kind]
+    found = () if overlap is Overlap.MATMUL else ("reduction_overlap",)
+    if overlap is not Overlap.GRADIENTS and kind in ("all-gather", "reduce-scatter") and "network" not in kinds:
+        group = math.prod(mesh.axes[axis] for axis in axes)
+        if group <= collectives.calibration.pipelined_max_group:
+            found = (*found, "pipelined_overlap")
+    return found
+
+
+def lanes(
+    collectives: Collectives, link_of: Mapping[str, str], overlap: Overlap, kind: str, axes: Sequence[str], block: int
+) -> dict[Channel, float]:
+    """What a collective competes with: channel -> share of its seconds there. An axis of one device has no links."""
+    hidden = hidden_share(collectives, overlap, kind, axes)
+    found: dict[Channel, float] = {(block, link_of[axis]): hidden for axis in axes if axis in link_of and hidden}
+    if hidden < 1.0:
+        found[EXPOSED] = 1.0 - hidden
+    return found

@@ -1,0 +1,1 @@
+"""What a choice costs: seconds, bytes, the bill of a step and its timeline."""

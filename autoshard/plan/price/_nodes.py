@@ -1,0 +1,233 @@
+"""Prices the nodes of a Model: the alternatives of every cluster and heavy op, their times and their memory."""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from autoshard.cost import Calibration, Collectives, Compute, Mesh
+from autoshard.graph import Cluster, Liveness, Op, OpClass, OpGraph, Softmax, Structure
+from autoshard.plan.model._demands import Demand, allowed_states, axis_numbers, free_of, program_demands
+from autoshard.plan.model._hand import by_hand, own_collectives
+from autoshard.plan.model._heavy import MOVES_ONLY, heavy_seconds, heavy_states
+from autoshard.plan.model._model import EXPOSED, HOST, Channel, MemoryTerm, Node, link_names
+from autoshard.plan.model._refine import Refinement
+from autoshard.plan.model._residency import Residency
+from autoshard.plan.xla._handling import inner_collectives
+from autoshard.plan.xla._states import WHOLE, Seconds, States, enumerate_states, local_elements, relabel
+from autoshard.plan.xla._tables import padded_tables
+from autoshard.program import Program, Role
+
+
+class NodePricer:
+    """The nodes of a Model, and what their alternatives cost and hold."""
+
+    def __init__(
+        self,
+        program: Program,
+        graph: OpGraph,
+        structure: Structure,
+        liveness: Liveness,
+        mesh: Mesh,
+        memory_limit: int,
+        refinement: Refinement | None,
+        calibration: Calibration | None,
+    ) -> None:
+        self.refinement = refinement
+        self.program, self.graph, self.structure, self.liveness = program, graph, structure, liveness
+        self.mesh, self.memory_limit = mesh, memory_limit
+        self.collectives = Collectives(mesh, calibration)
+        self.compute = Compute(mesh.topology, calibration)
+        self.residency = Residency(graph, liveness, mesh.topology.chip)
+        self.axes = list(mesh.axes.values())
+        self.names = list(mesh.axes)
+        self.link_of = link_names(mesh)
+        self.nodes: list[Node] = []
+        roles = {t: a.role for t, a in zip(graph.arguments, program.arguments, strict=True)}
+        self.roles = roles
+        self.softmaxes = {softmax.cluster: softmax for softmax in liveness.softmaxes}
+        self.stored = self.clusters_of(t for t, role in roles.items() if role is Role.PARAMETER)
+        states = self.clusters_of(t for t, role in roles.items() if role is Role.OPTIMIZER_STATE)
+        updates = {structure.cluster_of[result] for result, argument in structure.ties if argument in roles}
+        self.updated = states | updates
+        even = set(graph.arguments) | set(graph.results)
+        self.even = self.clusters_of(even)
+        self.demands: dict[int, list[Demand]] = defaultdict(list)
+        for demand in program_demands(graph, structure, mesh):
+            self.demands[structure.cluster_of[demand.tensor]].append(demand)
+
+    def clusters_of(self, tensors: Iterable[int]) -> set[int]:
+        return {self.structure.cluster_of[t] for t in tensors} - {-1}
+
+    def add_clusters(self) -> None:
+        traffic: dict[int, dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+        for fusion in self.liveness.fusions:
+            op = self.graph.ops[fusion.root]
+            if op.op_class is OpClass.HEAVY and op.kind not in MOVES_ONLY:
+                continue
+            for tensor in itertools.chain(fusion.moved, fusion.reads):
+                cluster = self.structure.cluster_of[tensor]
+                if cluster >= 0:
+                    traffic[cluster][op.loop].append((tensor, self.graph.trips(op.loop)))
+        for tensor, loop in self.liveness.copied:
+            cluster = self.structure.cluster_of[tensor]
+            if cluster >= 0:
+                traffic[cluster][loop].append((tensor, 2 * self.graph.trips(loop)))
+        buffers: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        for tensor, start, stop in self.liveness.buffers:
+            if self.structure.cluster_of[tensor] >= 0:
+                buffers[self.structure.cluster_of[tensor]].append((tensor, start, stop))
+        for cluster in self.structure.clusters:
+            states = self.asked_states(
+                cluster, enumerate_states(cluster.sizes, self.axes, cluster.blocked, cluster.id in self.even)
+            )
+            if self.refinement is not None:
+                groups = self.group_sizes(cluster.id, range(len(cluster.sizes)))
+                states = states[self.refinement.apart(states, groups)]
+            local = {t: self.local_bytes(cluster.id, states, t) for t in cluster.tensors}
+            softmax = self.softmaxes.get(cluster.id)
+            if softmax is None:
+                time = self.cluster_seconds(traffic[cluster.id], local, len(states))
+                memory = tuple(
+                    MemoryTerm(self.memory_kind(cluster.id, *buffer), *buffer[1:], self.held(local[buffer[0]], *buffer))
+                    for buffer in buffers[cluster.id]
+                )
+            else:
+                again = self.computes_again(softmax, states)
+                time = {(softmax.loop, "compute"): self.softmax_seconds(softmax, again, local)}
+                memory = self.softmax_memory(softmax, again, local)
+            name = self.cluster_name(cluster.tensors)
+            held = np.ones(len(states), dtype=bool)
+            self.nodes.append(Node("cluster", cluster.id, states, held, time, memory, name))
+
+    def cluster_seconds(
+        self, traffic: Mapping[int, Sequence[tuple[int, float]]], local: Mapping[int, Seconds], states: int
+    ) -> dict[Channel, Seconds]:
+        """Time of what fusions move of a cluster's tensors: by block, (tensor, how often)."""
+        time: dict[Channel, Seconds] = {}
+        for block, items in traffic.items():
+            for away, what in ((False, "compute"), (True, HOST)):
+                read = [(t, trips) for t, trips in items if (t in self.liveness.hosted) == away]
+                moved = [(local[t] if away else self.residency.streamed(t, local[t])) * trips for t, trips in read]
+                if moved:
+                    rate = self.compute.host_seconds if away else self.compute.memory_seconds
+                    time[(block, what)] = rate(sum(moved, np.zeros(states)))
+        return time
+
+    def computes_again(self, softmax: Softmax, states: States) -> np.ndarray:
+        """The states in which probabilities are computed again: a local dim of one, or the rows are split."""
+        shape = self.graph.tensors[softmax.scores].shape
+        dims = self.dims_states(softmax.cluster, states, softmax.scores)
+        split = np.isin(dims, softmax.rows).any(axis=1)
+        single = [local_elements(np.where(dims == d, 0, WHOLE), (n,), self.axes) == 1 for d, n in enumerate(shape)]
+        return np.logical_or.reduce([split, *single])
+
+    def softmax_seconds(self, softmax: Softmax, again: np.ndarray, local: Mapping[int, Seconds]) -> Seconds:
+        """Time of a softmax beside its matmuls, in every state."""
+        whole, other = (
+            sum((times * self.residency.streamed(t, local[t]) for t, times in form.moved), np.zeros(len(again)))
+            for form in (softmax.whole, softmax.again)
+        )
+        return self.compute.memory_seconds(np.where(again, other, whole)) * self.graph.trips(softmax.loop)
+
+    def softmax_memory(
+        self, softmax: Softmax, again: np.ndarray, local: Mapping[int, Seconds]
+    ) -> tuple[MemoryTerm, ...]:
+        """What a softmax holds; a buffer of one form takes nothing in states of the other."""
+        terms = []
+        for form, mine in ((softmax.whole, ~again), (softmax.again, again)):
+            for tensor, start, stop, width in form.buffers:
+                record = self.graph.tensors[tensor]
+                usage = np.where(mine, local[tensor] / (record.bytes // record.elements) * width, 0).astype(np.int64)
+                terms.append(MemoryTerm(self.memory_kind(softmax.cluster, tensor, start, stop), start, stop, usage))
+        return tuple(terms)
+
+    def asked_states(self, cluster: Cluster, states: States) -> States:
+        """The states that keep what the program asks for; of demands that exclude each other the first ones."""
+        manual = {axis for t in cluster.tensors for axis in self.graph.tensors[t].manual}
+        kept = free_of(states, axis_numbers(self.mesh, sorted(manual)))
+        for demand in self.demands[cluster.id]:
+            narrower = kept & allowed_states(self.structure, states, demand)
+            if narrower.any():
+                kept = narrower
+        return states[kept]
+
+    def group_sizes(self, cluster: int, factors: Iterable[int]) -> list[int]:
+        """For factors of a cluster (-1 for none), what an axis must divide to split their dim group evenly."""
+        if self.refinement is None:
+            return []
+        sizes, of = self.refinement.group_sizes, self.refinement.of_factor
+        return [sizes.get(of[(cluster, f)], 1) if f >= 0 else 1 for f in factors]
+
+    def factor_group_sizes(self, op: Op) -> list[int]:
+        """The same for the factors of an op."""
+        assert op.rule is not None
+        sizes = list(op.rule.sizes)
+        sides = [*zip(op.operands, op.rule.operands, strict=True), *zip(op.results, op.rule.results, strict=True)]
+        for tensor, dims in sides:
+            cluster = self.structure.cluster_of[tensor]
+            if cluster < 0:
+                continue
+            groups = self.group_sizes(cluster, self.structure.dims_of[tensor])
+            for factors, size in zip(dims, groups, strict=True):
+                if len(factors) == 1 and size > 1:
+                    sizes[factors[0]] = math.gcd(sizes[factors[0]], size)
+        return sizes
+
+    def cluster_name(self, tensors: Sequence[int]) -> str:
+        arguments = [t for t in tensors if t in self.roles]
+        best = arguments[0] if arguments else max(tensors, key=lambda t: (self.graph.tensors[t].elements, -t))
+        return self.graph.tensors[best].name or f"value {best}"
+
+    def dims_states(self, cluster: int, states: States, tensor: int) -> States:
+        """A cluster's states as states over the dims of one of its tensors."""
+        mapping = [WHOLE] * len(self.structure.clusters[cluster].sizes)
+        for dim, factor in enumerate(self.structure.dims_of[tensor]):
+            if factor >= 0:
+                mapping[factor] = dim
+        return relabel(states, mapping)
+
+    def local_bytes(self, cluster: int, states: States, tensor: int) -> Seconds:
+        record = self.graph.tensors[tensor]
+        dims = self.dims_states(cluster, states, tensor)
+        return local_elements(dims, record.shape, self.axes) * (record.bytes // max(1, record.elements))
+
+    def held(self, local: Seconds, tensor: int, start: int, stop: int) -> np.ndarray:
+        """Bytes that a buffer takes, from those of its tensor as the program types it."""
+        record = self.graph.tensors[tensor]
+        width = self.liveness.itemsize(self.graph, (tensor, start, stop))
+        return (local / (record.bytes // max(1, record.elements)) * width).astype(np.int64)
+
+    def memory_kind(self, cluster: int, tensor: int, start: int, stop: int) -> str:
+        role = self.roles.get(tensor)
+        if role is not None and (tensor, start, stop) in self.liveness.widths:
+            return "temporaries"
+        if role is not None:
+            return {Role.PARAMETER: "parameters", Role.OPTIMIZER_STATE: "optimizer_state"}.get(role, "batch")
+        if cluster in self.updated:
+            return "gradients"
+        crosses = any(start < loop.start and stop > loop.stop for loop in self.graph.loops if not loop.branches)
+        carried = any(tensor == c.body for loop in self.graph.loops for c in loop.carries)
+        return "activations" if crosses or carried else "temporaries"
+
+    def add_heavy(self, op: Op) -> None:
+        backend = self.mesh.topology.backend
+        states = heavy_states(self.graph, op, self.axes, backend)
+        states = states[by_hand(op, states, self.mesh.axes)]
+        if self.refinement is not None and op.rule is not None:
+            states = states[self.refinement.apart(states, self.factor_group_sizes(op))]
+        trips = self.graph.trips(op.loop)
+        seconds = heavy_seconds(self.graph, op, states, self.axes, self.compute, self.residency) * trips
+        time: dict[Channel, Seconds] = {(op.loop, "compute"): seconds}
+        inner = tuple(inner_collectives(self.graph, op, states, self.axes, backend))
+        inner += own_collectives(self.graph, op, states, self.collectives)
+        if inner:
+            waits = [self.collectives.time(i.kind, tuple(self.names[a] for a in i.axes), i.size) for i in inner]
+            needed = zip(inner, waits, strict=True)
+            time[EXPOSED] = sum((np.where(i.size > 0, w, 0.0) for i, w in needed), np.zeros(len(states))) * trips
+        held = np.ones(len(states), dtype=bool)
+        padded = padded_tables(self.graph, op, states, self.axes, backend).astype(np.int64)
+        memory = (MemoryTerm("temporaries", op.id, op.id + 1, padded),) if padded.any() else ()
+        self.nodes.append(Node("op", op.id, states, held, time, memory, op.name or op.kind, inner))

@@ -1,0 +1,339 @@
+"""What a choice of alternatives means: true step time, communication, memory. No weights, no solver.
+
+Everything is listed again from the chosen specs, one pair of states at a time, so that an error in how the
+`Problem` was put together shows up as a difference.
+"""
+
+import dataclasses
+import math
+import weakref
+from collections import defaultdict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost import Collectives
+from autoshard.plan.model._heavy import factor_states
+from autoshard.plan.model._model import EXPOSED, Channel, Model, Move, Path, link_names
+from autoshard.plan.model._overlap import Overlap, lanes
+from autoshard.plan.price._headroom import tight_seconds
+from autoshard.plan.price._paths import Relayouts, path_steps, relayouts
+from autoshard.plan.record._parts import Collective, Prediction
+from autoshard.plan.record._spec import Spec
+from autoshard.plan.xla._states import States
+from autoshard.plan.xla._tables import padded_bytes, table_of
+
+
+Transfer = tuple[str, tuple[str, ...], float, float]
+"""(kind, axes, bytes, seconds) of one collective."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """The true time of a choice, by what it competes with, and its memory."""
+
+    channels: dict[Channel, float]
+    collectives: tuple[Collective, ...]
+    peak_bytes: int
+    peak_time: int
+    memory: dict[str, int]
+
+    @property
+    def blocks(self) -> list[int]:
+        return sorted({block for block, _ in self.channels if (block, _) != EXPOSED})
+
+    @property
+    def compute_s(self) -> float:
+        return sum(s for (_, what), s in self.channels.items() if what == "compute")
+
+    @property
+    def step_time_s(self) -> float:
+        """Exposed communication, plus for every block the longest of its compute and its links."""
+        longest = {b: max(s for (block, _), s in self.channels.items() if block == b) for b in self.blocks}
+        return self.channels.get(EXPOSED, 0.0) + sum(longest.values())
+
+    @property
+    def comm_s(self) -> float:
+        return sum(s for (_, what), s in self.channels.items() if what != "compute")
+
+    @property
+    def hidden_s(self) -> float:
+        """Communication that runs beside compute."""
+        return max(0.0, self.comm_s - (self.step_time_s - self.compute_s))
+
+
+def spec_of(model: Model, states: States, row: int, rank: int) -> Spec:
+    """The chosen state of a tensor as a `Spec`."""
+    dims: list[tuple[str, ...]] = [() for _ in range(rank)]
+    for axis, dim in enumerate(states[row]):
+        if dim >= 0:
+            dims[dim] = (*dims[dim], model.axis_names[axis])
+    return Spec(tuple(dims))
+
+
+def tensor_spec(model: Model, choices: NDArray[np.int64], tensor: int) -> Spec:
+    """The spec of any tensor under a choice; scalars and generated values are replicated."""
+    cluster = model.structure.cluster_of[tensor]
+    rank = len(model.graph.tensors[tensor].shape)
+    if cluster < 0:
+        return Spec.replicated(rank)
+    node = model.nodes[model.cluster_node[cluster]]
+    state = node.states[int(choices[model.cluster_node[cluster]])]
+    dims: list[tuple[str, ...]] = [() for _ in range(rank)]
+    for dim, factor in enumerate(model.structure.dims_of[tensor]):
+        dims[dim] = tuple(model.axis_names[a] for a in np.flatnonzero(state == factor)) if factor >= 0 else ()
+    return Spec(tuple(dims))
+
+
+def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
+    """The true outcome of one alternative per node. Raises ValueError if a forbidden pair was chosen."""
+    channels: dict[Channel, float] = defaultdict(float)
+    for node, choice in zip(model.nodes, choices, strict=True):
+        for channel, seconds in node.time.items():
+            channels[channel] += float(seconds[int(choice)])
+    gathered: dict[tuple[str, tuple[str, ...], bool, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
+    lines: dict[tuple[str, tuple[str, ...], bool, str], str] = {}
+    link_of, named = link_names(model.mesh), cluster_names(model)
+    for move in model.moves:
+        if again := relayout_seconds(model, move, choices):
+            channels[move.block, "compute"] += again
+        for kind, axes, size, seconds in move_steps(model, move, choices):
+            where = lanes(model.collectives, link_of, Overlap(move.overlap), kind, axes, move.block)
+            for channel, share in where.items():
+                channels[channel] += seconds * share * move.trips
+            exposed = where.get(EXPOSED, 0.0)
+            key = (kind, axes, exposed < 0.5, move_cause(model, move, named))
+            lines[key] = lines.get(key) or move_line(model, move)
+            entry = gathered[key]
+            entry[0] += move.trips
+            entry[1] += size * move.trips
+            entry[2] += seconds * move.trips
+            entry[3] += seconds * exposed * move.trips
+    for node, choice in zip(model.nodes, choices, strict=True):
+        for inner in node.inner:
+            size = float(inner.size[int(choice)])
+            if size > 0:
+                axes = tuple(model.axis_names[a] for a in inner.axes)
+                trips = model.graph.trips(model.graph.ops[node.ref].loop)
+                key = (inner.kind, axes, False, node.name)
+                lines[key] = model.graph.ops[node.ref].line
+                entry = gathered[key]
+                entry[0] += trips
+                entry[1] += size * inner.senders * trips
+                seconds = float(model.collectives.time(inner.kind, axes, size)) * trips
+                entry[2] += seconds
+                entry[3] += seconds
+    collectives = []
+    for key, (count, size, seconds, exposed) in gathered.items():
+        kind, axes, hidden, cause = key
+        wire = sum(float(v) for v in model.collectives.wire_bytes(kind, axes, size).values())  # type: ignore[arg-type]
+        collectives.append(
+            Collective(kind, axes, math.ceil(count), int(round(wire)), seconds, hidden, cause, lines[key], exposed)
+        )
+    collectives.sort(key=lambda c: (-c.seconds, c.kind, c.axes, c.cause))
+    peak, when, memory = _memory(model, choices)
+    return Outcome(dict(channels), tuple(collectives), peak, when, memory)
+
+
+def cluster_names(model: Model) -> dict[int, str]:
+    """Of every cluster with arguments in it, the name of the first."""
+    arguments = {model.graph.arguments[i]: a.name for i, a in enumerate(model.program.arguments)}
+    return {
+        number: arguments[tensor]
+        for number, cluster in enumerate(model.structure.clusters)
+        if (tensor := next((t for t in cluster.tensors if t in arguments), None)) is not None
+    }
+
+
+def move_cause(model: Model, move: Move, named: dict[int, str]) -> str:
+    """Name of what moves: the argument behind it, of the clusters' that are `named`, or the op that makes it."""
+    node = model.nodes[move.source]
+    if node.kind == "copy":
+        node = model.nodes[model.cluster_node[model.structure.cluster_of[node.ref]]]
+    end = model.nodes[move.target]
+    if node.kind == "op" and end.kind == "cluster" and end.name and not model.graph.tensors[move.tensor].name:
+        return end.name
+    for side in (node, end):
+        if side.kind == "cluster" and side.ref in named:
+            return named[side.ref]
+    return model.graph.tensors[move.tensor].name or node.name
+
+
+def move_line(model: Model, move: Move) -> str:
+    """Where the code asks for the op that the value enters or leaves, else for the one that makes it."""
+    ops = model.graph.ops
+    maker = model.graph.tensors[move.tensor].producer
+    return next((ops[op].line for op in (move.op, maker) if op >= 0 and ops[op].line), "")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Passage:
+    """What one execution of a move takes under a choice."""
+
+    steps: tuple[Transfer, ...]
+    """(kind, axes, bytes, seconds) of its collectives."""
+    relayouts: Relayouts
+    """What laying out anew takes beside them."""
+
+
+def move_steps(model: Model, move: Move, choices: NDArray[np.int64]) -> tuple[Transfer, ...]:
+    """(kind, axes, bytes, seconds) of one execution of a move under a choice."""
+    return _passage(model, move, choices).steps
+
+
+def relayout_seconds(model: Model, move: Move, choices: NDArray[np.int64]) -> float:
+    """Seconds in one step for laying out what a move brings."""
+    return float(move_relayouts(model, move, choices).seconds(model.compute)) * move.trips
+
+
+def move_relayouts(model: Model, move: Move, choices: NDArray[np.int64]) -> Relayouts:
+    """What laying out anew takes in one execution of a move."""
+    return _passage(model, move, choices).relayouts
+
+
+_known: "weakref.WeakKeyDictionary[Collectives, dict[object, Passage]]" = weakref.WeakKeyDictionary()
+"""Repeated layers take the same steps; of every priced mesh, by what the path is at both ends."""
+
+
+def _passage(model: Model, move: Move, choices: NDArray[np.int64]) -> Passage:
+    """Of the path with one state at each end. Raises ValueError for a forbidden pair."""
+    row = int(move.rows[int(choices[move.source])])
+    column = int(move.columns[int(choices[move.target])])
+    if move.forbidden is not None and move.forbidden[row, column]:
+        raise ValueError(f"nodes {move.source} and {move.target} take a pair of alternatives that is not allowed")
+    path = move.path
+    ends = (path.held[row], path.kept[row], path.source[row], path.target[column])
+    sizes = (path.shape, path.factors, path.itemsize, path.reduce_itemsize, path.collected)
+    key = (*sizes, *(end.tobytes() for end in ends))
+    known = _known.setdefault(model.collectives, {})
+    if key not in known:
+        held, kept, source, target = (end[None, :] for end in ends)
+        known[key] = _passage_of(
+            dataclasses.replace(path, held=held, kept=kept, source=source, target=target), model.collectives
+        )
+    return known[key]
+
+
+def _passage_of(path: Path, collectives: Collectives) -> Passage:
+    found: list[Transfer] = []
+    gathers, steps = path_steps(path, collectives)
+    for step in (*gathers, *steps):
+        size = float(step.size[0, 0])
+        if size > 0:
+            axes = tuple(list(collectives.mesh.axes)[a] for a in step.axes)
+            found.append((step.kind, axes, size, float(collectives.time(step.kind, axes, size))))
+    return Passage(tuple(found), relayouts(path, collectives).at(0, 0))
+
+
+def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, int, str]]:
+    """(op id, bytes that come or go, kind) in order, from the specs and lifetimes of every buffer."""
+    sizes = dict(model.mesh.axes)
+    events: list[tuple[int, int, str]] = []
+    kinds = {
+        (term.start, term.stop, number): term.kind for number, node in enumerate(model.nodes) for term in node.memory
+    }
+    for tensor, start, stop in model.liveness.buffers:
+        cluster = model.structure.cluster_of[tensor]
+        if cluster < 0:
+            continue
+        record = model.graph.tensors[tensor]
+        local = tensor_spec(model, choices, tensor).local_shape(record.shape, sizes)
+        size = int(np.prod(local, dtype=np.int64)) * model.liveness.itemsize(model.graph, (tensor, start, stop))
+        kind = kinds[(start, stop, model.cluster_node[cluster])]
+        events += [(start, size, kind), (stop, -size, kind)]
+    for softmax in model.liveness.softmaxes:
+        spec = tensor_spec(model, choices, softmax.scores)
+        split = any(spec.dims[dim] for dim in softmax.rows)
+        again = split or 1 in spec.local_shape(model.graph.tensors[softmax.scores].shape, sizes)
+        for tensor, start, stop, width in (softmax.again if again else softmax.whole).buffers:
+            local = tensor_spec(model, choices, tensor).local_shape(model.graph.tensors[tensor].shape, sizes)
+            size = int(np.prod(local, dtype=np.int64)) * width
+            kind = kinds[(start, stop, model.cluster_node[softmax.cluster])]
+            events += [(start, size, kind), (stop, -size, kind)]
+    for (tensor, _), number in model.copy_nodes.items():
+        node = model.nodes[number]
+        row = int(choices[number])
+        if not node.held[row] or not node.memory:
+            continue
+        record = model.graph.tensors[tensor]
+        local = spec_of(model, node.states, row, len(record.shape)).local_shape(record.shape, sizes)
+        size = int(np.prod(local, dtype=np.int64)) * (record.bytes // record.elements)
+        events += [(node.memory[0].start, size, "gathered"), (node.memory[0].stop, -size, "gathered")]
+    for op_id, number in model.op_node.items():
+        op, node = model.graph.ops[op_id], model.nodes[number]
+        table = table_of(model.graph, op, model.mesh.topology.backend)
+        if table is None or op.rule is None:
+            continue
+        record = model.graph.tensors[table]
+        split = factor_states(node.states[[int(choices[number])]], op.rule.operands[0])
+        local = spec_of(model, split, 0, len(record.shape)).local_shape(record.shape, sizes)
+        size = padded_bytes(op.kind, local, record.bytes // max(1, record.elements))
+        events += [(op_id, size, "temporaries"), (op_id + 1, -size, "temporaries")]
+    return sorted(events, key=lambda e: (e[0], e[1]))
+
+
+def _memory(model: Model, choices: NDArray[np.int64]) -> tuple[int, int, dict[str, int]]:
+    """Peak bytes, when (op id), and what holds them."""
+    now: dict[str, int] = defaultdict(int)
+    total = peak = when = 0
+    at_peak: dict[str, int] = {}
+    for moment, size, kind in memory_events(model, choices):
+        now[kind] += size
+        total += size
+        if total > peak:
+            peak, when, at_peak = total, moment, dict(now)
+    at_peak["temporaries"] = at_peak.get("temporaries", 0) + model.fixed_bytes
+    return peak + model.fixed_bytes, when, {k: v for k, v in sorted(at_peak.items()) if v}
+
+
+def predict(model: Model, outcome: Outcome, memory_limit: int) -> Prediction:
+    """An outcome as the record that plans carry."""
+    step, compute = outcome.step_time_s, outcome.compute_s
+    exposed = step - compute
+    wire: dict[str, int] = {axis: 0 for axis in model.axis_names}
+    for c in outcome.collectives:
+        for axis, share in _wire_shares(model, c).items():
+            wire[axis] += int(round(share))
+    return Prediction(
+        step_time_s=step,
+        compute_s=compute,
+        hidden_comm_s=outcome.hidden_s,
+        exposed_comm_s=exposed,
+        mfu=mfu(model, step),
+        peak_bytes=outcome.peak_bytes,
+        memory=outcome.memory,
+        fits=outcome.peak_bytes <= memory_limit,
+        wire_bytes=wire,
+        collectives=outcome.collectives,
+        peak_at=_op_name(model, outcome.peak_time),
+        tight_s=tight_seconds(model.mesh.topology, outcome.peak_bytes, compute, outcome.hidden_s),
+    )
+
+
+def _wire_shares(model: Model, c: Collective) -> dict[str, float]:
+    """A collective's wire bytes by mesh axis, by the same attribution as `Collectives.wire_bytes`."""
+    shares = model.collectives.wire_bytes(c.kind, c.axes, 1.0)  # type: ignore[arg-type]
+    whole = sum(float(v) for v in shares.values())
+    return {axis: c.wire_bytes * float(v) / whole for axis, v in shares.items()} if whole else {}
+
+
+def mfu(model: Model, step: float) -> float | None:
+    """Model FLOPs (the program's own count, else the matmul FLOPs of the graph) over the peak of all devices."""
+    flops = model.program.model_flops or model.graph.flops
+    if not flops or step <= 0:
+        return None
+    dtypes: dict[str, float] = defaultdict(float)
+    for op in model.graph.ops:
+        if op.flops:
+            dtypes[model.graph.tensors[op.operands[0]].dtype] += op.flops * model.graph.trips(op.loop)
+    dtype = max(dtypes, key=lambda d: (dtypes[d], d), default="bfloat16")
+    topology = model.mesh.topology
+    return flops / (step * topology.peak_flops(dtype) * topology.num_devices)
+
+
+def _op_name(model: Model, moment: int) -> str:
+    ops = model.graph.ops
+    if not ops:
+        return ""
+    op = ops[min(moment, len(ops) - 1)]
+    return f"{op.kind} {op.name}".strip()

@@ -1,0 +1,294 @@
+"""Prices every decision of a program on a mesh: alternatives and their times, moves between them, memory."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from autoshard.cost import Calibration, Mesh
+from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure
+from autoshard.plan.model._heavy import factor_states, result_states
+from autoshard.plan.model._model import EXPOSED, Channel, MemoryTerm, Model, Move, Node, Path
+from autoshard.plan.model._overlap import Overlap
+from autoshard.plan.model._refine import Refinement
+from autoshard.plan.price._nodes import NodePricer
+from autoshard.plan.price._paths import PathPrices
+from autoshard.plan.xla._handling import Handling, handling
+from autoshard.plan.xla._states import (
+    PARTIAL,
+    WHOLE,
+    Seconds,
+    States,
+    decompose,
+    distinct,
+    enumerate_states,
+    local_elements,
+    relabel,
+)
+from autoshard.program import Program
+
+
+LARGE_SHARE = 0.005
+"""A gathered tensor above this share of the memory limit gets a copy node with memory of its own."""
+
+
+def price(
+    program: Program,
+    graph: OpGraph,
+    structure: Structure,
+    liveness: Liveness,
+    mesh: Mesh,
+    memory_limit: int,
+    refinement: Refinement | None = None,
+    calibration: Calibration | None = None,
+) -> Model:
+    """All nodes, moves and memory of `program` on `mesh`, which is that of the refinement if there is one.
+
+    `calibration`: by default that of the mesh's chip.
+    """
+    return _Pricer(program, graph, structure, liveness, mesh, memory_limit, refinement, calibration).model()
+
+
+class _Pricer(NodePricer):
+    """The nodes, and the moves between them."""
+
+    def __init__(self, *what: Any) -> None:
+        super().__init__(*what)
+        self.moves: list[Move] = []
+        self.paths: dict[tuple[object, ...], dict[str, Seconds]] = {}
+        self.path_prices = PathPrices(self.collectives, self.link_of)
+
+    def model(self) -> Model:
+        cluster_node = tuple(range(len(self.structure.clusters)))
+        self.add_clusters()
+        op_node = {}
+        for op in self.structure.heavy:
+            op_node[op] = len(self.nodes)
+            self.add_heavy(self.graph.ops[op])
+        copies = self.add_moves(cluster_node, op_node)
+        fixed = sum(
+            self.graph.tensors[t].bytes for t, _, _ in self.liveness.buffers if self.structure.cluster_of[t] < 0
+        )
+        return Model(
+            self.program, self.graph, self.structure, self.liveness, self.mesh, self.collectives, self.compute,
+            self.residency, tuple(self.nodes), tuple(self.moves), cluster_node, op_node, copies, fixed,
+        )  # fmt: skip
+
+    def add_moves(self, cluster_node: Sequence[int], op_node: dict[int, int]) -> dict[tuple[int, int], int]:
+        groups: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        seen: set[tuple[object, ...]] = set()
+        for edge in self.structure.edges:
+            if edge.op < 0:
+                continue
+            op = self.graph.ops[edge.op]
+            cluster = self.structure.cluster_of[edge.tensor]
+            if op.op_class is not OpClass.HEAVY:
+                self.add_light(op, edge.operand, edge.result, cluster, seen)
+            elif edge.operand < 0:
+                self.add_heavy_result(op, edge.result, cluster, op_node[op.id])
+            else:
+                groups[(edge.tensor, op.loop)].append((op.id, edge.operand))
+        copies = {}
+        for (tensor, block), uses in groups.items():
+            source = cluster_node[self.structure.cluster_of[tensor]]
+            users = {op for op, _ in uses}
+            if len(users) > 1 or self.graph.tensors[tensor].bytes > LARGE_SHARE * self.memory_limit:
+                copies[(tensor, block)] = source = self.add_copy(tensor, block, source, sorted(users))
+            for op_id, operand in uses:
+                self.add_heavy_operand(self.graph.ops[op_id], operand, tensor, source, op_node[op_id])
+        for result, argument in self.structure.ties:
+            self.add_tie(result, argument, cluster_node)
+        return copies
+
+    def block_trips(self, tensor: int, op: Op) -> tuple[int, float]:
+        """Block in which a value moves, and how often: a value that the loop does not change moves once.
+
+        Nothing is moved ahead of a conditional: what a branch needs moves as often as the branch runs.
+        """
+        home = self.graph.tensors[tensor].loop
+        if home == op.loop or self.inside(home, op.loop):
+            return op.loop, self.graph.trips(op.loop)
+        count, loop = self.graph.trips(home), op.loop
+        while loop >= 0 and loop != home:
+            count /= max(1, self.graph.loops[loop].branches)
+            loop = self.graph.loops[loop].parent
+        return op.loop, count
+
+    def inside(self, home: int, loop: int) -> bool:
+        while home >= 0:
+            if home == loop:
+                return True
+            home = self.graph.loops[home].parent
+        return loop < 0
+
+    def add_light(self, op: Op, operand: int, result: int, cluster: int, seen: set[tuple[object, ...]]) -> None:
+        rule = op.rule
+        if rule is None:
+            return
+        tensor, out = op.operands[operand], op.results[result]
+        target = self.structure.cluster_of[out]
+        held = self.dims_states(cluster, self.nodes[cluster].states, tensor)
+        wanted = self.dims_states(target, self.nodes[target].states, out)
+        inner = {f for dim in rule.operands[operand] for f in dim}
+        outer = {f for dim in rule.results[result] for f in dim}
+        source, kept = decompose(held, rule.operands[operand], rule.sizes, self.axes)
+        aim, _ = decompose(wanted, rule.results[result], rule.sizes, self.axes)
+        reduced = [PARTIAL - f if rule.kinds[f] is FactorKind.REDUCTION else WHOLE for f in range(len(rule.sizes))]
+        backend = self.mesh.topology.backend
+        factors = range(len(rule.sizes))
+        collected = any(handling(self.graph, op, f, backend) is Handling.COLLECT for f in factors)
+        if collected and operand != result and self.structure.cluster_of[op.operands[result]] >= 0:
+            reduced = [WHOLE] * len(reduced)  # counted with the operand of the result's own number
+        source = relabel(source, [f if f in outer else reduced[f] for f in range(len(rule.sizes))])
+        aim = relabel(aim, [f if f in inner else WHOLE for f in range(len(rule.sizes))])
+        sizes = tuple(size if f in inner and f in outer else 1 for f, size in enumerate(rule.sizes))
+        block, trips = self.block_trips(tensor, op)
+        key = (tensor, target, block, aim.tobytes(), source.tobytes())
+        if key in seen:
+            return
+        seen.add(key)
+        dtype = self.graph.tensors[out].dtype
+        self.add_move(
+            cluster, target, tensor, op.id, block, trips, held, kept, source, aim, sizes, dtype, collected=collected
+        )
+
+    def add_heavy_result(self, op: Op, result: int, cluster: int, node: int) -> None:
+        out = op.results[result]
+        states = self.nodes[node].states
+        shape = self.graph.tensors[out].shape
+        source = result_states(op, states, result)
+        aim = self.dims_states(cluster, self.nodes[cluster].states, out)
+        trips = self.graph.trips(op.loop)
+        dtype = self.graph.tensors[out].dtype
+        self.add_move(node, cluster, out, op.id, op.loop, trips, source, source, source, aim, shape, dtype)
+
+    def add_heavy_operand(self, op: Op, operand: int, tensor: int, source_node: int, node: int) -> None:
+        shape = self.graph.tensors[tensor].shape
+        held = self.held_states(source_node, tensor)
+        states = self.nodes[node].states
+        aim = np.full_like(states, WHOLE)
+        if op.rule is not None:
+            aim = factor_states(states, op.rule.operands[operand])
+        block, trips = self.block_trips(tensor, op)
+        dtype = self.graph.tensors[tensor].dtype
+        self.add_move(source_node, node, tensor, op.id, block, trips, held, held, held, aim, shape, dtype)
+
+    def held_states(self, node: int, tensor: int) -> States:
+        record = self.nodes[node]
+        return record.states if record.kind == "copy" else self.dims_states(record.ref, record.states, tensor)
+
+    def add_copy(self, tensor: int, block: int, source: int, users: Sequence[int]) -> int:
+        record = self.graph.tensors[tensor]
+        cluster = self.structure.clusters[self.structure.cluster_of[tensor]]
+        factors = self.structure.dims_of[tensor]
+        blocked = [d for d, f in enumerate(factors) if f < 0 or f in cluster.blocked]
+        states = enumerate_states(record.shape, self.axes, blocked)
+        if self.refinement is not None:
+            states = states[self.refinement.apart(states, self.group_sizes(cluster.id, factors))]
+        large = record.bytes > LARGE_SHARE * self.memory_limit
+        held = np.ones(len(states), dtype=bool)
+        memory: tuple[MemoryTerm, ...] = ()
+        if large:
+            # Twice: held as a tensor of its own, or the very tensor it is a copy of, at no cost.
+            held = np.concatenate([held, ~held])
+            states = np.concatenate([states, states])
+            size = local_elements(states, record.shape, self.axes) * (record.bytes // record.elements)
+            usage = np.where(held, size, 0).astype(np.int64)
+            memory = (MemoryTerm("gathered", users[0], users[-1] + 1, usage),)
+        node = len(self.nodes)
+        self.nodes.append(Node("copy", tensor, states, held, {}, memory, record.name))
+        have = self.held_states(source, tensor)
+        op = self.graph.ops[users[0]]
+        _, trips = self.block_trips(tensor, op)
+        self.add_move(
+            source, node, tensor, op.id, block, trips, have, have, have, states, record.shape, record.dtype, held
+        )
+        return node
+
+    def add_tie(self, result: int, argument: int, cluster_node: Sequence[int]) -> None:
+        source = cluster_node[self.structure.cluster_of[result]]
+        target = cluster_node[self.structure.cluster_of[argument]]
+        record = self.graph.tensors[result]
+        held, aim = self.held_states(source, result), self.held_states(target, argument)
+        self.add_move(source, target, result, -1, -1, 1, held, held, held, aim, record.shape, record.dtype)
+
+    def add_move(
+        self,
+        source: int,
+        target: int,
+        tensor: int,
+        op: int,
+        block: int,
+        trips: float,
+        held: States,
+        kept: States,
+        states: States,
+        aim: States,
+        factors: Sequence[int],
+        dtype: str,
+        holds: np.ndarray | None = None,
+        collected: bool = False,
+    ) -> None:
+        """Adds the move unless it is always free; `holds` marks a copy's alternatives with memory of their own."""
+        record = self.graph.tensors[tensor]
+        first, rows = distinct(held if held is states else np.concatenate([held, states], axis=1))
+        marks = np.ones((len(aim), 1), dtype=np.int64) if holds is None else holds[:, None].astype(np.int64)
+        first_aim, columns = distinct(np.concatenate([aim, marks], axis=1))
+        itemsize = record.bytes // max(1, record.elements)
+        widened = self.collectives.widen_dtype(dtype)
+        reduce_itemsize = 4 if widened != dtype else itemsize
+        ends = (held[first], kept[first], tuple(factors), states[first], aim[first_aim])
+        path = Path(record.shape, *ends, itemsize, reduce_itemsize, collected)
+        overlap = self.overlap(source, target, op)
+        costs: dict[Channel, Seconds] = {
+            EXPOSED if what == EXPOSED[1] else (block, what): seconds
+            for what, seconds in self.seconds(path, overlap).items()
+        }
+        forbidden = None
+        if holds is not None and not holds.all():
+            same = (path.source[:, None, :] == path.target[None, :, :]).all(axis=2)
+            alias = ~holds[first_aim]
+            forbidden = np.where(alias[None, :], ~same, same)
+        if costs or forbidden is not None:
+            self.moves.append(
+                Move(
+                    source,
+                    target,
+                    tensor,
+                    op,
+                    block,
+                    trips,
+                    overlap,
+                    rows,
+                    columns,
+                    costs,
+                    forbidden,
+                    path,
+                )
+            )
+
+    def overlap(self, source: int, target: int, op: int) -> Overlap:
+        """What a move may hide behind: it waits for parameters, feeds the optimizer, or stands at a matmul."""
+        if op < 0:
+            return Overlap.NONE
+        origin = self.nodes[source]
+        cluster = origin.ref if origin.kind == "cluster" else -1
+        if origin.kind == "copy":
+            cluster = self.structure.cluster_of[origin.ref]
+        if cluster in self.stored:
+            return Overlap.PARAMETERS
+        end = self.nodes[target]
+        at_matmul = self.graph.ops[op].kind == "dot_general"
+        if end.kind == "cluster" and end.ref in self.updated and cluster not in self.updated:
+            return Overlap.GRADIENTS_AT_MATMUL if at_matmul else Overlap.GRADIENTS
+        return Overlap.MATMUL if at_matmul else Overlap.NONE
+
+    def seconds(self, path: Path, overlap: Overlap) -> dict[str, Seconds]:
+        """Time of one execution, exposed and by link; equal paths share their tables."""
+        fields = (getattr(path, field.name) for field in dataclasses.fields(path))
+        key = (overlap, *((f.shape, f.tobytes()) if isinstance(f, np.ndarray) else f for f in fields))
+        if key not in self.paths:
+            self.paths[key] = self.path_prices.seconds(path, overlap)
+        return self.paths[key]

@@ -1,0 +1,98 @@
+"""What a program is, whatever the mesh; and its decisions on one."""
+
+import dataclasses
+
+from autoshard.cost import Calibration, Mesh
+from autoshard.graph import (
+    Liveness,
+    OpGraph,
+    Structure,
+    analyse,
+    build_structure,
+    find_softmaxes,
+    kept_graph,
+    read_graph,
+    replace_names,
+)
+from autoshard.plan.model._groups import Groups, find_groups, tensor_groups
+from autoshard.plan.model._model import Model
+from autoshard.plan.model._refine import refinement_of
+from autoshard.plan.price._price import price
+from autoshard.plan.record._plan import Plan
+from autoshard.program import Lifted, Program, Role, lift_constraints
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reading:
+    """What a program is, whatever the mesh."""
+
+    graph: OpGraph
+    structure: Structure
+    liveness: Liveness
+    groups: Groups
+
+
+def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
+    """Its ops, decisions, lifetimes (what reaches memory depends on the backend's compiler) and dim groups.
+
+    With `kept` the ops come from the cache on disk where they are there.
+    """
+    read = kept_graph if kept else read_graph
+    graph = replace_names(read(program.module), [a.name for a in program.arguments])
+    parameters = [t for t, a in zip(graph.arguments, program.arguments, strict=True) if a.role is Role.PARAMETER]
+    ties = [
+        (graph.results[a.result], t)
+        for t, a in zip(graph.arguments, program.arguments, strict=True)
+        if a.result is not None
+    ]
+    structure = build_structure(graph, parameters, ties, _words(program, graph))
+    named = list(zip(graph.arguments, program.arguments, strict=True))
+    undonated = [t for t, a in named if not a.donated]
+    updates = {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None}
+    tpu = backend == "tpu"
+    softmaxes = find_softmaxes(graph, structure) if tpu else ()
+    liveness = analyse(graph, undonated, updates, fused_matmuls=tpu, softmaxes=softmaxes)
+    return Reading(graph, structure, liveness, find_groups(program, graph, structure))
+
+
+def as_planned(program: Program, plan: Plan) -> Program:
+    """The program that a plan is for: without its own constraints where they were lifted."""
+    return lift_constraints(program) if plan.provenance.get("lifted_constraints") == Lifted.ALL else program
+
+
+def _words(program: Program, graph: OpGraph) -> list[tuple[int, int]]:
+    """(tensor, dim) of the words that typed PRNG keys are made of: dims of the module that the program does not see."""
+    sides = [*zip(program.arguments, graph.arguments, strict=True), *zip(program.results, graph.results, strict=True)]
+    return [(t, dim) for value, t in sides for dim in range(len(value.shape), len(graph.tensors[t].shape))]
+
+
+def batch_dims(program: Program) -> tuple[int, list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Examples in the batch, and which dims of every argument and of every result count them.
+
+    No examples (0) where the program has no batch, or merges it with something else in an argument or a result.
+    """
+    reading = read_program(program, "cpu")
+    groups, graph = reading.groups, reading.graph
+
+    def dims(tensor: int) -> tuple[int, ...]:
+        found = tensor_groups(reading.structure, groups.of_factor, tensor)
+        return tuple(dim for dim, group in enumerate(found) if group == groups.batch)
+
+    sides = [[dims(tensor) for tensor in tensors] for tensors in (graph.arguments, graph.results)]
+    tensors = zip((*graph.arguments, *graph.results), (*sides[0], *sides[1]), strict=True)
+    sizes = {graph.tensors[tensor].shape[dim] for tensor, own in tensors for dim in own}
+    if groups.batch is None or len(sizes) != 1:
+        return 0, [() for _ in graph.arguments], [() for _ in graph.results]
+    return sizes.pop(), sides[0], sides[1]
+
+
+def build_model(
+    program: Program, reading: Reading, mesh: Mesh, memory_limit: int, calibration: Calibration | None = None
+) -> Model:
+    """Every decision of a program on a mesh, priced; axes that are parts of another go apart where they may.
+
+    `calibration`: by default that of the mesh's chip, with nothing learned.
+    """
+    refinement = refinement_of(reading.groups, mesh)
+    graph, structure, liveness = reading.graph, reading.structure, reading.liveness
+    return price(program, graph, structure, liveness, mesh, memory_limit, refinement, calibration)

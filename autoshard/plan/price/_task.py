@@ -1,0 +1,30 @@
+"""What is to be planned: one program, read, with what is asked of its plan."""
+
+import dataclasses
+
+from autoshard.cost import Calibration, Mesh
+from autoshard.plan.model._asked import Asked, Required, require
+from autoshard.plan.model._model import Model
+from autoshard.plan.price._reading import Reading, build_model
+from autoshard.program import Program
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """The same for every mesh."""
+
+    program: Program
+    reading: Reading
+    asked: Asked
+    memory_limit: int
+    """Bytes of one device."""
+    seed: int
+    calibration: Calibration
+
+    def priced(self, mesh: Mesh) -> Model:
+        """Its decisions on a mesh, with their prices."""
+        return build_model(self.program, self.reading, mesh, self.memory_limit, self.calibration)
+
+    def required(self, model: Model) -> Required:
+        """What is asked for on a mesh. Raises `UserError` if it cannot hold there."""
+        return require(model, self.reading.groups, self.asked)

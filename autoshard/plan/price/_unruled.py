@@ -1,0 +1,60 @@
+"""Ops without a sharding rule, with their share of the step, and what is said of them and of opaque calls."""
+
+from collections import defaultdict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.graph import Op
+from autoshard.plan.model._model import Model
+from autoshard.plan.record._parts import Unruled
+
+
+def find_unruled(model: Model, choices: NDArray[np.int64], step_time_s: float) -> tuple[Unruled, ...]:
+    """Ops planned as replicated for lack of a rule, by kind or target, the largest share of the step first."""
+    groups: dict[tuple[str, bool], list[tuple[float, Op]]] = defaultdict(list)
+    for op_id in model.graph.without_rule:
+        op = model.graph.ops[op_id]
+        kind = op.opaque.target if op.opaque else op.kind
+        groups[(kind, op.opaque is not None)].append((_seconds(model, choices, op), op))
+    found = []
+    for (kind, custom), ops in groups.items():
+        seconds = sum(each for each, _ in ops)
+        worst = max(ops, key=lambda item: item[0])[1]
+        share = seconds / step_time_s if step_time_s > 0 else 0.0
+        found.append(Unruled(kind, custom, len(ops), seconds, share, worst.name))
+    return tuple(sorted(found, key=lambda u: (-u.seconds, u.kind)))
+
+
+def _seconds(model: Model, choices: NDArray[np.int64], op: Op) -> float:
+    number = model.op_node.get(op.id)
+    if number is None:
+        return 0.0
+    return sum(float(seconds[int(choices[number])]) for seconds in model.nodes[number].time.values())
+
+
+def unruled_lines(unruled: tuple[Unruled, ...]) -> list[str]:
+    """One sentence for each kind."""
+    lines = []
+    for each in unruled:
+        what = f"custom call `{each.kind}`" if each.custom_call else each.kind
+        where = f" ({each.example})" if each.example and each.example != each.kind else ""
+        count = f"{each.count} x " if each.count > 1 else ""
+        line = (
+            f"{count}{what}{where} has no sharding rule: every device repeats it whole ({each.share:.1%} of the step)"
+        )
+        if each.custom_call:
+            line += f'; give it one with autoshard.register_rule("{each.kind}", "b ... -> b ...")'
+        lines.append(line + ".")
+    return lines
+
+
+def call_lines(model: Model) -> list[str]:
+    """Calls that the plan may split but no device can run on a shard."""
+    ops = (op for op in model.graph.ops if op.opaque is not None and op.rule is not None)
+    fixed = sorted({op.opaque.target for op in ops if op.opaque and op.opaque.fixed and op.opaque.on_shards})
+    return [
+        f"`{target}` is compiled for whole tensors in the module: to run the plan where it is split, plan the Python "
+        "program it was traced from (autoshard then builds the kernel for its shards)."
+        for target in fixed
+    ]

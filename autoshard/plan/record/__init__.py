@@ -1,0 +1,1 @@
+"""The answer: plans, specs, and how they are written and read."""

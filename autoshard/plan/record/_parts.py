@@ -1,0 +1,162 @@
+"""What a plan consists of: predictions, pins, calls, regions, spans, and the meshes that were tried."""
+
+import dataclasses
+
+from autoshard.plan.record._spec import Spec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collective:
+    """Predicted communication of one kind over one set of mesh axes, summed over the step."""
+
+    kind: str
+    """`all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all` or `collective-permute`."""
+    axes: tuple[str, ...]
+    count: int
+    """Executions in one step: loop trips counted, branches of a conditional by their share, rounded up."""
+    wire_bytes: int
+    """Bytes that one device puts on the wire in one step."""
+    seconds: float
+    hidden: bool
+    cause: str = ""
+    """Name of the tensor or op that causes most of it."""
+    line: str = ""
+    """Where the code asks for that op, `model.py:12`; empty if it is not known."""
+    exposed_s: float | None = None
+    """The part of `seconds` that compute waits for; None in plans that were saved before it was kept."""
+
+    @property
+    def waited_s(self) -> float:
+        """The same, in older plans all or nothing."""
+        return self.exposed_s if self.exposed_s is not None else 0.0 if self.hidden else self.seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the cost model says of one set of specs. Times in seconds, sizes in bytes of one device."""
+
+    step_time_s: float
+    compute_s: float
+    hidden_comm_s: float
+    exposed_comm_s: float
+    mfu: float | None
+    peak_bytes: int
+    memory: dict[str, int]
+    """Bytes by kind at the peak: parameters, optimizer_state, batch, gradients, activations, temporaries, gathered."""
+    fits: bool
+    wire_bytes: dict[str, int]
+    """Bytes that one device puts on the wire in one step, by mesh axis."""
+    collectives: tuple[Collective, ...] = ()
+    peak_at: str = ""
+    """The op at which memory peaks."""
+    tight_s: float = 0.0
+    """Seconds beyond `step_time_s` that nearly full memory is expected to add: plans are ranked by both together."""
+
+    @property
+    def expected_s(self) -> float:
+        return self.step_time_s + self.tight_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pin:
+    """One intermediate value whose spec propagation alone would not find.
+
+    `op` counts the ops of the inlined module in pre-order (see `graph.number_ops`); the value is
+    result `index` of that op. `operand` is None to constrain the value for all its uses, or
+    `(user_op, operand_number)` to constrain it for that one use (a reshard in front of one consumer).
+    """
+
+    op: int
+    index: int
+    spec: Spec
+    operand: tuple[int, int] | None = None
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """An opaque call that every device makes on its shards."""
+
+    op: int
+    """Number of the op, as in `Pin`."""
+    name: str
+    operands: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+    summed: tuple[str, ...] = ()
+    """Mesh axes over which results are summed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unruled:
+    """Ops of one kind that every device repeats whole because nobody said what may be split in them."""
+
+    kind: str
+    """Kind of op, or target of a custom call."""
+    custom_call: bool
+    count: int
+    """Ops in the program; in a loop each counts once."""
+    seconds: float
+    """Of the predicted step."""
+    share: float
+    """Of the predicted step."""
+    example: str
+    """The source's name for the costliest of them, may be empty."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Region:
+    """One op that devices compute shard by shard, not XLA's partitioner.
+
+    A windowed op (a convolution, a pool) that is split in space, whose shards exchange halos; or a convolution of
+    groups, which the partitioner gets wrong.
+
+    `op` counts as in `Pin`. Specs are those of its operands and results inside; each device holds a part of a sum
+    over the axes `summed`.
+    """
+
+    op: int
+    operands: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+    summed: tuple[str, ...]
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """One piece of work in the predicted step; in a loop, of all its trips together."""
+
+    name: str
+    lane: str
+    """`compute`, `exposed` (communication that compute waits for), or the link that hidden communication uses."""
+    start_s: float
+    seconds: float
+    block: int
+    """The loop it belongs to, -1 for none. Links are busy for several blocks at once where these overlap."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timeline:
+    """One way to run the step in its predicted time, and the memory of one device meanwhile."""
+
+    end_s: float
+    spans: tuple[Span, ...]
+    moments_s: tuple[float, ...]
+    """In program order; several moments may have one time."""
+    memory: dict[str, tuple[int, ...]]
+    """Bytes by kind at every moment."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeshTried:
+    """One mesh that the search for the best one looked at."""
+
+    mesh: str
+    """As `--mesh` takes it, major first."""
+    layout: str
+    """The physical axes that each axis is made of."""
+    step_time_s: float | None
+    """Of the best plan found on it; None where none was, or none was looked for."""
+    bound_s: float | None
+    """No plan on it takes less; None if that was not computed."""
+    verdict: str
+    """Whether it was chosen, or why not."""

@@ -1,0 +1,226 @@
+"""Saving and loading plans: JSON, the same bytes for the same plan."""
+
+import dataclasses
+import json
+import math
+import os
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.files import write_whole
+from autoshard.plan.record._plan import SCHEMA, Plan
+from autoshard.plan.record._providers import provides
+from autoshard.plan.record._spec import Spec
+
+
+FORMAT = "autoshard-plan"
+_AGAIN = "make it again with `autoshard plan ... --out`"
+
+
+@provides("save")
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write the plan as JSON beside `path` and rename it into place; equal plans give equal bytes.
+
+    Raises `UserError` if the directory is missing or cannot be written.
+    """
+    target = Path(path)
+    text = plan_to_json(plan)
+    try:
+        write_whole(target, text.encode())
+    except OSError as error:
+        hint = "; give a path in a directory that exists" if isinstance(error, FileNotFoundError) else ""
+        raise UserError(f"cannot write the plan to {target}: {error.strerror}{hint}.") from error
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan that `save_plan` wrote.
+
+    Raises `UserError` in one sentence if the file is missing, cut short, of another kind, damaged, or was
+    written by a newer version.
+    """
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read the plan file {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a plan file (it is not text); {_AGAIN}.") from error
+    return plan_from_json(text, str(path))
+
+
+def parameter_specs(plan: Plan | str | os.PathLike[str]) -> dict[str, Spec]:
+    """Specs of the parameters of a plan, or of a plan file, by name: what `pin_from` pins."""
+    plan = plan if isinstance(plan, Plan) else load_plan(plan)
+    return {name: spec for name, spec in plan.arguments.items() if plan.roles[name] == "parameter"}
+
+
+def plan_to_json(plan: Plan) -> str:
+    """The plan as JSON text: the schema number first, all other keys sorted, arguments and results in order."""
+    body = {field.name: getattr(plan, field.name) for field in dataclasses.fields(Plan)}
+    body["arguments"] = [
+        {
+            "name": name,
+            "spec": spec,
+            "shape": plan.shapes[name],
+            "dtype": plan.dtypes[name],
+            "role": plan.roles[name],
+        }
+        for name, spec in plan.arguments.items()
+    ]
+    body["results"] = [{"name": name, "spec": spec} for name, spec in plan.results.items()]
+    body["mesh"] = [{"axis": axis, "size": size} for axis, size in plan.mesh.items()]
+    for key in ("shapes", "dtypes", "roles"):
+        del body[key]
+    ordered = {"schema": SCHEMA, "format": FORMAT} | {key: _sorted(_encode(body[key])) for key in sorted(body)}
+    return json.dumps(ordered, indent=1, allow_nan=False) + "\n"
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _sorted(value[key]) for key in sorted(value)}
+    return [_sorted(item) for item in value] if isinstance(value, list) else value
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Spec):
+        return value.to_json()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): _encode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    item = getattr(value, "item", None)  # a numpy scalar has one
+    return value if item is None else _encode(item())
+
+
+def plan_from_json(text: str, path: str = "the plan") -> Plan:
+    """Parse and check what `plan_to_json` wrote; `path` is named in messages."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        whole = "is cut short" if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg else "is damaged"
+        raise UserError(f"{path} {whole} at line {error.lineno} ({error.msg}); {_AGAIN}.") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise UserError(f"{path} is not a plan file (no `format`: {FORMAT!r} in it); {_AGAIN}.")
+    schema = data.get("schema")
+    if not isinstance(schema, int) or schema < 1:
+        raise UserError(f"{path} is damaged: `schema` is {schema!r}, not a number from 1 to {SCHEMA}; {_AGAIN}.")
+    if schema > SCHEMA:
+        raise UserError(
+            f"{path} has schema {schema}, but this version of autoshard reads up to {SCHEMA}: update autoshard."
+        )
+    reader = _Reader(path)
+    arguments = reader.records(data, "arguments", ("name", "spec", "shape", "dtype", "role"))
+    results = reader.records(data, "results", ("name", "spec"))
+    mesh = reader.records(data, "mesh", ("axis", "size"))
+    values: dict[str, Any] = {
+        "mesh": {reader.read(str, row["axis"], "mesh"): reader.read(int, row["size"], "mesh") for row in mesh},
+        "arguments": {row["name"]: reader.read(Spec, row["spec"], f"spec of {row['name']}") for row in arguments},
+        "results": {row["name"]: reader.read(Spec, row["spec"], f"spec of {row['name']}") for row in results},
+        "shapes": {row["name"]: reader.read(tuple[int, ...], row["shape"], "shape") for row in arguments},
+        "dtypes": {row["name"]: reader.read(str, row["dtype"], "dtype") for row in arguments},
+        "roles": {row["name"]: reader.read(str, row["role"], "role") for row in arguments},
+    }
+    hints = typing.get_type_hints(Plan)
+    for field in dataclasses.fields(Plan):
+        if field.name in values:
+            continue
+        if field.name not in data:
+            if field.default is not dataclasses.MISSING:
+                continue
+            raise reader.damaged(f"`{field.name}` is missing")
+        values[field.name] = reader.read(hints[field.name], data[field.name], field.name)
+    plan = Plan(**values)
+    _check(plan, reader.damaged)
+    return plan
+
+
+class _Reader:
+    """Turns JSON values into the types that the records declare, or says what is damaged."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def damaged(self, what: str) -> UserError:
+        return UserError(f"{self.path} is damaged: {what}; {_AGAIN}.")
+
+    def records(self, data: dict[str, Any], key: str, fields: tuple[str, ...]) -> list[dict[str, Any]]:
+        rows = data.get(key)
+        if not isinstance(rows, list):
+            raise self.damaged(f"`{key}` is missing" if rows is None else f"`{key}` is not a list")
+        for row in rows:
+            if not isinstance(row, dict) or set(row) != set(fields):
+                raise self.damaged(f"an entry of `{key}` does not have just the fields {', '.join(fields)}")
+        names = [row[fields[0]] for row in rows]
+        if any(not isinstance(name, str) for name in names) or len(set(names)) != len(names):
+            raise self.damaged(f"`{key}` has a name that is not text or stands twice")
+        return rows
+
+    def read(self, kind: Any, value: Any, where: str) -> Any:
+        origin = typing.get_origin(kind)
+        if kind is Any:
+            return value
+        if origin is types.UnionType:
+            if value is None and type(None) in typing.get_args(kind):
+                return None
+            (kind,) = (part for part in typing.get_args(kind) if part is not type(None))
+            return self.read(kind, value, where)
+        if kind is Spec:
+            return Spec(self.read(tuple[tuple[str, ...], ...], value, where))
+        if dataclasses.is_dataclass(kind):
+            return self._record(kind, value, where)
+        if origin is tuple:
+            parts = typing.get_args(kind)
+            if isinstance(value, list) and (parts[-1] is ... or len(parts) == len(value)):
+                item_kinds = [parts[0]] * len(value) if parts[-1] is ... else parts
+                return tuple(self.read(each, item, where) for each, item in zip(item_kinds, value, strict=True))
+        elif origin is dict:
+            if isinstance(value, dict):
+                return {key: self.read(typing.get_args(kind)[1], item, f"{where}.{key}") for key, item in value.items()}
+        elif kind is float:
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                return float(value)
+            if value in ("inf", "-inf", "nan"):
+                return float(value)
+        elif kind is bool or not isinstance(value, bool):
+            if isinstance(value, kind):
+                return value
+        raise self.damaged(f"`{where}` is {json.dumps(value)[:60]}, which is not of the right type")
+
+    def _record(self, kind: Any, value: Any, where: str) -> Any:
+        if not isinstance(value, dict):
+            raise self.damaged(f"`{where}` is not a record")
+        hints = typing.get_type_hints(kind)
+        read = {}
+        for field in dataclasses.fields(kind):
+            if field.name in value:
+                read[field.name] = self.read(hints[field.name], value[field.name], f"{where}.{field.name}")
+            elif field.default is dataclasses.MISSING:
+                raise self.damaged(f"`{where}.{field.name}` is missing")
+        return kind(**read)
+
+
+def _check(plan: Plan, damaged: Callable[[str], UserError]) -> None:
+    if math.prod(plan.mesh.values()) != len(plan.device_order) or sorted(plan.device_order) != sorted(
+        set(plan.device_order)
+    ):
+        product = " x ".join(map(str, plan.mesh.values()))
+        raise damaged(f"the mesh has {product} devices but `device_order` names {len(set(plan.device_order))}")
+    named = [*plan.arguments.items(), *plan.results.items(), *((f"pin on op {pin.op}", pin.spec) for pin in plan.pins)]
+    named += [(f"region of op {r.op}", spec) for r in plan.regions for spec in (*r.operands, *r.results)]
+    named += [(f"region of op {r.op}", Spec((r.summed,))) for r in plan.regions]
+    for name, spec in named:
+        unknown = [axis for axis in spec.axes if axis not in plan.mesh]
+        if unknown:
+            raise damaged(f"{name} is split over {unknown[0]!r}, which is not a mesh axis")
+        if len(set(spec.axes)) != len(spec.axes):
+            raise damaged(f"{name} uses a mesh axis twice")
+    for name, spec in plan.arguments.items():
+        if len(spec.dims) != len(plan.shapes[name]):
+            raise damaged(f"{name} has {len(plan.shapes[name])} dims but its spec has {len(spec.dims)}")

@@ -1,0 +1,1 @@
+"""One mesh: the integer program, its weights and floors, and its solution."""

@@ -1,0 +1,136 @@
+"""From priced decisions to the `Problem` that the solver takes: weights applied, seconds to picoseconds."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.plan.model._model import EXPOSED, Channel, Decisions
+from autoshard.solver import FORBIDDEN, Link, Network, Problem, Term
+
+
+Weights = Mapping[Channel, float]
+"""Weight of every compute and link channel; those of one block are non-negative and sum to one."""
+
+Allowed = Mapping[int, NDArray[np.bool_]]
+"""Node -> which of its alternatives may be chosen."""
+
+Kept = Sequence[NDArray[np.int64]]
+"""For every node the alternatives that are left, ascending."""
+
+
+def kept_of(model: Decisions, allowed: Allowed | None) -> Kept:
+    """The alternatives that may be chosen."""
+    allowed = allowed or {}
+    return [
+        np.flatnonzero(allowed[n]) if n in allowed else np.arange(len(node.states))
+        for n, node in enumerate(model.nodes)
+    ]
+
+
+def entries(model: Decisions, kept: Kept) -> int:
+    """Numbers in the edge tables of `build_problem`."""
+    return sum(len(kept[move.source]) * len(kept[move.target]) for move in model.moves)
+
+
+def linked_moves(model: Decisions, weights: Weights) -> list[int]:
+    """The moves that are links of `build_network`, in their order: those that cost or forbid anything."""
+    return [
+        number
+        for number, move in enumerate(model.moves)
+        if move.forbidden is not None or any(_weight(weights, c) > 0 for c in move.costs)
+    ]
+
+
+def build_network(model: Decisions, weights: Weights, memory_limit: int | None, kept: Kept) -> Network:
+    """What `build_problem` would write out, in short; alternatives that are not in `kept` are closed."""
+    costs, links, terms = [], [], []
+    for node, mine in zip(model.nodes, kept, strict=True):
+        seconds = sum((_weight(weights, c) * t for c, t in node.time.items()), np.zeros(len(node.states)))
+        cost = np.full(len(node.states), float(FORBIDDEN))
+        cost[mine] = np.rint(seconds[mine] * 1e12)
+        costs.append(cost)
+    shared: dict[tuple[object, ...], NDArray[np.float64]] = {}
+    for number in linked_moves(model, weights):
+        move = model.moves[number]
+        parts = [(_weight(weights, c), t) for c, t in move.costs.items() if _weight(weights, c) > 0]
+        ends = (move.source, move.target, move.rows, move.columns)
+        if len(parts) == 1 and move.forbidden is None:
+            weight, table = parts[0]
+            links.append(Link(*ends, table, weight * move.trips * 1e12))
+            continue
+        key = (*((weight, id(table)) for weight, table in parts), -1 if move.forbidden is None else len(links))
+        if key not in shared:
+            table = sum((weight * t for weight, t in parts), np.zeros((len(move.path.source), len(move.path.target))))
+            shared[key] = table if move.forbidden is None else np.where(move.forbidden, float(FORBIDDEN), table)
+        links.append(Link(*ends, shared[key], move.trips * 1e12))
+    if memory_limit is not None:
+        terms = [Term(n, t.start, t.stop, t.usage) for n, node in enumerate(model.nodes) for t in node.memory]
+    return Network(costs, links, terms, _usage_limit(model, memory_limit))
+
+
+def build_problem(model: Decisions, weights: Weights, memory_limit: int | None, kept: Kept | None = None) -> Problem:
+    """The `Problem` whose objective is exposed communication plus the weighted channels of every block.
+
+    With weights that are non-negative and sum to one in every block the objective bounds the plan's true time
+    (`exposed + max over the channels` per block) from below. With `kept` only these alternatives are in it. A program
+    that leaves nothing to decide (all scalars) has a Problem of one node with one alternative, which stands for none.
+    """
+    kept = kept_of(model, None) if kept is None else kept
+    costs, offsets = [], [0]
+    for node, mine in zip(model.nodes, kept, strict=True):
+        seconds = sum((_weight(weights, c) * t for c, t in node.time.items()), np.zeros(len(node.states)))
+        costs.append(_picoseconds(seconds[mine]))
+        offsets.append(offsets[-1] + len(mine))
+    if not costs:
+        costs, offsets = [np.zeros(1, dtype=np.int64)], [0, 1]
+    edge_costs, edge_offsets, edge_nodes = [], [0], []
+    for move in model.moves:
+        rows, place = np.unique(move.rows[kept[move.source]], return_inverse=True)
+        columns, across = np.unique(move.columns[kept[move.target]], return_inverse=True)
+        part = np.ix_(rows, columns)
+        parts = (_weight(weights, c) * move.trips * t[part] for c, t in move.costs.items())
+        cost = _picoseconds(sum(parts, np.zeros((len(rows), len(columns)))))
+        if move.forbidden is not None:
+            cost = np.where(move.forbidden[part], FORBIDDEN, cost)
+        if not cost.any():
+            continue
+        full = cost[place][:, across].ravel()
+        edge_costs.append(full)
+        edge_offsets.append(edge_offsets[-1] + len(full))
+        edge_nodes.append((move.source, move.target))
+    term_nodes, intervals, usages, term_offsets = [], [], [], [0]
+    for number, node in enumerate(model.nodes):
+        for term in node.memory:
+            term_nodes.append(number)
+            intervals.append((term.start, term.stop))
+            usages.append(term.usage[kept[number]])
+            term_offsets.append(term_offsets[-1] + len(kept[number]))
+    return Problem(
+        node_offsets=np.array(offsets, dtype=np.int64),
+        node_costs=_flat(costs),
+        edge_nodes=np.array(edge_nodes, dtype=np.int64).reshape(-1, 2),
+        edge_offsets=np.array(edge_offsets, dtype=np.int64),
+        edge_costs=_flat(edge_costs),
+        term_nodes=np.array(term_nodes, dtype=np.int64),
+        term_intervals=np.array(intervals, dtype=np.int64).reshape(-1, 2),
+        term_offsets=np.array(term_offsets, dtype=np.int64),
+        term_usages=_flat(usages),
+        usage_limit=_usage_limit(model, memory_limit),
+    )
+
+
+def _usage_limit(model: Decisions, memory_limit: int | None) -> int | None:
+    return None if memory_limit is None else max(0, memory_limit - model.fixed_bytes)
+
+
+def _weight(weights: Weights, channel: Channel) -> float:
+    return 1.0 if channel == EXPOSED else weights.get(channel, 0.0)
+
+
+def _picoseconds(seconds: NDArray[np.float64]) -> NDArray[np.int64]:
+    return np.rint(np.asarray(seconds) * 1e12).astype(np.int64)
+
+
+def _flat(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return np.concatenate(arrays).astype(np.int64) if arrays else np.zeros(0, dtype=np.int64)

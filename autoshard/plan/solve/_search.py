@@ -1,0 +1,324 @@
+"""Finding the choice with the least true time: a few weightings, every baseline, one certified bound."""
+
+import dataclasses
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.crew import Crew
+from autoshard.helper import Stopped
+from autoshard.plan.model._asked import Required
+from autoshard.plan.model._baselines import Baseline
+from autoshard.plan.model._model import Model
+from autoshard.plan.price._headroom import roomy_bytes, tight_seconds
+from autoshard.plan.price._predict import Outcome, evaluate
+from autoshard.plan.solve._build import Weights, kept_of
+from autoshard.plan.solve._floors import least_bytes
+from autoshard.plan.solve._repeats import Repeats, find_repeats
+from autoshard.plan.solve._solve import Solved, Terms, first_bound, first_messages, solve_tied, solve_within
+from autoshard.plan.solve._weights import Weighing, even_weights, normalise
+from autoshard.solver import Messages, Problem, Solution, processor_seconds
+from autoshard.solver import evaluate as evaluate_problem
+
+
+MAX_ROUNDS = 6
+BASELINES_SHARE = 0.5
+"""Part of the time limit that completing all baselines may take."""
+ROOMIER_SHARE = 0.15
+"""Part of the time limit that looking for plans below one peak may take, where memory is nearly full."""
+GOOD_ENOUGH = 1e-3
+"""Plan gap below which no further weighting is tried."""
+ROUGHLY = 1e-2
+"""The same for plans that leave memory free: what they save is not known better."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """One choice with its true outcome."""
+
+    name: str
+    choices: NDArray[np.int64]
+    outcome: Outcome
+    fits: bool
+    tight_s: float = 0.0
+    """Seconds that nearly full memory is expected to add, see `tight_seconds`."""
+    weights: Weights | None = None
+    """It was solved with."""
+
+    @property
+    def expected_s(self) -> float:
+        return self.outcome.step_time_s + self.tight_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """The best choice, what bounds it, and every baseline's."""
+
+    best: Candidate
+    problem: Problem
+    solution: Solution
+    """Of the weighting whose bound is the certified one."""
+    bound_s: float
+    """No choice within the memory limit has a shorter true step time."""
+    baselines: dict[str, Candidate]
+    rounds: int
+    weights: Weights
+    """Those of the certified bound."""
+    seen: tuple[Candidate, ...]
+    """What every weighting found that fits, the best included."""
+
+
+def search(
+    model: Model,
+    baselines: list[Baseline],
+    memory_limit: int,
+    time_limit: float,
+    seed: int,
+    progress: Callable[[str], None],
+    required: Required | None = None,
+    known: NDArray[np.int64] | None = None,
+    crew: Crew | None = None,
+) -> Found:
+    """The best plan within the memory limit that keeps what is `required`.
+
+    Never worse than the best baseline that fits and keeps it too, nor than the choices that are `known`. Baselines
+    themselves are completed without it.
+    """
+    required = required or Required({}, {})
+    crew = crew or Crew()
+    start = crew.processor_seconds()
+    weights: Weights = normalise(even_weights(model))
+    repeats = find_repeats(model)
+    if repeats is not None:
+        progress(f"layers repeat: {len(repeats.nodes)} of {len(model.nodes)} decisions are unlike")
+    # Every baseline, and then every weighting, begins with what is found for all alternatives.
+    messages = first_messages(repeats or model, weights) if baselines else None
+    completing = Completing(model, weights, memory_limit, seed, messages, repeats)
+    named = complete_all(completing, baselines, start + BASELINES_SHARE * time_limit, crew)
+    fitting = [c for c in named.values() if c.fits and required.holds(c.choices)]
+    if known is not None:
+        outcome = evaluate(model, known)
+        if outcome.peak_bytes <= memory_limit:
+            fitting.append(judged(model, "known", known, outcome, memory_limit))
+    weighing = Weighing(weights)
+    for candidate in fitting:
+        weighing.add_choice(candidate.outcome)
+    climb = Climb(model, weighing, min(fitting, key=_rank, default=None), messages, repeats)
+    climb.run(memory_limit, time_limit - (crew.processor_seconds() - start), seed, progress, required)
+    if climb.best is None or climb.certified is None:
+        raise Infeasible(climb.certified)
+    if climb.best.tight_s > GOOD_ENOUGH * climb.best.outcome.step_time_s:
+        progress("memory is nearly full: looking for plans that need less")
+        for target in roomy_bytes(model.mesh.topology):
+            climb.roomier(target, ROOMIER_SHARE * time_limit, seed, required, fitting)
+    best = dataclasses.replace(climb.best, name="plan")
+    return Found(
+        best=best,
+        problem=climb.certified.problem,
+        solution=climb.certified.solution,
+        bound_s=weighing.bound_s,
+        baselines=named,
+        rounds=climb.rounds,
+        weights=weighing.weights,
+        seen=tuple(climb.seen),
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class Climb:
+    """The rounds of one search: solve with weights, judge, weigh anew."""
+
+    model: Model
+    weighing: Weighing
+    best: "Candidate | None" = None
+    messages: Messages | None = None
+    """Of `repeats`, if there are any."""
+    repeats: Repeats | None = None
+    certified: "Solved | None" = None
+    """Of the weighting with the highest bound."""
+    rounds: int = 0
+    seen: "list[Candidate]" = dataclasses.field(default_factory=list)
+    """What every weighting found that fits."""
+
+    def bound_without_limit(self, required: Required, enough_s: float) -> None:
+        """Raises the bound of a large model, up to `enough_s`, by what holds whatever fits in memory."""
+        weights = self.weighing.weights
+        found = first_bound(self.model, self.repeats, weights, required.allowed, enough_s * 1e12)
+        if found is not None:
+            bound, self.messages = found
+            self.weighing.add_bound(weights, bound * 1e-12)
+
+    def roomier(
+        self, target: int, time_limit: float, seed: int, required: Required, known: Sequence[Candidate]
+    ) -> None:
+        """Takes the best plan whose peak is at most `target` bytes, if it is expected to be faster."""
+        beat_s = math.inf if self.best is None else self.best.expected_s
+        weights = self.weighing.weights
+        found = within_memory(
+            self.model, weights, required, target, time_limit, seed, known, beat_s, ROUGHLY, self.repeats
+        )
+        if found is not None:
+            self.seen.append(found)
+            if self.best is None or _rank(found) < _rank(self.best):
+                self.best = found
+
+    def run(
+        self,
+        memory_limit: int,
+        time_limit: float,
+        seed: int,
+        progress: Callable[[str], None],
+        required: Required,
+        beat_s: float = math.inf,
+        good_enough: float = GOOD_ENOUGH,
+        stop: threading.Event | None = None,
+    ) -> None:
+        """Until the bound meets the best choice within `good_enough`, cannot be raised, or says that none takes less
+        than `beat_s`. Raises `Stopped` after `stop` is set."""
+        start = processor_seconds()
+        weighing = self.weighing
+        weights = weighing.following(0.0) or weighing.weights
+        for self.rounds in range(1, MAX_ROUNDS + 1):
+            left = time_limit - (processor_seconds() - start)
+            if self.rounds > 1 and left < 0.1 * time_limit:
+                return
+            hint = self.best.choices if self.best is not None else None
+            share = max(2.0, left / (2 if self.rounds == 1 else 3))
+            allowed = required.allowed
+            terms = Terms(memory_limit, share, seed, hint, allowed, self.messages, stop=stop)
+            solved = solve_within(self.model, weights, terms, self.repeats)
+            if stop is not None and stop.is_set():
+                raise Stopped
+            self.messages = solved.messages
+            lower = solved.solution.lower_bound * 1e-12
+            if lower > weighing.bound_s or self.certified is None:
+                self.certified = solved
+            weighing.add_bound(weights, lower)
+            candidate = make_candidate(self.model, f"weighting {self.rounds}", solved, memory_limit)
+            if candidate is None or not required.holds(candidate.choices):
+                return
+            if candidate.fits:
+                candidate = dataclasses.replace(candidate, weights=weights)
+                self.seen.append(candidate)
+                weighing.add_choice(candidate.outcome)
+                if self.best is None or _rank(candidate) < _rank(self.best):
+                    self.best = candidate
+            if self.best is None:
+                return
+            step = self.best.outcome.step_time_s
+            gap = 1.0 - weighing.bound_s / step if step else 0.0  # a program without ops takes no time
+            progress(f"weighting {self.rounds}: step {step:.6g} s, plan gap {max(gap, 0):.2%}")
+            following = weighing.following(good_enough * step, beat_s)
+            if gap <= good_enough or following is None or weighing.bound_s >= beat_s:
+                return
+            weights = following
+
+
+def _rank(candidate: Candidate) -> tuple[float, int]:
+    """Less expected time is better, and of equal times less memory; differences below a picosecond are rounding."""
+    return round(candidate.expected_s, 12), candidate.outcome.peak_bytes
+
+
+def within_memory(
+    model: Model,
+    weights: Weights,
+    required: Required,
+    target: int,
+    time_limit: float,
+    seed: int,
+    known: Iterable[Candidate],
+    beat_s: float = math.inf,
+    good_enough: float = GOOD_ENOUGH,
+    repeats: Repeats | None = None,
+) -> Candidate | None:
+    """The best choice whose peak is at most `target` bytes, from those that are `known`; None if none is found.
+
+    It is looked for until none can take less than `beat_s`, or within `good_enough` of its bound.
+    """
+    share = target / model.mesh.topology.usable_bytes
+    kept = [c for c in known if c.outcome.peak_bytes <= target and required.holds(c.choices)]
+    weighing = Weighing(weights)
+    for each in kept:
+        weighing.add_choice(each.outcome)
+    climb = Climb(model, weighing, min(kept, key=_rank, default=None), repeats=repeats)
+    climb.run(target, time_limit, seed, lambda line: None, required, beat_s, good_enough)
+    return None if climb.best is None else dataclasses.replace(climb.best, name=f"memory {share:.0%}", weights=None)
+
+
+class Infeasible(Exception):
+    """No choice within the memory limit was found; carries the solver's last answer."""
+
+    def __init__(self, solved: Solved | None) -> None:
+        super().__init__("no choice within the memory limit")
+        self.solved = solved
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Completing:
+    """What it takes to complete baselines."""
+
+    model: Model
+    weights: Weights
+    memory_limit: int
+    seed: int
+    messages: Messages | None
+    """To begin with, of `repeats` if there are any."""
+    repeats: Repeats | None
+
+    def complete(self, baseline: Baseline, time_limit: float) -> Candidate | None:
+        """A baseline with everything it leaves open chosen by the solver, alike in what repeats; within the limit if
+        that is possible."""
+        free = self._completed(baseline, None, time_limit)
+        fits = free is not None and free.fits
+        if fits or least_bytes(self.model, kept_of(self.model, baseline.allowed)) > self.memory_limit:
+            return free
+        limited = self._completed(baseline, self.memory_limit, time_limit)
+        # A baseline that cannot fit is shown all the same, with what it would take.
+        return limited if limited is not None and limited.fits else free
+
+    def _completed(self, baseline: Baseline, limit: int | None, time_limit: float) -> Candidate | None:
+        terms = Terms(limit, time_limit, self.seed, None, baseline.allowed, self.messages, free_first=False)
+        solved = None if self.repeats is None else solve_tied(self.repeats, self.weights, terms)
+        if solved is None:
+            alone = terms if self.repeats is None else dataclasses.replace(terms, messages=None)
+            solved = solve_within(self.model, self.weights, alone)
+        return make_candidate(self.model, baseline.name, solved, self.memory_limit)
+
+
+def complete_all(
+    completing: Completing, baselines: Sequence[Baseline], until: float, crew: Crew
+) -> dict[str, Candidate]:
+    """Every baseline that can be completed, by its name; with little time each after `until` (of the crew's clock)."""
+    crew.share("completing", completing)
+    found = crew.map(completing.complete, baselines, lambda each: (each, max(1.0, until - crew.processor_seconds())))
+    return {each.name: done for each, done in zip(baselines, found, strict=True) if done is not None}
+
+
+def make_candidate(model: Model, name: str, solved: Solved, memory_limit: int) -> Candidate | None:
+    """A solution with its true outcome; None if it is not a choice at all.
+
+    Checks the model against itself: memory by liveness must equal the Problem's, or a `RuntimeError` says so.
+    """
+    choices = solved.choices
+    if len(choices) != len(model.nodes):
+        return None
+    checked = evaluate_problem(solved.problem, solved.solution.choices)
+    try:
+        outcome = evaluate(model, choices)
+    except ValueError:
+        return None
+    if checked.peak_usage + model.fixed_bytes != outcome.peak_bytes:
+        raise RuntimeError(
+            f"memory from specs is {outcome.peak_bytes} bytes but the solved problem says "
+            f"{checked.peak_usage + model.fixed_bytes}: the plan cannot be trusted"
+        )
+    return judged(model, name, choices, outcome, memory_limit)
+
+
+def judged(model: Model, name: str, choices: NDArray[np.int64], outcome: Outcome, memory_limit: int) -> Candidate:
+    """A choice with its true outcome as a candidate."""
+    tight = tight_seconds(model.mesh.topology, outcome.peak_bytes, outcome.compute_s, outcome.hidden_s)
+    return Candidate(name, choices, outcome, outcome.peak_bytes <= memory_limit, tight)

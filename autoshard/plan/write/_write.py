@@ -1,0 +1,205 @@
+"""Choices written down as a plan: specs, predictions, words, warnings, and where they came from."""
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.plan.mesh._portfolio import Contender
+from autoshard.plan.model._baselines import left_out
+from autoshard.plan.model._demands import broken_demands, said_by_program
+from autoshard.plan.model._groups import Groups
+from autoshard.plan.model._model import Model
+from autoshard.plan.price._alike import alike_lines
+from autoshard.plan.price._headroom import tight_seconds
+from autoshard.plan.price._predict import Outcome, predict, tensor_spec
+from autoshard.plan.price._timeline import make_timeline
+from autoshard.plan.price._unruled import call_lines, find_unruled, unruled_lines
+from autoshard.plan.record._plan import Plan
+from autoshard.plan.record._spec import Spec
+from autoshard.plan.write._pins import make_calls, make_pins
+from autoshard.plan.write._regions import make_regions
+from autoshard.plan.write._words import describe
+from autoshard.plan.xla._states import States
+from autoshard.program import Program
+from autoshard.solver import Solution
+from autoshard.units import format_bytes, format_seconds
+
+
+TIGHT = 0.92
+"""Share of the memory limit from which on a plan is said to be tight."""
+NOTICEABLE = 1e-3
+"""Share of the step from which on what tight memory adds is said."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Writer:
+    """Writes down plans of one program."""
+
+    program: Program
+    groups: Groups
+    memory_limit: int
+    seed: int
+    compared: Sequence[str]
+    """Names of the baselines beside them."""
+    said: Mapping[str, Any]
+    """What the provenance of all of them says besides."""
+
+    def write(self, each: Contender) -> Plan:
+        """With what bounds it; baselines are not in it."""
+        model, true = each.model(), each.outcome.step_time_s
+        plan = plan_of_choices(
+            self.program, model, self.groups, each.choices, each.outcome, each.solution, self.memory_limit
+        )
+        more = {"weightings": each.weightings, "bound_s": each.bound_s, **self.said}
+        return dataclasses.replace(
+            plan,
+            plan_gap=max(0.0, 1.0 - each.bound_s / true) if true > 0 else 0.0,
+            warnings=_warnings(
+                self.program, model, self.groups, self.compared, each.choices, each.outcome, self.memory_limit
+            ),
+            provenance=_provenance(model, self.seed, more),
+        )
+
+
+class WhenAsked(Mapping[str, Plan]):
+    """Plans by name, each written when it is first asked for: most are never looked at."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Plan]]) -> None:
+        self._makers, self._made = makers, dict[str, Plan]()
+
+    def __getitem__(self, name: str) -> Plan:
+        if name not in self._made:
+            self._made[name] = self._makers[name]()
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+def plan_of_choices(
+    program: Program,
+    model: Model,
+    groups: Groups,
+    choices: NDArray[np.int64],
+    outcome: Outcome,
+    solution: Solution,
+    memory_limit: int,
+) -> Plan:
+    """Choices as a plan. `solution` is of the Problem that they solve; nothing is said of what bounds them."""
+    graph = model.graph
+    prediction = predict(model, outcome, memory_limit)
+    arguments = {
+        a.name: tensor_spec(model, choices, t).of_rank(len(a.shape))
+        for a, t in zip(program.arguments, graph.arguments, strict=True)
+    }
+    results: dict[str, Spec] = {}
+    for r, tensor in zip(program.results, graph.results, strict=True):
+        tied = program.arguments[r.argument] if r.argument is not None else None
+        results[r.name] = arguments[tied.name] if tied else tensor_spec(model, choices, tensor).of_rank(len(r.shape))
+    return Plan(
+        program_name=program.name,
+        program_fingerprint=program.fingerprint,
+        topology=model.mesh.topology.name,
+        mesh=dict(model.mesh.axes),
+        device_order=model.mesh.device_order,
+        memory_limit_bytes=memory_limit,
+        arguments=arguments,
+        results=results,
+        pins=make_pins(model, choices),
+        regions=make_regions(model, choices),
+        prediction=prediction,
+        baselines={},
+        objective=int(solution.cost),
+        lower_bound=int(solution.lower_bound),
+        solver_gap=float(solution.gap),
+        plan_gap=1.0,
+        words=describe(model, groups, choices),
+        warnings=tuple(program.notes),
+        provenance=_provenance(model, 0, {}),
+        shapes={a.name: tuple(a.shape) for a in program.arguments},
+        dtypes={a.name: a.dtype for a in program.arguments},
+        roles={a.name: str(a.role) for a in program.arguments},
+        module_hash=graph.module_hash,
+        timeline=make_timeline(model, choices),
+        calls=make_calls(model, choices),
+        unruled=find_unruled(model, choices, outcome.step_time_s),
+        choices=" ".join(str(int(c)) for c in choices),
+    )
+
+
+def _warnings(
+    program: Program,
+    model: Model,
+    groups: Groups,
+    compared: Sequence[str],
+    choices: NDArray[np.int64],
+    outcome: Outcome,
+    memory_limit: int,
+) -> tuple[str, ...]:
+    lines = list(program.notes)
+    graph = model.graph
+    lines.extend(unruled_lines(find_unruled(model, choices, outcome.step_time_s)))
+    lines.extend(alike_lines(model, groups, choices, outcome.step_time_s))
+    lines.extend(call_lines(model))
+    for loop in graph.loops:
+        if not loop.known:
+            lines.append("a loop's number of trips cannot be read from the program: it is counted once.")
+    for demand in broken_demands(graph, model.structure, model.mesh, lambda t: cluster_state(model, choices, t)):
+        lines.append(
+            f"{demand.why} excludes what the program asks for elsewhere of the same carried value: the compiler keeps "
+            "both, but the way between them is not in the prediction."
+        )
+    lines.extend(left_out(model, compared))
+    lines.extend(_memory_warning(model, outcome, memory_limit))
+    return tuple(dict.fromkeys(lines))
+
+
+def _memory_warning(model: Model, outcome: Outcome, memory_limit: int) -> list[str]:
+    peak, step, topology = format_bytes(outcome.peak_bytes), outcome.step_time_s, model.mesh.topology
+    tight = tight_seconds(topology, outcome.peak_bytes, outcome.compute_s, outcome.hidden_s)
+    if tight > NOTICEABLE * step:
+        line = (
+            f"memory is tight: {peak} of the chip's {format_bytes(topology.usable_bytes)}; the compiler may recompute "
+        )
+        return [f"{line}values or refuse, which counts as {format_seconds(tight)} ({tight / step:.1%}) more a step."]
+    if outcome.peak_bytes > TIGHT * memory_limit:
+        return [f"memory is tight: {peak} of {format_bytes(memory_limit)}; the compiler may need to rematerialise."]
+    return []
+
+
+def cluster_state(model: Model, choices: NDArray[np.int64], tensor: int) -> States:
+    """The chosen state of a tensor's cluster, as one row."""
+    node = model.cluster_node[model.structure.cluster_of[tensor]]
+    return model.nodes[node].states[int(choices[node])][None, :]
+
+
+def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, Any]:
+    versions = {}
+    for package in ("autoshard", "jax", "jaxlib", "highspy", "numpy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "unknown"
+    return (
+        ({"source": source} if (source := model.program.source) else {})
+        | {
+            "versions": versions,
+            "topology": model.mesh.topology.name,
+            "layout": model.mesh.describe(),
+            "seed": seed,
+            "calibration": model.compute.calibration.hash(),
+            "nodes": len(model.nodes),
+            "alternatives": int(np.sum([len(n.states) for n in model.nodes])),
+            "edges": len(model.moves),
+        }
+        | dict(more)
+        | ({"lifted_constraints": str(lifted)} if (lifted := model.program.lifted) else {})
+        | ({"said_by_program": said} if (said := said_by_program(model.graph)) else {})
+    )

@@ -1,0 +1,1 @@
+"""What XLA's partitioner makes of a spec: states, reshards, pins, halos, tables."""

@@ -1,0 +1,294 @@
+"""Compiled pricing of transitions: what `waves` and `relayouts` say, for many pairs of states at once.
+
+`waves` (numpy) is the rule book, with its reasons, and serves single pairs; these kernels follow it pair by pair and
+give the same floats bit for bit, which a test compares. They bring numba, so only large tables come here.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.kernels import njit
+from autoshard.plan.xla._states import PARTIAL, WHOLE
+
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+GATHER, SCATTER, REDUCE, EXCHANGE, PERMUTE = range(5)
+"""Places of the kinds in `cost.KINDS`."""
+AS_ONE, STAGED, AS_SUM = range(3)
+"""Places of the members of `Emitted`."""
+
+
+class Rules(NamedTuple):
+    """How collectives are emitted and priced on one mesh; groups of mesh axes are bits, the first axis is 1."""
+
+    parts: Floats
+    """[groups] devices in a group."""
+    scattering: Ints
+    """[groups] what a sum that ends split becomes."""
+    gathering: Ints
+    """[groups] what an all-gather becomes."""
+    tpu: bool
+    odd: float
+    """A reduce-scatter on a TPU may not leave this many elements of the last dim, modulo twice as many."""
+    launch: Floats
+    """[kinds, groups] seconds."""
+    latency: Floats
+    """[kinds, levels, groups] least seconds on a kind of links."""
+    per_byte: Floats
+    """[kinds, levels, groups] seconds per byte there."""
+    phases: Floats
+    """[kinds] times that all of it happens."""
+
+
+class Ends(NamedTuple):
+    """States that a value goes from and to, and its size in the former."""
+
+    source: Ints
+    """[from, axes] what each mesh axis splits."""
+    target: Ints
+    """[to, axes]"""
+    local: Floats
+    """[from] elements on one device."""
+    minor: Floats
+    """[from] elements of the last dim on one device."""
+    dims: int
+
+
+class Sizes(NamedTuple):
+    """Bytes of an element, and whether sums are collected."""
+
+    item: int
+    reduced: int
+    """Where values are summed."""
+    collected: bool
+    """Sums are gathers of their parts, which every device then combines."""
+
+
+class Steps(NamedTuple):
+    """Collectives of one pair, in order."""
+
+    place: Ints
+    """Where a collective stands among all that any pair can have."""
+    kind: Ints
+    group: Ints
+    size: Floats
+    """Bytes as `Collectives.time` counts them."""
+
+
+@njit(cache=True, nogil=True)
+def places(axes, dims):
+    """How many places `Steps.place` counts."""
+    return axes * (2 * (axes + 1) + 1) + 2 + 2 * (dims + axes) + 1 + axes
+
+
+@njit(cache=True, nogil=True)
+def _add(steps, count, place, kind, group, size):
+    if group == 0:
+        return count
+    steps.place[count] = place
+    steps.kind[count] = kind
+    steps.group[count] = group
+    steps.size[count] = size
+    return count + 1
+
+
+# What every pair goes through is put in line: handing over the records costs as much as the work.
+@njit(cache=True, nogil=True, inline="always")
+def _sum(rules, f, t, last, minor, local, item, steps):
+    """Fills in the sums of a pair; returns how many there are and the elements left on a device."""
+    axes = len(f)
+    count, summed, totals, ends_last = 0, 0, 0, 0
+    for axis in range(axes):
+        if t[axis] == last:
+            ends_last |= 1 << axis
+    for axis in range(axes):
+        place = axis * (2 * (axes + 1) + 1)
+        counted = f[axis] > PARTIAL
+        for earlier in range(axis):
+            counted |= f[earlier] == f[axis]
+        if counted:
+            continue
+        scatter, total = 0, 0
+        for other in range(axes):
+            if f[other] == f[axis]:
+                if t[other] >= 0:
+                    scatter |= 1 << other
+                else:
+                    total |= 1 << other
+        how = rules.scattering[scatter]
+        for turn in range(axes + 1):
+            group = 0
+            if turn == 0 and how == AS_ONE:
+                group = scatter
+            elif turn > 0 and how == STAGED:
+                group = scatter & 1 << turn - 1
+            minor /= rules.parts[group & ends_last]
+            whole = rules.tpu and (group & ends_last) > 0 and minor % (2 * rules.odd) == rules.odd
+            kind = REDUCE if whole else SCATTER
+            count = _add(steps, count, place + 2 * turn + (not whole), kind, group, local * item)
+            local /= rules.parts[group]
+        sliced = scatter if how == AS_SUM else 0
+        if rules.tpu:
+            totals |= total | sliced
+        else:
+            count = _add(steps, count, place + 2 * (axes + 1), REDUCE, total | sliced, local * item)
+        summed |= sliced
+    count = _add(steps, count, axes * (2 * (axes + 1) + 1), REDUCE, totals, local * item)
+    return count, local / rules.parts[summed]
+
+
+@njit(cache=True, nogil=True)
+def _tangled(f, t, moved, gathered):
+    """Whether a pair gathers everything, whether its moves are one, and axes (as bits) that need a permute."""
+    axes = len(f)
+    shares, together, swaps, moves, several = False, True, 0, 0, 0
+    for a in range(axes):
+        here = (moved >> a & 1) == 1
+        moves += here
+        several += here or (gathered >> a & 1) == 1
+        for b in range(axes):
+            if a == b:
+                continue
+            same_from, same_to = f[a] == f[b], t[a] == t[b]
+            if here and ((same_from and f[b] >= 0) or (same_to and t[b] >= 0)):
+                shares = True
+            if here and moved >> b & 1 and not (same_from and same_to):
+                together = False
+            if b > a and f[b] >= 0 and f[b] == t[b] and (same_from or same_to):
+                if here or gathered >> a & 1 or (f[a] <= WHOLE and t[a] >= 0):
+                    swaps |= 1 << a
+    joint = together and moves > 1 and gathered == 0
+    return shares and several > 1 and not joint, joint, swaps
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _steps(rules, f, t, dims, minor, local, sizes, steps):
+    """Fills in the collectives of one pair as `waves` has them; returns how many there are."""
+    axes = len(f)
+    count, local = _sum(rules, f, t, dims - 1, minor, local, sizes.reduced, steps)
+    place = axes * (2 * (axes + 1) + 1) + 1
+    moved, gathered, sliced, split = 0, 0, 0, 0
+    changed = False
+    for axis in range(axes):
+        changed |= f[axis] != t[axis]
+        if f[axis] >= 0:
+            split |= 1 << axis
+            if t[axis] == WHOLE:
+                gathered |= 1 << axis
+            elif t[axis] >= 0 and t[axis] != f[axis]:
+                moved |= 1 << axis
+        elif f[axis] == WHOLE and t[axis] >= 0:
+            sliced |= 1 << axis
+    whole, joint, swaps = False, False, 0
+    if changed:
+        whole, joint, swaps = _tangled(f, t, moved, gathered)
+    if gathered == 0 and not whole:
+        local /= rules.parts[sliced]
+    if swaps > 0 and not whole:
+        count = _add(steps, count, place, PERMUTE, swaps | 1 << axes - 1, local * sizes.item)
+    place += 1
+    everything = split if whole else gathered
+    together = 0 if rules.gathering[everything] == STAGED else everything
+    for turn in range(dims + axes if everything else 0):
+        group = 0
+        if turn >= dims:
+            group = (everything ^ together) & 1 << dims + axes - 1 - turn
+        elif not rules.tpu:
+            for axis in range(axes):
+                if f[axis] == dims - 1 - turn:
+                    group |= together & 1 << axis
+        elif turn == 0:
+            group = together
+        local *= rules.parts[group]
+        kind = REDUCE if rules.gathering[group] == AS_SUM else GATHER
+        count = _add(steps, count, place + 2 * turn + (kind == GATHER), kind, group, local * sizes.item)
+    place += 2 * (dims + axes)
+    moves = 0 if whole else moved
+    if joint:
+        return _add(steps, count, place, EXCHANGE, moves, local * sizes.item)
+    for axis in range(axes if moves else 0):
+        count = _add(steps, count, place + 1 + axis, EXCHANGE, moves & 1 << axis, local * sizes.item)
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _seconds(rules, kind, group, size):
+    """As `Collectives.time_of_groups` has it."""
+    seconds = rules.launch[kind, group]
+    for level in range(rules.latency.shape[1]):
+        seconds += max(rules.latency[kind, level, group], size * rules.per_byte[kind, level, group])
+    return seconds * rules.phases[kind]
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _charge(rules, shares, links, steps, count, before, rank, spent, first):
+    """Adds the seconds of a pair's collectives to `spent` [links, exposed last]; notes in `first` who was first."""
+    for step in range(count):
+        kind, group = steps.kind[step], steps.group[step]
+        seconds = _seconds(rules, kind, group, steps.size[step])
+        hidden = seconds * shares[kind, group]
+        for link in range(len(spent)):
+            mine = seconds - hidden
+            if link < len(links):
+                mine = hidden if links[link] & group else 0.0
+            if mine != 0.0:
+                spent[link] += mine
+                first[link] = min(first[link], rank + (before + steps.place[step]) * len(spent) + link)
+
+
+@njit(cache=True, nogil=True)
+def charge_pairs(rules, shares, links, early, ends, sizes, height, tables, first):
+    """Fills `tables` [links, exposed last][from, to] with seconds; `early` are gathers that come first, row by row.
+
+    `links` has the mesh axes of each link as bits, `shares` [kinds, groups] what of a collective is hidden. `first`
+    [tables] tells in which order tables get their first entry, the rows taken `height` at a time, collective by
+    collective; it is left as it is for tables without any.
+    """
+    axes = ends.source.shape[1]
+    most = places(axes, max(ends.dims, early.dims))
+    steps = Steps(np.zeros(most, np.int64), np.zeros(most, np.int64), np.zeros(most, np.int64), np.zeros(most))
+    plain = Sizes(sizes.item, sizes.reduced, False)
+    row, spent = np.zeros(len(tables)), np.zeros(len(tables))
+    for i in range(len(ends.source)):
+        rank = i // height * 2 * most * len(tables)
+        row[:] = 0.0
+        if len(early.source):
+            f, t = early.source[i], early.target[i]
+            count = _steps(rules, f, t, early.dims, early.minor[i], early.local[i], plain, steps)
+            _charge(rules, shares, links, steps, count, 0, rank, row, first)
+        for j in range(len(ends.target)):
+            f, t = ends.source[i], ends.target[j]
+            count = _steps(rules, f, t, ends.dims, ends.minor[i], ends.local[i], sizes, steps)
+            if sizes.collected:
+                for step in range(count):
+                    if steps.kind[step] == REDUCE or steps.kind[step] == SCATTER:
+                        steps.kind[step] = GATHER
+                        steps.size[step] *= rules.parts[steps.group[step]]
+            spent[:] = row
+            _charge(rules, shares, links, steps, count, most, rank, spent, first)
+            for link in range(len(tables)):
+                tables[link, i, j] = spent[link]
+
+
+@njit(cache=True, nogil=True)
+def count_fusions(source, target, last, found):
+    """Fills `found` [from, to] with the fusions that `relayouts` counts."""
+    for i in range(len(source)):
+        for j in range(len(target)):
+            for way in range(2):
+                low, high = last + 1, WHOLE
+                for axis in range(source.shape[1]):
+                    f, t = source[i, axis], target[j, axis]
+                    dim = WHOLE
+                    if way == 0 and f >= 0 and t == WHOLE:
+                        dim = f
+                    elif way == 1 and f <= PARTIAL and t >= 0:
+                        dim = t
+                    if dim >= 0:
+                        low, high = min(low, dim), max(high, dim)
+                if high >= 0 and (low != high or high == last):
+                    found[i, j] += 1

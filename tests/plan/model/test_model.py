@@ -1,0 +1,203 @@
+"""The priced model, the Problem made of it and the judgement of a choice: three readings of one thing."""
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autoshard.plan.model._model import EXPOSED, Channel, Model
+from autoshard.plan.price._predict import evaluate, tensor_spec
+from autoshard.plan.solve._build import build_problem
+from autoshard.plan.solve._search import search
+from autoshard.plan.solve._weights import even_weights, normalise
+from autoshard.plan.xla._states import WHOLE
+from autoshard.program import Role
+from autoshard.solver import FORBIDDEN
+from autoshard.solver import evaluate as evaluate_problem
+from tests.plan import programs as made
+
+
+CASES = [
+    ("mlp", "cpu:8", "data=4,model=2"),
+    ("mlp", "v5e:2x4", "data=2,model=4"),
+    ("decoder", "v5e:2x4", "data=2,model=4"),
+    ("decoder without remat", "cpu:8", "data=8"),
+    ("decoding", "v5e:2x4", "a=2,b=2,c=2"),
+    ("convolutions", "cpu:8", "data=4,model=2"),
+    ("views", "v5p:2x2x2", "data=4,model=2"),
+    ("mixed", "cpu:8", "data=4,model=2"),
+    ("wide mlp", "v5e:4x4", "data=4,model=4"),
+]
+
+
+def random_weights(model: Model, rng: np.random.Generator) -> dict[Any, float]:
+    return normalise({channel: float(rng.random()) for channel in even_weights(model)})
+
+
+@pytest.mark.parametrize(("name", "topology", "mesh"), CASES)
+def test_problem_and_judgement_agree_on_any_choice(name: str, topology: str, mesh: str) -> None:
+    limit = 1 << 20  # small: so that large tensors get copies with memory of their own
+    model = made.model(name, topology, mesh, limit)
+    rng = np.random.default_rng(0)
+    rounding = 0.5e-12 * (len(model.nodes) + len(model.moves)) + 1e-15
+    for _ in range(12):
+        weights = random_weights(model, rng)
+        problem = build_problem(model, weights, limit)
+        choices = made.random_choices(model, rng)
+        checked, outcome = evaluate_problem(problem, choices), evaluate(model, choices)
+        channels = outcome.channels
+        weighted = channels.get(EXPOSED, 0.0) + sum(weights.get(c, 0.0) * s for c, s in channels.items())
+        assert checked.cost < FORBIDDEN
+        assert checked.cost * 1e-12 == pytest.approx(weighted, abs=rounding)
+        assert checked.peak_usage + model.fixed_bytes == outcome.peak_bytes == sum(outcome.memory.values())
+        assert checked.cost * 1e-12 <= outcome.step_time_s + rounding, "a weighting bounds the true time from below"
+
+
+@pytest.mark.parametrize(("name", "topology", "mesh"), CASES[:3])
+def test_the_judgement_adds_up(name: str, topology: str, mesh: str) -> None:
+    model = made.model(name, topology, mesh, 1 << 20)
+    choices = made.random_choices(model, np.random.default_rng(1))
+    outcome = evaluate(model, choices)
+    exposed = outcome.channels.get(EXPOSED, 0.0)
+    mostly = sum(c.seconds for c in outcome.collectives if not c.hidden)
+    assert 0.5 * mostly <= exposed <= sum(c.seconds for c in outcome.collectives) + 1e-15
+    if model.mesh.topology.backend == "cpu":
+        assert exposed == pytest.approx(mostly)
+    assert outcome.compute_s + exposed <= outcome.step_time_s + 1e-15
+    assert outcome.step_time_s <= outcome.compute_s + outcome.comm_s + 1e-15
+    on_wire = sum(c.wire_bytes for c in outcome.collectives)
+    assert (on_wire > 0) == (outcome.comm_s > 0)
+
+
+def test_a_forbidden_pair_is_refused() -> None:
+    model = made.model("wide mlp", "v5e:4x4", "data=4,model=4", 1 << 20)
+    rng = np.random.default_rng(0)
+    choices = made.random_choices(model, rng)
+    move = next(m for m in model.moves if m.forbidden is not None)
+    row = move.rows[choices[move.source]]
+    assert move.forbidden is not None
+    choices[move.target] = np.flatnonzero(move.forbidden[row][move.columns])[0]
+    with pytest.raises(ValueError, match="a pair of alternatives that is not allowed"):
+        evaluate(model, choices)
+    problem = build_problem(model, even_weights(model), None)
+    assert not evaluate_problem(problem, choices).feasible
+
+
+def test_a_copy_is_the_tensor_itself_or_another_of_its_own() -> None:
+    model = made.model("wide mlp", "v5e:4x4", "data=4,model=4", 1 << 20)
+    rng = np.random.default_rng(0)
+    assert model.copy_nodes
+    for _ in range(5):
+        choices = made.random_choices(model, rng)
+        for (tensor, _), number in model.copy_nodes.items():
+            copy = model.nodes[number]
+            spec = tensor_spec(model, choices, tensor)
+            state = copy.states[choices[number]]
+            dims = [
+                tuple(a for a, d in zip(model.axis_names, state, strict=True) if d == k) for k in range(len(spec.dims))
+            ]
+            (term,) = copy.memory
+            assert (tuple(dims) == spec.dims) == (not copy.held[choices[number]]) == (term.usage[choices[number]] == 0)
+
+
+@pytest.mark.parametrize("name", ["mlp", "decoder", "mixed", "convolutions"])
+def test_arguments_and_results_have_even_alternatives_only(name: str) -> None:
+    model = made.model(name, "cpu:8", "data=4,model=2")
+    sizes = dict(model.mesh.axes)
+    for tensor in {*model.graph.arguments, *model.graph.results}:
+        cluster = model.structure.cluster_of[tensor]
+        if cluster < 0:
+            continue
+        node = model.cluster_node[cluster]
+        for row in range(len(model.nodes[node].states)):
+            choices = np.zeros(len(model.nodes), dtype=np.int64)
+            choices[node] = row
+            spec = tensor_spec(model, choices, tensor)
+            for size, axes in zip(model.graph.tensors[tensor].shape, spec.dims, strict=True):
+                assert size % int(np.prod([sizes[a] for a in axes])) == 0
+
+
+def test_whole_choices_communicate_nothing_and_hold_everything() -> None:
+    model = made.model("mlp", "cpu:8", "data=4,model=2")
+    choices = np.array([int(np.flatnonzero((n.states == WHOLE).all(axis=1))[0]) for n in model.nodes])
+    for move in model.moves:
+        if move.forbidden is not None:
+            row = move.rows[choices[move.source]]
+            open_to = np.flatnonzero(~move.forbidden[row][move.columns])
+            choices[move.target] = next(c for c in open_to if (model.nodes[move.target].states[c] == WHOLE).all())
+    outcome = evaluate(model, choices)
+    assert outcome.collectives == () and outcome.comm_s == 0.0
+    state = sum(
+        model.graph.tensors[t].bytes
+        for t, a in zip(model.graph.arguments, model.program.arguments, strict=True)
+        if a.role in (Role.PARAMETER, Role.OPTIMIZER_STATE)
+    )
+    assert outcome.peak_bytes >= state
+
+
+@pytest.mark.parametrize("factor", [2, 8])
+def test_matmuls_split_n_ways_take_an_nth_of_the_time(factor: int) -> None:
+    """On a chip that keeps no values: where it does, smaller ones may take less than their share."""
+    model = made.model("wide mlp", "v4:2x2x4", f"data={16 // factor},model={factor}")
+    for op_id, number in model.op_node.items():
+        op, node = model.graph.ops[op_id], model.nodes[number]
+        if not op.flops:
+            continue
+        (seconds,) = node.time.values()
+        whole = float(seconds[(node.states == WHOLE).all(axis=1)][0])
+        split = seconds[(node.states[:, 0] == WHOLE) & (node.states[:, 1] != WHOLE)]
+        assert np.all(split >= whole / factor)
+        # A thin slice of a matmul is bound by its memory traffic as well.
+        assert np.all(split <= whole / factor * (1.1 if factor == 2 else 1.6) + 2e-6)
+
+
+# Search
+
+
+def brute_force(model: Model, limit: int) -> float:
+    """The least true step time of all choices within the limit, all of them at once."""
+    grid = np.indices([len(n.states) for n in model.nodes]).reshape(len(model.nodes), -1)
+    channels: dict[Channel, Any] = defaultdict(lambda: np.zeros(grid.shape[1]))
+    held = np.zeros((len(model.graph.ops) + 2, grid.shape[1]))
+    allowed = np.ones(grid.shape[1], dtype=bool)
+    for node, choices in zip(model.nodes, grid, strict=True):
+        for channel, seconds in node.time.items():
+            channels[channel] += seconds[choices]
+        for term in node.memory:
+            held[term.start : term.stop] += term.usage[choices]
+    for move in model.moves:
+        rows, columns = move.rows[grid[move.source]], move.columns[grid[move.target]]
+        for channel, seconds in move.costs.items():
+            channels[channel] += seconds[rows, columns] * move.trips
+        if move.forbidden is not None:
+            allowed &= ~move.forbidden[rows, columns]
+    allowed &= held.max(axis=0) + model.fixed_bytes <= limit
+    blocks = {block for block, _ in channels if (block, _) != EXPOSED}
+    total = channels[EXPOSED] + sum(np.max([s for c, s in channels.items() if c[0] == b], axis=0) for b in blocks)
+    assert allowed.any()
+    return float(total[allowed].min())
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "mesh", "limit"),
+    [
+        ("matmul", "cpu:8", "data=8", 1 << 30),
+        ("matmul", "cpu:8", "data=8", 700),
+        ("two matmuls", "cpu:8", "data=8", 1 << 30),
+        ("two matmuls", "cpu:8", "data=8", 2600),
+        ("two matmuls", "v5e:2x4", "data=8", 1 << 30),
+        ("two matmuls", "v5e:2x4", "data=8", 3200),
+        ("matmul", "cpu:8", "data=4,model=2", 1 << 30),
+        ("matmul", "cpu:8", "data=4,model=2", 450),
+        ("matmul", "v5e:2x4", "data=2,model=4", 450),
+    ],
+)
+def test_search_finds_what_trying_everything_finds(name: str, topology: str, mesh: str, limit: int) -> None:
+    model = made.model(name, topology, mesh)
+    best = brute_force(model, limit)
+    found = search(model, [], limit, 20.0, 0, lambda line: None)
+    assert found.best.outcome.peak_bytes <= limit
+    rounding = 0.5e-12 * (len(model.nodes) + len(model.moves))
+    assert found.bound_s <= best + rounding
+    assert found.best.outcome.step_time_s == pytest.approx(best, abs=rounding)
