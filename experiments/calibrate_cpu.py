@@ -34,7 +34,7 @@ from held import held  # noqa: E402
 from autoshard.cost import Calibration, Collectives, Compute, Topology, load_calibration, make_mesh  # noqa: E402
 from autoshard.cost._collectives import _COPIES  # noqa: E402
 from autoshard.exec import ensure_devices  # noqa: E402
-from autoshard.exec._kept_memory import memory_kept  # noqa: E402
+from autoshard.exec.devices._kept_memory import memory_kept  # noqa: E402
 
 
 DEVICES = 8

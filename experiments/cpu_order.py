@@ -112,7 +112,7 @@ def row_of(
     """Predicted and measured times of our plan and the baselines (or those `wanted`), and the bills of their steps."""
     import jax
 
-    from autoshard.exec._steps import PlannedStep, first_arguments, quartiles, run_in_turn
+    from autoshard.exec.run._steps import PlannedStep, first_arguments, quartiles, run_in_turn
     from autoshard.plan import make_plan
     from autoshard.plan.price._again import plan_bills
     from autoshard.report import candidates

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from plan_vs_baselines import run
 
-from autoshard.process import cores
+from autoshard.base.process import cores
 
 
 RESULTS = Path(__file__).parent / "results"

@@ -28,8 +28,8 @@ import numpy as np
 if TYPE_CHECKING:
     from autoshard.cost import Calibration, Mesh
     from autoshard.exec import Estimate
-    from autoshard.exec._hlo import HloModule
-    from autoshard.exec._libtpu import Compiled
+    from autoshard.exec.hlo._hlo import HloModule
+    from autoshard.exec.tpu._libtpu import Compiled
     from autoshard.plan import Plan
     from autoshard.plan.published._published import Run
     from autoshard.program import Program
@@ -112,7 +112,7 @@ def load(row: dict[str, Any]) -> Kept | None:
 
 
 def compile_row(row: dict[str, Any], run: "Run", time_limit: float) -> Kept:
-    from autoshard.exec._libtpu import compile_with_libtpu
+    from autoshard.exec.tpu._libtpu import compile_with_libtpu
 
     layers, program, plan = rebuild(run)
     found = compile_with_libtpu(program, plan, time_limit)
@@ -159,7 +159,7 @@ class Case:
 
 def load_cases() -> list[Case]:
     """Every run that was compiled and fits."""
-    from autoshard.exec._hlo import parse_hlo
+    from autoshard.exec.hlo._hlo import parse_hlo
     from autoshard.plan.published._rebuild import source_group
 
     cases = []
@@ -268,7 +268,7 @@ def too_large() -> list[str]:
 def flops_ratio(case: Case) -> float:
     """Matrix flops of the compiled step over those of the program that was compiled."""
     from autoshard.exec import estimate
-    from autoshard.exec._flops import check_flops
+    from autoshard.exec.hlo._flops import check_flops
     from autoshard.plan.published._rebuild import stated_plan
 
     program, _ = stated_plan(with_layers(case.run, case.kept.layers))
@@ -313,7 +313,7 @@ def write_error(logs_of: dict[str, float], chips: dict[str, str]) -> None:
         "source": f"{len(logs)} published TPU runs, each source left out of the constants' fit: "
         "experiments/results/published_runs.md",
     }
-    (HERE.parent / "autoshard" / "exec" / "estimator.json").write_text(json.dumps(document, indent=1) + "\n")
+    (HERE.parent / "autoshard" / "exec" / "hlo" / "estimator.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 def main() -> int:

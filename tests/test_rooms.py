@@ -31,11 +31,12 @@ SHELVES = {
         ("published", "_make", "_warm"),
         ("_call", "_sweep", "_variants"),
     ),
+    "exec": (("devices", "hlo"), ("torch_xla_hook",), ("apply",), ("run",), ("tpu",), ("learn",)),
 }
 """Room -> its shelves and what lies on top of them, in the order in which data flows: one may import those of the
 levels before its own, and of its own level none but itself."""
 
-SHARED = ("crew", "errors", "files", "helper", "kept", "kernels", "process", "rules", "units")
+SHARED = ("base", "errors", "kernels", "rules", "units")
 """Imported by every room; they import none."""
 
 DOORS = ("autoload", "torch_xla")

@@ -24,7 +24,7 @@ from autoshard.errors import UserError
 
 
 if TYPE_CHECKING:
-    from autoshard.crew import Crew
+    from autoshard.base.crew import Crew
     from autoshard.plan import Plan, PlanResult
     from autoshard.program import Program
     from autoshard.report import Progress
@@ -267,8 +267,8 @@ def run_export(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def _export_bytes(arguments: argparse.Namespace, plan: "Plan", answer: TextIO) -> int:
+    from autoshard.base.files import write_whole
     from autoshard.exec import jax_export
-    from autoshard.files import write_whole
     from autoshard.plan import reopen
 
     if arguments.out is None:

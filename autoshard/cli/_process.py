@@ -3,8 +3,8 @@
 import atexit
 import gc
 
-from autoshard.crew import Crew, helpers_here
-from autoshard.process import collect_seldom
+from autoshard.base.crew import Crew, helpers_here
+from autoshard.base.process import collect_seldom
 
 
 _own = False

@@ -9,9 +9,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from autoshard.base.files import write_whole
 from autoshard.cost._chip import Chip, load_chip
 from autoshard.errors import UserError
-from autoshard.files import write_whole
 
 
 _FILE = pathlib.Path(__file__).with_name("calibration.json")

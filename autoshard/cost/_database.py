@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from autoshard.base.kept import user_directory
 from autoshard.cost._observations import Observation
-from autoshard.kept import user_directory
 
 
 try:

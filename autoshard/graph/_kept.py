@@ -5,16 +5,16 @@ This serves every source: whatever a Python file imports, its program is the mod
 
 import hashlib
 
+from autoshard.base.kept import key_of, read_entry, write_entry
 from autoshard.graph._read import read_graph
 from autoshard.graph._records import OpGraph
 from autoshard.graph._rows import from_json, to_json
-from autoshard.kept import key_of, read_entry, write_entry
 from autoshard.rules import registrations
 
 
 _KIND = "graph"
 _PACKAGES = ("jax", "jaxlib")
-_SOURCES = ("graph/*.py", "mlir/*.py", "rules.py", "kept.py")
+_SOURCES = ("graph/*.py", "mlir/*.py", "rules.py", "base/kept.py")
 
 
 def kept_graph(module: bytes) -> OpGraph:

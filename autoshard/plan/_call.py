@@ -63,7 +63,7 @@ def plan(
     Raises `UserError` for bad input, such as a pin that cannot hold, and `InfeasibleError` when no plan keeps within
     the memory limit.
     """
-    from autoshard.crew import Crew, helpers_here
+    from autoshard.base.crew import Crew, helpers_here
     from autoshard.plan._make import check_request, make_plan
     from autoshard.plan.model._asked import read_asked
     from autoshard.plan.record._store import parameter_specs

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from autoshard.base.crew import Crew
 from autoshard.cost import (
     Fit,
     Mesh,
@@ -18,7 +19,6 @@ from autoshard.cost import (
     said_of_fit,
     with_flags,
 )
-from autoshard.crew import Crew
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan.forms._forms import Form, Rest, form_named
 from autoshard.plan.forms._within import held_plan, plan_within

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import autoshard
+from autoshard.base.files import write_whole
 from autoshard.cost import Topology, learned_fit, said_of_fit
 from autoshard.errors import UserError
-from autoshard.files import write_whole
 from autoshard.plan._make import check_request, make_plan
 from autoshard.program import Program, load_rules, open_source
 

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from autoshard.kept import key_of, read_entry, write_entry
+from autoshard.base.kept import key_of, read_entry, write_entry
 from autoshard.program._config import read_config
 from autoshard.program._program import Argument, Lifted, Program, Result, Role
 
 
 _KIND = "program"
 _PACKAGES = ("jax", "jaxlib", "torch", "torchax", "transformers", "optax")
-_SOURCES = ("program/**/*.py", "mlir/*.py", "rules.py", "kept.py")
+_SOURCES = ("program/**/*.py", "mlir/*.py", "rules.py", "base/kept.py")
 
 
 def open_config(config: str, options: Mapping[str, Any], trace: Callable[[], Program]) -> Program:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from autoshard.base.files import write_whole
 from autoshard.errors import UserError
-from autoshard.files import write_whole
 
 
 def write_text(path: Path, text: str) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ..process import processor_seconds as processor_seconds
+from ..base.process import processor_seconds as processor_seconds
 
 
 Clock = Callable[[], float]

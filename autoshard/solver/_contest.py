@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..base.files import write_whole
 from ..errors import UserError
-from ..files import write_whole
 from ._problem import FORBIDDEN, Problem
 from ._validate import validate
 

@@ -12,7 +12,7 @@ import threading
 
 import numpy as np
 
-from ..process import start_python
+from ..base.process import start_python
 from ._clock import Clock
 from ._flat import Flat
 from ._graph import Graph, Ints

@@ -10,7 +10,7 @@ from held import held
 from jax_case import infer_program, train_program
 from jax_programs import CASES
 
-from autoshard.exec._steps import PlannedStep, first_arguments, quartiles, run_in_turn
+from autoshard.exec.run._steps import PlannedStep, first_arguments, quartiles, run_in_turn
 from autoshard.plan import make_plan
 
 

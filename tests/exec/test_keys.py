@@ -10,8 +10,8 @@ import pytest
 
 import autoshard
 from autoshard.exec import measure
-from autoshard.exec._apply import Application, donated_aliases, lower_module
-from autoshard.exec._devices import place
+from autoshard.exec.apply._apply import Application, donated_aliases, lower_module
+from autoshard.exec.devices._devices import place
 from autoshard.plan import Spec, explain_plan, make_plan
 from autoshard.program import Program, Role, load_artifact, trace
 

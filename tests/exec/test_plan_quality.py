@@ -13,7 +13,7 @@ import pytest
 from compile_programs import jax_mlp
 from plan_quality import Judgement, Row
 
-from autoshard.exec._estimate import estimator_error
+from autoshard.exec.hlo._estimate import estimator_error
 
 
 def compiled(seconds: float, verdict: str = "fits", vector: float = 0.0) -> dict[str, Any]:
@@ -71,6 +71,6 @@ def test_a_row_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     def refuse(*_: Any) -> None:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr("autoshard.exec._libtpu.compile_with_libtpu", refuse)
+    monkeypatch.setattr("autoshard.exec.tpu._libtpu.compile_with_libtpu", refuse)
     plan_quality.judge(row, 300.0, 1)
     assert kept.Results(plan_quality.RESULTS).rows == rows

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autoshard.exec import plan_mesh, read_collectives, wire_by_axis
-from autoshard.exec._calls import lower_for_compiler
+from autoshard.exec.apply._calls import lower_for_compiler
 from autoshard.graph import FactorKind, read_graph
 from autoshard.plan import PlanResult, make_plan
 from autoshard.program import Program, trace

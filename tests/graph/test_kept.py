@@ -8,9 +8,9 @@ import jax
 import pytest
 from jax import lax
 
+from autoshard.base.kept import MOST
 from autoshard.graph import OpGraph, _kept, kept_graph, read_graph
 from autoshard.graph._rows import from_json, to_json
-from autoshard.kept import MOST
 from autoshard.program import Program, flash_attention, trace
 from tests.graph.programs import convolutions, decoder, decoding, f32, mlp, views
 
@@ -58,7 +58,7 @@ def test_the_second_time_nothing_is_read(folder: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("damage", ["short", "flipped", "forged"])
 def test_a_damaged_entry_is_read_anew_and_replaced(folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autoshard.kept import write_entry
+    from autoshard.base.kept import write_entry
 
     module = mlp().module
     expected = kept_graph(module)

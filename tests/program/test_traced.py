@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from autoshard.base.kept import MOST, cache_directory
 from autoshard.errors import UserError
-from autoshard.kept import MOST, cache_directory
 from autoshard.plan import make_plan
 from autoshard.plan.record._store import plan_to_json
 from autoshard.program import Program, open_source, trace
@@ -63,7 +63,7 @@ def test_what_decides_the_program_decides_the_entry(folder: Path, change: str, m
     source = Source()
     opened(source)
     if change == "package":
-        monkeypatch.setattr("autoshard.kept.version", lambda package: "another")
+        monkeypatch.setattr("autoshard.base.kept.version", lambda package: "another")
     if change == "setting":
         monkeypatch.setenv("JAX_ENABLE_X64", "1")
     config = "llama-tiny" if change == "config" else "gpt2-tiny"

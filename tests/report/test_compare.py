@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from autoshard.exec._estimate import estimator_error
+from autoshard.exec.hlo._estimate import estimator_error
 from autoshard.plan import Plan
 from autoshard.report import Row, comparison_figures, comparison_report
 

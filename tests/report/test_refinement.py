@@ -6,7 +6,7 @@ from rich.console import Console
 from autoshard.cost import load_calibration
 from autoshard.exec import Seen, _refine, refine
 from autoshard.report import refinement_report
-from tests.exec.refine_checks import MadeUpJudge
+from tests.exec.learn.refine_checks import MadeUpJudge
 from tests.plan import programs
 
 

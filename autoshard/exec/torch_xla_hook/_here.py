@@ -8,7 +8,7 @@ from typing import Any
 
 from autoshard.cost import Topology, make_mesh, parse_mesh
 from autoshard.errors import UserError
-from autoshard.exec._devices import by_coordinates
+from autoshard.exec.devices._devices import by_coordinates
 from autoshard.exec.torch_xla_hook._marks import LiveMesh
 from autoshard.exec.torch_xla_hook._xlac import xlac
 

@@ -4,8 +4,8 @@ import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Sequence
 
+from autoshard.base.helper import Job
 from autoshard.cost import Mesh
-from autoshard.helper import Job
 from autoshard.plan.mesh._trial import Rival, Trial, Trials
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.base.crew import Crew
 from autoshard.cost import Mesh, Topology, candidate_meshes
-from autoshard.crew import Crew
 from autoshard.errors import UserError
 from autoshard.plan.mesh._in_order import InOrder
 from autoshard.plan.mesh._trial import MeshBest, Trial, Trials

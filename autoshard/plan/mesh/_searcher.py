@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.base.crew import Crew
 from autoshard.cost import Mesh
-from autoshard.crew import Crew
 from autoshard.plan.model._asked import Required
 from autoshard.plan.model._baselines import Baseline, baselines
 from autoshard.plan.model._model import Model

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from autoshard.base.files import write_whole
 from autoshard.errors import UserError
-from autoshard.files import write_whole
 from autoshard.plan.record._plan import SCHEMA, Plan
 from autoshard.plan.record._providers import provides
 from autoshard.plan.record._spec import Spec

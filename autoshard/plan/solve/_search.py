@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.crew import Crew
-from autoshard.helper import Stopped
+from autoshard.base.crew import Crew
+from autoshard.base.helper import Stopped
 from autoshard.plan.model._asked import Required
 from autoshard.plan.model._baselines import Baseline
 from autoshard.plan.model._model import Model

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from autoshard.base.helper import Job
 from autoshard.cost import Mesh, Topology, candidate_meshes
-from autoshard.helper import Job
 from autoshard.plan.mesh._in_order import InOrder
 from autoshard.plan.mesh._trial import MeshBest, Rival, Trial, Trials
 

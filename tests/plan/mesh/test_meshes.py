@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import autoshard
+from autoshard.base.crew import Crew
 from autoshard.cost import Topology, candidate_meshes, load_calibration
-from autoshard.crew import Crew
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan import Plan, PlanResult, make_plan, read_asked
 from autoshard.plan.mesh._meshes import MeshSearch

@@ -1,0 +1,109 @@
+"""Results of slow work kept on disk by content, for every room.
+
+An entry is one file: a line of JSON (its key, the hash of the rest), then whatever is kept. Nothing in it is ever
+executed, and an entry whose hashes do not agree is not used. A key holds everything that decides the content (what
+went in, the sources that make it, the versions of what they call), so an entry cannot be stale.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from autoshard.base.files import write_whole
+
+
+VARIABLE = "AUTOSHARD_CACHE_DIR"
+"""Directory of the entries; set but empty for none."""
+MOST = 64
+"""Entries of one kind that are kept; the oldest go first."""
+_log = logging.getLogger("autoshard")
+_warned: set[str] = set()
+
+
+def cache_directory() -> Path | None:
+    """`AUTOSHARD_CACHE_DIR`, else `autoshard` in the user's cache directory; None if it is turned off."""
+    return user_directory(VARIABLE, "XDG_CACHE_HOME", ".cache")
+
+
+def user_directory(own: str, variable: str, usual: str) -> Path | None:
+    """The directory that the environment variable `own` names; set but empty for none.
+
+    Without it `autoshard` in the directory that `variable` names, else in `usual` of the user's home; None for a user
+    without a home, as in a container that runs under a number of no account.
+    """
+    text = os.environ.get(own)
+    if text is not None:
+        return Path(text) if text.strip() else None
+    base = os.environ.get(variable, "").strip()
+    try:
+        return (Path(base) if base else Path.home() / usual) / "autoshard"
+    except RuntimeError:
+        return None
+
+
+def key_of(said: Any, packages: Sequence[str], sources: Sequence[str]) -> str:
+    """Key of what is made of `said` (JSON) by `packages`, in their versions, and by this package's files `sources`."""
+    settings = {name: value for name, value in os.environ.items() if name.startswith("JAX_")}
+    versions = {package: version(package) for package in packages}
+    everything = [said, versions, platform.python_version(), settings, _hash_of(sources)]
+    return hashlib.sha256(json.dumps(everything, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def version(package: str) -> str:
+    """The installed version, empty for none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _hash_of(sources: Sequence[str]) -> str:
+    """Hash of every file of this package that matches one of the patterns."""
+    package = Path(__file__).parents[1]
+    total = hashlib.sha256()
+    for path in sorted({path for pattern in sources for path in package.glob(pattern)}):
+        content = path.read_bytes()
+        total.update(f"{path.relative_to(package).as_posix()} {len(content)} ".encode() + content)
+    return total.hexdigest()
+
+
+def read_entry(kind: str, key: str) -> bytes | None:
+    """What is kept; None if there is nothing, or the file is not just as it was written."""
+    folder = cache_directory()
+    if folder is None:
+        return None
+    try:
+        first, _, body = (folder / f"{key}.{kind}").read_bytes().partition(b"\n")
+        whole = json.loads(first) == {"key": key, "body": hashlib.sha256(body).hexdigest()}
+    except (OSError, ValueError):
+        return None
+    return body if whole else None
+
+
+def write_entry(kind: str, key: str, body: bytes) -> None:
+    """Keep `body`. A directory that cannot be written costs one warning and nothing else."""
+    folder = cache_directory()
+    if folder is None:
+        return
+    head = json.dumps({"key": key, "body": hashlib.sha256(body).hexdigest()}).encode()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / f"{key}.{kind}", head + b"\n" + body)
+        _drop_oldest(folder, kind)
+    except OSError as error:
+        if str(folder) not in _warned:
+            _warned.add(str(folder))
+            reason = error.strerror or error
+            _log.warning("autoshard: %s cannot be used as a cache (%s); planning goes on without it.", folder, reason)
+
+
+def _drop_oldest(folder: Path, kind: str) -> None:
+    entries = sorted(folder.glob(f"*.{kind}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in entries[MOST:]:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,374 @@
+"""Applying a plan to a JAX function: a lowering of its own, shardings on its arguments, pins in its module."""
+
+import collections
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.exec.apply._agree import check_arguments, check_even, check_results, names_devices, other_program
+from autoshard.exec.apply._calls import lower_calls, place_calls
+from autoshard.exec.apply._torch_plan import TorchPlan
+from autoshard.exec.devices._devices import jax_mesh, named_sharding, place
+from autoshard.plan import Plan
+from autoshard.program import Functional, Lifted, OpaqueCall, Program, arrays_of, functional, lower_traced
+
+
+@dataclasses.dataclass(frozen=True)
+class Application:
+    """A plan on devices: what `Plan.jit` and its neighbours call."""
+
+    plan: Plan
+    devices: tuple[Any, ...] | None = None
+    """JAX devices to use, in any order; None for those of the default backend."""
+
+    @functools.cached_property
+    def mesh(self) -> Any:
+        """`jax.sharding.Mesh` of the plan."""
+        return jax_mesh(self.plan, self.devices)
+
+    def in_shardings(self) -> tuple[Any, ...]:
+        return tuple(named_sharding(self.mesh, spec) for spec in self.plan.arguments.values())
+
+    def out_shardings(self) -> tuple[Any, ...]:
+        return tuple(named_sharding(self.mesh, spec) for spec in self.plan.results.values())
+
+    def shard_batch(self, batch: Any) -> Any:
+        """See `Plan.shard_batch`."""
+        import jax
+
+        plan = self.plan
+        names = [name for name in plan.arguments if plan.roles[name] == "batch"]
+        leaves, tree = jax.tree.flatten(batch)
+        found = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+        if found != [plan.shapes[name] for name in names]:
+            wanted = ", ".join(f"{name} {list(plan.shapes[name])}" for name in names) or "nothing"
+            raise UserError(
+                f"the batch has arrays of shapes {', '.join(str(list(shape)) for shape in found) or 'nothing'}; the "
+                f"plan for {plan.program_name} wants {wanted}."
+            )
+        placed = [
+            place(leaf, named_sharding(self.mesh, plan.arguments[name]))
+            for leaf, name in zip(leaves, names, strict=True)
+        ]
+        return tree.unflatten(placed)
+
+    def load_batches(self, batches: Iterable[Any], ahead: int) -> Iterator[Any]:
+        """See `Plan.load_batches`."""
+        if ahead < 1:
+            raise UserError(f"plan.load_batches: ahead={ahead}, but at least 1 batch has to be sent.")
+        sent: collections.deque[Any] = collections.deque()
+        for batch in batches:
+            sent.append(self.shard_batch(batch))  # returns before the data has arrived
+            if len(sent) == ahead:
+                yield sent.popleft()
+        yield from sent
+
+    def torch(self) -> TorchPlan:
+        """What applies the plan to torch modules."""
+        return TorchPlan(self.plan)
+
+    def jit(self, fn: Callable[..., Any], donate_argnums: int | Sequence[int] | None = None) -> "PlannedFunction":
+        return PlannedFunction(self, fn, donate_argnums)
+
+    def lower(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        donate_argnums: int | Sequence[int] | None = None,
+        module: bytes | None = None,
+    ) -> Any:
+        """`jax.stages.Lowered` with shardings and pins; see `lower_planned`."""
+        import jax
+
+        made = functional(fn, args)
+        abstract = jax.tree.map(_abstract, made.args)
+        return lower_planned(self, made.fn, abstract, _donated(made.fn, abstract, donate_argnums), module)
+
+
+class PlannedFunction:
+    """A function compiled under a plan, once for every structure of its arguments; call it like the function.
+
+    Arguments that are not where the plan wants them are moved there. A donated argument that already is there is
+    consumed, as under `jax.jit`. Flax NNX objects are updated in place, as under `nnx.jit`.
+    """
+
+    def __init__(
+        self, application: Application, fn: Callable[..., Any], donate_argnums: int | Sequence[int] | None
+    ) -> None:
+        self.application = application
+        self.fn = fn
+        self.donate_argnums = donate_argnums
+        self._compiled: dict[Any, _Compiled] = {}
+        functools.update_wrapper(self, fn, updated=())
+
+    def lower(self, *args: Any) -> Any:
+        """`jax.stages.Lowered` of the function for these arguments, pins inserted."""
+        return self.application.lower(self.fn, args, self.donate_argnums)
+
+    def compile(self, *args: Any) -> Any:
+        """`jax.stages.Compiled` for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
+        return self._compile(args)[0].step
+
+    def shardings(self, *args: Any) -> tuple[Any, ...]:
+        """Pytrees of `NamedSharding` like the arguments: where to put or load them."""
+        return self._compile(args)[0].shardings
+
+    def __call__(self, *args: Any) -> Any:
+        import jax
+
+        made, arrays = self._compile(args)
+        if self.application.mesh.is_multi_process:
+            out = made.step(*jax.tree.map(place, arrays, made.shardings))
+        else:
+            out = made.step(*jax.device_put(arrays, made.shardings))
+        return made.function.finish(args, out)
+
+    def _compile(self, args: tuple[Any, ...]) -> tuple["_Compiled", tuple[Any, ...]]:
+        """What was compiled for such arguments, and the arrays in them."""
+        import jax
+        from jax.core import Tracer
+
+        taken = arrays_of(args)
+        leaves, tree = jax.tree.flatten(taken.args)
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            name = getattr(self.fn, "__name__", "the function")
+            raise UserError(
+                f"`{name}` is compiled under a plan and cannot be called inside jax.jit, jax.grad or jax.vmap: "
+                "plan the whole step and call that."
+            )
+        abstract = [_abstract(leaf) for leaf in leaves]
+        key = (taken.key, tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in abstract))
+        if key not in self._compiled:
+            made = functional(self.fn, args)
+            lowered = self.application.lower(made.fn, tree.unflatten(abstract), self.donate_argnums)
+            shardings = tree.unflatten(list(self.application.in_shardings()))
+            self._compiled[key] = _Compiled(lowered.compile(), shardings, made)
+        return self._compiled[key], taken.args
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A compiled step, where its arguments go, and the function over arrays that it is."""
+
+    step: Any
+    shardings: tuple[Any, ...]
+    function: Functional
+
+
+def lower_planned(
+    application: Application,
+    fn: Callable[..., Any],
+    abstract: tuple[Any, ...],
+    donate_argnums: tuple[int, ...],
+    module: bytes | None = None,
+) -> Any:
+    """Lower `fn(*abstract)` under the plan and insert its pins.
+
+    The lowering belongs to a wrapper made here, so no cached program of `fn` is edited or run by mistake.
+    Platforms lower some ops differently; then the body that was planned takes its place: `module` if given, else
+    a lowering of `fn` for CPU. Raises `UserError` if the program is not the planned one.
+    """
+    import jax
+
+    from autoshard import mlir
+
+    plan = application.plan
+    leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
+    check_arguments(plan, leaves)
+
+    def planned(*args: Any) -> Any:
+        return fn(*args)
+
+    planned.__name__ = getattr(fn, "__name__", "planned")
+    out = jax.eval_shape(planned, *abstract)
+    check_results(plan, jax.tree.leaves(out))
+    in_shardings = tree.unflatten(list(application.in_shardings()))
+    out_shardings = jax.tree.structure(out).unflatten(list(application.out_shardings()))
+    # A program with specs of its own names devices of its own: lowered for those, it then runs on the plan's.
+    own_specs = names_devices(plan)
+    body = functools.partial(_zeros, out) if own_specs else planned
+    traced = jax.jit(
+        body,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        donate_argnums=donate_argnums,
+        keep_unused=True,
+    ).trace(*abstract)
+    found: dict[str, OpaqueCall] = {}
+    lowered = lower_traced(traced, found)
+    ir = mlir.inline_calls(lowered.compiler_ir("stablehlo"))
+    if plan.module_hash and mlir.structure_hash(ir) != plan.module_hash:
+        lifted = plan.provenance.get("lifted_constraints") == Lifted.ALL
+        donor = module if module is not None else _lowered_for_cpu(planned, abstract, found, lifted)
+        given = mlir.inline_calls(mlir.parse_module(donor))
+        if mlir.structure_hash(given) != plan.module_hash:
+            raise UserError(other_program(plan))
+        mlir.replace_body(ir, donor)
+        mlir.use_mesh(ir, mlir.ensure_mesh(ir, "mesh", plan.mesh))
+    ops = mlir.number_ops(ir)
+    if own_specs and mlir.remaining_calls(ir):
+        _lowered_for_cpu(planned, abstract, found)
+    platform = application.mesh.devices.flat[0].platform
+    bodies, kept = lower_calls(plan, ops, found, application.mesh, "cuda" if platform == "gpu" else platform)
+    _insert_choices(application, ir, lowered)
+    place_calls(plan, ir, ops, bodies)
+    mlir.drop_gspmd(ir)
+    _KEPT_ALIVE[lowered] = kept
+    return lowered
+
+
+def _zeros(out: Any, *_: Any) -> Any:
+    """A stand-in with a program's results."""
+    import jax
+    import jax.numpy as jnp
+
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), out)
+
+
+def _insert_choices(application: Application, ir: Any, lowered: Any) -> None:
+    """Insert the plan's pins and regions into `ir`, `lowered`'s own module, and make sure that they are there."""
+    from autoshard import mlir
+
+    plan = application.plan
+    before = mlir.count_pins(ir)
+    found = mlir.regions_of(ir, plan.regions)
+    inserted = mlir.insert_pins(ir, "mesh", plan.mesh, plan.pins)
+    mlir.insert_regions(ir, "mesh", plan.mesh, found)
+    if application.mesh.devices.flat[0].platform != "tpu":
+        mlir.unfold_pooling(ir)
+        mlir.drop_layouts(ir)
+    present = lowered.as_text().count("sdy.sharding_constraint")
+    if present != before + inserted:
+        raise RuntimeError(
+            f"{inserted} pins were inserted but the module to be compiled has {present - before}: "
+            "this version of jax no longer compiles the module that compiler_ir() returns"
+        )
+
+
+_KEPT_ALIVE: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""A lowering -> the lowerings of calls in it: host callbacks live as long as what they came from."""
+
+
+def lower_module(
+    application: Application, module: bytes, aliases: Mapping[int, int], bodies: Mapping[int, bytes] | None = None
+) -> Any:
+    """`jax.stages.Lowered` of a module that has no Python function here, under the plan, its pins inserted.
+
+    A stand-in with the module's types is lowered for the devices and then given the module's body. `aliases` ties
+    donated arguments to results; `bodies` are those of calls that stand for functions (`lower_for_compiler`). Raises
+    `UserError` if the module is not the planned one.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from autoshard import mlir
+
+    plan = application.plan
+    source = mlir.inline_calls(mlir.parse_module(module))
+    if plan.module_hash and mlir.structure_hash(source) != plan.module_hash:
+        raise UserError(other_program(plan))
+    arguments, results = mlir.main_types(source)
+    specs = [*plan.arguments.items()], [*plan.results.items()]
+    for what, types, named in (("argument", arguments, specs[0]), ("result", results, specs[1])):
+        if len(types) != len(named):
+            raise UserError(
+                f"the plan is for another program: it has {len(named)} {what}s, this one {len(types)}; plan it again."
+            )
+        for (name, spec), (shape, dtype) in zip(named, types, strict=True):
+            words = dtype == "uint32" and len(shape) - len(spec.dims) == 1  # a typed PRNG key
+            if len(spec.dims) != len(shape) - words:
+                raise UserError(
+                    f"the plan is for another program: {what} `{name}` has {len(spec.dims)} dims in the plan, "
+                    f"{len(shape)} here; plan it again."
+                )
+            check_even(plan, f"{what} `{name}`", shape[: len(spec.dims)], spec)
+
+    def stand_in(*_: Any) -> Any:
+        return tuple(jnp.zeros(shape, dtype) for shape, dtype in results)
+
+    lowered = (
+        jax.jit(
+            stand_in,
+            in_shardings=application.in_shardings(),
+            out_shardings=application.out_shardings(),
+            keep_unused=True,
+        )
+        .trace(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arguments))
+        .lower()
+    )
+    ir = lowered.compiler_ir("stablehlo")
+    mlir.replace_body(ir, module)
+    mlir.use_mesh(ir, mlir.ensure_mesh(ir, "mesh", plan.mesh))
+    mlir.set_aliases(ir, aliases)
+    ops = mlir.number_ops(ir)
+    _insert_choices(application, ir, lowered)
+    place_calls(plan, ir, ops, bodies or {})
+    mlir.drop_gspmd(ir)
+    return lowered
+
+
+def donated_aliases(program: Program, plan: Plan) -> dict[int, int]:
+    """Argument number -> result number of donated state that keeps its spec."""
+    names = [result.name for result in program.results]
+    return {
+        i: argument.result
+        for i, argument in enumerate(program.arguments)
+        if argument.donated
+        and argument.result is not None
+        and plan.arguments[argument.name] == plan.results[names[argument.result]]
+    }
+
+
+def _lowered_for_cpu(
+    planned: Callable[..., Any],
+    abstract: tuple[Any, ...],
+    found: dict[str, OpaqueCall] | None = None,
+    lifted: bool = False,
+) -> bytes:
+    """The function's module; with `lifted`, without its own constraints."""
+    import jax
+
+    from autoshard import mlir
+
+    traced = jax.jit(lambda *args: planned(*args), keep_unused=True).trace(*abstract)
+    ir = lower_traced(traced, found, ("cpu",)).compiler_ir("stablehlo")
+    return mlir.to_bytes(mlir.drop_constraints(ir) if lifted else ir)
+
+
+def _abstract(leaf: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(sharding=None)
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        if not isinstance(leaf, (bool, int, float, complex)):
+            raise UserError(f"an argument is a {type(leaf).__name__}; expected arrays or jax.ShapeDtypeStruct.")
+        return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.result_type(leaf)), weak_type=True)
+    dtype = leaf.dtype
+    if not jnp.issubdtype(dtype, jax.dtypes.extended):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype, weak_type=bool(getattr(leaf, "weak_type", False)))
+
+
+def _donated(
+    fn: Callable[..., Any], abstract: tuple[Any, ...], donate_argnums: int | Sequence[int] | None
+) -> tuple[int, ...]:
+    """Positional arguments to donate: as told, else those that a `jax.jit` function donates whole."""
+    import jax
+
+    if donate_argnums is not None:
+        return (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    trace = getattr(fn, "trace", None)
+    if trace is None:
+        return ()
+    info = trace(*abstract).args_info[0]
+    return tuple(
+        position
+        for position, argument in enumerate(info)
+        if jax.tree.leaves(argument) and all(leaf.donated for leaf in jax.tree.leaves(argument))
+    )

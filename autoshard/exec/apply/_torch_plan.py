@@ -1,0 +1,152 @@
+"""A plan on PyTorch modules: PyTorch/XLA marks, and DTensor placements on any device mesh."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from autoshard.errors import UserError
+from autoshard.exec.torch_xla_hook._names import mesh_sizes, own_name, owned_parameters
+from autoshard.plan import Plan, Spec, in_mesh_order, is_stacked, layer_pattern, spec_text
+
+
+if TYPE_CHECKING:
+    from autoshard.exec.torch_xla_hook import LiveMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchPlan:
+    """What `Plan.mark`, `Plan.placements` and their neighbours call."""
+
+    plan: Plan
+
+    def specs(self, model: Any) -> dict[str, Spec]:
+        """The spec of every parameter of a module, by its name there.
+
+        A parameter that the plan stacks over layers has the spec of one layer; how it is split over the layers is
+        left out. Raises `UserError` for a parameter that the plan does not have, or has in another shape.
+        """
+        known = {
+            name: (re.compile(layer_pattern(name, (self.plan.shapes[name] or (0,))[0])), spec)
+            for name, spec in self.plan.arguments.items()
+            if self.plan.roles[name] == "parameter"
+        }
+        found: dict[str, Spec] = {}
+        for name, parameter in model.named_parameters():
+            plain = own_name(name)
+            named = [key for key, (pattern, _) in known.items() if pattern.match(plain)]
+            if not named:
+                raise UserError(
+                    f"the plan for {self.plan.program_name} has no parameter `{plain}`: plan this module, or mark the "
+                    "one that was planned."
+                )
+            stacked = is_stacked(named[0])
+            shape, spec = self.plan.shapes[named[0]], known[named[0]][1]
+            shape, spec = (shape[1:], Spec(spec.dims[1:])) if stacked else (shape, spec)
+            if tuple(parameter.shape) != shape:
+                raise UserError(
+                    f"parameter `{plain}` is of shape {list(parameter.shape)}, but the plan for "
+                    f"{self.plan.program_name} has {list(shape)}: plan it again."
+                )
+            found[name] = spec
+        return found
+
+    def mark(self, model: Any) -> Any:
+        """Hold a module's parameters on the XLA devices as planned; see `Plan.mark`."""
+        import torch_xla.runtime as xr
+
+        if not xr.is_spmd():
+            raise UserError("plan.mark: SPMD mode is off; call torch_xla.runtime.use_spmd() first.")
+        from autoshard.exec.torch_xla_hook import move_marked
+
+        specs, mesh = self.specs(model), self._live_mesh()
+        move_marked(model, {name: mesh.sharding(spec) for name, spec in specs.items() if spec.dims})
+        return model
+
+    def xla_mesh(self) -> Any:
+        """`torch_xla.distributed.spmd.Mesh` of the plan, its axes by name."""
+        return self._live_mesh().mesh
+
+    def _live_mesh(self) -> "LiveMesh":
+        """The plan's mesh, in its own order of devices, over the devices that are here."""
+        from autoshard.exec.torch_xla_hook import LiveMesh, xla_devices
+
+        return LiveMesh(self.plan.mesh, xla_devices(self.plan.topology, self.plan.device_order))
+
+    def input_sharding(self) -> Any:
+        """What `MpDeviceLoader(input_sharding=...)` takes; see `Plan.input_sharding`."""
+        import torch_xla.distributed.spmd as xs
+
+        from autoshard.exec.torch_xla_hook import inputs_by_shape, partition
+
+        plan, mesh = self.plan, self._live_mesh()
+        batch = {
+            name.removeprefix("batch."): (plan.shapes[name], spec)
+            for name, spec in plan.arguments.items()
+            if plan.roles[name] == "batch"
+        }
+        if not batch:
+            raise UserError(f"the plan for {plan.program_name} has no batch, so that there is nothing to load.")
+        made = {name: xs.ShardingSpec(mesh.mesh, partition(spec)) for name, (_, spec) in batch.items()}
+        if len({spec for _, spec in batch.values()}) == 1:
+            return next(iter(made.values()))
+        if all(name.isidentifier() for name in batch):
+            return made
+        return inputs_by_shape(batch, mesh)
+
+    def placements(self, model: Any, mesh: Any) -> dict[str, tuple[Any, ...]]:
+        """DTensor placements of every parameter of a module on a `DeviceMesh`; see `Plan.placements`."""
+        sizes = mesh_sizes(mesh)
+        if sizes != self.plan.mesh:
+            raise UserError(
+                f"the device mesh is {sizes}, but the plan for {self.plan.program_name} is for {self.plan.mesh}: make "
+                "the mesh with init_device_mesh(device, tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))."
+            )
+        return {name: placements_of(spec, sizes, name) for name, spec in self.specs(model).items()}
+
+    def distribute(self, model: Any, mesh: Any) -> Any:
+        """Make a module's parameters DTensors on a `DeviceMesh`; see `Plan.distribute`."""
+        import torch
+        from torch.distributed.tensor import distribute_tensor
+
+        places = self.placements(model, mesh)
+        made: dict[int, Any] = {}
+        for module, key, name, parameter in owned_parameters(model):
+            if id(parameter) not in made:
+                value = distribute_tensor(parameter.detach(), mesh, list(places[name]))
+                made[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+            module.register_parameter(key, made[id(parameter)])
+        return model
+
+
+def placements_of(spec: Spec, mesh: Mapping[str, int], name: str) -> tuple[Any, ...]:
+    """`Shard` or `Replicate` for each mesh axis.
+
+    Raises `UserError` where a dim is split by axes in another order than the mesh's, which DTensor cannot hold.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    axes = list(mesh)
+    if not in_mesh_order(spec, mesh):
+        raise UserError(
+            f"`{name}` is split as {spec_text(spec)}, one dim by axes in another order than the mesh "
+            f"({', '.join(axes)}); DTensor cannot hold that: plan with a mesh whose axes are in the other order."
+        )
+    where = {axis: dim for dim, used in enumerate(spec.dims) for axis in used}
+    return tuple(Shard(where[axis]) if axis in where else Replicate() for axis in axes)
+
+
+def spec_of_placements(placements: Any, rank: int, mesh: Mapping[str, int]) -> Spec:
+    """The spec that DTensor placements mean: the reverse of `placements_of`.
+
+    Raises `UserError` for a partial or strided placement.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    dims: list[tuple[str, ...]] = [()] * rank
+    for axis, placement in zip(mesh, placements, strict=True):
+        if type(placement) is Shard:
+            dims[placement.dim % rank] += (axis,)
+        elif type(placement) is not Replicate:
+            raise UserError(f"a tensor placed as {placement} over {axis} is not split in a way that a spec can say.")
+    return Spec(tuple(dims))

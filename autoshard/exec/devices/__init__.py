@@ -1,0 +1,1 @@
+"""The devices that are here, the memory they keep, and their profiles."""

@@ -1,0 +1,68 @@
+"""What a custom call of a compiled TPU program does: a Pallas kernel's flops and traffic, or nothing at all."""
+
+import dataclasses
+import re
+
+from autoshard.exec.hlo._hlo import Computation, Instruction
+
+
+_IDLE = frozenset({"AllocateBuffer", "AssumeGatherIndicesInBound", "Sharding", "annotate_device_placement"})
+"""Calls that only reserve memory or hold what the compiler was told."""
+
+_ATTENTION = re.compile(r"flash_attention|splash_m[hq]a")
+
+_FLOPS = {"fwd": 4, "dkv": 8, "dq": 6}
+"""Of jax's attention kernels, for each pair of positions and head channel: two matmuls, four, three."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernel:
+    """One call of a kernel on one device."""
+
+    name: str
+    flops: float
+    traffic: float
+    """Bytes from and to main memory."""
+    head: int = 0
+    """Of an attention kernel, the head dim over which it multiplies; 0 for any other kernel."""
+
+    @property
+    def score_passes(self) -> float:
+        """Scores of an attention kernel times the matmuls over them."""
+        return self.flops / (2.0 * self.head) if self.head else 0.0
+
+
+def is_idle(op: Instruction) -> bool:
+    """Whether a custom call takes no time."""
+    found = re.search(r'custom_call_target="([^"]*)"', op.attributes)
+    return found is not None and found[1] in _IDLE
+
+
+def read_kernel(owner: Computation, op: Instruction) -> Kernel | None:
+    """A Pallas kernel's own figures (`cost_estimate`), else those of its operands; None for any other custom call."""
+    if 'custom_call_target="tpu_custom_call"' not in op.attributes:
+        return None
+    name = _name(op)
+    operands = [owner.by_name[o].shapes[0] for o in op.operands if o in owner.by_name and owner.by_name[o].shapes]
+    floats = [s for s in operands if len(s.dims) >= 3 and s.dtype in ("bf16", "f16", "f32")]
+    head = floats[0].dims[-1] if floats and _ATTENTION.search(name) else 0
+    flops, traffic = (_figure(op, key) for key in ("flops", "bytes_accessed"))
+    if not flops and head and len(floats) > 1:
+        each = next((n for key, n in _FLOPS.items() if key in name), 4)
+        queries, keys = floats[:2]
+        elements = 1
+        for size in queries.dims:
+            elements *= size
+        flops = each * elements * keys.dims[-2]
+    return Kernel(name, flops, traffic or sum(s.bytes for s in operands) + op.bytes, head)
+
+
+def _name(op: Instruction) -> str:
+    """The scope right around the call: `.../splash_mha_fwd/pallas_call`, or the instruction's own name."""
+    parts = op.op_name.split("/")
+    return parts[-2] if len(parts) > 1 and parts[-1] == "pallas_call" else op.name
+
+
+def _figure(op: Instruction, key: str) -> float:
+    found = re.search(rf'"cost_estimate":\{{[^}}]*"{key}":"?(\d+)', op.attributes)
+    return float(found[1]) if found else 0.0

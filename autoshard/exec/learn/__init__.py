@@ -1,0 +1,1 @@
+"""Plan, judge, learn, plan again."""

@@ -1,0 +1,226 @@
+"""Compiling for TPUs with no TPU present: libtpu in a process of its own, with a time limit."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from autoshard import mlir
+from autoshard.cost import Topology
+from autoshard.errors import UserError
+from autoshard.exec.apply._apply import donated_aliases
+from autoshard.exec.apply._calls import lower_for_compiler
+from autoshard.plan import Plan
+from autoshard.program import Program
+
+
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_STDERR_LOG_LEVEL": "1",
+    "TPU_MIN_LOG_LEVEL": "1",
+}
+"""What libtpu needs to start on a machine that is no TPU host; JAX itself stays on the CPU."""
+
+_LOCK = Path("/tmp/libtpu_lockfile")
+
+_GIB = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compiled:
+    """What libtpu left: scheduled HLO and memory, or how much it lacked."""
+
+    text: str
+    """Scheduled HLO; empty if the program does not fit."""
+    memory: dict[str, int]
+    """Bytes of one device: arguments, results, temporaries, donated, peak."""
+    compile_s: float
+    needed_bytes: int | None
+    """What the program needed, if it does not fit."""
+    available_bytes: int | None
+    log: str
+    """What the compiler wrote to stderr."""
+    live: str = ""
+    """The compiler's report of live ranges, its last part the buffers at the peak; empty if it left none."""
+
+
+def compile_with_libtpu(program: Program, plan: Plan, time_limit: float) -> Compiled:
+    """Apply the plan to the program's module and compile it for the plan's topology.
+
+    Raises `UserError` if libtpu is not installed, the topology is no TPU, the compiler refuses it, fails, dies or
+    takes longer than `time_limit` seconds; no process and no lock is left behind in any case.
+    """
+    topology = Topology.parse(plan.topology)
+    if topology.backend != "tpu":
+        raise UserError(
+            f"the plan is for {plan.topology}; only TPU topologies can be compiled for without the devices: "
+            "use `autoshard measure` where the devices are."
+        )
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError("compiling for TPU needs libtpu, which is not installed: pip install 'autoshard[tpu]'.")
+    name, options = libtpu_topology(topology)
+    with _scratch() as directory, _no_new_lock():
+        plan.save(directory / "plan.json")
+        (directory / "module.mlirbc").write_bytes(program.module)
+        for number, body in lower_for_compiler(program, plan, "tpu").items():
+            (directory / f"call-{number}.mlirbc").write_bytes(body)
+        aliases = sorted(donated_aliases(program, plan).items())
+        (directory / "job.json").write_text(json.dumps({"topology": name, "options": options, "aliases": aliases}))
+        flags = plan.provenance.get("xla_flags", {}).get("flags", [])
+        code, log = _run(directory, time_limit, topology.name, flags)
+        return _read_result(directory, code, log, topology.name, _argument_bytes(program, plan))
+
+
+def _argument_bytes(program: Program, plan: Plan) -> int:
+    import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with numpy
+    import numpy as np
+
+    total = 0
+    types, _ = mlir.main_types(mlir.parse_module(program.module))
+    for argument, (shape, dtype) in zip(program.arguments, types, strict=True):
+        spec = plan.arguments[argument.name].of_rank(len(shape))
+        total += math.prod(spec.local_shape(shape, plan.mesh)) * np.dtype(dtype).itemsize
+    return total
+
+
+def libtpu_topology(topology: Topology) -> tuple[str, dict[str, Any]]:
+    """Name and options of `get_topology_desc` for a topology."""
+    options: dict[str, Any] = {}
+    if topology.slices > 1:
+        options["num_slices"] = topology.slices
+    if topology.chip.name == "v4" and topology.devices_per_chip == 1:
+        options["chip_config_name"] = "megacore"
+    if topology.twisted:
+        options["wrap"] = topology.wrap
+    shape = "x".join(map(str, topology.shape)) + ("_twisted" if topology.twisted else "")
+    return f"{topology.chip.name}:{shape}", options
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="autoshard-compile-"))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _no_new_lock() -> Iterator[None]:
+    """libtpu leaves an empty lock file; take ours away, never another's."""
+    had = _LOCK.exists()
+    try:
+        yield
+    finally:
+        if not had:
+            with contextlib.suppress(OSError):
+                _LOCK.unlink(missing_ok=True)
+
+
+def _run(directory: Path, time_limit: float, topology: str, flags: Sequence[str] = ()) -> tuple[int, str]:
+    """`flags`: those that the plan was made for; they go before what the environment says."""
+    root = str(Path(__file__).resolve().parents[3])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path, "TPU_LOG_DIR": str(directory)}
+    environment.pop("XLA_FLAGS", None)
+    if flags:
+        environment["LIBTPU_INIT_ARGS"] = " ".join([*flags, os.environ.get("LIBTPU_INIT_ARGS", "")]).strip()
+    log = directory / "stderr.txt"
+    with open(log, "wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "autoshard.exec.tpu._tpu_worker", str(directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=time_limit)
+        except subprocess.TimeoutExpired:
+            raise UserError(
+                f"the TPU compiler did not finish {topology} within {time_limit:g} s: give it longer with --time-limit."
+            ) from None
+        finally:
+            _end(process)
+    return code, log.read_text(errors="replace")
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End the process and everything it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(process.pid, 0)
+        except (ProcessLookupError, PermissionError):
+            return
+        time.sleep(0.02)
+
+
+def _read_result(directory: Path, code: int, log: str, topology: str, argument_bytes: int) -> Compiled:
+    path = directory / "result.json"
+    if not path.exists():
+        reason = _last_line(log)
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+        raise UserError(f"the TPU compiler {how} on {topology}; it may not support this shape ({reason}).")
+    result = json.loads(path.read_text())
+    status, message = result["status"], result.get("message", "")
+    if status == "refused":
+        raise UserError(f"the TPU compiler refuses the topology {topology}: {message}")
+    if status == "user":
+        raise UserError(message)
+    if status == "failed":
+        raise UserError(f"the TPU compiler failed on {topology}: {' '.join(message.split())[:300]}")
+    if status == "memory":
+        needed, available = parse_out_of_memory(message)
+        if needed is not None and "HLO temporaries" in message:
+            needed += argument_bytes  # that message counts what the program allocates, not what it is given
+        return Compiled("", {}, result["compile_s"], needed, available, log)
+    text = (directory / "program.hlo").read_text()
+    live = directory / "program.live"
+    ranges = live.read_text() if live.exists() else ""
+    return Compiled(text, result["memory"], result["compile_s"], None, None, log, ranges)
+
+
+def _last_line(log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    told = [line for line in lines if re.search(r"error|fail|check|exception|F\d{4} ", line, re.IGNORECASE)]
+    return (told or lines or ["it said nothing"])[-1][:200]
+
+
+def parse_out_of_memory(message: str) -> tuple[int | None, int | None]:
+    """Bytes needed and available, from libtpu's out-of-memory message; None where it does not say."""
+    pairs = (
+        r"\(([\d.]+)([BKMGT])\)\s*exceeds\s*available\s*HBM\s*\(([\d.]+)([BKMGT])\)",
+        r"Used ([\d.]+)([BKMGT]) of ([\d.]+)([BKMGT]) hbm",
+    )
+    for pattern in pairs:
+        found = re.search(pattern, message)
+        if found:
+            return (
+                round(float(found[1]) * _GIB[found[2]]),
+                round(float(found[3]) * _GIB[found[4]]),
+            )
+    return None, None

@@ -1,0 +1,76 @@
+"""Timed steps on CPU devices meet memory that is there already."""
+
+import contextlib
+import ctypes
+import multiprocessing
+import resource
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from autoshard.exec.devices._kept_memory import _glibc, memory_kept
+from autoshard.exec.run._steps import run_in_turn
+
+
+SIZE = 40 << 20
+"""Above every threshold from which glibc maps memory anew, and within one thread's own heap."""
+needs_glibc = pytest.mark.skipif(_glibc() is None, reason="another C library than glibc")
+
+
+def fresh_pages() -> int:
+    """Pages that the system had to give while `SIZE` bytes were allocated, written and freed."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(SIZE)
+    ctypes.memset(block, 1, SIZE)
+    libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+class Step:
+    """Stands for a step on a device, which is a thread: its "time" is the fresh pages of its temporaries."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self.pool = pool
+
+    def run(self) -> tuple[float, list[Any]]:
+        return float(self.pool.submit(fresh_pages).result()), []
+
+
+def pages_of_steps() -> tuple[list[float], dict[str, list[float]]]:
+    """Fresh pages of steps as they are, and of two whose steps are timed."""
+    with ThreadPoolExecutor(1) as device:
+        usual = [Step(device).run()[0] for _ in range(4)]
+        return usual, run_in_turn({"a": Step(device), "b": Step(device)}, rounds=3)  # type: ignore[dict-item]
+
+
+def pages_after_failure() -> tuple[int, int]:
+    """Fresh pages while memory is kept, and after the body has failed."""
+    with contextlib.suppress(ZeroDivisionError), memory_kept():
+        fresh_pages()
+        kept = fresh_pages()
+        raise ZeroDivisionError
+    return kept, fresh_pages()
+
+
+def in_a_process_of_its_own(body: Callable[[], Any]) -> Any:
+    """What other tests left to the allocator does not count."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(body).result()
+
+
+@needs_glibc
+def test_steps_that_are_timed_meet_memory_that_is_there_already() -> None:
+    usual, timed = in_a_process_of_its_own(pages_of_steps)
+    assert min(usual) > 10, "the system gives every step fresh pages, some of them large ones"
+    assert max(timed["a"] + timed["b"]) < min(usual) / 4
+
+
+@needs_glibc
+def test_memory_goes_back_when_the_body_fails() -> None:
+    kept, later = in_a_process_of_its_own(pages_after_failure)
+    assert kept < 10 < later

@@ -1,0 +1,47 @@
+"""A refinement whose judge is slow and says when it has judged: `refine_checks.py`; AUTOSHARD_DATA_DIR keeps."""
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from autoshard.exec.refine import _refine, refine
+
+from autoshard.cost import Bill, Judge
+from autoshard.exec.learn._judge import Seen
+from autoshard.plan import Plan, plan_bills
+from autoshard.program import Program
+from tests.plan.programs import program
+
+
+class MadeUpJudge:
+    """Takes bills to seconds by a function of its own, and counts what it is asked."""
+
+    name: Judge = "measure"
+
+    def __init__(self, seconds: Callable[[Bill], float], wait_s: float = 0.0) -> None:
+        self.seconds, self.wait_s = seconds, wait_s
+        self.asked: list[str] = []
+
+    def judge(
+        self, program: Program, plans: Mapping[str, Plan], progress: Callable[[str], None]
+    ) -> Iterator[tuple[str, Seen]]:
+        for (name, _), bill in zip(plans.items(), plan_bills(program, list(plans.values())), strict=True):
+            time.sleep(self.wait_s)
+            self.asked.append(name)
+            yield name, Seen(self.seconds(bill), 0.01, "ran")
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs that a shell runs in the background ignore it
+    judge = MadeUpJudge(lambda bill: 0.1 + 0.001 * len(bill.charges), wait_s=1.0)
+    _refine.judge_of = lambda *_: judge
+    result = refine(
+        program("mlp"), topology="cpu:8", mesh="data=4,model=2", plans=4, rounds=1,
+        progress=lambda line: print(line, flush=True),
+    )  # fmt: skip
+    print("done", len(judge.asked), len(result.judged), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""The noise of results: another order of the examples, and what it excuses."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from autoshard.exec import measure
+from autoshard.exec.run._check import compare
+from autoshard.exec.run._floor import noise_floor
+from autoshard.program import Program, trace
+from tests.exec.planned_programs import handmade
+from tests.graph.programs import f32
+
+
+def attention(optimizer: optax.GradientTransformation) -> Program:
+    """A step on one attention layer whose keys have a bias: its gradient is zero in theory."""
+
+    def step(p: Any, state: Any, x: Any) -> Any:
+        def loss(p: Any) -> Any:
+            q, k, v = (x @ p[name] for name in "qkv")
+            scores = jax.nn.softmax(q @ (k + p["bias"]).swapaxes(1, 2))
+            return ((scores @ v) ** 2).mean()
+
+        value, g = jax.value_and_grad(loss)(p)
+        updates, state = optimizer.update(g, state, p)
+        return optax.apply_updates(p, updates), state, value
+
+    shapes = {name: f32(16, 16) for name in "qkv"} | {"bias": f32(16)}
+    return trace(step, (shapes, jax.eval_shape(optimizer.init, shapes), f32(8, 32, 16)), name="attention")
+
+
+def split(program: Program) -> Any:
+    return handmade(program, {"data": 4, "model": 2}, {program.arguments[-1].name: "data,-,-"})
+
+
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(1e-2)], ids=["sgd", "first step of adam"])
+def test_a_gradient_that_is_zero_in_theory_does_not_alarm(optimizer: optax.GradientTransformation) -> None:
+    program = attention(optimizer)
+    measured = measure(program, split(program), steps=1, warmup=0, check=True)
+    assert measured.check is not None and measured.check.passed, measured.check
+
+
+def floor_of(fn: Any, *values: Any) -> tuple[list[float], str, list[Any]]:
+    program = trace(fn, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values], name="step")
+    out = [np.asarray(leaf) for leaf in jax.tree.leaves(fn(*values))]
+    noise, why = noise_floor(program, lambda leaves: [np.asarray(v) for v in jax.tree.leaves(fn(*leaves))], values, out)
+    return noise, why, out
+
+
+W = np.random.default_rng(1).normal(size=(16, 4)).astype(np.float32)
+X = np.random.default_rng(2).normal(size=(64, 16)).astype(np.float32)
+
+
+def test_results_of_each_example_are_put_back_in_order() -> None:
+    noise, why, out = floor_of(lambda w, x: (w - 0.1 * (x.T @ jnp.tanh(x @ w)), jnp.tanh(x @ w)), W, X)
+    assert not why and noise[1] <= 1e-6
+    assert 0 < noise[0] < 1e-4 * float(np.abs(out[0]).max())
+
+
+def test_a_step_that_tells_examples_apart_has_no_floor() -> None:
+    noise, why, _ = floor_of(lambda w, x: (w, (jnp.arange(64.0)[:, None] * jnp.tanh(x @ w)).mean()), W, X)
+    assert noise == [0.0, 0.0] and "in another order the step gives another" in why
+
+
+def test_a_program_without_a_batch_has_no_floor() -> None:
+    noise, why, _ = floor_of(lambda w: w * 2, W)
+    assert noise == [0.0] and "no batch" in why
+
+
+def test_twice_the_noise_is_excused_and_no_more() -> None:
+    program = trace(lambda w: w * 2, (f32(4),), name="p")
+    wanted, name = np.array([1, 2, 3, 100], np.float32), program.results[0].name
+    for off, passed in ((0.15, True), (0.25, False)):
+        check = compare(program, [wanted + np.float32([0, off, 0, 0])], [wanted], floor=([0.1], ""))
+        assert check.passed == passed and check.worst is not None and check.worst.name == name
+        assert check.worst.floor == pytest.approx(1e-3)
+
+
+def test_orders_are_tried_until_the_noise_is_enough() -> None:
+    fn = jax.jit(lambda w, x: w - 0.1 * (x.T @ jnp.tanh(x @ w)))
+    program = trace(fn, [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (W, X)], name="step")
+    runs: list[Any] = []
+
+    def run(leaves: list[Any]) -> list[Any]:
+        runs.append(leaves)
+        return [np.asarray(fn(*leaves))]
+
+    first, _ = noise_floor(program, run, (W, X), [np.asarray(fn(W, X))], lambda noise: noise[0] > 0)
+    assert 1 <= len(runs) < 8 and first[0] > 0
+    runs.clear()
+    most, _ = noise_floor(program, run, (W, X), [np.asarray(fn(W, X))])
+    assert len(runs) == 8 and most[0] >= first[0]
+    assert len({leaves[1].tobytes() for leaves in runs}) == 8

@@ -1,0 +1,43 @@
+"""Modules that `SpmdFullyShardedDataParallel` wraps, planned; and the plan that is FSDP only."""
+
+from typing import Any
+
+import pytest
+
+from tests.exec.torch_xla_hook.torch_xla_processes import run_checks
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    names = ("transformer", "size", "fsdp_baseline")
+    return run_checks("torch_xla_fsdp_checks", *names, AUTOSHARD_STRICT="1", XLA_AUTO_SPMD_MESH="fsdp=8")
+
+
+@pytest.mark.parametrize("policy", ["transformer", "size"])
+def test_a_wrapped_module_is_planned_as_it_is_marked(found: dict[str, Any], policy: str):
+    row = found[policy]
+    assert row["difference"] < 1e-5
+    assert row["compiles"] == [1, 2, 2, 2] and row["plans"] == 1
+    assert row["held"] == row["marked"] and all(text.startswith("{devices=") for text in row["held"])
+
+
+@pytest.mark.parametrize("policy", ["transformer", "size"])
+def test_names_survive_wrapping(found: dict[str, Any], policy: str):
+    row = found[policy]
+    assert sorted(row["planned"]) == sorted(row["names"])
+    assert set(row["names"]) <= set(row["kept"])
+
+
+def test_fsdp_alone_splits_as_fsdpv2_does(found: dict[str, Any]):
+    row = found["fsdp_baseline"]
+    assert row["planned"] == row["marked"]
+    assert len(row["planned"]) == 10 and "_orig_module.0.up.weight" in row["planned"]
+
+
+def test_the_hugging_face_trainer_with_fsdpv2_runs_planned():
+    environment = {"AUTOSHARD_STRICT": "1", "XLA_AUTO_SPMD_MESH": "fsdp=8,tensor=1", "HF_HUB_OFFLINE": "1"}
+    row = run_checks("torch_xla_fsdp_checks", "hugging_face", **environment)["hugging_face"]
+    assert len(row["losses"]) == 4 and row["losses"][-1] < row["losses"][0]
+    assert row["wrapped"] == "SpmdFullyShardedDataParallel" and row["mesh"] == {"fsdp": 8, "tensor": 1}
+    assert row["plans"] == 1 and "model.layers.1.mlp.up_proj.weight" in row["parameters"]
+    assert all(text.startswith("{devices=") for text in row["held"])

@@ -1,0 +1,139 @@
+"""Scripts for `test_torch_xla_compile.py`: `torch.compile(backend="openxla")` and inference under auto-sharding."""
+
+import copy
+from typing import Any
+
+from tests.exec.torch_xla_hook.torch_xla_checks import Check, compiled, difference, mlp, plans, report, spec
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def script(function: Check) -> Check:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def pair(width: int) -> tuple[Any, Any]:
+    """A net on the XLA device, and the same on the host."""
+    import torch
+
+    torch.manual_seed(0)
+    plain = mlp(width)
+    return copy.deepcopy(plain).to("xla"), plain
+
+
+def inferred(compile_it: bool) -> dict[str, Any]:
+    import torch
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    import autoshard.torch_xla  # noqa: F401
+
+    xr.use_spmd(auto=True)
+    model, plain = pair(1024)
+    called = torch.compile(model, backend="openxla") if compile_it else model
+    planned, before, counts, differences = len(plans()), compiled(), [], []
+    for _ in range(4):
+        x = torch.randn(16, 1024)
+        with torch.no_grad():
+            y = called(x.to("xla"))
+        torch_xla.sync()
+        counts.append(compiled() - before)
+        differences.append(difference(y, plain(x)))
+    plan = plans()[-1]
+    names = [name.removeprefix("_orig_mod.") for name, _ in model.named_parameters()]
+    return {
+        "difference": max(differences),
+        "compiles": counts,
+        "plans": len(plans()) - planned,
+        "held": [spec(p).startswith("{devices=") for p in model.parameters()],
+        "planned": [plan.arguments[name].shards(plan.mesh) > 1 for name in names],
+    }
+
+
+@script
+def inference() -> dict[str, Any]:
+    return inferred(compile_it=False)
+
+
+@script
+def compiled_inference() -> dict[str, Any]:
+    return inferred(compile_it=True)
+
+
+@script
+def compiled_training() -> dict[str, Any]:
+    import torch
+    import torch_xla
+
+    model, plain = pair(256)
+    called = torch.compile(model, backend="openxla")
+    pairs = [(net, torch.optim.SGD(net.parameters(), lr=0.5)) for net in (called, plain)]
+    before, counts = compiled(), []
+    for _ in range(5):
+        x, y = torch.randn(64, 256), torch.randn(64, 256)
+        for (net, updater), (a, b) in zip(pairs, ((x.to("xla"), y.to("xla")), (x, y)), strict=True):
+            updater.zero_grad()
+            torch.nn.functional.mse_loss(net(a), b).backward()
+            updater.step()
+        torch_xla.sync()
+        counts.append(compiled() - before)
+    x = torch.randn(64, 256)
+    with torch.no_grad():
+        evaluated = difference(called(x.to("xla")), plain(x))
+    return {
+        "difference": max(difference(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True)),
+        "evaluated": evaluated,
+        "compiles": counts,
+        "held": [spec(p).startswith("{devices=") for p in model.parameters()],
+    }
+
+
+@script
+def running() -> dict[str, Any]:
+    """What identifies the data of a tensor, asked for right after a step began that takes a while."""
+    import torch
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    from autoshard.exec.torch_xla_hook._tensors import handles
+
+    xr.use_spmd()
+    value, found, kept = torch.eye(512).to("xla"), [], []
+    for _ in range(5):
+        for _ in range(8):
+            value = torch.tanh(value @ value)
+        torch_xla.sync()
+        found += handles([value, value])
+        kept.append(value)  # what identifies data that is gone may identify other data
+    return {"handles": found}
+
+
+@script
+def upstream_gradients() -> dict[str, Any]:
+    """Compiled training in SPMD mode with no autoshard: what upstream computes, beside the host."""
+    import torch
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    xr.use_spmd()
+    warm = torch.ones(2, 2).to("xla").requires_grad_()
+    (warm @ warm).sum().backward()
+    torch_xla.sync()
+    model, plain = pair(256)
+    called = torch.compile(model, backend="openxla")
+    found = []
+    for _ in range(5):
+        x = torch.randn(64, 256)
+        for net, a in ((called, x.to("xla")), (plain, x)):
+            net.zero_grad()
+            net(a).square().mean().backward()
+        torch_xla.sync()
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        found.append(max(difference(p.grad, q.grad) for p, q in pairs))
+    return {"differences": found}
+
+
+if __name__ == "__main__":
+    report(CHECKS)

@@ -1,0 +1,203 @@
+"""Scripts for `test_torch_xla_fsdp.py`: modules that `SpmdFullyShardedDataParallel` wraps, planned."""
+
+import copy
+import functools
+from typing import Any
+
+from tests.exec.torch_xla_hook.torch_xla_checks import Check, compiled, difference, plans, report, spec
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def script(function: Check) -> Check:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def block() -> Any:
+    """The class of a residual block."""
+    import torch
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+
+        def forward(self, x: Any) -> Any:
+            return x + self.down(torch.tanh(self.up(x)))
+
+    return Block
+
+
+def wrapped(policy: str, checkpointed: bool) -> tuple[Any, Any, Any]:
+    """A net wrapped by FSDPv2, the same net on the host, and the mesh."""
+    import numpy as np
+    import torch
+    import torch_xla.distributed.spmd as xs
+    from torch_xla.distributed.fsdp import checkpoint_module
+    from torch_xla.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+    from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
+
+    kind = block()
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(kind(), kind(), torch.nn.Linear(64, 16))
+    model = copy.deepcopy(plain)
+    if checkpointed:
+        for number in (0, 1):
+            model[number] = checkpoint_module(model[number])
+    mesh = xs.Mesh(np.arange(8), (8, 1), ("fsdp", "model"))
+    policies: dict[str, Any] = {
+        "none": None,
+        "size": functools.partial(size_based_auto_wrap_policy, min_num_params=1000),
+        "transformer": functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={kind}),
+    }
+
+    def shard_output(output: Any, mesh: Any) -> None:
+        xs.mark_sharding(output, mesh, ("fsdp", None))
+
+    shown = SpmdFullyShardedDataParallel(model, mesh=mesh, shard_output=shard_output, auto_wrap_policy=policies[policy])
+    return shown, plain, mesh
+
+
+def trained(policy: str, checkpointed: bool) -> dict[str, Any]:
+    import torch
+    import torch_xla
+    import torch_xla.distributed.spmd as xs
+    import torch_xla.runtime as xr
+
+    import autoshard.torch_xla  # noqa: F401
+
+    xr.use_spmd(auto=True)
+    model, plain, mesh = wrapped(policy, checkpointed)
+    marked = [spec(p) for p in model.parameters()]
+    pairs = [(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)) for net in (model, plain)]
+    before, planned, counts = compiled(), len(plans()), []
+    for _ in range(4):
+        x, y = torch.randn(32, 64), torch.randn(32, 16)
+        there = x.to("xla")
+        xs.mark_sharding(there, mesh, ("fsdp", None))
+        for (net, updater), (a, b) in zip(pairs, ((there, y.to("xla")), (x, y)), strict=True):
+            updater.zero_grad()
+            torch.nn.functional.mse_loss(net(a), b).backward()
+            updater.step()
+        torch_xla.sync()
+        counts.append(compiled() - before)
+    plan = plans()[-1]
+    return {
+        "difference": max(difference(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True)),
+        "compiles": counts,
+        "plans": len(plans()) - planned,
+        "marked": marked,
+        "held": [spec(p) for p in model.parameters()],
+        "planned": {name: str(plan.arguments[name]) for name in plan.arguments if plan.roles[name] == "parameter"},
+        "kept": [s.split()[4].strip(",") for s in plan.warnings if s.startswith("your own mark on")],
+        "names": [name for name, _ in plain.named_parameters()],
+    }
+
+
+@script
+def transformer() -> dict[str, Any]:
+    return trained("transformer", checkpointed=True)
+
+
+@script
+def size() -> dict[str, Any]:
+    return trained("size", checkpointed=False)
+
+
+@script
+def fsdp_baseline() -> dict[str, Any]:
+    """The baseline `fsdp` of an offline plan against what FSDPv2 marks."""
+    import torch
+
+    from autoshard.exec import TorchPlan
+    from autoshard.plan import make_plan, parse_hlo_sharding
+    from autoshard.program import from_torch
+
+    model, plain, _ = wrapped("none", checkpointed=False)
+    program = from_torch(plain.to("meta"), torch.empty(32, 64, device="meta"), train=True)
+    planned = make_plan(program, topology="cpu:8", mesh={"fsdp": 8})
+    plan = planned.baseline_plans["fsdp"]
+    specs = TorchPlan(plan).specs(model)
+    return {
+        "marked": {n: str(parse_hlo_sharding(spec(p), p.dim(), plan.mesh)) for n, p in model.named_parameters()},
+        "planned": {name: str(each) for name, each in specs.items()},
+    }
+
+
+@script
+def hugging_face() -> dict[str, Any]:
+    """The Hugging Face Trainer with its FSDPv2 option."""
+    import tempfile
+
+    import torch
+    import torch_xla.runtime as xr
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    import autoshard.torch_xla  # noqa: F401
+
+    xr.use_spmd(auto=True)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=128,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            use_cache=False,
+        )
+    )
+
+    class Numbers(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 32
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            ids = (torch.arange(16) * (index + 1)) % 128
+            return {"input_ids": ids, "labels": ids}
+
+    class Completed(Trainer):
+        """Trainer 5.23 makes no optimizer where XLA's FSDP wraps the model."""
+
+        def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+            if self.optimizer is None:
+                self.optimizer = self.accelerator.prepare(self.create_optimizer())
+            return super().create_scheduler(*args, **kwargs)
+
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {
+            "per_device_train_batch_size": 8,
+            "max_steps": 4,
+            "logging_steps": 1,
+            "learning_rate": 1e-2,
+            "report_to": [],
+            "save_strategy": "no",
+            "fsdp": "full_shard",
+            "fsdp_config": {
+                "xla": True,
+                "xla_fsdp_v2": True,
+                "xla_fsdp_grad_ckpt": False,
+                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            },
+            "dataloader_drop_last": True,
+            "dataloader_pin_memory": False,  # torchax registers a device without it
+            "optim": "adamw_torch",
+        }
+        trainer = Completed(model=model, args=TrainingArguments(folder, **options), train_dataset=Numbers())
+        trainer.train()
+    plan = plans()[-1]
+    return {
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "wrapped": type(trainer.model_wrapped).__name__,
+        "plans": len(plans()),
+        "mesh": plan.mesh,
+        "parameters": [name for name in plan.arguments if plan.roles[name] == "parameter"],
+        "held": [spec(p) for p in trainer.model_wrapped.parameters() if p.dim() == 2],
+    }
+
+
+if __name__ == "__main__":
+    report(CHECKS)

@@ -1,0 +1,119 @@
+"""Scripts for `test_torch_xla_moves.py` and `test_torch_xla_ops.py`: what the hook does inside, seen from inside."""
+
+import copy
+from typing import Any
+
+from tests.exec.torch_xla_hook.torch_xla_checks import (
+    CHECKS,
+    check,
+    compiled,
+    difference,
+    mlp,
+    report,
+    shown,
+    spec,
+    train,
+)
+
+
+@check
+def moves() -> dict[str, Any]:
+    """Inputs that pass through the host while they are split; a training loop, and values that are read at once."""
+    import torch
+    import torch_xla.debug.metrics as metrics
+
+    from autoshard.exec.torch_xla_hook import _session
+
+    split, fetched, inputs = _session.split_inputs, [], []
+
+    def counted(taken: Any, decision: Any, *given: Any) -> Any:
+        before = (metrics.metric_data("InboundData") or (0,))[0]
+        found = split(taken, decision, *given)
+        fetched.append((metrics.metric_data("InboundData") or (0,))[0] - before)
+        inputs.append(sum(spec is not None and bool(spec.axes) for spec in decision.specs))
+        return found
+
+    _session.split_inputs = counted
+    found = shown(train(4))
+    plain = mlp(128).requires_grad_(False)
+    model = copy.deepcopy(plain).to("xla")
+    x, before, read, counts = torch.randn(64, 128), compiled(), [], []
+    for _ in range(3):
+        read.append(model(x.to("xla")).square().sum().item())
+        counts.append(compiled() - before)
+    _session.split_inputs = split
+    expected = plain(x).square().sum().item()
+    return {
+        **found,
+        "fetched": fetched,
+        "inputs_split": inputs,
+        "read": max(abs(value - expected) / expected for value in read),
+        "read_compiles": counts,
+        "read_parameters": [spec(p) for p in model.parameters()],
+    }
+
+
+@check
+def told_ops() -> dict[str, Any]:
+    """Who is told of which ops, at kernels and through a mode, and of none that the telling itself runs."""
+    import torch
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    from autoshard.exec.torch_xla_hook._ops import Ops, stand_in, unseen
+
+    class Told(Ops):
+        def __init__(self, *kinds: str) -> None:
+            super().__init__(kinds)
+            self.before_them: list[str] = []
+            self.after_them: list[str] = []
+
+        def before(self, kind: str, turn: int, operands: Any) -> Any:
+            self.before_them.append(f"{kind} {turn}")
+            return [torch.clone(value) @ torch.eye(3, device="xla") for value in operands]
+
+        def after(self, kind: str, turn: int, results: Any) -> None:
+            self.after_them.append(f"{kind} {turn} {len(results)}")
+
+    x, bias = torch.rand(3, 3), torch.rand(3)
+    outer, inner, moded = (
+        Told("aten.mm.default"),
+        Told("aten.mm.default", "aten.addmm.default"),
+        Told("aten.tanh.default"),
+    )
+    here, b = x.to("xla"), bias.to("xla")
+    modes = []
+    with outer:
+        first = here @ here
+        with inner:
+            second = torch.addmm(b, first, here)
+            modes.append(_get_current_dispatch_mode() is not None)
+            with unseen():
+                second = second @ here
+        with moded:
+            modes.append(_get_current_dispatch_mode() is not None)
+            third = torch.tanh(second) @ here
+    third = third @ here  # no one is told
+    fewer = {}
+    for name, kinds in {
+        "of another kind": {"aten.bmm.default"},
+        "of the kind": {"aten.mm.default"},
+        "all": None,
+    }.items():
+        stand_in(kinds)
+        told = Told("aten.mm.default")
+        with told:
+            _ = here @ here
+        fewer[name] = len(told.before_them)
+    expected = torch.tanh(torch.addmm(bias, x @ x, x) @ x) @ x @ x
+    return {
+        "outer": [outer.before_them, outer.after_them],
+        "inner": [inner.before_them, inner.after_them],
+        "moded": moded.before_them,
+        "modes": modes,
+        "stood_in": fewer,
+        "difference": difference(third, expected),
+    }
+
+
+if __name__ == "__main__":
+    report(CHECKS)

@@ -1,0 +1,35 @@
+"""Starting processes under the real torch_xla on 8 CPU devices."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def run_checks(module: str, *names: str, path: str = "", **environment: str) -> dict[str, dict[str, Any]]:
+    """What each of the named checks of a module of this directory found, run in one process; see `report`."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "PJRT_", "AUTOSHARD_"))}
+    here: Mapping[str, str] = {
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": "8",
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONPATH": os.pathsep.join([*([path] if path else []), str(ROOT)]),
+    }
+    process = subprocess.run(
+        [sys.executable, "-m", f"tests.exec.torch_xla_hook.{module}", *names],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=kept | here | environment,
+    )
+    lines = [line.removeprefix("found ") for line in process.stdout.splitlines() if line.startswith("found ")]
+    if len(lines) != len(names):
+        said = [line for line in process.stderr.splitlines() if "GSPMD sharding propagation is going" not in line]
+        raise AssertionError(f"exit code {process.returncode} after {lines}:\n" + "\n".join(said)[-3000:])
+    return {found.pop("name"): found for found in map(json.loads, lines)}

@@ -1,0 +1,311 @@
+"""The compiler as referee: what it says is read right, and no process, lock or file stays behind."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from autoshard.exec.compile import _libtpu as room
+
+from autoshard.cost import Topology, make_mesh
+from autoshard.errors import UserError
+from autoshard.exec import Verdict, compile_figures, compile_lines, compile_plan
+from autoshard.exec.hlo._collectives import plan_mesh, read_collectives
+from autoshard.exec.hlo._unforeseen import unforeseen
+from autoshard.exec.tpu._compile import report
+from autoshard.exec.tpu._libtpu import Compiled, libtpu_topology, parse_out_of_memory
+from autoshard.plan import Collective, Plan
+from autoshard.program import trace
+from tests.exec import planned_programs as made
+from tests.exec.planned_programs import handmade
+
+
+def tiny():
+    params = {"down": made.f32(256, 128), "up": made.f32(128, 256)}
+    step = made.sgd(made.mlp_loss)
+    program = trace(step, (params, made.f32(64, 128), made.f32(64, 128)), name="tiny", donate_argnums=(0,))
+    return dataclasses.replace(program, model_flops=6.0 * 2 * 128 * 256 * 64)
+
+
+SPECS = {"params.up": "-,model", "params.down": "model,-", "arg1": "data,-", "arg2": "data,-"}
+
+
+def planned(program, topology: str = "v5e:2x2", mesh=None) -> Plan:
+    mesh = mesh or {"data": 2, "model": 2}
+    order = make_mesh(Topology.parse(topology), mesh).device_order
+    return handmade(program, mesh, SPECS, topology=topology, device_order=order)
+
+
+@pytest.fixture(scope="module")
+def program():
+    return tiny()
+
+
+def test_the_compiler_gets_the_flags_that_a_plan_was_made_for(monkeypatch: pytest.MonkeyPatch, program):
+    started: list[dict[str, str]] = []
+
+    def start(*args, env, **kwargs):
+        started.append(env)
+        raise UserError("enough")
+
+    monkeypatch.setattr(room.subprocess, "Popen", start)
+    monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_mine=1")
+    plan = planned(program)
+    flagged = dataclasses.replace(plan, provenance={"xla_flags": {"flags": ["--xla_a=1", "--xla_b=2"]}})
+    for each in (plan, flagged):
+        with pytest.raises(UserError, match="enough"):
+            compile_plan(program, each)
+    assert [env["LIBTPU_INIT_ARGS"] for env in started] == ["--xla_mine=1", "--xla_a=1 --xla_b=2 --xla_mine=1"]
+
+
+def processes() -> set[str]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if "_tpu_worker" in command and f"PPid:\t{os.getpid()}" in (entry / "status").read_text():
+                found.add(entry.name)
+    return found
+
+
+def test_libtpu_is_needed(program, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"compiling for TPU needs libtpu, which is not installed: pip install"):
+        compile_plan(program, planned(program))
+
+
+def test_only_tpus_are_compiled_for(program):
+    plan = handmade(program, {"data": 2, "model": 4}, SPECS)
+    with pytest.raises(UserError, match="the plan is for cpu:8; only TPU topologies can be compiled for"):
+        compile_plan(program, plan)
+
+
+def test_another_program_is_refused(program):
+    with pytest.raises(UserError, match="argument `params.layers.down` is not in the plan"):
+        compile_plan(made.decoder(), planned(program))
+
+
+@pytest.mark.parametrize(
+    ("topology", "name", "options"),
+    [
+        ("v5e:4x4", "v5e:4x4", {}),
+        ("v5p:4x4x8", "v5p:4x4x8", {}),
+        ("v6e:16x16*2", "v6e:16x16", {"num_slices": 2}),
+        ("v4:4x4x4", "v4:4x4x4", {"chip_config_name": "megacore"}),
+        ("tpu7x:4x4x4", "tpu7x:4x4x4", {}),
+        ("v5p:4x4x8_twisted", "v5p:4x4x8_twisted", {"wrap": (True, True, True)}),
+        ("v3:4x8", "v3:4x8", {}),
+    ],
+)
+def test_topologies_in_the_compilers_words(topology, name, options):
+    assert libtpu_topology(Topology.parse(topology)) == (name, options)
+
+
+@pytest.mark.parametrize(
+    ("message", "found"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory in memory space hbm. "
+            "total (59.88G) exceeds available HBM (15.75G)",
+            (round(59.88 * 2**30), round(15.75 * 2**30)),
+        ),
+        ("Used 900.5M of 512.0M hbm", (round(900.5 * 2**20), 512 * 2**20)),
+        ("something else", (None, None)),
+    ],
+)
+def test_out_of_memory_messages(message, found):
+    assert parse_out_of_memory(message) == found
+
+
+MODEL = "replica_groups={{0,1},{2,3}}"
+
+
+def hlo(extra: str = "") -> str:
+    return (
+        "HloModule jit_step, is_scheduled=true, num_partitions=4\n\n"
+        "%add (a: f32[], b: f32[]) -> f32[] {\n  %a = f32[] parameter(0)\n  %b = f32[] parameter(1)\n"
+        "  ROOT %r = f32[] add(%a, %b)\n}\n\n"
+        "ENTRY %main (p: f32[32,128]) -> f32[32,128] {\n  %p = f32[32,128]{1,0:T(8,128)} parameter(0)\n"
+        f"  %ar = f32[32,128]{{1,0:T(8,128)}} all-reduce(%p), {MODEL}, to_apply=%add, "
+        'metadata={op_name="jit(step)/jvp()/dot_general"}\n'
+        f"{extra}  ROOT %r = f32[32,128]{{1,0:T(8,128)}} copy(%ar)\n}}\n"
+    )
+
+
+MEMORY = {"arguments": 100, "results": 50, "temporaries": 30, "donated": 40, "peak": 150}
+
+
+def test_a_program_that_fits(program):
+    plan = planned(program)
+    found = report(program, plan, Compiled(hlo(), MEMORY, 1.5, None, None, ""))
+    assert (found.verdict, found.over_bytes, found.peak_compiled) == (Verdict.FITS, 0, 150)
+    assert found.wire_compiled == {"model": 32 * 128 * 4}
+    assert found.estimate is not None and found.estimate.step_time_s > 0
+    assert found.flops is not None and found.flops.model_ratio == 0
+    assert [w[:69] for w in found.warnings] == ["the compiled program does 0.00 x the matrix flops of the traced one: "]
+    figures = compile_figures(found)
+    assert set(figures) >= {"verdict", "peak_bytes", "wire_bytes", "step_time_s", "unforeseen", "compile_s"}
+    assert figures["verdict"] == "fits" and figures["wire_bytes"]["model"]["compiled"] == 32 * 128 * 4
+    assert figures["step_time_s"]["error"] == found.estimate.error and figures["step_time_s"]["undecided"] is False
+    assert figures["flops"]["compiled"] == 0 < figures["flops"]["program"]
+    json.dumps(figures)
+    assert any("all-reduce over model: 16.00 KiB (sync)" in line for line in compile_lines(found))
+
+
+def test_the_compilers_own_remat_is_told(program):
+    again = "  %fusion.3.remat2 = f32[32,128]{1,0:T(8,128)} copy(%p)\n"
+    found = report(program, planned(program), Compiled(hlo(again), MEMORY, 1.5, None, None, ""))
+    assert found.verdict is Verdict.FITS_WITH_REMAT
+
+
+def test_a_program_that_does_not_fit(program):
+    found = report(program, planned(program), Compiled("", {}, 0.4, 60 * 2**30, 16 * 2**30, ""))
+    assert (found.verdict, found.over_bytes, found.peak_compiled) == (Verdict.DOES_NOT_FIT, 44 * 2**30, 60 * 2**30)
+    assert compile_lines(found)[0] == ("Verdict: does not fit, by 44.00 GiB (needs 60.00 GiB, has 16.00 GiB)")
+    assert compile_figures(found)["step_time_s"]["estimated"] is None
+
+
+def test_what_was_not_predicted_is_explained(program):
+    """Specs that force a move: params.up is split where its contraction is not."""
+    plan = dataclasses.replace(
+        handmade(program, {"data": 2, "model": 4}, {**SPECS, "params.up": "model,-"}),
+    )
+    text = plan.lower(program.fn, *program.args).compile().as_text()
+    found = read_collectives(text, plan_mesh(plan))
+    rows = unforeseen(program, plan, found)
+    assert rows and all(row.share >= 0.01 for row in rows)
+    assert sum(row.wire_bytes for row in rows) >= 0.9 * sum(c.wire_bytes for c in found)
+    known = [row for row in rows if row.after]
+    assert known and all(row.before != row.after for row in known)
+    assert any(row.line.startswith(made.__file__) for row in known)
+    predicted = tuple(
+        Collective(c.kind, c.axes, c.count, round(c.wire_bytes), 1e-6, False) for c in found if c.wire_bytes
+    )
+    foreseen = dataclasses.replace(plan, prediction=dataclasses.replace(plan.prediction, collectives=predicted))
+    assert unforeseen(program, foreseen, found) == ()
+
+
+def test_involuntary_rematerialisation_is_reported(program):
+    log = (
+        "W1120 spmd_partitioner.cc:652] [SPMD] Involuntary full rematerialization. The compiler was not able to go "
+        "from sharding {devices=[2,1]} to {devices=[1,2]} without doing a full rematerialization of the tensor for "
+        'HLO operation: metadata={op_name="jit(step)/jvp()/dot_general"}'
+    )
+    plan = planned(program)
+    found = report(program, plan, Compiled(hlo(), MEMORY, 1.5, None, None, log))
+    assert found.warnings[0] == "the compiler reports 1 involuntary full rematerializations"
+    assert "was not able to go from sharding {devices=[2,1]}" in found.unforeseen[0].note
+
+
+class FakeWorker:
+    """Stands for the compiler: a process that does what the test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+        real = subprocess.Popen
+        self.pid = 0
+
+        def start(command, **options):
+            process = real(["sh", "-c", script, "sh", command[-1]], **options)
+            self.pid = process.pid
+            return process
+
+        monkeypatch.setattr(room.subprocess, "Popen", start)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+
+    def gone(self) -> bool:
+        try:
+            os.killpg(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        return False
+
+
+def test_a_time_limit_leaves_nothing_behind(program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(room.tempfile, "tempdir", None)
+    monkeypatch.setattr(room, "_LOCK", tmp_path / "lock")
+    worker = FakeWorker(monkeypatch, f"touch {tmp_path}/lock; sleep 60 & sleep 60")
+    with pytest.raises(UserError, match="the TPU compiler did not finish v5e:2x2 within 0.3 s: give it longer"):
+        compile_plan(program, planned(program), time_limit=0.3)
+    assert worker.gone() and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "sentence"),
+    [
+        ("echo 'F1120 check failed: bad shape' >&2; kill -ABRT $$", "was ended by signal 6 on v5e:2x2"),
+        ("echo oops >&2; exit 3", r"ended with code 3 on v5e:2x2; it may not support this shape \(oops\)"),
+        (
+            """echo '{"status": "refused", "message": "no such topology"}' > $1/result.json""",
+            "the TPU compiler refuses the topology v5e:2x2: no such topology",
+        ),
+        (
+            """echo '{"status": "failed", "message": "INTERNAL: x", "compile_s": 1}' > $1/result.json""",
+            "the TPU compiler failed on v5e:2x2: INTERNAL: x",
+        ),
+    ],
+)
+def test_a_compiler_that_dies_or_refuses(program, monkeypatch: pytest.MonkeyPatch, script, sentence):
+    worker = FakeWorker(monkeypatch, script)
+    with pytest.raises(UserError, match=sentence):
+        compile_plan(program, planned(program))
+    assert worker.gone()
+
+
+def test_the_compiler_gets_all_it_needs(program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    keep = tmp_path / "kept"
+    done = """{"status": "memory", "message": "(2.00G) exceeds available HBM (1.00G)", "compile_s": 1}"""
+    FakeWorker(monkeypatch, f"cp -r $1 {keep}; echo '{done}' > $1/result.json")
+    found = compile_plan(program, planned(program))
+    assert (found.verdict, found.over_bytes) == (Verdict.DOES_NOT_FIT, 2**30)
+    job = json.loads((keep / "job.json").read_text())
+    assert job == {"topology": "v5e:2x2", "options": {}, "aliases": [[0, 0], [1, 1]]}
+    assert (keep / "module.mlirbc").read_bytes() == program.module
+
+
+def test_a_shortage_of_temporaries_counts_the_arguments_too(program, monkeypatch: pytest.MonkeyPatch):
+    message = "total memory required for HLO temporaries (2.00G) exceeds available HBM (1.00G)"
+    done = f"""{{"status": "memory", "message": "{message}", "compile_s": 1}}"""
+    FakeWorker(monkeypatch, f"echo '{done}' > $1/result.json")
+    found = compile_plan(program, planned(program))
+    arguments = 2 * 128 * 256 * 4 // 2 + 2 * 64 * 128 * 4 // 2
+    assert found.peak_compiled == 2 * 2**30 + arguments
+
+
+def test_modules_without_a_function_are_lowered_like_functions(program):
+    from autoshard.exec.apply._apply import Application, donated_aliases, lower_module
+
+    plan = handmade(program, {"data": 2, "model": 4}, SPECS)
+    compiled = lower_module(Application(plan), program.module, donated_aliases(program, plan)).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == 2 * 256 * 128 * 4 // 4
+    args = program.make_args(0)
+    flat = jax.device_put(jax.tree.leaves(args), list(plan.in_shardings))
+    down, up, loss = compiled(*flat)
+    params, wanted = jax.jit(program.fn)(*args)
+    assert jnp.allclose(loss, wanted, rtol=1e-6) and jnp.allclose(up, params["up"], rtol=1e-6)
+    assert jnp.allclose(down, params["down"], rtol=1e-6)
+
+
+def test_the_real_compiler_compiles_a_small_step(program):
+    if importlib.util.find_spec("libtpu") is None:  # an optional extra
+        with pytest.raises(UserError, match="needs libtpu"):
+            compile_plan(program, planned(program))
+        return
+    found = compile_plan(program, planned(program), time_limit=300)
+    assert found.verdict is Verdict.FITS
+    assert found.peak_compiled is not None and found.peak_compiled > 0
+    assert found.memory_compiled["donated"] >= 2 * 256 * 128 * 4 // 2
+    assert found.memory_at_peak["parameters"] == 2 * 256 * 128 * 4 // 2, "split over model"
+    assert found.wire_compiled["data"] > 0 and found.wire_compiled["model"] > 0
+    assert found.flops is not None and not found.flops.complaint
+    assert found.flops.model_ratio == pytest.approx(5 / 6, rel=0.01), "the first layer's input needs no gradient"
+    assert processes() == set()

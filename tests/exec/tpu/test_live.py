@@ -1,0 +1,83 @@
+"""What holds memory at a compiled program's peak, read from live ranges and scheduled text."""
+
+import dataclasses
+
+import pytest
+
+from autoshard.exec.tpu._libtpu import Compiled
+from autoshard.exec.tpu._live import memory_at_peak
+from autoshard.plan import Plan, Spec
+from tests.exec.planned_programs import handmade, mlp
+
+
+TEXT = """HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }
+
+%body (c: (f32[64,128], bf16[4,32,128])) -> (f32[64,128], bf16[4,32,128]) {
+  %c = (f32[64,128]{1,0:T(8,128)}, bf16[4,32,128]{2,1,0:T(8,128)(2,1)}) parameter(0)
+  %fast = bf16[32,128]{1,0:T(8,128)(2,1)S(1)} fusion(%c), kind=kLoop, calls=%f
+  %stack = bf16[4,32,128]{2,1,0:T(8,128)(2,1)} fusion(%c, %fast), kind=kLoop, calls=%g
+}
+
+ENTRY %main (p: f32[64,128], q: f32[64,128], x: f32[4,100]) -> (f32[64,128]) {
+  %p = f32[64,128]{1,0:T(8,128)} parameter(0)
+  %q = f32[64,128]{1,0:T(8,128)} parameter(1)
+  %x = f32[4,100]{1,0:T(4,128)} parameter(2)
+  %zeros = bf16[4,32,128]{2,1,0:T(8,128)(2,1)} broadcast(%x)
+  %sum = f32[64,128]{1,0:T(8,128)} broadcast(%x)
+  %w = (f32[64,128]{1,0:T(8,128)}, bf16[4,32,128]{2,1,0:T(8,128)(2,1)}) while(%t), condition=%k, body=%body
+  %wide = f32[32,300]{1,0:T(8,128)} fusion(%w), kind=kLoop, calls=%h
+  %new = (f32[64,128]{1,0:T(8,128)}) fusion(%w, %p), kind=kLoop, calls=%u
+  %first = f32[64,128]{1,0:T(8,128)} get-tuple-element(%new), index=0
+  ROOT %t2 = (f32[64,128]{1,0:T(8,128)}) tuple(%first)
+}
+"""
+
+LIVE = """HloLiveRange (max 20):
+  BufferLiveRange:
+    p{}:0-18
+    q{}:0-20
+    x{}:0-4
+    zeros{}:3-5
+    sum{}:4-5
+    c{}:5-12
+    c{0}:5-14
+    c{1}:5-9
+    fast{}:7-9
+    stack{}:9-14
+    wide{}:8-16
+    new{}:18-20
+    new{0}:18-20
+  Live ranges at 9 (peak):
+    stack{}: 32768 bytes
+"""
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    roles = {"w": "parameter", "m": "optimizer_state", "x": "batch"}
+    shapes = {"w": (64, 128), "m": (64, 128), "x": (4, 100)}
+    specs = {name: Spec.replicated(2) for name in roles}
+    return dataclasses.replace(handmade(mlp(), {"data": 8}, {}), arguments=specs, shapes=shapes, roles=roles)
+
+
+def compiled(live: str) -> Compiled:
+    return Compiled(TEXT, {"peak": 1}, 1.0, None, None, "", live)
+
+
+def test_each_kind_at_the_peak(plan: Plan) -> None:
+    """What a loop takes over counts once, what is written over an argument not again, fast memory not at all.
+
+    Tiles are padded: the batch's 100 to 128 lanes, 300 to 384.
+    """
+    assert memory_at_peak(compiled(LIVE), plan) == {
+        "parameters": 64 * 128 * 4,
+        "optimizer_state": 64 * 128 * 4,
+        "batch": 4 * 128 * 4,
+        "gradients": 64 * 128 * 4,
+        "activations": 4 * 32 * 128 * 2,
+        "temporaries": 32 * 384 * 4,
+    }
+
+
+def test_without_live_ranges_nothing_is_said(plan: Plan) -> None:
+    assert memory_at_peak(compiled(""), plan) == {}
