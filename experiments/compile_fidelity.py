@@ -130,12 +130,12 @@ def run(row: Row, time_limit: float, predict_only: bool) -> dict[str, Any]:
     from autoshard.cost import Topology
     from autoshard.exec import compile_figures
     from autoshard.exec.tpu._compile import report
-    from autoshard.plan import make_plan
+    from autoshard.plan import Options, make_plan
 
     program = row.program()
     began = time.monotonic()
     limit = int(Topology.parse(row.topology).usable_bytes * row.limit)
-    made = make_plan(program, topology=row.topology, mesh=row.mesh, memory_limit=limit)
+    made = make_plan(program, Options(topology=row.topology, mesh=row.mesh, memory_limit=limit))
     plan_s = time.monotonic() - began
     plan = made.plan if row.plan == "ours" else made.baseline_plans.get(row.plan)
     if plan is None:

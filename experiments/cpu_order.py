@@ -113,11 +113,11 @@ def row_of(
     import jax
 
     from autoshard.exec.run._steps import PlannedStep, first_arguments, quartiles, run_in_turn
-    from autoshard.plan import make_plan
+    from autoshard.plan import Options, make_plan
     from autoshard.plan.price._again import plan_bills
     from autoshard.report import candidates
 
-    made = make_plan(program, topology=TOPOLOGY, mesh=mesh)
+    made = make_plan(program, Options(topology=TOPOLOGY, mesh=mesh))
     arguments = first_arguments(program, 0)
     steps: dict[str, PlannedStep] = {}
     plans: dict[str, dict[str, Any]] = {}

@@ -105,12 +105,12 @@ def row_of(program: "Program", mesh: dict[str, int]) -> dict[str, Any]:
     """Plan a program for eight CPU devices, run it, and compare."""
     from autoshard.errors import UserError
     from autoshard.exec import measure
-    from autoshard.plan import make_plan
+    from autoshard.plan import Options, make_plan
 
     began = time.perf_counter()
     row: dict[str, Any] = {}
     try:
-        plan = make_plan(program, topology="cpu:8", mesh=mesh).plan
+        plan = make_plan(program, Options(topology="cpu:8", mesh=mesh)).plan
         row["plan_s"] = round(time.perf_counter() - began, 2)
         row["peak_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
         row["words"] = list(plan.words)

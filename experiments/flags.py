@@ -81,13 +81,13 @@ def judged(topology: str, flags: str, time_limit: float) -> str:
     from autoshard.exec import estimate
     from autoshard.exec.hlo._hlo import parse_hlo
     from autoshard.exec.tpu._libtpu import compile_with_libtpu
-    from autoshard.plan import make_plan, read_asked
+    from autoshard.plan import Options, make_plan, read_asked
 
     count = Topology.parse(topology).num_devices
     program = mlp(count)
     asked = read_asked({"params.0": "-,data,-", "params.1": "-,-,data"}, None, None, None, None)
     mesh = {"data": count}
-    made = make_plan(program, topology=topology, mesh=mesh, xla_flags=flags, calibration=False, asked=asked)
+    made = make_plan(program, Options(topology=topology, mesh=mesh, xla_flags=flags, calibration=False, asked=asked))
     text = compile_with_libtpu(program, made.plan, time_limit).text
     found = estimate(parse_hlo(text), make_mesh(Topology.parse(topology), made.plan.mesh))
     compute = 1e3 * found.compute_s

@@ -71,11 +71,11 @@ CASES = {
 def plan_at(case: Case, batch: int) -> "tuple[Program, Plan, int]":
     """The program at a batch per device, its FSDP plan, and the chip's memory."""
     from autoshard.cost import Topology
-    from autoshard.plan import make_plan
+    from autoshard.plan import Options, make_plan
 
     program = case.program(batch * case.devices)()
     limit = Topology.parse(case.topology).usable_bytes
-    made = make_plan(program, topology=case.topology, mesh={"data": case.devices}, memory_limit=2 * limit)
+    made = make_plan(program, Options(topology=case.topology, mesh={"data": case.devices}, memory_limit=2 * limit))
     return program, made.baseline_plans["fsdp"], limit
 
 

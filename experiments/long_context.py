@@ -24,7 +24,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.exec import estimate
-from autoshard.plan import Plan, make_plan, read_asked
+from autoshard.plan import Options, Plan, make_plan, read_asked
 from autoshard.program import Program, Role, trace
 from autoshard.units import format_bytes, format_seconds
 
@@ -143,12 +143,13 @@ def plans(args: argparse.Namespace) -> Iterator[tuple[str, Program, Plan]]:
     grouped = program(args.layers, args.batch, args.seq)
     by_hand = "data=4,model=16"
     common: dict[str, Any] = {"topology": args.topology, "time_limit": args.time_limit}
-    yield "ours", grouped, make_plan(grouped, mesh=args.mesh, **common).plan
+    yield "ours", grouped, make_plan(grouped, Options(**common, mesh=args.mesh)).plan
     repeated = program(args.layers, args.batch, args.seq, repeated=True)
-    tensor = make_plan(repeated, mesh=by_hand, **common).baseline_plans["fsdp_tp_sp"]
+    tensor = make_plan(repeated, Options(**common, mesh=by_hand)).baseline_plans["fsdp_tp_sp"]
     yield "FSDP 4 x tensor parallelism 16, sequence split, keys and values repeated", repeated, tensor
     sequence = read_asked(axis_only={"model": ["sequence"]})
-    yield "context parallelism over 16", grouped, make_plan(grouped, mesh=by_hand, asked=sequence, **common).plan
+    context = make_plan(grouped, Options(**common, mesh=by_hand, asked=sequence))
+    yield "context parallelism over 16", grouped, context.plan
 
 
 def main() -> None:

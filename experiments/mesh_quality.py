@@ -63,13 +63,13 @@ def hand_picked(topology: str) -> dict[str, dict[str, int]]:
 def hand_plans(program: "Program", topology: str) -> "dict[str, Plan]":
     """What people write by hand that can be laid out, by name."""
     from autoshard import UserError
-    from autoshard.plan import make_plan
+    from autoshard.plan import Options, make_plan
 
     found = {}
     for called, mesh in hand_picked(topology).items():
         wanted = ("fsdp",) if called == "1-D" else ("fsdp_tp", "fsdp_tp_sp")
         try:
-            made = make_plan(program, topology=topology, mesh=mesh)
+            made = make_plan(program, Options(topology=topology, mesh=mesh))
         except UserError as error:
             print(f"{topology}: {called}: {error}", file=sys.stderr, flush=True)
             continue
@@ -79,14 +79,14 @@ def hand_plans(program: "Program", topology: str) -> "dict[str, Plan]":
 
 def judge_ours(row: Row, time_limit: float) -> None:
     """The same of our plan alone, if others of the row are known."""
-    from autoshard.plan import make_plan
+    from autoshard.plan import Options, make_plan
 
     found = Results(RESULTS)
     known = found.rows.get(row.name)
     if known is None:
         return
     program = PROGRAMS[row.program](math.prod(TOPOLOGIES[row.topology].values()))()
-    searched = make_plan(program, topology=row.topology, mesh="auto").plan
+    searched = make_plan(program, Options(topology=row.topology, mesh="auto")).plan
     ours = {"plan": figures_of(program, searched, time_limit)}
     about = {"mesh": searched.mesh, "code": checked_out(), "others": known.get("others", known["code"])}
     found.keep(row.name, known | about | {"plans": known["plans"] | ours})
@@ -95,12 +95,12 @@ def judge_ours(row: Row, time_limit: float) -> None:
 def judge(row: Row, time_limit: float, most: int) -> None:
     """Plan, compile and estimate one row."""
     from autoshard.cost import Topology
-    from autoshard.plan import make_plan
+    from autoshard.plan import Options, make_plan
 
     topology = row.topology
     program = PROGRAMS[row.program](math.prod(TOPOLOGIES[topology].values()))()
     limit = Topology.parse(topology).usable_bytes
-    searched = make_plan(program, topology=topology, mesh="auto").plan
+    searched = make_plan(program, Options(topology=topology, mesh="auto")).plan
     by_hand = hand_plans(program, topology)
     order = sorted(
         by_hand,

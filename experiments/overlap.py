@@ -38,13 +38,13 @@ def judged(topology: str, time_limit: float) -> "Estimate":
     """The schedule of the decoder on a topology. Raises `UserError` if it cannot be compiled."""
     from autoshard.cost import Topology, make_mesh
     from autoshard.exec import estimate
-    from autoshard.plan import make_plan
+    from autoshard.plan import Options, make_plan
 
     machine = Topology.parse(topology)
     slices = machine.slices
     mesh = {"slice": slices} if slices > 1 else {}
     program = PROGRAMS["decoder 2048"](machine.num_devices)()
-    made = make_plan(program, topology=topology, mesh=mesh | {"data": machine.num_devices // slices})
+    made = make_plan(program, Options(topology=topology, mesh=mesh | {"data": machine.num_devices // slices}))
     plan = made.baseline_plans["fsdp"]
     return estimate(compiled("overlap", program, plan, time_limit).text, make_mesh(machine, plan.mesh))
 

@@ -80,12 +80,12 @@ class Row:
 def judge(row: Row, time_limit: float, most: int | None, completed: bool = False) -> None:
     """Plan, compile and estimate one row; every plan is kept as soon as it is known."""
     from autoshard.cost import Topology
-    from autoshard.plan import make_plan
+    from autoshard.plan import Options, make_plan
     from autoshard.report import candidates
 
     mesh = TOPOLOGIES[row.topology]
     program = PROGRAMS[row.program](math.prod(mesh.values()))()
-    made = make_plan(program, topology=row.topology, mesh=mesh)
+    made = make_plan(program, Options(topology=row.topology, mesh=mesh))
     limit = Topology.parse(row.topology).usable_bytes
     chosen = sorted(
         made.baseline_plans,

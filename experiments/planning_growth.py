@@ -44,12 +44,13 @@ def measure(kind: str, layers: int, topology: str, chips: int) -> dict[str, Any]
     from jax_case import train_program
     from jax_layers import layered
 
+    from autoshard.plan import Options
     from autoshard.plan.solve import _repeats, make_plan
 
     if kind == "unshared":
         _repeats.WORTHWHILE = 0.0
     batch = max(64, chips)
-    make_plan(train_program("small", layered(2), "train"), topology="v5p:2x2x2", mesh={"data": 4, "model": 2})
+    make_plan(train_program("small", layered(2), "train"), Options(topology="v5p:2x2x2", mesh={"data": 4, "model": 2}))
     program = train_program("layers", layered(layers, kind == "scanned", batch=batch), "train")
     marks: list[tuple[str, float]] = []
 
@@ -58,7 +59,7 @@ def measure(kind: str, layers: int, topology: str, chips: int) -> dict[str, Any]
             marks.append((phase, time.process_time()))
 
     began = time.process_time()
-    made = make_plan(program, topology=topology, mesh={"data": chips // 4, "model": 4}, progress=mark)
+    made = make_plan(program, Options(topology=topology, mesh={"data": chips // 4, "model": 4}), progress=mark)
     end = time.process_time()
     spent = dict.fromkeys(STARTS.values(), 0.0)
     for (phase, start), (_, stop) in zip(marks, [*marks[1:], ("", end)], strict=True):

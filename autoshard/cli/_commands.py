@@ -2,10 +2,8 @@
 
 import argparse
 import contextlib
-import functools
 import io
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -84,22 +82,15 @@ def _planned(arguments: argparse.Namespace, progress: "Progress", crew: "Crew") 
         traced += time.perf_counter() - began
         return program
 
-    options = plan_options(arguments) | {"candidates": arguments.candidates, "progress": progress, "crew": crew}
-    options["form"] = arguments.form
+    from autoshard.plan import make_plan, plan_remat
+
+    options = plan_options(arguments)
+    running = {
+        "progress": progress, "crew": crew, "kept": arguments.cached, "save_problem": arguments.save_problem,
+    }  # fmt: skip
     if arguments.remat == "auto":
-        from autoshard.plan import plan_variants
-
-        def mixed(first: str, count: int, rest: str) -> "tuple[str, Callable[[], Program]]":
-            text = f"{first}:{count}+{rest}"
-            return text, functools.partial(traced_with, text)
-
-        variants = {name: functools.partial(traced_with, name) for name in ("none", "dots", "full")}
-        _, made = plan_variants(variants, mix=mixed, **options, kept=arguments.cached)
-        return made, traced
-    from autoshard.plan import make_plan
-
-    program = traced_with(arguments.remat)
-    return make_plan(program, **options, kept=arguments.cached), traced
+        return plan_remat(traced_with, options, **running), traced
+    return make_plan(traced_with(arguments.remat), options, **running), traced
 
 
 def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
@@ -118,11 +109,12 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
     plan = load_plan(arguments.plan) if arguments.plan else None
     topology = Topology.parse(plan.topology if plan else arguments.topology)
     start_devices(topology)
-    options = plan_options(arguments) if plan is None else {}
+    options = plan_options(arguments) if plan is None else None
     with show_progress(arguments) as progress:
         program = open_program(arguments, progress)
         if plan is None:
-            plan = make_plan(program, **options, progress=progress).plan
+            assert options is not None
+            plan = make_plan(program, options, save_problem=arguments.save_problem, progress=progress).plan
         progress("Running the planned step" + (" and the unplanned one" if arguments.check else ""))
         running = {name: getattr(arguments, name) for name in ("steps", "check", "tolerance", "profile")}
         result = measure(program, plan, **running, timed_collectives=PROFILED_STEPS)
@@ -175,7 +167,7 @@ def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
     options = plan_options(arguments)
     with show_progress(arguments) as progress:
         program = open_program(arguments, progress, arguments.topology)
-        made = make_plan(program, **options, candidates=arguments.candidates, progress=progress)
+        made = make_plan(program, options, save_problem=arguments.save_problem, progress=progress)
         run = arguments.compile or arguments.measure
         for name, plan, holds in candidates(made.plan, made.baseline_plans, run, made.candidates):
             compiled = measured = None

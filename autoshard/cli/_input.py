@@ -13,6 +13,7 @@ from autoshard.errors import UserError
 
 if TYPE_CHECKING:
     from autoshard.cost import Topology
+    from autoshard.plan import Options, PlanOptions
     from autoshard.program import Program
     from autoshard.report import Progress
 
@@ -72,17 +73,43 @@ def start_devices(topology: "Topology") -> None:
         )
 
 
-def plan_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `make_plan` takes; what cannot be for any program is refused here, before one is traced."""
-    from autoshard.plan import check_request, parameter_specs, read_asked
+PLANNING = (
+    "mesh",
+    "memory_limit",
+    "time_limit",
+    "seed",
+    "refine_axes",
+    "calibration",
+    "xla_flags",
+    "form",
+    "candidates",
+)
+"""The options of `autoshard.plan` that flags of the same names give."""
 
-    names = ("topology", "mesh", "memory_limit", "time_limit", "seed", "save_problem", "refine_axes", "calibration")
-    names += ("xla_flags",) if getattr(arguments, "xla_flags", None) else ()
+
+def plan_options(arguments: argparse.Namespace) -> "Options":
+    """How to plan; what cannot be for any program is refused here, before one is traced."""
+    from autoshard.plan import check_request, read_options
+
+    options = read_options(arguments.topology, said_options(arguments))
+    check_request(options)
+    return options
+
+
+def said_options(arguments: argparse.Namespace) -> "PlanOptions":
+    """What flags say of how to plan, as `autoshard.plan` takes it."""
+    from autoshard.plan import parameter_specs, read_asked
+
     pairs = {flag: _merged(flag, getattr(arguments, flag)) for flag in ("pin", "forbid", "axis_only")}
     others = parameter_specs(arguments.pin_from) if arguments.pin_from is not None else None
     asked = read_asked(pairs["pin"], arguments.replicate, pairs["forbid"], pairs["axis_only"], others)
-    check_request(arguments.topology, arguments.mesh, asked)
-    return {name: getattr(arguments, name, None) for name in names} | {"asked": asked}
+    return {**planning_flags(arguments), "asked": asked}
+
+
+def planning_flags(arguments: argparse.Namespace) -> "PlanOptions":
+    """What the flags in `PLANNING` say, those that were given."""
+    said: Any = {name: value for name in PLANNING if (value := getattr(arguments, name, None)) is not None}
+    return said
 
 
 def _merged(flag: str, pairs: list[tuple[str, str]]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import argparse
 from typing import TextIO
 
-from autoshard.cli._input import check_writable, need_no_accelerator, open_program, plan_options, start_devices
+from autoshard.cli._input import check_writable, need_no_accelerator, open_program, said_options, start_devices
 from autoshard.cli._output import print_json, print_rich, show_progress
 
 
@@ -20,12 +20,11 @@ def run_refine(arguments: argparse.Namespace, answer: TextIO) -> int:
     from autoshard.plan import save_plan
     from autoshard.report import refinement_report
 
-    options = plan_options(arguments)
-    del options["save_problem"]
+    options = said_options(arguments)
     judging = {name: getattr(arguments, name) for name in ("judge", "plans", "rounds", "steps", "compile_limit")}
     with show_progress(arguments) as progress:
         program = open_program(arguments, progress, arguments.topology)
-        result = refine(program, **options, **judging, progress=progress)
+        result = refine(program, topology=arguments.topology, **options, **judging, progress=progress)
         if arguments.out is not None:
             save_plan(result.plan, arguments.out)
     if arguments.json:

@@ -5,7 +5,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, TextIO
 
-from autoshard.cli._input import PROGRAM_OPTIONS, check_writable, need_no_accelerator, stand_in_devices
+from autoshard.cli._input import PROGRAM_OPTIONS, check_writable, need_no_accelerator, planning_flags, stand_in_devices
 from autoshard.cli._output import print_json, print_rich, show_progress
 from autoshard.cli._process import settle_imports, settle_worker
 
@@ -29,9 +29,6 @@ def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
     options = {name: getattr(arguments, name) for name in PROGRAM_OPTIONS if name not in ("batch", "remat")}
     if arguments.roles is not None:
         options["roles"] = arguments.roles
-    names = ("mesh", "memory_limit", "time_limit", "seed", "refine_axes", "calibration")
-    planning = {name: getattr(arguments, name) for name in names}
-    planning |= {"xla_flags": arguments.xla_flags} if arguments.xla_flags else {}
     with show_progress(arguments) as progress, contextlib.ExitStack() as pools:
         tasks = len(arguments.batch or (0,)) * len(arguments.remat or (0,))
         jobs = min(tasks, arguments.jobs or os.cpu_count() or 1)
@@ -43,7 +40,7 @@ def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
             remats=arguments.remat or (),
             entry=arguments.entry,
             options=options,
-            planning=planning,
+            planning=planning_flags(arguments),
             rules=None if arguments.rules is None else str(arguments.rules),
             executor=executor,
             path=arguments.out,

@@ -16,6 +16,7 @@ from autoshard.plan._make import make_plan as make_plan
 from autoshard.plan._sweep import SweepRow as SweepRow
 from autoshard.plan._sweep import SweepTask as SweepTask
 from autoshard.plan._sweep import sweep as sweep
+from autoshard.plan._variants import plan_remat as plan_remat
 from autoshard.plan._variants import plan_variants as plan_variants
 from autoshard.plan.forms._forms import FORMS as FORMS
 from autoshard.plan.forms._forms import Form as Form
@@ -30,6 +31,9 @@ from autoshard.plan.forms._within import price_form as price_form
 from autoshard.plan.mesh._portfolio import PlanCandidate as PlanCandidate
 from autoshard.plan.model._asked import Asked as Asked
 from autoshard.plan.model._asked import read_asked as read_asked
+from autoshard.plan.model._options import Options as Options
+from autoshard.plan.model._options import PlanOptions as PlanOptions
+from autoshard.plan.model._options import read_options as read_options
 from autoshard.plan.price._again import plan_bills as plan_bills
 from autoshard.plan.price._reading import as_planned as as_planned
 from autoshard.plan.price._reading import batch_dims as batch_dims

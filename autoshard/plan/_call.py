@@ -1,13 +1,14 @@
 """`autoshard.plan(program, ...)`: the public function."""
 
-import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Unpack
 
+from autoshard.errors import UserError
 from autoshard.plan.record._plan import Plan
 
 
 if TYPE_CHECKING:
+    from autoshard.plan.model._options import PlanOptions
     from autoshard.program import Program
 
 
@@ -16,28 +17,19 @@ PATIENCE_S = 3.0
 
 
 def plan(
-    program: "Program | str",
+    program: "Program | str | Callable[[str], Program]",
     *,
     topology: str,
-    mesh: "str | Mapping[str, int] | None" = None,
-    memory_limit: int | None = None,
-    time_limit: float = 60.0,
-    seed: int = 0,
+    program_options: Mapping[str, Any] | None = None,
     progress: Callable[[str], None] | None = None,
-    pins: Mapping[str, Any] | None = None,
-    replicate: Iterable[str] | None = None,
-    forbid: Mapping[str, Any] | None = None,
-    axis_only: Mapping[str, Any] | None = None,
-    pin_from: "Plan | str | os.PathLike[str] | None" = None,
-    refine_axes: bool = True,
-    calibration: bool = True,
-    ignore_constraints: bool = False,
-    form: str | None = None,
-    xla_flags: str | Iterable[str] | None = None,
+    **options: "Unpack[PlanOptions]",
 ) -> Plan:
     """Choose a sharding for every tensor of `program` on `topology`.
 
-    `program` is a `Program` (see `autoshard.trace`) or what the command takes (`"model.py"`, `"hf:gpt2"`).
+    `program` is a `Program` (see `autoshard.trace`), or what the command takes (`"model.py"`, `"hf:gpt2"`): then
+    `program_options` are that source's (`{"train": True, "batch": 64, "seq": 8192}`), with `"remat": "auto"` for what
+    is fastest within memory, layer by layer; or, for the same choice of any program, a function that takes a remat
+    policy (`"none"`, `"dots"`, `"full"`, or a mixture `"full:12+dots"`) and gives the `Program`.
     `topology` names chips and shape, such as `"v5p:4x8x8"` or `"cpu:8"`. `mesh` gives axes and sizes, such as
     `{"data": 32, "model": 8}` or `"data=32,model=8"`; without it `XLA_AUTO_SPMD_MESH` is read, then the program's
     own mesh is taken, and without either the best of all meshes of 1 to 4 axes is looked for (`"auto"` looks
@@ -65,30 +57,29 @@ def plan(
     """
     from autoshard.base.crew import Crew, helpers_here
     from autoshard.plan._make import check_request, make_plan
-    from autoshard.plan.model._asked import read_asked
-    from autoshard.plan.record._store import parameter_specs
-    from autoshard.program import lift_constraints, open_source
+    from autoshard.plan._variants import plan_remat
+    from autoshard.plan.model._options import read_options
 
-    asked = read_asked(pins, replicate, forbid, axis_only, None if pin_from is None else parameter_specs(pin_from))
-    check_request(topology, mesh, asked)
-    if isinstance(program, str):
-        program = open_source(program)
-    if ignore_constraints:
-        program = lift_constraints(program)
+    read = read_options(topology, options)
+    check_request(read)
+    make = _maker(program, dict(program_options or {}))
     with Crew(helpers_here(), "autoshard.plan._warm:ready", PATIENCE_S) as crew:
-        return make_plan(
-            program,
-            topology=topology,
-            mesh=mesh,
-            memory_limit=memory_limit,
-            time_limit=time_limit,
-            seed=seed,
-            progress=progress,
-            save_problem=None,
-            asked=asked,
-            refine_axes=refine_axes,
-            calibration=calibration,
-            xla_flags=xla_flags,
-            crew=crew,
-            form=form,
-        ).plan
+        if callable(make):
+            return plan_remat(make, read, progress=progress, crew=crew).plan
+        return make_plan(make, read, progress=progress, crew=crew).plan
+
+
+def _maker(
+    program: "Program | str | Callable[[str], Program]", options: dict[str, Any]
+) -> "Program | Callable[[str], Program]":
+    """The program, or what makes it for a remat policy where that is to be chosen."""
+    from autoshard.program import open_source
+
+    if isinstance(program, str):
+        if options.get("remat") != "auto":
+            return open_source(program, **options)
+        return lambda remat: open_source(program, **(options | {"remat": remat}))
+    if options:
+        names = ", ".join(options)
+        raise UserError(f"program_options ({names}) are for a source such as 'hf:gpt2'; trace the program with them.")
+    return program

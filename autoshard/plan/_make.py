@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from autoshard.base.crew import Crew
 from autoshard.cost import (
+    Calibration,
     Fit,
     Mesh,
     Topology,
@@ -23,11 +25,12 @@ from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan.forms._forms import Form, Rest, form_named
 from autoshard.plan.forms._within import held_plan, plan_within
 from autoshard.plan.mesh._meshes import MeshSearch
-from autoshard.plan.mesh._portfolio import Contender, PlanCandidate, contender, elsewhere, further, met, pick
+from autoshard.plan.mesh._portfolio import PlanCandidate, contender, elsewhere, further, met, pick
 from autoshard.plan.mesh._searcher import Outcome, Phases, Searcher
 from autoshard.plan.mesh._trial import MeshBest, Trials, splits_batch
-from autoshard.plan.model._asked import Asked, check_axes
+from autoshard.plan.model._asked import check_axes
 from autoshard.plan.model._demands import check_regions, program_mesh
+from autoshard.plan.model._options import Limits, Options
 from autoshard.plan.model._refine import find_refinement
 from autoshard.plan.price._predict import predict
 from autoshard.plan.price._reading import Reading, read_program
@@ -37,7 +40,7 @@ from autoshard.plan.record._plan import Plan
 from autoshard.plan.solve._infeasible import explain_infeasible
 from autoshard.plan.solve._search import Found, Infeasible
 from autoshard.plan.write._write import WhenAsked, Writer
-from autoshard.program import Program, Role
+from autoshard.program import Program, Role, lift_constraints
 from autoshard.solver import write_contest
 
 
@@ -72,114 +75,132 @@ def given_mesh(
     return make_mesh(topology, parse_mesh(mesh) if isinstance(mesh, str) else mesh)
 
 
-def check_request(topology: str, mesh: str | Mapping[str, int] | None, asked: Asked | None = None) -> None:
+def check_request(options: Options) -> None:
     """Refuse what no program can be planned for, before one is traced.
 
     Raises `UserError` for a topology that does not exist, a mesh that cannot be laid on it, and something asked for
     with an axis that the mesh does not have, where the mesh is known without the program.
     """
-    given = given_mesh(Topology.parse(topology), mesh)
-    if given is not None and asked is not None:
-        check_axes(asked, given)
+    given = given_mesh(Topology.parse(options.topology), options.mesh)
+    if given is not None:
+        check_axes(options.asked, given)
 
 
 def make_plan(
     program: Program,
+    options: Options,
     *,
-    topology: str,
-    mesh: str | Mapping[str, int] | None = None,
-    memory_limit: int | None = None,
-    time_limit: float = 60.0,
-    seed: int = 0,
     progress: Callable[[str], None] | None = None,
     save_problem: str | os.PathLike[str] | None = None,
-    asked: Asked | None = None,
-    refine_axes: bool = True,
-    candidates: int = 1,
-    calibration: bool | Fit = True,
-    xla_flags: str | Iterable[str] | None = None,
     kept: bool = False,
     crew: Crew | None = None,
-    form: str | None = None,
 ) -> PlanResult:
-    """Choose a sharding for every tensor; see `autoshard.plan` for the arguments, `read_asked` for `asked`.
+    """Choose a sharding for every tensor, as the options say; see `autoshard.plan` for what they mean.
 
-    `save_problem` writes the Problem whose bound is certified, in the contest's format. `candidates` is how many plans
-    to offer at most, ours the first; each further one must differ from the others in what it spends its time on. With
-    `kept` the program's ops come from the cache on disk where they are there. `calibration` may be a fit made before.
-    With a `crew` its helpers take part; the plan is the same without. With a `form` only what that form of an export
-    can hold is planned.
+    `save_problem` writes the Problem whose bound is certified, in the contest's format. Of several candidates ours is
+    the first; each further one must differ from the others in what it spends its time on. With `kept` the program's
+    ops come from the cache on disk where they are there. With a `crew` its helpers take part; the plan is the same
+    without.
+
+    Raises `UserError` for options that no plan can have, and `InfeasibleError` if no plan keeps within the memory
+    limit.
     """
-    wanted = None if form is None else _limiting(form, candidates)
+    wanted = None if options.form is None else _limiting(options.form, options.candidates)
     phases = Phases(progress)
-    parsed = Topology.parse(topology)
-    if memory_limit is None:
-        memory_limit = parsed.usable_bytes
-    if memory_limit <= 0:
-        raise UserError(f"the memory limit is {memory_limit} bytes; it must be more than 0.")
-    if candidates < 1:
-        raise UserError(f"{candidates} candidates are asked for; the plan itself is one.")
-    learned = calibration if isinstance(calibration, Fit) else learned_fit(parsed) if calibration else None
-    flags = read_flags(xla_flags)
-    flagged = with_flags(learned.calibration if learned else load_calibration(parsed.chip), flags)
+    parsed = Topology.parse(options.topology)
+    limits = _limits(options, parsed)
+    if options.candidates < 1:
+        raise UserError(f"{options.candidates} candidates are asked for; the plan itself is one.")
+    figures = _figures(options, parsed)
     phases.start("extract", "reading the program's ops and their sharding rules")
+    program = lift_constraints(program) if options.ignore_constraints else program
     reading = read_program(program, parsed.backend, kept)
-    asked, crew = asked or Asked(), crew or Crew()
+    crew = crew or Crew()
     crew.progress = phases.progress
     _share(crew, program, reading)
-    search_on = Searcher(Task(program, reading, asked, memory_limit, seed, flagged.calibration), phases, crew)
-    given = given_mesh(parsed, mesh, program_mesh(reading.graph, parsed.num_devices))
-    searched = _search(search_on, parsed, given, time_limit, refine_axes)
+    task = Task(program, reading, options.asked, limits.memory_bytes, limits.seed, figures.calibration)
+    search_on = Searcher(task, phases, crew)
+    given = given_mesh(parsed, options.mesh, program_mesh(reading.graph, parsed.num_devices))
+    searched = _search(search_on, parsed, given, limits.seconds, options.refine_axes)
     best, found = searched.best, searched.best.found
     if isinstance(found, Infeasible):
-        said = explain_infeasible(best.model, found.solved, memory_limit, time_limit, seed, best.required)
+        said = explain_infeasible(
+            best.model, found.solved, limits.memory_bytes, limits.seconds, limits.seed, best.required
+        )
         raise InfeasibleError(said) from found
     phases.start("write", "writing the plan")
     compared = searched.original if isinstance(searched.original.found, Found) else best
     assert isinstance(compared.found, Found)
-    named = {name: predict(compared.model, c.outcome, memory_limit) for name, c in compared.found.baselines.items()}
-    learnt = {"learned": said_of_fit(learned)} if learned is not None and learned.observations else {}
-    if flags:
-        learnt["xla_flags"] = {"flags": list(flags), "figures": dict(flagged.figures), "priced": list(flagged.priced)}
-    writer = Writer(program, reading.groups, memory_limit, seed, list(named), learnt)
-    more = {"asked": asked.lines, "pinned": best.required.pinned} if asked else {}
-
-    def write(each: Contender) -> Plan:
-        plan = writer.write(each)
-        warnings = (*plan.warnings, *flagged.notes)
-        return dataclasses.replace(plan, baselines=named, warnings=warnings, provenance=plan.provenance | more)
-
-    first = contender(best.model, found, found.best, "plan", "the least predicted time")
+    completed = compared.found.baselines
+    plain = Writer(program, reading.groups, limits.memory_bytes, limits.seed, list(completed), figures.said)
+    asked = {"asked": options.asked.lines, "pinned": best.required.pinned} if options.asked else {}
+    writer = dataclasses.replace(
+        plain,
+        said={**figures.said, **asked},
+        baselines={name: predict(compared.model, c.outcome, limits.memory_bytes) for name, c in completed.items()},
+        notes=figures.notes,
+    )
     if wanted is None:
-        plan = dataclasses.replace(write(first), meshes=searched.tried)
+        first = contender(best.model, found, found.best, "plan", "the least predicted time")
+        plan = writer.write(first, searched.tried)
     else:
         phases.start("form", f"planning within what the {wanted.name} form can hold")
-        within = plan_within(
-            wanted, best.model, reading.groups, found, best.required, memory_limit, time_limit, seed, phases.progress
-        )
+        within = plan_within(wanted, best.model, reading.groups, found, best.required, limits, phases.progress)
         first = contender(best.model, found, within.best, "plan", f"the least predicted time for {wanted.name}")
-        more = {**more, **within.said}
-        plan = held_plan(write(first), wanted, found.best.outcome.step_time_s)
-        plan = dataclasses.replace(plan, meshes=searched.tried)
-    completed = WhenAsked(
+        writer = dataclasses.replace(writer, said={**writer.said, **within.said})
+        plan = held_plan(writer.write(first, searched.tried), wanted, found.best.outcome.step_time_s)
+    written = WhenAsked(
         {
-            name: functools.partial(writer.write, contender(compared.model, compared.found, c, name, ""))
-            for name, c in compared.found.baselines.items()
+            name: functools.partial(plain.write, contender(compared.model, compared.found, c, name, ""))
+            for name, c in completed.items()
         }
     )
     if save_problem is not None:
         write_contest(found.problem, Path(save_problem))
     offered: tuple[PlanCandidate, ...] = (PlanCandidate(first.name, first.why, plan),)
-    if candidates > 1:
+    if options.candidates > 1:
         phases.start("candidates", "looking for other plans that differ")
-        others = further(best.model, found, best.required, memory_limit, time_limit / 2, seed)
+        others = further(best.model, found, best.required, limits.share(0.5))
         for outcome in searched.outcomes:
             if isinstance(outcome.found, Found):
                 others += met(outcome.model, outcome.found, outcome.required)
         others += [elsewhere(other, search_on.price) for other in searched.elsewhere]
-        offered = pick(first, plan, others, candidates, write)
+        offered = pick(first, plan, others, options.candidates, writer.write)
     phases.stop()
-    return PlanResult(plan, phases.wall, completed, offered)
+    return PlanResult(plan, phases.wall, written, offered)
+
+
+def _limits(options: Options, topology: Topology) -> Limits:
+    """What the options allow a search to spend. Raises `UserError` for no memory at all."""
+    memory = topology.usable_bytes if options.memory_limit is None else options.memory_limit
+    if memory <= 0:
+        raise UserError(f"the memory limit is {memory} bytes; it must be more than 0.")
+    return Limits(memory, options.time_limit, options.seed)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Figures:
+    """The figures that prices are made of, and what is said of them."""
+
+    calibration: Calibration
+    said: Mapping[str, Any]
+    """For the provenance: what was learned, and the compiler flags."""
+    notes: tuple[str, ...]
+    """Warnings about flags that are not in the price."""
+
+
+def _figures(options: Options, topology: Topology) -> _Figures:
+    """The shipped figures, or those learned of the topology, with the compiler flags that the step will run with."""
+    given = options.calibration
+    learned = given if isinstance(given, Fit) else learned_fit(topology) if given else None
+    flags = read_flags(options.xla_flags)
+    flagged = with_flags(learned.calibration if learned else load_calibration(topology.chip), flags)
+    said: dict[str, Any] = {}
+    if learned is not None and learned.observations:
+        said["learned"] = said_of_fit(learned)
+    if flags:
+        said["xla_flags"] = {"flags": list(flags), "figures": dict(flagged.figures), "priced": list(flagged.priced)}
+    return _Figures(flagged.calibration, said, tuple(flagged.notes))
 
 
 def _limiting(name: str, candidates: int) -> Form:

@@ -15,6 +15,7 @@ from autoshard.base.files import write_whole
 from autoshard.cost import Topology, learned_fit, said_of_fit
 from autoshard.errors import UserError
 from autoshard.plan._make import check_request, make_plan
+from autoshard.plan.model._options import PlanOptions, read_options
 from autoshard.program import Program, load_rules, open_source
 
 
@@ -79,7 +80,7 @@ class SweepTask:
         """A row for each topology; one that cannot be planned says why."""
         named = dict(self.options)
         blank = SweepRow("", named.get("batch"), named.get("remat"))
-        why = {each: _impossible(each, dict(self.planning).get("mesh")) for each in self.topologies}
+        why = {each: _impossible(each, dict(self.planning)) for each in self.topologies}
         if all(why.values()):
             return [dataclasses.replace(blank, topology=each, failed=text) for each, text in why.items()]
         try:
@@ -92,7 +93,7 @@ class SweepTask:
 
     def _row(self, program: Program, blank: SweepRow) -> SweepRow:
         try:
-            plan = make_plan(program, topology=blank.topology, kept=self.kept, **dict(self.planning)).plan
+            plan = make_plan(program, read_options(blank.topology, dict(self.planning)), kept=self.kept).plan
         except UserError as error:
             return dataclasses.replace(blank, failed=str(error))
         return dataclasses.replace(
@@ -118,10 +119,10 @@ class SweepTask:
         return json.dumps(said, sort_keys=True)
 
 
-def _impossible(topology: str, mesh: Any) -> str:
-    """Why no program can be planned for a topology and a mesh; empty if one may."""
+def _impossible(topology: str, planning: PlanOptions) -> str:
+    """Why no program can be planned for a topology so; empty if one may."""
     try:
-        check_request(topology, mesh)
+        check_request(read_options(topology, planning))
     except UserError as error:
         return str(error)
     return ""
@@ -141,7 +142,7 @@ def sweep(
     remats: Sequence[str] = (),
     entry: str = "program",
     options: Mapping[str, Any] | None = None,
-    planning: Mapping[str, Any] | None = None,
+    planning: PlanOptions | None = None,
     rules: str | None = None,
     executor: concurrent.futures.Executor | None = None,
     path: str | os.PathLike[str] | None = None,
@@ -162,7 +163,7 @@ def sweep(
     known = _read(path)
     say = progress or (lambda line: None)
     names = [Topology.parse(topology).name for topology in topologies]
-    why = [_impossible(name, (planning or {}).get("mesh")) for name in names]
+    why = [_impossible(name, planning or {}) for name in names]
     if why and all(why):
         raise UserError(why[0])
     base = {key: value for key, value in (options or {}).items() if value is not None}

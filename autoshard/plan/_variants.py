@@ -1,11 +1,13 @@
 """One program in several variants (what is rematerialised): planned each, the best taken."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoshard.errors import InfeasibleError
 from autoshard.plan._make import PlanResult, make_plan
+from autoshard.plan.model._options import Options
 from autoshard.plan.record._plan import Plan
 from autoshard.program import Program
 from autoshard.units import format_seconds
@@ -19,10 +21,33 @@ Mix = Callable[[str, int, str], tuple[str, Callable[[], Program]]]
 the rest, and the program."""
 
 
+REMATS = ("none", "dots", "full")
+"""What may be computed again in the backward pass, what computes least first."""
+
+
+def plan_remat(make: Callable[[str], Program], options: Options, **running: Any) -> PlanResult:
+    """The plan of the program that computes as much again as is fastest within memory.
+
+    `make` gives the program for a remat policy, or a mixture of two (`full:12+dots`: the first 12 layers, and the
+    rest). `running` is what `make_plan` takes beside the options. Raises `InfeasibleError` if none fits.
+    """
+
+    def mixed(first: str, count: int, rest: str) -> tuple[str, Callable[[], Program]]:
+        text = f"{first}:{count}+{rest}"
+        return text, functools.partial(make, text)
+
+    variants = {name: functools.partial(make, name) for name in REMATS}
+    return plan_variants(variants, options, mix=mixed, **running)[1]
+
+
 def plan_variants(
-    variants: Mapping[str, Callable[[], Program]], what: str = "remat", mix: Mix | None = None, **options: Any
+    variants: Mapping[str, Callable[[], Program]],
+    options: Options,
+    what: str = "remat",
+    mix: Mix | None = None,
+    **running: Any,
 ) -> tuple[str, PlanResult]:
-    """The name and the plan of the variant with the least expected step that fits; `options` are those of `make_plan`.
+    """The name and the plan of the variant with the least expected step that fits; `running` is for `make_plan`.
 
     Memory decides both what is computed again and how tensors are split, so every variant is planned with its own
     sharding. Of equal times the earlier variant is taken: name those that compute less first. With `mix` the best one
@@ -32,7 +57,7 @@ def plan_variants(
 
     Raises the `InfeasibleError` of the last variant if none fits.
     """
-    tried = _Tried(options)
+    tried = _Tried(options, running)
     for name, make in variants.items():
         tried.plan(name, make)
     if tried.best is None:
@@ -46,8 +71,8 @@ def plan_variants(
 class _Tried:
     """The variants planned so far."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self.options = dict(options)
+    def __init__(self, options: Options, running: Mapping[str, Any]) -> None:
+        self.options, self.running = options, running
         self.best: tuple[str, PlanResult] | None = None
         self.layers: int | None = None
         self.said: dict[str, str] = {}
@@ -59,7 +84,7 @@ class _Tried:
         program = make()
         self.layers = program.layers
         try:
-            made = make_plan(program, **(self.options | instead))
+            made = make_plan(program, dataclasses.replace(self.options, **instead), **self.running)
         except InfeasibleError as error:
             self.refused = error
             self.said[name] = "does not fit"

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.plan import Plan, make_plan
+from autoshard.plan import Options, Plan, make_plan
 from autoshard.program import Program, trace
 
 
@@ -29,7 +29,7 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
 @functools.cache
 def planned(mesh: str) -> tuple[Program, Plan]:
     program = trace(step, ({"a": f32(64, 64), "b": f32(64, 64)}, f32(512, 64), jax.ShapeDtypeStruct((), jnp.int32)))
-    return program, make_plan(program, topology="cpu:8", mesh=mesh).plan
+    return program, make_plan(program, Options(topology="cpu:8", mesh=mesh)).plan
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -57,7 +57,7 @@ def test_the_batch_stays_split_through_branches() -> None:
 def test_branches_count_by_their_share() -> None:
     def seconds(fn: Any) -> float:
         program = trace(fn, (f32(2048, 4096), f32(4096, 4096), jax.ShapeDtypeStruct((), jnp.int32)))
-        return make_plan(program, topology="cpu:1").plan.prediction.compute_s
+        return make_plan(program, Options(topology="cpu:1")).plan.prediction.compute_s
 
     once = seconds(lambda x, w, i: jnp.tanh(x @ w) + i)
     halves = seconds(lambda x, w, i: jax.lax.cond(i > 0, lambda: jnp.tanh(x @ w), lambda: jnp.sin(x @ w)) + i)

@@ -11,7 +11,7 @@ from jax_case import infer_program, train_program
 from jax_programs import CASES
 
 from autoshard.exec.run._steps import PlannedStep, first_arguments, quartiles, run_in_turn
-from autoshard.plan import make_plan
+from autoshard.plan import Options, make_plan
 
 
 def _plans(predicted: list[float], measured: list[float], spread: float = 0.0) -> list:
@@ -45,7 +45,7 @@ def test_tau_is_scipys_where_nothing_is_tied():
 
 def test_plans_take_turns():
     program = infer_program("mlp", CASES["mlp"]())
-    made = make_plan(program, topology="cpu:8", mesh={"data": 8})
+    made = make_plan(program, Options(topology="cpu:8", mesh={"data": 8}))
     ran: list[str] = []
 
     class Noted(PlannedStep):

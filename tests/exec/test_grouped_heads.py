@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 from autoshard.graph import FactorKind, Op, read_graph
-from autoshard.plan import Call, PlanResult, Spec, make_plan
+from autoshard.plan import Call, Options, PlanResult, Spec, make_plan
 from autoshard.plan.model._heavy import factor_states, heavy_states, result_states
 from autoshard.plan.xla._states import WHOLE
 from autoshard.program import Program, trace
@@ -50,7 +50,7 @@ def grouped() -> Program:
 
 @functools.cache
 def planned() -> PlanResult:
-    return make_plan(grouped(), topology="cpu:8", mesh="a=2,b=2,c=2")
+    return make_plan(grouped(), Options(topology="cpu:8", mesh="a=2,b=2,c=2"))
 
 
 def kernels() -> list[Op]:

@@ -16,7 +16,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from autoshard import UserError, mlir
 from autoshard.exec.apply._calls import lower_for_compiler
 from autoshard.graph import FactorKind, Op, read_graph
-from autoshard.plan import Plan, make_plan
+from autoshard.plan import Options, Plan, make_plan
 from autoshard.program import Program, trace
 
 
@@ -81,7 +81,7 @@ def test_batch_and_heads_may_be_split(kind: str, names: list[str]) -> None:
 
 
 def planned(program: Program, limit: int | None = None) -> Plan:
-    return make_plan(program, topology="v5e:2x4", mesh="data=2,model=4", memory_limit=limit).plan
+    return make_plan(program, Options(topology="v5e:2x4", mesh="data=2,model=4", memory_limit=limit)).plan
 
 
 @pytest.mark.parametrize("kind", ["flash", "splash"])
@@ -118,7 +118,7 @@ def test_shards_of_flash_attention_add_up(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
     shape = jax.ShapeDtypeStruct((2, 4, 128, 128), jnp.float32)
     program = trace(flash, (shape,) * 3, name="flash")
-    plan = make_plan(program, topology="cpu:8", mesh="data=2,model=4", memory_limit=500_000).plan
+    plan = make_plan(program, Options(topology="cpu:8", mesh="data=2,model=4", memory_limit=500_000)).plan
     (call,) = plan.calls
     assert str(call.operands[0]) == "[data, model, -, -]"
     rng = np.random.default_rng(0)

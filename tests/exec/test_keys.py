@@ -12,7 +12,7 @@ import autoshard
 from autoshard.exec import measure
 from autoshard.exec.apply._apply import Application, donated_aliases, lower_module
 from autoshard.exec.devices._devices import place
-from autoshard.plan import Spec, explain_plan, make_plan
+from autoshard.plan import Options, Spec, explain_plan, make_plan
 from autoshard.program import Program, Role, load_artifact, trace
 
 
@@ -69,7 +69,7 @@ def numbers(tree: Any) -> list[Any]:
 def test_a_program_with_keys_is_planned_saved_run_and_checked(name: str, tmp_path: pathlib.Path) -> None:
     fn, args = CASES[name]
     program = trace(fn, args)
-    made = make_plan(program, topology="cpu:4", mesh="data=4").plan
+    made = make_plan(program, Options(topology="cpu:4", mesh="data=4")).plan
     made.save(tmp_path / "plan.json")
     plan = autoshard.load(tmp_path / "plan.json")
     for argument in program.arguments:
@@ -106,7 +106,7 @@ def test_a_file_with_keys_is_planned_as_words(tmp_path: pathlib.Path) -> None:
     (tmp_path / "rows.export").write_bytes(jax.export.export(jax.jit(fn, keep_unused=True))(*args).serialize())
     for file, shape in (("rows.mlir", (32, 2)), ("rows.export", (32,))):
         program: Program = load_artifact(tmp_path / file)
-        plan = make_plan(program, topology="cpu:4", mesh="data=4").plan
+        plan = make_plan(program, Options(topology="cpu:4", mesh="data=4")).plan
         assert shape in plan.shapes.values()
         found = measure(program, plan, steps=1, warmup=0, check=True).check
         assert found is not None and found.passed, found

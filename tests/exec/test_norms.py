@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autoshard.graph import FactorKind, read_graph
-from autoshard.plan import make_plan
+from autoshard.plan import Options, make_plan
 from autoshard.program import Program, load_artifact
 
 
@@ -54,7 +54,7 @@ def values(kind: str) -> list[Any]:
 @pytest.mark.parametrize("kind", sorted(TAKES))
 def test_values_are_those_of_the_op(folder: Path, kind: str) -> None:
     source = program(folder, kind)
-    plan = make_plan(source, topology="cpu:8", mesh="data=8").plan
+    plan = make_plan(source, Options(topology="cpu:8", mesh="data=8")).plan
     assert plan.unruled == ()
     assert plan.arguments[next(iter(plan.arguments))].dims[0] == ("data",)
     assert f"batch_norm_{kind}" in jax.jit(source.fn).lower(*source.args).as_text()
@@ -66,7 +66,7 @@ def test_values_are_those_of_the_op(folder: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["training", "grad"])
 def test_only_rows_of_sums_are_communicated(folder: Path, kind: str) -> None:
     source = program(folder, kind)
-    plan = make_plan(source, topology="cpu:8", mesh="data=8").plan
+    plan = make_plan(source, Options(topology="cpu:8", mesh="data=8")).plan
     text = plan.lower(source.fn, *source.args).compile().as_text()
     assert "all-gather(" not in text
     assert "all-reduce(" in text

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from autoshard.cost import Compute, Topology, make_mesh
 from autoshard.graph import analyse, read_graph
-from autoshard.plan import make_plan
+from autoshard.plan import Options, make_plan
 from autoshard.plan.model._model import HOST
 from autoshard.plan.price._reading import build_model, read_program
 from autoshard.program import Program, trace
@@ -70,7 +70,7 @@ def test_a_saved_stack_that_is_offloaded_takes_no_device_memory() -> None:
 
 
 def test_offloading_frees_the_memory_of_the_saved_stack() -> None:
-    made = [make_plan(program(offload), topology="v5e:2x2", mesh="data=4") for offload in (False, True)]
+    made = [make_plan(program(offload), Options(topology="v5e:2x2", mesh="data=4")) for offload in (False, True)]
     on_device, on_host = (result.baseline_plans["data_parallel"].prediction for result in made)
     saved = on_device.memory["activations"] - on_host.memory.get("activations", 0)
     assert saved == LAYERS * TOKENS * INNER * 4  # small as it is, no baseline splits it
@@ -92,7 +92,7 @@ def test_traffic_to_the_host_is_that_of_the_saved_values_once_each_way() -> None
 
 def test_a_plan_of_an_offloading_step_runs() -> None:
     args = arguments(np.random.default_rng(1))
-    plan = make_plan(program(True), topology="cpu:8", mesh="data=4,model=2").plan
+    plan = make_plan(program(True), Options(topology="cpu:8", mesh="data=4,model=2")).plan
     found, wanted = plan.jit(step(True))(*args), jax.jit(step(False))(*args)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5)

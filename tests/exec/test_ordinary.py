@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.errors import UserError
 from autoshard.exec import measure
-from autoshard.plan import explain_plan, make_plan, read_asked
+from autoshard.plan import Options, explain_plan, make_plan, read_asked
 from autoshard.program import Program, trace
 from autoshard.report import export_plan, html_report, perfetto_json, terminal_report
 
@@ -96,7 +96,7 @@ ORDINARY: dict[str, Callable[[], Program]] = {
 
 def check(program: Program, topology: str, mesh: str | None = None, run: bool = True, **asked: Any) -> Any:
     """Plan, every report and export, and the planned run against the unplanned one."""
-    plan = make_plan(program, topology=topology, mesh=mesh, **asked).plan
+    plan = make_plan(program, Options(**asked, topology=topology, mesh=mesh)).plan
     assert html_report(plan) and terminal_report(plan, {}) and perfetto_json(plan)
     for form in ("jax", "flax", "maxtext", "torch-xla", "dtensor", "hlo"):
         export_plan(plan, form, force=True)
@@ -138,7 +138,7 @@ def test_slices_of_one_chip_are_one_axis() -> None:
 @pytest.mark.parametrize("topology", ["cpu:8", "v5e:2x4"])
 def test_an_axis_of_size_one_is_free(mesh: str, topology: str) -> None:
     plan = check(mlp(), topology, mesh, run=topology == "cpu:8")
-    bare = make_plan(mlp(), topology=topology, mesh="data=8").plan
+    bare = make_plan(mlp(), Options(topology=topology, mesh="data=8")).plan
     assert plan.prediction.step_time_s == bare.prediction.step_time_s
     assert {n: s.axes for n, s in plan.arguments.items()} == {n: s.axes for n, s in bare.arguments.items()}
     assert {n: p.step_time_s for n, p in plan.baselines.items()} == {
@@ -152,7 +152,7 @@ def test_an_axis_of_size_one_may_be_asked_for() -> None:
     plan = check(mlp(), "cpu:8", "data=8,model=1", asked=asked)
     assert str(plan.arguments["params.up"]) == "[-, data]" and str(plan.arguments["params.down"]) == "[data, -]"
     with pytest.raises(UserError, match="uses the axis `model` twice"):
-        make_plan(mlp(), topology="cpu:8", mesh="data=8,model=1", asked=read_asked({"up": "model,model"}))
+        make_plan(mlp(), Options(topology="cpu:8", mesh="data=8,model=1", asked=read_asked({"up": "model,model"})))
 
 
 def test_a_program_may_name_an_axis_of_size_one() -> None:

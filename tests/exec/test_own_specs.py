@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.errors import UserError
 from autoshard.exec import measure
-from autoshard.plan import PlanResult, Spec, explain_plan, make_plan
+from autoshard.plan import Options, PlanResult, Spec, explain_plan, make_plan
 from autoshard.program import Program, lift_constraints, trace
 
 
@@ -133,7 +133,7 @@ def planned(name: str, kind: str) -> tuple[Program, PlanResult]:
     mesh = concrete() if kind == "concrete" else abstract()
     fn, args = PROGRAMS[name](mesh)
     program = trace(fn, args, name=name)
-    return program, make_plan(program, topology="cpu:8")
+    return program, make_plan(program, Options(topology="cpu:8"))
 
 
 @pytest.mark.parametrize("kind", ["concrete", "abstract"])
@@ -168,7 +168,7 @@ def test_a_regions_own_collectives_are_priced_on_their_axes() -> None:
 
 def test_every_kind_of_collective_is_priced() -> None:
     fn, args = shifted(abstract())
-    made = make_plan(trace(fn, args), topology="cpu:8")
+    made = make_plan(trace(fn, args), Options(topology="cpu:8"))
     found = {c.kind: (c.axes, c.wire_bytes) for c in made.plan.prediction.collectives}
     tile = 4 * 8 * 4
     assert found["collective-permute"] == (("data",), tile)
@@ -186,7 +186,7 @@ def test_shardings_of_arguments_hold() -> None:
     own = NamedSharding(abstract(), P(None, "data"))
     program = trace(lambda x, w: jnp.tanh(x @ w), (f32(16, 32, sharding=own), f32(32, 64)))
     assert program.notes == ("The program itself says how 1 arguments are split; this is respected.",)
-    plan = make_plan(program, topology="cpu:8").plan
+    plan = make_plan(program, Options(topology="cpu:8")).plan
     assert plan.arguments["x"] == Spec(((), ("data",)))
 
 
@@ -195,14 +195,14 @@ def test_shardings_given_to_jit_hold() -> None:
         return NamedSharding(concrete(), P(*spec))
 
     fn = jax.jit(lambda x, w: x @ w, in_shardings=(own("model"), own(None, "data")), out_shardings=own(None, "data"))
-    plan = make_plan(trace(fn, (f32(16, 32), f32(32, 64))), topology="cpu:8").plan
+    plan = make_plan(trace(fn, (f32(16, 32), f32(32, 64))), Options(topology="cpu:8")).plan
     assert plan.arguments == {"x": Spec((("model",), ())), "w": Spec(((), ("data",)))}
     assert plan.results == {"result": Spec(((), ("data",)))}
 
 
 def test_another_mesh_may_have_the_same_axes() -> None:
     fn, args = constrained(abstract())
-    plan = make_plan(trace(fn, args), topology="cpu:8", mesh="model=4,data=2").plan
+    plan = make_plan(trace(fn, args), Options(topology="cpu:8", mesh="model=4,data=2")).plan
     assert plan.mesh == {"model": 4, "data": 2}
     assert ("data",) in {pin.spec.dims[0] for pin in plan.pins if pin.name.endswith("sharding_constraint")}
 
@@ -254,7 +254,7 @@ def test_another_mesh_may_have_the_same_axes() -> None:
 )
 def test_what_cannot_hold_is_said(make: Any, mesh: str, said: str) -> None:
     with pytest.raises(UserError, match=f"^{said}$"):
-        make_plan(trace(make(), (f32(16, 4),)), topology="cpu:8", mesh=mesh)
+        make_plan(trace(make(), (f32(16, 4),)), Options(topology="cpu:8", mesh=mesh))
 
 
 def test_constraints_that_exclude_each_other_are_kept_and_said() -> None:
@@ -270,7 +270,7 @@ def test_constraints_that_exclude_each_other_are_kept_and_said() -> None:
         return lax.scan(outer, x, stack)[0]
 
     program = trace(functools.partial(fn, abstract()), (f32(3, 2, 64, 64), f32(32, 64)), name="nested")
-    plan = make_plan(program, topology="cpu:8").plan
+    plan = make_plan(program, Options(topology="cpu:8")).plan
     said = [line for line in plan.warnings if "the way between them is not in the prediction" in line]
     assert len(said) == 1 and said[0].startswith("with_sharding_constraint at test_own_specs.py:")
     values = program.make_args(0)  # type: ignore[misc]
@@ -304,9 +304,9 @@ def test_constraints_on_one_device_say_nothing(made: Any, kind: str) -> None:
     assert any("on a mesh of one device" in note for note in program.notes)
     assert not any("respected" in note for note in program.notes)
     options: dict[str, Any] = {"topology": "cpu:8", "mesh": "data=4,tensor=2"}
-    plan = make_plan(program, **options).plan
+    plan = make_plan(program, Options(**options)).plan
     plain, shapes = made(None)
-    free = make_plan(trace(plain, shapes), **options).plan
+    free = make_plan(trace(plain, shapes), Options(**options)).plan
     assert plan.arguments == free.arguments
     if made is replicating:  # the gradient of a scan keeps other values where a constraint stands in it
         assert plan.prediction.step_time_s == free.prediction.step_time_s

@@ -11,7 +11,7 @@ import pytest
 from autoshard.exec import plan_mesh, read_collectives, wire_by_axis
 from autoshard.exec.apply._calls import lower_for_compiler
 from autoshard.graph import FactorKind, read_graph
-from autoshard.plan import PlanResult, make_plan
+from autoshard.plan import Options, PlanResult, make_plan
 from autoshard.program import Program, trace
 from tests.exec.planned_programs import f32
 
@@ -39,7 +39,7 @@ def experts() -> Program:
 
 @functools.cache
 def planned() -> PlanResult:
-    return make_plan(experts(), topology="cpu:8", mesh="data=2,model=4")
+    return make_plan(experts(), Options(topology="cpu:8", mesh="data=2,model=4"))
 
 
 def test_only_groups_stay_whole() -> None:
@@ -76,7 +76,7 @@ def test_it_runs_as_planned(which: str) -> None:
 
 def test_tpus_get_a_ragged_dot_of_shards() -> None:
     program = experts()
-    plan = make_plan(program, topology="v5e:2x4", mesh="data=2,model=4").baseline_plans["data_parallel"]
+    plan = make_plan(program, Options(topology="v5e:2x4", mesh="data=2,model=4")).baseline_plans["data_parallel"]
     bodies = lower_for_compiler(program, plan, "tpu")
     assert len(bodies) == 5
     assert all(b"ragged_dot" in body for body in bodies.values())

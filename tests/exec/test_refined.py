@@ -3,7 +3,7 @@
 import pytest
 
 from autoshard.exec import measure
-from autoshard.plan import read_asked
+from autoshard.plan import Options, read_asked
 from autoshard.plan._make import make_plan
 from tests.plan.programs import grouped_query
 
@@ -20,7 +20,7 @@ def test_half_of_an_axis_is_used_and_nothing_changes(
 ) -> None:
     source = grouped_query(kv=kv, batch=batch, seq=seq)
     asked = read_asked({"x": "data,None,None"} if mesh == "data=2,model=4" else {})
-    result = make_plan(source, topology="cpu:8", mesh=mesh, time_limit=20, asked=asked)
+    result = make_plan(source, Options(topology="cpu:8", mesh=mesh, time_limit=20, asked=asked))
     assert half in result.plan.arguments["p.k"].axes
     found = measure(source, result.plan, steps=1, check=True)
     assert found.check is not None and found.check.passed

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autoshard.exec import compile_plan
-from autoshard.plan import make_plan
+from autoshard.plan import Options, make_plan
 from autoshard.program import Program, open_source
 from autoshard.program._cache import _major_to_minor
 
@@ -39,7 +39,7 @@ def decoding(directory: Path, batch: int, cache: int, dtype: str) -> tuple[Progr
 
 def test_on_cpu_devices_no_second_cache_is_held_and_no_token_is_gathered(tmp_path: Path):
     program, cache = decoding(tmp_path, 8, 1024, "fp32")
-    plan = make_plan(program, topology="cpu:8", mesh={"data": 2, "model": 4}).plan
+    plan = make_plan(program, Options(topology="cpu:8", mesh={"data": 2, "model": 4})).plan
     compiled = plan.lower(program.fn, *program.args, donate_argnums=program.donate_argnums).compile()
     found, local = compiled.memory_analysis(), cache // 8
     assert found.alias_size_in_bytes >= local
@@ -52,7 +52,7 @@ def test_for_tpus_the_cache_is_held_once_and_read_once(tmp_path: Path):
     if importlib.util.find_spec("libtpu") is None:  # an optional extra
         pytest.skip("libtpu is not installed")
     program, cache = decoding(tmp_path, 64, 4096, "bf16")
-    plan = make_plan(program, topology="v5e:2x2", mesh={"data": 2, "model": 2}).plan
+    plan = make_plan(program, Options(topology="v5e:2x2", mesh={"data": 2, "model": 2})).plan
     found = compile_plan(program, plan)
     assert found.peak_compiled is not None and found.estimate is not None
     assert cache // 4 < found.peak_compiled < 1.2 * cache // 4

@@ -11,6 +11,7 @@ import optax
 from numpy.typing import NDArray
 
 from autoshard.cost import Topology, make_mesh
+from autoshard.plan import Options
 from autoshard.plan._make import PlanResult, make_plan
 from autoshard.plan.model._groups import Groups, find_groups
 from autoshard.plan.model._model import Model
@@ -146,7 +147,7 @@ def planned(
 
 @functools.cache
 def _made(name: str, topology: str, mesh: str | None, limit: int | None) -> PlanResult:
-    return make_plan(program(name), topology=topology, mesh=mesh, memory_limit=limit, time_limit=20)
+    return make_plan(program(name), Options(topology=topology, mesh=mesh, memory_limit=limit, time_limit=20))
 
 
 def random_choices(built: Model, rng: np.random.Generator) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ import pytest
 
 from autoshard import UserError
 from autoshard.graph import FactorKind, Op, read_graph
-from autoshard.plan import make_plan
+from autoshard.plan import Options, make_plan
 from autoshard.program import load_artifact, trace
 
 
@@ -108,7 +108,7 @@ def test_a_plan_from_a_file_splits_the_calls_and_is_not_run(tmp_path: Path) -> N
     path = tmp_path / "step.mlir"
     path.write_text(lowered(gradients, QUERIES, KEYS, KEYS))
     program = load_artifact(path)
-    plan = make_plan(program, topology="h100:8", mesh="data=4,model=2").plan
+    plan = make_plan(program, Options(topology="h100:8", mesh="data=4,model=2")).plan
     assert plan.unruled == ()
     assert [call.name for call in plan.calls] == [FORWARD, BACKWARD]
     for call in plan.calls:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.exec import measure
-from autoshard.plan import Plan, make_plan
+from autoshard.plan import Options, Plan, make_plan
 from autoshard.program import Program, open_source, trace
 from tests.plan import programs as made
 
@@ -63,7 +63,7 @@ def program(name: str) -> Program:
 
 
 def plan(source: Program) -> Plan:
-    return make_plan(source, topology="v5e:2x4", mesh={"data": 4, "model": 2}).plan
+    return make_plan(source, Options(topology="v5e:2x4", mesh={"data": 4, "model": 2})).plan
 
 
 @functools.cache
@@ -130,6 +130,6 @@ def test_a_file_is_run_and_checked(write: Callable[[Program, Path], None], tmp_p
     path = tmp_path / "step.mlir"
     write(program("momentum"), path)
     read = open_source(str(path))
-    chosen = make_plan(read, topology="cpu:8", mesh={"data": 4, "model": 2}).plan
+    chosen = make_plan(read, Options(topology="cpu:8", mesh={"data": 4, "model": 2})).plan
     found = measure(read, chosen, steps=1, warmup=0, check=True)
     assert found.check is not None and found.check.passed, found.check.worst

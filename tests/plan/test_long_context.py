@@ -4,12 +4,12 @@ import math
 
 import long_context
 
-from autoshard.plan import make_plan
+from autoshard.plan import Options, make_plan
 
 
 def test_more_devices_than_heads_of_keys_share_attention() -> None:
     program = long_context.program(layers=1, batch=4, seq=4096)
-    plan = make_plan(program, topology="v5p:4x4x4", mesh="data=4,model=16", time_limit=30).plan
+    plan = make_plan(program, Options(topology="v5p:4x4x4", mesh="data=4,model=16", time_limit=30)).plan
     attention = [call for call in plan.calls if call.name.startswith("splash_mha_")]
     assert {call.name.split("_")[2] for call in attention} == {"fwd", "dkv", "dq"}
     for call in attention:

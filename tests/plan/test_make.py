@@ -14,7 +14,7 @@ import scipy.sparse
 import autoshard
 from autoshard import mlir
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.plan import Plan, make_plan
+from autoshard.plan import Options, Plan, make_plan
 from autoshard.plan.price._predict import evaluate, tensor_spec
 from autoshard.plan.solve._build import build_problem
 from autoshard.plan.solve._weights import even_weights
@@ -129,18 +129,18 @@ def test_specs_of_arguments_are_those_of_the_chosen_alternatives() -> None:
 def test_meshes_come_from_the_argument_the_environment_or_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     program = made.program("matmul")
     monkeypatch.delenv("XLA_AUTO_SPMD_MESH", raising=False)
-    assert make_plan(program, topology="cpu:8").plan.meshes[0].verdict == "chosen"
+    assert make_plan(program, Options(topology="cpu:8")).plan.meshes[0].verdict == "chosen"
     monkeypatch.setenv("XLA_AUTO_SPMD_MESH", "2,4")
-    assert make_plan(program, topology="cpu:8").plan.mesh == {"data": 2, "model": 4}
-    assert make_plan(program, topology="cpu:8", mesh="auto").plan.meshes
-    assert make_plan(program, topology="cpu:8", mesh={"x": 4, "y": 2}).plan.mesh == {"x": 4, "y": 2}
-    assert make_plan(program, topology="cpu:8", mesh="a=2,b=2,c=2").plan.mesh == {"a": 2, "b": 2, "c": 2}
+    assert make_plan(program, Options(topology="cpu:8")).plan.mesh == {"data": 2, "model": 4}
+    assert make_plan(program, Options(topology="cpu:8", mesh="auto")).plan.meshes
+    assert make_plan(program, Options(topology="cpu:8", mesh={"x": 4, "y": 2})).plan.mesh == {"x": 4, "y": 2}
+    assert make_plan(program, Options(topology="cpu:8", mesh="a=2,b=2,c=2")).plan.mesh == {"a": 2, "b": 2, "c": 2}
 
 
 def test_the_environments_mesh_must_multiply_to_the_devices_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_AUTO_SPMD_MESH", "4,4")
     with pytest.raises(UserError, match="16") as caught:
-        make_plan(made.program("matmul"), topology="cpu:8")
+        make_plan(made.program("matmul"), Options(topology="cpu:8"))
     assert "8" in str(caught.value)
 
 
@@ -156,18 +156,18 @@ def test_the_environments_mesh_must_multiply_to_the_devices_too(monkeypatch: pyt
 )
 def test_bad_input_is_one_sentence(arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError) as caught:
-        make_plan(made.program("matmul"), **{"topology": "cpu:8", **arguments})
+        make_plan(made.program("matmul"), Options(**{"topology": "cpu:8", **arguments}))
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_batch_that_no_axis_divides_is_refused() -> None:
     odd = trace(lambda params, x: x @ params, (f32(16, 8), f32(7, 16)), name="odd")
-    plan = make_plan(odd, topology="cpu:8", mesh="data=4,model=2").plan
+    plan = make_plan(odd, Options(topology="cpu:8", mesh="data=4,model=2")).plan
     assert plan.arguments["x"].dims[0] == (), "its features can be split, its batch cannot"
     prime = trace(lambda params, x: x @ params, (f32(13, 8), f32(7, 13)), name="prime")
     with pytest.raises(UserError) as caught:
-        make_plan(prime, topology="cpu:8", mesh="data=4,model=2")
+        make_plan(prime, Options(topology="cpu:8", mesh="data=4,model=2"))
     assert str(caught.value) == (
         "no mesh axis (data=4, model=2) divides a dim of the batch argument x of shape [7, 13]: "
         "use a batch that is a multiple of 4, or another mesh."
@@ -181,7 +181,7 @@ def test_one_device_needs_no_divisible_batch() -> None:
 
 def test_a_program_with_nothing_to_split_is_replicated() -> None:
     tiny = trace(lambda params, s: (params * s, s + 1), (f32(3, 5), f32()), name="tiny")
-    plan = make_plan(tiny, topology="cpu:8", mesh="data=4,model=2").plan
+    plan = make_plan(tiny, Options(topology="cpu:8", mesh="data=4,model=2")).plan
     assert all(spec.axes == () for spec in (*plan.arguments.values(), *plan.results.values()))
     assert plan.words == ("nothing over data and model: its devices repeat the same work",) or plan.words == (
         "everything on every device",
@@ -217,17 +217,16 @@ def test_a_limit_that_binds_is_kept() -> None:
 
 def test_no_plan_within_the_limit_says_what_would_help() -> None:
     with pytest.raises(InfeasibleError) as caught:
-        make_plan(made.program("mlp"), topology="cpu:8", mesh="data=4,model=2", memory_limit=4000, time_limit=10)
+        make_plan(
+            made.program("mlp"), Options(topology="cpu:8", mesh="data=4,model=2", memory_limit=4000, time_limit=10)
+        )
     text = str(caught.value)
     assert text.startswith("no plan fits into 3.91 KiB per device: the least found is ")
     assert "at its peak in " in text and text.endswith("would help.") and "\n" not in text
     least = float(text.partition("the least found is ")[2].partition(" KiB")[0])
     plan = make_plan(
         made.program("mlp"),
-        topology="cpu:8",
-        mesh="data=4,model=2",
-        memory_limit=int(least * 1024 * 1.02),
-        time_limit=10,
+        Options(topology="cpu:8", mesh="data=4,model=2", memory_limit=int(least * 1024 * 1.02), time_limit=10),
     ).plan
     assert 4000 < plan.prediction.peak_bytes <= least * 1024 * 1.02, "the least found can be planned"
 
@@ -247,7 +246,7 @@ def test_loops_without_a_count_are_a_warning() -> None:
         (f32(8, 8),),
         name="until",
     )
-    plan = make_plan(program, topology="cpu:8").plan
+    plan = make_plan(program, Options(topology="cpu:8")).plan
     assert "a loop's number of trips cannot be read from the program: it is counted once." in plan.warnings
 
 
@@ -258,7 +257,7 @@ def test_ops_without_a_rule_are_a_warning_with_their_share() -> None:
     program = trace(
         lambda x: jax.lax.rng_uniform(jnp.float32(0), jnp.float32(1), (16, 16)) @ x, (f32(16, 16),), name="noise"
     )
-    (line,) = make_plan(program, topology="cpu:8").plan.warnings
+    (line,) = make_plan(program, Options(topology="cpu:8")).plan.warnings
     assert line.startswith("rng ") and "has no sharding rule: every device repeats it whole (" in line
     assert line.endswith("% of the step).")
 
@@ -319,10 +318,7 @@ def test_the_saved_problem_has_the_plans_objective_for_another_solver(tmp_path: 
     path = tmp_path / "problem.json.gz"
     plan = make_plan(
         made.program("two matmuls"),
-        topology="cpu:8",
-        mesh="data=4,model=2",
-        memory_limit=limit,
-        time_limit=20,
+        Options(topology="cpu:8", mesh="data=4,model=2", memory_limit=limit, time_limit=20),
         save_problem=path,
     ).plan
     assert plan.solver_gap == 0.0
@@ -333,7 +329,9 @@ def test_the_saved_problem_has_the_plans_objective_for_another_solver(tmp_path: 
 def test_an_infeasible_plan_saves_no_problem(tmp_path: Path) -> None:
     with pytest.raises(InfeasibleError):
         make_plan(
-            made.program("matmul"), topology="cpu:8", memory_limit=10, time_limit=5, save_problem=tmp_path / "p.json"
+            made.program("matmul"),
+            Options(topology="cpu:8", memory_limit=10, time_limit=5),
+            save_problem=tmp_path / "p.json",
         )
     assert list(tmp_path.iterdir()) == []
 
@@ -356,7 +354,7 @@ def test_plans_of_baselines_are_written_when_asked_for_and_once(monkeypatch: pyt
     written = []
     original = _write.Writer.write
     monkeypatch.setattr(_write.Writer, "write", lambda self, each: written.append(each.name) or original(self, each))
-    result = make_plan(made.program("mlp"), topology="cpu:8", mesh="data=4,model=2")
+    result = make_plan(made.program("mlp"), Options(topology="cpu:8", mesh="data=4,model=2"))
     assert written == ["plan"] and list(result.baseline_plans) == list(result.plan.baselines)
     name, prediction = next(iter(result.plan.baselines.items()))
     assert result.baseline_plans[name] is result.baseline_plans[name]

@@ -14,7 +14,7 @@ from jax import lax
 
 from autoshard.exec import measure
 from autoshard.graph import FactorKind
-from autoshard.plan import PlanResult, make_plan, read_asked
+from autoshard.plan import Options, PlanResult, make_plan, read_asked
 from autoshard.program import Program, trace
 from tests.graph.programs import f32, graph_of, ops
 
@@ -32,7 +32,7 @@ def example() -> ModuleType:
 @functools.cache
 def planned() -> tuple[Program, PlanResult]:
     program = trace(example().step, example().arguments(layers=1, microbatches=4), name="pipeline")
-    return program, make_plan(program, topology="cpu:8", mesh="stage=4,data=2")
+    return program, make_plan(program, Options(topology="cpu:8", mesh="stage=4,data=2"))
 
 
 def test_stages_are_found_and_split() -> None:
@@ -78,7 +78,7 @@ def test_the_pipeline_computes_what_its_layers_do_in_turn() -> None:
 def test_stages_may_be_pinned_or_kept_from_an_axis() -> None:
     program, _ = planned()
     made = make_plan(
-        program, topology="cpu:8", mesh="stage=4,data=2", asked=read_asked(axis_only={"stage": "stage"})
+        program, Options(topology="cpu:8", mesh="stage=4,data=2", asked=read_asked(axis_only={"stage": "stage"}))
     ).plan
     for name, spec in made.arguments.items():
         assert not any("stage" in axes for axes in spec.dims[1:]), name

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from autoshard.plan import Plan, make_plan
+from autoshard.plan import Options, Plan, make_plan
 from autoshard.program import open_source
 
 
@@ -16,7 +16,7 @@ BATCH, HEADS, LENGTH = 1, 2, 3
 def decoding(batch: int, cache: int, mesh: str) -> Plan:
     """Llama with 4 heads of keys, which take a part of an axis of 8; caches of 64 MiB a device if split evenly."""
     program = open_source("hf:llama-tiny", serve="decode", batch=batch, cache=cache, seq=128)
-    return make_plan(program, topology="v5e:2x4", mesh=mesh, memory_limit=90 << 20).plan
+    return make_plan(program, Options(topology="v5e:2x4", mesh=mesh, memory_limit=90 << 20)).plan
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autoshard.cost import Topology, make_mesh
-from autoshard.plan import make_plan
+from autoshard.plan import Options, make_plan
 from autoshard.plan.model._model import Model
 from autoshard.plan.price._predict import evaluate, spec_of
 from autoshard.plan.price._reading import build_model, read_program
@@ -84,7 +84,7 @@ def test_memory_from_specs_is_that_of_the_alternatives() -> None:
 
 
 def test_a_plan_leaves_a_dim_of_one_where_all_else_is_equal() -> None:
-    plan = make_plan(program(groups=2), topology="v5e:4x4", mesh="data=4,model=4").plan
+    plan = make_plan(program(groups=2), Options(topology="v5e:4x4", mesh="data=4,model=4")).plan
     query = next(spec for name, spec in plan.arguments.items() if len(spec.dims) == 5)
     assert 1 in query.local_shape((16, 16, 2, 1024, 128), plan.mesh)
     assert not plan.prediction.collectives

@@ -15,7 +15,7 @@ from autoshard.cost import Collectives, Compute, Mesh, Topology, make_mesh
 from autoshard.errors import UserError
 from autoshard.exec import Application, measure, read_collectives, wire_by_axis
 from autoshard.graph import Op, OpGraph, analyse, read_graph
-from autoshard.plan import Pin, Plan, Region, Spec, make_plan
+from autoshard.plan import Options, Pin, Plan, Region, Spec, make_plan
 from autoshard.plan.model._heavy import heavy_seconds, heavy_states, result_states
 from autoshard.plan.model._model import Path
 from autoshard.plan.model._residency import Residency
@@ -236,7 +236,7 @@ def convnet() -> Program:
 def test_a_convnet_split_over_height_equals_the_unplanned_run(mesh: str) -> None:
     """A batch of 2 on 8 devices, as the baseline `spatial` has it: loss, gradients (momentum) and update."""
     program = convnet()
-    result = make_plan(program, topology="cpu:8", mesh=MESHES[mesh])
+    result = make_plan(program, Options(topology="cpu:8", mesh=MESHES[mesh]))
     plan = result.baseline_plans["spatial"]
     assert any("image height over" in line for line in plan.words)
     assert any(region.operands[0].dims[2] for region in plan.regions)
@@ -266,7 +266,7 @@ def test_images_larger_than_the_batch_can_feed_are_split_in_space() -> None:
     image = jax.ShapeDtypeStruct((4, 64, 2048, 2048), jnp.bfloat16)
     kernels = [jax.ShapeDtypeStruct((64, 64, 3, 3), jnp.bfloat16)]
     program = trace(step, (kernels, image), name="images")
-    plan = make_plan(program, topology="v5e:4x4", mesh="data=4,model=4").plan
+    plan = make_plan(program, Options(topology="v5e:4x4", mesh="data=4,model=4")).plan
     assert all(set(region.operands[0].axes) == {"data", "model"} for region in plan.regions) and len(plan.regions) == 2
 
 
@@ -304,7 +304,7 @@ def test_convolutions_over_a_sequence_are_split_along_it(
         return jax.tree.map(lambda a, g: a - 0.1 * g, p, jax.grad(lambda p: jnp.mean(net(p, x) ** 2))(p))
 
     program = trace(step, (shapes, x), name=word, donate_argnums=(0,))
-    plan = make_plan(program, topology="cpu:8", mesh={"a": 8}).baseline_plans["spatial"]
+    plan = make_plan(program, Options(topology="cpu:8", mesh={"a": 8})).baseline_plans["spatial"]
     assert plan.words == (f"{word} over a",) and plan.regions
     measured = measure(program, plan, steps=1, warmup=0, check=True)
     assert measured.check is not None and measured.check.passed

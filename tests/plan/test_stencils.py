@@ -9,7 +9,7 @@ import pytest
 
 import autoshard
 from autoshard.exec import measure
-from autoshard.plan import Spec, make_plan
+from autoshard.plan import Options, Spec, make_plan
 from autoshard.plan.xla._halos import _reaches
 from autoshard.program import trace
 from tests.graph.programs import f32
@@ -66,8 +66,8 @@ def test_the_halos_of_a_stencil_are_counted_to_the_byte() -> None:
 
 def test_a_large_grid_is_split_without_being_told() -> None:
     program = trace(heat, (f32(4096, 4096),), name="grid", donate_argnums=0)
-    plan = make_plan(program, topology="v5e:2x4", mesh="data=8").plan
-    whole = make_plan(program, topology="v5e:1x1").plan
+    plan = make_plan(program, Options(topology="v5e:2x4", mesh="data=8")).plan
+    whole = make_plan(program, Options(topology="v5e:1x1")).plan
     assert plan.arguments["u"] == Spec((("data",), ()))
     assert plan.prediction.step_time_s < whole.prediction.step_time_s / 2
     assert {c.kind for c in plan.prediction.collectives} == {"collective-permute"}
@@ -96,5 +96,5 @@ def test_reaches_are_what_xla_exchanges(
 def test_a_half_of_a_dim_is_no_stencil() -> None:
     """Elements that move past the next shard would be sent around in several rounds: such a dim stays whole."""
     program = trace(lambda u: jnp.tanh(u[:, :256]) * u[:, 256:], (f32(512, 512),), name="halves")
-    plan = make_plan(program, topology="cpu:8", mesh="data=8").plan
+    plan = make_plan(program, Options(topology="cpu:8", mesh="data=8")).plan
     assert plan.results["result"].dims[1] == () and not plan.prediction.collectives

@@ -9,7 +9,7 @@ import pytest
 
 import autoshard
 from autoshard.errors import UserError
-from autoshard.plan import SweepRow, SweepTask, make_plan
+from autoshard.plan import Options, SweepRow, SweepTask, make_plan
 from autoshard.program import open_source
 
 
@@ -33,7 +33,7 @@ def test_rows_come_in_the_order_asked_for_and_equal_plans_made_alone(source: str
     rows = autoshard.sweep(source, topologies=topologies)
     assert [row.topology for row in rows] == topologies
     for row in rows:
-        plan = make_plan(open_source(source), topology=row.topology).plan
+        plan = make_plan(open_source(source), Options(topology=row.topology)).plan
         assert (row.step_time_s, row.peak_bytes) == (plan.prediction.step_time_s, plan.prediction.peak_bytes)
         assert row.mesh == ",".join(f"{axis}={size}" for axis, size in plan.mesh.items())
         assert row.headroom_bytes == plan.memory_limit_bytes - plan.prediction.peak_bytes

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.errors import InfeasibleError
-from autoshard.plan import make_plan, plan_variants
+from autoshard.plan import Options, make_plan, plan_variants
 from autoshard.program import Program, trace
 from tests.graph.programs import f32
 from tests.plan import programs as made
@@ -24,8 +24,8 @@ VARIANTS: dict[str, Callable[[], Program]] = {
 
 
 def test_the_fastest_is_taken_and_the_others_are_said() -> None:
-    name, result = plan_variants(VARIANTS, **ON)
-    steps = {n: make_plan(make(), **ON).plan.prediction.step_time_s for n, make in VARIANTS.items()}
+    name, result = plan_variants(VARIANTS, Options(**ON))
+    steps = {n: make_plan(make(), Options(**ON)).plan.prediction.step_time_s for n, make in VARIANTS.items()}
     assert result.plan.prediction.step_time_s == min(steps.values())
     assert steps[name] == min(steps.values())
     assert result.plan.words[-1].startswith(f"remat {name} (instead: ")
@@ -38,15 +38,15 @@ def test_a_variant_that_does_not_fit_is_passed_over() -> None:
         return trace(lambda w, x: x @ w, (f32(2048, 2048), f32(2048, 2048)), name="large")
 
     small = {"large": first, "small": lambda: made.program("mlp")}
-    limit = make_plan(made.program("mlp"), **ON).plan.prediction.peak_bytes + 1000
-    name, result = plan_variants(small, what="size", **ON, memory_limit=limit)
+    limit = make_plan(made.program("mlp"), Options(**ON)).plan.prediction.peak_bytes + 1000
+    name, result = plan_variants(small, Options(**ON, memory_limit=limit), what="size")
     assert name == "small" and result.plan.words[-1] == "size small (instead: large does not fit)"
 
 
 def test_when_none_fits_the_last_says_what_would_help() -> None:
     only: dict[str, Callable[[], Program]] = {"none": lambda: made.program("two matmuls")}
     with pytest.raises(InfeasibleError, match="the least found is"):
-        plan_variants(only, **ON, memory_limit=200)
+        plan_variants(only, Options(**ON, memory_limit=200))
 
 
 LAYERS = 8
@@ -72,14 +72,14 @@ def chain(again: int) -> Program:
 
 def test_a_mixture_that_fits_is_faster_than_what_computes_everything_again() -> None:
     variants = {"none": lambda: chain(0), "full": lambda: chain(LAYERS)}
-    peaks = {name: make_plan(make(), **ON).plan.prediction.peak_bytes for name, make in variants.items()}
+    peaks = {name: make_plan(make(), Options(**ON)).plan.prediction.peak_bytes for name, make in variants.items()}
     limit = int(1.4 * peaks["full"])
 
     def mix(slow: str, count: int, fast: str) -> tuple[str, Callable[[], Program]]:
         return f"{slow}:{count}+{fast}", lambda: chain(count)
 
-    plain = plan_variants(variants, **ON, memory_limit=limit)
-    name, mixed = plan_variants(variants, mix=mix, **ON, memory_limit=limit)
+    plain = plan_variants(variants, Options(**ON, memory_limit=limit))
+    name, mixed = plan_variants(variants, Options(**ON, memory_limit=limit), mix=mix)
     assert plain[0] == "full" and name not in variants
     assert mixed.plan.prediction.peak_bytes <= limit
     assert mixed.plan.prediction.step_time_s < plain[1].plan.prediction.step_time_s

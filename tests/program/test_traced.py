@@ -9,7 +9,7 @@ import pytest
 
 from autoshard.base.kept import MOST, cache_directory
 from autoshard.errors import UserError
-from autoshard.plan import make_plan
+from autoshard.plan import Options, make_plan
 from autoshard.plan.record._store import plan_to_json
 from autoshard.program import Program, open_source, trace
 from autoshard.program._traced import open_config
@@ -43,7 +43,7 @@ def test_the_second_time_nothing_is_traced_and_the_plan_is_the_same(folder: Path
     assert source.traced == 1 and len(list(folder.iterdir())) == 1
     for name in ("name", "arguments", "results", "module", "fingerprint", "training", "model_flops", "tokens", "notes"):
         assert getattr(first, name) == getattr(second, name), name
-    plans = [make_plan(p, topology="cpu:8", mesh="data=4,model=2").plan for p in (first, second)]
+    plans = [make_plan(p, Options(topology="cpu:8", mesh="data=4,model=2")).plan for p in (first, second)]
     assert plan_to_json(plans[0]) == plan_to_json(plans[1])
 
 

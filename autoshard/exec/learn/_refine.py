@@ -7,8 +7,8 @@ its first round with what others have seen and finds its own judgements in the d
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Unpack
 
 from autoshard.cost import (
     STEP,
@@ -23,7 +23,17 @@ from autoshard.cost import (
 )
 from autoshard.errors import UserError
 from autoshard.exec.learn._judge import Judging, Seen, judge_of
-from autoshard.plan import Asked, Plan, PlanResult, check_request, make_plan, plan_bills, plan_digest
+from autoshard.plan import (
+    Options,
+    Plan,
+    PlanOptions,
+    PlanResult,
+    check_request,
+    make_plan,
+    plan_bills,
+    plan_digest,
+    read_options,
+)
 from autoshard.program import Program, lift_constraints, open_source
 from autoshard.units import format_seconds
 
@@ -74,20 +84,13 @@ def refine(
     program: Program | str,
     *,
     topology: str,
-    mesh: str | Mapping[str, int] | None = None,
     judge: Judge | None = None,
     plans: int = PLANS,
     rounds: int = ROUNDS,
     steps: int = 10,
     compile_limit: float = 600.0,
-    memory_limit: int | None = None,
-    time_limit: float = 60.0,
-    seed: int = 0,
-    asked: Asked | None = None,
-    refine_axes: bool = True,
-    calibration: bool = True,
-    ignore_constraints: bool = False,
     progress: Callable[[str], None] | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Refinement:
     """Plan `program` on `topology`, have the best few plans judged, learn from it, plan again until the choice stands.
 
@@ -95,28 +98,29 @@ def refine(
     topologies) or `"compile"` (the TPU compiler, at most `compile_limit` seconds for each plan). `plans` is how many
     plans that really differ are judged in a round, `rounds` how many rounds there are at most. What is seen is kept in
     the user's database and used by later plans of the topology; with `calibration=False` the database is neither read
-    nor written. `asked` is what `read_asked` gives; the other arguments are those of `autoshard.plan`.
+    nor written. The other `options` are those of `autoshard.plan`.
 
     A judge that fails on a plan drops that plan, and says why. Raises `UserError` if it fails on all of them or none
     fits, and as `autoshard.plan` does.
     """
     if plans < 1 or rounds < 1:
         raise UserError(f"refine: {plans} plans in {rounds} rounds; at least 1 plan and 1 round are needed.")
+    if options.get("form") is not None:
+        raise UserError("refine: plans within a form are not judged; leave `form` out.")
     parsed = Topology.parse(topology)
-    check_request(topology, mesh, asked)
+    read = read_options(topology, options)
+    check_request(read)
     judging = judge_of(judge, parsed, steps, compile_limit)
     if judging.name == "measure":
         from autoshard.exec.devices._devices import ensure_devices
 
         ensure_devices(parsed.num_devices)
     program = open_source(program) if isinstance(program, str) else program
-    program = lift_constraints(program) if ignore_constraints else program
-    planning: dict[str, Any] = {
-        "topology": topology, "mesh": mesh, "memory_limit": memory_limit, "time_limit": time_limit, "seed": seed,
-        "asked": asked, "refine_axes": refine_axes,
-    }  # fmt: skip
-    memory = _Memory(parsed, judging.name, program.fingerprint, Database.of_user() if calibration else None)
-    return _Refiner(program, planning, plans, judging, memory, progress or (lambda line: None)).run(rounds)
+    if read.ignore_constraints:  # here, as what is judged must be what is planned
+        program, read = lift_constraints(program), dataclasses.replace(read, ignore_constraints=False)
+    memory = _Memory(parsed, judging.name, program.fingerprint, Database.of_user() if read.calibration else None)
+    planning = dataclasses.replace(read, candidates=plans)
+    return _Refiner(program, planning, judging, memory, progress or (lambda line: None)).run(rounds)
 
 
 class _Memory:
@@ -171,13 +175,12 @@ class _Refiner:
     def __init__(
         self,
         program: Program,
-        planning: Mapping[str, Any],
-        plans: int,
+        planning: Options,
         judging: Judging,
         memory: _Memory,
         progress: Callable[[str], None],
     ) -> None:
-        self.program, self.planning, self.plans = program, planning, plans
+        self.program, self.planning = program, planning
         self.judging, self.memory, self.progress = judging, memory, progress
         self.cases: dict[str, _Case] = {}
         """By digest."""
@@ -188,7 +191,7 @@ class _Refiner:
         settled, why, number = False, "", 0
         for number in range(1, rounds + 1):
             self.progress(f"Round {number}: planning with {_known(fit)}")
-            made = make_plan(self.program, **self.planning, candidates=self.plans, calibration=fit)
+            made = make_plan(self.program, dataclasses.replace(self.planning, calibration=fit))
             choice = plan_digest(made.plan)
             self.judge(self.offered(made, number), number)
             fit = fit_observations(self.memory.topology, self.memory.all())
@@ -211,12 +214,12 @@ class _Refiner:
             found.setdefault(plan_digest(each.plan), (each.name, each.why, each.plan))
         named = made.plan.baselines
         for name in sorted(named, key=lambda name: (named[name].step_time_s, name)):
-            if len(found) >= self.plans:
+            if len(found) >= self.planning.candidates:
                 break
             if named[name].fits:
                 plan = made.baseline_plans[name]
                 found.setdefault(plan_digest(plan), (f"{name}*", "baseline, completed by the solver", plan))
-        chosen = dict(list(found.items())[: self.plans])
+        chosen = dict(list(found.items())[: self.planning.candidates])
         new = {digest: each for digest, each in chosen.items() if digest not in self.cases}
         bills = plan_bills(self.program, [plan for _, _, plan in new.values()])
         for (digest, (name, why, plan)), bill in zip(new.items(), bills, strict=True):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from autoshard.exec.torch_xla_hook._capture import Capture
 from autoshard.exec.torch_xla_hook._marks import LiveMesh
 from autoshard.graph import read_graph
-from autoshard.plan import Plan, Spec, make_plan, read_asked, spec_text
+from autoshard.plan import Options, Plan, Spec, make_plan, read_asked, spec_text
 from autoshard.program import Role
 
 
@@ -24,7 +24,7 @@ class Decision:
 
 def best_mesh(taken: Capture, topology: str) -> dict[str, int]:
     """The mesh on which a captured graph has the fastest plan, of all that the devices can form."""
-    return make_plan(taken.program, topology=topology, mesh="auto", refine_axes=False).plan.mesh
+    return make_plan(taken.program, Options(topology=topology, mesh="auto", refine_axes=False)).plan.mesh
 
 
 def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Spec]) -> Decision:
@@ -51,7 +51,7 @@ def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Sp
 
     def make() -> Plan:
         asked = read_asked(pins, axis_only=axis_only)
-        made = make_plan(taken.program, topology=topology, mesh=mesh.sizes, asked=asked, refine_axes=False)
+        made = make_plan(taken.program, Options(topology=topology, mesh=mesh.sizes, asked=asked, refine_axes=False))
         if splits(made.plan) or not (split := [p for p in made.baseline_plans.values() if splits(p)]):
             return made.plan
         best = min(split, key=lambda plan: plan.prediction.step_time_s)

@@ -17,6 +17,7 @@ from autoshard.plan.model._asked import Required
 from autoshard.plan.model._baselines import stated
 from autoshard.plan.model._groups import Groups, tensor_groups
 from autoshard.plan.model._model import Model
+from autoshard.plan.model._options import Limits
 from autoshard.plan.price._again import price_again
 from autoshard.plan.price._predict import evaluate, predict, tensor_spec
 from autoshard.plan.price._reading import read_program
@@ -77,9 +78,7 @@ def plan_within(
     groups: Groups,
     found: Found,
     required: Required,
-    memory_limit: int,
-    time_limit: float,
-    seed: int,
+    limits: Limits,
     progress: Callable[[str], None],
 ) -> Within:
     """The best choice within the memory limit, of those that the form can hold, that keeps what is `required`.
@@ -87,14 +86,15 @@ def plan_within(
     It is looked for from what an unlimited search has `found`. Raises `InfeasibleError` if none fits.
     """
     if form.rest is Rest.MAXTEXT:
-        best, said = _best_maxtext(model, groups, required, memory_limit, seed)
+        best, said = _best_maxtext(model, groups, required, limits.memory_bytes, limits.seed)
     else:
-        search = _Search(form, model, groups, required, memory_limit, time_limit, progress)
+        search = _Search(form, model, groups, required, limits, progress)
         best, said = search.run(found), {}
     if best is None or not best.fits:
         least = "" if best is None else f": the least found is {format_bytes(best.outcome.peak_bytes)}"
+        limit = format_bytes(limits.memory_bytes)
         raise InfeasibleError(
-            f"no plan that the {form.name} form can hold fits into {format_bytes(memory_limit)} per device{least}; "
+            f"no plan that the {form.name} form can hold fits into {limit} per device{least}; "
             "more devices or a smaller batch would help, or a plan without `--for` (in Python `form`)."
         )
     return Within(best, {"for": form.name, **said})
@@ -174,13 +174,12 @@ class _Search:
         model: Model,
         groups: Groups,
         required: Required,
-        memory_limit: int,
-        time_limit: float,
+        limits: Limits,
         progress: Callable[[str], None],
     ) -> None:
         self.form, self.model, self.groups, self.required = form, model, groups, required
-        self.memory_limit, self.progress = memory_limit, progress
-        self.until = processor_seconds() + time_limit
+        self.limits, self.progress = limits, progress
+        self.until = processor_seconds() + limits.seconds
         self.propagation = Propagation(model, form.rest)
         program = model.program
         self.roles = {a.name: str(a.role) for a in program.arguments}
@@ -209,10 +208,8 @@ class _Search:
     def ahead(self, starts: Iterable[Mapping[str, Spec]]) -> list[dict[str, Spec]]:
         """The best specs if ops went forward one by one, which is told sooner than what XLA makes of them."""
         quick = dataclasses.replace(self.form, rest=Rest.DTENSOR)
-        half = (self.until - processor_seconds()) / 2
-        other = _Search(
-            quick, self.model, self.groups, self.required, self.memory_limit, half, self.progress
-        )  # fmt: skip
+        half = dataclasses.replace(self.limits, seconds=(self.until - processor_seconds()) / 2)
+        other = _Search(quick, self.model, self.groups, self.required, half, self.progress)
         for specs in starts:
             other.take(specs)
         other.climb()
@@ -255,7 +252,7 @@ class _Search:
             outcome = evaluate(self.model, choices)
         except ValueError:  # two alternatives that exclude one another
             return None
-        return judged(self.model, self.form.name, choices, outcome, self.memory_limit)
+        return judged(self.model, self.form.name, choices, outcome, self.limits.memory_bytes)
 
     # What may be changed
 

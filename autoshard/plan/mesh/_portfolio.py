@@ -17,6 +17,7 @@ from autoshard.plan.mesh._meshes import mesh_text
 from autoshard.plan.mesh._trial import MeshBest
 from autoshard.plan.model._asked import Required
 from autoshard.plan.model._model import Model
+from autoshard.plan.model._options import Limits
 from autoshard.plan.price._predict import Outcome
 from autoshard.plan.record._plan import Plan
 from autoshard.plan.solve._build import Weights
@@ -99,19 +100,19 @@ def elsewhere(other: MeshBest, price: Callable[[Mesh], Model]) -> Contender:
     )
 
 
-def further(
-    model: Model, found: Found, required: Required, memory_limit: int, time_limit: float, seed: int
-) -> list[Contender]:
+def further(model: Model, found: Found, required: Required, limits: Limits) -> list[Contender]:
     """What is found without overlap, and within less memory; a target that the plan keeps already says nothing new."""
     more = []
-    share = time_limit / (1 + len(MEMORY_TARGETS))
-    alone = _without_overlap(model, found, required, memory_limit, share, seed)
+    each = limits.share(1 / (1 + len(MEMORY_TARGETS)))
+    alone = _without_overlap(model, found, required, each)
     if alone is not None:
         more.append(contender(model, found, alone, alone.name, "chosen as if nothing hid behind compute"))
     known = [*found.seen, *found.baselines.values()]
-    for target in (int(part * memory_limit) for part in MEMORY_TARGETS):
+    for target in (int(part * limits.memory_bytes) for part in MEMORY_TARGETS):
         if found.best.outcome.peak_bytes > target:
-            within = within_memory(model, found.weights, required, target, share, seed, known)
+            within = within_memory(
+                model, found.weights, required, dataclasses.replace(each, memory_bytes=target), known
+            )
             if within is None:
                 break
             more.append(contender(model, found, within, within.name, f"chosen within {format_bytes(target)}"))
@@ -166,11 +167,9 @@ def _found_words(candidate: Candidate) -> str:
     return f"weights {', '.join(parts)}" if len(parts) > 1 else "the solver's optimum"
 
 
-def _without_overlap(
-    model: Model, found: Found, required: Required, memory_limit: int, time_limit: float, seed: int
-) -> Candidate | None:
+def _without_overlap(model: Model, found: Found, required: Required, limits: Limits) -> Candidate | None:
     weights: Weights = dict.fromkeys(found.weights, 1.0)
-    terms = Terms(memory_limit, time_limit, seed, found.best.choices, required.allowed)
+    terms = Terms(limits.memory_bytes, limits.seconds, limits.seed, found.best.choices, required.allowed)
     solved = solve_within(model, weights, terms)
-    candidate = make_candidate(model, "no overlap", solved, memory_limit)
+    candidate = make_candidate(model, "no overlap", solved, limits.memory_bytes)
     return candidate if candidate and candidate.fits and required.holds(candidate.choices) else None

@@ -12,6 +12,7 @@ from autoshard.cost import Mesh
 from autoshard.plan.model._asked import Required
 from autoshard.plan.model._baselines import Baseline, baselines
 from autoshard.plan.model._model import Model
+from autoshard.plan.model._options import Limits
 from autoshard.plan.model._refine import LEAST_GAIN, Refinement
 from autoshard.plan.price._task import Task
 from autoshard.plan.solve._search import Found, Infeasible, search
@@ -90,7 +91,8 @@ class Searcher:
         task, progress = self.task, self.phases.progress
         self.phases.start("solve", f"solving {len(model.nodes)} decisions with {count} alternatives")
         try:
-            found = search(model, named, task.memory_limit, time_limit, task.seed, progress, required, known, self.crew)
+            limits = Limits(task.memory_limit, time_limit, task.seed)
+            found = search(model, named, limits, progress, required, known, self.crew)
         except Infeasible as error:
             return Outcome(model, required, error)
         return Outcome(model, required, found)

@@ -14,6 +14,7 @@ from autoshard.plan.model._asked import Required
 from autoshard.plan.model._demands import check_regions
 from autoshard.plan.model._heavy import heavy_states
 from autoshard.plan.model._model import Model
+from autoshard.plan.model._options import Limits
 from autoshard.plan.model._refine import LEAST_GAIN
 from autoshard.plan.price._predict import Outcome
 from autoshard.plan.price._reading import Reading
@@ -158,7 +159,8 @@ class Trials:
         if keep:
             self._keep(dataclasses.replace(begun, climb=None))
         beat_s = _beaten_by_s(rival, mesh)
-        climb.run(self.task.memory_limit, self.time_limit, self.task.seed, _silent, required, beat_s, GOOD_ENOUGH, stop)
+        limits = Limits(self.task.memory_limit, self.time_limit, self.task.seed)
+        climb.run(limits, _silent, required, beat_s, GOOD_ENOUGH, stop)
         return _tried(climb, required, rival)
 
     def _looked_at(self, mesh: Mesh, rival: Rival | None, keep: bool) -> Trial | None:

@@ -51,6 +51,34 @@ def price(
     return _Pricer(program, graph, structure, liveness, mesh, memory_limit, refinement, calibration).model()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Use:
+    """Where a value is used: what moves it, and how often."""
+
+    tensor: int
+    op: int
+    """-1 where a result becomes the argument of the next step."""
+    block: int
+    trips: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """From the states in which a value is held to those in which it is wanted, row by row."""
+
+    held: States
+    """Alternatives of the source, over the value's own dims."""
+    kept: States
+    """What of them stays as it is on the way, over `factors`."""
+    states: States
+    """The same alternatives over `factors`."""
+    aim: States
+    """Alternatives of the target, over `factors`."""
+    factors: Sequence[int]
+    """Sizes of what states are over: the dims of a value, or the factors of an op's rule."""
+    dtype: str
+
+
 class _Pricer(NodePricer):
     """The nodes, and the moves between them."""
 
@@ -150,9 +178,8 @@ class _Pricer(NodePricer):
             return
         seen.add(key)
         dtype = self.graph.tensors[out].dtype
-        self.add_move(
-            cluster, target, tensor, op.id, block, trips, held, kept, source, aim, sizes, dtype, collected=collected
-        )
+        way = Way(held, kept, source, aim, sizes, dtype)
+        self.add_move(cluster, target, Use(tensor, op.id, block, trips), way, collected=collected)
 
     def add_heavy_result(self, op: Op, result: int, cluster: int, node: int) -> None:
         out = op.results[result]
@@ -162,7 +189,7 @@ class _Pricer(NodePricer):
         aim = self.dims_states(cluster, self.nodes[cluster].states, out)
         trips = self.graph.trips(op.loop)
         dtype = self.graph.tensors[out].dtype
-        self.add_move(node, cluster, out, op.id, op.loop, trips, source, source, source, aim, shape, dtype)
+        self.add_move(node, cluster, Use(out, op.id, op.loop, trips), Way(source, source, source, aim, shape, dtype))
 
     def add_heavy_operand(self, op: Op, operand: int, tensor: int, source_node: int, node: int) -> None:
         shape = self.graph.tensors[tensor].shape
@@ -173,7 +200,7 @@ class _Pricer(NodePricer):
             aim = factor_states(states, op.rule.operands[operand])
         block, trips = self.block_trips(tensor, op)
         dtype = self.graph.tensors[tensor].dtype
-        self.add_move(source_node, node, tensor, op.id, block, trips, held, held, held, aim, shape, dtype)
+        self.add_move(source_node, node, Use(tensor, op.id, block, trips), Way(held, held, held, aim, shape, dtype))
 
     def held_states(self, node: int, tensor: int) -> States:
         record = self.nodes[node]
@@ -202,9 +229,8 @@ class _Pricer(NodePricer):
         have = self.held_states(source, tensor)
         op = self.graph.ops[users[0]]
         _, trips = self.block_trips(tensor, op)
-        self.add_move(
-            source, node, tensor, op.id, block, trips, have, have, have, states, record.shape, record.dtype, held
-        )
+        way = Way(have, have, have, states, record.shape, record.dtype)
+        self.add_move(source, node, Use(tensor, op.id, block, trips), way, held)
         return node
 
     def add_tie(self, result: int, argument: int, cluster_node: Sequence[int]) -> None:
@@ -212,38 +238,31 @@ class _Pricer(NodePricer):
         target = cluster_node[self.structure.cluster_of[argument]]
         record = self.graph.tensors[result]
         held, aim = self.held_states(source, result), self.held_states(target, argument)
-        self.add_move(source, target, result, -1, -1, 1, held, held, held, aim, record.shape, record.dtype)
+        self.add_move(source, target, Use(result, -1, -1, 1), Way(held, held, held, aim, record.shape, record.dtype))
 
     def add_move(
         self,
         source: int,
         target: int,
-        tensor: int,
-        op: int,
-        block: int,
-        trips: float,
-        held: States,
-        kept: States,
-        states: States,
-        aim: States,
-        factors: Sequence[int],
-        dtype: str,
+        use: Use,
+        way: Way,
         holds: np.ndarray | None = None,
         collected: bool = False,
     ) -> None:
         """Adds the move unless it is always free; `holds` marks a copy's alternatives with memory of their own."""
-        record = self.graph.tensors[tensor]
+        record = self.graph.tensors[use.tensor]
+        held, states, aim = way.held, way.states, way.aim
         first, rows = distinct(held if held is states else np.concatenate([held, states], axis=1))
         marks = np.ones((len(aim), 1), dtype=np.int64) if holds is None else holds[:, None].astype(np.int64)
         first_aim, columns = distinct(np.concatenate([aim, marks], axis=1))
         itemsize = record.bytes // max(1, record.elements)
-        widened = self.collectives.widen_dtype(dtype)
-        reduce_itemsize = 4 if widened != dtype else itemsize
-        ends = (held[first], kept[first], tuple(factors), states[first], aim[first_aim])
+        widened = self.collectives.widen_dtype(way.dtype)
+        reduce_itemsize = 4 if widened != way.dtype else itemsize
+        ends = (held[first], way.kept[first], tuple(way.factors), states[first], aim[first_aim])
         path = Path(record.shape, *ends, itemsize, reduce_itemsize, collected)
-        overlap = self.overlap(source, target, op)
+        overlap = self.overlap(source, target, use.op)
         costs: dict[Channel, Seconds] = {
-            EXPOSED if what == EXPOSED[1] else (block, what): seconds
+            EXPOSED if what == EXPOSED[1] else (use.block, what): seconds
             for what, seconds in self.seconds(path, overlap).items()
         }
         forbidden = None
@@ -256,10 +275,10 @@ class _Pricer(NodePricer):
                 Move(
                     source,
                     target,
-                    tensor,
-                    op,
-                    block,
-                    trips,
+                    use.tensor,
+                    use.op,
+                    use.block,
+                    use.trips,
                     overlap,
                     rows,
                     columns,

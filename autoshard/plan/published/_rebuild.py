@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Compute, chip_names, load_calibration, load_chip, make_mesh, with_flags
 from autoshard.errors import UserError
+from autoshard.plan.mesh._portfolio import Contender
 from autoshard.plan.model._baselines import stated
 from autoshard.plan.model._groups import Groups
 from autoshard.plan.model._model import Model
@@ -23,7 +24,7 @@ from autoshard.plan.published._published import IncompleteError, MatmulRun, Run,
 from autoshard.plan.record._plan import Plan
 from autoshard.plan.solve._solve import Solved, Terms, solve_within
 from autoshard.plan.solve._weights import even_weights, normalise
-from autoshard.plan.write._write import plan_of_choices
+from autoshard.plan.write._write import Writer
 from autoshard.program import Program, decoder_program
 
 
@@ -219,8 +220,11 @@ def stated_plan(run: Run) -> tuple[Program, Plan]:
     """
     program, model, groups, solved = _stated(run, "splash" if run.flash else "plain")
     outcome = evaluate(model, solved.choices)
-    limit = run.topology.usable_bytes
-    return program, plan_of_choices(program, model, groups, solved.choices, outcome, solved.solution, limit)
+    chosen = Contender(
+        "stated", "as its source says", solved.choices, outcome, tight_s=0.0, model=lambda: model,
+        solution=solved.solution, bound_s=0.0, weightings=0,
+    )  # fmt: skip
+    return program, Writer(program, groups, run.topology.usable_bytes, 0, [], {}).write(chosen)
 
 
 def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:

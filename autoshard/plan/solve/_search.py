@@ -13,6 +13,7 @@ from autoshard.base.helper import Stopped
 from autoshard.plan.model._asked import Required
 from autoshard.plan.model._baselines import Baseline
 from autoshard.plan.model._model import Model
+from autoshard.plan.model._options import Limits
 from autoshard.plan.price._headroom import roomy_bytes, tight_seconds
 from autoshard.plan.price._predict import Outcome, evaluate
 from autoshard.plan.solve._build import Weights, kept_of
@@ -74,9 +75,7 @@ class Found:
 def search(
     model: Model,
     baselines: list[Baseline],
-    memory_limit: int,
-    time_limit: float,
-    seed: int,
+    limits: Limits,
     progress: Callable[[str], None],
     required: Required | None = None,
     known: NDArray[np.int64] | None = None,
@@ -96,24 +95,26 @@ def search(
         progress(f"layers repeat: {len(repeats.nodes)} of {len(model.nodes)} decisions are unlike")
     # Every baseline, and then every weighting, begins with what is found for all alternatives.
     messages = first_messages(repeats or model, weights) if baselines else None
-    completing = Completing(model, weights, memory_limit, seed, messages, repeats)
-    named = complete_all(completing, baselines, start + BASELINES_SHARE * time_limit, crew)
+    completing = Completing(model, weights, limits.memory_bytes, limits.seed, messages, repeats)
+    named = complete_all(completing, baselines, start + BASELINES_SHARE * limits.seconds, crew)
     fitting = [c for c in named.values() if c.fits and required.holds(c.choices)]
     if known is not None:
         outcome = evaluate(model, known)
-        if outcome.peak_bytes <= memory_limit:
-            fitting.append(judged(model, "known", known, outcome, memory_limit))
+        if outcome.peak_bytes <= limits.memory_bytes:
+            fitting.append(judged(model, "known", known, outcome, limits.memory_bytes))
     weighing = Weighing(weights)
     for candidate in fitting:
         weighing.add_choice(candidate.outcome)
     climb = Climb(model, weighing, min(fitting, key=_rank, default=None), messages, repeats)
-    climb.run(memory_limit, time_limit - (crew.processor_seconds() - start), seed, progress, required)
+    left = limits.seconds - (crew.processor_seconds() - start)
+    climb.run(dataclasses.replace(limits, seconds=left), progress, required)
     if climb.best is None or climb.certified is None:
         raise Infeasible(climb.certified)
     if climb.best.tight_s > GOOD_ENOUGH * climb.best.outcome.step_time_s:
         progress("memory is nearly full: looking for plans that need less")
         for target in roomy_bytes(model.mesh.topology):
-            climb.roomier(target, ROOMIER_SHARE * time_limit, seed, required, fitting)
+            roomier = dataclasses.replace(limits.share(ROOMIER_SHARE), memory_bytes=target)
+            climb.roomier(roomier, required, fitting)
     best = dataclasses.replace(climb.best, name="plan")
     return Found(
         best=best,
@@ -151,15 +152,11 @@ class Climb:
             bound, self.messages = found
             self.weighing.add_bound(weights, bound * 1e-12)
 
-    def roomier(
-        self, target: int, time_limit: float, seed: int, required: Required, known: Sequence[Candidate]
-    ) -> None:
-        """Takes the best plan whose peak is at most `target` bytes, if it is expected to be faster."""
+    def roomier(self, limits: Limits, required: Required, known: Sequence[Candidate]) -> None:
+        """Takes the best plan within the limits, which leave more room than must be, if it is expected to be faster."""
         beat_s = math.inf if self.best is None else self.best.expected_s
         weights = self.weighing.weights
-        found = within_memory(
-            self.model, weights, required, target, time_limit, seed, known, beat_s, ROUGHLY, self.repeats
-        )
+        found = within_memory(self.model, weights, required, limits, known, beat_s, ROUGHLY, self.repeats)
         if found is not None:
             self.seen.append(found)
             if self.best is None or _rank(found) < _rank(self.best):
@@ -167,9 +164,7 @@ class Climb:
 
     def run(
         self,
-        memory_limit: int,
-        time_limit: float,
-        seed: int,
+        limits: Limits,
         progress: Callable[[str], None],
         required: Required,
         beat_s: float = math.inf,
@@ -182,13 +177,13 @@ class Climb:
         weighing = self.weighing
         weights = weighing.following(0.0) or weighing.weights
         for self.rounds in range(1, MAX_ROUNDS + 1):
-            left = time_limit - (processor_seconds() - start)
-            if self.rounds > 1 and left < 0.1 * time_limit:
+            left = limits.seconds - (processor_seconds() - start)
+            if self.rounds > 1 and left < 0.1 * limits.seconds:
                 return
             hint = self.best.choices if self.best is not None else None
             share = max(2.0, left / (2 if self.rounds == 1 else 3))
             allowed = required.allowed
-            terms = Terms(memory_limit, share, seed, hint, allowed, self.messages, stop=stop)
+            terms = Terms(limits.memory_bytes, share, limits.seed, hint, allowed, self.messages, stop=stop)
             solved = solve_within(self.model, weights, terms, self.repeats)
             if stop is not None and stop.is_set():
                 raise Stopped
@@ -197,7 +192,7 @@ class Climb:
             if lower > weighing.bound_s or self.certified is None:
                 self.certified = solved
             weighing.add_bound(weights, lower)
-            candidate = make_candidate(self.model, f"weighting {self.rounds}", solved, memory_limit)
+            candidate = make_candidate(self.model, f"weighting {self.rounds}", solved, limits.memory_bytes)
             if candidate is None or not required.holds(candidate.choices):
                 return
             if candidate.fits:
@@ -226,25 +221,23 @@ def within_memory(
     model: Model,
     weights: Weights,
     required: Required,
-    target: int,
-    time_limit: float,
-    seed: int,
+    limits: Limits,
     known: Iterable[Candidate],
     beat_s: float = math.inf,
     good_enough: float = GOOD_ENOUGH,
     repeats: Repeats | None = None,
 ) -> Candidate | None:
-    """The best choice whose peak is at most `target` bytes, from those that are `known`; None if none is found.
+    """The best choice within the limits, from those that are `known`; None if none is found.
 
     It is looked for until none can take less than `beat_s`, or within `good_enough` of its bound.
     """
-    share = target / model.mesh.topology.usable_bytes
-    kept = [c for c in known if c.outcome.peak_bytes <= target and required.holds(c.choices)]
+    share = limits.memory_bytes / model.mesh.topology.usable_bytes
+    kept = [c for c in known if c.outcome.peak_bytes <= limits.memory_bytes and required.holds(c.choices)]
     weighing = Weighing(weights)
     for each in kept:
         weighing.add_choice(each.outcome)
     climb = Climb(model, weighing, min(kept, key=_rank, default=None), repeats=repeats)
-    climb.run(target, time_limit, seed, lambda line: None, required, beat_s, good_enough)
+    climb.run(limits, lambda line: None, required, beat_s, good_enough)
     return None if climb.best is None else dataclasses.replace(climb.best, name=f"memory {share:.0%}", weights=None)
 
 

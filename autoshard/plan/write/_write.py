@@ -18,6 +18,7 @@ from autoshard.plan.price._headroom import tight_seconds
 from autoshard.plan.price._predict import Outcome, predict, tensor_spec
 from autoshard.plan.price._timeline import make_timeline
 from autoshard.plan.price._unruled import call_lines, find_unruled, unruled_lines
+from autoshard.plan.record._parts import MeshTried, Prediction, Unruled
 from autoshard.plan.record._plan import Plan
 from autoshard.plan.record._spec import Spec
 from autoshard.plan.write._pins import make_calls, make_pins
@@ -25,7 +26,6 @@ from autoshard.plan.write._regions import make_regions
 from autoshard.plan.write._words import describe
 from autoshard.plan.xla._states import States
 from autoshard.program import Program
-from autoshard.solver import Solution
 from autoshard.units import format_bytes, format_seconds
 
 
@@ -37,32 +37,88 @@ NOTICEABLE = 1e-3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Writer:
-    """Writes down plans of one program."""
+    """Writes down plans of one program, each whole at once."""
 
     program: Program
     groups: Groups
     memory_limit: int
+    """Bytes of one device that the plans were to keep within."""
     seed: int
     compared: Sequence[str]
-    """Names of the baselines beside them."""
+    """Names of the baselines that were completed."""
     said: Mapping[str, Any]
-    """What the provenance of all of them says besides."""
+    """What the provenance of every plan says besides."""
+    baselines: Mapping[str, Prediction] = dataclasses.field(default_factory=dict)
+    """What stands beside every plan."""
+    notes: tuple[str, ...] = ()
+    """Warnings of every plan, after its own."""
 
-    def write(self, each: Contender) -> Plan:
-        """With what bounds it; baselines are not in it."""
-        model, true = each.model(), each.outcome.step_time_s
-        plan = plan_of_choices(
-            self.program, model, self.groups, each.choices, each.outcome, each.solution, self.memory_limit
-        )
+    def write(self, each: Contender, meshes: tuple[MeshTried, ...] = ()) -> Plan:
+        """A choice as a plan, with what bounds it, beside the meshes that were tried for it."""
+        model, choices, true = each.model(), each.choices, each.outcome.step_time_s
+        program, graph = self.program, model.graph
+        unruled = find_unruled(model, choices, true)
+        arguments = {
+            a.name: tensor_spec(model, choices, t).of_rank(len(a.shape))
+            for a, t in zip(program.arguments, graph.arguments, strict=True)
+        }
         more = {"weightings": each.weightings, "bound_s": each.bound_s, **self.said}
-        return dataclasses.replace(
-            plan,
+        return Plan(
+            program_name=program.name,
+            program_fingerprint=program.fingerprint,
+            topology=model.mesh.topology.name,
+            mesh=dict(model.mesh.axes),
+            device_order=model.mesh.device_order,
+            memory_limit_bytes=self.memory_limit,
+            arguments=arguments,
+            results=self._results(model, choices, arguments),
+            pins=make_pins(model, choices),
+            regions=make_regions(model, choices),
+            prediction=predict(model, each.outcome, self.memory_limit),
+            baselines=dict(self.baselines),
+            objective=int(each.solution.cost),
+            lower_bound=int(each.solution.lower_bound),
+            solver_gap=float(each.solution.gap),
             plan_gap=max(0.0, 1.0 - each.bound_s / true) if true > 0 else 0.0,
-            warnings=_warnings(
-                self.program, model, self.groups, self.compared, each.choices, each.outcome, self.memory_limit
-            ),
+            words=describe(model, self.groups, choices),
+            warnings=(*self._warnings(model, each, unruled), *self.notes),
             provenance=_provenance(model, self.seed, more),
+            shapes={a.name: tuple(a.shape) for a in program.arguments},
+            dtypes={a.name: a.dtype for a in program.arguments},
+            roles={a.name: str(a.role) for a in program.arguments},
+            module_hash=graph.module_hash,
+            timeline=make_timeline(model, choices),
+            calls=make_calls(model, choices),
+            unruled=unruled,
+            choices=" ".join(str(int(c)) for c in choices),
+            meshes=meshes,
         )
+
+    def _results(self, model: Model, choices: NDArray[np.int64], arguments: Mapping[str, Spec]) -> dict[str, Spec]:
+        """Specs of results: of the argument that a result becomes in the next step, else its own."""
+        program, specs = self.program, dict[str, Spec]()
+        for r, tensor in zip(program.results, model.graph.results, strict=True):
+            tied = program.arguments[r.argument] if r.argument is not None else None
+            specs[r.name] = arguments[tied.name] if tied else tensor_spec(model, choices, tensor).of_rank(len(r.shape))
+        return specs
+
+    def _warnings(self, model: Model, each: Contender, unruled: tuple[Unruled, ...]) -> tuple[str, ...]:
+        program, graph, choices, outcome = self.program, model.graph, each.choices, each.outcome
+        lines = list(program.notes)
+        lines.extend(unruled_lines(unruled))
+        lines.extend(alike_lines(model, self.groups, choices, outcome.step_time_s))
+        lines.extend(call_lines(model))
+        for loop in graph.loops:
+            if not loop.known:
+                lines.append("a loop's number of trips cannot be read from the program: it is counted once.")
+        for demand in broken_demands(graph, model.structure, model.mesh, lambda t: cluster_state(model, choices, t)):
+            lines.append(
+                f"{demand.why} excludes what the program asks for elsewhere of the same carried value: the compiler "
+                "keeps both, but the way between them is not in the prediction."
+            )
+        lines.extend(left_out(model, self.compared))
+        lines.extend(_memory_warning(model, outcome, self.memory_limit))
+        return tuple(dict.fromkeys(lines))
 
 
 class WhenAsked(Mapping[str, Plan]):
@@ -81,84 +137,6 @@ class WhenAsked(Mapping[str, Plan]):
 
     def __len__(self) -> int:
         return len(self._makers)
-
-
-def plan_of_choices(
-    program: Program,
-    model: Model,
-    groups: Groups,
-    choices: NDArray[np.int64],
-    outcome: Outcome,
-    solution: Solution,
-    memory_limit: int,
-) -> Plan:
-    """Choices as a plan. `solution` is of the Problem that they solve; nothing is said of what bounds them."""
-    graph = model.graph
-    prediction = predict(model, outcome, memory_limit)
-    arguments = {
-        a.name: tensor_spec(model, choices, t).of_rank(len(a.shape))
-        for a, t in zip(program.arguments, graph.arguments, strict=True)
-    }
-    results: dict[str, Spec] = {}
-    for r, tensor in zip(program.results, graph.results, strict=True):
-        tied = program.arguments[r.argument] if r.argument is not None else None
-        results[r.name] = arguments[tied.name] if tied else tensor_spec(model, choices, tensor).of_rank(len(r.shape))
-    return Plan(
-        program_name=program.name,
-        program_fingerprint=program.fingerprint,
-        topology=model.mesh.topology.name,
-        mesh=dict(model.mesh.axes),
-        device_order=model.mesh.device_order,
-        memory_limit_bytes=memory_limit,
-        arguments=arguments,
-        results=results,
-        pins=make_pins(model, choices),
-        regions=make_regions(model, choices),
-        prediction=prediction,
-        baselines={},
-        objective=int(solution.cost),
-        lower_bound=int(solution.lower_bound),
-        solver_gap=float(solution.gap),
-        plan_gap=1.0,
-        words=describe(model, groups, choices),
-        warnings=tuple(program.notes),
-        provenance=_provenance(model, 0, {}),
-        shapes={a.name: tuple(a.shape) for a in program.arguments},
-        dtypes={a.name: a.dtype for a in program.arguments},
-        roles={a.name: str(a.role) for a in program.arguments},
-        module_hash=graph.module_hash,
-        timeline=make_timeline(model, choices),
-        calls=make_calls(model, choices),
-        unruled=find_unruled(model, choices, outcome.step_time_s),
-        choices=" ".join(str(int(c)) for c in choices),
-    )
-
-
-def _warnings(
-    program: Program,
-    model: Model,
-    groups: Groups,
-    compared: Sequence[str],
-    choices: NDArray[np.int64],
-    outcome: Outcome,
-    memory_limit: int,
-) -> tuple[str, ...]:
-    lines = list(program.notes)
-    graph = model.graph
-    lines.extend(unruled_lines(find_unruled(model, choices, outcome.step_time_s)))
-    lines.extend(alike_lines(model, groups, choices, outcome.step_time_s))
-    lines.extend(call_lines(model))
-    for loop in graph.loops:
-        if not loop.known:
-            lines.append("a loop's number of trips cannot be read from the program: it is counted once.")
-    for demand in broken_demands(graph, model.structure, model.mesh, lambda t: cluster_state(model, choices, t)):
-        lines.append(
-            f"{demand.why} excludes what the program asks for elsewhere of the same carried value: the compiler keeps "
-            "both, but the way between them is not in the prediction."
-        )
-    lines.extend(left_out(model, compared))
-    lines.extend(_memory_warning(model, outcome, memory_limit))
-    return tuple(dict.fromkeys(lines))
 
 
 def _memory_warning(model: Model, outcome: Outcome, memory_limit: int) -> list[str]:

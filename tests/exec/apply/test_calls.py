@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard import UserError, register_rule
 from autoshard.exec import plan_mesh, read_collectives, wire_by_axis
 from autoshard.graph import read_graph
-from autoshard.plan import Plan, PlanResult, load_plan, make_plan
+from autoshard.plan import Options, Plan, PlanResult, load_plan, make_plan
 from autoshard.program import Program, load_artifact, trace
 from autoshard.rules import forget
 from tests.exec.planned_programs import f32
@@ -113,7 +113,7 @@ STEPS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
 def planned(name: str) -> tuple[Program, PlanResult]:
     step, args, limit = STEPS[name]
     program = trace(step, args, name=name)
-    return program, make_plan(program, topology="cpu:8", mesh="data=2,model=4", memory_limit=limit)
+    return program, make_plan(program, Options(topology="cpu:8", mesh="data=2,model=4", memory_limit=limit))
 
 
 def values(program: Program) -> Any:
@@ -220,7 +220,7 @@ def solve_file(directory: Path) -> Program:
 @pytest.mark.usefixtures("solver_rule")
 def test_foreign_code_in_a_file_is_called_with_shards(tmp_path: Path) -> None:
     program = solve_file(tmp_path)
-    plan = make_plan(program, topology="cpu:8", mesh="x=8", memory_limit=4000).plan
+    plan = make_plan(program, Options(topology="cpu:8", mesh="x=8", memory_limit=4000)).plan
     (call,) = plan.calls
     assert (call.name, str(call.operands[0])) == (SOLVE, "[x, -, -]")
     lowered = plan.lower(program.fn, *program.args)
@@ -249,7 +249,7 @@ def test_code_for_whole_tensors_is_planned_but_not_run(tmp_path: Path) -> None:
     register_rule("tpu_custom_call", "i j -> i j")
     try:
         program = kernel_file(tmp_path, "tpu_custom_call")
-        plan = make_plan(program, topology="cpu:8", mesh="x=8", memory_limit=4000).plan
+        plan = make_plan(program, Options(topology="cpu:8", mesh="x=8", memory_limit=4000)).plan
     finally:
         forget("tpu_custom_call")
     assert plan.calls[0].operands[0].axes == ("x",)
@@ -262,13 +262,13 @@ def test_a_rule_that_does_not_fit_names_the_call(tmp_path: Path) -> None:
     register_rule("their_kernel", "i j k -> i j k")
     try:
         with pytest.raises(UserError, match=r"the call of `their_kernel`.* has the shape \[64, 32\]"):
-            make_plan(kernel_file(tmp_path, "their_kernel"), topology="cpu:8", mesh="x=8")
+            make_plan(kernel_file(tmp_path, "their_kernel"), Options(topology="cpu:8", mesh="x=8"))
     finally:
         forget("their_kernel")
 
 
 def test_a_call_without_a_rule_says_how_to_give_it_one(tmp_path: Path) -> None:
-    plan = make_plan(kernel_file(tmp_path, "their_kernel"), topology="cpu:8", mesh="x=8").plan
+    plan = make_plan(kernel_file(tmp_path, "their_kernel"), Options(topology="cpu:8", mesh="x=8")).plan
     (unruled,) = plan.unruled
     assert (unruled.kind, unruled.custom_call, unruled.count) == ("their_kernel", True, 1)
     assert 0 < unruled.share <= 1 and unruled.share == pytest.approx(unruled.seconds / plan.prediction.step_time_s)
@@ -281,7 +281,7 @@ def test_a_function_that_a_file_does_not_hold(tmp_path: Path) -> None:
     path = tmp_path / "kernel.mlirbc"
     path.write_bytes(planned("kernel")[0].module)
     saved = load_artifact(path)
-    plan = make_plan(saved, topology="cpu:8", mesh="x=8").plan
+    plan = make_plan(saved, Options(topology="cpu:8", mesh="x=8")).plan
     with pytest.raises(UserError, match="the program calls `blockwise`, a Python function or kernel that a file does"):
         plan.lower(saved.fn, *saved.args)
 
@@ -303,6 +303,6 @@ def test_a_kernel_in_a_region_by_hand_gets_the_shards_it_is_given() -> None:
         return jnp.tanh(by_hand(jnp.sin(a), b))
 
     program = trace(step, (f32(64, 32), f32(32, 16)), name="by hand")
-    plan = make_plan(program, topology="cpu:8", mesh="x=8").plan
+    plan = make_plan(program, Options(topology="cpu:8", mesh="x=8")).plan
     given = values(program)
     assert_same(plan.jit(program.fn)(*given), jnp.tanh(jnp.sin(given[0]) @ given[1]))

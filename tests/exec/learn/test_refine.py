@@ -16,7 +16,7 @@ from autoshard.cost import Bill, Database, Topology, compiler_version, load_cali
 from autoshard.errors import UserError
 from autoshard.exec import Seen, Verdict, _judge, _refine, refine, refinement_figures
 from autoshard.exec.learn._judge import CompileJudge, MeasureJudge, judge_of
-from autoshard.plan import make_plan, plan_digest
+from autoshard.plan import Options, make_plan, plan_digest
 from tests.exec.learn.refine_checks import MadeUpJudge
 from tests.plan import programs
 
@@ -66,7 +66,7 @@ def test_the_loop_learns_what_the_machine_is_and_its_choice_stands(judged_by, da
     assert refined["seen_s"] == times[0] and refined["judge"] == "measure" and refined["judged"] == len(times)
     assert refined["predicted_before_s"] < refined["predicted_after_s"]
     assert any(line.startswith("Round 1: planning with the shipped figures") for line in lines)
-    later = make_plan(programs.program("decoder"), **CPU).plan
+    later = make_plan(programs.program("decoder"), Options(**CPU)).plan
     assert later.provenance["learned"]["hash"] == result.fit.hash, "later plans are priced with it"
 
 

@@ -16,7 +16,7 @@ from autoshard.cost import Topology
 from autoshard.errors import UserError
 from autoshard.exec import ensure_devices, measure, measurement_figures, plan_devices
 from autoshard.exec.devices._devices import by_coordinates
-from autoshard.plan import Collective, Pin, make_plan
+from autoshard.plan import Collective, Options, Pin, make_plan
 from autoshard.program import trace
 from tests.exec import planned_programs as made
 from tests.exec.planned_programs import handmade, spec
@@ -193,7 +193,7 @@ def test_device_arrays_that_the_program_gives_survive_a_donated_step() -> None:
     params = {"w": jnp.ones((16, 8)), "b": jnp.zeros((8,))}
     args = (params, tx.init(params), jnp.ones((8, 16)))
     program = trace(step, args, name="given arrays", donate_argnums=(0, 1), training=True, make_args=lambda seed: args)
-    found = measure(program, make_plan(program, topology="cpu:8").plan, steps=2, warmup=0, check=True)
+    found = measure(program, make_plan(program, Options(topology="cpu:8")).plan, steps=2, warmup=0, check=True)
     assert found.check is not None and found.check.passed
     assert params["w"].sum() == 128.0 and not params["b"].is_deleted()
 

@@ -112,12 +112,12 @@ def fsdp_baseline() -> dict[str, Any]:
     import torch
 
     from autoshard.exec import TorchPlan
-    from autoshard.plan import make_plan, parse_hlo_sharding
+    from autoshard.plan import Options, make_plan, parse_hlo_sharding
     from autoshard.program import from_torch
 
     model, plain, _ = wrapped("none", checkpointed=False)
     program = from_torch(plain.to("meta"), torch.empty(32, 64, device="meta"), train=True)
-    planned = make_plan(program, topology="cpu:8", mesh={"fsdp": 8})
+    planned = make_plan(program, Options(topology="cpu:8", mesh={"fsdp": 8}))
     plan = planned.baseline_plans["fsdp"]
     specs = TorchPlan(plan).specs(model)
     return {

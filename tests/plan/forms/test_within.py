@@ -12,6 +12,7 @@ from autoshard.plan.forms._forms import parameter_of
 from autoshard.plan.forms._propagated import Propagation
 from autoshard.plan.forms._within import plan_within
 from autoshard.plan.model._asked import Required
+from autoshard.plan.model._options import Limits
 from autoshard.plan.price._predict import evaluate, tensor_spec
 from autoshard.plan.price._reading import build_model, read_program
 from autoshard.plan.solve._search import search
@@ -114,10 +115,10 @@ def test_what_cannot_be_planned_for_a_form_is_said():
 def test_where_nothing_for_a_form_fits_it_says_the_least():
     model, form = _model(mlp()), form_named("dtensor")
     limit = model.mesh.topology.usable_bytes
-    found = search(model, [], limit, 10.0, 0, lambda line: None)
+    found = search(model, [], Limits(limit, 10.0, 0), lambda line: None)
     groups = read_program(model.program, "tpu").groups
     with pytest.raises(InfeasibleError, match=r"that the dtensor form can hold fits into 1 B .* the least found is"):
-        plan_within(form, model, groups, found, Required({}, {}), 1, 10.0, 0, lambda line: None)
+        plan_within(form, model, groups, found, Required({}, {}), Limits(1, 10.0, 0), lambda line: None)
 
 
 def test_state_belongs_to_the_parameter_it_is_called_after():

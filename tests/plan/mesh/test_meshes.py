@@ -12,7 +12,7 @@ import autoshard
 from autoshard.base.crew import Crew
 from autoshard.cost import Topology, candidate_meshes, load_calibration
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.plan import Plan, PlanResult, make_plan, read_asked
+from autoshard.plan import Options, Plan, PlanResult, make_plan, read_asked
 from autoshard.plan.mesh._meshes import MeshSearch
 from autoshard.plan.mesh._trial import Trials
 from autoshard.plan.model._asked import Asked
@@ -38,12 +38,12 @@ def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 @functools.cache
 def searched(name: str, topology: str) -> Plan:
     program = made.program(name)
-    return make_plan(program, topology=topology, mesh="auto", refine_axes=False, time_limit=math.inf).plan
+    return make_plan(program, Options(topology=topology, mesh="auto", refine_axes=False, time_limit=math.inf)).plan
 
 
 @functools.cache
 def on(name: str, topology: str, mesh: str) -> PlanResult:
-    return make_plan(made.program(name), topology=topology, mesh=mesh, refine_axes=False)
+    return make_plan(made.program(name), Options(topology=topology, mesh=mesh, refine_axes=False))
 
 
 @pytest.mark.parametrize(("name", "topology"), CASES)
@@ -85,7 +85,9 @@ def test_the_chosen_mesh_given_by_hand_is_the_same_plan() -> None:
 
 def test_equal_input_gives_equal_bytes() -> None:
     """Where no clock cuts the search: on a slow machine one may."""
-    again = make_plan(made.program("wide mlp"), topology="v5e:4x4", refine_axes=False, time_limit=math.inf).plan
+    again = make_plan(
+        made.program("wide mlp"), Options(topology="v5e:4x4", refine_axes=False, time_limit=math.inf)
+    ).plan
     assert plan_to_json(again) == plan_to_json(searched("wide mlp", "v5e:4x4"))
 
 
@@ -96,7 +98,7 @@ def test_helpers_do_not_change_the_plan(helpers: int) -> None:
     with Crew(helpers, "autoshard.plan._warm:ready") as crew:
         wait_for_helpers(crew)
         before = crew.jobs_helped
-        helped = make_plan(made.program("decoder"), **options, crew=crew, progress=lines.append)
+        helped = make_plan(made.program("decoder"), Options(**options), crew=crew, progress=lines.append)
     assert crew.jobs_helped > before and not any("helper" in line for line in lines)
     assert plan_to_json(helped.plan) == plan_to_json(searched("decoder", "v5e:2x4"))
 
@@ -114,7 +116,7 @@ def test_a_helper_that_dies_does_not_change_the_plan() -> None:
                 os.kill(helper, signal.SIGKILL)  # jobs are handed out by now, and more are to come
             lines.append(line)
 
-        made_without = make_plan(made.program("wide mlp"), **options, crew=crew, progress=said)
+        made_without = make_plan(made.program("wide mlp"), Options(**options), crew=crew, progress=said)
     assert "a helper process failed (it was ended by signal 9); its work is done here" in lines
     assert plan_to_json(made_without.plan) == plan_to_json(searched("wide mlp", "v5e:4x4"))
 
@@ -129,7 +131,7 @@ def test_auto_looks_whatever_the_variable_says(monkeypatch: pytest.MonkeyPatch) 
 
 def test_meshes_without_an_axis_that_is_asked_for_are_excluded() -> None:
     asked = read_asked({"w1": "None,model"}) if "w1" in names("mlp") else read_asked({names("mlp")[0]: "None,model"})
-    plan = make_plan(made.program("mlp"), topology="cpu:8", asked=asked).plan
+    plan = make_plan(made.program("mlp"), Options(topology="cpu:8", asked=asked)).plan
     assert "model" in plan.mesh
     (alone,) = [m for m in plan.meshes if m.mesh == "data=8"]
     assert alone.verdict.startswith("excluded: ") and "names the axis `model`" in alone.verdict
@@ -142,25 +144,25 @@ def names(program: str) -> list[str]:
 def test_what_no_mesh_can_keep_is_the_usual_sentence() -> None:
     for pins, said in (({"nowhere": "None"}, "matches no argument"), ({names("mlp")[0]: "None,fsdp"}, "`fsdp`")):
         with pytest.raises(UserError, match=said):
-            make_plan(made.program("mlp"), topology="cpu:8", asked=read_asked(pins))
+            make_plan(made.program("mlp"), Options(topology="cpu:8", asked=read_asked(pins)))
 
 
 def test_a_topology_without_a_usable_mesh_is_refused_in_one_sentence() -> None:
     with pytest.raises(UserError) as caught:
-        make_plan(made.program("matmul"), topology="cpu:7")
+        make_plan(made.program("matmul"), Options(topology="cpu:7"))
     assert str(caught.value) == (
         "no mesh of 1 to 4 axes over the 7 devices of cpu:7 serves this program, which has dims of 8, 16: "
         "no dim of the program divides by data=7; use a batch that is a multiple of 7, other devices, or a mesh of "
         "your own with --mesh."
     )
     odd = trace(lambda params, x: x @ params, (f32(16, 8), f32(7, 16)), name="odd")
-    plan = make_plan(odd, topology="cpu:8").plan
+    plan = make_plan(odd, Options(topology="cpu:8")).plan
     assert plan.arguments["x"].dims[0] == (), "its features can be split, its batch cannot"
 
 
 def test_when_nothing_fits_the_nearest_mesh_is_explained() -> None:
     with pytest.raises(InfeasibleError) as caught:
-        make_plan(made.program("mlp"), topology="cpu:8", memory_limit=4000, time_limit=10)
+        make_plan(made.program("mlp"), Options(topology="cpu:8", memory_limit=4000, time_limit=10))
     assert str(caught.value).startswith("no plan fits into 3.91 KiB per device: the least found is ")
 
 
@@ -178,7 +180,7 @@ def test_a_limit_that_no_choice_can_keep_is_seen_before_anything_is_solved(monke
 def test_meshes_that_are_not_solved_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     full = {tried.mesh: tried for tried in searched("wide mlp", "v5e:4x4").meshes}
     monkeypatch.setattr("autoshard.plan.mesh._trial.MOST_PAIRS", 6000)
-    plan = make_plan(made.program("wide mlp"), topology="v5e:4x4", mesh="auto", refine_axes=False).plan
+    plan = make_plan(made.program("wide mlp"), Options(topology="v5e:4x4", mesh="auto", refine_axes=False)).plan
     unsolved = [tried for tried in plan.meshes if tried.step_time_s is None and tried.verdict != "chosen"]
     open_ones = [tried for tried in unsolved if tried.verdict.startswith("not solved: ")]
     assert open_ones and len(unsolved) < len(plan.meshes)
@@ -191,7 +193,7 @@ def test_meshes_that_are_not_solved_have_a_bound(monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_device_needs_no_search() -> None:
-    plan = make_plan(made.program("nothing"), topology="cpu:1").plan
+    plan = make_plan(made.program("nothing"), Options(topology="cpu:1")).plan
     assert plan.mesh == {"data": 1} and [m.verdict for m in plan.meshes] == ["chosen"]
 
 
@@ -207,5 +209,5 @@ def test_a_program_with_a_mesh_of_its_own_keeps_it() -> None:
         return jax.lax.with_sharding_constraint(x @ params, own)
 
     program = trace(fn, (f32(16, 8), f32(8, 16)), name="own")
-    plan = make_plan(program, topology="cpu:8").plan
+    plan = make_plan(program, Options(topology="cpu:8")).plan
     assert plan.mesh == {"rows": 2, "columns": 4} and plan.meshes == ()

@@ -8,7 +8,7 @@ import pytest
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
-from autoshard.plan import PlanResult, load_plan, make_plan, plan_variants, read_asked
+from autoshard.plan import Options, PlanResult, load_plan, make_plan, plan_variants, read_asked
 from autoshard.plan.mesh._portfolio import DIFFERENCE, MEMORY_TARGETS, SLOWEST, differ
 from autoshard.plan.price._predict import Outcome, evaluate
 from autoshard.plan.price._reading import build_model, read_program
@@ -21,7 +21,7 @@ ON: dict[str, Any] = {"topology": "v5e:4x4", "mesh": "data=4,model=4", "time_lim
 
 
 def portfolio(name: str = "wide mlp", **options: Any) -> PlanResult:
-    return make_plan(made.program(name), **(ON | {"candidates": 5} | options))
+    return make_plan(made.program(name), Options(**ON | {"candidates": 5} | options))
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def offered() -> PlanResult:
 
 
 def test_an_ordinary_plan_offers_itself_and_is_the_same_in_a_portfolio(offered: PlanResult):
-    alone = make_plan(made.program("wide mlp"), **ON)
+    alone = make_plan(made.program("wide mlp"), Options(**ON))
     assert [each.name for each in alone.candidates] == ["plan"]
     assert "candidates" not in alone.wall_s
     assert plan_to_json(alone.candidates[0].plan) == plan_to_json(alone.plan)
@@ -120,7 +120,7 @@ def test_no_candidates_are_refused():
 
 
 def test_candidates_of_variants_say_which_variant_they_are():
-    _, result = plan_variants({"none": lambda: made.program("wide mlp")}, **ON, candidates=3)
+    _, result = plan_variants({"none": lambda: made.program("wide mlp")}, Options(**ON, candidates=3))
     assert len(result.candidates) == 3
     assert result.candidates[0].plan == result.plan
     assert all(each.plan.words[-1] == "remat none" for each in result.candidates)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.errors import UserError
-from autoshard.plan import PlanResult, Spec, make_plan, read_asked, save_plan, spec_text
+from autoshard.plan import Options, PlanResult, Spec, make_plan, read_asked, save_plan, spec_text
 from autoshard.plan.model._asked import parse_lines
 from autoshard.plan.record._spec import parse_spec_text
 from autoshard.program import Program, open_source
@@ -30,7 +30,7 @@ def llama() -> Program:
 
 
 def planned(**asked: Any) -> PlanResult:
-    return make_plan(llama(), topology="cpu:8", mesh=MESH, asked=read_asked(**asked))
+    return make_plan(llama(), Options(topology="cpu:8", mesh=MESH, asked=read_asked(**asked)))
 
 
 def test_a_pin_covers_the_dims_of_one_layer_and_the_rest_is_chosen() -> None:
@@ -117,8 +117,8 @@ def test_another_plan_may_be_pinned(tmp_path: Path) -> None:
 
 
 def test_the_same_pins_give_the_same_plan() -> None:
-    first, second = (make_plan(two_matmuls(), topology="v5e:2x4", mesh=MESH, asked=read_asked({"up": "data,model"}))
-                     for _ in range(2))  # fmt: skip
+    options = Options(topology="v5e:2x4", mesh=MESH, asked=read_asked({"up": "data,model"}))
+    first, second = (make_plan(two_matmuls(), options) for _ in range(2))
     assert first.plan == second.plan
 
 
@@ -199,7 +199,7 @@ def test_what_cannot_hold_is_said(asked: dict[str, Any], said: str) -> None:
 
 def test_a_dim_that_does_not_divide_is_said() -> None:
     with pytest.raises(UserError) as error:
-        make_plan(llama(), topology="cpu:6", mesh="data=3,model=2", asked=read_asked({UP: "data,None"}))
+        make_plan(llama(), Options(topology="cpu:6", mesh="data=3,model=2", asked=read_asked({UP: "data,None"})))
     assert str(error.value) == (
         f"--pin {UP}=data,None ({UP}) splits dim 1 of [4, 128, 64] over data = 3, which does not divide 128: take axes "
         "whose sizes do, or leave the dim whole."

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from autoshard.plan.model._model import EXPOSED, Channel, Model
+from autoshard.plan.model._options import Limits
 from autoshard.plan.price._predict import evaluate, tensor_spec
 from autoshard.plan.solve._build import build_problem
 from autoshard.plan.solve._search import search
@@ -196,7 +197,7 @@ def brute_force(model: Model, limit: int) -> float:
 def test_search_finds_what_trying_everything_finds(name: str, topology: str, mesh: str, limit: int) -> None:
     model = made.model(name, topology, mesh)
     best = brute_force(model, limit)
-    found = search(model, [], limit, 20.0, 0, lambda line: None)
+    found = search(model, [], Limits(limit, 20.0, 0), lambda line: None)
     assert found.best.outcome.peak_bytes <= limit
     rounding = 0.5e-12 * (len(model.nodes) + len(model.moves))
     assert found.bound_s <= best + rounding

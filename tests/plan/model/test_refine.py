@@ -8,7 +8,7 @@ import pytest
 
 import autoshard
 from autoshard.cost import Topology, make_mesh
-from autoshard.plan import Plan, axis_words, load_plan, mesh_words, read_asked
+from autoshard.plan import Options, Plan, axis_words, load_plan, mesh_words, read_asked
 from autoshard.plan._make import make_plan
 from autoshard.plan.model._refine import find_refinement
 from autoshard.plan.price._reading import read_program
@@ -18,7 +18,7 @@ from tests.plan.programs import grouped_query, program
 
 
 def planned(source: Program, mesh: str, **options: Any) -> Plan:
-    return make_plan(source, topology="cpu:8", mesh=mesh, time_limit=20, **options).plan
+    return make_plan(source, Options(**options, topology="cpu:8", mesh=mesh, time_limit=20)).plan
 
 
 # Names

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import autoshard
-from autoshard.plan import make_plan
+from autoshard.plan import Options, make_plan
 from autoshard.plan.record._store import plan_to_json
 from autoshard.solver import _engine
 from tests.plan import programs as made
@@ -51,7 +51,7 @@ def test_the_work_of_solving_does_not_depend_on_the_clock(monkeypatch: pytest.Mo
     # Nothing is left to the exact solver, which says nothing of time.
     monkeypatch.setattr(sys.modules["autoshard.solver._solve"], "_SMALL", 0)
     program = made.program("decoder")
-    plans = [make_plan(program, topology="v5e:2x4", mesh="data=2,model=4", time_limit=math.inf).plan]
+    plans = [make_plan(program, Options(topology="v5e:2x4", mesh="data=2,model=4", time_limit=math.inf)).plan]
 
     on_the_wall, worked = time.monotonic, _engine.Engine.run
     engines = []
@@ -63,6 +63,6 @@ def test_the_work_of_solving_does_not_depend_on_the_clock(monkeypatch: pytest.Mo
     # A machine on which everything takes a thousand times as long, because it stands still or works for others.
     monkeypatch.setattr(time, "monotonic", lambda: 1e3 * on_the_wall())
     monkeypatch.setattr(_engine.Engine, "run", searched)
-    plans.append(make_plan(program, topology="v5e:2x4", mesh="data=2,model=4").plan)
+    plans.append(make_plan(program, Options(topology="v5e:2x4", mesh="data=2,model=4")).plan)
     assert engines, "this program is searched"
     assert plan_to_json(plans[0]) == plan_to_json(plans[1])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from autoshard.plan import make_plan
+from autoshard.plan import Options, make_plan
 from autoshard.program import Program, trace
 from tests.plan.programs import wide_mlp
 
@@ -35,7 +35,7 @@ def rows_kernel(parts: int, layers: int = 1) -> Program:
 
 
 def said(program: Program) -> list[str]:
-    plan = make_plan(program, topology="v5e:2x4", mesh="data=2,model=4").plan
+    plan = make_plan(program, Options(topology="v5e:2x4", mesh="data=2,model=4")).plan
     return [line for line in plan.warnings if "do the same work" in line]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from autoshard.cost import STEP, Bill, Database, Observation, Topology, compiler_version, load_calibration
 from autoshard.errors import UserError
-from autoshard.plan import explain_plan, make_plan, plan_bills
+from autoshard.plan import Options, explain_plan, make_plan, plan_bills
 from autoshard.plan.price._bill import bill_of
 from autoshard.plan.price._predict import evaluate
 from autoshard.plan.price._reading import build_model, read_program
@@ -60,7 +60,9 @@ def database(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Database:
 
 def slow_memory(database: Database) -> None:
     """Keep what a machine would show whose memory is four times as slow as we ship it."""
-    plan = make_plan(programs.program("mixed"), topology="cpu:8", mesh="data=4,model=2", calibration=False).plan
+    plan = make_plan(
+        programs.program("mixed"), Options(topology="cpu:8", mesh="data=4,model=2", calibration=False)
+    ).plan
     (bill,) = plan_bills(programs.program("mixed"), [plan])
     shipped = load_calibration("cpu")
     slow = dataclasses.replace(shipped, memory_efficiency=shipped.memory_efficiency / 4)
@@ -70,7 +72,8 @@ def slow_memory(database: Database) -> None:
 
 
 def plan_mixed(**options) -> str:
-    return plan_to_json(make_plan(programs.program("mixed"), topology="cpu:8", mesh="data=4,model=2", **options).plan)
+    read = Options(**options, topology="cpu:8", mesh="data=4,model=2")
+    return plan_to_json(make_plan(programs.program("mixed"), read).plan)
 
 
 def test_without_a_database_nothing_changes_and_nothing_is_created(database: Database):
@@ -96,7 +99,7 @@ def test_what_was_seen_prices_later_plans_and_stands_in_their_provenance(databas
 def test_a_plan_is_explained_with_the_figures_that_it_was_made_with(database: Database, monkeypatch):
     program = programs.program("mixed")
     slow_memory(database)
-    plan = make_plan(program, topology="cpu:8", mesh="data=4,model=2").plan
+    plan = make_plan(program, Options(topology="cpu:8", mesh="data=4,model=2")).plan
     monkeypatch.setenv("AUTOSHARD_DATA_DIR", "")
     name = next(iter(plan.arguments))
     (chosen, *_) = explain_plan(plan, name, program).alternatives

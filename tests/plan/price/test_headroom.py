@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from autoshard.cost import Topology
-from autoshard.plan import Plan, make_plan
+from autoshard.plan import Options, Plan, make_plan
 from autoshard.plan.price._headroom import FORWARD, load_headroom, roomy_bytes, tight_seconds
 from autoshard.program import Program, trace
 
@@ -80,7 +80,7 @@ def plan_with(memory: int, monkeypatch: pytest.MonkeyPatch) -> Plan:
     """A plan where a chip has so much memory, and no other limit holds."""
     with monkeypatch.context() as patch:
         patch.setattr(Topology, "usable_bytes", property(lambda self: memory))
-        return make_plan(layers(), **ON, memory_limit=1 << 30).plan
+        return make_plan(layers(), Options(**ON, memory_limit=1 << 30)).plan
 
 
 def blind(memory: int, monkeypatch: pytest.MonkeyPatch) -> Plan:

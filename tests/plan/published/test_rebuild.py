@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from autoshard.cost import Calibration, load_calibration
-from autoshard.plan import PublishedRow, make_plan, validate_published
+from autoshard.plan import Options, PublishedRow, make_plan, validate_published
 from autoshard.plan.price._predict import evaluate
 from autoshard.plan.published._published import Run, parse_run, read_rows
 from autoshard.plan.published._rebuild import (
@@ -63,7 +63,8 @@ def test_a_published_run_is_priced_as_a_plan_with_its_flags() -> None:
         model, choices = rebuild(run)
         outcome = evaluate(model, choices)
         made = make_plan(
-            model.program, topology="v6e:4x4", mesh="fsdp=16", xla_flags=flags, calibration=False, refine_axes=False
+            model.program,
+            Options(topology="v6e:4x4", mesh="fsdp=16", xla_flags=flags, calibration=False, refine_axes=False),
         ).plan
         assert made.provenance["calibration"] == model.compute.calibration.hash()
         assert (made.provenance["calibration"] == load_calibration("v6e").hash()) == (flags is None)

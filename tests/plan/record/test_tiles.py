@@ -7,7 +7,7 @@ import pytest
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
 from autoshard.exec import measure
-from autoshard.plan import make_plan
+from autoshard.plan import Options, make_plan
 from autoshard.plan.record._tiles import tiled_axes
 from autoshard.program import open_source
 
@@ -84,7 +84,7 @@ CALL = 'stablehlo.custom_call @Sharding(%0) {{{}mhlo.sharding = "{}"}} : (tensor
 def test_a_constraint_in_a_file_holds(between: str, tmp_path: Path) -> None:
     (tmp_path / "step.mlir").write_text(module(between))
     program = open_source(str(tmp_path / "step.mlir"))
-    plan = make_plan(program, topology="cpu:8", mesh="data=4,model=2").plan
+    plan = make_plan(program, Options(topology="cpu:8", mesh="data=4,model=2")).plan
     (said,) = plan.provenance["said_by_program"]
     assert said.startswith("with_sharding_constraint at line ")
     assert ("data",) in {pin.spec.dims[0] for pin in plan.pins if pin.operand is None}
@@ -114,11 +114,11 @@ def test_a_constraint_in_a_file_holds(between: str, tmp_path: Path) -> None:
 def test_what_a_file_cannot_ask_for_is_said(between: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "step.mlir").write_text(module(between))
     with pytest.raises(UserError, match=said):
-        make_plan(open_source(str(tmp_path / "step.mlir")), topology="cpu:8", mesh="data=4,model=2")
+        make_plan(open_source(str(tmp_path / "step.mlir")), Options(topology="cpu:8", mesh="data=4,model=2"))
 
 
 def test_dims_that_gspmd_leaves_open_stay_free(tmp_path: Path) -> None:
     between = CALL.format('backend_config = "unspecified_dims=[1]", ', "{devices=[4,1,2]<=[8] last_tile_dim_replicate}")
     (tmp_path / "step.mlir").write_text(module(between))
-    plan = make_plan(open_source(str(tmp_path / "step.mlir")), topology="cpu:8", mesh="data=4,model=2").plan
+    plan = make_plan(open_source(str(tmp_path / "step.mlir")), Options(topology="cpu:8", mesh="data=4,model=2")).plan
     assert "more allowed on dims 1" in plan.provenance["said_by_program"][0]

@@ -8,7 +8,7 @@ import pytest
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import InfeasibleError
-from autoshard.plan import make_plan, read_asked
+from autoshard.plan import Options, make_plan, read_asked
 from autoshard.plan.price._reading import build_model, read_program
 from autoshard.plan.solve._infeasible import _advice
 from autoshard.program import Program, open_source, trace
@@ -17,7 +17,7 @@ from autoshard.program import Program, open_source, trace
 def refusal(program: Program, limit: int, topology: str = "v5e:2x2", **asked: Any) -> str:
     """The advice: what stands after the last semicolon."""
     with pytest.raises(InfeasibleError) as caught:
-        make_plan(program, topology=topology, mesh="data=4", memory_limit=limit, time_limit=2, **asked)
+        make_plan(program, Options(**asked, topology=topology, mesh="data=4", memory_limit=limit, time_limit=2))
     text = str(caught.value)
     assert text.endswith(" would help.")
     return text.rpartition("; ")[2]

@@ -9,6 +9,7 @@ import pytest
 from jax_case import train_program
 from jax_layers import layered
 
+from autoshard.plan import Options
 from autoshard.plan.model._baselines import baselines
 from autoshard.plan.model._model import Model
 from autoshard.plan.solve import _repeats, make_plan, read_asked
@@ -104,18 +105,18 @@ def test_lifted_messages_bound_the_whole_as_closely() -> None:
 def test_what_is_asked_of_one_layer_is_kept() -> None:
     program = train_program("layers", layered(6, width=256, batch=32, seq=128), "train")
     name = next(a.name for a in program.arguments if "layers" in a.name and "3" in a.name and a.name.endswith("up"))
-    free = make_plan(program, topology="v5e:2x4", mesh="data=2,model=4").plan
+    free = make_plan(program, Options(topology="v5e:2x4", mesh="data=2,model=4")).plan
     assert any(free.arguments[name].dims)
     asked = read_asked({name: "None,None"})
-    pinned = make_plan(program, topology="v5e:2x4", mesh="data=2,model=4", asked=asked).plan
+    pinned = make_plan(program, Options(topology="v5e:2x4", mesh="data=2,model=4", asked=asked)).plan
     assert not any(pinned.arguments[name].dims)
 
 
 def test_a_plan_takes_as_long_without_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     program = train_program("layers", layered(6, width=256, batch=32, seq=128), "train")
-    plans = [make_plan(program, topology="v5e:2x4", mesh="data=2,model=4").plan]
+    plans = [make_plan(program, Options(topology="v5e:2x4", mesh="data=2,model=4")).plan]
     monkeypatch.setattr(_repeats, "WORTHWHILE", 0.0)
-    plans.append(make_plan(program, topology="v5e:2x4", mesh="data=2,model=4").plan)
+    plans.append(make_plan(program, Options(topology="v5e:2x4", mesh="data=2,model=4")).plan)
     steps = [plan.prediction.step_time_s for plan in plans]
     assert steps[0] == pytest.approx(steps[1], rel=1e-3)
 

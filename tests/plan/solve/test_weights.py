@@ -2,6 +2,7 @@
 
 import pytest
 
+from autoshard.plan.model._options import Limits
 from autoshard.plan.price._predict import Outcome
 from autoshard.plan.solve._search import search
 from autoshard.plan.solve._weights import FLOOR, Weighing
@@ -63,6 +64,6 @@ def test_a_block_of_compute_alone_needs_no_weights():
 
 def test_the_bound_of_a_search_comes_near_the_plan():
     model = made.model("decoder", "v5e:2x4", "data=2,model=4", 1 << 34)
-    found = search(model, [], 1 << 34, 300.0, 0, lambda line: None)
+    found = search(model, [], Limits(1 << 34, 300.0, 0), lambda line: None)
     assert found.bound_s <= found.best.outcome.step_time_s * (1 + 1e-9)
     assert found.bound_s >= 0.97 * found.best.outcome.step_time_s

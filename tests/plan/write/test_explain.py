@@ -9,7 +9,7 @@ import pytest
 
 from autoshard.cli import main
 from autoshard.errors import UserError
-from autoshard.plan import Plan, Spec, explain_plan, load_plan, make_plan, read_asked, save_plan
+from autoshard.plan import Options, Plan, Spec, explain_plan, load_plan, make_plan, read_asked, save_plan
 from autoshard.program import Program, open_source
 from tests.plan.programs import wide_mlp
 
@@ -30,7 +30,7 @@ def program():
 @functools.cache
 def wide() -> tuple[Program, Plan]:
     program = wide_mlp(batch=512, dim=1024, ffn=4096, layers=1)
-    return program, make_plan(program, topology="v5e:2x4", mesh="data=4,model=2").plan
+    return program, make_plan(program, Options(topology="v5e:2x4", mesh="data=4,model=2")).plan
 
 
 def test_the_choice_comes_first_and_the_rest_by_time() -> None:
@@ -54,7 +54,8 @@ def test_an_alternative_costs_what_a_plan_pinned_to_it_costs() -> None:
     one = next(a for a in found.alternatives if not a.chosen and a.how == "solved" and a.delta_s and a.delta_s > 1e-7)
     entries = ["+".join(axes) or "None" for axes in one.spec.dims]
     pinned = make_plan(
-        program, topology="v5e:2x4", mesh="data=4,model=2", asked=read_asked({"params.0.up": ",".join(entries)})
+        program,
+        Options(topology="v5e:2x4", mesh="data=4,model=2", asked=read_asked({"params.0.up": ",".join(entries)})),
     ).plan
     assert pinned.prediction.step_time_s <= one.step_time_s * (1 + 1e-9), "more weightings, never worse"
     assert pinned.prediction.step_time_s == pytest.approx(one.step_time_s, rel=0.15)
@@ -64,7 +65,7 @@ def test_an_alternative_costs_what_a_plan_pinned_to_it_costs() -> None:
 def test_pins_are_said_and_kept() -> None:
     program, _ = wide()
     asked = read_asked({"params.0.down": "None,model"}, replicate=["params.0.up"])
-    plan = make_plan(program, topology="v5e:2x4", mesh="data=4,model=2", asked=asked).plan
+    plan = make_plan(program, Options(topology="v5e:2x4", mesh="data=4,model=2", asked=asked)).plan
     found = explain_plan(plan, "up", program)
     assert found.name == "params.0.up" and found.fixed == "--replicate params.0.up"
     assert found.spec == Spec.replicated(2)
@@ -72,7 +73,7 @@ def test_pins_are_said_and_kept() -> None:
 
 def test_the_file_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.py").write_text(SOURCE)
-    made = make_plan(open_source(str(tmp_path / "model.py")), topology="cpu:8", mesh="data=4,model=2").plan
+    made = make_plan(open_source(str(tmp_path / "model.py")), Options(topology="cpu:8", mesh="data=4,model=2")).plan
     save_plan(made, tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == made
     assert main(["explain", str(tmp_path / "plan.json"), "w.up", "--json", "--quiet"]) == 0
@@ -96,7 +97,8 @@ def test_a_plan_made_for_compiler_flags_is_priced_with_them_again() -> None:
     program, _ = wide()
     flags = "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true --xla_made_up=1"
     machine = {"topology": "v6e:2x4", "mesh": "data=8", "calibration": False}
-    plain, plan = make_plan(program, **machine).plan, make_plan(program, **machine, xla_flags=flags).plan
+    plain = make_plan(program, Options(**machine)).plan
+    plan = make_plan(program, Options(**machine, xla_flags=flags)).plan
     assert plan.provenance["calibration"] != plain.provenance["calibration"]
     assert plan.provenance["xla_flags"]["flags"] == flags.split() and "xla_flags" not in plain.provenance
     assert "not in the price, whatever it does: --xla_made_up." in plan.warnings

@@ -13,7 +13,7 @@ from jax import lax
 from autoshard.cost import Collectives, Topology, make_mesh
 from autoshard.exec import Application, read_collectives, wire_by_axis
 from autoshard.graph import FactorKind, Op, OpGraph, read_graph
-from autoshard.plan import Pin, Plan, Spec, make_plan
+from autoshard.plan import Options, Pin, Plan, Spec, make_plan
 from autoshard.plan.model._heavy import factor_states, heavy_states, result_states
 from autoshard.plan.model._model import Path
 from autoshard.plan.price._paths import path_steps
@@ -251,7 +251,7 @@ def test_planning_and_running_a_mirrored_tensor() -> None:
         return jnp.tanh(lax.rev(jnp.sin(x) * w, (1,))) * 2
 
     program = trace(step, (f32(1, 8192), f32(1, 8192)), name="mirror")
-    plan = make_plan(program, topology="cpu:8", mesh="x=8", memory_limit=60_000).plan
+    plan = make_plan(program, Options(topology="cpu:8", mesh="x=8", memory_limit=60_000)).plan
     assert {c.kind for c in plan.prediction.collectives} == {"collective-permute"}
     lowered = plan.lower(program.fn, *program.args)
     found = read_collectives(lowered.compile().as_text(), MESH)
