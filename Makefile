@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # A program that wants another environment's packages is not ours.
 unexport PYTHONPATH
 
-.PHONY: demo readme test test-browser docs lint bench clean
+.PHONY: demo readme test test-full test-browser docs lint bench clean
 
 demo: $(STAMP)
 	mkdir -p build
@@ -28,6 +28,10 @@ readme: $(STAMP)
 
 test: lint
 	$(RUN)/pytest -n $(WORKERS) --dist loadfile
+
+# With the cases that `make test` leaves out, being larger ones of what it holds too.
+test-full: $(STAMP)
+	$(RUN)/pytest -n $(WORKERS) --dist loadfile -m "full or not full"
 
 # The pages in a real browser. Debian's Chromium is installed if it is missing.
 test-browser: $(STAMP)

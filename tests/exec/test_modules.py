@@ -82,6 +82,7 @@ def test_an_nnx_step_is_traced_for_its_first_call_only(nnx_plan):
     assert len(traces) == count
 
 
+@pytest.mark.full
 def test_an_equinox_step_gives_modules_back_with_their_static_leaves():
     optimizer = optax.sgd(0.1)
 

@@ -70,6 +70,7 @@ def chain(again: int) -> Program:
     return dataclasses.replace(program, layers=LAYERS)
 
 
+@pytest.mark.full
 def test_a_mixture_that_fits_is_faster_than_what_computes_everything_again() -> None:
     variants = {"none": lambda: chain(0), "full": lambda: chain(LAYERS)}
     peaks = {name: make_plan(make(), Options(**ON)).plan.prediction.peak_bytes for name, make in variants.items()}

@@ -29,12 +29,14 @@ def test_a_compiled_module_trains_as_planned(found: dict[str, Any]):
     assert row["compiles"] == [1, 2, 2, 2, 2]
 
 
+@pytest.mark.full
 def test_a_step_that_still_runs_is_waited_for_when_its_data_is_named():
     """A model is watched again when a batch of a new shape comes, and the step before may be running then."""
     found = run_checks("torch_xla_compile_checks", "running")["running"]["handles"]
     assert len(set(found)) == 5 and found[::2] == found[1::2]
 
 
+@pytest.mark.full
 def test_compiled_gradients_are_wrong_upstream():
     """Why a compiled module trains lazily. When this fails, PyTorch/XLA is mended, and it need not any more."""
     assert max(run_checks("torch_xla_compile_checks", "upstream_gradients")["upstream_gradients"]["differences"]) > 0.1

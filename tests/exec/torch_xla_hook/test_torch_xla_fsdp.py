@@ -34,6 +34,7 @@ def test_fsdp_alone_splits_as_fsdpv2_does(found: dict[str, Any]):
     assert len(row["planned"]) == 10 and "_orig_module.0.up.weight" in row["planned"]
 
 
+@pytest.mark.full
 def test_the_hugging_face_trainer_with_fsdpv2_runs_planned():
     environment = {"AUTOSHARD_STRICT": "1", "XLA_AUTO_SPMD_MESH": "fsdp=8,tensor=1", "HF_HUB_OFFLINE": "1"}
     row = run_checks("torch_xla_fsdp_checks", "hugging_face", **environment)["hugging_face"]

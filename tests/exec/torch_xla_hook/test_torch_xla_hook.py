@@ -109,6 +109,7 @@ def test_a_step_that_cannot_be_planned_runs_replicated(unchanged: dict[str, Any]
     assert found["strict"] == "there is no plan today."
 
 
+@pytest.mark.full
 def test_a_model_moved_too_early(installed: Path):
     said = run(installed, "early_tensors")["early_tensors"]["said"]
     assert "4 tensors (of shapes [32, 8], [32], [8, 32], ...) were moved to the XLA device before SPMD mode" in said

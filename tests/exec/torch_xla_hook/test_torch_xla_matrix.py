@@ -36,7 +36,14 @@ def test_every_step_sends_what_is_planned(rows: dict[str, Any]):
         assert executed == pytest.approx(wire["planned"], rel=0.2)
 
 
-@pytest.mark.parametrize(("model", "mesh"), [("mixtral", "8"), ("vit", "4,2"), ("gpt2", "8")])
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        ("mixtral", "8"),
+        pytest.param("vit", "4,2", marks=pytest.mark.full),
+        pytest.param("gpt2", "8", marks=pytest.mark.full),
+    ],
+)
 def test_what_a_backward_pass_takes_is_sent_as_planned(model: str, mesh: str):
     """Experts: the small factors of an outer product are moved. Attention: split over more than what is around it.
 
@@ -48,6 +55,7 @@ def test_what_a_backward_pass_takes_is_sent_as_planned(model: str, mesh: str):
         assert executed == pytest.approx(found["wire"]["planned"], rel=0.1)
 
 
+@pytest.mark.full
 def test_what_is_planned_is_sent_where_shardy_is_asked_for(monkeypatch: pytest.MonkeyPatch):
     """The released binary does not know the switch; one that does has to send the same."""
     monkeypatch.setenv("CONVERT_SHLO_TO_SHARDY", "1")

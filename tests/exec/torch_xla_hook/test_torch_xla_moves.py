@@ -27,6 +27,7 @@ def found() -> dict[str, Any]:
     return {setting: moves(setting) for setting in SETTINGS}
 
 
+@pytest.mark.full
 def test_a_group_is_split_by_the_step_itself_and_nothing_passes_through_the_host(found: dict[str, Any]):
     grouped, single = found["1"], found["0"]
     assert grouped["fetched"] == [0, 0]

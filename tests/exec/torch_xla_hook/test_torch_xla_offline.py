@@ -22,6 +22,7 @@ def test_a_module_is_made_shard_by_shard():
     assert row["peak"] < 0.4 and whole["peak"] > 1
 
 
+@pytest.mark.full
 def test_a_nested_batch_is_sent_as_planned():
     row = offline("nested_batches")
     assert row["sent"] == row["planned"] and len(set(row["sent"])) == 3
@@ -42,6 +43,7 @@ def test_local_shards_are_the_plans_parts():
     assert row["specs"][0] != row["specs"][1]
 
 
+@pytest.mark.full
 def test_state_that_is_split_in_one_plan_and_whole_in_another_moves_both_ways():
     row = offline("state_between_plans")
     assert row["rows"] == [{"equal": True, "kept": True, "moved": True}] * 6

@@ -11,6 +11,7 @@ def said() -> dict[str, Any]:
     return torch_xla_overhead.overhead("mlp", rounds=2, steps=2)["said"]
 
 
+@pytest.mark.full
 def test_the_planned_loop_runs_what_is_marked_by_hand(said: dict[str, Any]):
     planned, by_hand = said["planned"], said["all"]
     assert planned["wire"] == by_hand["wire"] and sum(planned["wire"].values()) > 0

@@ -20,6 +20,7 @@ def split(text: str) -> bool:
     return text.startswith("{devices=")
 
 
+@pytest.mark.full
 def test_our_policy_plans_for_the_mesh_it_is_given(found: dict[str, Any]):
     ours = found["our_policy"]
     assert ours["same"] and ours["difference"] < 1e-5

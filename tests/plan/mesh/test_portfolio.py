@@ -71,6 +71,7 @@ def test_a_candidate_is_a_plan_like_any_other(offered: PlanResult, tmp_path: Any
     assert load_plan(tmp_path / "second.json") == offered.candidates[1].plan
 
 
+@pytest.mark.full
 def test_memory_targets_are_tried_where_the_plan_needs_more():
     on = {"topology": "cpu:8", "mesh": "data=4,model=2", "candidates": 12}
     free = portfolio("decoder", **on)

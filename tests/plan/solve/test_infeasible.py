@@ -63,6 +63,7 @@ def test_flags_that_were_given_are_not_proposed() -> None:
     assert "--remat" not in full and "more devices" in full
 
 
+@pytest.mark.full
 def test_state_and_parameters_in_fewer_bits() -> None:
     assert "--state-dtype bfloat16" in advice("optimizer_state")
     assert "--state-dtype" not in advice("optimizer_state", state_dtype="bfloat16")

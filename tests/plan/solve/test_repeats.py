@@ -56,7 +56,7 @@ def test_shared_choices_are_choices_of_the_whole(pattern: str) -> None:
         assert (repeats.part(repeats.whole(choices)) == choices).all()
 
 
-@pytest.mark.parametrize("pattern", list(PATTERNS))
+@pytest.mark.parametrize("pattern", [pytest.param(n, marks=[pytest.mark.full] * (n != "alike")) for n in PATTERNS])
 def test_sharing_costs_nothing(pattern: str) -> None:
     whole = model(6, **PATTERNS[pattern])
     repeats = shared(whole)
@@ -102,6 +102,7 @@ def test_lifted_messages_bound_the_whole_as_closely() -> None:
     assert 0.99 * least.cost <= first.bound <= least.cost * (1 + 1e-6)
 
 
+@pytest.mark.full
 def test_what_is_asked_of_one_layer_is_kept() -> None:
     program = train_program("layers", layered(6, width=256, batch=32, seq=128), "train")
     name = next(a.name for a in program.arguments if "layers" in a.name and "3" in a.name and a.name.endswith("up"))
@@ -112,6 +113,7 @@ def test_what_is_asked_of_one_layer_is_kept() -> None:
     assert not any(pinned.arguments[name].dims)
 
 
+@pytest.mark.full
 def test_a_plan_takes_as_long_without_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     program = train_program("layers", layered(6, width=256, batch=32, seq=128), "train")
     plans = [make_plan(program, Options(topology="v5e:2x4", mesh="data=2,model=4")).plan]

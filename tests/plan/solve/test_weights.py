@@ -62,6 +62,7 @@ def test_a_block_of_compute_alone_needs_no_weights():
     assert weighing.following(0.0) is None
 
 
+@pytest.mark.full
 def test_the_bound_of_a_search_comes_near_the_plan():
     model = made.model("decoder", "v5e:2x4", "data=2,model=4", 1 << 34)
     found = search(model, [], Limits(1 << 34, 300.0, 0), lambda line: None)
