@@ -32,3 +32,4 @@ from autoshard.graph._rotate import ROTATE as ROTATE
 from autoshard.graph._softmax import Form as Form
 from autoshard.graph._softmax import Softmax as Softmax
 from autoshard.graph._softmax import find_softmaxes as find_softmaxes
+from autoshard.graph._softmax import is_batched as is_batched

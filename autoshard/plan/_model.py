@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from autoshard.cost import Collectives, Compute, Mesh, links
 from autoshard.graph import Liveness, OpGraph, Structure
 from autoshard.plan._halos import Inner
+from autoshard.plan._padding import Padding
 from autoshard.plan._residency import Residency
 from autoshard.plan._states import Seconds, States
 from autoshard.program import Program
@@ -128,6 +129,7 @@ class Model:
     collectives: Collectives
     compute: Compute
     residency: Residency
+    padding: Padding
     nodes: tuple[Node, ...]
     moves: tuple[Move, ...]
     cluster_node: tuple[int, ...]

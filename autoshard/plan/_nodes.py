@@ -14,6 +14,7 @@ from autoshard.plan._hand import by_hand, own_collectives
 from autoshard.plan._handling import inner_collectives
 from autoshard.plan._heavy import MOVES_ONLY, heavy_seconds, heavy_states
 from autoshard.plan._model import EXPOSED, HOST, Channel, MemoryTerm, Node, link_names
+from autoshard.plan._padding import Padding
 from autoshard.plan._refine import Refinement
 from autoshard.plan._residency import Residency
 from autoshard.plan._states import WHOLE, Seconds, States, enumerate_states, local_elements, relabel
@@ -41,6 +42,7 @@ class NodePricer:
         self.collectives = Collectives(mesh, calibration)
         self.compute = Compute(mesh.topology, calibration)
         self.residency = Residency(graph, liveness, mesh.topology.chip)
+        self.padding = Padding(graph, mesh.topology.backend)
         self.axes = list(mesh.axes.values())
         self.names = list(mesh.axes)
         self.link_of = link_names(mesh)
@@ -140,7 +142,8 @@ class NodePricer:
         for form, mine in ((softmax.whole, ~again), (softmax.again, again)):
             for tensor, start, stop, width in form.buffers:
                 record = self.graph.tensors[tensor]
-                usage = np.where(mine, local[tensor] / (record.bytes // record.elements) * width, 0).astype(np.int64)
+                size = np.rint(local[tensor] / (record.bytes // record.elements) * width)
+                usage = np.where(mine, size, 0).astype(np.int64)
                 terms.append(MemoryTerm(self.memory_kind(softmax.cluster, tensor, start, stop), start, stop, usage))
         return tuple(terms)
 
@@ -192,13 +195,14 @@ class NodePricer:
     def local_bytes(self, cluster: int, states: States, tensor: int) -> Seconds:
         record = self.graph.tensors[tensor]
         dims = self.dims_states(cluster, states, tensor)
-        return local_elements(dims, record.shape, self.axes) * (record.bytes // max(1, record.elements))
+        size = local_elements(dims, record.shape, self.axes) * (record.bytes // max(1, record.elements))
+        return size * self.padding.ratio(tensor, dims, self.axes)
 
     def held(self, local: Seconds, tensor: int, start: int, stop: int) -> np.ndarray:
         """Bytes that a buffer takes, from those of its tensor as the program types it."""
         record = self.graph.tensors[tensor]
         width = self.liveness.itemsize(self.graph, (tensor, start, stop))
-        return (local / (record.bytes // max(1, record.elements)) * width).astype(np.int64)
+        return np.rint(local / (record.bytes // max(1, record.elements)) * width).astype(np.int64)
 
     def memory_kind(self, cluster: int, tensor: int, start: int, stop: int) -> str:
         role = self.roles.get(tensor)
@@ -219,7 +223,8 @@ class NodePricer:
         if self.refinement is not None and op.rule is not None:
             states = states[self.refinement.apart(states, self.factor_group_sizes(op))]
         trips = self.graph.trips(op.loop)
-        seconds = heavy_seconds(self.graph, op, states, self.axes, self.compute, self.residency) * trips
+        seconds = heavy_seconds(self.graph, op, states, self.axes, self.compute, self.residency, self.padding)
+        seconds = seconds * trips
         time: dict[Channel, Seconds] = {(op.loop, "compute"): seconds}
         inner = tuple(inner_collectives(self.graph, op, states, self.axes, backend))
         inner += own_collectives(self.graph, op, states, self.collectives)

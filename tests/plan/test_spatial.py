@@ -19,6 +19,7 @@ from autoshard.plan import Pin, Plan, Region, Spec, make_plan
 from autoshard.plan._halos import halo_exchanges, split_in_space
 from autoshard.plan._heavy import heavy_seconds, heavy_states, result_states
 from autoshard.plan._model import Path
+from autoshard.plan._padding import Padding
 from autoshard.plan._paths import path_steps
 from autoshard.plan._regions import region_of
 from autoshard.plan._residency import Residency
@@ -319,7 +320,7 @@ def test_a_convolution_split_over_few_features_wastes_the_matrix_unit() -> None:
     states = heavy_states(graph, op, [8], "tpu")
     topology = Topology.parse("v5p:2x2x2")
     residency = Residency(graph, analyse(graph), topology.chip)
-    seconds = heavy_seconds(graph, op, states, [8], Compute(topology), residency)
+    seconds = heavy_seconds(graph, op, states, [8], Compute(topology), residency, Padding(graph, topology.backend))
     by_factor = {int(s[0]): float(t) for s, t in zip(states, seconds, strict=True)}
     (features,), (height,) = op.rule.results[0][1], op.rule.results[0][2]
     assert by_factor[height] < by_factor[WHOLE] / 5
