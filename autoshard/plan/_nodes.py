@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from autoshard.cost import Calibration, Collectives, Compute, Mesh
-from autoshard.graph import Cluster, Liveness, Op, OpClass, OpGraph, Softmax, Structure
+from autoshard.graph import TILED, Cluster, Fusion, Liveness, Op, OpClass, OpGraph, Softmax, Structure
 from autoshard.plan._demands import Demand, allowed_states, axis_numbers, free_of, program_demands
 from autoshard.plan._hand import by_hand, own_collectives
 from autoshard.plan._handling import inner_collectives
@@ -69,7 +69,7 @@ class NodePricer:
             op = self.graph.ops[fusion.root]
             if op.op_class is OpClass.HEAVY and op.kind not in MOVES_ONLY:
                 continue
-            for tensor in itertools.chain(fusion.moved, fusion.reads):
+            for tensor in itertools.chain(fusion.moved, self.taken(fusion)):
                 cluster = self.structure.cluster_of[tensor]
                 if cluster >= 0:
                     traffic[cluster][op.loop].append((tensor, self.graph.trips(op.loop)))
@@ -103,6 +103,14 @@ class NodePricer:
             name = self.cluster_name(cluster.tensors)
             held = np.ones(len(states), dtype=bool)
             self.nodes.append(Node("cluster", cluster.id, states, held, time, memory, name))
+
+    def taken(self, fusion: Fusion) -> tuple[int, ...]:
+        """What stands for the bytes that a fusion reads: a slice reads itself, unless it steps inside of tiles."""
+        op = self.graph.ops[fusion.root]
+        if op.kind != "slice" or fusion.reads != op.operands:
+            return fusion.reads
+        rank = len(self.graph.tensors[op.results[0]].shape)
+        return fusion.reads if any(dim >= rank - TILED for dim in op.strided) else op.results
 
     def cluster_seconds(
         self, traffic: Mapping[int, Sequence[tuple[int, float]]], local: Mapping[int, Seconds], states: int

@@ -131,3 +131,12 @@ def test_caches_of_narrow_heads_are_not_padded() -> None:
     model = whole(run, f32(4, 8, 2, 64), f32(3, 4, 8, 1024, 64))
     cache = model.graph.arguments[1]
     assert model.padding.held(cache, (3, 4, 8, 1024, 64), 4) == 3 * 4 * 8 * 1024 * 64 * 4
+
+
+@pytest.mark.parametrize(("dim", "read"), [(0, 0.5), (3, 1.0)])
+def test_a_slice_reads_what_it_takes_unless_it_steps_inside_of_tiles(dim: int, read: float) -> None:
+    """Half of an array: its every second matrix, or every second column of each."""
+    shape = (64, 8, 256, 512)
+    model = whole(lambda x: x[(slice(None),) * dim + (slice(None, None, 2),)], f32(*shape))
+    seconds = sum(float(s[0]) for n in model.nodes for channel, s in n.time.items() if channel == (-1, "compute"))
+    assert seconds == pytest.approx(float(model.compute.memory_seconds((read + 0.5) * np.prod(shape) * 4)), rel=1e-3)
