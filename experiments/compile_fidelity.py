@@ -26,7 +26,16 @@ if TYPE_CHECKING:
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from compile_programs import hf, jax_decoder, jax_mlp, llama, mixtral  # noqa: E402
+from compile_programs import (  # noqa: E402
+    hf,
+    jax_decoder,
+    jax_mamba,
+    jax_mlp,
+    jax_rwkv,
+    jax_table,
+    llama,
+    mixtral,
+)
 from kept import checked_out, compiled  # noqa: E402
 
 
@@ -95,6 +104,10 @@ ROWS = (
     Row("vit-dp-v6e", hf("vit-l16", train=True, batch=256), "v6e:4x4", {"data": 16}, "data_parallel"),
     Row("llama-infer-v5e", hf(WIDE, infer=True, batch=16, seq=2048), "v5e:2x4", dm(2, 4)),
     Row("jax-decoder-v4", jax_decoder(8, 2048, 8192, 16, 32000, 64, 1024), "v4:2x2x4", dm(4, 4)),
+    # Recurrences, and a table whose rows do not fill a register.
+    Row("mamba-v5e", jax_mamba(2, 1024, 2048, 16, 32, 1024), "v5e:4x4", {"data": 16}, "data_parallel"),
+    Row("rwkv-v5e", jax_rwkv(2, 1024, 16, 64, 64), "v5e:2x4", {"data": 8}, "data_parallel"),
+    Row("table-v5e", jax_table(1 << 20, 64, 4, 256, 65536), "v5e:4x4", {"data": 16}),
     # One slice, near full.
     Row("llama-fsdp-v5e-full", _train(SMALL, 128, 1024, "none"), "v5e:4x4", {"data": 16}, "fsdp", 1.3),
     Row("jax-mlp-v5e-full", jax_mlp(12, 4096, 524288), "v5e:2x4", {"data": 8}, "fsdp", 1.3),

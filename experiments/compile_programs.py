@@ -175,6 +175,120 @@ def jax_recurrent(layers: int, dim: int, inner: int, batch: int, seq: int) -> Ca
     return make
 
 
+def jax_mamba(layers: int, dim: int, inner: int, states: int, batch: int, seq: int) -> Callable[[], Program]:
+    """Mamba's selective state spaces: a short convolution and an `associative_scan` of `states` states a channel."""
+
+    def make() -> Program:
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        rank = 64
+
+        def layer(x, w):  # noqa: ANN001, ANN202
+            h = x.astype(jnp.float32)
+            h = (h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6) * w["norm"]).astype(x.dtype)
+            u, z = jnp.split(h @ w["in"].astype(h.dtype), 2, -1)
+            u = sum(jnp.pad(u, ((0, 0), (k, 0), (0, 0)))[:, :seq] * w["conv"][k].astype(u.dtype) for k in range(4))
+            u = jax.nn.silu(u)
+            dt, b, c = jnp.split(u @ w["x"].astype(u.dtype), [rank, rank + states], -1)
+            dt = jax.nn.softplus((dt @ w["dt"].astype(dt.dtype)).astype(jnp.float32) + w["dtb"])
+            decay = jnp.exp(dt[..., None] * -jnp.exp(w["a"]))
+            added = (dt * u.astype(jnp.float32))[..., None] * b.astype(jnp.float32)[:, :, None, :]
+            _, hs = jax.lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (decay, added), axis=1)
+            y = jnp.einsum("bsdn,bsn->bsd", hs, c.astype(jnp.float32)) + u.astype(jnp.float32) * w["d"]
+            y = (y * jax.nn.silu(z.astype(jnp.float32))).astype(x.dtype)
+            return x + y @ w["out"].astype(x.dtype), None
+
+        def loss(params, batch):  # noqa: ANN001, ANN202
+            x, _ = jax.lax.scan(jax.checkpoint(layer), batch["x"], params)
+            return jnp.mean((x.astype(jnp.float32) - batch["y"]) ** 2)
+
+        shapes = {
+            "norm": (dim,),
+            "in": (dim, 2 * inner),
+            "conv": (4, inner),
+            "x": (inner, rank + 2 * states),
+            "dt": (rank, inner),
+            "dtb": (inner,),
+            "a": (inner, states),
+            "d": (inner,),
+            "out": (inner, dim),
+        }
+        params = {name: jax.ShapeDtypeStruct((layers, *shape), jnp.float32) for name, shape in shapes.items()}
+        inputs = {
+            "x": jax.ShapeDtypeStruct((batch, seq, dim), jnp.bfloat16),
+            "y": jax.ShapeDtypeStruct((batch, seq, dim), jnp.float32),
+        }
+        return _adamw_step("mamba", loss, params, inputs, optax)
+
+    return make
+
+
+def jax_rwkv(layers: int, dim: int, heads: int, batch: int, seq: int) -> Callable[[], Program]:
+    """RWKV's time mixing in f32: a scan over the sequence that saves a matrix of states a head for its gradient."""
+
+    def make() -> Program:
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        width = dim // heads
+
+        def step(state, given):  # noqa: ANN001, ANN202
+            r, k, v, decay = given
+            added = k[..., :, None] * v[..., None, :]
+            y = jnp.einsum("bhk,bhkv->bhv", r, state + added)
+            return state * decay[..., None] + added, y
+
+        def layer(x, w):  # noqa: ANN001, ANN202
+            h = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+            before = jnp.pad(h, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+            h = h + 0.5 * (before - h)
+            r, k, v, gate = (h @ w[name] for name in "rkvg")
+            decay = jnp.exp(-jnp.exp(h @ w["w"]))
+            parts = tuple(jnp.moveaxis(t.reshape(batch, seq, heads, width), 1, 0) for t in (r, k, v, decay))
+            _, y = jax.lax.scan(step, jnp.zeros((batch, heads, width, width)), parts)
+            y = jnp.moveaxis(y, 0, 1).reshape(batch, seq, dim)
+            return x + (y * jax.nn.silu(gate)) @ w["o"]
+
+        def loss(params, batch):  # noqa: ANN001, ANN202
+            x = batch["x"]
+            for i in range(layers):
+                x = layer(x, jax.tree.map(lambda stack: stack[i], params))  # noqa: B023
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        params = {name: jax.ShapeDtypeStruct((layers, dim, dim), jnp.float32) for name in "rkvgwo"}
+        inputs = {name: jax.ShapeDtypeStruct((batch, seq, dim), jnp.float32) for name in "xy"}
+        return _adamw_step("rwkv", loss, params, inputs, optax)
+
+    return make
+
+
+def jax_table(rows: int, width: int, features: int, hidden: int, batch: int) -> Callable[[], Program]:
+    """A recommender: one table of `width` columns, looked up for every feature, and two matmuls."""
+
+    def make() -> Program:
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        def loss(params, batch):  # noqa: ANN001, ANN202
+            found = jnp.take(params["t0"], batch["ids"], axis=0)
+            h = jax.nn.relu(found.reshape(found.shape[0], -1) @ params["w1"])
+            return jnp.mean(((h @ params["w2"])[:, 0] - batch["y"]) ** 2)
+
+        shapes = {"t0": (rows, width), "w1": (features * width, hidden), "w2": (hidden, 1)}
+        params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+        inputs = {
+            "ids": jax.ShapeDtypeStruct((batch, features), jnp.int32),
+            "y": jax.ShapeDtypeStruct((batch,), jnp.float32),
+        }
+        return _adamw_step("table", loss, params, inputs, optax)
+
+    return make
+
+
 def _adamw_step(name: str, loss: Any, params: Any, batch: Any, optax: Any) -> Program:
     import jax
 

@@ -1,7 +1,13 @@
 """Bytes that an array takes on one device."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+_LANES, _ROWS = 128, 8
 
 
 def shard_bytes(shape: Sequence[int], itemsize: float, splits: Sequence[int] | None = None, tiled: bool = False) -> int:
@@ -18,3 +24,20 @@ def shard_bytes(shape: Sequence[int], itemsize: float, splits: Sequence[int] | N
             rows = min(8, 1 << max(0, math.ceil(math.log2(max(1, local[-2])))))
             local[-2] = -(-local[-2] // rows) * rows
     return math.ceil(math.prod(local) * itemsize)
+
+
+def tile_padding(local: NDArray[np.float64], itemsize: int, outer: Collection[int] = ()) -> NDArray[np.float64]:
+    """Bytes in the tiles of a TPU layout over bytes of the elements, for arrays with the dims of each row of `local`.
+
+    `local`: [arrays, rank], of rank 2 or more. One dim is padded to 128 lanes and another one to 8 rows (fewer for
+    fewer rows, rounded to a power of two that fills words of 4 bytes), whichever two take least; not those in `outer`,
+    unless too few are left, when the innermost of these counts the rows.
+    """
+    sizes = np.maximum(local, 1.0)
+    rank = sizes.shape[1]
+    lanes = [dim for dim in range(rank) if dim not in outer] or [rank - 1]
+    rows = lanes if len(lanes) > 1 else [*lanes, max(dim for dim in range(rank) if dim != lanes[0])]
+    tall = np.clip(2.0 ** np.ceil(np.log2(sizes)), max(1, 4 // max(1, itemsize)), _ROWS)
+    across, down = (np.ceil(sizes / tile) * tile / sizes for tile in (_LANES, tall))
+    pairs = [across[:, lane] * down[:, row] for lane in lanes for row in rows if row != lane]
+    return np.minimum.reduce(pairs)

@@ -5,6 +5,7 @@ from autoshard.graph._clusters import Cluster as Cluster
 from autoshard.graph._clusters import Edge as Edge
 from autoshard.graph._clusters import Structure as Structure
 from autoshard.graph._clusters import build_structure as build_structure
+from autoshard.graph._fusion import TILED as TILED
 from autoshard.graph._fusion import Fusion as Fusion
 from autoshard.graph._fusion import Liveness as Liveness
 from autoshard.graph._fusion import analyse as analyse
@@ -32,3 +33,4 @@ from autoshard.graph._rotate import ROTATE as ROTATE
 from autoshard.graph._softmax import Form as Form
 from autoshard.graph._softmax import Softmax as Softmax
 from autoshard.graph._softmax import find_softmaxes as find_softmaxes
+from autoshard.graph._softmax import is_batched as is_batched

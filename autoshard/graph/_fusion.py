@@ -24,7 +24,7 @@ _PASSING = frozenset({"sharding_constraint", IN, OUT})
 """Ops that say how a value is split and leave it where it is."""
 _FUSED_MOVES = frozenset({"slice", "concatenate", "pad", "reverse"})
 _PARTS = frozenset({"slice", "pad"})
-_TILED = 2
+TILED = 2
 """So many minor dims of a tensor are laid out in tiles of registers."""
 _MANY = 8
 
@@ -239,7 +239,7 @@ def _is_kernel(graph: OpGraph, op: Op, tiled: bool) -> bool:
     if op.op_class is not OpClass.HEAVY or op.kind not in _FUSED_MOVES:
         return op.op_class is OpClass.HEAVY
     rank = len(graph.tensors[op.results[0]].shape)
-    return tiled and any(op.kind == "pad" or dim >= rank - _TILED for dim in op.strided)
+    return tiled and any(op.kind == "pad" or dim >= rank - TILED for dim in op.strided)
 
 
 def _ends(op: Op, pinned: set[int], kernels: Collection[int]) -> bool:

@@ -23,6 +23,7 @@ from autoshard.plan.price._paths import path_steps
 from autoshard.plan.record._store import plan_from_json, plan_to_json
 from autoshard.plan.write._regions import region_of
 from autoshard.plan.xla._halos import halo_exchanges, split_in_space
+from autoshard.plan.xla._padding import Padding
 from autoshard.plan.xla._states import WHOLE
 from autoshard.program import Program, trace
 from tests.exec.planned_programs import handmade
@@ -319,7 +320,7 @@ def test_a_convolution_split_over_few_features_wastes_the_matrix_unit() -> None:
     states = heavy_states(graph, op, [8], "tpu")
     topology = Topology.parse("v5p:2x2x2")
     residency = Residency(graph, analyse(graph), topology.chip)
-    seconds = heavy_seconds(graph, op, states, [8], Compute(topology), residency)
+    seconds = heavy_seconds(graph, op, states, [8], Compute(topology), residency, Padding(graph, topology.backend))
     by_factor = {int(s[0]): float(t) for s, t in zip(states, seconds, strict=True)}
     (features,), (height,) = op.rule.results[0][1], op.rule.results[0][2]
     assert by_factor[height] < by_factor[WHOLE] / 5

@@ -205,7 +205,7 @@ class _Simulator:
                 self.copy(clock, op)
             else:
                 # Asynchronous compute (the sparse core's gathers): memory bound, beside everything else.
-                size = sum(shape.bytes for shape in op.shapes if shape.space == 0)
+                size = sum(shape.held for shape in op.shapes if shape.space == 0)
                 clock.transfer(float(self.compute.memory_seconds(size)), (), _title(op), key, "copy")
             return
         if found:
@@ -215,7 +215,7 @@ class _Simulator:
         self.roofline(clock, op, self.reader.work(owner, op))
 
     def copy(self, clock: Clock, op: Instruction) -> None:
-        seconds = float(self.compute.memory_seconds(op.shapes[0].bytes))
+        seconds = float(self.compute.memory_seconds(op.shapes[0].held))
         clock.transfer(seconds, ("copies",), _title(op), op.name, "copy")
 
     def roofline(self, clock: Clock, op: Instruction, work: Work) -> None:

@@ -44,11 +44,27 @@ class Shape:
     dims: tuple[int, ...]
     space: int = 0
     """Memory space of the layout, `S(1)`: on TPU 0 is HBM and 1 VMEM."""
+    minor: tuple[int, ...] = ()
+    """Dims by the layout, innermost first; empty where none is printed."""
+    tile: tuple[int, ...] = ()
+    """Sizes of the layout's first tile, innermost first: (128, 8) for `T(8,128)`."""
 
     @property
     def bytes(self) -> int:
-        bits = DTYPE_BITS.get(self.dtype, 8 if self.dtype.startswith("f8") else 32)
-        return -(-math.prod(self.dims) * bits // 8)
+        """Of its elements."""
+        return -(-math.prod(self.dims) * self._bits // 8)
+
+    @property
+    def held(self) -> int:
+        """Bytes in memory: its dims are padded to whole tiles, and that is also what reading or writing it moves."""
+        sizes = list(self.dims)
+        for dim, tile in zip(self.minor, self.tile, strict=False):
+            sizes[dim] = -(-sizes[dim] // tile) * tile
+        return -(-math.prod(sizes) * self._bits // 8)
+
+    @property
+    def _bits(self) -> int:
+        return DTYPE_BITS.get(self.dtype, 8 if self.dtype.startswith("f8") else 32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,6 +85,10 @@ class Instruction:
     @property
     def bytes(self) -> int:
         return sum(shape.bytes for shape in self.shapes)
+
+    @property
+    def held(self) -> int:
+        return sum(shape.held for shape in self.shapes)
 
     def attribute(self, key: str) -> str | None:
         """The raw value of `key=...`, brackets balanced."""
@@ -269,8 +289,18 @@ def _shapes(text: str) -> tuple[Shape, ...]:
     for dtype, dims, layout in _ARRAY.findall(text):
         sizes = tuple(int(size.strip("<= ")) for size in dims.split(",") if size.strip())
         space = re.search(r"S\((\d+)\)", layout)
-        found.append(Shape(dtype, sizes, int(space[1]) if space else 0))
+        minor, tile = tiling(layout)
+        found.append(Shape(dtype, sizes, int(space[1]) if space else 0, minor, tile))
     return tuple(found)
+
+
+def tiling(layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`Shape.minor` and `Shape.tile` of a layout such as `{1,0:T(8,128)(2,1)}`."""
+    found = re.match(r"\{([\d,]*)(?::T\(([\d,]+)\))?", layout)
+    if found is None:
+        return (), ()
+    minor, tile = ([int(number) for number in part.split(",") if number] for part in (found[1], found[2] or ""))
+    return tuple(minor), tuple(reversed(tile))
 
 
 # Trip counts

@@ -53,6 +53,7 @@ class Work:
 
     matmuls: tuple[Matmul, ...]
     hbm_bytes: int
+    """Read and written, padding of tiles included: it is moved like the elements."""
     vmem_bytes: int
     elements: float
     """Elementwise operations."""
@@ -123,15 +124,15 @@ class Reader:
             if source is None:
                 continue
             if inside is not None:
-                size = self._read(inside, number, sum(s.bytes for s in source.shapes))
+                size = self._read(inside, number, sum(s.held for s in source.shapes))
             elif op.opcode in ("dynamic-slice", "slice", "gather") and number == 0:
-                size = op.bytes
+                size = op.held
             elif op.opcode in ("dynamic-update-slice", "scatter") and number == 0:
                 size = 0
             elif op.opcode == "broadcast":
                 size = 0
             else:
-                size = sum(s.bytes for s in source.shapes)
+                size = sum(s.held for s in source.shapes)
             if source.shapes:
                 count(source.shapes[0], size)
         if inside is not None:
@@ -139,10 +140,10 @@ class Reader:
                 count(shape, size)
         elif op.opcode in ("dynamic-update-slice", "scatter"):
             update = owner.by_name.get(op.operands[1 if op.opcode == "dynamic-update-slice" else 2])
-            count(op.shapes[0], update.bytes if update is not None else op.bytes)
+            count(op.shapes[0], update.held if update is not None else op.held)
         else:
             for shape in op.shapes:
-                count(shape, shape.bytes)
+                count(shape, shape.held)
         return moved[0], moved[1]
 
     def _read(self, computation: Computation, number: int, whole: int) -> int:
@@ -157,7 +158,7 @@ class Reader:
         for user in computation.users.get(name, ()):
             first = bool(user.operands) and user.operands[0] == name
             if user.opcode in ("dynamic-slice", "slice", "gather") and first:
-                total += user.bytes
+                total += user.held
             elif user.opcode in ("dynamic-update-slice", "scatter") and first:
                 total += 0
             elif user.opcode in ("bitcast", "reshape") and depth < 20:
@@ -180,9 +181,9 @@ class Reader:
         root = computation.root
         roots = [computation.by_name.get(name) for name in root.operands] if root.opcode == "tuple" else [root]
         if len(roots) != len(shapes):
-            return [shape.bytes for shape in shapes]
+            return [shape.held for shape in shapes]
         return [
-            min(shape.bytes, self._update(computation, source)) if source is not None else shape.bytes
+            min(shape.held, self._update(computation, source)) if source is not None else shape.held
             for shape, source in zip(shapes, roots, strict=True)
         ]
 
@@ -191,14 +192,14 @@ class Reader:
             op = computation.by_name[op.operands[0]]
         if op.opcode == "dynamic-update-slice":
             update = computation.by_name.get(op.operands[1])
-            return update.bytes if update is not None else op.bytes
+            return update.held if update is not None else op.held
         if op.opcode == "parameter":
             return 0  # handed on untouched
         if op.opcode == "fusion":
             inner = self.module.computations.get(_called(op))
             if inner is not None and inner.root.opcode != "tuple":
                 return self._update(inner, inner.root)
-        return op.bytes
+        return op.held
 
 
 def _called(op: Instruction) -> str:

@@ -2,11 +2,10 @@
 
 import collections
 import dataclasses
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from autoshard.exec.hlo._hlo import DTYPE_BITS
+from autoshard.exec.hlo._hlo import Shape, tiling
 from autoshard.exec.tpu._libtpu import Compiled
 from autoshard.plan import Plan
 
@@ -137,16 +136,11 @@ def _part(kind: _Type, index: Sequence[int]) -> _Type:
 
 def _bytes(array: _Type) -> int:
     """Bytes in HBM, padded to the tiles of the layout; 0 for tuples and what lives elsewhere."""
-    if isinstance(array, list) or re.search(r"S\([1-9]", array[2]):
+    if isinstance(array, list):
         return 0
-    sizes = _dims(array)
-    layout = re.match(r"\{([\d,]*):T\(([\d,]+)\)", array[2])
-    if layout and sizes:
-        minor = [int(d) for d in layout[1].split(",") if d]
-        for dim, tile in zip(minor, [int(t) for t in reversed(layout[2].split(","))], strict=False):
-            sizes[dim] = -(-sizes[dim] // tile) * tile
-    bits = DTYPE_BITS.get(array[0], 8 if array[0].startswith("f8") else 32)
-    return math.prod(sizes) * bits // 8
+    minor, tile = tiling(array[2])
+    shape = Shape(array[0], tuple(_dims(array)), 0, minor, tile)
+    return 0 if re.search(r"S\([1-9]", array[2]) else shape.held
 
 
 def _dims(array: _Array) -> list[int]:

@@ -12,6 +12,7 @@ from autoshard.graph import IN, MATMULS, OUT, FactorKind, Op, OpGraph, Rule
 from autoshard.plan.model._residency import Residency
 from autoshard.plan.xla._halos import even_halos, extended_elements, near_shifts
 from autoshard.plan.xla._handling import whole_factors
+from autoshard.plan.xla._padding import Padding
 from autoshard.plan.xla._states import PARTIAL, WHOLE, Seconds, States, enumerate_states, local_elements, relabel
 from autoshard.plan.xla._tables import relaid_bytes
 
@@ -50,7 +51,13 @@ def _in_turn(rule: Rule, states: States, axes: Sequence[int]) -> NDArray[np.bool
 
 
 def heavy_seconds(
-    graph: OpGraph, op: Op, states: States, axes: Sequence[int], compute: Compute, residency: Residency
+    graph: OpGraph,
+    op: Op,
+    states: States,
+    axes: Sequence[int],
+    compute: Compute,
+    residency: Residency,
+    padding: Padding,
 ) -> Seconds:
     """Roofline time of one execution in every state: local matrix work against local memory traffic."""
     if op.kind in MOVES_ONLY:
@@ -66,8 +73,11 @@ def heavy_seconds(
         record = graph.tensors[tensor]
         if not record.shape:
             continue
-        local = local_elements(factor_states(states, dims), record.shape, axes) if dims else record.elements
-        size = size + residency.streamed(tensor, local * (record.bytes // max(1, record.elements)))
+        local, ratio = np.full(len(states), float(record.elements)), 1.0
+        if dims:
+            mine = factor_states(states, dims)
+            local, ratio = local_elements(mine, record.shape, axes), padding.ratio(tensor, mine, axes)
+        size = size + residency.streamed(tensor, local * ratio * (record.bytes // max(1, record.elements)))
     if op.kind == "gather" and op.rule is not None:
         size = size + _burst_waste(graph, op, states, axes, compute)
     size = size + relaid_bytes(graph, op, states, axes, compute.topology.backend)

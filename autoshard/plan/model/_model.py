@@ -16,6 +16,7 @@ from autoshard.cost import Collectives, Compute, Mesh, links
 from autoshard.graph import Liveness, OpGraph, Structure
 from autoshard.plan.model._residency import Residency
 from autoshard.plan.xla._halos import Inner
+from autoshard.plan.xla._padding import Padding
 from autoshard.plan.xla._states import Seconds, States
 from autoshard.program import Program
 
@@ -128,6 +129,7 @@ class Model:
     collectives: Collectives
     compute: Compute
     residency: Residency
+    padding: Padding
     nodes: tuple[Node, ...]
     moves: tuple[Move, ...]
     cluster_node: tuple[int, ...]

@@ -24,7 +24,8 @@ def _work(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]:
         if node.kind == "op":
             op = model.graph.ops[node.ref]
             trips = model.graph.trips(op.loop)
-            heavy_seconds(model.graph, op, node.states[choice : choice + 1], model.axis_sizes, notes, model.residency)  # type: ignore[arg-type]
+            states, axes = node.states[choice : choice + 1], model.axis_sizes
+            heavy_seconds(model.graph, op, states, axes, notes, model.residency, model.padding)  # type: ignore[arg-type]
             yield from (Charge(*called, op.loop, trips) for called in notes.taken())
         else:
             yield from _streamed(model, node, choice)

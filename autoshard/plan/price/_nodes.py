@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from autoshard.cost import Calibration, Collectives, Compute, Mesh
-from autoshard.graph import Cluster, Liveness, Op, OpClass, OpGraph, Softmax, Structure
+from autoshard.graph import TILED, Cluster, Fusion, Liveness, Op, OpClass, OpGraph, Softmax, Structure
 from autoshard.plan.model._demands import Demand, allowed_states, axis_numbers, free_of, program_demands
 from autoshard.plan.model._hand import by_hand, own_collectives
 from autoshard.plan.model._heavy import MOVES_ONLY, heavy_seconds, heavy_states
@@ -16,6 +16,7 @@ from autoshard.plan.model._model import EXPOSED, HOST, Channel, MemoryTerm, Node
 from autoshard.plan.model._refine import Refinement
 from autoshard.plan.model._residency import Residency
 from autoshard.plan.xla._handling import inner_collectives
+from autoshard.plan.xla._padding import Padding
 from autoshard.plan.xla._states import WHOLE, Seconds, States, enumerate_states, local_elements, relabel
 from autoshard.plan.xla._tables import padded_tables
 from autoshard.program import Program, Role
@@ -41,6 +42,7 @@ class NodePricer:
         self.collectives = Collectives(mesh, calibration)
         self.compute = Compute(mesh.topology, calibration)
         self.residency = Residency(graph, liveness, mesh.topology.chip)
+        self.padding = Padding(graph, mesh.topology.backend)
         self.axes = list(mesh.axes.values())
         self.names = list(mesh.axes)
         self.link_of = link_names(mesh)
@@ -67,7 +69,7 @@ class NodePricer:
             op = self.graph.ops[fusion.root]
             if op.op_class is OpClass.HEAVY and op.kind not in MOVES_ONLY:
                 continue
-            for tensor in itertools.chain(fusion.moved, fusion.reads):
+            for tensor in itertools.chain(fusion.moved, self.taken(fusion)):
                 cluster = self.structure.cluster_of[tensor]
                 if cluster >= 0:
                     traffic[cluster][op.loop].append((tensor, self.graph.trips(op.loop)))
@@ -101,6 +103,14 @@ class NodePricer:
             name = self.cluster_name(cluster.tensors)
             held = np.ones(len(states), dtype=bool)
             self.nodes.append(Node("cluster", cluster.id, states, held, time, memory, name))
+
+    def taken(self, fusion: Fusion) -> tuple[int, ...]:
+        """What stands for the bytes that a fusion reads: a slice reads itself, unless it steps inside of tiles."""
+        op = self.graph.ops[fusion.root]
+        if op.kind != "slice" or fusion.reads != op.operands:
+            return fusion.reads
+        rank = len(self.graph.tensors[op.results[0]].shape)
+        return fusion.reads if any(dim >= rank - TILED for dim in op.strided) else op.results
 
     def cluster_seconds(
         self, traffic: Mapping[int, Sequence[tuple[int, float]]], local: Mapping[int, Seconds], states: int
@@ -140,7 +150,8 @@ class NodePricer:
         for form, mine in ((softmax.whole, ~again), (softmax.again, again)):
             for tensor, start, stop, width in form.buffers:
                 record = self.graph.tensors[tensor]
-                usage = np.where(mine, local[tensor] / (record.bytes // record.elements) * width, 0).astype(np.int64)
+                size = np.rint(local[tensor] / (record.bytes // record.elements) * width)
+                usage = np.where(mine, size, 0).astype(np.int64)
                 terms.append(MemoryTerm(self.memory_kind(softmax.cluster, tensor, start, stop), start, stop, usage))
         return tuple(terms)
 
@@ -192,13 +203,14 @@ class NodePricer:
     def local_bytes(self, cluster: int, states: States, tensor: int) -> Seconds:
         record = self.graph.tensors[tensor]
         dims = self.dims_states(cluster, states, tensor)
-        return local_elements(dims, record.shape, self.axes) * (record.bytes // max(1, record.elements))
+        size = local_elements(dims, record.shape, self.axes) * (record.bytes // max(1, record.elements))
+        return size * self.padding.ratio(tensor, dims, self.axes)
 
     def held(self, local: Seconds, tensor: int, start: int, stop: int) -> np.ndarray:
         """Bytes that a buffer takes, from those of its tensor as the program types it."""
         record = self.graph.tensors[tensor]
         width = self.liveness.itemsize(self.graph, (tensor, start, stop))
-        return (local / (record.bytes // max(1, record.elements)) * width).astype(np.int64)
+        return np.rint(local / (record.bytes // max(1, record.elements)) * width).astype(np.int64)
 
     def memory_kind(self, cluster: int, tensor: int, start: int, stop: int) -> str:
         role = self.roles.get(tensor)
@@ -219,7 +231,8 @@ class NodePricer:
         if self.refinement is not None and op.rule is not None:
             states = states[self.refinement.apart(states, self.factor_group_sizes(op))]
         trips = self.graph.trips(op.loop)
-        seconds = heavy_seconds(self.graph, op, states, self.axes, self.compute, self.residency) * trips
+        seconds = heavy_seconds(self.graph, op, states, self.axes, self.compute, self.residency, self.padding)
+        seconds = seconds * trips
         time: dict[Channel, Seconds] = {(op.loop, "compute"): seconds}
         inner = tuple(inner_collectives(self.graph, op, states, self.axes, backend))
         inner += own_collectives(self.graph, op, states, self.collectives)

@@ -238,7 +238,7 @@ def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, i
             continue
         record = model.graph.tensors[tensor]
         local = tensor_spec(model, choices, tensor).local_shape(record.shape, sizes)
-        size = int(np.prod(local, dtype=np.int64)) * model.liveness.itemsize(model.graph, (tensor, start, stop))
+        size = model.padding.held(tensor, local, model.liveness.itemsize(model.graph, (tensor, start, stop)))
         kind = kinds[(start, stop, model.cluster_node[cluster])]
         events += [(start, size, kind), (stop, -size, kind)]
     for softmax in model.liveness.softmaxes:
@@ -247,7 +247,7 @@ def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, i
         again = split or 1 in spec.local_shape(model.graph.tensors[softmax.scores].shape, sizes)
         for tensor, start, stop, width in (softmax.again if again else softmax.whole).buffers:
             local = tensor_spec(model, choices, tensor).local_shape(model.graph.tensors[tensor].shape, sizes)
-            size = int(np.prod(local, dtype=np.int64)) * width
+            size = model.padding.held(tensor, local, width)
             kind = kinds[(start, stop, model.cluster_node[softmax.cluster])]
             events += [(start, size, kind), (stop, -size, kind)]
     for (tensor, _), number in model.copy_nodes.items():
@@ -257,7 +257,7 @@ def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, i
             continue
         record = model.graph.tensors[tensor]
         local = spec_of(model, node.states, row, len(record.shape)).local_shape(record.shape, sizes)
-        size = int(np.prod(local, dtype=np.int64)) * (record.bytes // record.elements)
+        size = model.padding.held(tensor, local, record.bytes // record.elements)
         events += [(node.memory[0].start, size, "gathered"), (node.memory[0].stop, -size, "gathered")]
     for op_id, number in model.op_node.items():
         op, node = model.graph.ops[op_id], model.nodes[number]

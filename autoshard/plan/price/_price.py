@@ -101,7 +101,7 @@ class _Pricer(NodePricer):
         )
         return Model(
             self.program, self.graph, self.structure, self.liveness, self.mesh, self.collectives, self.compute,
-            self.residency, tuple(self.nodes), tuple(self.moves), cluster_node, op_node, copies, fixed,
+            self.residency, self.padding, tuple(self.nodes), tuple(self.moves), cluster_node, op_node, copies, fixed,
         )  # fmt: skip
 
     def add_moves(self, cluster_node: Sequence[int], op_node: dict[int, int]) -> dict[tuple[int, int], int]:
@@ -222,6 +222,7 @@ class _Pricer(NodePricer):
             held = np.concatenate([held, ~held])
             states = np.concatenate([states, states])
             size = local_elements(states, record.shape, self.axes) * (record.bytes // record.elements)
+            size = np.rint(size * self.padding.ratio(tensor, states, self.axes))
             usage = np.where(held, size, 0).astype(np.int64)
             memory = (MemoryTerm("gathered", users[0], users[-1] + 1, usage),)
         node = len(self.nodes)

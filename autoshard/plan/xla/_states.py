@@ -83,9 +83,14 @@ def distinct(rows: States) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 def local_elements(states: States, sizes: Sequence[int], axes: Sequence[int]) -> NDArray[np.float64]:
     """Elements of one device's shard in every state, padding included."""
+    return local_sizes(states, sizes, axes).prod(axis=1)
+
+
+def local_sizes(states: States, sizes: Sequence[int], axes: Sequence[int]) -> NDArray[np.float64]:
+    """[state, dim] the dims of one device's shard in every state, padding included."""
     dims = np.arange(len(sizes))[None, :, None]
     parts = np.where(states[:, None, :] == dims, np.asarray(axes, dtype=np.float64), 1.0).prod(axis=2)
-    return np.ceil(np.asarray(sizes, dtype=np.float64) / parts).prod(axis=1)
+    return np.ceil(np.asarray(sizes, dtype=np.float64) / parts)
 
 
 def relabel(states: States, mapping: Sequence[int]) -> States:

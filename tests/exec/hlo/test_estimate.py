@@ -52,6 +52,23 @@ def test_a_copy_takes_its_traffic():
     assert found.compute_s == pytest.approx(float(COMPUTE.memory_seconds(2 * SIZE)) + OVERHEAD)
 
 
+@pytest.mark.parametrize(
+    ("array", "held"),
+    [
+        ("f32[64,8,16,64,64]{4,3,2,1,0:T(8,128)}", 64 * 8 * 16 * 64 * 128 * 4),
+        ("f32[8,2048,12,64]{1,3,2,0:T(8,128)}", 8 * 2048 * 12 * 64 * 4),
+        ("f32[65536,4,4]{2,1,0:T(4,128)}", 65536 * 4 * 128 * 4),
+        ("bf16[4096,27,27]{2,1,0:T(8,128)(2,1)}", 4096 * 32 * 128 * 2),
+        ("f32[100,30]{1,0}", 100 * 30 * 4),
+    ],
+)
+def test_traffic_is_that_of_whole_tiles(array: str, held: int):
+    """The layouts are those of arrays in compiled recurrences, caches and batches of small matrices."""
+    parameters = f"  %p = {array} parameter(0)\n"
+    found = work(module(f"  ROOT %c = {array} copy(%p)", parameters=parameters), "c")
+    assert found.hbm_bytes == 2 * held
+
+
 def test_a_synchronous_collective_is_exposed():
     found = estimate(module(matmul("d") + f"  ROOT %r = {BIG} all-reduce(%d), {MODEL}, to_apply=%add"), MESH)
     assert found.exposed_comm_s == pytest.approx(REDUCE)

@@ -131,7 +131,7 @@ def test_a_matmul_of_what_is_there_takes_less_time() -> None:
     op = [op for op in model.graph.ops if op.kind == "dot_general"][1]
     states = np.full((1, 1), -1)
     there, away = (
-        heavy_seconds(model.graph, op, states, model.axis_sizes, model.compute, where)
+        heavy_seconds(model.graph, op, states, model.axis_sizes, model.compute, where, model.padding)
         for where in (model.residency, nowhere)
     )
     assert there[0] < 0.8 * away[0]
