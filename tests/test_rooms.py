@@ -29,7 +29,8 @@ SHELVES = {
         ("mesh", "forms"),
         ("write",),
         ("published", "_make", "_warm"),
-        ("_call", "_sweep", "_variants"),
+        ("_variants",),
+        ("_call", "_sweep"),
     ),
     "exec": (("devices", "hlo"), ("torch_xla_hook",), ("apply",), ("run",), ("tpu",), ("learn",)),
 }
