@@ -32,7 +32,7 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 
-from autoshard.cost import PIPELINED, WHOLLY, Collectives, Kind, hidden_seconds, hiding_shares
+from autoshard.cost import PIPELINED, WHOLLY, Collectives, hidden_seconds, hiding_shares
 from autoshard.plan._model import EXPOSED, Channel
 
 
@@ -57,10 +57,10 @@ _EARLY = {
 are asynchronous everywhere, and others where sums are."""
 
 
-def hidden_share(collectives: Collectives, overlap: Overlap, kind: Kind, axes: Sequence[str], size: float) -> float:
+def hidden_share(collectives: Collectives, overlap: Overlap, kind: str, axes: Sequence[str], size: float) -> float:
     """Share of a collective of `size` bytes over mesh axes that runs beside compute."""
     shares = hiding_shares(collectives.calibration, hiding_figures(collectives, overlap, kind, axes))
-    seconds, least = (collectives.time(kind, tuple(axes), what) for what in (size, 0.0))
+    seconds, least = (collectives.time(kind, tuple(axes), what) for what in (size, 0.0))  # type: ignore[arg-type]
     return float(hidden_seconds(shares, seconds, least) / seconds) if seconds else shares[0]
 
 
@@ -86,7 +86,7 @@ def lanes(
     collectives: Collectives,
     link_of: Mapping[str, str],
     overlap: Overlap,
-    kind: Kind,
+    kind: str,
     axes: Sequence[str],
     size: float,
     block: int,
