@@ -1,11 +1,13 @@
 """What things cost on real machines: chips, topologies, meshes, collectives, compute and their calibration."""
 
+from autoshard.cost._bill import PIPELINED as PIPELINED
 from autoshard.cost._bill import WHOLLY as WHOLLY
 from autoshard.cost._bill import Bill as Bill
 from autoshard.cost._bill import Charge as Charge
 from autoshard.cost._bill import Parts as Parts
+from autoshard.cost._bill import hidden_seconds as hidden_seconds
 from autoshard.cost._bill import hidden_shares as hidden_shares
-from autoshard.cost._bill import largest_share as largest_share
+from autoshard.cost._bill import hiding_shares as hiding_shares
 from autoshard.cost._bill import traffic_class as traffic_class
 from autoshard.cost._calibration import Calibration as Calibration
 from autoshard.cost._calibration import figure_names as figure_names

@@ -8,7 +8,7 @@ axes. `Bill.seconds` is what the plan predicts, for any calibration.
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ Said = tuple[tuple[str, Any], ...]
 
 WHOLLY = "wholly"
 """In `Charge.hides`: all of a collective runs beside compute, whatever the figures say."""
+PIPELINED = "pipelined_overlap"
+"""In `Charge.hides`: the figure that hides only what the bytes of a collective take."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -111,15 +113,16 @@ class Bill:
                 spent[batch.op] += float(seconds)
                 continue
             axes = tuple(batch.said["axes"])
-            seconds = float(prices.time(batch.op, axes, batch.amounts[0]) @ batch.counts)  # type: ignore[arg-type]
-            hidden = largest_share(calibration, batch.hides)
+            each, least = (prices.time(batch.op, axes, size) for size in (batch.amounts[0], 0.0))  # type: ignore[arg-type]
+            seconds = float(each @ batch.counts)
+            hidden = float(hidden_seconds(hiding_shares(calibration, batch.hides), each, least) @ batch.counts)
             for lane in {link_of[axis] for axis in axes if axis in link_of} if hidden else ():
-                lanes[batch.block, lane] += seconds * hidden
-            waits[batch.op] += seconds * (1.0 - hidden)
+                lanes[batch.block, lane] += hidden
+            waits[batch.op] += seconds - hidden
             spent[batch.op] += seconds
             mine = sent[traffic_class(batch.op, mesh.kinds(axes) == {"network"})]
             mine[0] += seconds
-            mine[1] += seconds * (1.0 - hidden)
+            mine[1] += seconds - hidden
         return Parts(dict(lanes), dict(waits), dict(spent), {name: (a, b) for name, (a, b) in sent.items()})
 
     def seconds(self, calibration: Calibration) -> float:
@@ -190,9 +193,20 @@ def hidden_shares(traffic: Mapping[str, tuple[float, float]]) -> dict[str, float
     }
 
 
-def largest_share(calibration: Calibration, hides: Iterable[str]) -> float:
-    """Share of a collective that runs beside compute, see `Charge.hides`."""
-    return max((1.0 if figure == WHOLLY else getattr(calibration, figure) for figure in hides), default=0.0)
+def hiding_shares(calibration: Calibration, hides: Collection[str]) -> tuple[float, float]:
+    """Shares of a collective that run beside compute, see `Charge.hides`: of all of it, and of what its bytes take.
+
+    A collective that is pipelined into a matmul is a loop of permutes, of which each is launched and has its hop to
+    go: what can be hidden is what its bytes take beyond that.
+    """
+    whole = (1.0 if figure == WHOLLY else getattr(calibration, figure) for figure in hides if figure != PIPELINED)
+    return max(whole, default=0.0), calibration.pipelined_overlap if PIPELINED in hides else 0.0
+
+
+def hidden_seconds(shares: tuple[Any, Any], seconds: Any, least: Any) -> NDArray[np.float64]:
+    """What of the seconds of collectives runs beside compute, by `hiding_shares`; they take `least` with no bytes."""
+    whole, pipelined = shares
+    return np.maximum(whole * seconds, pipelined * (seconds - least))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

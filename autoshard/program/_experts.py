@@ -67,12 +67,22 @@ def mix(x: Any, weights: Any, mask: Any, gate_up: Any, down: Any, activation: Ca
 
     `x` [B, S, D]; `weights`, `mask` [B, S, E]; `gate_up` [E, 2 I, D]; `down` [E, D, I]; `active` experts for a token.
     """
+    import jax.numpy as jnp
+
+    one = x.shape[1] == 1
+    if one and x.shape[0] > 1:  # one token for each sequence: the sequences share the slots
+        x, weights, mask = (jnp.swapaxes(value, 0, 1) for value in (x, weights, mask))
+        return jnp.swapaxes(_mix(x, weights, mask, gate_up, down, activation, active, one), 0, 1)
+    return _mix(x, weights, mask, gate_up, down, activation, active, one)
+
+
+def _mix(
+    x: Any, weights: Any, mask: Any, gate_up: Any, down: Any, activation: Callable[[Any], Any], active: int, one: bool
+) -> Any:
+    """`mix` of tokens along the second dim; `one`: of a step that decodes one token a sequence."""
     import jax
     import jax.numpy as jnp
 
-    if x.shape[1] == 1 and x.shape[0] > 1:  # one token for each sequence: the sequences share the slots
-        x, weights, mask = (jnp.swapaxes(value, 0, 1) for value in (x, weights, mask))
-        return jnp.swapaxes(mix(x, weights, mask, gate_up, down, activation, active), 0, 1)
     batch, length, dim = x.shape
     experts = mask.shape[-1]
     size = group_size(length)
@@ -98,14 +108,29 @@ def mix(x: Any, weights: Any, mask: Any, gate_up: Any, down: Any, activation: Ca
     dispatch = (place[..., None] == slot) & mask[..., None]
     moved = jnp.einsum("bnsec,bnsd->ebncd", dispatch.astype(x.dtype), x)
     inner = down.shape[-1]
-    halves = gate_up.reshape(experts, 2, inner, dim)
-    gate = jnp.einsum("ebncd,eid->ebnci", moved, halves[:, 0])
-    up = jnp.einsum("ebncd,eid->ebnci", moved, halves[:, 1])
+    gate, up = _halves(moved, gate_up, inner, one)
     out = jnp.einsum("ebnci,edi->ebncd", activation(gate) * up, down)
     _flops.record(6.0 * batch * length * active * dim * inner)
     combine = (dispatch * weights[..., None]).astype(x.dtype)
     mixed = jnp.einsum("bnsec,ebncd->bnsd", combine, out)
     return mixed.reshape(batch, length, dim)
+
+
+def _halves(moved: Any, gate_up: Any, inner: int, one: bool) -> tuple[Any, Any]:
+    """What the two halves of the fused weight make of the tokens: gate and up [E, B, N, C, I].
+
+    Apart before the product, each device has its share of either half. A step of one token a sequence (`one`) takes
+    next to no time but what reading weights takes, and XLA copies what it slices of a layer's stack in a loop: there
+    the product is made of the weight as it is stored, and its small result is taken apart.
+    """
+    import jax.numpy as jnp
+
+    if one:
+        both = jnp.einsum("ebncd,efd->ebncf", moved, gate_up)
+        return both[..., :inner], both[..., inner:]
+    experts, _, dim = gate_up.shape
+    halves = gate_up.reshape(experts, 2, inner, dim)
+    return jnp.einsum("ebncd,eid->ebnci", moved, halves[:, 0]), jnp.einsum("ebncd,eid->ebnci", moved, halves[:, 1])
 
 
 def softmax_router(logits: Any, count: int) -> tuple[Any, Any]:

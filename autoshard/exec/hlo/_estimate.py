@@ -24,6 +24,7 @@ from autoshard.exec.hlo._work import FREE, Reader, Work
 
 _ERROR_FILE = pathlib.Path(__file__).with_name("estimator.json")
 _UNMEASURED = ("overhead", "vector", "copy")
+_SCALAR_MEMORY = 6
 SHORTEST = 1e-5
 """Spans shorter than this share of the step are left out of the timeline."""
 
@@ -233,7 +234,8 @@ class _Simulator:
         longest = max(matrix, memory, vector)
         kind = "matmul" if longest == matrix else "memory" if longest == memory else "vector"
         clock.work(longest, kind, _title(op))
-        clock.work(self.compute.calibration.op_overhead_s, "overhead", "overhead")
+        if not _is_scalar(op):
+            clock.work(self.compute.calibration.op_overhead_s, "overhead", "overhead")
 
     def matrix(self, work: Work) -> float:
         """Seconds of a fusion's matmuls, the traffic that blocks of theirs cause included."""
@@ -317,6 +319,12 @@ class _Simulator:
                 )
                 return part, f"chain {found[1]}"
         return None
+
+
+def _is_scalar(op: Instruction) -> bool:
+    """Whether the compiler has put all that an op makes into the scalar core's memory: counters and indices, which are
+    an instruction or two of that core and no kernel to start."""
+    return bool(op.shapes) and all(shape.space == _SCALAR_MEMORY for shape in op.shapes)
 
 
 def _title(op: Instruction) -> str:

@@ -14,7 +14,8 @@ A collective is hidden, wholly or by a share, where the compiler can run it besi
   `Calibration.network_overlap` of it;
 - what stands at a matmul (the gather of its operand, the reduce-scatter of its result) is pipelined into it as a loop
   of permutes beside parts of the matmul, if the group is no larger than `Calibration.pipelined_max_group` and
-  stays on ICI: `Calibration.pipelined_overlap` of it;
+  stays on ICI: `Calibration.pipelined_overlap` of what its bytes take, for each of the permutes is launched and has
+  its hop to go, however small it is;
 - everything else is exposed, and on devices that share cores (`cpu:N`) everything is.
 
 A hidden collective counts on every link that its mesh axes use. What the program itself sends to its host's memory
@@ -31,7 +32,7 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 
-from autoshard.cost import WHOLLY, Collectives, largest_share
+from autoshard.cost import PIPELINED, WHOLLY, Collectives, hidden_seconds, hiding_shares
 from autoshard.plan.model._model import EXPOSED, Channel
 
 
@@ -56,13 +57,15 @@ _EARLY = {
 are asynchronous everywhere, and others where sums are."""
 
 
-def hidden_share(collectives: Collectives, overlap: Overlap, kind: str, axes: Sequence[str]) -> float:
-    """Share of a collective over mesh axes that runs beside compute."""
-    return largest_share(collectives.calibration, hiding_figures(collectives, overlap, kind, axes))
+def hidden_share(collectives: Collectives, overlap: Overlap, kind: str, axes: Sequence[str], size: float) -> float:
+    """Share of a collective of `size` bytes over mesh axes that runs beside compute."""
+    shares = hiding_shares(collectives.calibration, hiding_figures(collectives, overlap, kind, axes))
+    seconds, least = (collectives.time(kind, tuple(axes), what) for what in (size, 0.0))  # type: ignore[arg-type]
+    return float(hidden_seconds(shares, seconds, least) / seconds) if seconds else shares[0]
 
 
 def hiding_figures(collectives: Collectives, overlap: Overlap, kind: str, axes: Sequence[str]) -> tuple[str, ...]:
-    """Figures of the calibration of which the largest is that share; none where all of it is waited for."""
+    """Figures of the calibration that say so (see `Charge.hides`); none where all of it is waited for."""
     if not collectives.can_overlap or overlap is Overlap.NONE:
         return ()
     mesh = collectives.mesh
@@ -75,15 +78,24 @@ def hiding_figures(collectives: Collectives, overlap: Overlap, kind: str, axes: 
     if overlap is not Overlap.GRADIENTS and kind in ("all-gather", "reduce-scatter") and "network" not in kinds:
         group = math.prod(mesh.axes[axis] for axis in axes)
         if group <= collectives.calibration.pipelined_max_group:
-            found = (*found, "pipelined_overlap")
+            found = (*found, PIPELINED)
     return found
 
 
 def lanes(
-    collectives: Collectives, link_of: Mapping[str, str], overlap: Overlap, kind: str, axes: Sequence[str], block: int
+    collectives: Collectives,
+    link_of: Mapping[str, str],
+    overlap: Overlap,
+    kind: str,
+    axes: Sequence[str],
+    size: float,
+    block: int,
 ) -> dict[Channel, float]:
-    """What a collective competes with: channel -> share of its seconds there. An axis of one device has no links."""
-    hidden = hidden_share(collectives, overlap, kind, axes)
+    """What a collective of `size` bytes competes with: channel -> share of its seconds there.
+
+    An axis of one device has no links.
+    """
+    hidden = hidden_share(collectives, overlap, kind, axes, size)
     found: dict[Channel, float] = {(block, link_of[axis]): hidden for axis in axes if axis in link_of and hidden}
     if hidden < 1.0:
         found[EXPOSED] = 1.0 - hidden

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import KINDS, Collectives, Compute, Kind
+from autoshard.cost import KINDS, Collectives, Compute, Kind, hidden_seconds, hiding_shares
 from autoshard.plan.model._model import EXPOSED, Path
-from autoshard.plan.model._overlap import Overlap, hidden_share
+from autoshard.plan.model._overlap import Overlap, hiding_figures
 from autoshard.plan.xla._states import (
     LANES,
     PARTIAL,
@@ -78,7 +78,9 @@ class PathPrices:
             for wave in (*map(_of_rows, before), *after):
                 groups, used = wave.groups, np.nonzero(wave.groups)
                 seconds = self.collectives.time_of_groups(wave.kind, groups[used], wave.size[used])
-                hidden = seconds * self._hidden(overlap, wave.kind)[groups[used]]
+                least = self.collectives.time_of_groups(wave.kind, groups[used], np.zeros_like(seconds))
+                whole, pipelined = self._hidden(overlap, wave.kind)[:, groups[used]]
+                hidden = hidden_seconds((whole, pipelined), seconds, least)
                 for what, bits in self._links.items():
                     mine = seconds - hidden if bits < 0 else np.where(groups[used] & bits, hidden, 0.0)
                     if not mine.any():
@@ -101,7 +103,7 @@ class PathPrices:
         ends = self._ends(path.source, path.target, path.factors)
         links = np.array([bits for bits in self._links.values() if bits >= 0], dtype=np.int64)
         sizes = Sizes(path.itemsize, path.reduce_itemsize, path.collected)
-        shares = np.array([self._hidden(overlap, kind) for kind in KINDS])
+        shares = np.stack([self._hidden(overlap, kind) for kind in KINDS], axis=1)
         charge_pairs(self._rules, shares, links, early, ends, sizes, _height(path), tables, first)
         names, order = list(self._links), np.argsort(first).tolist()
         found = {names[k]: tables[k].copy() for k in order if first[k] < np.iinfo(np.int64).max}
@@ -114,10 +116,11 @@ class PathPrices:
         return found
 
     def _hidden(self, overlap: Overlap, kind: Kind) -> Seconds:
-        """[groups] share of a collective that is hidden."""
+        """[2, groups] shares of a collective that are hidden: of all of it, and of what its bytes take."""
         if (overlap, kind) not in self._shares:
-            shares = [hidden_share(self.collectives, overlap, kind, axes) for axes in self._every]
-            self._shares[overlap, kind] = np.array(shares)
+            figures = [hiding_figures(self.collectives, overlap, kind, axes) for axes in self._every]
+            shares = [hiding_shares(self.collectives.calibration, hides) for hides in figures]
+            self._shares[overlap, kind] = np.array(shares).T
         return self._shares[overlap, kind]
 
     def _ends(self, source: States, target: States, sizes: Sequence[int]) -> "Ends":

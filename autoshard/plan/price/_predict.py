@@ -98,7 +98,7 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
         if again := relayout_seconds(model, move, choices):
             channels[move.block, "compute"] += again
         for kind, axes, size, seconds in move_steps(model, move, choices):
-            where = lanes(model.collectives, link_of, Overlap(move.overlap), kind, axes, move.block)
+            where = lanes(model.collectives, link_of, Overlap(move.overlap), kind, axes, size, move.block)
             for channel, share in where.items():
                 channels[channel] += seconds * share * move.trips
             exposed = where.get(EXPOSED, 0.0)

@@ -95,8 +95,8 @@ def _collectives(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
         moment = move.op if move.op >= 0 else _moment(model, move.source, move.block)
         if again := relayout_seconds(model, move, choices):
             jobs.append((moment, 0, move.block, "compute", f"layout of {move_cause(model, move, named)}", again))
-        for kind, axes, _, seconds in move_steps(model, move, choices):
-            where = lanes(model.collectives, link_of, Overlap(move.overlap), kind, axes, move.block)
+        for kind, axes, size, seconds in move_steps(model, move, choices):
+            where = lanes(model.collectives, link_of, Overlap(move.overlap), kind, axes, size, move.block)
             name = f"{kind} over {', '.join(axes)}: {move_cause(model, move, named)}"
             for (_, lane), share in sorted(where.items()):
                 jobs.append((moment, 0, move.block, lane, name, seconds * share * move.trips))

@@ -230,7 +230,8 @@ def _charge(rules, shares, links, steps, count, before, rank, spent, first):
     for step in range(count):
         kind, group = steps.kind[step], steps.group[step]
         seconds = _seconds(rules, kind, group, steps.size[step])
-        hidden = seconds * shares[kind, group]
+        least = _seconds(rules, kind, group, 0.0)
+        hidden = max(shares[0, kind, group] * seconds, shares[1, kind, group] * (seconds - least))
         for link in range(len(spent)):
             mine = seconds - hidden
             if link < len(links):
@@ -244,9 +245,9 @@ def _charge(rules, shares, links, steps, count, before, rank, spent, first):
 def charge_pairs(rules, shares, links, early, ends, sizes, height, tables, first):
     """Fills `tables` [links, exposed last][from, to] with seconds; `early` are gathers that come first, row by row.
 
-    `links` has the mesh axes of each link as bits, `shares` [kinds, groups] what of a collective is hidden. `first`
-    [tables] tells in which order tables get their first entry, the rows taken `height` at a time, collective by
-    collective; it is left as it is for tables without any.
+    `links` has the mesh axes of each link as bits, `shares` [2, kinds, groups] what of a collective is hidden: of all
+    of it, and of what its bytes take. `first` [tables] tells in which order tables get their first entry, the rows
+    taken `height` at a time, collective by collective; it is left as it is for tables without any.
     """
     axes = ends.source.shape[1]
     most = places(axes, max(ends.dims, early.dims))

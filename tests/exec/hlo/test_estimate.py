@@ -69,6 +69,16 @@ def test_traffic_is_that_of_whole_tiles(array: str, held: int):
     assert found.hbm_bytes == 2 * held
 
 
+def test_what_is_made_in_the_memory_of_the_scalar_core_starts_no_kernel():
+    count = "  %n = s32[] parameter(2)\n  %i = s32[]{:T(128)S(6)} add(%n, %n)\n"
+    aside = f"  %w = {BIG} add(%p, %q)\n"
+    plain, counted, wide = (estimate(module(before + matmul("d").replace("%d", "ROOT %d")), MESH)
+                            for before in ("", count, aside))  # fmt: skip
+    assert counted.by_kind["overhead"] == pytest.approx(plain.by_kind["overhead"])
+    assert counted.step_time_s == pytest.approx(ONE)
+    assert wide.by_kind["overhead"] == pytest.approx(2 * OVERHEAD)
+
+
 def test_a_synchronous_collective_is_exposed():
     found = estimate(module(matmul("d") + f"  ROOT %r = {BIG} all-reduce(%d), {MODEL}, to_apply=%add"), MESH)
     assert found.exposed_comm_s == pytest.approx(REDUCE)
