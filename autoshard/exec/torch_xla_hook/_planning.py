@@ -8,7 +8,7 @@ from autoshard.exec.torch_xla_hook._capture import Capture
 from autoshard.exec.torch_xla_hook._marks import LiveMesh
 from autoshard.graph import read_graph
 from autoshard.plan import Options, Plan, Spec, make_plan, read_asked, spec_text
-from autoshard.program import Role
+from autoshard.program import Argument, Role
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,10 @@ def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Sp
     def make() -> Plan:
         asked = read_asked(pins, axis_only=axis_only)
         made = make_plan(taken.program, Options(topology=topology, mesh=mesh.sizes, asked=asked, refine_axes=False))
-        if splits(made.plan) or not (split := [p for p in made.baseline_plans.values() if splits(p)]):
+        if splits(made.plan):
+            return made.plan
+        split = [p for p in made.baseline_plans.values() if splits(p) and _holds(taken, p, pins, bool(axis_only))]
+        if not split:
             return made.plan
         best = min(split, key=lambda plan: plan.prediction.step_time_s)
         whole, parted = (f"{1e3 * p.prediction.step_time_s:.3g} ms" for p in (made.plan, best))
@@ -64,13 +67,14 @@ def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Sp
         axis_only = dict.fromkeys(mesh.sizes, ("batch",))
         notes.append("only the batch is split: PyTorch/XLA cannot be given the regions that convolutions run in.")
         plan = make()
-    if _has_groups(taken) and sum(size > 1 for size in mesh.sizes.values()) > 1:
+    if _has_groups(taken) and len(_axes(mesh)) > 1:
         axis_only = dict.fromkeys(mesh.sizes, ("batch",))
-        pins |= {name: spec for name, spec in _all_or_nothing(taken, mesh).items() if name not in pins}
-        notes.append(
-            "the batch is split over all axes or none: PyTorch/XLA gives wrong gradients of convolutions of groups "
-            "where an axis is idle."
-        )
+        notes += _idle_marks(taken, mesh, pins)
+        data, why = _all_or_nothing(taken, mesh)
+        pins |= {name: spec for name, spec in data.items() if name not in pins}
+        if not any(axes for spec in pins.values() for axes in spec.dims):
+            axis_only = dict.fromkeys(mesh.sizes, ())  # not inside of the step either
+        notes.append(why)
         plan = make()
     agreed = _agreed(taken, plan, pins)
     if agreed:
@@ -91,18 +95,60 @@ def splits(plan: Plan) -> bool:
     return any(spec.shards(plan.mesh) > 1 for spec in plan.arguments.values())
 
 
+def _holds(taken: Capture, plan: Plan, pins: Mapping[str, Spec], batch_only: bool) -> bool:
+    """Whether a baseline, which is made without regard to what is decided, keeps it all the same."""
+    if any(plan.arguments[name] != spec for name, spec in pins.items()):
+        return False
+    inner = [plan.arguments[a.name].dims[a.role is Role.BATCH :] for a in taken.program.arguments]
+    return not batch_only or not any(axes for dims in inner for axes in dims)
+
+
 def _has_groups(taken: Capture) -> bool:
     """Whether a captured graph has a convolution of groups."""
     return any(op.grouped for op in read_graph(taken.program.module).ops)
 
 
-def _all_or_nothing(taken: Capture, mesh: LiveMesh) -> dict[str, Spec]:
-    """Every array of the batch split over all axes along its first dim; whole if one of them does not divide."""
-    data = [a for a in taken.program.arguments if a.role is Role.BATCH and a.shape]
-    axes = tuple(axis for axis, size in mesh.sizes.items() if size > 1)
+_WRONG = "PyTorch/XLA gives wrong gradients of convolutions of groups where an axis is idle"
+
+
+def _all_or_nothing(taken: Capture, mesh: LiveMesh) -> tuple[dict[str, Spec], str]:
+    """Every array of the batch split over all axes along its first dim, whole if one of them does not divide; and why.
+
+    The axes that do divide would not do: those beside them would be idle.
+    """
+    data = _batch(taken)
+    axes = _axes(mesh)
     parts = math.prod(mesh.sizes[axis] for axis in axes)
-    first = axes if all(a.shape[0] % parts == 0 for a in data) else ()
-    return {a.name: Spec((first, *[()] * (len(a.shape) - 1))) for a in data}
+    odd = next((a for a in data if a.shape[0] % parts), None)
+    why = f"the batch is split over all axes or none: {_WRONG}."
+    if odd is not None:
+        why = (
+            f"the batch is not split, and every device computes the whole step: {odd.name} has {odd.shape[0]} rows, no "
+            f"multiple of the {parts} devices, and {_WRONG}. Feed a multiple of {parts}."
+        )
+    return {a.name: Spec((() if odd is not None else axes, *[()] * (len(a.shape) - 1))) for a in data}, why
+
+
+def _idle_marks(taken: Capture, mesh: LiveMesh, pins: Mapping[str, Spec]) -> list[str]:
+    """A sentence for each array of the batch that the user or an earlier plan splits over some of the axes only."""
+    axes, found = _axes(mesh), []
+    for argument in _batch(taken):
+        spec = pins.get(argument.name)
+        used = set() if spec is None else {axis for dim in spec.dims for axis in dim}
+        idle = [axis for axis in axes if axis not in used]
+        if spec is not None and used and idle:
+            text = spec_text(spec, argument.shape)
+            found.append(f"{argument.name} is split {text}, with {', '.join(idle)} idle: {_WRONG}; split it over all.")
+    return found
+
+
+def _batch(taken: Capture) -> list[Argument]:
+    return [a for a in taken.program.arguments if a.role is Role.BATCH and a.shape]
+
+
+def _axes(mesh: LiveMesh) -> tuple[str, ...]:
+    """Axes of more than one device."""
+    return tuple(axis for axis, size in mesh.sizes.items() if size > 1)
 
 
 def _agreed(taken: Capture, plan: Plan, pins: Mapping[str, Spec]) -> dict[str, Spec]:

@@ -1,0 +1,141 @@
+"""What reaches memory, and what stays inside of one fusion."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from autoshard.graph import OpClass, analyse
+from tests.graph.buffers import lifetimes
+from tests.graph.programs import bf16, f32, graph_of, ops
+
+
+def test_pointwise_chains_stay_inside_one_fusion() -> None:
+    graph = graph_of(lambda x: jnp.exp(jnp.sin(x) * 2) + 1, f32(8, 8))
+    liveness = analyse(graph)
+    (fusion,) = liveness.fusions
+    assert (fusion.reads, fusion.writes) == (graph.arguments, graph.results)
+    assert liveness.materialised == {*graph.arguments, *graph.results}
+
+
+def test_a_value_is_kept_when_recomputing_it_would_read_more() -> None:
+    def fn(a: Any, b: Any, c: Any) -> Any:
+        total = a + b + c
+        return jnp.sum(total * 2, 0), jnp.max(total, 1)
+
+    graph = graph_of(fn, *[f32(64, 64)] * 3)
+    (total,) = (op.results[0] for op in ops(graph, "add") if graph.tensors[op.results[0]].producer == 1)
+    assert total in analyse(graph).materialised
+    once = graph_of(lambda a: (jnp.sum(jnp.sin(a) * 2, 0), jnp.max(jnp.sin(a), 1)), f32(64, 64))
+    assert all(op.results[0] not in analyse(once).materialised for op in ops(once, "sine"))
+
+
+def recurrence(decay: Any, value: Any, axis: int = 1) -> Any:
+    """A gated recurrence as `lax.associative_scan` has it: halves at every level, put together by padding."""
+    pair = (jax.nn.sigmoid(decay), value)
+    return lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), pair, axis=axis)[1]
+
+
+@pytest.mark.parametrize("tpu", [False, True])
+def test_on_tpus_pads_between_elements_are_kernels(tpu: bool) -> None:
+    def loss(decay: Any, value: Any, w: Any) -> Any:
+        return jnp.sum(recurrence(decay @ w, value).sum(-1) ** 2)
+
+    shape = f32(4, 64, 32, 8)
+    graph = graph_of(jax.grad(loss, (0, 1)), shape, shape, f32(8, 8))
+    liveness = analyse(graph, fused_matmuls=tpu)
+    between = [op for op in ops(graph, "pad") if op.strided and graph.tensors[op.results[0]].elements]
+    assert len(between) > 20 and all(op.strided == (1,) for op in between)
+    roots = {fusion.root for fusion in liveness.fusions}
+    assert all(op.id in roots for op in between if op.op_class is OpClass.HEAVY) == tpu
+
+
+def test_on_tpus_what_is_taken_apart_is_computed_once() -> None:
+    def fn(x: Any) -> Any:
+        whole = jnp.exp(x)
+        return whole[:, :8] * whole[:, 8:]
+
+    graph = graph_of(fn, f32(4, 16, 8))
+    whole = ops(graph, "exponential")[0].results[0]
+    assert whole in analyse(graph, fused_matmuls=True).materialised
+    assert whole not in analyse(graph).materialised
+
+
+@pytest.mark.parametrize("axis, apart", [(0, False), (1, True), (2, True)])
+def test_on_tpus_steps_through_tiles_are_kernels(axis: int, apart: bool) -> None:
+    def half(x: Any) -> Any:
+        return lax.slice_in_dim(jnp.sin(x), 0, 16, stride=2, axis=axis) * 2
+
+    graph = graph_of(half, f32(16, 16, 16))
+    (step,) = ops(graph, "slice")
+    assert step.strided == (axis,)
+    assert (step.results[0] in analyse(graph, fused_matmuls=True).materialised) == apart
+
+
+def test_of_a_value_in_memory_only_the_slice_is_read() -> None:
+    graph = graph_of(lambda x, y: x[:, :2] + y, f32(8, 64), f32(8, 2))
+    (fusion,) = analyse(graph).fusions
+    assert sorted(graph.tensors[t].shape for t in fusion.reads) == [(8, 2), (8, 2)]
+    assert lifetimes(analyse(graph))[graph.arguments[0]] == (0, 2), "though all of it is held until then"
+
+
+def test_what_a_matmul_reads_is_written_but_for_cheap_moves() -> None:
+    graph = graph_of(lambda x, w: jnp.sin(x) @ w.T.astype(jnp.float32), f32(8, 4), f32(6, 4))
+    liveness = analyse(graph)
+    assert ops(graph, "sine")[0].results[0] in liveness.materialised
+    assert all(op.results[0] not in liveness.materialised for op in ops(graph, "transpose"))
+    (matmul,) = (f for f in liveness.fusions if graph.ops[f.root].kind == "dot_general")
+    assert graph.arguments[1] in matmul.reads
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_tpus_compute_activations_inside_the_matmuls_that_take_them(fused: bool) -> None:
+    """An MLP's gradient: kept are the matmuls' results, and without it what follows from them too."""
+
+    def loss(w: Any, x: Any) -> Any:
+        for k in range(3):
+            x = jax.nn.gelu(x @ w[k])
+        return jnp.sum(x)
+
+    graph = graph_of(jax.grad(loss), tuple(f32(64, 64) for _ in range(3)), f32(256, 64))
+    liveness = analyse(graph, fused_matmuls=fused)
+    products = {op.results[0] for op in ops(graph, "dot_general")}
+    stored = [t for t in liveness.materialised if graph.tensors[t].shape == (256, 64) and t not in graph.arguments]
+    assert stored and (set(stored) <= products) is fused
+
+
+def test_attention_finds_its_operands_stored_on_tpus_too() -> None:
+    def fn(q: Any, k: Any) -> Any:
+        return jnp.einsum("bsd,btd->bst", jnp.sin(q), k)
+
+    graph = graph_of(fn, f32(2, 8, 4), f32(2, 8, 4))
+    assert ops(graph, "sine")[0].results[0] in analyse(graph, fused_matmuls=True).materialised
+
+
+def test_a_sum_is_stored_as_narrow_as_it_is_made() -> None:
+    """Not in the wide dtype in which several consumers go on."""
+
+    def fn(a: Any, b: Any, c: Any) -> Any:
+        wide = (a + b + c).astype(jnp.float32)
+        return jnp.sum(wide * 2, 0), jnp.max(wide, 1)
+
+    graph = graph_of(fn, *[bf16(64, 64)] * 3)
+    liveness = analyse(graph)
+    held = {graph.tensors[t].dtype for t in liveness.materialised if graph.tensors[t].shape == (64, 64)}
+    made = [t for t in liveness.materialised if graph.tensors[t].shape == (64, 64) and t not in graph.arguments]
+    assert held == {"bfloat16"} and len(made) == 1
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_scores_are_stored_as_what_the_matmul_goes_on_to(masked: bool) -> None:
+    def fn(a: Any, b: Any) -> Any:
+        scores = (a @ b).astype(jnp.float32)
+        return jax.nn.softmax(jnp.sin(scores) if masked else scores)
+
+    graph = graph_of(fn, bf16(8, 8), bf16(8, 8))
+    liveness = analyse(graph)
+    product = ops(graph, "dot_general")[0].results[0]
+    (buffer,) = (b for b in liveness.buffers if b[0] == product)
+    assert liveness.itemsize(graph, buffer) == (4 if masked else 2)

@@ -1,0 +1,46 @@
+"""Modules of layers for tests, and how they are run."""
+
+import torch
+from torch import nn
+
+from autoshard.program import from_torch
+
+
+def meta(*shape):
+    return torch.empty(*shape, device="meta")
+
+
+class Layer(nn.Module):
+    def __init__(self, width, scale=1.0):
+        super().__init__()
+        self.fc = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.scale = scale
+
+    def forward(self, hidden, shift):
+        return hidden + torch.tanh(self.fc(self.norm(hidden))) * self.scale + shift
+
+
+class Chain(nn.Module):
+    """Layers called one after another, with a hook for what happens in between."""
+
+    def __init__(self, layers=4, width=8, scales=None):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width, 1.0 if scales is None else scales[i]) for i in range(layers))
+
+    def between(self, index, hidden):
+        return hidden
+
+    def forward(self, x, shift):
+        for index, layer in enumerate(self.layers):
+            x = layer(self.between(index, x), shift)
+        return x
+
+
+def run_module(module, *inputs, **options):
+    import jax
+
+    program = from_torch(module, inputs, **options)
+    args = program.make_args(0)
+    batch = {k: v.numpy() for k, v in zip(program.args[1], inputs, strict=True)}
+    return program, jax.jit(program.fn)(args[0], batch, *args[2:])
