@@ -21,7 +21,7 @@ from autoshard.exec.hlo._collectives import (
 )
 from autoshard.exec.hlo._hlo import module_name
 from autoshard.exec.run._check import Check, compare
-from autoshard.exec.run._floor import noise_floor
+from autoshard.exec.run._floor import noise_floor, rounding_floor
 from autoshard.exec.run._steps import PlannedStep, failure, first_arguments, host_copy, place_anew
 from autoshard.exec.run._trace import CollectiveTimes, time_collectives
 from autoshard.plan import Plan, Spec, as_planned
@@ -151,13 +151,16 @@ def _verdict(
         return compare(program, planned, unplanned, tolerance, leaves, (noise, why))
 
     step = _unplanned_step(program, plan)
-    noise, why = noise_floor(
-        program,
-        lambda other: step(tree.unflatten(other)),
-        leaves,
-        unplanned,
-        lambda noise: judged(noise).passed,
-    )
+
+    def run(other: list[Any]) -> list[Any]:
+        return step(tree.unflatten(other))
+
+    def enough(noise: list[float]) -> bool:
+        return judged(noise).passed
+
+    noise, why = noise_floor(program, run, leaves, unplanned, enough)
+    if not enough(noise):
+        noise = rounding_floor(program, run, leaves, unplanned, noise, enough)
     return judged(noise, why)
 
 

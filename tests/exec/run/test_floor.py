@@ -10,7 +10,7 @@ import pytest
 
 from autoshard.exec import measure
 from autoshard.exec.run._check import compare
-from autoshard.exec.run._floor import noise_floor
+from autoshard.exec.run._floor import narrow_rounding, noise_floor, rounding_floor
 from autoshard.program import Program, trace
 from tests.exec.planned_programs import handmade
 from tests.graph.programs import f32
@@ -78,6 +78,51 @@ def test_twice_the_noise_is_excused_and_no_more() -> None:
         check = compare(program, [wanted + np.float32([0, off, 0, 0])], [wanted], floor=([0.1], ""))
         assert check.passed == passed and check.worst is not None and check.worst.name == name
         assert check.worst.floor == pytest.approx(1e-3)
+
+
+def bf16_step(scale: float = 1.0) -> Program:
+    """A step in 32-bit floats that multiplies in bfloat16; `scale` makes its gradient a wrong one."""
+
+    def step(p: Any, x: Any) -> Any:
+        def loss(p: Any) -> Any:
+            hidden = jnp.tanh(x.astype(jnp.bfloat16) @ p["up"].astype(jnp.bfloat16))
+            return ((hidden @ p["down"].astype(jnp.bfloat16)).astype(jnp.float32) ** 2).mean()
+
+        value, g = jax.value_and_grad(loss)(p)
+        return jax.tree.map(lambda v, d: v - 0.1 * scale * d, p, g), jax.tree.map(lambda d: (scale * d) ** 2, g), value
+
+    shapes = {"up": f32(64, 256), "down": f32(256, 64)}
+    return trace(step, (shapes, f32(64, 64)), name="bf16 step")
+
+
+def test_products_in_bfloat16_have_the_noise_of_bfloat16() -> None:
+    program = bf16_step()
+    names = {a.name: "model,-" if a.name.endswith("down") else "-,model" for a in program.arguments[:2]}
+    measured = measure(program, handmade(program, {"data": 2, "model": 4}, names), steps=1, warmup=0, check=True)
+    assert measured.check is not None and measured.check.max_rel_diff > measured.check.tolerance
+    assert measured.check.passed, measured.check
+
+
+def test_the_noise_of_bfloat16_does_not_excuse_a_gradient_that_is_half_as_large_again() -> None:
+    right, wrong = bf16_step(), bf16_step(1.5)
+    random = np.random.default_rng(3)
+    values = [random.normal(size=a.shape).astype(np.float32) / 8 for a in right.arguments]
+
+    def run(program: Program) -> Any:
+        tree = jax.tree.structure(program.args)
+        step = jax.jit(program.fn)
+        return lambda leaves: [np.asarray(v) for v in jax.tree.leaves(step(*tree.unflatten(leaves)))]
+
+    wanted = run(right)(values)
+    noise = rounding_floor(right, run(right), values, wanted, [0.0] * len(wanted))
+    assert not compare(right, run(wrong)(values), wanted, None, values, (noise, "")).passed
+    assert compare(right, wanted, wanted, None, values, (noise, "")).passed
+    assert all(0 < n < 0.1 * float(np.abs(w).max()) for n, w in zip(noise, wanted, strict=True))
+
+
+def test_a_program_in_32_bits_has_no_noise_of_rounding() -> None:
+    program = attention(optax.sgd(0.1))
+    assert narrow_rounding(program) == 0.0 and narrow_rounding(bf16_step()) == 2.0**-9
 
 
 def test_orders_are_tried_until_the_noise_is_enough() -> None:
