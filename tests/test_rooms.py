@@ -134,6 +134,7 @@ def test_a_right_import_is_allowed(module: str, source: str):
 
 
 HEAVY = ("jax", "jaxlib", "torch", "torchax", "transformers", "ortools", "numba", "numpy", "pandas", "optax", "jinja2")
+HEAVY += ("networkx",)
 
 
 @pytest.mark.parametrize("statement", ["import autoshard", "import autoshard.cli", "from autoshard import UserError"])

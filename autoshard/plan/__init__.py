@@ -47,6 +47,8 @@ from autoshard.plan._plan import Span as Span
 from autoshard.plan._plan import Timeline as Timeline
 from autoshard.plan._plan import Unruled as Unruled
 from autoshard.plan._portfolio import PlanCandidate as PlanCandidate
+from autoshard.plan._program_graph import ProgramGraph as ProgramGraph
+from autoshard.plan._program_graph import program_graph as program_graph
 from autoshard.plan._published import is_published as is_published
 from autoshard.plan._reading import as_planned as as_planned
 from autoshard.plan._reading import batch_dims as batch_dims
@@ -66,6 +68,10 @@ from autoshard.plan._sweep import SweepTask as SweepTask
 from autoshard.plan._sweep import sweep as sweep
 from autoshard.plan._variants import plan_variants as plan_variants
 from autoshard.plan._within import price_form as price_form
+from autoshard.program._program import set_graph_maker
+
+
+set_graph_maker(program_graph)
 
 
 class _Room(ModuleType):

@@ -311,6 +311,17 @@ class Plan:
 
         return explain_plan(self, name, program)
 
+    def graph(self, program: Any = None) -> Any:
+        """The ops of the program and the tensors between them with this plan's specs, seconds and collectives.
+
+        A `ProgramGraph`, for networkx by its `to_networkx()`. The program is opened again where it came from (a file,
+        `hf:CONFIG`); pass it if the plan was made of a `Program`. Raises `UserError` as `Program.graph` does.
+        """
+        from autoshard.plan._explain import reopen
+        from autoshard.plan._program_graph import program_graph
+
+        return program_graph(program or reopen(self), self)
+
     def shard_batch(self, batch: Any) -> Any:
         """A pytree of host arrays, each as a `jax.Array` split as planned; a device is sent its own part only.
 

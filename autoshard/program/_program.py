@@ -52,6 +52,14 @@ class Result:
     """Index of the argument it replaces; its spec must equal that argument's."""
 
 
+_make_graph: list[Callable[["Program", Any], Any]] = []
+
+
+def set_graph_maker(make: Callable[["Program", Any], Any]) -> None:
+    """Name who makes the graph of a program, with a plan's figures or without; called once, by the room that does."""
+    _make_graph[:] = [make]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
     """One step (training or inference), canonical, as it will be planned, run and compiled."""
@@ -83,3 +91,15 @@ class Program:
     """Which of the constraints that `fn` holds are not in what is planned and run."""
     source: dict[str, Any] | None = None
     """What `open_source` opened: `program`, `entry` and `options`; None for a program made in Python."""
+
+    def graph(self, plan: Any = None) -> Any:
+        """The ops of the program and the tensors between them: a `ProgramGraph`, for networkx by its `to_networkx()`.
+
+        With a `Plan` of this program it also has specs, predicted seconds and collectives. Raises `UserError` for a
+        plan of another program, and for one that was made by another version.
+        """
+        if not _make_graph:
+            import autoshard
+
+            _ = autoshard.plan  # the package loads the room, which calls `set_graph_maker`
+        return _make_graph[0](self, plan)
