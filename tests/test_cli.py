@@ -29,6 +29,7 @@ FLAGS = {
     "plan": {"--candidates", "--debug", "--for", "--json", "--no-cache", "--out", "--quiet"} | PROGRAM | PLANNING,
     "explain": {"--debug", "--entry", "--json", "--program", "--quiet", "--time-limit"},
     "export": {"--debug", "--entry", "--force", "--json", "--out", "--program", "--quiet", "--to", "-o"},
+    "graph": {"--debug", "--json", "--out", "--plan", "--quiet", "--whole", "-o"} | PROGRAM,
     "measure": {"--check", "--debug", "--json", "--plan", "--profile", "--quiet", "--steps", "--tolerance"}
     | PROGRAM
     | PLANNING,
