@@ -86,8 +86,8 @@ def program_graph(program: Program, plan: Plan | None = None) -> ProgramGraph:
     program = as_planned(program, plan)
     if program.fingerprint != plan.program_fingerprint:
         raise UserError(
-            f"the plan is of another program ({plan.program_name}) than {program.name}, or of this one with other "
-            "options: plan it again."
+            f"the plan (of {plan.program_name}) is not for {program.name}: it is another program, it has changed, or "
+            "it was planned with other options; plan it again."
         )
     reading = read_program(program, Topology.parse(plan.topology).backend)
     model, choices = price_again(plan, program, reading)

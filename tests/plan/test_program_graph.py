@@ -171,7 +171,9 @@ def test_a_plan_opens_its_own_program(tmp_path):
 
 
 def test_a_plan_of_another_program_is_refused(planned: tuple[Program, Plan], program: Program):
-    with pytest.raises(UserError, match=r"the plan is of another program \(wide mlp\) than loop and branch"):
+    with pytest.raises(
+        UserError, match=r"the plan \(of wide mlp\) is not for loop and branch: it is another program, it has"
+    ):
         program.graph(planned[1])
     with pytest.raises(UserError, match="does not hold the choices that explain it; plan it again"):
         planned[0].graph(dataclasses.replace(planned[1], choices=""))
