@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 LARGEST = 10
 """Ops that are listed."""
 
+_COUNTED = ("ops", "arguments", "results", "tensors", "clusters")
+
 
 def graph_figures(graph: ProgramGraph) -> dict[str, Any]:
     """The JSON object of `autoshard graph --json`, but for the file that was written."""
@@ -73,9 +75,10 @@ def graph_report(figures: dict[str, Any]) -> RenderableType:
         f"loop {each['loop']} with {each['trips'] if each['known'] else 'an unknown number of'} trips"
         for each in figures["loops"]
     ]
+    counts = {key: f"{figures[key]} {key if figures[key] != 1 else key[:-1]}" for key in _COUNTED}
     text = (
-        f"{figures['ops']} ops, {figures['heavy']} of them heavy; {figures['arguments']} arguments, "
-        f"{figures['results']} results; {figures['tensors']} tensors in {figures['clusters']} clusters"
+        f"{counts['ops']}, {figures['heavy']} of them heavy; {counts['arguments']}, {counts['results']}; "
+        f"{counts['tensors']} in {counts['clusters']}"
     )
     lines: list[RenderableType] = [Text(clean(figures["program"]), style="bold"), Text(text)]
     lines += [Text("; ".join(loops))] if loops else []
