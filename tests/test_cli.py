@@ -29,6 +29,7 @@ FLAGS = {
     "plan": {"--candidates", "--debug", "--for", "--json", "--no-cache", "--out", "--quiet"} | PROGRAM | PLANNING,
     "explain": {"--debug", "--entry", "--json", "--program", "--quiet", "--time-limit"},
     "export": {"--debug", "--entry", "--force", "--json", "--out", "--program", "--quiet", "--to", "-o"},
+    "graph": {"--debug", "--json", "--out", "--plan", "--quiet", "--whole", "-o"} | PROGRAM,
     "measure": {"--check", "--debug", "--json", "--plan", "--profile", "--quiet", "--steps", "--tolerance"}
     | PROGRAM
     | PLANNING,
@@ -98,6 +99,10 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         ("plan x.py --topology cpu:8 --out .", "--out . is a directory; name a file."),
         ("plan x.py --topology cpu:8", "there is no file `x.py`; give the path of a Python file"),
         ("plna x.py", "invalid choice: 'plna'"),
+        ("graph x.py --out g.dot", "g.dot: a graph is written as .graphml, .svg, .json; .dot is none of them."),
+        ("graph x.py --out no/g.svg", "g.svg: the directory "),
+        ("graph x.py --whole --out g.graphml", "--whole is for the picture; name it with --out graph.svg."),
+        ("graph x.py --plan plan.json", "plan.json"),
         ("sweep x.py --topology cpu:8,,cpu:4", "argument --topology: 'cpu:8,,cpu:4' is not a list A,B,..."),
         ("sweep x.py --topology cpu:8 --batch 8,0", "argument --batch: '0' is not a positive whole number"),
         (

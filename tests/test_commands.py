@@ -364,3 +364,23 @@ def test_bad_input_of_real_programs_gets_one_sentence(
     assert message.startswith("autoshard: ")
     assert sentence in message
     assert {path.name for path in folder.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.parametrize("suffix", ["graphml", "json", "svg"])
+def test_a_graph_is_written_with_the_plan(suffix: str, folder: Path, monkeypatch, capsys, tmp_path: Path):
+    monkeypatch.chdir(folder)
+    out = tmp_path / f"g.{suffix}"
+    assert cli.main(["graph", "step.py", "--plan", "plan.json", "-o", str(out), "--quiet"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1] == f"Written: {out}"
+    assert "dot_general" in printed and "cpu:8, mesh data=4, model=2" in printed and "noise" not in printed
+    assert "dot_general" in out.read_text() and list(tmp_path.iterdir()) == [out]
+
+
+def test_a_graph_with_the_plan_of_another_program_is_refused(folder: Path, monkeypatch, capsys, tmp_path: Path):
+    monkeypatch.chdir(folder)
+    other = ["graph", "step.py", "--entry", "dtypes_differ", "--plan", "plan.json"]
+    assert cli.main([*other, "-o", str(tmp_path / "g.svg"), "--quiet"]) == 2
+    captured = capsys.readouterr()
+    assert "autoshard: the plan (of step) is not for step: it is another program, it has changed" in captured.err
+    assert not captured.out and not list(tmp_path.iterdir())

@@ -50,6 +50,7 @@ EXECUTED = (
     "choosing",
     "refining",
     "limits",
+    "graphs",
 )
 
 

@@ -79,6 +79,7 @@ def test_every_command_has_the_flag_and_a_section():
         ("diff", "plan.json other.json"),
         ("explain", "plan.json params.up"),
         ("export", "plan.json --to jax"),
+        ("graph", "step.py --plan plan.json"),
         ("solve", "problem.json"),
         ("doctor", ""),
         ("validate", f"--data {Path(autoshard.__file__).parent / 'cost' / 'questions.json'}"),

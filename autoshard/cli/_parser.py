@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from autoshard import __version__
-from autoshard.cli import _commands, _refine, _sweep
+from autoshard.cli import _commands, _graph, _refine, _sweep
 from autoshard.cli._values import (
     factor,
     gib,
@@ -217,6 +217,16 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--entry", metavar="NAME", help="name in model.py (default: as it was)")
     export.add_argument("--force", action="store_true", help="write it even if nothing of the plan's splits is in it")
     export.add_argument("-o", "--out", metavar="FILE", type=Path, help="write here instead of to stdout")
+
+    graph = _command(
+        commands, "graph", _graph.run_graph, "write a program's ops and tensors as a graph, or draw them", PROGRAM_HELP
+    )
+    _add_program(graph)
+    graph.add_argument(
+        "--plan", metavar="PLAN.json", type=Path, help="a plan of the program: specs, times, collectives"
+    )
+    graph.add_argument("-o", "--out", metavar="FILE", type=Path, help="write g.graphml, g.json (node-link) or g.svg")
+    graph.add_argument("--whole", action="store_true", help="in g.svg a box for every op, not for heavy ones only")
 
     solve = _command(commands, "solve", _commands.run_solve, "solve a Problem in the contest's format")
     solve.add_argument("problem", metavar="PROBLEM.json", help="JSON, also gzipped; what --save-problem writes")

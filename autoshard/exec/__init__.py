@@ -1,5 +1,6 @@
 """Applying plans, running, compiling ahead of time, measuring."""
 
+from autoshard.base.providers import provides
 from autoshard.exec.apply._apply import Application as Application
 from autoshard.exec.apply._apply import PlannedFunction as PlannedFunction
 from autoshard.exec.apply._export import jax_export as jax_export
@@ -36,7 +37,6 @@ from autoshard.exec.tpu._compile import Verdict as Verdict
 from autoshard.exec.tpu._compile import compile_figures as compile_figures
 from autoshard.exec.tpu._compile import compile_lines as compile_lines
 from autoshard.exec.tpu._compile import compile_plan as compile_plan
-from autoshard.plan.record._providers import provides
 
 
 provides("run")(Application)

@@ -70,6 +70,8 @@ from autoshard.plan.write._explain import Explanation as Explanation
 from autoshard.plan.write._explain import explain_plan as explain_plan
 from autoshard.plan.write._explain import explanation_figures as explanation_figures
 from autoshard.plan.write._explain import reopen as reopen
+from autoshard.plan.write._program_graph import ProgramGraph as ProgramGraph
+from autoshard.plan.write._program_graph import program_graph as program_graph
 
 
 class _Room(ModuleType):

@@ -5,6 +5,8 @@ import enum
 from collections.abc import Callable
 from typing import Any
 
+from autoshard.base.providers import provider
+
 
 class Role(enum.StrEnum):
     """What an argument is for; decides what baselines do with it."""
@@ -83,3 +85,11 @@ class Program:
     """Which of the constraints that `fn` holds are not in what is planned and run."""
     source: dict[str, Any] | None = None
     """What `open_source` opened: `program`, `entry` and `options`; None for a program made in Python."""
+
+    def graph(self, plan: Any = None) -> Any:
+        """The ops of the program and the tensors between them: a `ProgramGraph`, for networkx by its `to_networkx()`.
+
+        With a `Plan` of this program it also has specs, predicted seconds and collectives. Raises `UserError` for a
+        plan of another program, and for one that was made by another version.
+        """
+        return provider("graph")(self, plan)

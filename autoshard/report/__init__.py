@@ -1,7 +1,7 @@
 """Turning a plan and measurements into something to look at."""
 
+from autoshard.base.providers import provides
 from autoshard.plan import hlo_sharding as hlo_sharding
-from autoshard.plan.record._providers import provides
 from autoshard.report._candidates import candidate_figures as candidate_figures
 from autoshard.report._candidates import candidates_report as candidates_report
 from autoshard.report._compare import Row as Row
@@ -22,6 +22,11 @@ from autoshard.report._export import make_export as make_export
 from autoshard.report._export_torch import placements as placements
 from autoshard.report._figures import best_baseline as best_baseline
 from autoshard.report._figures import plan_figures as plan_figures
+from autoshard.report._graph_figures import graph_figures as graph_figures
+from autoshard.report._graph_figures import graph_report as graph_report
+from autoshard.report._graph_files import graph_form as graph_form
+from autoshard.report._graph_files import write_graph as write_graph
+from autoshard.report._graph_svg import graph_svg as graph_svg
 from autoshard.report._html import html_report as html_report
 from autoshard.report._measurement import measurement_report as measurement_report
 from autoshard.report._notebook import NotebookView as NotebookView

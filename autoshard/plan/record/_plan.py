@@ -5,8 +5,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from autoshard.base.providers import Runner, Viewer, provider
 from autoshard.plan.record._parts import Call, MeshTried, Pin, Prediction, Region, Timeline, Unruled
-from autoshard.plan.record._providers import Runner, Viewer, provider
 from autoshard.plan.record._spec import Spec, original_mesh
 
 
@@ -97,6 +97,14 @@ class Plan:
         `Program`. See `explain_plan`.
         """
         return provider("explain")(self, name, program)
+
+    def graph(self, program: Any = None) -> Any:
+        """The ops of the program and the tensors between them with this plan's specs, seconds and collectives.
+
+        A `ProgramGraph`, for networkx by its `to_networkx()`. The program is opened again where it came from (a file,
+        `hf:CONFIG`); pass it if the plan was made of a `Program`. Raises `UserError` as `Program.graph` does.
+        """
+        return provider("graph")(program, self)
 
     def shard_batch(self, batch: Any) -> Any:
         """A pytree of host arrays, each as a `jax.Array` split as planned; a device is sent its own part only.

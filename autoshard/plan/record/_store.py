@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.base.files import write_whole
+from autoshard.base.providers import provides
 from autoshard.errors import UserError
 from autoshard.plan.record._plan import SCHEMA, Plan
-from autoshard.plan.record._providers import provides
 from autoshard.plan.record._spec import Spec
 
 

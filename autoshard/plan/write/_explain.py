@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.base.providers import provides
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
 from autoshard.plan.model._asked import Required, near_names, require_lines
@@ -17,7 +18,6 @@ from autoshard.plan.price._predict import Outcome, evaluate, tensor_spec
 from autoshard.plan.price._reading import as_planned, build_model, read_program
 from autoshard.plan.record._parts import Collective
 from autoshard.plan.record._plan import Plan
-from autoshard.plan.record._providers import provides
 from autoshard.plan.record._spec import Spec
 from autoshard.plan.solve._search import make_candidate
 from autoshard.plan.solve._solve import Terms, solve_within

@@ -1,7 +1,8 @@
-"""What can be done with a plan, and who does it: the one way from the record to code that is written in terms of it.
+"""What can be done with programs and plans, and who does it: the one way from a record to code that is written in terms
+of it.
 
-`Plan` has methods that save, explain, run and show it, though it knows none of the code that does so. A module that
-provides one of these says so with `provides`; a plan that is asked first loads that module.
+`Plan` has methods that save, explain, run and show it, and `Program` one that draws it, though neither knows the code
+that does so. A module that provides one of these says so with `provides`; a record that is asked first loads it.
 """
 
 import importlib
@@ -13,6 +14,7 @@ Provider = TypeVar("Provider", bound=Callable[..., Any])
 
 HOMES = {
     "explain": "autoshard.plan.write._explain",
+    "graph": "autoshard.plan.write._program_graph",
     "run": "autoshard.exec",
     "save": "autoshard.plan.record._store",
     "view": "autoshard.report",

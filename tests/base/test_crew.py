@@ -265,7 +265,7 @@ SCRIPT = """
 
 def start_script(path: Path, *arguments: str) -> subprocess.Popen[str]:
     """A script without a guard around what it does."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     path.write_text(textwrap.dedent(SCRIPT.format(tests=str(root))))
     command = [sys.executable, str(path), *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root)

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from autoshard.base.providers import HOMES, provider, provides
 from autoshard.plan import Plan, explain_plan, save_plan
-from autoshard.plan.record._providers import HOMES, provider, provides
 
 
 @pytest.mark.parametrize("request_", sorted(HOMES))
@@ -15,7 +15,7 @@ def test_a_request_loads_the_module_that_provides_it(request_: str):
     """In a process that has loaded the record alone."""
     code = (
         "import sys\n"
-        "from autoshard.plan.record._providers import HOMES, _providers, provider\n"
+        "from autoshard.base.providers import HOMES, _providers, provider\n"
         f"_providers.clear(); sys.modules.pop(HOMES[{request_!r}], None)\n"
         f"print(provider({request_!r}).__module__)"
     )
@@ -30,5 +30,7 @@ def test_providers_are_the_public_functions():
 
 
 def test_only_what_plans_ask_for_can_be_provided():
-    with pytest.raises(ValueError, match="a plan is never asked to dance; it is asked to explain, run, save, view"):
+    with pytest.raises(
+        ValueError, match="a plan is never asked to dance; it is asked to explain, graph, run, save, view"
+    ):
         provides("dance")(Plan)

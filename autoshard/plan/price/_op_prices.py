@@ -1,0 +1,141 @@
+"""Where in the program a step spends its time: seconds by op, and every collective at the op or value that needs it."""
+
+import dataclasses
+import math
+from collections import defaultdict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.graph import OpClass
+from autoshard.plan.model._heavy import MOVES_ONLY
+from autoshard.plan.model._model import EXPOSED, HOST, Channel, Model, link_names
+from autoshard.plan.model._overlap import Overlap, lanes
+from autoshard.plan.price._predict import (
+    Transfer,
+    cluster_names,
+    move_cause,
+    move_line,
+    move_steps,
+    relayout_seconds,
+    tensor_spec,
+)
+from autoshard.plan.record._parts import Collective
+
+
+Place = tuple[str, int]
+"""`("op", id)`; or `("tensor", id)` of what is copied at no op: the value that a loop starts with, or a result."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpPrices:
+    """The parts of a plan's predicted step, each for one step: they add up to what the prediction says of the whole."""
+
+    compute: dict[Place, float]
+    """Seconds of compute. What a fusion reads and writes is counted at its last op."""
+    host: dict[Place, float]
+    """Seconds of traffic to and from the host's memory, which runs beside compute."""
+    inside: dict[int, tuple[Collective, ...]]
+    """Op -> collectives inside it (halos), and those that sum its parts or bring its result where it is held."""
+    moved: dict[tuple[int, int], tuple[Collective, ...]]
+    """(tensor, op that takes it) -> collectives that bring it there; op -1 for a result of the program that is tied to
+    an argument."""
+
+
+def price_ops(model: Model, choices: NDArray[np.int64]) -> OpPrices:
+    """Every second and every collective that `evaluate` counts for the same choices, at its place in the program.
+
+    Raises ValueError if a forbidden pair was chosen.
+    """
+    compute: dict[Place, float] = defaultdict(float)
+    host: dict[Place, float] = defaultdict(float)
+    traffic = _traffic(model, choices)
+    for node, choice in zip(model.nodes, choices.tolist(), strict=True):
+        for channel, table in node.time.items():
+            seconds = float(table[choice])
+            if channel == EXPOSED or not seconds:
+                continue
+            shares: dict[Place, float] = {("op", node.ref): 1.0}
+            if node.kind == "cluster":
+                shares = traffic.get((node.ref, channel)) or {
+                    ("tensor", model.structure.clusters[node.ref].tensors[0]): 1.0
+                }
+            whole = sum(shares.values())
+            for place, share in shares.items():
+                (host if channel[1] == HOST else compute)[place] += seconds * share / whole
+    for move in model.moves:
+        if again := relayout_seconds(model, move, choices):
+            compute[("op", move.op) if move.op >= 0 else ("tensor", move.tensor)] += again
+    return OpPrices(dict(compute), dict(host), *_collectives(model, choices))
+
+
+def _traffic(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, Channel], dict[Place, float]]:
+    """(cluster, channel) -> what its time is for, by bytes: the fusions and copies that `NodePricer` adds up."""
+    found: dict[tuple[int, Channel], dict[Place, float]] = defaultdict(lambda: defaultdict(float))
+
+    def note(place: Place, tensor: int, block: int, times: float) -> None:
+        record, cluster = model.graph.tensors[tensor], model.structure.cluster_of[tensor]
+        if cluster < 0:
+            return
+        shape = tensor_spec(model, choices, tensor).local_shape(record.shape, model.mesh.axes)
+        local = math.prod(shape) * (record.bytes // max(1, record.elements))
+        away = tensor in model.liveness.hosted
+        size = float(local) if away else float(model.residency.streamed(tensor, local))
+        if size * times > 0:
+            found[cluster, (block, HOST if away else "compute")][place] += size * times
+
+    for fusion in model.liveness.fusions:
+        op = model.graph.ops[fusion.root]
+        if op.op_class is not OpClass.HEAVY or op.kind in MOVES_ONLY:
+            for tensor in (*fusion.moved, *fusion.reads):
+                note(("op", op.id), tensor, op.loop, model.graph.trips(op.loop))
+    for tensor, block in model.liveness.copied:
+        note(("tensor", tensor), tensor, block, 2 * model.graph.trips(block))
+    return found
+
+
+def _collectives(
+    model: Model, choices: NDArray[np.int64]
+) -> tuple[dict[int, tuple[Collective, ...]], dict[tuple[int, int], tuple[Collective, ...]]]:
+    """Collectives of ops' own and of what they make; and those between where a value is held and where it is taken."""
+    inside: dict[int, list[Collective]] = defaultdict(list)
+    moved: dict[tuple[int, int], tuple[Collective, ...]] = {}
+    for node, choice in zip(model.nodes, choices.tolist(), strict=True):
+        for inner in node.inner:
+            size = float(inner.size[choice])
+            if size > 0:
+                op = model.graph.ops[node.ref]
+                axes = tuple(model.axis_names[a] for a in inner.axes)
+                seconds = float(model.collectives.time(inner.kind, axes, size))
+                step = (inner.kind, axes, size * inner.senders, seconds)
+                inside[op.id].append(_collective(model, step, model.graph.trips(op.loop), 1.0, node.name, op.line))
+    for (tensor, op_id), collectives in _moves(model, choices).items():
+        if op_id >= 0 and tensor in model.graph.ops[op_id].results:
+            inside[op_id] += collectives
+        else:
+            moved[tensor, op_id] = tuple(collectives)
+    return {op_id: tuple(collectives) for op_id, collectives in inside.items()}, moved
+
+
+def _moves(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, int], list[Collective]]:
+    """(tensor, op that it enters or leaves) -> collectives."""
+    found: dict[tuple[int, int], list[Collective]] = defaultdict(list)
+    link_of, named = link_names(model.mesh), cluster_names(model)
+    for move in model.moves:
+        for step in move_steps(model, move, choices):
+            kind, axes, size, _ = step
+            where = lanes(model.collectives, link_of, Overlap(move.overlap), kind, axes, size, move.block)
+            cause, line = move_cause(model, move, named), move_line(model, move)
+            collective = _collective(model, step, move.trips, where.get(EXPOSED, 0.0), cause, line)
+            found[move.tensor, move.op].append(collective)
+    return found
+
+
+def _collective(model: Model, step: Transfer, trips: float, exposed: float, cause: str, line: str) -> Collective:
+    """One collective in all its executions of a step; `exposed` is the share of its seconds that compute waits for."""
+    kind, axes, size, seconds = step
+    wire = sum(float(v) for v in model.collectives.wire_bytes(kind, axes, size * trips).values())  # type: ignore[arg-type]
+    whole = seconds * trips
+    return Collective(
+        kind, axes, math.ceil(trips), round(wire), whole, exposed < 0.5, cause, line, exposed_s=whole * exposed
+    )

@@ -1,0 +1,196 @@
+"""What is drawn of a program's graph: ops put together into boxes, boxes into the sections of the step."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    import networkx
+
+PASSED_THROUGH = frozenset({"loop_in", "loop_out"})
+"""Nodes that make nothing: where they are not drawn, lines begin at what makes the value."""
+
+ENDS = frozenset({"argument", "result"})
+
+STORED = frozenset({"parameter", "optimizer_state"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Section:
+    """Boxes of one part of the step, in rows from top to bottom."""
+
+    title: str
+    nodes: tuple[str, ...]
+    """All nodes of the graph in it, drawn or not."""
+    rows: tuple[tuple[int, ...], ...]
+    """Numbers of boxes: what a row takes is made in rows above it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drawing:
+    """Boxes and what goes between them."""
+
+    sections: tuple[Section, ...]
+    boxes: tuple[tuple[str, ...], ...]
+    """Nodes of each box, in program order."""
+    lines: dict[tuple[int, int], list[dict[str, Any]]]
+    """(box, box) -> the edges of the graph between them, as their attributes."""
+
+
+def draw_boxes(made: "networkx.MultiDiGraph", whole: bool, columns: int) -> Drawing:
+    """What to draw of a graph of `ProgramGraph.to_networkx()`, at most `columns` boxes in a row.
+
+    Heavy ops have boxes of their own. Between them, the other ops of one section that are connected are one box, and
+    what only prepares stored tensors for one heavy op (a layer's slice, a conversion) is in that op's box. Arguments,
+    results, constants and what loops carry have none. With `whole` every node has a box.
+    """
+    import networkx
+
+    nodes = [node for node, said in made.nodes(data=True) if whole or said["op_class"] not in ("", "free")]
+    section_of, titles = _sections(made, nodes)
+    boxes = [(node,) for node in nodes] if whole else _collapsed(made, nodes, section_of)
+    box_of = {node: number for number, box in enumerate(boxes) for node in box}
+    lines: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for source, target, said in made.edges(data=True):
+        ends = (box_of.get(_maker(made, source, box_of)), box_of.get(target))
+        if ends[0] is not None and ends[1] is not None and ends[0] != ends[1] and not said["back"]:
+            lines.setdefault((ends[0], ends[1]), []).append(said)
+    drawn = networkx.DiGraph()
+    drawn.add_nodes_from(range(len(boxes)))
+    drawn.add_edges_from(lines)
+    inside = [tuple(group) for group in _by_section(made, section_of, len(titles))]
+    sections = []
+    for number, title in enumerate(titles):
+        own = [box for box, members in enumerate(boxes) if section_of[members[0]] == number]
+        rows = _rows(drawn.subgraph(own), columns)
+        sections.append(Section(title, inside[number], rows))
+    return Drawing(tuple(sections), tuple(boxes), lines)
+
+
+def _maker(made: "networkx.MultiDiGraph", node: str, box_of: dict[str, int]) -> str:
+    """The node that makes what a node passes on: through loops, what they start with or what their bodies make."""
+    while node not in box_of and made.nodes[node]["kind"] in PASSED_THROUGH:
+        node = next(source for source, _, back in made.in_edges(node, data="back") if not back)
+    return node
+
+
+def _sections(made: "networkx.MultiDiGraph", nodes: list[str]) -> tuple[dict[str, int], list[str]]:
+    """The section of every node that is drawn: a run of program order within one block or branch; and their titles."""
+
+    def place(node: str) -> tuple[str, int, int]:
+        said = made.nodes[node]
+        return said["kind"] if said["kind"] in ENDS else "", said["block"], said["branch"]
+
+    section_of: dict[str, int] = {}
+    titles: list[str] = []
+    seen: set[tuple[str, int, int]] = set()
+    for where, run in itertools.groupby(nodes, place):
+        section_of |= dict.fromkeys(run, len(titles))
+        titles.append(_title(made, *where) + (", continued" if where in seen else ""))
+        seen.add(where)
+    return section_of, titles
+
+
+def _title(made: "networkx.MultiDiGraph", kind: str, block: int, branch: int) -> str:
+    if kind:
+        return f"{kind}s"
+    loops = made.graph["loops"]
+    inner = max(block, branch)
+    if inner < 0:
+        return "outside of loops"
+    if inner == branch:
+        return f"a branch of a conditional ({branch})"
+    trips = f"{loops[block]['trips']} trips" if loops[block]["known"] else "trips unknown"
+    outer = loops[block]["parent"]
+    return f"loop {block}, {trips}" + (f", inside of {outer}" if outer >= 0 else "")
+
+
+def _by_section(made: "networkx.MultiDiGraph", section_of: dict[str, int], count: int) -> Iterator[list[str]]:
+    """Nodes of every section; those that are not drawn belong to that of the node before them in the program."""
+    found: list[list[str]] = [[] for _ in range(max(1, count))]
+    current = 0
+    for node in made:
+        current = section_of.get(node, current)
+        found[current].append(node)
+    return iter(found)
+
+
+def _collapsed(made: "networkx.MultiDiGraph", nodes: list[str], section_of: dict[str, int]) -> list[tuple[str, ...]]:
+    import networkx
+
+    heavy = {node for node in nodes if made.nodes[node]["op_class"] == "heavy"}
+    depth = _depths(made, nodes, section_of, heavy)
+    home = _place_sources(made, nodes, section_of, heavy, depth)
+    light = networkx.Graph()
+    light.add_nodes_from(node for node in nodes if node not in home)
+    for source, target in made.edges():
+        both = source in light and target in light
+        if both and section_of[source] == section_of[target] and depth[source] == depth[target]:
+            light.add_edge(source, target)
+    order = {node: number for number, node in enumerate(nodes)}
+    boxes = [tuple(sorted(group, key=order.__getitem__)) for group in networkx.connected_components(light)]
+    with_heavy: dict[str, list[str]] = {node: [] for node in nodes if node in heavy}
+    for node, own in home.items():
+        with_heavy[own].append(node)
+    boxes += [tuple(sorted(group, key=order.__getitem__)) for group in with_heavy.values()]
+    return sorted(boxes, key=lambda box: order[box[-1]])
+
+
+def _depths(
+    made: "networkx.MultiDiGraph", nodes: list[str], section_of: dict[str, int], heavy: set[str]
+) -> dict[str, int]:
+    """The most heavy ops of its section on a way to each node, itself counted."""
+    depth: dict[str, int] = {}
+    for node in nodes:
+        before = [depth[p] for p in made.predecessors(node) if section_of.get(p) == section_of[node]]
+        depth[node] = max(before, default=0) + (node in heavy)
+    return depth
+
+
+def _place_sources(
+    made: "networkx.MultiDiGraph", nodes: list[str], section_of: dict[str, int], heavy: set[str], depth: dict[str, int]
+) -> dict[str, str]:
+    """The heavy op whose box each node is in, if it is in one. What else makes something of stored tensors or of
+    nothing is given the depth of those that take it first."""
+    home = {node: node for node in heavy}
+    for node in reversed(_sources(made, nodes, heavy)):
+        users = set(made.successors(node))
+        here = [user for user in users if section_of.get(user) == section_of[node]]
+        homes = {home.get(user, "") for user in users}
+        if len(homes) == 1 and len(here) == len(users) and "" not in homes:
+            home[node] = homes.pop()
+        elif here:
+            depth[node] = min(depth[home[user]] - 1 if user in home else depth[user] for user in here)
+    return home
+
+
+def _sources(made: "networkx.MultiDiGraph", nodes: list[str], heavy: set[str]) -> list[str]:
+    """Light ops that take nothing but parameters, optimizer state, scalars, and what other such ops make."""
+    found: dict[str, None] = {}
+    for node in nodes:
+        taken = [(p, made.nodes[p]) for p, _, shape in made.in_edges(node, data="shape") if shape]
+        stored = (p in found or said["role"] in STORED or said["op_class"] == "free" for p, said in taken)
+        if node not in heavy and all(stored):
+            found[node] = None
+    return list(found)
+
+
+def _rows(boxes: "networkx.DiGraph", columns: int) -> tuple[tuple[int, ...], ...]:
+    """Rows of boxes: each generation after those that it takes from, in as many rows as it needs; a box stands near
+    those above it that it takes from."""
+    import networkx
+
+    places: dict[int, float] = {}
+    rows = []
+    for generation in networkx.topological_generations(boxes):
+        ordered = sorted(generation)
+        for start in range(0, len(ordered), columns):
+            row = ordered[start : start + columns]
+            above = {box: [places[p] for p in boxes.predecessors(box)] for box in row}
+            wish = {box: sum(near) / len(near) if near else 0.0 for box, near in above.items()}
+            row.sort(key=wish.__getitem__)
+            places |= {box: (place + 0.5) / len(row) - 0.5 for place, box in enumerate(row)}
+            rows.append(tuple(row))
+    return tuple(rows)
