@@ -15,6 +15,7 @@ from autoshard.cost._calibration import load_calibration as load_calibration
 from autoshard.cost._calibration import save_calibration as save_calibration
 from autoshard.cost._chip import Chip as Chip
 from autoshard.cost._chip import chip_names as chip_names
+from autoshard.cost._chip import chip_of_kind as chip_of_kind
 from autoshard.cost._chip import dtype_class as dtype_class
 from autoshard.cost._chip import load_chip as load_chip
 from autoshard.cost._chip import load_chip_file as load_chip_file

@@ -109,10 +109,10 @@ def load_calibration(chip: str | Chip, path: str | pathlib.Path | None = None) -
     Raises: UserError for an unreadable file, an unknown chip or figure, or a value that is not a number.
     """
     name = (chip if isinstance(chip, Chip) else load_chip(chip)).name
-    figures = _read(_FILE)[name] | _own(name, path)
+    figures = _read(_FILE).get(name, {}) | _own(name, path)
     missing = [figure for figure in figure_names() if figure not in figures]
     if missing:
-        raise UserError(f"calibration of {name} misses {', '.join(missing)}")
+        raise UserError(f"calibration file {_FILE} misses {', '.join(missing)} of {name}, a chip of cost/chips")
     values: dict[str, Any] = {key: figure["value"] for key, figure in figures.items()}
     for key in ("gather_max_group", "pipelined_max_group"):
         values[key] = int(values[key])

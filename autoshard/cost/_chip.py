@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from autoshard.cost._chip_check import check_chip
 from autoshard.errors import UserError
 
 
@@ -43,11 +44,15 @@ class Chip:
     them may be one device. `usable_bytes_per_device` is what a program may allocate (0: a share of the machine's
     memory).
     `small_shapes` are the shapes below one cube (or all shapes, for a 2-D torus); `cube_edge` 4 means that larger
-    shapes are built of whole 4x4x4 cubes.
+    shapes are built of whole 4x4x4 cubes, and `wrap_rule` then says `cubes of 4`; `length 16` closes axes of 16 only.
+    `device_kinds` is what the runtime calls a device of it. `sparse_core_collectives` and `fused_gathers` say whether
+    its compiler runs collectives on SparseCores and fuses gathers with compute: `none`, `by flag` or `by default`.
+    `compiler_config` is the chip configuration that libtpu has to be asked for, empty for its own.
     """
 
     name: str
     aliases: tuple[str, ...]
+    device_kinds: tuple[str, ...]
     backend: str
     devices_per_chip: int
     peak_flops_per_s: Mapping[str, float]
@@ -70,6 +75,9 @@ class Chip:
     mxu_edge: int
     sublanes: int
     clock_hz: float
+    sparse_core_collectives: str
+    fused_gathers: str
+    compiler_config: str
     sources: Mapping[str, str]
 
     def __hash__(self) -> int:
@@ -85,34 +93,22 @@ class Chip:
 def chip_from_dict(data: Mapping[str, Any], origin: str) -> Chip:
     """Builds a chip from the content of a chip file; `origin` names the file in messages.
 
-    Raises: UserError for a missing or extra key, or a value of the wrong kind.
+    Raises: UserError for a missing or extra key, a value of the wrong kind, and a figure that no chip has.
     """
-    fields = {field.name: field for field in dataclasses.fields(Chip)}
-    missing = sorted(fields.keys() - data.keys())
-    extra = sorted(data.keys() - fields.keys())
+    fields = [field.name for field in dataclasses.fields(Chip)]
+    missing = [name for name in fields if name not in data]
+    extra = sorted(data.keys() - set(fields))
     if missing or extra:
         parts = [f"misses {', '.join(missing)}"] if missing else []
         parts += [f"has the unknown key {', '.join(extra)}"] if extra else []
         raise UserError(
             f"chip file {origin} {' and '.join(parts)}; a chip file has exactly the keys {', '.join(fields)}"
         )
+    check_chip(data, {field.name: field.type for field in dataclasses.fields(Chip)}, tuple(_DTYPES), origin)
     values = dict(data)
-    counts = ("devices_per_chip", "cores_per_chip", "torus_dims", "cube_edge", "max_chips")
-    for name in (*counts, "hbm_bytes", "usable_bytes_per_device"):
-        if not isinstance(values[name], int) or values[name] < 0:
-            raise UserError(f"chip file {origin}: {name} is {values[name]!r}, expected a whole number >= 0")
-    for name in ("devices_per_chip", "cores_per_chip"):
-        if values[name] < 1:
-            raise UserError(f"chip file {origin}: {name} is {values[name]!r}, expected at least 1")
-    for name, field in fields.items():
-        if field.type is float and (isinstance(values[name], bool) or not isinstance(values[name], int | float)):
-            raise UserError(f"chip file {origin}: {name} is {values[name]!r}, expected a number")
-    if set(values["peak_flops_per_s"]) != set(_DTYPES):
-        found = ", ".join(values["peak_flops_per_s"])
-        raise UserError(f"chip file {origin}: peak_flops_per_s has {found}, expected {', '.join(_DTYPES)}")
-    values["aliases"] = tuple(values["aliases"])
+    for name in ("aliases", "device_kinds", "host_shape"):
+        values[name] = tuple(values[name])
     values["small_shapes"] = tuple(tuple(shape) for shape in values["small_shapes"])
-    values["host_shape"] = tuple(values["host_shape"])
     return Chip(**values)
 
 
@@ -131,8 +127,24 @@ def load_chip_file(path: str | pathlib.Path) -> Chip:
 
 @functools.cache
 def _chips() -> dict[str, Chip]:
-    chips = (load_chip_file(path) for path in sorted(_FOLDER.glob("*.json")))
-    return {chip.name: chip for chip in chips}
+    chips: dict[str, Chip] = {}
+    words: dict[str, str] = {}
+    for path in sorted(_FOLDER.glob("*.json")):
+        chip = load_chip_file(path)
+        if chip.name != path.stem:
+            raise UserError(f"chip file {path}: name is {chip.name!r}, expected {path.stem!r}, as the file is called")
+        for field in ("name", "aliases", "device_kinds"):
+            given = getattr(chip, field)
+            for word in (given,) if isinstance(given, str) else given:
+                key = f"{field == 'device_kinds'} {_plain(word)}"
+                if words.setdefault(key, chip.name) != chip.name:
+                    raise UserError(f"chip file {path}: {field} has {word!r}, which {words[key]} is called already")
+        chips[chip.name] = chip
+    return chips
+
+
+def _plain(word: str) -> str:
+    return "".join(word.lower().split())
 
 
 def chip_names() -> tuple[str, ...]:
@@ -150,3 +162,8 @@ def load_chip(name: str) -> Chip:
     near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known chips are {', '.join(_chips())}"
     raise UserError(f"unknown chip {name!r}; {hint}")
+
+
+def chip_of_kind(kind: str) -> Chip | None:
+    """The chip whose devices the runtime calls `kind`, such as `TPU v5 lite`; None if none is known."""
+    return next((chip for chip in _chips().values() if _plain(kind) in map(_plain, chip.device_kinds)), None)

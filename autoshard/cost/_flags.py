@@ -10,7 +10,8 @@ import shlex
 from collections.abc import Iterable, Mapping
 
 from autoshard.cost._calibration import Calibration, load_calibration, own_figures
-from autoshard.cost._chip import load_chip
+from autoshard.cost._chip import Chip, load_chip
+from autoshard.cost._chip_check import BY_DEFAULT, BY_FLAG, NONE
 from autoshard.errors import UserError
 
 
@@ -22,13 +23,13 @@ SPARSE_GATHERS, SPARSE_SUMS, SPARSE_SCATTERS = (_SPARSE + k for k in ("all_gathe
 _KEPT_GATHERS = "xla_tpu_prefer_async_allgather_to_allreduce"
 WINDOWED = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 
-SPARSE_CORES = ("v5p", "v6e", "tpu7x")
-"""Generations whose SparseCores can run a program's collectives; the last does so by default: with the flags its
-schedule stays as it is (68 % of sums hidden with and without, experiments/flags.py)."""
 SPARSE_GATHER_SHARE, SPARSE_SUM_SHARE = 0.7, 0.95
 """Hidden shares of gathers and of sums on SparseCores in schedules of libtpu 0.0.51, 0 without the flags: 64 and 100 %
 of an MLP with FSDP on v5p:2x2x2 (experiments/flags.py), 78 and 94 % of a decoder of 12 layers on v5p:2x2x1. Fitted to
 no published run."""
+FUSED_AS = "v5e"
+"""The generation that fuses gathers with compute by itself: the only measure of it, since libtpu 0.0.51 refuses the
+flag elsewhere."""
 NEVER_MIB = 100_000
 """A threshold that no operand reaches: matmuls are not pipelined with their collectives."""
 
@@ -93,9 +94,10 @@ def with_flags(calibration: Calibration, flags: Iterable[str]) -> Flagged:
     said = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
     if not said:
         return Flagged(calibration, {}, (), ())
-    if load_chip(calibration.chip).backend != "tpu":
+    chip = load_chip(calibration.chip)
+    if chip.backend != "tpu":
         return Flagged(calibration, {}, (), (f"XLA flags are not priced on {calibration.chip}: they are TPUs'.",))
-    effects = _effects(said, calibration.chip)
+    effects = _effects(said, chip)
     own = own_figures(calibration.chip)
     figures, priced, notes = {}, [], []
     for figure, (value, why) in effects.items():
@@ -108,16 +110,16 @@ def with_flags(calibration: Calibration, flags: Iterable[str]) -> Flagged:
     changed = dataclasses.replace(
         calibration, **figures, sources={**calibration.sources, **{figure: effects[figure][1] for figure in figures}}
     )
-    return Flagged(changed, figures, tuple(priced), (*notes, *_unpriced(said, calibration.chip)))
+    return Flagged(changed, figures, tuple(priced), (*notes, *_unpriced(said, chip)))
 
 
-def _effects(said: Mapping[str, str], chip: str) -> dict[str, tuple[float, str]]:
+def _effects(said: Mapping[str, str], chip: Chip) -> dict[str, tuple[float, str]]:
     """Figure -> its value, and what makes it so; sentences that begin with `no` take away, the others give."""
     found: dict[str, tuple[float, str]] = {}
-    sparse = chip in SPARSE_CORES[:-1]
+    sparse = chip.sparse_core_collectives == BY_FLAG
     asynchronous = _is_on(said, _ASYNC_GATHERS, True)
     if (
-        chip in SPARSE_CORES
+        chip.sparse_core_collectives != NONE
         and asynchronous
         and _is_on(said, SPARSE_GATHERS, not sparse)
         and _is_on(said, _KEPT_GATHERS)
@@ -126,12 +128,11 @@ def _effects(said: Mapping[str, str], chip: str) -> dict[str, tuple[float, str]]
     if sparse and asynchronous and _is_on(said, SPARSE_GATHERS):
         found["gather_overlap"] = (SPARSE_GATHER_SHARE, f"gathers run on SparseCores (--{SPARSE_GATHERS})")
     elif asynchronous and _is_on(said, FUSED_GATHERS) and _is_on(said, _FUSION, True):
-        # What v5e does by itself is the only measure of it: libtpu 0.0.51 refuses the flag elsewhere.
-        share = load_calibration("v5e").gather_overlap
+        share = load_calibration(chip if chip.fused_gathers == BY_DEFAULT else FUSED_AS).gather_overlap
         found["gather_overlap"] = (share, f"gathers are fused with compute (--{FUSED_GATHERS})")
     elif not asynchronous:
         found["gather_overlap"] = (0.0, f"no gather is asynchronous (--{_ASYNC_GATHERS})")
-    elif chip == "v5e" and not (_is_on(said, FUSED_GATHERS, True) and _is_on(said, _FUSION, True)):
+    elif chip.fused_gathers == BY_DEFAULT and not (_is_on(said, FUSED_GATHERS, True) and _is_on(said, _FUSION, True)):
         found["gather_overlap"] = (0.0, f"no gather is fused with compute (--{FUSED_GATHERS})")
     if sparse and _is_on(said, SPARSE_SUMS) and _is_on(said, SPARSE_SCATTERS):
         why = f"sums, and gathers that become sums, run on SparseCores (--{SPARSE_SUMS}, --{SPARSE_SCATTERS})"
@@ -145,23 +146,22 @@ def _shown(value: float) -> str:
     return "without limit" if value >= _NO_LIMIT else f"{value:g}"
 
 
-def _unpriced(said: Mapping[str, str], chip: str) -> list[str]:
+def _unpriced(said: Mapping[str, str], chip: Chip) -> list[str]:
     """What flags do that is not in the price."""
     notes = []
     wanted = [f"--{name}" for name in (SPARSE_GATHERS, SPARSE_SUMS, SPARSE_SCATTERS) if _is_on(said, name)]
-    if chip not in SPARSE_CORES and wanted:
-        notes.append(f"{chip} has no SparseCores for collectives: {', '.join(wanted)} changes no price.")
-    elif chip == SPARSE_CORES[-1] and (
-        off := [f"--{n}" for n in said if n.startswith(_SPARSE) and not _is_on(said, n)]
-    ):
+    sparse = chip.sparse_core_collectives
+    if sparse == NONE and wanted:
+        notes.append(f"{chip.name} has no SparseCores for collectives: {', '.join(wanted)} changes no price.")
+    elif sparse == BY_DEFAULT and (off := [f"--{n}" for n in said if n.startswith(_SPARSE) and not _is_on(said, n)]):
         notes.append(
-            f"{chip} runs collectives on SparseCores by default; what {', '.join(off)} takes away has no price."
+            f"{chip.name} runs collectives on SparseCores by default; what {', '.join(off)} takes away has no price."
         )
-    elif chip != SPARSE_CORES[-1] and len({f"--{SPARSE_SUMS}", f"--{SPARSE_SCATTERS}"} & set(wanted)) == 1:
+    elif sparse != BY_DEFAULT and len({f"--{SPARSE_SUMS}", f"--{SPARSE_SCATTERS}"} & set(wanted)) == 1:
         one = next(flag for flag in wanted if flag != f"--{SPARSE_GATHERS}")
         notes.append(f"{one} alone changes no price: sums are priced as hidden if both kinds run on SparseCores.")
-    if chip not in ("v5e", "tpu7x") and _is_on(said, FUSED_GATHERS):
-        notes.append(f"libtpu 0.0.51 refuses --{FUSED_GATHERS} on {chip}; it is priced as on v5e.")
+    if chip.fused_gathers == NONE and _is_on(said, FUSED_GATHERS):
+        notes.append(f"libtpu 0.0.51 refuses --{FUSED_GATHERS} on {chip.name}; it is priced as on {FUSED_AS}.")
     counted = {FUSED_GATHERS, SPARSE_GATHERS, SPARSE_SUMS, SPARSE_SCATTERS, WINDOWED} | _HELPERS
     other = [f"--{name}" for name in said if name not in counted]
     if other:

@@ -24,7 +24,6 @@ DRAWN_DEVICES = 8192
 """More chips than this are not drawn; the first ones stand for them."""
 
 MEMORY_KINDS = ("parameters", "optimizer_state", "gradients", "activations", "gathered", "temporaries", "batch")
-COMMUNICATION_KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 DIFFERENCES = 200
 COLLECTIVES = 100
 """Rows that are shown; the rest is summed up, so that the page stays quick."""

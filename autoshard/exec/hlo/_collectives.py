@@ -5,26 +5,18 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Literal, cast
+from typing import cast
 
-from autoshard.cost import Collectives, Mesh, Topology, make_mesh
+from autoshard.cost import KINDS, Collectives, Kind, Mesh, Topology, make_mesh
 from autoshard.exec.hlo._hlo import Computation, HloModule, Instruction, parse_hlo
 from autoshard.plan import Plan
 
 
-Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"]
-
 OTHER = "other"
 """Key of traffic between groups that no set of mesh axes forms."""
 
-_KINDS: dict[str, Kind] = {
-    "all-gather": "all-gather",
-    "all-reduce": "all-reduce",
-    "reduce-scatter": "reduce-scatter",
-    "all-to-all": "all-to-all",
-    "ragged-all-to-all": "all-to-all",
-    "collective-permute": "collective-permute",
-}
+OPCODES: dict[str, Kind] = {**{kind: kind for kind in KINDS}, "ragged-all-to-all": "all-to-all"}
+"""Opcode of optimised HLO -> the kind that it is priced as."""
 
 _TRANSFERS: dict[str, Kind] = {
     "ALL_REDUCE": "all-reduce",
@@ -135,12 +127,12 @@ class Walk:
 
     def instruction(self, owner: Computation, op: Instruction, place: _Place) -> list[CompiledCollective]:
         base, started = (op.opcode[:-6], True) if op.opcode.endswith("-start") else (op.opcode, False)
-        if base in _KINDS:
+        if base in OPCODES:
             if "chain_id=" in op.attributes and not _starts(owner):
                 return []  # the later parts of one asynchronous fusion repeat the collective that it started
             asynchronous = place.asynchronous or started or _starts(owner)
             where = dataclasses.replace(place, asynchronous=asynchronous, near=place.near or _named(owner, op))
-            return self.collective(op, _KINDS[base], started, where)
+            return self.collective(op, OPCODES[base], started, where)
         if op.opcode == "send":
             return self.transfer(owner, op, place)
         if op.opcode == "while":

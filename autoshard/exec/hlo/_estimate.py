@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from autoshard.cost import Calibration, Compute, Mesh, Segment, dtype_class, hidden_shares, traffic_class
 from autoshard.exec.hlo._clock import Busy, Clock, Traffic
-from autoshard.exec.hlo._collectives import CompiledCollective, Walk, _Place
+from autoshard.exec.hlo._collectives import OPCODES, CompiledCollective, Walk, _Place
 from autoshard.exec.hlo._hlo import Computation, HloModule, Instruction, parse_hlo
 from autoshard.exec.hlo._kernel import Kernel
 from autoshard.exec.hlo._physical import group_segments, permute_seconds, route
@@ -337,14 +337,7 @@ def _named(collective: CompiledCollective) -> str:
 
 def _may_communicate(op: Instruction) -> bool:
     base = op.opcode.removesuffix("-start")
-    return op.opcode in ("fusion", "async-start", "custom-call") or base in (
-        "all-gather",
-        "all-reduce",
-        "reduce-scatter",
-        "all-to-all",
-        "ragged-all-to-all",
-        "collective-permute",
-    )
+    return op.opcode in ("fusion", "async-start", "custom-call") or base in OPCODES
 
 
 def _rendezvous(owner: Computation, op: Instruction) -> str:

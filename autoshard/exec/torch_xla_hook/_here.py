@@ -1,12 +1,11 @@
 """The devices that PyTorch/XLA sees: which topology they form, and their numbers over a plan's mesh."""
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from autoshard.cost import Topology, make_mesh, parse_mesh
+from autoshard.cost import Topology, chip_of_kind, make_mesh, parse_mesh
 from autoshard.errors import UserError
 from autoshard.exec.devices._devices import by_coordinates
 from autoshard.exec.torch_xla_hook._marks import LiveMesh
@@ -16,18 +15,6 @@ from autoshard.exec.torch_xla_hook._xlac import xlac
 MESH_VARIABLE = "XLA_AUTO_SPMD_MESH"
 AUTO = "auto"
 TOPOLOGY_VARIABLE = "AUTOSHARD_TOPOLOGY"
-
-_KINDS = {
-    "v4": "v4",
-    "v5 lite": "v5e",
-    "v5e": "v5e",
-    "v5": "v5p",
-    "v5p": "v5p",
-    "v6 lite": "v6e",
-    "v6e": "v6e",
-    "7x": "tpu7x",
-}
-"""What libtpu calls a chip (after "TPU ") -> our name of it."""
 
 
 def topology_here() -> str:
@@ -55,15 +42,14 @@ def tpu_topology(kind: str, attributes: list[dict[str, Any]]) -> str:
 
     Raises `UserError` for a kind that is not known.
     """
-    name = re.sub(r"^tpu\s*", "", kind.strip().lower())
-    if name not in _KINDS:
+    chip = chip_of_kind(kind)
+    if chip is None:
         raise UserError(f"chips of the kind {kind!r} are not known: set {TOPOLOGY_VARIABLE}, for example to v5e:4x4.")
     slices = sorted({each.get("slice_index", 0) for each in attributes})
     first = [tuple(each["coords"]) for each in attributes if each.get("slice_index", 0) == slices[0]]
     sizes = [max(c[k] for c in first) - min(c[k] for c in first) + 1 for k in range(3)]
-    dims = sizes[:2] if _KINDS[name] in ("v5e", "v6e") else sizes
-    shape = "x".join(map(str, dims))
-    return f"{_KINDS[name]}:{shape}" + (f"*{len(slices)}" if len(slices) > 1 else "")
+    shape = "x".join(map(str, sizes[: chip.torus_dims]))
+    return f"{chip.name}:{shape}" + (f"*{len(slices)}" if len(slices) > 1 else "")
 
 
 def _device_kind() -> str:

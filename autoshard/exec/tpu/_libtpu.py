@@ -104,8 +104,8 @@ def libtpu_topology(topology: Topology) -> tuple[str, dict[str, Any]]:
     options: dict[str, Any] = {}
     if topology.slices > 1:
         options["num_slices"] = topology.slices
-    if topology.chip.name == "v4" and topology.devices_per_chip == 1:
-        options["chip_config_name"] = "megacore"
+    if topology.chip.compiler_config:
+        options["chip_config_name"] = topology.chip.compiler_config
     if topology.twisted:
         options["wrap"] = topology.wrap
     shape = "x".join(map(str, topology.shape)) + ("_twisted" if topology.twisted else "")
