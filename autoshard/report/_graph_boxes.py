@@ -125,10 +125,14 @@ def _collapsed(made: "networkx.MultiDiGraph", nodes: list[str], section_of: dict
     home = _place_sources(made, nodes, section_of, heavy, depth)
     light = networkx.Graph()
     light.add_nodes_from(node for node in nodes if node not in home)
+    scalar = {node for node in light if not any(made.nodes[node]["shapes"])}
+    scalar = {node for node in scalar if not any(shape for *_, shape in made.in_edges(node, data="shape"))}
     for source, target, shape in made.edges(data="shape"):
-        both = shape and source in light and target in light  # one scalar may serve the updates of all parameters
-        if both and section_of[source] == section_of[target] and depth[source] == depth[target]:
-            light.add_edge(source, target)
+        if source in light and target in light:
+            near = section_of[source] == section_of[target] and depth[source] == depth[target]
+            # Scalars alone, such as a learning rate, stay apart from the updates of all parameters that take them.
+            if near and (shape or {source, target} <= scalar):
+                light.add_edge(source, target)
     with_heavy: dict[str, list[str]] = {node: [] for node in nodes if node in heavy}
     for node, own in home.items():
         with_heavy[own].append(node)
