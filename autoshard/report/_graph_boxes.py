@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 
@@ -125,16 +125,35 @@ def _collapsed(made: "networkx.MultiDiGraph", nodes: list[str], section_of: dict
     home = _place_sources(made, nodes, section_of, heavy, depth)
     light = networkx.Graph()
     light.add_nodes_from(node for node in nodes if node not in home)
-    for source, target in made.edges():
-        both = source in light and target in light
-        if both and section_of[source] == section_of[target] and depth[source] == depth[target]:
-            light.add_edge(source, target)
-    order = {node: number for number, node in enumerate(nodes)}
-    boxes = [tuple(sorted(group, key=order.__getitem__)) for group in networkx.connected_components(light)]
+    scalar = {node for node in light if not any(made.nodes[node]["shapes"])}
+    scalar = {node for node in scalar if not any(shape for *_, shape in made.in_edges(node, data="shape"))}
+    for source, target, shape in made.edges(data="shape"):
+        if source in light and target in light:
+            near = section_of[source] == section_of[target] and depth[source] == depth[target]
+            # Scalars alone, such as a learning rate, stay apart from the updates of all parameters that take them.
+            if near and (shape or {source, target} <= scalar):
+                light.add_edge(source, target)
     with_heavy: dict[str, list[str]] = {node: [] for node in nodes if node in heavy}
     for node, own in home.items():
         with_heavy[own].append(node)
-    boxes += [tuple(sorted(group, key=order.__getitem__)) for group in with_heavy.values()]
+    return _without_cycles(made, nodes, [*networkx.connected_components(light), *with_heavy.values()])
+
+
+def _without_cycles(
+    made: "networkx.MultiDiGraph", nodes: list[str], groups: list[Collection[str]]
+) -> list[tuple[str, ...]]:
+    """Boxes in program order: groups of which each needs the other, over a scalar such as a norm, are one."""
+    import networkx
+
+    group_of = {node: number for number, group in enumerate(groups) for node in group}
+    between = networkx.DiGraph()
+    between.add_nodes_from(range(len(groups)))
+    between.add_edges_from((group_of[a], group_of[b]) for a, b in made.edges() if a in group_of and b in group_of)
+    order = {node: number for number, node in enumerate(nodes)}
+    boxes = [
+        tuple(sorted((node for number in together for node in groups[number]), key=order.__getitem__))
+        for together in networkx.strongly_connected_components(between)
+    ]
     return sorted(boxes, key=lambda box: order[box[-1]])
 
 

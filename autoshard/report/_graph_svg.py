@@ -264,7 +264,7 @@ def _kinds(kinds: Counter[str]) -> str:
         return said[0]
     text = f"{kinds.total()} ops: {said[0]}"
     for each in said[1:]:
-        if len(text) + len(each) + 5 > TITLE_LETTERS:
+        if len(text) + len(each) + 6 > TITLE_LETTERS:
             return f"{text} ..."
         text += f", {each}"
     return text

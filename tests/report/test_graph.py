@@ -5,17 +5,22 @@ import io
 import json
 import re
 import xml.etree.ElementTree
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import networkx
 import pytest
 from rich.console import Console
 
 from autoshard.errors import UserError
 from autoshard.plan import Plan, ProgramGraph
+from autoshard.program import trace
 from autoshard.report import graph_figures, graph_form, graph_report, graph_svg, write_graph
 from autoshard.report._graph_boxes import draw_boxes
 from autoshard.report._graph_svg import COLUMNS, _box
+from tests.graph.programs import f32
 from tests.plan import programs
 
 
@@ -97,6 +102,28 @@ def test_boxes_hold_every_op_but_constants_and_stand_below_what_they_take(bare: 
     assert [section.title.split(",")[0] for section in drawing.sections][:3] == [
         "outside of loops", "loop 0", "outside of loops",
     ]  # fmt: skip
+
+
+def boxes_of(fn: Callable[..., Any], *args: Any) -> list[set[str]]:
+    """The kinds of ops of every box."""
+    made = trace(fn, args).graph().to_networkx()
+    drawing = draw_boxes(made, whole=False, columns=COLUMNS)
+    return [{made.nodes[node]["kind"] for node in box} for box in drawing.boxes]
+
+
+def test_a_scalar_puts_no_boxes_together_unless_each_needs_the_other():
+    def update(params: Any, x: Any) -> Any:
+        rate = 0.1 / (1.0 + x[0, 0])
+        return [p - rate * jnp.sin(p) for p in params]
+
+    def normalised(w: Any, x: Any) -> Any:
+        h = jnp.tanh(x @ w)
+        return h / jnp.sqrt(jnp.sum(h * h))
+
+    boxes = boxes_of(update, [f32(64, 64), f32(32, 16)], f32(32, 64))
+    assert sum("sine" in kinds for kinds in boxes) == 2
+    (one,) = (kinds for kinds in boxes_of(normalised, f32(64, 64), f32(32, 64)) if "tanh" in kinds)
+    assert {"tanh", "reduce", "sqrt", "divide"} <= one
 
 
 @pytest.mark.parametrize("whole", [False, True])
