@@ -62,7 +62,7 @@ class Liveness:
     def itemsize(self, graph: OpGraph, buffer: tuple[int, int, int]) -> int:
         """Bytes of an element of a buffer."""
         record = graph.tensors[buffer[0]]
-        return self.widths.get(buffer) or record.bytes // max(1, record.elements)
+        return self.widths.get(buffer) or record.itemsize
 
 
 def analyse(

@@ -72,6 +72,11 @@ class Tensor:
     def elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element; 0 of a tensor without elements."""
+        return self.bytes // max(1, self.elements)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opaque:
@@ -135,6 +140,13 @@ class Op:
     """Where the user's own code asks for it, `model.py:12`; may be empty."""
     strided: tuple[int, ...] = ()
     """Dims of which a slice takes elements that lie apart, or in which a pad puts places between elements."""
+
+    @property
+    def sides(self) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
+        """Every operand and then every result, with the factors of each of its dims; only of an op with a rule."""
+        assert self.rule is not None
+        factors = (*self.rule.operands, *self.rule.results)
+        return list(zip((*self.operands, *self.results), factors, strict=True))
 
     @property
     def label(self) -> str:

@@ -192,6 +192,6 @@ def _form(region: _Region, reach: _Reach, wide: Mapping[int, int], short: Collec
     for tensor, start in sorted(held.items()):
         record = region.graph.tensors[tensor]
         stop = max((op.id for op in readers[tensor]), default=record.producer) + 1
-        width = wide.get(tensor, record.bytes // max(1, record.elements))
+        width = wide.get(tensor, record.itemsize)
         buffers.append((tensor, start, stop, width))
     return Form(tuple((t, times) for t, times in sorted(moved.items()) if times), tuple(buffers))

@@ -36,7 +36,7 @@ def stored(
 
 def _itemsize(graph: OpGraph, tensor: int) -> int:
     record = graph.tensors[tensor]
-    return record.bytes // max(1, record.elements)
+    return record.itemsize
 
 
 def widened(graph: OpGraph) -> dict[int, int]:

@@ -339,8 +339,7 @@ def _op_groups(model: Model, groups: Groups, op_id: int) -> dict[int, int]:
     if op.rule is None:
         return {}
     found: dict[int, int] = {}
-    sides = [*zip(op.operands, op.rule.operands, strict=True), *zip(op.results, op.rule.results, strict=True)]
-    for tensor, dims in sides:
+    for tensor, dims in op.sides:
         for own, factors in zip(structure.dims_of[tensor], dims, strict=False):
             group = groups.of_factor.get((structure.cluster_of[tensor], own))
             if group is not None and len(factors) == 1:

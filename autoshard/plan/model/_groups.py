@@ -60,8 +60,7 @@ def find_groups(program: Program, graph: OpGraph, structure: Structure) -> Group
     for op in graph.ops:
         if op.rule is None:
             continue
-        sides = [*zip(op.operands, op.rule.operands, strict=True), *zip(op.results, op.rule.results, strict=True)]
-        for tensor, dims in sides:
+        for tensor, dims in op.sides:
             cluster = structure.cluster_of[tensor]
             if cluster < 0:
                 continue

@@ -51,7 +51,7 @@ def own_collectives(graph: OpGraph, op: Op, states: States, collectives: Collect
     size = np.zeros(len(states))
     for tensor, own in zip(tensors, dims, strict=True):
         record = graph.tensors[tensor]
-        itemsize = record.bytes // max(1, record.elements)
+        itemsize = record.itemsize
         if kind in ("all-reduce", "reduce-scatter") and collectives.widen_dtype(record.dtype) != record.dtype:
             itemsize = 4
         inside = [n if any(f in dim for dim in own) else 1 for f, n in enumerate(op.rule.sizes)]

@@ -77,7 +77,7 @@ def heavy_seconds(
         if dims:
             mine = factor_states(states, dims)
             local, ratio = local_elements(mine, record.shape, axes), padding.ratio(tensor, mine, axes)
-        size = size + residency.streamed(tensor, local * ratio * (record.bytes // max(1, record.elements)))
+        size = size + residency.streamed(tensor, local * ratio * record.itemsize)
     if op.kind == "gather" and op.rule is not None:
         size = size + _burst_waste(graph, op, states, axes, compute)
     size = size + relaid_bytes(graph, op, states, axes, compute.topology.backend)
@@ -86,7 +86,7 @@ def heavy_seconds(
     if op.halos and op.rule is not None:
         # A shard is copied into one with its halo: read, written.
         first = graph.tensors[op.operands[0]]
-        size = size + 2 * extended_elements(graph, op, states, axes) * (first.bytes // max(1, first.elements))
+        size = size + 2 * extended_elements(graph, op, states, axes) * first.itemsize
     if op.kind in _SORTS:
         first = graph.tensors[op.operands[0]]
         local = local_elements(factor_states(states, operands[0][1]), first.shape, axes) if op.rule else first.elements
@@ -123,7 +123,7 @@ def _burst_waste(graph: OpGraph, op: Op, states: States, axes: Sequence[int], co
     """Bytes that a gather reads and does not want: every slice it takes comes in whole bursts of memory."""
     assert op.rule is not None
     record = graph.tensors[op.results[0]]
-    itemsize = record.bytes // max(1, record.elements)
+    itemsize = record.itemsize
     taken = {f for dim in op.rule.operands[0] for f in dim} & {f for dim in op.rule.results[0] for f in dim}
     sizes = [size if f in taken else 1 for f, size in enumerate(op.rule.sizes)]
     each = local_elements(np.where(np.isin(states, list(taken)), states, WHOLE), sizes, axes) * itemsize

@@ -96,7 +96,7 @@ def _fused(model: Model, choices: NDArray[np.int64]) -> Iterator[tuple[Op, set[s
                 continue
             spec = tensor_spec(model, choices, tensor)
             used.update(spec.axes)
-            item = record.bytes // max(1, record.elements)
+            item = record.itemsize
             local = float(math.prod(spec.local_shape(record.shape, model.mesh.axes))) * item
             size += float(model.residency.streamed(tensor, np.array([local]))[0])
         yield op, used, float(model.compute.memory_seconds(size)) * model.graph.trips(op.loop)
@@ -115,7 +115,7 @@ def _splits(model: Model, groups: Groups, op: Op) -> Iterator[str]:
         return
     whole = whole_factors(model.graph, op, model.mesh.topology.backend)
     seen = set()
-    sides = [*zip(op.operands, op.rule.operands, strict=True), *zip(op.results, op.rule.results, strict=True)]
+    sides = op.sides
     for factor, size in enumerate(op.rule.sizes):
         if factor in whole or size == 1:
             continue

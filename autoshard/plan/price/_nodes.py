@@ -150,7 +150,7 @@ class NodePricer:
         for form, mine in ((softmax.whole, ~again), (softmax.again, again)):
             for tensor, start, stop, width in form.buffers:
                 record = self.graph.tensors[tensor]
-                size = np.rint(local[tensor] / (record.bytes // record.elements) * width)
+                size = np.rint(local[tensor] / record.itemsize * width)
                 usage = np.where(mine, size, 0).astype(np.int64)
                 terms.append(MemoryTerm(self.memory_kind(softmax.cluster, tensor, start, stop), start, stop, usage))
         return tuple(terms)
@@ -176,8 +176,7 @@ class NodePricer:
         """The same for the factors of an op."""
         assert op.rule is not None
         sizes = list(op.rule.sizes)
-        sides = [*zip(op.operands, op.rule.operands, strict=True), *zip(op.results, op.rule.results, strict=True)]
-        for tensor, dims in sides:
+        for tensor, dims in op.sides:
             cluster = self.structure.cluster_of[tensor]
             if cluster < 0:
                 continue
@@ -203,14 +202,14 @@ class NodePricer:
     def local_bytes(self, cluster: int, states: States, tensor: int) -> Seconds:
         record = self.graph.tensors[tensor]
         dims = self.dims_states(cluster, states, tensor)
-        size = local_elements(dims, record.shape, self.axes) * (record.bytes // max(1, record.elements))
+        size = local_elements(dims, record.shape, self.axes) * record.itemsize
         return size * self.padding.ratio(tensor, dims, self.axes)
 
     def held(self, local: Seconds, tensor: int, start: int, stop: int) -> np.ndarray:
         """Bytes that a buffer takes, from those of its tensor as the program types it."""
         record = self.graph.tensors[tensor]
         width = self.liveness.itemsize(self.graph, (tensor, start, stop))
-        return np.rint(local / (record.bytes // max(1, record.elements)) * width).astype(np.int64)
+        return np.rint(local / record.itemsize * width).astype(np.int64)
 
     def memory_kind(self, cluster: int, tensor: int, start: int, stop: int) -> str:
         role = self.roles.get(tensor)

@@ -78,7 +78,7 @@ def _traffic(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, Channe
         if cluster < 0:
             return
         shape = tensor_spec(model, choices, tensor).local_shape(record.shape, model.mesh.axes)
-        local = math.prod(shape) * (record.bytes // max(1, record.elements))
+        local = math.prod(shape) * record.itemsize
         away = tensor in model.liveness.hosted
         size = float(local) if away else float(model.residency.streamed(tensor, local))
         if size * times > 0:

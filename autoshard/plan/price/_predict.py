@@ -257,7 +257,7 @@ def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, i
             continue
         record = model.graph.tensors[tensor]
         local = spec_of(model, node.states, row, len(record.shape)).local_shape(record.shape, sizes)
-        size = model.padding.held(tensor, local, record.bytes // record.elements)
+        size = model.padding.held(tensor, local, record.itemsize)
         events += [(node.memory[0].start, size, "gathered"), (node.memory[0].stop, -size, "gathered")]
     for op_id, number in model.op_node.items():
         op, node = model.graph.ops[op_id], model.nodes[number]
@@ -267,7 +267,7 @@ def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, i
         record = model.graph.tensors[table]
         split = factor_states(node.states[[int(choices[number])]], op.rule.operands[0])
         local = spec_of(model, split, 0, len(record.shape)).local_shape(record.shape, sizes)
-        size = padded_bytes(op.kind, local, record.bytes // max(1, record.elements))
+        size = padded_bytes(op.kind, local, record.itemsize)
         events += [(op_id, size, "temporaries"), (op_id + 1, -size, "temporaries")]
     return sorted(events, key=lambda e: (e[0], e[1]))
 

@@ -221,7 +221,7 @@ class _Pricer(NodePricer):
             # Twice: held as a tensor of its own, or the very tensor it is a copy of, at no cost.
             held = np.concatenate([held, ~held])
             states = np.concatenate([states, states])
-            size = local_elements(states, record.shape, self.axes) * (record.bytes // record.elements)
+            size = local_elements(states, record.shape, self.axes) * record.itemsize
             size = np.rint(size * self.padding.ratio(tensor, states, self.axes))
             usage = np.where(held, size, 0).astype(np.int64)
             memory = (MemoryTerm("gathered", users[0], users[-1] + 1, usage),)
@@ -256,7 +256,7 @@ class _Pricer(NodePricer):
         first, rows = distinct(held if held is states else np.concatenate([held, states], axis=1))
         marks = np.ones((len(aim), 1), dtype=np.int64) if holds is None else holds[:, None].astype(np.int64)
         first_aim, columns = distinct(np.concatenate([aim, marks], axis=1))
-        itemsize = record.bytes // max(1, record.elements)
+        itemsize = record.itemsize
         widened = self.collectives.widen_dtype(way.dtype)
         reduce_itemsize = 4 if widened != way.dtype else itemsize
         ends = (held[first], way.kept[first], tuple(way.factors), states[first], aim[first_aim])

@@ -268,7 +268,7 @@ class _Maker:
             found["sharding"] = hlo_sharding(spec, plan.mesh, plan.device_order)
             found["taken_as"] = "" if taken is None else spec_text(taken, record.shape)
             local = math.prod(spec.local_shape(record.shape, plan.mesh))
-            found["device_bytes"] = local * (record.bytes // max(1, record.elements))
+            found["device_bytes"] = local * record.itemsize
             found["collectives"] = [_collective(c) for c in moved]
         self.made.add_edge(self.maker[tensor], node, number, **found)
 

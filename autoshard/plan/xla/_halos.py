@@ -100,7 +100,7 @@ def halo_exchanges(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) 
     if op.rule is None or not op.halos:
         return found
     record = graph.tensors[op.operands[0]]
-    item = record.bytes // max(1, record.elements)
+    item = record.itemsize
     times = {"reduce_window": len(op.results), "select_and_scatter": 2}.get(op.kind, 1)
     for number, halo in enumerate(op.halos):
         size, _ = _extended(graph, op, states, axes, number)
@@ -136,7 +136,7 @@ def shifts(graph: OpGraph, op: Op, states: States, axes: Sequence[int]) -> list[
     if not op.offsets:
         return found
     record = graph.tensors[op.operands[0]]
-    size = local_elements(states, _sizes(graph, op), axes) * (record.bytes // max(1, record.elements))
+    size = local_elements(states, _sizes(graph, op), axes) * record.itemsize
     for factor, places in op.offsets:
         before, after = _lengths(graph, op, factor)
         on_factor = states == factor

@@ -160,7 +160,7 @@ def _swaps(graph: OpGraph, op: Op, factor: int, states: States, axes: Sequence[i
     assert op.rule is not None
     present = [f for dim in op.rule.operands[0] for f in dim]
     sizes = [size if f in present else 1 for f, size in enumerate(op.rule.sizes)]
-    local = local_elements(states, sizes, axes) * (record.bytes // max(1, record.elements))
+    local = local_elements(states, sizes, axes) * record.itemsize
     on_factor = states == factor
     found = []
     for row in np.unique(on_factor, axis=0):

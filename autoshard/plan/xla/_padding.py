@@ -49,7 +49,7 @@ class Padding:
 
     def _itemsize(self, tensor: int) -> int:
         record = self.graph.tensors[tensor]
-        return record.bytes // max(1, record.elements)
+        return record.itemsize
 
 
 def _outer_dims(graph: OpGraph) -> Mapping[int, tuple[int, ...]]:
@@ -65,7 +65,7 @@ def _outer_dims(graph: OpGraph) -> Mapping[int, tuple[int, ...]]:
             left, right = op.rule.operands
             batch = {f for dim in left for f in dim} & {f for dim in right for f in dim}
             batch &= {f for dim in op.rule.results[0] for f in dim}
-            for tensor, dims in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True):
+            for tensor, dims in op.sides:
                 among = {d for d, factors in enumerate(dims) if factors and batch.issuperset(factors)}
                 found.setdefault(tensor, set()).update(among)
     for loop in graph.loops:

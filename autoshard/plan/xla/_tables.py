@@ -49,7 +49,7 @@ def padded_tables(graph: OpGraph, op: Op, states: States, axes: Sequence[int], b
         return np.zeros(len(states))
     record = graph.tensors[table]
     rows, columns = (part.astype(np.int64) for part in local_dims(graph, op, table, states, axes))
-    itemsize = record.bytes // max(1, record.elements)
+    itemsize = record.itemsize
     shapes, which = np.unique(np.stack([rows, columns], axis=1), axis=0, return_inverse=True)
     sizes = [padded_bytes(op.kind, [int(n) for n in shape], itemsize) for shape in shapes]
     return np.asarray(sizes, dtype=np.float64)[which.reshape(-1)]
@@ -75,5 +75,5 @@ def relaid_bytes(graph: OpGraph, op: Op, states: States, axes: Sequence[int], ba
     if op.kind == "scatter" or not padded.any():
         return 2.0 * padded
     record = graph.tensors[op.operands[0]]
-    own = math.prod(local_dims(graph, op, op.operands[0], states, axes)) * (record.bytes // max(1, record.elements))
+    own = math.prod(local_dims(graph, op, op.operands[0], states, axes)) * record.itemsize
     return np.where(padded > 0, padded + own, 0.0)
