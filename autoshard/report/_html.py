@@ -77,7 +77,7 @@ def environment() -> "jinja2.Environment":
     import jinja2
 
     made = jinja2.Environment(
-        loader=jinja2.PackageLoader(__package__),
+        loader=jinja2.PackageLoader(__name__.rpartition(".")[0]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

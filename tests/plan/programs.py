@@ -153,8 +153,8 @@ def _made(name: str, topology: str, mesh: str | None, limit: int | None) -> Plan
 def random_choices(built: Model, rng: np.random.Generator) -> NDArray[np.int64]:
     """One alternative per node at random, no pair of them forbidden."""
     chosen = np.array([rng.integers(len(node.states)) for node in built.nodes])
-    for move in built.moves:
-        if move.forbidden is not None:
-            row = move.rows[chosen[move.source]]
-            chosen[move.target] = rng.choice(np.flatnonzero(~move.forbidden[row][move.columns]))
+    for reshard in built.reshards:
+        if reshard.forbidden is not None:
+            row = reshard.rows[chosen[reshard.source]]
+            chosen[reshard.target] = rng.choice(np.flatnonzero(~reshard.forbidden[row][reshard.columns]))
     return chosen

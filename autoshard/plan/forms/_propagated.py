@@ -16,7 +16,7 @@ from autoshard import mlir
 from autoshard.graph import Op, OpClass
 from autoshard.plan.forms._forms import Rest
 from autoshard.plan.model._heavy import result_states
-from autoshard.plan.model._model import Model, Move
+from autoshard.plan.model._model import Model, Reshard
 from autoshard.plan.record._spec import Spec
 from autoshard.plan.xla._halos import split_in_space
 from autoshard.plan.xla._states import WHOLE
@@ -182,12 +182,12 @@ class Propagation:
         return self.model.copy_nodes
 
     @functools.cached_property
-    def moves(self) -> tuple[dict[int, list[Move]], dict[int, list[Move]]]:
+    def reshards(self) -> tuple[dict[int, list[Reshard]], dict[int, list[Reshard]]]:
         """The moves into and out of every node."""
         into, out = defaultdict(list), defaultdict(list)
-        for move in self.model.moves:
-            into[move.target].append(move)
-            out[move.source].append(move)
+        for reshard in self.model.reshards:
+            into[reshard.target].append(reshard)
+            out[reshard.source].append(reshard)
         return into, out
 
     def _runs_alone(self, op_id: int) -> NDArray[np.bool_]:
@@ -212,27 +212,27 @@ class Propagation:
         if work:
             seconds = seconds + sum(record.time.values(), np.zeros(len(seconds)))
         if into:
-            for move in self.moves[0].get(node, ()):
-                if chosen[move.source] >= 0:
-                    row = int(move.rows[int(chosen[move.source])])
-                    seconds = seconds + _seconds(move)[row, move.columns]
+            for reshard in self.reshards[0].get(node, ()):
+                if chosen[reshard.source] >= 0:
+                    row = int(reshard.rows[int(chosen[reshard.source])])
+                    seconds = seconds + _seconds(reshard)[row, reshard.columns]
         if out:
-            for move in self.moves[1].get(node, ()):
-                if chosen[move.target] >= 0:
-                    column = int(move.columns[int(chosen[move.target])])
-                    seconds = seconds + _seconds(move)[move.rows, column]
+            for reshard in self.reshards[1].get(node, ()):
+                if chosen[reshard.target] >= 0:
+                    column = int(reshard.columns[int(chosen[reshard.target])])
+                    seconds = seconds + _seconds(reshard)[reshard.rows, column]
         if allowed is not None and allowed.any():
             seconds = np.where(allowed, seconds, np.inf)
         # Differences below a picosecond are rounding.
         return int(np.round(seconds, 12).argmin())
 
 
-def _seconds(move: Move) -> NDArray[np.float64]:
+def _seconds(reshard: Reshard) -> NDArray[np.float64]:
     """Seconds of a move in one step for every pair of distinct states; infinite where there is no way."""
-    total: NDArray[np.float64] = np.zeros((int(move.rows.max()) + 1, int(move.columns.max()) + 1))
-    for cost in move.costs.values():
-        total = total + cost * move.trips
-    return total if move.forbidden is None else np.where(move.forbidden, np.inf, total)
+    total: NDArray[np.float64] = np.zeros((int(reshard.rows.max()) + 1, int(reshard.columns.max()) + 1))
+    for cost in reshard.costs.values():
+        total = total + cost * reshard.trips
+    return total if reshard.forbidden is None else np.where(reshard.forbidden, np.inf, total)
 
 
 def needs_pins(model: Model, choices: NDArray[np.int64]) -> bool:

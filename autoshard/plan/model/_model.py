@@ -60,7 +60,7 @@ class Node:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Move:
+class Reshard:
     """A value between two nodes: which collectives each pair of their alternatives needs."""
 
     source: int
@@ -111,7 +111,7 @@ class Decisions(Protocol):
     def nodes(self) -> Sequence[Node]: ...
 
     @property
-    def moves(self) -> Sequence[Move]: ...
+    def reshards(self) -> Sequence[Reshard]: ...
 
     @property
     def fixed_bytes(self) -> int: ...
@@ -131,7 +131,7 @@ class Model:
     residency: Residency
     padding: Padding
     nodes: tuple[Node, ...]
-    moves: tuple[Move, ...]
+    reshards: tuple[Reshard, ...]
     cluster_node: tuple[int, ...]
     """Node of every cluster."""
     op_node: dict[int, int]

@@ -10,7 +10,7 @@ from autoshard.cost import Bill, Charge, Compute
 from autoshard.plan.model._heavy import heavy_seconds
 from autoshard.plan.model._model import HOST, Model, Node
 from autoshard.plan.model._overlap import Overlap, hiding_figures
-from autoshard.plan.price._predict import move_relayouts, move_steps
+from autoshard.plan.price._predict import move_relayouts, reshard_steps
 
 
 def bill_of(model: Model, choices: NDArray[np.int64]) -> Bill:
@@ -40,14 +40,14 @@ def _streamed(model: Model, node: Node, choice: int) -> Iterator[Charge]:
 
 
 def _communication(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]:
-    for move in model.moves:
-        again = move_relayouts(model, move, choices)
+    for reshard in model.reshards:
+        again = move_relayouts(model, reshard, choices)
         for name, amount in (("launch", float(again.ops)), ("relayout", float(again.size))):
             if amount:
-                yield Charge(name, (), (amount,), move.block, move.trips)
-        for kind, axes, size, _ in move_steps(model, move, choices):
-            hides = hiding_figures(model.collectives, Overlap(move.overlap), kind, axes)
-            yield Charge(kind, (("axes", axes),), (size,), move.block, move.trips, hides)
+                yield Charge(name, (), (amount,), reshard.block, reshard.trips)
+        for kind, axes, size, _ in reshard_steps(model, reshard, choices):
+            hides = hiding_figures(model.collectives, Overlap(reshard.overlap), kind, axes)
+            yield Charge(kind, (("axes", axes),), (size,), reshard.block, reshard.trips, hides)
     for node, choice in zip(model.nodes, choices.tolist(), strict=True):
         for inner in node.inner:
             if inner.size[choice] > 0:

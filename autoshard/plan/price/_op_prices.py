@@ -14,10 +14,10 @@ from autoshard.plan.model._overlap import Overlap, lanes
 from autoshard.plan.price._predict import (
     Transfer,
     cluster_names,
-    move_cause,
-    move_line,
-    move_steps,
     relayout_seconds,
+    reshard_cause,
+    reshard_line,
+    reshard_steps,
     tensor_spec,
 )
 from autoshard.plan.record._parts import Collective
@@ -63,9 +63,9 @@ def price_ops(model: Model, choices: NDArray[np.int64]) -> OpPrices:
             whole = sum(shares.values())
             for place, share in shares.items():
                 (host if channel[1] == HOST else compute)[place] += seconds * share / whole
-    for move in model.moves:
-        if again := relayout_seconds(model, move, choices):
-            compute[("op", move.op) if move.op >= 0 else ("tensor", move.tensor)] += again
+    for reshard in model.reshards:
+        if again := relayout_seconds(model, reshard, choices):
+            compute[("op", reshard.op) if reshard.op >= 0 else ("tensor", reshard.tensor)] += again
     return OpPrices(dict(compute), dict(host), *_collectives(model, choices))
 
 
@@ -109,7 +109,7 @@ def _collectives(
                 seconds = float(model.collectives.time(inner.kind, axes, size))
                 step = (inner.kind, axes, size * inner.senders, seconds)
                 inside[op.id].append(_collective(model, step, model.graph.trips(op.loop), 1.0, node.name, op.line))
-    for (tensor, op_id), collectives in _moves(model, choices).items():
+    for (tensor, op_id), collectives in _reshards(model, choices).items():
         if op_id >= 0 and tensor in model.graph.ops[op_id].results:
             inside[op_id] += collectives
         else:
@@ -117,17 +117,17 @@ def _collectives(
     return {op_id: tuple(collectives) for op_id, collectives in inside.items()}, moved
 
 
-def _moves(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, int], list[Collective]]:
+def _reshards(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, int], list[Collective]]:
     """(tensor, op that it enters or leaves) -> collectives."""
     found: dict[tuple[int, int], list[Collective]] = defaultdict(list)
     link_of, named = link_names(model.mesh), cluster_names(model)
-    for move in model.moves:
-        for step in move_steps(model, move, choices):
+    for reshard in model.reshards:
+        for step in reshard_steps(model, reshard, choices):
             kind, axes, size, _ = step
-            where = lanes(model.collectives, link_of, Overlap(move.overlap), kind, axes, size, move.block)
-            cause, line = move_cause(model, move, named), move_line(model, move)
-            collective = _collective(model, step, move.trips, where.get(EXPOSED, 0.0), cause, line)
-            found[move.tensor, move.op].append(collective)
+            where = lanes(model.collectives, link_of, Overlap(reshard.overlap), kind, axes, size, reshard.block)
+            cause, line = reshard_cause(model, reshard, named), reshard_line(model, reshard)
+            collective = _collective(model, step, reshard.trips, where.get(EXPOSED, 0.0), cause, line)
+            found[reshard.tensor, reshard.op].append(collective)
     return found
 
 

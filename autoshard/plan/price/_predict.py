@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Collectives
 from autoshard.plan.model._heavy import factor_states
-from autoshard.plan.model._model import EXPOSED, Channel, Model, Move, Path, link_names
+from autoshard.plan.model._model import EXPOSED, Channel, Model, Path, Reshard, link_names
 from autoshard.plan.model._overlap import Overlap, lanes
 from autoshard.plan.price._headroom import tight_seconds
 from autoshard.plan.price._paths import Relayouts, path_steps, relayouts
@@ -94,21 +94,21 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     gathered: dict[tuple[str, tuple[str, ...], bool, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
     lines: dict[tuple[str, tuple[str, ...], bool, str], str] = {}
     link_of, named = link_names(model.mesh), cluster_names(model)
-    for move in model.moves:
-        if again := relayout_seconds(model, move, choices):
-            channels[move.block, "compute"] += again
-        for kind, axes, size, seconds in move_steps(model, move, choices):
-            where = lanes(model.collectives, link_of, Overlap(move.overlap), kind, axes, size, move.block)
+    for reshard in model.reshards:
+        if again := relayout_seconds(model, reshard, choices):
+            channels[reshard.block, "compute"] += again
+        for kind, axes, size, seconds in reshard_steps(model, reshard, choices):
+            where = lanes(model.collectives, link_of, Overlap(reshard.overlap), kind, axes, size, reshard.block)
             for channel, share in where.items():
-                channels[channel] += seconds * share * move.trips
+                channels[channel] += seconds * share * reshard.trips
             exposed = where.get(EXPOSED, 0.0)
-            key = (kind, axes, exposed < 0.5, move_cause(model, move, named))
-            lines[key] = lines.get(key) or move_line(model, move)
+            key = (kind, axes, exposed < 0.5, reshard_cause(model, reshard, named))
+            lines[key] = lines.get(key) or reshard_line(model, reshard)
             entry = gathered[key]
-            entry[0] += move.trips
-            entry[1] += size * move.trips
-            entry[2] += seconds * move.trips
-            entry[3] += seconds * exposed * move.trips
+            entry[0] += reshard.trips
+            entry[1] += size * reshard.trips
+            entry[2] += seconds * reshard.trips
+            entry[3] += seconds * exposed * reshard.trips
     for node, choice in zip(model.nodes, choices, strict=True):
         for inner in node.inner:
             size = float(inner.size[int(choice)])
@@ -145,25 +145,25 @@ def cluster_names(model: Model) -> dict[int, str]:
     }
 
 
-def move_cause(model: Model, move: Move, named: dict[int, str]) -> str:
+def reshard_cause(model: Model, reshard: Reshard, named: dict[int, str]) -> str:
     """Name of what moves: the argument behind it, of the clusters' that are `named`, or the op that makes it."""
-    node = model.nodes[move.source]
+    node = model.nodes[reshard.source]
     if node.kind == "copy":
         node = model.nodes[model.cluster_node[model.structure.cluster_of[node.ref]]]
-    end = model.nodes[move.target]
-    if node.kind == "op" and end.kind == "cluster" and end.name and not model.graph.tensors[move.tensor].name:
+    end = model.nodes[reshard.target]
+    if node.kind == "op" and end.kind == "cluster" and end.name and not model.graph.tensors[reshard.tensor].name:
         return end.name
     for side in (node, end):
         if side.kind == "cluster" and side.ref in named:
             return named[side.ref]
-    return model.graph.tensors[move.tensor].name or node.name
+    return model.graph.tensors[reshard.tensor].name or node.name
 
 
-def move_line(model: Model, move: Move) -> str:
+def reshard_line(model: Model, reshard: Reshard) -> str:
     """Where the code asks for the op that the value enters or leaves, else for the one that makes it."""
     ops = model.graph.ops
-    maker = model.graph.tensors[move.tensor].producer
-    return next((ops[op].line for op in (move.op, maker) if op >= 0 and ops[op].line), "")
+    maker = model.graph.tensors[reshard.tensor].producer
+    return next((ops[op].line for op in (reshard.op, maker) if op >= 0 and ops[op].line), "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,32 +176,32 @@ class Passage:
     """What laying out anew takes beside them."""
 
 
-def move_steps(model: Model, move: Move, choices: NDArray[np.int64]) -> tuple[Transfer, ...]:
+def reshard_steps(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> tuple[Transfer, ...]:
     """(kind, axes, bytes, seconds) of one execution of a move under a choice."""
-    return _passage(model, move, choices).steps
+    return _passage(model, reshard, choices).steps
 
 
-def relayout_seconds(model: Model, move: Move, choices: NDArray[np.int64]) -> float:
+def relayout_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> float:
     """Seconds in one step for laying out what a move brings."""
-    return float(move_relayouts(model, move, choices).seconds(model.compute)) * move.trips
+    return float(move_relayouts(model, reshard, choices).seconds(model.compute)) * reshard.trips
 
 
-def move_relayouts(model: Model, move: Move, choices: NDArray[np.int64]) -> Relayouts:
+def move_relayouts(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> Relayouts:
     """What laying out anew takes in one execution of a move."""
-    return _passage(model, move, choices).relayouts
+    return _passage(model, reshard, choices).relayouts
 
 
 _known: "weakref.WeakKeyDictionary[Collectives, dict[object, Passage]]" = weakref.WeakKeyDictionary()
 """Repeated layers take the same steps; of every priced mesh, by what the path is at both ends."""
 
 
-def _passage(model: Model, move: Move, choices: NDArray[np.int64]) -> Passage:
+def _passage(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> Passage:
     """Of the path with one state at each end. Raises ValueError for a forbidden pair."""
-    row = int(move.rows[int(choices[move.source])])
-    column = int(move.columns[int(choices[move.target])])
-    if move.forbidden is not None and move.forbidden[row, column]:
+    row = int(reshard.rows[int(choices[reshard.source])])
+    column = int(reshard.columns[int(choices[reshard.target])])
+    if reshard.forbidden is not None and reshard.forbidden[row, column]:
         raise ValueError(f"nodes {move.source} and {move.target} take a pair of alternatives that is not allowed")
-    path = move.path
+    path = reshard.path
     ends = (path.held[row], path.kept[row], path.source[row], path.target[column])
     sizes = (path.shape, path.factors, path.itemsize, path.reduce_itemsize, path.collected)
     key = (*sizes, *(end.tobytes() for end in ends))

@@ -10,7 +10,7 @@ import numpy as np
 from autoshard.cost import Calibration, Mesh
 from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure
 from autoshard.plan.model._heavy import factor_states, result_states
-from autoshard.plan.model._model import EXPOSED, Channel, MemoryTerm, Model, Move, Node, Path
+from autoshard.plan.model._model import EXPOSED, Channel, MemoryTerm, Model, Node, Path, Reshard
 from autoshard.plan.model._overlap import Overlap
 from autoshard.plan.model._refine import Refinement
 from autoshard.plan.price._nodes import NodePricer
@@ -84,7 +84,7 @@ class _Pricer(NodePricer):
 
     def __init__(self, *what: Any) -> None:
         super().__init__(*what)
-        self.moves: list[Move] = []
+        self.reshards: list[Reshard] = []
         self.paths: dict[tuple[object, ...], dict[str, Seconds]] = {}
         self.path_prices = PathPrices(self.collectives, self.link_of)
 
@@ -95,16 +95,16 @@ class _Pricer(NodePricer):
         for op in self.structure.heavy:
             op_node[op] = len(self.nodes)
             self.add_heavy(self.graph.ops[op])
-        copies = self.add_moves(cluster_node, op_node)
+        copies = self.add_reshards(cluster_node, op_node)
         fixed = sum(
             self.graph.tensors[t].bytes for t, _, _ in self.liveness.buffers if self.structure.cluster_of[t] < 0
         )
         return Model(
             self.program, self.graph, self.structure, self.liveness, self.mesh, self.collectives, self.compute,
-            self.residency, self.padding, tuple(self.nodes), tuple(self.moves), cluster_node, op_node, copies, fixed,
+            self.residency, self.padding, tuple(self.nodes), tuple(self.reshards), cluster_node, op_node, copies, fixed,
         )  # fmt: skip
 
-    def add_moves(self, cluster_node: Sequence[int], op_node: dict[int, int]) -> dict[tuple[int, int], int]:
+    def add_reshards(self, cluster_node: Sequence[int], op_node: dict[int, int]) -> dict[tuple[int, int], int]:
         groups: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         seen: set[tuple[object, ...]] = set()
         for edge in self.structure.edges:
@@ -179,7 +179,7 @@ class _Pricer(NodePricer):
         seen.add(key)
         dtype = self.graph.tensors[out].dtype
         way = Way(held, kept, source, aim, sizes, dtype)
-        self.add_move(cluster, target, Use(tensor, op.id, block, trips), way, collected=collected)
+        self.add_reshard(cluster, target, Use(tensor, op.id, block, trips), way, collected=collected)
 
     def add_heavy_result(self, op: Op, result: int, cluster: int, node: int) -> None:
         out = op.results[result]
@@ -189,7 +189,7 @@ class _Pricer(NodePricer):
         aim = self.dims_states(cluster, self.nodes[cluster].states, out)
         trips = self.graph.trips(op.loop)
         dtype = self.graph.tensors[out].dtype
-        self.add_move(node, cluster, Use(out, op.id, op.loop, trips), Way(source, source, source, aim, shape, dtype))
+        self.add_reshard(node, cluster, Use(out, op.id, op.loop, trips), Way(source, source, source, aim, shape, dtype))
 
     def add_heavy_operand(self, op: Op, operand: int, tensor: int, source_node: int, node: int) -> None:
         shape = self.graph.tensors[tensor].shape
@@ -200,7 +200,7 @@ class _Pricer(NodePricer):
             aim = factor_states(states, op.rule.operands[operand])
         block, trips = self.block_trips(tensor, op)
         dtype = self.graph.tensors[tensor].dtype
-        self.add_move(source_node, node, Use(tensor, op.id, block, trips), Way(held, held, held, aim, shape, dtype))
+        self.add_reshard(source_node, node, Use(tensor, op.id, block, trips), Way(held, held, held, aim, shape, dtype))
 
     def held_states(self, node: int, tensor: int) -> States:
         record = self.nodes[node]
@@ -231,7 +231,7 @@ class _Pricer(NodePricer):
         op = self.graph.ops[users[0]]
         _, trips = self.block_trips(tensor, op)
         way = Way(have, have, have, states, record.shape, record.dtype)
-        self.add_move(source, node, Use(tensor, op.id, block, trips), way, held)
+        self.add_reshard(source, node, Use(tensor, op.id, block, trips), way, held)
         return node
 
     def add_tie(self, result: int, argument: int, cluster_node: Sequence[int]) -> None:
@@ -239,9 +239,9 @@ class _Pricer(NodePricer):
         target = cluster_node[self.structure.cluster_of[argument]]
         record = self.graph.tensors[result]
         held, aim = self.held_states(source, result), self.held_states(target, argument)
-        self.add_move(source, target, Use(result, -1, -1, 1), Way(held, held, held, aim, record.shape, record.dtype))
+        self.add_reshard(source, target, Use(result, -1, -1, 1), Way(held, held, held, aim, record.shape, record.dtype))
 
-    def add_move(
+    def add_reshard(
         self,
         source: int,
         target: int,
@@ -272,8 +272,8 @@ class _Pricer(NodePricer):
             alias = ~holds[first_aim]
             forbidden = np.where(alias[None, :], ~same, same)
         if costs or forbidden is not None:
-            self.moves.append(
-                Move(
+            self.reshards.append(
+                Reshard(
                     source,
                     target,
                     use.tensor,

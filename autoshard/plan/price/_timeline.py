@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from autoshard.plan.model._model import EXPOSED, Model, link_names
 from autoshard.plan.model._overlap import Overlap, lanes
-from autoshard.plan.price._predict import cluster_names, memory_events, move_cause, move_steps, relayout_seconds
+from autoshard.plan.price._predict import cluster_names, memory_events, relayout_seconds, reshard_steps
 from autoshard.plan.record._parts import Span, Timeline
 
 
@@ -91,15 +91,15 @@ def _computes(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
 def _collectives(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
     jobs: list[_Job] = []
     link_of, named = link_names(model.mesh), cluster_names(model)
-    for move in model.moves:
-        moment = move.op if move.op >= 0 else _moment(model, move.source, move.block)
-        if again := relayout_seconds(model, move, choices):
-            jobs.append((moment, 0, move.block, "compute", f"layout of {move_cause(model, move, named)}", again))
-        for kind, axes, size, seconds in move_steps(model, move, choices):
-            where = lanes(model.collectives, link_of, Overlap(move.overlap), kind, axes, size, move.block)
+    for reshard in model.reshards:
+        moment = reshard.op if reshard.op >= 0 else _moment(model, reshard.source, reshard.block)
+        if again := relayout_seconds(model, reshard, choices):
+            jobs.append((moment, 0, reshard.block, "compute", f"layout of {move_cause(model, move, named)}", again))
+        for kind, axes, size, seconds in reshard_steps(model, reshard, choices):
+            where = lanes(model.collectives, link_of, Overlap(reshard.overlap), kind, axes, size, reshard.block)
             name = f"{kind} over {', '.join(axes)}: {move_cause(model, move, named)}"
             for (_, lane), share in sorted(where.items()):
-                jobs.append((moment, 0, move.block, lane, name, seconds * share * move.trips))
+                jobs.append((moment, 0, reshard.block, lane, name, seconds * share * reshard.trips))
     return jobs
 
 

@@ -30,15 +30,15 @@ def kept_of(model: Decisions, allowed: Allowed | None) -> Kept:
 
 def entries(model: Decisions, kept: Kept) -> int:
     """Numbers in the edge tables of `build_problem`."""
-    return sum(len(kept[move.source]) * len(kept[move.target]) for move in model.moves)
+    return sum(len(kept[reshard.source]) * len(kept[reshard.target]) for reshard in model.reshards)
 
 
 def linked_moves(model: Decisions, weights: Weights) -> list[int]:
     """The moves that are links of `build_network`, in their order: those that cost or forbid anything."""
     return [
         number
-        for number, move in enumerate(model.moves)
-        if move.forbidden is not None or any(_weight(weights, c) > 0 for c in move.costs)
+        for number, reshard in enumerate(model.reshards)
+        if reshard.forbidden is not None or any(_weight(weights, c) > 0 for c in reshard.costs)
     ]
 
 
@@ -52,18 +52,20 @@ def build_network(model: Decisions, weights: Weights, memory_limit: int | None, 
         costs.append(cost)
     shared: dict[tuple[object, ...], NDArray[np.float64]] = {}
     for number in linked_moves(model, weights):
-        move = model.moves[number]
-        parts = [(_weight(weights, c), t) for c, t in move.costs.items() if _weight(weights, c) > 0]
-        ends = (move.source, move.target, move.rows, move.columns)
-        if len(parts) == 1 and move.forbidden is None:
+        reshard = model.reshards[number]
+        parts = [(_weight(weights, c), t) for c, t in reshard.costs.items() if _weight(weights, c) > 0]
+        ends = (reshard.source, reshard.target, reshard.rows, reshard.columns)
+        if len(parts) == 1 and reshard.forbidden is None:
             weight, table = parts[0]
-            links.append(Link(*ends, table, weight * move.trips * 1e12))
+            links.append(Link(*ends, table, weight * reshard.trips * 1e12))
             continue
-        key = (*((weight, id(table)) for weight, table in parts), -1 if move.forbidden is None else len(links))
+        key = (*((weight, id(table)) for weight, table in parts), -1 if reshard.forbidden is None else len(links))
         if key not in shared:
-            table = sum((weight * t for weight, t in parts), np.zeros((len(move.path.source), len(move.path.target))))
-            shared[key] = table if move.forbidden is None else np.where(move.forbidden, float(FORBIDDEN), table)
-        links.append(Link(*ends, shared[key], move.trips * 1e12))
+            table = sum(
+                (weight * t for weight, t in parts), np.zeros((len(reshard.path.source), len(reshard.path.target)))
+            )
+            shared[key] = table if reshard.forbidden is None else np.where(reshard.forbidden, float(FORBIDDEN), table)
+        links.append(Link(*ends, shared[key], reshard.trips * 1e12))
     if memory_limit is not None:
         terms = [Term(n, t.start, t.stop, t.usage) for n, node in enumerate(model.nodes) for t in node.memory]
     return Network(costs, links, terms, _usage_limit(model, memory_limit))
@@ -85,20 +87,20 @@ def build_problem(model: Decisions, weights: Weights, memory_limit: int | None, 
     if not costs:
         costs, offsets = [np.zeros(1, dtype=np.int64)], [0, 1]
     edge_costs, edge_offsets, edge_nodes = [], [0], []
-    for move in model.moves:
-        rows, place = np.unique(move.rows[kept[move.source]], return_inverse=True)
-        columns, across = np.unique(move.columns[kept[move.target]], return_inverse=True)
+    for reshard in model.reshards:
+        rows, place = np.unique(reshard.rows[kept[reshard.source]], return_inverse=True)
+        columns, across = np.unique(reshard.columns[kept[reshard.target]], return_inverse=True)
         part = np.ix_(rows, columns)
-        parts = (_weight(weights, c) * move.trips * t[part] for c, t in move.costs.items())
+        parts = (_weight(weights, c) * reshard.trips * t[part] for c, t in reshard.costs.items())
         cost = _picoseconds(sum(parts, np.zeros((len(rows), len(columns)))))
-        if move.forbidden is not None:
-            cost = np.where(move.forbidden[part], FORBIDDEN, cost)
+        if reshard.forbidden is not None:
+            cost = np.where(reshard.forbidden[part], FORBIDDEN, cost)
         if not cost.any():
             continue
         full = cost[place][:, across].ravel()
         edge_costs.append(full)
         edge_offsets.append(edge_offsets[-1] + len(full))
-        edge_nodes.append((move.source, move.target))
+        edge_nodes.append((reshard.source, reshard.target))
     term_nodes, intervals, usages, term_offsets = [], [], [], [0]
     for number, node in enumerate(model.nodes):
         for term in node.memory:

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.plan.model._model import Model, Move, Node
+from autoshard.plan.model._model import Model, Node, Reshard
 from autoshard.plan.solve._build import Allowed, Weights, linked_moves
 from autoshard.plan.xla._states import Seconds
 from autoshard.solver import Messages
@@ -32,14 +32,14 @@ class Repeats:
 
     nodes: tuple[Node, ...]
     """A class of the model's nodes each, with the times and memory of all of them."""
-    moves: tuple[Move, ...]
+    reshards: tuple[Reshard, ...]
     """A set of the model's alike moves between the same classes each, with the trips of all of them."""
     fixed_bytes: int
     of: NDArray[np.int64]
     """[nodes of the model] which of `nodes` it is."""
     first: NDArray[np.int64]
     """[nodes] the first of the model's that it is."""
-    move_of: NDArray[np.int64]
+    reshard_of: NDArray[np.int64]
     """[moves of the model] which of `moves` it is; -1 within a class."""
     closed: Allowed
     """Alternatives that a class cannot share: a move within it forbids them."""
@@ -68,21 +68,21 @@ class Repeats:
         """Messages on the whole network from those on the shared one: each move has its part of them."""
         if messages is None:
             return None
-        counts = np.bincount(self.move_of[self.move_of >= 0], minlength=len(self.moves))
-        place = {move: number for number, move in enumerate(linked_moves(self, weights))}
+        counts = np.bincount(self.reshard_of[self.reshard_of >= 0], minlength=len(self.reshards))
+        place = {reshard: number for number, reshard in enumerate(linked_moves(self, weights))}
         directed = _directed(messages.ends)
         values = {key: value for key, value in zip(directed, messages.values, strict=True)}
         kept = [messages.kept[c] for c in self.of.tolist()]
         linked = linked_moves(model, weights)
-        ends = tuple((model.moves[m].source, model.moves[m].target) for m in linked)
+        ends = tuple((model.reshards[m].source, model.reshards[m].target) for m in linked)
         lifted = []
         for node, number in _directed(ends):
-            move = int(self.move_of[linked[number]])
+            reshard = int(self.reshard_of[linked[number]])
             other = ends[number][0] if ends[number][1] == node else ends[number][1]
-            if move < 0:
+            if reshard < 0:
                 lifted.append(np.zeros(len(kept[other])))
             else:
-                lifted.append(values[int(self.of[node]), place[move]] / counts[move])
+                lifted.append(values[int(self.of[node]), place[reshard]] / counts[reshard])
         return dataclasses.replace(messages, kept=tuple(kept), ends=ends, values=tuple(lifted))
 
 
@@ -99,16 +99,16 @@ def _directed(ends: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 def find_repeats(model: Model, radius: int = RADIUS) -> Repeats | None:
     """The model with what repeats shared; None if too little does."""
     alike = _Numbers()
-    moves = [alike(_of_move(move)) for move in model.moves]
+    reshards = [alike(_of_move(reshard)) for reshard in model.reshards]
     colours = [alike(_of_node(node)) for node in model.nodes]
     for _ in range(radius):
-        colours = _refined(model.moves, moves, colours, alike)
+        colours = _refined(model.reshards, reshards, colours, alike)
     colours = _twins_apart(colours, alike)
     seen: dict[int, int] = {}
     of = np.array([seen.setdefault(colour, len(seen)) for colour in colours], dtype=np.int64)
     if len(seen) > WORTHWHILE * len(model.nodes):
         return None
-    return _shared(model, moves, of)
+    return _shared(model, reshards, of)
 
 
 class _Numbers(dict[Hashable, int]):
@@ -125,18 +125,18 @@ def _of_node(node: Node) -> Hashable:
     return node.kind, node.states.shape, node.states.tobytes(), node.held.tobytes(), tuple(time), memory
 
 
-def _of_move(move: Move) -> Hashable:
+def _of_move(reshard: Reshard) -> Hashable:
     """What a move is by itself; equal paths share their tables, so that one is known by its place."""
-    costs = sorted((what, block >= 0, id(table)) for (block, what), table in move.costs.items())
-    forbidden = None if move.forbidden is None else move.forbidden.tobytes()
-    return move.rows.tobytes(), move.columns.tobytes(), tuple(costs), move.trips, move.overlap, forbidden
+    costs = sorted((what, block >= 0, id(table)) for (block, what), table in reshard.costs.items())
+    forbidden = None if reshard.forbidden is None else reshard.forbidden.tobytes()
+    return reshard.rows.tobytes(), reshard.columns.tobytes(), tuple(costs), reshard.trips, reshard.overlap, forbidden
 
 
-def _refined(moves: Sequence[Move], kinds: Sequence[int], colours: Sequence[int], alike: _Numbers) -> list[int]:
+def _refined(reshards: Sequence[Reshard], kinds: Sequence[int], colours: Sequence[int], alike: _Numbers) -> list[int]:
     around: list[list[tuple[int, bool, int]]] = [[] for _ in colours]
-    for move, kind in zip(moves, kinds, strict=True):
-        around[move.source].append((kind, True, colours[move.target]))
-        around[move.target].append((kind, False, colours[move.source]))
+    for reshard, kind in zip(reshards, kinds, strict=True):
+        around[reshard.source].append((kind, True, colours[reshard.target]))
+        around[reshard.target].append((kind, False, colours[reshard.source]))
     return [alike((colour, *sorted(near))) for colour, near in zip(colours, around, strict=True)]
 
 
@@ -165,19 +165,19 @@ def _shared(model: Model, kinds: Sequence[int], of: NDArray[np.int64]) -> Repeat
     for node, cls in enumerate(of.tolist()):
         members[cls].append(node)
     first = np.array([mine[0] for mine in members], dtype=np.int64)
-    within: dict[int, list[Move]] = defaultdict(list)
-    sets: dict[tuple[int, int, int, int], list[Move]] = {}
+    within: dict[int, list[Reshard]] = defaultdict(list)
+    sets: dict[tuple[int, int, int, int], list[Reshard]] = {}
     number: dict[tuple[int, int, int, int], int] = {}
-    move_of = np.full(len(model.moves), -1, dtype=np.int64)
-    for place, (move, kind) in enumerate(zip(model.moves, kinds, strict=True)):
-        source, target = int(of[move.source]), int(of[move.target])
+    reshard_of = np.full(len(model.reshards), -1, dtype=np.int64)
+    for place, (reshard, kind) in enumerate(zip(model.reshards, kinds, strict=True)):
+        source, target = int(of[reshard.source]), int(of[reshard.target])
         if source == target:
-            within[source].append(move)
+            within[source].append(reshard)
             continue
-        key = (source, target, kind, move.block)
-        move_of[place] = number.setdefault(key, len(number))
-        sets.setdefault(key, []).append(move)
-    moves = tuple(
+        key = (source, target, kind, reshard.block)
+        reshard_of[place] = number.setdefault(key, len(number))
+        sets.setdefault(key, []).append(reshard)
+    reshards = tuple(
         dataclasses.replace(mine[0], source=source, target=target, trips=sum(m.trips for m in mine))
         for (source, target, _, _), mine in sets.items()
     )
@@ -188,10 +188,10 @@ def _shared(model: Model, kinds: Sequence[int], of: NDArray[np.int64]) -> Repeat
         for cls, mine in enumerate(members)
     )
     closed = {cls: mask for cls, mine in within.items() if not (mask := _open(mine, len(nodes[cls].states))).all()}
-    return Repeats(nodes, moves, model.fixed_bytes, of, first, move_of, closed)
+    return Repeats(nodes, reshards, model.fixed_bytes, of, first, reshard_of, closed)
 
 
-def _merged(nodes: Sequence[Node], within: Iterable[Move]) -> Node:
+def _merged(nodes: Sequence[Node], within: Iterable[Reshard]) -> Node:
     """One node in the place of alike ones that choose the same; so do both ends of a move within."""
     time: dict[tuple[int, str], Seconds] = {}
     for each in (*(node.time for node in nodes), *map(_diagonal, within)):
@@ -201,15 +201,15 @@ def _merged(nodes: Sequence[Node], within: Iterable[Move]) -> Node:
     return dataclasses.replace(nodes[0], time=time, memory=memory)
 
 
-def _diagonal(move: Move) -> Mapping[tuple[int, str], Seconds]:
+def _diagonal(reshard: Reshard) -> Mapping[tuple[int, str], Seconds]:
     """Seconds of a move between two nodes with one choice."""
-    return {channel: move.trips * table[move.rows, move.columns] for channel, table in move.costs.items()}
+    return {channel: reshard.trips * table[reshard.rows, reshard.columns] for channel, table in reshard.costs.items()}
 
 
-def _open(within: Iterable[Move], count: int) -> NDArray[np.bool_]:
+def _open(within: Iterable[Reshard], count: int) -> NDArray[np.bool_]:
     """Alternatives that no move within forbids both ends to have."""
     mask = np.ones(count, dtype=bool)
-    for move in within:
-        if move.forbidden is not None:
-            mask &= ~move.forbidden[move.rows, move.columns]
+    for reshard in within:
+        if reshard.forbidden is not None:
+            mask &= ~reshard.forbidden[reshard.rows, reshard.columns]
     return mask

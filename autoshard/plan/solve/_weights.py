@@ -37,7 +37,7 @@ def even_weights(model: Model) -> dict[Channel, float]:
 
 
 def _channels(model: Model) -> list[Channel]:
-    found = {c for node in model.nodes for c in node.time} | {c for move in model.moves for c in move.costs}
+    found = {c for node in model.nodes for c in node.time} | {c for reshard in model.reshards for c in reshard.costs}
     return sorted(found - {EXPOSED})
 
 

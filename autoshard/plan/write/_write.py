@@ -175,7 +175,7 @@ def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, A
             "calibration": model.compute.calibration.hash(),
             "nodes": len(model.nodes),
             "alternatives": int(np.sum([len(n.states) for n in model.nodes])),
-            "edges": len(model.moves),
+            "edges": len(model.reshards),
         }
         | dict(more)
         | ({"lifted_constraints": str(lifted)} if (lifted := model.program.lifted) else {})

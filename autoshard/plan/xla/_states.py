@@ -267,10 +267,10 @@ def waves(
         local = local * parts[groups]
         add("all-reduce", only(groups, gathering, Emitted.SUM), itemsize)
         add("all-gather", groups ^ only(groups, gathering, Emitted.SUM), itemsize)
-    moves = np.where(whole, 0, mask(moved))
-    add("all-to-all", np.where(joint, moves, 0), itemsize)
+    reshards = np.where(whole, 0, mask(moved))
+    add("all-to-all", np.where(joint, reshards, 0), itemsize)
     for axis in range(count):
-        add("all-to-all", np.where(joint, 0, moves & 1 << axis), itemsize)
+        add("all-to-all", np.where(joint, 0, reshards & 1 << axis), itemsize)
     return found
 
 

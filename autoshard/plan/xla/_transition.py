@@ -145,10 +145,10 @@ def _sum(rules, f, t, last, minor, local, item, steps):
 def _tangled(f, t, moved, gathered):
     """Whether a pair gathers everything, whether its moves are one, and axes (as bits) that need a permute."""
     axes = len(f)
-    shares, together, swaps, moves, several = False, True, 0, 0, 0
+    shares, together, swaps, reshards, several = False, True, 0, 0, 0
     for a in range(axes):
         here = (moved >> a & 1) == 1
-        moves += here
+        reshards += here
         several += here or (gathered >> a & 1) == 1
         for b in range(axes):
             if a == b:
@@ -161,7 +161,7 @@ def _tangled(f, t, moved, gathered):
             if b > a and f[b] >= 0 and f[b] == t[b] and (same_from or same_to):
                 if here or gathered >> a & 1 or (f[a] <= WHOLE and t[a] >= 0):
                     swaps |= 1 << a
-    joint = together and moves > 1 and gathered == 0
+    joint = together and reshards > 1 and gathered == 0
     return shares and several > 1 and not joint, joint, swaps
 
 
@@ -207,11 +207,11 @@ def _steps(rules, f, t, dims, minor, local, sizes, steps):
         kind = REDUCE if rules.gathering[group] == AS_SUM else GATHER
         count = _add(steps, count, place + 2 * turn + (kind == GATHER), kind, group, local * sizes.item)
     place += 2 * (dims + axes)
-    moves = 0 if whole else moved
+    reshards = 0 if whole else moved
     if joint:
-        return _add(steps, count, place, EXCHANGE, moves, local * sizes.item)
-    for axis in range(axes if moves else 0):
-        count = _add(steps, count, place + 1 + axis, EXCHANGE, moves & 1 << axis, local * sizes.item)
+        return _add(steps, count, place, EXCHANGE, reshards, local * sizes.item)
+    for axis in range(axes if reshards else 0):
+        count = _add(steps, count, place + 1 + axis, EXCHANGE, reshards & 1 << axis, local * sizes.item)
     return count
 
 

@@ -41,7 +41,7 @@ def test_problem_and_judgement_agree_on_any_choice(name: str, topology: str, mes
     limit = 1 << 20  # small: so that large tensors get copies with memory of their own
     model = made.model(name, topology, mesh, limit)
     rng = np.random.default_rng(0)
-    rounding = 0.5e-12 * (len(model.nodes) + len(model.moves)) + 1e-15
+    rounding = 0.5e-12 * (len(model.nodes) + len(model.reshards)) + 1e-15
     for _ in range(12):
         weights = random_weights(model, rng)
         problem = build_problem(model, weights, limit)
@@ -75,10 +75,10 @@ def test_a_forbidden_pair_is_refused() -> None:
     model = made.model("wide mlp", "v5e:4x4", "data=4,model=4", 1 << 20)
     rng = np.random.default_rng(0)
     choices = made.random_choices(model, rng)
-    move = next(m for m in model.moves if m.forbidden is not None)
-    row = move.rows[choices[move.source]]
-    assert move.forbidden is not None
-    choices[move.target] = np.flatnonzero(move.forbidden[row][move.columns])[0]
+    reshard = next(m for m in model.reshards if m.forbidden is not None)
+    row = reshard.rows[choices[reshard.source]]
+    assert reshard.forbidden is not None
+    choices[reshard.target] = np.flatnonzero(reshard.forbidden[row][reshard.columns])[0]
     with pytest.raises(ValueError, match="a pair of alternatives that is not allowed"):
         evaluate(model, choices)
     problem = build_problem(model, even_weights(model), None)
@@ -122,11 +122,11 @@ def test_arguments_and_results_have_even_alternatives_only(name: str) -> None:
 def test_whole_choices_communicate_nothing_and_hold_everything() -> None:
     model = made.model("mlp", "cpu:8", "data=4,model=2")
     choices = np.array([int(np.flatnonzero((n.states == WHOLE).all(axis=1))[0]) for n in model.nodes])
-    for move in model.moves:
-        if move.forbidden is not None:
-            row = move.rows[choices[move.source]]
-            open_to = np.flatnonzero(~move.forbidden[row][move.columns])
-            choices[move.target] = next(c for c in open_to if (model.nodes[move.target].states[c] == WHOLE).all())
+    for reshard in model.reshards:
+        if reshard.forbidden is not None:
+            row = reshard.rows[choices[reshard.source]]
+            open_to = np.flatnonzero(~reshard.forbidden[row][reshard.columns])
+            choices[reshard.target] = next(c for c in open_to if (model.nodes[reshard.target].states[c] == WHOLE).all())
     outcome = evaluate(model, choices)
     assert outcome.collectives == () and outcome.comm_s == 0.0
     state = sum(
@@ -167,12 +167,12 @@ def brute_force(model: Model, limit: int) -> float:
             channels[channel] += seconds[choices]
         for term in node.memory:
             held[term.start : term.stop] += term.usage[choices]
-    for move in model.moves:
-        rows, columns = move.rows[grid[move.source]], move.columns[grid[move.target]]
-        for channel, seconds in move.costs.items():
-            channels[channel] += seconds[rows, columns] * move.trips
-        if move.forbidden is not None:
-            allowed &= ~move.forbidden[rows, columns]
+    for reshard in model.reshards:
+        rows, columns = reshard.rows[grid[reshard.source]], reshard.columns[grid[reshard.target]]
+        for channel, seconds in reshard.costs.items():
+            channels[channel] += seconds[rows, columns] * reshard.trips
+        if reshard.forbidden is not None:
+            allowed &= ~reshard.forbidden[rows, columns]
     allowed &= held.max(axis=0) + model.fixed_bytes <= limit
     blocks = {block for block, _ in channels if (block, _) != EXPOSED}
     total = channels[EXPOSED] + sum(np.max([s for c, s in channels.items() if c[0] == b], axis=0) for b in blocks)
@@ -199,6 +199,6 @@ def test_search_finds_what_trying_everything_finds(name: str, topology: str, mes
     best = brute_force(model, limit)
     found = search(model, [], Limits(limit, 20.0, 0), lambda line: None)
     assert found.best.outcome.peak_bytes <= limit
-    rounding = 0.5e-12 * (len(model.nodes) + len(model.moves))
+    rounding = 0.5e-12 * (len(model.nodes) + len(model.reshards))
     assert found.bound_s <= best + rounding
     assert found.best.outcome.step_time_s == pytest.approx(best, abs=rounding)

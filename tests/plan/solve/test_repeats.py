@@ -51,7 +51,7 @@ def test_shared_choices_are_choices_of_the_whole(pattern: str) -> None:
         choices = np.array([rng.integers(len(node.states)) for node in repeats.nodes])
         tied = evaluate(build_problem(repeats, weights, LIMIT), choices)
         untied = evaluate(build_problem(whole, weights, LIMIT), repeats.whole(choices))
-        assert tied.cost == pytest.approx(untied.cost, abs=len(whole.nodes) + len(whole.moves))
+        assert tied.cost == pytest.approx(untied.cost, abs=len(whole.nodes) + len(whole.reshards))
         assert tied.peak_usage == untied.peak_usage
         assert (repeats.part(repeats.whole(choices)) == choices).all()
 
@@ -73,7 +73,7 @@ def test_more_layers_are_no_more_decisions() -> None:
     few, many = model(8), model(16)
     assert len(many.nodes) > 1.7 * len(few.nodes)
     assert len(shared(few).nodes) == len(shared(many).nodes)
-    assert len(shared(few).moves) == len(shared(many).moves)
+    assert len(shared(few).reshards) == len(shared(many).reshards)
 
 
 def test_names_do_not_matter() -> None:
