@@ -1,5 +1,6 @@
 """What a chip file may say: figures of the right kind and of a size that chips have, and shapes that exist."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -123,7 +124,8 @@ def _may_lack(data: Mapping[str, Any], name: str) -> bool:
 
 def _check_peaks(peaks: Mapping[str, Any], dtypes: Sequence[str], origin: str) -> None:
     if set(peaks) != set(dtypes):
-        raise UserError(f"chip file {origin}: peak_flops_per_s has {', '.join(peaks)}, expected {', '.join(dtypes)}")
+        found = ", ".join(peaks) or "nothing"
+        raise UserError(f"chip file {origin}: peak_flops_per_s has {found}, expected {', '.join(dtypes)}")
     least, most = _PEAKS
     for dtype, peak in peaks.items():
         within = _number(peak) and least <= peak <= most
@@ -142,11 +144,23 @@ def _check_shapes(data: Mapping[str, Any], origin: str) -> None:
         return
     _expect(dims in (2, 3), origin, "torus_dims", dims, "2 or 3 on a TPU")
     _expect(bool(shapes), origin, "small_shapes", shapes, "one shape at least on a TPU")
+    for shape in shapes:
+        name, most = "a shape of small_shapes", data["max_chips"]
+        _expect(math.prod(shape) <= most, origin, name, shape, f"at most {most} chips, the max_chips")
+        _expect(tuple(shape) == in_order(shape), origin, name, shape, f"{list(in_order(shape))}, as it is looked up")
     _expect(bool(data["device_kinds"]), origin, "device_kinds", [], "what JAX's device_kind says of a TPU")
     edge, rule = data["cube_edge"], data["wrap_rule"]
+    _expect(not edge or dims == 3, origin, "cube_edge", edge, "0 on a torus of 2 dims")
     cubes = f"cubes of {edge}" if edge else "length N, for axes of N chips"
     right = rule == cubes if edge else re.fullmatch(r"length [1-9][0-9]*", rule) is not None
     _expect(right, origin, "wrap_rule", rule, f"{cubes!r} with a cube_edge of {edge}")
+
+
+def in_order(shape: Sequence[int]) -> tuple[int, ...]:
+    """A TPU's shape as its sizes are written: ascending, but in 3 dims with those of 1 last (`2x2x1`)."""
+    if len(shape) < 3:
+        return tuple(sorted(shape))
+    return tuple(sorted(size for size in shape if size > 1)) + (1,) * list(shape).count(1)
 
 
 def _is_shape(shape: object, dims: int) -> bool:

@@ -10,6 +10,7 @@ import pathlib
 import re
 
 from autoshard.cost._chip import Chip, load_chip
+from autoshard.cost._chip_check import in_order
 from autoshard.errors import UserError
 
 
@@ -225,10 +226,7 @@ def _check_tpu_shape(chip: Chip, shape: tuple[int, ...]) -> tuple[int, ...]:
     while len(ordered) > chip.torus_dims and 1 in ordered:
         position = len(ordered) - 1 - ordered[::-1].index(1)
         ordered = ordered[:position] + ordered[position + 1 :]
-    ordered = tuple(sorted(ordered))
-    # The smallest 3-D shapes are written with the unit axis last (2x2x1).
-    if len(ordered) == 3:
-        ordered = tuple(size for size in ordered if size > 1) + (1,) * ordered.count(1)
+    ordered = in_order(ordered)
     if ordered in chip.small_shapes:
         return ordered
     edge = chip.cube_edge
