@@ -200,7 +200,7 @@ def _passage(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> Pass
     row = int(reshard.rows[int(choices[reshard.source])])
     column = int(reshard.columns[int(choices[reshard.target])])
     if reshard.forbidden is not None and reshard.forbidden[row, column]:
-        raise ValueError(f"nodes {move.source} and {move.target} take a pair of alternatives that is not allowed")
+        raise ValueError(f"nodes {reshard.source} and {reshard.target} take a pair of alternatives that is not allowed")
     path = reshard.path
     ends = (path.held[row], path.kept[row], path.source[row], path.target[column])
     sizes = (path.shape, path.factors, path.itemsize, path.reduce_itemsize, path.collected)

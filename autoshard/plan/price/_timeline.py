@@ -94,10 +94,12 @@ def _collectives(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
     for reshard in model.reshards:
         moment = reshard.op if reshard.op >= 0 else _moment(model, reshard.source, reshard.block)
         if again := relayout_seconds(model, reshard, choices):
-            jobs.append((moment, 0, reshard.block, "compute", f"layout of {move_cause(model, move, named)}", again))
+            jobs.append(
+                (moment, 0, reshard.block, "compute", f"layout of {reshard_cause(model, reshard, named)}", again)
+            )
         for kind, axes, size, seconds in reshard_steps(model, reshard, choices):
             where = lanes(model.collectives, link_of, Overlap(reshard.overlap), kind, axes, size, reshard.block)
-            name = f"{kind} over {', '.join(axes)}: {move_cause(model, move, named)}"
+            name = f"{kind} over {', '.join(axes)}: {reshard_cause(model, reshard, named)}"
             for (_, lane), share in sorted(where.items()):
                 jobs.append((moment, 0, reshard.block, lane, name, seconds * share * reshard.trips))
     return jobs

@@ -5,9 +5,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from autoshard.exec.refine import _refine, refine
-
 from autoshard.cost import Bill, Judge
+from autoshard.exec import refine
+from autoshard.exec.learn import _refine
 from autoshard.exec.learn._judge import Seen
 from autoshard.plan import Plan, plan_bills
 from autoshard.program import Program

@@ -10,13 +10,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from autoshard.exec.compile import _libtpu as room
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
 from autoshard.exec import Verdict, compile_figures, compile_lines, compile_plan
 from autoshard.exec.hlo._collectives import plan_mesh, read_collectives
 from autoshard.exec.hlo._unforeseen import unforeseen
+from autoshard.exec.tpu import _libtpu as room
 from autoshard.exec.tpu._compile import report
 from autoshard.exec.tpu._libtpu import Compiled, libtpu_topology, parse_out_of_memory
 from autoshard.plan import Collective, Plan
