@@ -44,8 +44,8 @@ def measure(kind: str, layers: int, topology: str, chips: int) -> dict[str, Any]
     from jax_case import train_program
     from jax_layers import layered
 
-    from autoshard.plan import Options
-    from autoshard.plan.solve import _repeats, make_plan
+    from autoshard.plan import Options, make_plan
+    from autoshard.plan.solve import _repeats
 
     if kind == "unshared":
         _repeats.WORTHWHILE = 0.0

@@ -4,7 +4,8 @@ import pytest
 from rich.console import Console
 
 from autoshard.cost import load_calibration
-from autoshard.exec import Seen, _refine, refine
+from autoshard.exec import Seen, refine
+from autoshard.exec.learn import _refine
 from autoshard.report import refinement_report
 from tests.exec.learn.refine_checks import MadeUpJudge
 from tests.plan import programs

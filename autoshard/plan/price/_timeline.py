@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from autoshard.plan.model._model import EXPOSED, Model, link_names
 from autoshard.plan.model._overlap import Overlap, lanes
-from autoshard.plan.price._predict import cluster_names, memory_events, relayout_seconds, reshard_steps
+from autoshard.plan.price._predict import cluster_names, memory_events, relayout_seconds, reshard_cause, reshard_steps
 from autoshard.plan.record._parts import Span, Timeline
 
 

@@ -14,7 +14,8 @@ import pytest
 import autoshard
 from autoshard.cost import Bill, Database, Topology, compiler_version, load_calibration
 from autoshard.errors import UserError
-from autoshard.exec import Seen, Verdict, _judge, _refine, refine, refinement_figures
+from autoshard.exec import Seen, Verdict, refine, refinement_figures
+from autoshard.exec.learn import _judge, _refine
 from autoshard.exec.learn._judge import CompileJudge, MeasureJudge, judge_of
 from autoshard.plan import Options, make_plan, plan_digest
 from tests.exec.learn.refine_checks import MadeUpJudge

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.exec import CollectiveTime, CompiledCollective, _trace, measure, measurement_figures, read_collectives
+from autoshard.exec import CollectiveTime, CompiledCollective, measure, measurement_figures, read_collectives
 from autoshard.exec.devices._xspace import events_in
+from autoshard.exec.run import _trace
 from autoshard.exec.run._trace import Ran, collective_times
 from autoshard.program import Program
 from tests.exec import planned_programs as made

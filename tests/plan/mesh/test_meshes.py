@@ -22,9 +22,9 @@ from autoshard.plan.price._task import Task
 from autoshard.plan.record._store import plan_to_json
 from autoshard.plan.solve._search import Climb
 from autoshard.program import trace
+from tests.base.test_crew import nap, wait_for_helpers
 from tests.graph.programs import f32
 from tests.plan import programs as made
-from tests.test_crew import nap, wait_for_helpers
 
 
 CASES = [("mlp", "cpu:8"), ("wide mlp", "v5e:4x4"), ("decoder", "v5e:2x4"), ("mlp", "v5p:2x2x2*2")]

@@ -9,10 +9,10 @@ import pytest
 from jax_case import train_program
 from jax_layers import layered
 
-from autoshard.plan import Options
+from autoshard.plan import Options, make_plan, read_asked
 from autoshard.plan.model._baselines import baselines
 from autoshard.plan.model._model import Model
-from autoshard.plan.solve import _repeats, make_plan, read_asked
+from autoshard.plan.solve import _repeats
 from autoshard.plan.solve._build import build_network, build_problem, kept_of
 from autoshard.plan.solve._repeats import Repeats, find_repeats
 from autoshard.plan.solve._solve import Terms, solve_tied, solve_within
