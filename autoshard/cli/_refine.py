@@ -3,7 +3,14 @@
 import argparse
 from typing import TextIO
 
-from autoshard.cli._input import check_writable, need_no_accelerator, open_program, said_options, start_devices
+from autoshard.cli._input import (
+    check_writable,
+    need_no_accelerator,
+    open_program,
+    plan_options,
+    said_options,
+    start_devices,
+)
 from autoshard.cli._output import print_json, print_rich, show_progress
 
 
@@ -21,6 +28,7 @@ def run_refine(arguments: argparse.Namespace, answer: TextIO) -> int:
     from autoshard.report import refinement_report
 
     options = said_options(arguments)
+    plan_options(arguments)  # refuses what cannot be before anything is traced
     judging = {name: getattr(arguments, name) for name in ("judge", "plans", "rounds", "steps", "compile_limit")}
     with show_progress(arguments) as progress:
         program = open_program(arguments, progress, arguments.topology)

@@ -353,7 +353,12 @@ def test_plans_of_baselines_are_written_when_asked_for_and_once(monkeypatch: pyt
 
     written = []
     original = _write.Writer.write
-    monkeypatch.setattr(_write.Writer, "write", lambda self, each: written.append(each.name) or original(self, each))
+
+    def write(self: _write.Writer, each: Any, *more: Any) -> Any:
+        written.append(each.name)
+        return original(self, each, *more)
+
+    monkeypatch.setattr(_write.Writer, "write", write)
     result = make_plan(made.program("mlp"), Options(topology="cpu:8", mesh="data=4,model=2"))
     assert written == ["plan"] and list(result.baseline_plans) == list(result.plan.baselines)
     name, prediction = next(iter(result.plan.baselines.items()))
