@@ -30,13 +30,28 @@ def collect_seldom() -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
+_living: dict[int, float] = {}
+"""Seconds of processor that children which go on have said to have taken, by their process id."""
+
+
 def processor_seconds() -> float:
-    """Seconds of processor that this process has taken, and its children that have ended.
+    """Seconds of processor that this process has taken, its children that have ended, and others as far as they said.
 
     A machine that stands still, or works for others, does not make it go on.
     """
     ended = os.times()
-    return time.process_time() + ended.children_user + ended.children_system
+    said = sum(list(_living.values()))
+    return time.process_time() + ended.children_user + ended.children_system + said
+
+
+def count_living(child: int, seconds: float) -> None:
+    """From now on `processor_seconds` counts these, all that the child with that process id has taken so far."""
+    _living[child] = seconds
+
+
+def count_ended(child: int) -> None:
+    """That child has been waited for: the system counts it now."""
+    _living.pop(child, None)
 
 
 def cores() -> int:

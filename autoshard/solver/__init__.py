@@ -6,12 +6,12 @@ from ._contest import read_contest as read_contest
 from ._contest import write_contest as write_contest
 from ._evaluate import Evaluation as Evaluation
 from ._evaluate import evaluate as evaluate
+from ._narrow import narrow as narrow
 from ._network import Link as Link
 from ._network import Messages as Messages
 from ._network import Narrowed as Narrowed
 from ._network import Network as Network
 from ._network import Term as Term
-from ._network import narrow as narrow
 from ._problem import FORBIDDEN as FORBIDDEN
 from ._problem import Problem as Problem
 from ._solution import Solution as Solution

@@ -78,11 +78,7 @@ def run_solve(
         print(json.dumps({**record, **figures}), flush=True)
     else:
         print("[" + ", ".join(map(str, choices)) + "]", flush=True)
-    if stop.is_set():
-        # An exact solve may still run on a thread, and would hold up a normal exit.
-        sys.stderr.flush()
-        os._exit(0)
-    return 0 if feasible else 1
+    return 0 if feasible or stop.is_set() else 1
 
 
 def _age() -> float:

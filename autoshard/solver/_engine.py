@@ -209,7 +209,7 @@ class Engine:
                 if self._over():
                     return False
                 self._turn()
-        worker.give(job)
+        worker.start(job)
         turns = 0
         while not worker.done() if self.iterations is None else turns < 10:
             if self.iterations is None and self._over():
@@ -219,9 +219,7 @@ class Engine:
             else:
                 self._turn()
             turns += 1
-        answer = worker.answer()
-        if answer is None:
-            raise RuntimeError("the process for exact solves ended unexpectedly")
+        answer: Answer = worker.answer()
         self.solves.append((answer.entries, round(answer.seconds, 1), answer.finished, answer.proves))
         if answer.chosen is not None:
             self.climber.start(answer.chosen)

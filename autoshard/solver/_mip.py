@@ -1,5 +1,7 @@
 """The reduced graph as a mixed integer program for HiGHS, built in arrays; memory rows are added where they are broken.
 
+Solved in processes of our own only: see `_exact` and `_worker`.
+
 Local polytope (Schlesinger 1976; Werner, PAMI 29, 2007): binaries per alternative, a continuous variable per allowed
 pair of row class and column class of an edge (equal rows and equal columns share one).
 """

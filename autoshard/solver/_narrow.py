@@ -5,11 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ._dual import Dual
 from ._flat import Flat, Floats
 from ._graph import Ints
 from ._network import Messages, Narrowed, Network
-from ._search import profile
 
 
 _TURNS = 60
@@ -25,8 +23,16 @@ _CLOSED = 1e17
 """Costs from here on are not allowed."""
 
 
-def narrow(network: Network, hint: Ints | None, start: Messages | None, enough: float) -> Narrowed:
-    """See `autoshard.solver.narrow`."""
+def narrow(
+    network: Network, hint: Ints | None = None, start: Messages | None = None, enough: float = math.inf
+) -> Narrowed:
+    """Leaves out alternatives with which no choices can be as good as the best met (`hint` among them).
+
+    Message passing bounds from below what every alternative costs; the gap to the best choices decides. Costs may be
+    rounded to whole picoseconds afterwards: what could be better by that is kept. `start` are messages of a network
+    with the same links and other costs; they save most of the work if the costs are alike. A bound of `enough` ends
+    it: then nothing more is left out.
+    """
     kept = [np.flatnonzero(cost < _CLOSED) for cost in network.costs]
     reachable = _reachable(network, kept)
     if reachable is None:
@@ -62,13 +68,20 @@ def narrow(network: Network, hint: Ints | None, start: Messages | None, enough: 
     return Narrowed(tuple(state.kept), bound, best, complete, messages)
 
 
+def _dual(flat: Flat):
+    # Imported here, as below: the kernels bring numba, which most problems never need.
+    from ._dual import Dual
+
+    return Dual(flat)
+
+
 class _State:
     """The network without what is gone, as flat arrays, and the messages on it."""
 
     def __init__(self, network: Network, kept: list[Ints]):
         self.network, self.kept, self._cut = network, kept, False
         self.flat = _pack(network, kept)
-        self.dual = Dual(self.flat)
+        self.dual = _dual(self.flat)
 
     def begin(self, start: Messages) -> None:
         """Takes over messages of a network with the same links that has all of these alternatives."""
@@ -101,6 +114,8 @@ class _State:
 
     def offer(self, choices: Ints, best: Ints | None, upper: float) -> tuple[Ints | None, float]:
         """The better of two choices of the whole network, and its cost; those that exceed memory are of no use."""
+        from ._search import profile
+
         pairs = list(zip(self.kept, choices.tolist(), strict=True))
         places = np.array([np.searchsorted(mine, c) for mine, c in pairs], dtype=np.int64)
         if any(place >= len(mine) or mine[place] != c for place, (mine, c) in zip(places.tolist(), pairs, strict=True)):
@@ -144,7 +159,7 @@ class _State:
         values = [message[places[node]] for message, node in zip(self.dual.messages(), near, strict=True)]
         self.kept, self._cut, old = reachable, True, self.dual
         self.flat = _pack(self.network, reachable)
-        self.dual = Dual(self.flat)
+        self.dual = _dual(self.flat)
         self.dual.begin(values, old)
 
 

@@ -1,11 +1,10 @@
-"""A problem in short, and leaving out of it what a bound proves useless before it is written out in full.
+"""A problem in short, and what is left of it once what a bound proves useless is left out.
 
 The edges of a `Network` share tables between alternatives and between one another, so that it is small where the
 tables [alternatives x alternatives] of the `Problem` would not be.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -72,21 +71,5 @@ class Narrowed:
     """The best choices met that keep memory, as alternatives of the whole network; they are among those left."""
     complete: bool
     """Everything left out costs more than `choices`; False when more had to go to keep the rest small."""
-    messages: "Messages | None" = None
+    messages: Messages | None = None
     """To begin with on a network with the same links."""
-
-
-def narrow(
-    network: Network, hint: Ints | None = None, start: Messages | None = None, enough: float = math.inf
-) -> Narrowed:
-    """Leaves out alternatives with which no choices can be as good as the best met (`hint` among them).
-
-    Message passing bounds from below what every alternative costs; the gap to the best choices decides. Costs may be
-    rounded to whole picoseconds afterwards: what could be better by that is kept. `start` are messages of a network
-    with the same links and other costs; they save most of the work if the costs are alike. A bound of `enough` ends
-    it: then nothing more is left out.
-    """
-    # Imported here: the kernels bring numba, which most problems never need.
-    from ._narrow import narrow as run
-
-    return run(network, hint, start, enough)

@@ -13,12 +13,12 @@ from ..errors import UserError
 from ._clock import Clock
 from ._eliminate import Elimination
 from ._evaluate import evaluate
+from ._exact import Exact, solve_apart
 from ._graph import EXACT, Graph, InfeasibleGraph, Ints, OverLimit, build, most_usage, spread, table_entries
-from ._mip import solve_mip, usage_profile
+from ._mip import usage_profile
 from ._problem import FORBIDDEN, Problem
 from ._reduce import reduce
 from ._solution import Solution, Status
-from ._task import Task
 from ._validate import validate
 
 
@@ -154,19 +154,16 @@ class _Solve:
         if table_entries(graph) <= _SMALL:
             cap = (0.3 if self.iterations is None else 1.0) * (self.deadline - self.clock())
             cutoff = None if self.cost is None else self.cost - graph.offset
-            task = Task(
-                lambda: solve_mip(
-                    graph,
-                    deadline=self.clock() + cap,
-                    clock=self.clock,
-                    seed=self.seed,
-                    threads=1,
-                    cutoff=cutoff,
-                    times=times,
-                    nodes=None if self.iterations is None else 5000,
-                )
+            job = Exact(
+                graph,
+                deadline=self.clock() + cap,
+                clock=self.clock,
+                seed=self.seed,
+                cutoff=cutoff,
+                times=times,
+                nodes=None if self.iterations is None else 5000,
             )
-            result = task.result(self.due)
+            result = solve_apart(job, self.due)
             if result is None:
                 return False
             if result.choices is not None:
@@ -265,6 +262,11 @@ class _Solve:
                     low = middle
                 else:
                     choices, high = found, evaluate(self.problem, found).peak_usage
+        if not proven:
+            # The time was up before any were found, and costs aside some are.
+            self.offer(choices)
+            if self.best is not None:
+                return self.finish(Status.FEASIBLE)
         return self.without(choices, proven)
 
     def without(self, choices: Ints, proven: bool) -> Solution:

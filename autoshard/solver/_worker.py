@@ -1,18 +1,11 @@
-"""Exact solves of restricted problems in a process of their own: it can be ended at once, and holds nothing up.
-
-Pickled jobs come in on its stdin, pickled answers go out on its stdout.
-"""
+"""Exact solves of restricted problems, one after the other, in a process beside the search."""
 
 import dataclasses
 import math
-import os
-import pickle
-import sys
-import threading
 
 import numpy as np
 
-from ..base.process import start_python
+from ._apart import Apart, serve
 from ._clock import Clock
 from ._flat import Flat
 from ._graph import Graph, Ints
@@ -55,60 +48,16 @@ class Answer:
     seconds: float
 
 
-class Worker:
-    """The process, and the thread that waits for its answer."""
+class Worker(Apart):
+    """The process; its jobs are about parts of one graph."""
 
     def __init__(self, graph: Graph, names: list[int], flat: Flat):
-        self._process = start_python(__name__)
-        self._answer: Answer | None = None
-        self._thread: threading.Thread | None = None
-        self._first: tuple | None = (graph, names, flat)
+        super().__init__(__name__)
+        self._first: list[object] = [(graph, names, flat)]
 
-    def give(self, job: Job) -> None:
-        self._answer = None
-
-        def work() -> None:
-            pipe = self._process.stdin
-            source = self._process.stdout
-            assert pipe is not None and source is not None
-            try:
-                if self._first is not None:
-                    pickle.dump(self._first, pipe, protocol=5)
-                    self._first = None
-                pickle.dump(job, pipe, protocol=5)
-                pipe.flush()
-                self._answer = pickle.load(source)
-            except (OSError, EOFError, pickle.UnpicklingError):
-                self._answer = None
-
-        self._thread = threading.Thread(target=work, daemon=True)
-        self._thread.start()
-
-    def done(self) -> bool:
-        return self._thread is not None and not self._thread.is_alive()
-
-    def wait(self, seconds: float) -> None:
-        if self._thread is not None:
-            self._thread.join(seconds)
-
-    def answer(self) -> Answer | None:
-        """The answer, waited for; None when the process died (out of memory, say)."""
-        while not self.done():
-            assert self._thread is not None
-            self._thread.join(0.1)
-        return self._answer
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        if self._thread is not None:
-            self._thread.join(1.0)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except BrokenPipeError:
-                    continue
+    def start(self, job: Job) -> None:
+        self.give([*self._first, job])
+        self._first = []
 
 
 class _Sizer:
@@ -220,19 +169,16 @@ def _do(sizer: _Sizer, graph: Graph, names: list[int], job: Job) -> Answer:
     return Answer(chosen, bound, finished, exact, small.proves, small.size, job.clock() - tick)
 
 
+class _Server:
+    def begin(self, first: tuple[Graph, list[int], Flat]) -> None:
+        self.graph, self.names, flat = first
+        self.sizer = _Sizer(self.graph, self.names, flat)
+
+    def do(self, job: Job) -> Answer:
+        return _do(self.sizer, self.graph, self.names, job)
+
+
 def main() -> None:
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    graph, names, flat = pickle.load(source)
-    sizer = _Sizer(graph, names, flat)
-    while True:
-        try:
-            job = pickle.load(source)
-        except EOFError:
-            return
-        answer = _do(sizer, graph, names, job)
-        try:
-            pickle.dump(answer, sink, protocol=5)
-            sink.flush()
-        except BrokenPipeError:
-            # Nobody waits for it any more; stdout is closed for good, so that leaving does not try to flush it.
-            os._exit(0)
+    """The process."""
+    server = _Server()
+    serve(server.do, server.begin)

@@ -1,0 +1,115 @@
+"""A process of our own that answers one job at a time: it can be ended at once, and holds nothing up.
+
+Jobs and answers are pickled over its pipes. What it imports is not imported here.
+"""
+
+import contextlib
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..base.process import count_ended, count_living, processor_seconds, start_python
+
+
+class Apart:
+    """The process that runs a module's `main`, which calls `serve`, and the thread that waits for its answer."""
+
+    def __init__(self, module: str):
+        self._process = start_python(module)
+        self._outcome: tuple[Any, Exception | None] | None = None
+        self._thread: threading.Thread | None = None
+
+    def give(self, messages: Iterable[object]) -> None:
+        """Sends all of these; the last is the one that is answered. No answer may be due."""
+        self._outcome = None
+
+        def work() -> None:
+            pipe, source = self._process.stdin, self._process.stdout
+            assert pipe is not None and source is not None
+            try:
+                for message in messages:
+                    pickle.dump(message, pipe, protocol=5)
+                pipe.flush()
+                value, error, worked = pickle.load(source)
+            except (OSError, EOFError, pickle.UnpicklingError):
+                return
+            except Exception as error:
+                self._outcome = None, error
+                return
+            count_living(self._process.pid, worked)
+            self._outcome = value, error
+
+        self._thread = threading.Thread(target=work, daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        return self._thread is not None and not self._thread.is_alive()
+
+    def wait(self, seconds: float) -> None:
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def answer(self) -> Any:
+        """The answer, waited for. Raises what the job raised; `RuntimeError` if the process died (of memory, say)."""
+        while not self.done():
+            # Short waits, so that signals are handled.
+            self.wait(0.1)
+        if self._outcome is None:
+            raise RuntimeError("the process for exact solves ended unexpectedly")
+        value, error = self._outcome
+        if error is not None:
+            raise error
+        return value
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        if self._thread is not None:
+            self._thread.join(1.0)
+        count_ended(self._process.pid)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+def serve(do: Callable[[Any], Any], setup: Callable[[Any], None] | None = None) -> None:
+    """Answers what comes in on stdin with what `do` makes of it, until stdin ends; `setup` gets the first message.
+
+    The end of stdin ends the process in the middle of a job too: nobody is left who waits for it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it is interrupted, and ends it
+    sink = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever libraries print goes to stderr
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(inbox,), daemon=True).start()
+    if setup is not None:
+        setup(inbox.get())
+    while True:
+        job = inbox.get()
+        value, failed = None, None
+        try:
+            value = do(job)
+        except Exception as error:
+            failed = error
+        try:
+            pickle.dump((value, failed, processor_seconds()), sink, protocol=5)
+            sink.flush()
+        except BrokenPipeError:
+            os._exit(0)
+
+
+def _listen(inbox: "queue.SimpleQueue[Any]") -> None:
+    while True:
+        try:
+            inbox.put(pickle.load(sys.stdin.buffer))
+        except EOFError:
+            os._exit(0)
+        except Exception as error:
+            print(f"autoshard: the process for exact solves cannot read its work: {error}", file=sys.stderr, flush=True)
+            os._exit(1)

@@ -1,0 +1,107 @@
+"""Exact solves of whole problems, in a process that is kept for the next one.
+
+Never in the user's own: highspy and OR-Tools each bring a HiGHS of their own version as a shared library, and whichever
+of the two packages a process imports second fails to load (undefined symbols).
+"""
+
+import atexit
+import dataclasses
+import math
+import os
+import time
+
+from ._apart import Apart, serve
+from ._clock import Clock, Due, processor_seconds
+from ._graph import Graph
+from ._mip import MipResult, solve_mip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exact:
+    """What `solve_mip` is to do."""
+
+    graph: Graph
+    deadline: float
+    """By `clock`."""
+    clock: Clock
+    seed: int
+    cutoff: float | None
+    times: list[int]
+    nodes: int | None
+
+
+_HANDED: tuple[Clock, ...] = (time.monotonic, processor_seconds)
+"""Clocks that tell in another process what they tell here."""
+_idle: list[tuple[int, Apart]] = []
+"""(the process that started it, one that has nothing to do); hardly ever more than one."""
+
+
+def solve_apart(job: Exact, due: Due) -> MipResult | None:
+    """What `solve_mip` comes to, waited for until `due`; None when that is sooner.
+
+    A clock that only this process knows is looked at while waiting: then nothing is kept of what was found until then.
+    """
+    if due():
+        return None
+    own = job.clock not in _HANDED
+    # The way back to the problem stays here.
+    sent = dataclasses.replace(job, graph=dataclasses.replace(job.graph, undo=[]))
+    if own:
+        sent = dataclasses.replace(sent, clock=time.monotonic, deadline=math.inf)
+    elif job.clock is processor_seconds:
+        # Every process has its own; the one on the wall is the same in all.
+        sent = dataclasses.replace(sent, deadline=job.deadline - job.clock())
+    process, fit = _take(), False
+    try:
+        process.give([sent])
+        while not process.done():
+            if due():
+                return None
+            if own and job.clock() > job.deadline:
+                return MipResult(None, -math.inf, False)
+            process.wait(0.1)
+        result = process.answer()
+        fit = not _idle
+        return result
+    finally:
+        if fit:
+            _idle.append((os.getpid(), process))
+        else:
+            process.end()
+
+
+def _take() -> Apart:
+    """One that waits for work, or else a new one."""
+    try:
+        owner, process = _idle.pop()
+    except IndexError:
+        return Apart(__name__)
+    # After a fork it answers to the process that started it.
+    return process if owner == os.getpid() else Apart(__name__)
+
+
+@atexit.register
+def _end() -> None:
+    while _idle:
+        owner, process = _idle.pop()
+        if owner == os.getpid():
+            process.end()
+
+
+def _do(job: Exact) -> MipResult:
+    began = job.clock() if job.clock is processor_seconds else 0.0
+    return solve_mip(
+        job.graph,
+        deadline=began + job.deadline,
+        clock=job.clock,
+        seed=job.seed,
+        threads=1,
+        cutoff=job.cutoff,
+        times=job.times,
+        nodes=job.nodes,
+    )
+
+
+def main() -> None:
+    """The process."""
+    serve(_do)

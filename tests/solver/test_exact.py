@@ -1,0 +1,175 @@
+"""Exact solves run in a process of their own, and the user's own never loads what clashes with other packages."""
+
+import dataclasses
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from random_problems import make_problem
+from test_clock import LEAST, hard_problem
+
+from autoshard.solver import Problem, Status, evaluate, processor_seconds, solve
+from autoshard.solver import _exact as module
+from autoshard.solver._exact import Exact, solve_apart
+from autoshard.solver._graph import Graph, build
+from autoshard.solver._mip import solve_mip
+
+
+def small_problem() -> Problem:
+    """One that reductions and elimination do not end: memory for some of what every node would like."""
+    return make_problem(*hard_parts(6))
+
+
+def hard_parts(count: int) -> tuple:
+    costs = [[0, 3 + node, 5] for node in range(count)]
+    edges = [(a, b, [7, 2, 1, 2, 7, 3, 1, 3, 7]) for a in range(count) for b in range(a + 1, count)]
+    return costs, edges, [(node, 0, 2, [4, 2, 0]) for node in range(count)], 2 * count
+
+
+def job(graph: Graph, **changes) -> Exact:
+    fields = {"deadline": time.monotonic() + 60, "clock": time.monotonic, "seed": 0, "cutoff": None, "nodes": None}
+    return Exact(graph, times=list(range(len(graph.capacity))), **(fields | changes))
+
+
+def never() -> bool:
+    return False
+
+
+@pytest.fixture
+def none_waits():
+    """No process is left of earlier tests, nor is one for later."""
+    module._end()
+    yield
+    module._end()
+
+
+def run(code: str) -> str:
+    parts = f"COSTS, EDGES, TERMS, LIMIT = {hard_parts(6)!r}\n"
+    before = "import sys\nsys.path.insert(0, 'tests/solver')\n"
+    command = [sys.executable, "-c", parts + before + code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+SOLVE = """
+from random_problems import make_problem
+from autoshard.solver import _solve, solve
+exact = _solve.solve_apart
+def counted(job, due):
+    print("exact")
+    return exact(job, due)
+_solve.solve_apart = counted
+answer = solve(make_problem(COSTS, EDGES, TERMS, LIMIT))
+print(answer.status.name, answer.cost)
+print([m for m in ("highspy", "ortools") if m in sys.modules and not m in BEFORE])
+"""
+
+
+def expected() -> list[str]:
+    answer = solve(small_problem())
+    assert answer.status is Status.OPTIMAL
+    return ["exact", f"OPTIMAL {answer.cost}", "[]"]
+
+
+def test_highspy_is_not_loaded_where_the_user_is():
+    assert run(f"BEFORE = ()\n{SOLVE}").splitlines() == expected()
+
+
+def test_it_is_solved_where_highspy_cannot_be_loaded():
+    barred = "sys.modules['highspy'] = None\nBEFORE = ('highspy',)\n"
+    assert run(f"{barred}{SOLVE}").splitlines() == expected()
+
+
+def test_it_is_solved_after_ortools_was_imported():
+    pytest.importorskip("ortools")
+    before = "from ortools.linear_solver import pywraplp\nBEFORE = ('ortools',)\n"
+    assert run(f"{before}{SOLVE}").splitlines() == expected()
+
+
+def test_ortools_can_be_imported_after_a_solve():
+    pytest.importorskip("ortools")
+    after = "from ortools.linear_solver import pywraplp\nprint(pywraplp.Solver.CreateSolver('GLOP') is not None)"
+    assert run(f"BEFORE = ()\n{SOLVE}{after}").splitlines() == [*expected(), "True"]
+
+
+def test_a_process_is_kept_for_the_next_solve(none_waits):
+    graph = build(small_problem())
+    first = solve_apart(job(graph), never)
+    (_, kept), = module._idle  # fmt: skip
+    again = solve_apart(job(graph), never)
+    assert [process for _, process in module._idle] == [kept]
+    assert first is not None and first == again and first.finished
+    assert first.choices is not None and evaluate(small_problem(), graph.restore(first.choices)).feasible
+
+
+def test_a_process_of_another_is_left_alone(none_waits):
+    graph = build(small_problem())
+    first = solve_apart(job(graph), never)
+    (_, theirs), = module._idle  # fmt: skip
+    module._idle[:] = [(os.getpid() + 1, theirs)]
+    try:
+        assert solve_apart(job(graph), never) == first
+        assert all(process is not theirs for _, process in module._idle)
+        assert theirs._process.poll() is None
+    finally:
+        theirs.end()
+
+
+def test_a_process_is_ended_when_it_is_due(none_waits):
+    looks = itertools.count()
+    assert solve_apart(job(build(hard_problem())), lambda: next(looks) > 3) is None
+    assert not module._idle
+
+
+def test_a_clock_that_only_this_process_knows_ends_a_solve(none_waits):
+    ticks = itertools.count()
+    cut = solve_apart(job(build(hard_problem()), clock=lambda: float(next(ticks)), deadline=3.0), never)
+    assert cut is not None and not cut.finished and cut.choices is None
+    assert not module._idle
+
+
+def test_what_went_wrong_there_is_raised_here(none_waits):
+    graph = build(small_problem())
+    with pytest.raises(ValueError) as here:
+        solve_mip(graph, deadline=1e9, clock=time.monotonic, seed=0, threads=1, cutoff=None, times=[10**6])
+    with pytest.raises(ValueError) as there:
+        solve_apart(dataclasses.replace(job(graph), times=[10**6]), never)
+    assert str(there.value) == str(here.value)
+
+
+def test_a_process_that_dies_is_said_so(none_waits):
+    problem = small_problem()
+    solve(problem)
+    (_, process), = module._idle  # fmt: skip
+    process._process.kill()
+    process._process.wait()
+    with pytest.raises(RuntimeError, match="ended unexpectedly"):
+        solve_apart(job(build(problem)), never)
+    assert solve(problem).status is Status.OPTIMAL
+
+
+def test_work_there_counts_once(none_waits):
+    began = processor_seconds()
+    solve_apart(job(build(small_problem())), never)
+    worked = processor_seconds() - began
+    assert worked > 0.05  # it has imported scipy at least
+    module._end()
+    assert abs(processor_seconds() - began - worked) < 0.5 * worked
+
+
+def test_the_same_answer_twice():
+    choices = [solve(hard_problem(8), iterations=4, hint=LEAST[:8]).choices for _ in range(2)]
+    assert np.array_equal(*choices)
+
+
+def test_feasible_choices_of_a_solve_that_was_ended_are_not_called_infeasible():
+    stop = threading.Event()
+    stop.set()
+    problem = make_problem(*hard_parts(14))
+    cut = solve(problem, stop=stop)
+    assert evaluate(problem, cut.choices).feasible
+    assert cut.status is Status.FEASIBLE and cut.lower_bound <= cut.cost
