@@ -60,7 +60,7 @@ def start_devices(topology: "Topology") -> None:
     """CPU devices are made before anything imports jax; any other devices must be here already."""
     from autoshard.exec import ensure_devices
 
-    if topology.backend == "cpu":
+    if topology.traits.shares_machine:
         need_no_accelerator()
         ensure_devices(topology.num_devices)
         return

@@ -19,7 +19,7 @@ def run_refine(arguments: argparse.Namespace, answer: TextIO) -> int:
     from autoshard.cost import Topology
 
     topology = Topology.parse(arguments.topology)
-    if arguments.judge == "measure" or (arguments.judge is None and topology.backend == "cpu"):
+    if (arguments.judge or topology.traits.judge) == "measure":
         start_devices(topology)
     else:
         need_no_accelerator()

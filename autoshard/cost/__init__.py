@@ -1,5 +1,7 @@
 """What things cost on real machines: chips, topologies, meshes, collectives, compute and their calibration."""
 
+from autoshard.cost._backend import BACKENDS as BACKENDS
+from autoshard.cost._backend import Backend as Backend
 from autoshard.cost._bill import PIPELINED as PIPELINED
 from autoshard.cost._bill import WHOLLY as WHOLLY
 from autoshard.cost._bill import Bill as Bill

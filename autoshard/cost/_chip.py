@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from autoshard.cost._backend import BACKENDS, Backend
 from autoshard.cost._chip_check import check_chip
 from autoshard.errors import UserError
 
@@ -79,6 +80,11 @@ class Chip:
     fused_gathers: str
     compiler_config: str
     sources: Mapping[str, str]
+
+    @property
+    def traits(self) -> Backend:
+        """What sets the chip's backend apart."""
+        return BACKENDS[self.backend]
 
     def __hash__(self) -> int:
         return hash(

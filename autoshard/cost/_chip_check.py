@@ -5,10 +5,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autoshard.cost._backend import BACKENDS
 from autoshard.errors import UserError
 
 
-BACKENDS = ("tpu", "gpu", "cpu")
 BY_FLAG, BY_DEFAULT, NONE = "by flag", "by default", "none"
 """How a compiler comes to do something on a chip."""
 
@@ -118,8 +118,8 @@ def _may_lack(data: Mapping[str, Any], name: str) -> bool:
     if name == "die_link_oneway_bytes_per_s":
         return data["devices_per_chip"] == 1
     if name.startswith("vmem"):
-        return data["backend"] != "tpu"
-    return data["backend"] == "cpu" and ("bytes" in name) and name != "memory_bytes_per_s"
+        return not BACKENDS[data["backend"]].tiled
+    return BACKENDS[data["backend"]].shares_machine and ("bytes" in name) and name != "memory_bytes_per_s"
 
 
 def _check_peaks(peaks: Mapping[str, Any], dtypes: Sequence[str], origin: str) -> None:
@@ -133,7 +133,7 @@ def _check_peaks(peaks: Mapping[str, Any], dtypes: Sequence[str], origin: str) -
 
 
 def _check_shapes(data: Mapping[str, Any], origin: str) -> None:
-    tpu, shapes = data["backend"] == "tpu", data["small_shapes"]
+    tpu, shapes = BACKENDS[data["backend"]].torus, data["small_shapes"]
     dims = data["torus_dims"] if tpu else 1
     of_dims = f"{dims} whole numbers >= 1"
     for shape in shapes:

@@ -27,6 +27,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from autoshard.cost._backend import Scatters
 from autoshard.cost._calibration import Calibration, load_calibration
 from autoshard.cost._layout import Segment
 from autoshard.cost._mesh import Mesh
@@ -76,8 +77,8 @@ class Collectives:
 
     @property
     def can_overlap(self) -> bool:
-        """Whether collectives can run beside compute; devices of a `cpu:N` are threads that share the cores."""
-        return self.mesh.topology.backend != "cpu"
+        """Whether collectives can run beside compute."""
+        return self.mesh.topology.traits.overlaps
 
     def time(self, kind: Kind, axes: tuple[str, ...], size_bytes: ArrayLike) -> NDArray[np.float64]:
         """Seconds of one collective over the group that `axes` span; an array in, an array of that shape out.
@@ -123,16 +124,16 @@ class Collectives:
     def _launch(self, group: tuple[str, ...]) -> float:
         """Seconds before anything moves; the devices of a `cpu:N` arrive one after the other."""
         launch = self.calibration.collective_launch_s
-        if self.mesh.topology.backend == "cpu":
+        if self.mesh.topology.traits.in_turn:
             launch += self.calibration.hop_s * math.prod(self.mesh.axes[axis] for axis in group)
         return launch
 
     def phases(self, kind: Kind) -> int:
         """Times that a collective goes over its group."""
-        return 2 if kind == "all-reduce" and self.mesh.topology.backend != "cpu" else 1
+        return 2 if kind == "all-reduce" and self.mesh.topology.traits.sums_in_two_phases else 1
 
     def _levels_of(self, kind: Kind, group: tuple[str, ...]) -> tuple["_Level", ...]:
-        ring = kind in ("reduce-scatter", "all-reduce") and self.mesh.topology.backend != "cpu"
+        ring = kind in ("reduce-scatter", "all-reduce") and self.mesh.topology.traits.sums_in_two_phases
         base = "all-gather" if ring else kind
         if (base, group) not in self._levels:
             self._levels[base, group] = self._price(base, group)
@@ -176,8 +177,8 @@ class Collectives:
         """
         group = self._group("reduce-scatter", axes)
         topology = self.mesh.topology
-        if topology.backend != "tpu":
-            return "all-reduce" if topology.backend == "cpu" else "reduce-scatter"
+        if topology.traits.scatters is not Scatters.BY_GROUP:
+            return "reduce-scatter" if topology.traits.scatters is Scatters.ALWAYS else "all-reduce"
         between = {segment.kind == "network" for axis in group for segment in self.mesh.segments(axis)}
         if len(between) > 1:
             return "all-reduce"
@@ -193,14 +194,14 @@ class Collectives:
         """
         topology = self.mesh.topology
         n = math.prod(self.mesh.axes[axis] for axis in self._group("all-gather", axes))
-        torus = topology.backend == "tpu" and len(topology.shape) > 2
+        torus = topology.traits.torus and len(topology.shape) > 2
         whole = torus and n == self.mesh.num_devices and n > self.calibration.gather_max_group
         return "all-reduce" if whole else "all-gather"
 
     def widen_dtype(self, dtype: str) -> str:
-        """The dtype in which the backend reduces: CPU turns 16-bit floats into `f32`."""
+        """The dtype in which the backend reduces, see `Backend.sum_dtype`."""
         narrow = dtype.lower() in ("bf16", "bfloat16", "f16", "float16")
-        return "f32" if narrow and self.mesh.topology.backend == "cpu" else dtype
+        return self.mesh.topology.traits.sum_dtype if narrow and self.mesh.topology.traits.sum_dtype else dtype
 
     def _group(self, kind: str, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Axes of the group larger than 1, in mesh order."""
@@ -235,7 +236,7 @@ class Collectives:
             else:
                 latency, per_byte = _SHAPES[kind](mine, link)
             levels.append(_Level(latency * step, per_byte * share / rate))
-        if self.mesh.topology.backend == "gpu" and len(levels) > 1:  # one ring through both, in many small parts
+        if self.mesh.topology.traits.one_ring and len(levels) > 1:
             return (_Level(sum(each.latency for each in levels), max(each.per_byte for each in levels)),)
         return tuple(levels)
 

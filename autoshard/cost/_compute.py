@@ -5,6 +5,7 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from autoshard.cost._backend import Sorting
 from autoshard.cost._calibration import Calibration, load_calibration
 from autoshard.cost._topology import Topology
 
@@ -35,7 +36,7 @@ class Compute:
         """
         sizes = [np.maximum(np.asarray(x, dtype=np.float64), 1.0) for x in (m, n, k)]
         edge, rows = self.topology.chip.mxu_edge, self.topology.chip.sublanes
-        if self.topology.backend == "cpu":
+        if self.topology.traits.packs_blocks:
             used = math.prod((x / (x + edge) for x in sizes), start=np.float64(1.0))
             return self.calibration.matmul_efficiency * np.asarray(used)
         m_tiles, n_tiles, k_tiles = (_filled(x, edge) for x in sizes)
@@ -74,7 +75,7 @@ class Compute:
         m_blocks, n_blocks, k_blocks = (np.ceil(x / _BLOCK) for x in (m, n, k))
         once = m * k + k * n + m * n
         size = 2.0 * batch * once if size_bytes is None else np.asarray(size_bytes, dtype=np.float64)
-        if self.topology.backend == "cpu":  # caches hold small blocks and load ahead: a plain roofline
+        if self.topology.traits.caches:
             moved = self.memory_seconds(size + np.asarray(fused_bytes))
             return np.maximum(busy, moved) + self.calibration.op_overhead_s
         again = (m * k * n_blocks + k * n * m_blocks + m * n) / once
@@ -100,8 +101,8 @@ class Compute:
 
     @property
     def burst_bytes(self) -> int:
-        """Least bytes that one access to main memory moves: 128 lanes of 4 bytes on TPUs, else a cache line."""
-        return 512 if self.topology.backend == "tpu" else 64
+        """Least bytes that one access to main memory moves."""
+        return self.topology.traits.burst_bytes
 
     def sort_seconds(self, elements: ArrayLike, length: int, arrays: int, size_bytes: ArrayLike) -> NDArray[np.float64]:
         """Time to sort `elements` elements in runs of `length`, `arrays` of them by one key; `size_bytes` is one pass.
@@ -113,9 +114,9 @@ class Compute:
         """
         elements, size = np.asarray(elements, dtype=np.float64), np.asarray(size_bytes, dtype=np.float64)
         depth = math.ceil(math.log2(max(2, length)))
-        if self.topology.backend == "gpu":
+        if self.topology.traits.sorting is Sorting.RADIX:
             return self.memory_seconds(4.0 * size) + 4.0 * self.calibration.op_overhead_s
-        if self.topology.backend == "cpu":
+        if self.topology.traits.sorting is Sorting.COMPARISON:
             busy = self.vector_seconds(elements * depth * (1 + arrays))
             return np.maximum(busy, self.memory_seconds(size)) + self.calibration.op_overhead_s
         busy = self.vector_seconds(elements * (depth * (depth + 1) / 2 * (1 + arrays)))
@@ -161,7 +162,7 @@ class Compute:
     def vector_seconds(self, flops: ArrayLike) -> NDArray[np.float64]:
         """Time of elementwise work in the vector units; devices of a `cpu:N` share the machine's cores."""
         rate = self.calibration.vector_flops_per_s
-        if self.topology.backend == "cpu":
+        if self.topology.traits.shares_machine:
             rate *= self.topology.host_cores / self.topology.num_devices
         return np.asarray(flops, dtype=np.float64) / rate
 

@@ -95,7 +95,7 @@ def with_flags(calibration: Calibration, flags: Iterable[str]) -> Flagged:
     if not said:
         return Flagged(calibration, {}, (), ())
     chip = load_chip(calibration.chip)
-    if chip.backend != "tpu":
+    if not chip.traits.compiles_ahead:
         return Flagged(calibration, {}, (), (f"XLA flags are not priced on {calibration.chip}: they are TPUs'.",))
     effects = _effects(said, chip)
     own = own_figures(calibration.chip)

@@ -66,9 +66,9 @@ def compiler_version(topology: Topology) -> str:
     """What makes programs for a topology, and what it stands on: TPU compilers are the same everywhere, CPU devices are
     parts of this machine."""
     made = [f"{package} {found}" for package in ("jaxlib", "libtpu") if (found := _version(package))]
-    if topology.backend != "tpu":
+    if not topology.traits.compiles_ahead:
         made = made[:1]
-    if topology.backend == "cpu":
+    if topology.traits.shares_machine:
         made.append(f"{topology.host_cores} cores of {_processor()}")
     return ", ".join(made) or "unknown"
 

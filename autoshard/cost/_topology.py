@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 
+from autoshard.cost._backend import Backend
 from autoshard.cost._chip import Chip, load_chip
 from autoshard.cost._chip_check import in_order
 from autoshard.errors import UserError
@@ -90,17 +91,15 @@ class Topology:
 
         Raises: UserError for a shape that the chip does not come in.
         """
-        if chip.backend == "tpu":
+        if chip.traits.torus:
             shape = _check_tpu_shape(chip, shape)
             wrap = tuple(_wraps(chip, shape, size) for size in shape)
         else:
             if len(shape) != 1 or not 1 <= shape[0] <= chip.max_chips:
                 text = "x".join(map(str, shape))
-                what = "devices of one machine" if chip.backend == "cpu" else "GPUs in an island"
-                raise UserError(
-                    f"{chip.name} has no shape {text}; write {chip.name}:N with N = 1..{chip.max_chips} {what}"
-                )
-            if chip.backend == "cpu" and slices > 1:
+                many = f"1..{chip.max_chips} {chip.traits.noun}"
+                raise UserError(f"{chip.name} has no shape {text}; write {chip.name}:N with N = {many}")
+            if chip.traits.shares_machine and slices > 1:
                 raise UserError(
                     f"cpu:{shape[0]}*{slices} asks for {slices} machines; cpu topologies are one machine: cpu:N"
                 )
@@ -112,12 +111,17 @@ class Topology:
                 f"{chip.name}:{text} has no twisted form: " + (have if chip.cube_edge else "only 3-D tori have")
             )
         name = f"{chip.name}:{text}{'_twisted' if twisted else ''}" + (f"*{slices}" if slices > 1 else "")
-        cores, memory = _machine() if chip.backend == "cpu" else (0, 0)
+        cores, memory = _machine() if chip.traits.shares_machine else (0, 0)
         return cls(name, chip, shape, slices, wrap, twisted, memory, cores)
 
     @property
     def backend(self) -> str:
         return self.chip.backend
+
+    @property
+    def traits(self) -> Backend:
+        """What sets the topology's backend apart."""
+        return self.chip.traits
 
     @property
     def devices_per_chip(self) -> int:
@@ -140,34 +144,34 @@ class Topology:
     @property
     def usable_bytes(self) -> int:
         """Bytes that a program may allocate on one device."""
-        if self.chip.backend == "cpu":
+        if self.traits.shares_machine:
             return self.host_memory_bytes // self.num_devices
         return self.chip.usable_bytes_per_device
 
     def peak_flops(self, dtype: str) -> float:
         """Peak FLOP/s of one device; devices of a `cpu:N` share the machine's cores."""
         peak = self.chip.peak_flops(dtype)
-        if self.chip.backend == "cpu":
+        if self.traits.shares_machine:
             return peak * self.host_cores / self.num_devices
         return peak / self.chip.devices_per_chip
 
     @property
     def memory_bytes_per_s(self) -> float:
         """Peak main-memory bandwidth of one device; devices of a `cpu:N` share the machine's."""
-        shared = self.num_devices if self.chip.backend == "cpu" else self.chip.devices_per_chip
+        shared = self.num_devices if self.traits.shares_machine else self.chip.devices_per_chip
         return self.chip.memory_bytes_per_s / shared
 
     @property
     def physical_axes(self) -> tuple[PhysicalAxis, ...]:
         """All axes of the hardware, major first; their sizes multiply to `num_devices`."""
-        if self.backend == "tpu":
+        if self.traits.torus:
             inner = [
                 PhysicalAxis(name, size, "torus", wrap)
                 for name, size, wrap in zip(_AXIS_NAMES, self.shape, self.wrap, strict=False)
             ]
             inner.append(PhysicalAxis("core", self.devices_per_chip, "die", False))
             outer = PhysicalAxis("slice", self.slices, "network", False)
-        elif self.backend == "gpu":
+        elif not self.traits.shares_machine:
             inner = [PhysicalAxis("gpu", self.shape[0], "switch", False)]
             outer = PhysicalAxis("island", self.slices, "network", False)
         else:

@@ -55,8 +55,7 @@ def jax_export(plan: Plan, program: Program) -> bytes:
 def _platform(plan: Plan) -> str:
     from autoshard.cost import Topology
 
-    backend = Topology.parse(plan.topology).backend
-    return "cuda" if backend == "gpu" else backend
+    return Topology.parse(plan.topology).traits.platform
 
 
 def _stand_in(results: Any) -> Any:

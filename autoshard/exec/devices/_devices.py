@@ -64,7 +64,7 @@ def plan_devices(plan: Plan, devices: Sequence[Any] | None = None) -> list[Any]:
             f"the plan is for {plan.topology} with {needed} devices, but JAX sees {len(pool)} {kind} devices{hint}."
         )
     topology = Topology.parse(plan.topology)
-    if topology.backend == "tpu" and all(hasattr(device, "coords") for device in pool):
+    if topology.traits.torus and all(hasattr(device, "coords") for device in pool):
         numbered = by_coordinates(topology, pool)
     else:
         numbered = dict(enumerate(sorted(pool, key=lambda device: (device.process_index, device.id))))

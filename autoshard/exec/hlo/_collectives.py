@@ -316,7 +316,7 @@ def _scatters(fusion: Instruction) -> bool:
 
 def _first_slice(mesh: Mesh) -> tuple[int, ...]:
     """Mesh positions in the first slice, in order: the compiler numbers partitions within one slice."""
-    if mesh.topology.slices == 1 or mesh.topology.backend != "tpu":
+    if mesh.topology.slices == 1 or not mesh.topology.traits.torus:
         return tuple(range(len(mesh.device_order)))
     return tuple(p for p, device in enumerate(mesh.device_order) if mesh.topology.coords(device)[0] == 0)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from autoshard.cost import Judge, Topology
 from autoshard.errors import UserError
@@ -137,14 +137,14 @@ def judge_of(name: Judge | None, topology: Topology, steps: int, time_limit: flo
 
     Raises `UserError` for an unknown name, and for a compiler that makes no programs for the topology.
     """
-    name = name or ("measure" if topology.backend == "cpu" else "compile")
+    name = name or cast(Judge, topology.traits.judge)
     if name == "measure":
         if steps < 1:
             raise UserError(f"refine: {steps} steps are to be timed; at least 1 is needed.")
         return MeasureJudge(steps)
     if name != "compile":
         raise UserError(f"{name!r} is no judge; there are compile and measure.")
-    if topology.backend != "tpu":
+    if not topology.traits.compiles_ahead:
         raise UserError(
             f"the judge compile is for TPU topologies, and {topology.name} is none: use measure, where the devices are."
         )

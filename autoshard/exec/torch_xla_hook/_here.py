@@ -102,7 +102,7 @@ def xla_devices(topology: str, device_order: Sequence[int]) -> tuple[int, ...]:
         )
     parsed = Topology.parse(topology)
     attributes: Sequence[Mapping[str, Any]] = xr.global_runtime_device_attributes()
-    if parsed.backend != "tpu" or not all("coords" in each for each in attributes):
+    if not parsed.traits.torus or not all("coords" in each for each in attributes):
         return tuple(device_order)
     return numbers_by_coordinates(parsed, device_order, attributes)
 

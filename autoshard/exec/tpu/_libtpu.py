@@ -67,7 +67,7 @@ def compile_with_libtpu(program: Program, plan: Plan, time_limit: float) -> Comp
     takes longer than `time_limit` seconds; no process and no lock is left behind in any case.
     """
     topology = Topology.parse(plan.topology)
-    if topology.backend != "tpu":
+    if not topology.traits.compiles_ahead:
         raise UserError(
             f"the plan is for {plan.topology}; only TPU topologies can be compiled for without the devices: "
             "use `autoshard measure` where the devices are."

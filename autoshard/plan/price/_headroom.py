@@ -65,7 +65,7 @@ def tight_seconds(topology: Topology, peak_bytes: int, compute_s: float, hidden_
 
     Never negative, and 0 where no TPU compiler decides. Memory is what the chip gives, whatever limit was asked for.
     """
-    if topology.backend != "tpu":
+    if not topology.traits.compiles_ahead:
         return 0.0
     headroom, share = load_headroom(), peak_bytes / topology.usable_bytes
     begins = headroom.recompute_from

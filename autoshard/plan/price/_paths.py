@@ -152,7 +152,7 @@ class PathPrices:
             parts=parts,
             scattering=scattering,
             gathering=gathering,
-            tpu=prices.mesh.topology.backend == "tpu",
+            tpu=prices.mesh.topology.traits.joins_sums,
             odd=float(LANES),
             launch=np.array([launch for launch, _ in tables]),
             latency=rates[0],
@@ -198,9 +198,9 @@ def relayouts(path: Path, collectives: Collectives, compiled: bool = False) -> R
     """
     pairs = (len(path.source), len(path.target))
     ops, size = np.zeros(pairs, dtype=np.int64), np.zeros(pairs)
-    if collectives.mesh.topology.backend == "cpu":
+    if collectives.mesh.topology.traits.copies_shards:
         size = _copied(path, collectives.mesh.sizes)
-    elif collectives.mesh.topology.backend == "tpu" and len(path.factors) > 1:
+    elif collectives.mesh.topology.traits.relays_shards and len(path.factors) > 1:
         ops = _compiled_fusions(path) if compiled else _moved_fusions(path)
     return Relayouts(ops, size)
 

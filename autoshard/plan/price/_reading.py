@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from autoshard.cost import Calibration, Mesh
+from autoshard.cost import BACKENDS, Calibration, Mesh
 from autoshard.graph import (
     Liveness,
     OpGraph,
@@ -49,9 +49,9 @@ def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
     named = list(zip(graph.arguments, program.arguments, strict=True))
     undonated = [t for t, a in named if not a.donated]
     updates = {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None}
-    tpu = backend == "tpu"
-    softmaxes = find_softmaxes(graph, structure) if tpu else ()
-    liveness = analyse(graph, undonated, updates, fused_matmuls=tpu, softmaxes=softmaxes)
+    fused = BACKENDS[backend].fuses_into_matmuls
+    softmaxes = find_softmaxes(graph, structure) if fused else ()
+    liveness = analyse(graph, undonated, updates, fused_matmuls=fused, softmaxes=softmaxes)
     return Reading(graph, structure, liveness, find_groups(program, graph, structure))
 
 

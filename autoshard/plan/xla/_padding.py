@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autoshard.cost import tile_padding
+from autoshard.cost import BACKENDS, tile_padding
 from autoshard.graph import Op, OpClass, OpGraph, is_batched
 from autoshard.plan.xla._states import Seconds, States, local_sizes
 
@@ -23,7 +23,7 @@ class Padding:
     """What tiles add to the tensors of a program, by how each is split."""
 
     def __init__(self, graph: OpGraph, backend: str) -> None:
-        self.graph, self.tiled = graph, backend == "tpu"
+        self.graph, self.tiled = graph, BACKENDS[backend].tiled
         self.outer = _outer_dims(graph) if self.tiled else {}
         self._known: dict[object, Seconds] = {}
 

@@ -155,7 +155,7 @@ def emitted_gather(collectives: Collectives, axes: Sequence[int]) -> Emitted:
 
 def _in_turn(collectives: Collectives, axes: Sequence[int]) -> Emitted:
     large = [a for a in axes if collectives.mesh.sizes[a] > 1]
-    return Emitted.STAGED if collectives.mesh.topology.backend == "tpu" and len(large) > 1 else Emitted.SUM
+    return Emitted.STAGED if collectives.mesh.topology.traits.stages and len(large) > 1 else Emitted.SUM
 
 
 def transition(
@@ -202,7 +202,7 @@ def waves(
     """
     axis_sizes = collectives.mesh.sizes
     count = len(axis_sizes)
-    tpu = collectives.mesh.topology.backend == "tpu"
+    tpu = collectives.mesh.topology.traits.joins_sums
     pairs = (len(source), len(target))
     local = np.broadcast_to(local_elements(source, sizes, axis_sizes)[:, None], pairs)
     f, t = source[:, None, :], target[None, :, :]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoshard.cost import shard_bytes
+from autoshard.cost import BACKENDS, shard_bytes
 from autoshard.graph import Op, OpGraph
 from autoshard.plan.xla._states import WHOLE, Seconds, States, local_elements, relabel
 
@@ -24,7 +24,7 @@ AS_IT_IS = 32
 
 def table_of(graph: OpGraph, op: Op, backend: str) -> int | None:
     """The matrix whose rows a gather takes or a scatter adds to; None if that is not what the op does, or no TPU."""
-    if backend != "tpu" or op.rule is None or op.kind not in ("gather", "scatter"):
+    if not BACKENDS[backend].tiled or op.rule is None or op.kind not in ("gather", "scatter"):
         return None
     table = op.operands[0]
     if len(graph.tensors[table].shape) != 2:
