@@ -10,10 +10,16 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..base.process import count_ended, count_living, processor_seconds, start_python
+from ._clock import Due
+
+
+_HURRY = "hurry"
+"""Said instead of a job."""
 
 
 class Apart:
@@ -23,6 +29,7 @@ class Apart:
         self._process = start_python(module)
         self._outcome: tuple[Any, Exception | None] | None = None
         self._thread: threading.Thread | None = None
+        self._speaking = threading.Lock()
 
     def give(self, messages: Iterable[object]) -> None:
         """Sends all of these; the last is the one that is answered. No answer may be due."""
@@ -32,9 +39,10 @@ class Apart:
             pipe, source = self._process.stdin, self._process.stdout
             assert pipe is not None and source is not None
             try:
-                for message in messages:
-                    pickle.dump(message, pipe, protocol=5)
-                pipe.flush()
+                with self._speaking:
+                    for message in messages:
+                        pickle.dump(message, pipe, protocol=5)
+                    pipe.flush()
                 value, error, worked = pickle.load(source)
             except (OSError, EOFError, pickle.UnpicklingError):
                 return
@@ -46,6 +54,22 @@ class Apart:
 
         self._thread = threading.Thread(target=work, daemon=True)
         self._thread.start()
+
+    def hurry(self, seconds: float) -> bool:
+        """Asks for the answer as it stands, and waits so long for it; whether it is there."""
+        pipe = self._process.stdin
+        assert pipe is not None
+        until = time.monotonic() + seconds
+        if self._speaking.acquire(timeout=seconds):
+            try:
+                pickle.dump(_HURRY, pipe, protocol=5)
+                pipe.flush()
+            except OSError:
+                return self.done()
+            finally:
+                self._speaking.release()
+            self.wait(max(0.0, until - time.monotonic()))
+        return self.done()
 
     def done(self) -> bool:
         return self._thread is not None and not self._thread.is_alive()
@@ -78,23 +102,25 @@ class Apart:
                     pipe.close()
 
 
-def serve(do: Callable[[Any], Any], setup: Callable[[Any], None] | None = None) -> None:
+def serve(do: Callable[[Any, Due], Any], setup: Callable[[Any], None] | None = None) -> None:
     """Answers what comes in on stdin with what `do` makes of it, until stdin ends; `setup` gets the first message.
 
+    What `do` is given beside the job says when the answer is wanted as it stands.
     The end of stdin ends the process in the middle of a job too: nobody is left who waits for it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it is interrupted, and ends it
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever libraries print goes to stderr
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(inbox,), daemon=True).start()
+    hurried = threading.Event()
+    threading.Thread(target=_listen, args=(inbox, hurried), daemon=True).start()
     if setup is not None:
         setup(inbox.get())
     while True:
         job = inbox.get()
         value, failed = None, None
         try:
-            value = do(job)
+            value = do(job, hurried.is_set)
         except Exception as error:
             failed = error
         try:
@@ -104,10 +130,15 @@ def serve(do: Callable[[Any], Any], setup: Callable[[Any], None] | None = None) 
             os._exit(0)
 
 
-def _listen(inbox: "queue.SimpleQueue[Any]") -> None:
+def _listen(inbox: "queue.SimpleQueue[Any]", hurried: threading.Event) -> None:
     while True:
         try:
-            inbox.put(pickle.load(sys.stdin.buffer))
+            message = pickle.load(sys.stdin.buffer)
+            if isinstance(message, str):
+                hurried.set()
+            else:
+                hurried.clear()  # it may have come when the job before was done
+                inbox.put(message)
         except EOFError:
             os._exit(0)
         except Exception as error:

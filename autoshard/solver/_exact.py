@@ -32,15 +32,14 @@ class Exact:
 
 _HANDED: tuple[Clock, ...] = (time.monotonic, processor_seconds)
 """Clocks that tell in another process what they tell here."""
+_HURRY_S = 1.0
+"""Seconds in which HiGHS should stop once it is told to; it looks now and then only."""
 _idle: list[tuple[int, Apart]] = []
 """(the process that started it, one that has nothing to do); hardly ever more than one."""
 
 
 def solve_apart(job: Exact, due: Due) -> MipResult | None:
-    """What `solve_mip` comes to, waited for until `due`; None when that is sooner.
-
-    A clock that only this process knows is looked at while waiting: then nothing is kept of what was found until then.
-    """
+    """What `solve_mip` comes to, waited for until `due` (then as it stands); None when it does not stand yet."""
     if due():
         return None
     own = job.clock not in _HANDED
@@ -55,10 +54,9 @@ def solve_apart(job: Exact, due: Due) -> MipResult | None:
     try:
         process.give([sent])
         while not process.done():
-            if due():
+            # A clock that only this process knows is looked at here.
+            if (due() or (own and job.clock() > job.deadline)) and not process.hurry(_HURRY_S):
                 return None
-            if own and job.clock() > job.deadline:
-                return MipResult(None, -math.inf, False)
             process.wait(0.1)
         result = process.answer()
         fit = not _idle
@@ -88,7 +86,7 @@ def _end() -> None:
             process.end()
 
 
-def _do(job: Exact) -> MipResult:
+def _do(job: Exact, due: Due) -> MipResult:
     began = job.clock() if job.clock is processor_seconds else 0.0
     return solve_mip(
         job.graph,
@@ -99,6 +97,7 @@ def _do(job: Exact) -> MipResult:
         cutoff=job.cutoff,
         times=job.times,
         nodes=job.nodes,
+        due=due,
     )
 
 

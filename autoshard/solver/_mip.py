@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from ._clock import Clock
+from ._clock import Clock, Due, never
 from ._graph import Graph, Ints
 from ._problem import FORBIDDEN
 
@@ -124,8 +124,9 @@ def solve_mip(
     times: list[int],
     nodes: int | None = None,
     start: dict[int, int] | None = None,
+    due: Due = never,
 ) -> MipResult:
-    """Minimises over `graph` until proven, `deadline` (by `clock`) or `nodes` branchings.
+    """Minimises over `graph` until proven, `deadline` (by `clock`), `nodes` branchings, or `due`.
 
     `times` are the memory rows to start with; choices that cost `cutoff` or more are of no use, `start` is
     feasible.
@@ -155,7 +156,9 @@ def solve_mip(
         solver.setOptionValue("mip_max_nodes", nodes)
     if clock is not time.monotonic and math.isfinite(deadline):
         # HiGHS itself knows no other clock.
-        solver.cbMipInterrupt += lambda event: event.interrupt(clock() > deadline)
+        solver.cbMipInterrupt += lambda event: event.interrupt(due() or clock() > deadline)
+    elif due is not never:
+        solver.cbMipInterrupt += lambda event: event.interrupt(due())
     lp = highspy.HighsLp()
     rows, columns = len(model.right), len(model.costs)
     lp.num_row_, lp.num_col_ = rows, columns

@@ -171,7 +171,7 @@ class _Solve:
             if result.finished and result.exact:
                 return True
             self.raise_mip_bound(graph, result.bound)
-            if result.finished:
+            if result.finished or self.due():
                 # Better by less than floats tell apart is all that a search could be.
                 return False
         # Imported here: the kernels bring numba, which most problems never need.

@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from ._apart import Apart, serve
-from ._clock import Clock
+from ._clock import Clock, Due
 from ._flat import Flat
 from ._graph import Graph, Ints
 from ._mip import solve_mip
@@ -174,7 +174,7 @@ class _Server:
         self.graph, self.names, flat = first
         self.sizer = _Sizer(self.graph, self.names, flat)
 
-    def do(self, job: Job) -> Answer:
+    def do(self, job: Job, _: Due) -> Answer:
         return _do(self.sizer, self.graph, self.names, job)
 
 

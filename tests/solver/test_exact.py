@@ -119,17 +119,40 @@ def test_a_process_of_another_is_left_alone(none_waits):
         theirs.end()
 
 
-def test_a_process_is_ended_when_it_is_due(none_waits):
+def test_a_process_that_does_not_stop_is_ended(none_waits, monkeypatch):
+    monkeypatch.setattr(module, "_HURRY_S", 0.0)
     looks = itertools.count()
     assert solve_apart(job(build(hard_problem())), lambda: next(looks) > 3) is None
     assert not module._idle
 
 
-def test_a_clock_that_only_this_process_knows_ends_a_solve(none_waits):
+def test_a_process_that_stops_answers_and_is_kept(none_waits, monkeypatch):
+    monkeypatch.setattr(module, "_HURRY_S", 60.0)
+    looks = itertools.count()
+    cut = solve_apart(job(build(hard_problem())), lambda: next(looks) > 3)
+    assert cut is not None and not cut.finished
+    whole = solve_apart(job(build(small_problem())), never)
+    assert whole is not None and whole.finished
+    assert len(module._idle) == 1
+
+
+def test_a_clock_that_only_this_process_knows_ends_a_solve(none_waits, monkeypatch):
+    monkeypatch.setattr(module, "_HURRY_S", 60.0)
     ticks = itertools.count()
     cut = solve_apart(job(build(hard_problem()), clock=lambda: float(next(ticks)), deadline=3.0), never)
-    assert cut is not None and not cut.finished and cut.choices is None
-    assert not module._idle
+    assert cut is not None and not cut.finished
+
+
+@pytest.mark.parametrize("clock", [time.monotonic, lambda: time.monotonic()])
+def test_what_was_found_until_then_is_kept(clock):
+    graph = build(hard_problem(16))
+    looks = itertools.count()
+    cut = solve_mip(
+        graph, deadline=1e9, clock=clock, seed=0, threads=1, cutoff=None, times=[0], due=lambda: next(looks) > 10
+    )
+    assert not cut.finished and cut.choices is not None
+    assert evaluate(hard_problem(16), graph.restore(cut.choices)).feasible
+    assert next(looks) > 10
 
 
 def test_what_went_wrong_there_is_raised_here(none_waits):
