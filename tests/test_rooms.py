@@ -290,3 +290,14 @@ def test_third_parties_are_declared_and_used():
     undeclared = {name: where for name, where in used.items() if name not in required | optional}
     assert not undeclared
     assert not required - set(used) - INDIRECT, "declared, but imported nowhere"
+
+
+def test_a_class_name_means_one_thing():
+    """Classes that only their own module uses begin with an underscore and may be called alike."""
+    homes: dict[str, list[str]] = {}
+    for path, module, _ in package_modules():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    twice = {name: modules for name, modules in homes.items() if len(modules) > 1}
+    assert not twice

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autoshard.base.crew import Crew
     from autoshard.plan import Plan, PlanResult
     from autoshard.program import Program
-    from autoshard.report import Progress
+    from autoshard.report import ProgressLine
 
 
 PROFILED_STEPS = 3
@@ -68,7 +68,7 @@ def _out_files(out: Path | None, count: int) -> list[Path]:
     return [out, *(out.with_name(f"{out.stem}.{number}{out.suffix}") for number in range(2, count + 1))]
 
 
-def _planned(arguments: argparse.Namespace, progress: "Progress", crew: "Crew") -> tuple["PlanResult", float]:
+def _planned(arguments: argparse.Namespace, progress: "ProgressLine", crew: "Crew") -> tuple["PlanResult", float]:
     """The plan, and the seconds that tracing took."""
     traced = 0.0
 
@@ -161,7 +161,7 @@ def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
         need_no_accelerator()
     from autoshard.exec import compile_figures, compile_plan, measure, measurement_figures
     from autoshard.plan import make_plan
-    from autoshard.report import Row, candidates, comparison_figures, comparison_report
+    from autoshard.report import ComparisonRow, candidates, comparison_figures, comparison_report
 
     rows = []
     options = plan_options(arguments)
@@ -181,7 +181,7 @@ def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
                     measured = measurement_figures(measure(program, plan, steps=arguments.steps))
             except UserError as error:
                 failed = str(error)  # this one is dropped, the others go on
-            rows.append(Row(name, plan.prediction if holds else None, compiled, measured, failed))
+            rows.append(ComparisonRow(name, plan.prediction if holds else None, compiled, measured, failed))
     if all(row.failed for row in rows):
         raise UserError(rows[0].failed)
     if arguments.json:

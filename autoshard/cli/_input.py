@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from autoshard.cost import Topology
     from autoshard.plan import Options, PlanOptions
     from autoshard.program import Program
-    from autoshard.report import Progress
+    from autoshard.report import ProgressLine
 
 PROGRAM_OPTIONS = ("train", "batch", "seq", "image", "dtype", "param_dtype", "state_dtype", "remat", "optimizer")
 PROGRAM_OPTIONS += ("serve", "cache", "capacity_factor")
@@ -29,7 +29,7 @@ def need_no_accelerator() -> None:
 
 
 def open_program(
-    arguments: argparse.Namespace, progress: "Progress", topology: str | None = None, kept: bool = False
+    arguments: argparse.Namespace, progress: "ProgressLine", topology: str | None = None, kept: bool = False
 ) -> "Program":
     """The program; the mesh that a Python file may make finds a CPU device for each of the topology's."""
     progress(f"Tracing {arguments.program}")

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 
 if TYPE_CHECKING:
-    from autoshard.report import Progress
+    from autoshard.report import ProgressLine
 
 
-def show_progress(arguments: argparse.Namespace) -> "Progress":
-    from autoshard.report import Progress
+def show_progress(arguments: argparse.Namespace) -> "ProgressLine":
+    from autoshard.report import ProgressLine
 
-    return Progress(quiet=arguments.quiet)
+    return ProgressLine(quiet=arguments.quiet)
 
 
 def print_json(value: dict[str, Any], answer: TextIO) -> None:

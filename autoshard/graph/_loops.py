@@ -4,14 +4,14 @@ from typing import Any
 
 from autoshard import mlir
 from autoshard.graph._manual import same_rule
-from autoshard.graph._reading import ReadBlock, Reading
+from autoshard.graph._reading import ReadBlock, UseReading
 from autoshard.graph._records import Carry, Loop, Op, OpClass
 
 
 BRANCHING = frozenset({"case", "if"})
 
 
-def read_branches(reading: Reading, op: Any, kind: str, parent: int, read_block: ReadBlock) -> None:
+def read_branches(reading: UseReading, op: Any, kind: str, parent: int, read_block: ReadBlock) -> None:
     """A conditional: the ops of every branch, and for each result an op that takes what the branches give for it.
 
     So branches and results agree on a spec as operands and results of pointwise ops do.
@@ -41,7 +41,7 @@ def read_branches(reading: Reading, op: Any, kind: str, parent: int, read_block:
         )  # fmt: skip
 
 
-def read_while(reading: Reading, op: Any, parent: int, read_block: ReadBlock) -> None:
+def read_while(reading: UseReading, op: Any, parent: int, read_block: ReadBlock) -> None:
     number, loop_id = reading.number, len(reading.loops)
     reading.loops.append(None)
     condition, body = (region.blocks[0] for region in op.regions)
@@ -75,7 +75,7 @@ def read_while(reading: Reading, op: Any, parent: int, read_block: ReadBlock) ->
     )
 
 
-def _read_condition(reading: Reading, block: Any) -> tuple[int, int] | None:
+def _read_condition(reading: UseReading, block: Any) -> tuple[int, int] | None:
     """(counter's tensor as seen by the condition, limit) of `counter < limit`."""
     found = None
     for handle in block.operations:
@@ -97,7 +97,7 @@ def _read_condition(reading: Reading, block: Any) -> tuple[int, int] | None:
 
 
 def _count_trips(
-    reading: Reading, bound: tuple[int, int] | None, inits: list[int], carried: list[int], updates: list[int]
+    reading: UseReading, bound: tuple[int, int] | None, inits: list[int], carried: list[int], updates: list[int]
 ) -> int | None:
     if bound is None or bound[0] not in inits:
         return None

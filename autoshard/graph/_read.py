@@ -18,7 +18,7 @@ from autoshard.graph._loops import BRANCHING, read_branches, read_while
 from autoshard.graph._manual import COLLECTIVES, same_rule
 from autoshard.graph._offsets import offsets
 from autoshard.graph._opaque import read_opaque
-from autoshard.graph._reading import Reading
+from autoshard.graph._reading import UseReading
 from autoshard.graph._records import Constraint, Halo, Op, OpClass, OpGraph
 from autoshard.graph._rotate import strided_dims
 from autoshard.graph._rules import parse_rule, updating_rule
@@ -51,7 +51,7 @@ def read_graph(module: bytes) -> OpGraph:
         return reader.graph()
 
 
-class _Reader(Reading):
+class _Reader(UseReading):
     def read_main(self, block: Any, shardings: dict[int, str]) -> None:
         for position, value in enumerate(block.arguments):
             self.arguments.append(self.new_tensor(value, -1, -1, (-1, position)))

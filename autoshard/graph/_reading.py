@@ -11,7 +11,7 @@ from autoshard.graph._rotate import Cut, join_rolls
 from autoshard.graph._types import parse_type
 
 
-class Reading:
+class UseReading:
     """Grows op by op; `graph` is the result."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from autoshard import mlir
 from autoshard.errors import UserError
 from autoshard.graph._manual import IN, OUT, end_rule, same_rule
-from autoshard.graph._reading import ReadBlock, Reading
+from autoshard.graph._reading import ReadBlock, UseReading
 from autoshard.graph._records import Constraint, Manual, Sharding
 from autoshard.graph._shardings import parse_axes, parse_shardings, tiled
 from autoshard.graph._types import parse_type
@@ -15,7 +15,7 @@ from autoshard.graph._types import parse_type
 CONSTRAINTS = frozenset({"sharding_constraint", "reshard"})
 
 
-def read_constraint(reading: Reading, op: Any, loop: int) -> None:
+def read_constraint(reading: UseReading, op: Any, loop: int) -> None:
     """A tensor of its own, so that the value may be split in another way before and after.
 
     A constraint that says nothing is the value itself, and so is one on an argument that nothing else uses.
@@ -40,7 +40,7 @@ def read_constraint(reading: Reading, op: Any, loop: int) -> None:
     return None
 
 
-def read_manual(reading: Reading, op: Any, loop: int, read_block: ReadBlock) -> None:
+def read_manual(reading: UseReading, op: Any, loop: int, read_block: ReadBlock) -> None:
     """A `shard_map`: an op for each value that enters or leaves, and the body's ops in between."""
     number, outer = reading.number, reading.manual
     sides = [parse_shardings(str(op.attributes[f"{side}_shardings"]), reading.meshes) for side in ("in", "out")]
@@ -59,7 +59,7 @@ def read_manual(reading: Reading, op: Any, loop: int, read_block: ReadBlock) -> 
 
 
 def _read_end(
-    reading: Reading,
+    reading: UseReading,
     op: Any,
     kind: str,
     source: int,

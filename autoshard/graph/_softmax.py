@@ -31,7 +31,7 @@ _Reach = dict[int, frozenset[int]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Form:
+class SoftmaxForm:
     """What the kernels of a softmax and its matmuls move and hold of the values that have the scores' spec."""
 
     moved: tuple[tuple[int, int], ...]
@@ -52,9 +52,9 @@ class Softmax:
     scores: int
     rows: tuple[int, ...]
     """The dims of `scores` that the softmax sums over."""
-    whole: Form
+    whole: SoftmaxForm
     """With one kernel for the whole softmax."""
-    again: Form
+    again: SoftmaxForm
     """With probabilities that every kernel computes again."""
 
 
@@ -158,7 +158,7 @@ def _reach(region: _Region, is_stored: Callable[[Op, int, frozenset[int]], bool]
     return reach
 
 
-def _form(region: _Region, reach: _Reach, wide: Mapping[int, int], short: Collection[int] = ()) -> Form:
+def _form(region: _Region, reach: _Reach, wide: Mapping[int, int], short: Collection[int] = ()) -> SoftmaxForm:
     """Traffic and lifetimes with these values stored. `wide`: bytes of an element where they are stored wider than
     typed. `short`: exponentials that the scores' own matmul makes."""
     moved: Counter[int] = Counter()
@@ -194,4 +194,4 @@ def _form(region: _Region, reach: _Reach, wide: Mapping[int, int], short: Collec
         stop = max((op.id for op in readers[tensor]), default=record.producer) + 1
         width = wide.get(tensor, record.itemsize)
         buffers.append((tensor, start, stop, width))
-    return Form(tuple((t, times) for t, times in sorted(moved.items()) if times), tuple(buffers))
+    return SoftmaxForm(tuple((t, times) for t, times in sorted(moved.items()) if times), tuple(buffers))

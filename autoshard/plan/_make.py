@@ -26,7 +26,7 @@ from autoshard.plan.forms._forms import Form, Rest, form_named
 from autoshard.plan.forms._within import held_plan, plan_within
 from autoshard.plan.mesh._meshes import MeshSearch
 from autoshard.plan.mesh._portfolio import PlanCandidate, contender, elsewhere, further, met, pick
-from autoshard.plan.mesh._searcher import Outcome, Phases, Searcher
+from autoshard.plan.mesh._searcher import MeshOutcome, Phases, Searcher
 from autoshard.plan.mesh._trial import MeshBest, Trials, splits_batch
 from autoshard.plan.model._asked import check_axes
 from autoshard.plan.model._demands import check_regions, program_mesh
@@ -230,10 +230,10 @@ def _stays_here(*args: object) -> None:
 class _Searched:
     """What the searches came to."""
 
-    best: Outcome
-    original: Outcome
+    best: MeshOutcome
+    original: MeshOutcome
     """On the mesh as it was asked for or chosen, with baselines; the best one too, unless its refinement is."""
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[MeshOutcome, ...]
     """Both."""
     tried: tuple[MeshTried, ...]
     elsewhere: tuple[MeshBest, ...]

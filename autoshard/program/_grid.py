@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Within(enum.StrEnum):
+class GridRange(enum.StrEnum):
     """How a tensor's blocks follow the steps within one period."""
 
     EACH = "each"
@@ -31,20 +31,20 @@ class Along:
     dim: int
     """Dim of the tensor whose blocks advance evenly from period to period; -1 if each period has the same blocks."""
     period: int
-    within: Within
+    within: GridRange
 
-    def inside(self, group: int) -> Within:
+    def inside(self, group: int) -> GridRange:
         """The same for a group of steps that is a multiple of the period."""
-        fits = self.period in (1, group) if self.dim >= 0 else self.period == 1 or self.within is Within.SAME
-        return self.within if fits else Within.MIXED
+        fits = self.period in (1, group) if self.dim >= 0 else self.period == 1 or self.within is GridRange.SAME
+        return self.within if fits else GridRange.MIXED
 
 
-APART = Along(-1, 1, Within.SAME)
+APART = Along(-1, 1, GridRange.SAME)
 """Of a tensor whose blocks do not depend on the grid dim."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class Request:
     """What a kernel asks of its place in the grid."""
 
     steps: frozenset[int]
@@ -61,7 +61,7 @@ Tables = dict[int, list[tuple[Any, ...] | None]]
 
 def follow(
     jaxpr: Any, variable: Any, grid: Sequence[Any], blocks: int | None
-) -> dict[int, "tuple[int, Within] | None"]:
+) -> dict[int, "tuple[int, GridRange] | None"]:
     """Grid dim that one output of an index map is computed from -> (period, within), None if that is not known.
 
     The period is negative if each has the same blocks. `blocks`: of the tensor's dim, None if they are no plain blocks.
@@ -74,17 +74,17 @@ def follow(
     return {dim: None if values is None else _pattern(values, blocks)}
 
 
-def _pattern(values: NDArray[np.int64], blocks: int) -> tuple[int, Within] | None:
+def _pattern(values: NDArray[np.int64], blocks: int) -> tuple[int, GridRange] | None:
     count = len(values)
     for period in (c for c in range(1, count) if count % c == 0):
         first, more = values[:period], values[period:] - values[:-period]
-        within = Within.EACH if period == 1 else Within.SAME if (first == first[0]).all() else Within.MIXED
+        within = GridRange.EACH if period == 1 else GridRange.SAME if (first == first[0]).all() else GridRange.MIXED
         if period * blocks % count == 0:
             stride = period * blocks // count
             if stride and (more == stride).all() and first.min() >= 0 and first.max() < stride:
                 return period, within
         if not more.any():
-            return -period, Within.SAME if period == 1 else within
+            return -period, GridRange.SAME if period == 1 else within
     return None
 
 
@@ -135,7 +135,7 @@ def map_tables(jaxpr: Any, dims: int, found: Tables) -> None:
         _look_up(equation, {each: number for number, each in enumerate(jaxpr.invars[dims:])}, own, found)
 
 
-def kernel_asks(jaxpr: Any, own: Sequence[int], grid: Sequence[Any], tables: int, found: Tables) -> Asked:
+def kernel_asks(jaxpr: Any, own: Sequence[int], grid: Sequence[Any], tables: int, found: Tables) -> Request:
     """What a kernel asks of its place; what it looks up in its first `tables` operands is added to `found`.
 
     `own`: grid dim of each of the kernel's own axes, which does not count the dims that vmap added.
@@ -143,7 +143,7 @@ def kernel_asks(jaxpr: Any, own: Sequence[int], grid: Sequence[Any], tables: int
     reader = _Reader(own, grid, {each: number for number, each in enumerate(jaxpr.invars[:tables])}, found)
     reader.read(jaxpr, {}, True)
     frozen = [{dim: frozenset(each) for dim, each in held.items()} for held in (reader.periods, reader.ends)]
-    return Asked(frozenset(reader.steps), *frozen)
+    return Request(frozenset(reader.steps), *frozen)
 
 
 class _Reader:
@@ -291,7 +291,7 @@ def table_along(lookups: Sequence[tuple[Any, ...] | None], dim: int, shape: Sequ
     if len(found) > 1:
         return APART if found == {-1, -2} else None
     (d,) = found
-    return Along(d, 1, Within.EACH) if shape[d] == size else None
+    return Along(d, 1, GridRange.EACH) if shape[d] == size else None
 
 
 # Kernels on parts of their grid

@@ -8,7 +8,7 @@ from autoshard.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Task:
+class HfTask:
     """How a model is called: the shapes of its batch, and the call."""
 
     batch: dict[str, Any]
@@ -24,7 +24,9 @@ class Task:
     notes: tuple[str, ...] = ()
 
 
-def task_of(model: Any, name: str, *, batch: int, seq: int | None, image: int | None, train: bool, dtype: str) -> Task:
+def task_of(
+    model: Any, name: str, *, batch: int, seq: int | None, image: int | None, train: bool, dtype: str
+) -> HfTask:
     """The task of `model` by its main input: token ids (with a decoder or not), images, or audio features.
 
     Raises `UserError` for sizes that the model cannot take.
@@ -50,7 +52,7 @@ def task_of(model: Any, name: str, *, batch: int, seq: int | None, image: int | 
         data = {"pixel_values": shape((batch, config.num_channels, size, size), floats)}
         if train:
             data["labels"] = shape((batch,), np.int32)
-        return Task(data, lambda d: {"pixel_values": d["pixel_values"]}, None, None, int(config.num_labels))
+        return HfTask(data, lambda d: {"pixel_values": d["pixel_values"]}, None, None, int(config.num_labels))
 
     limit = _positions(config)
     seq = min(limit or 1024, 1024) if seq is None else seq
@@ -84,7 +86,7 @@ def task_of(model: Any, name: str, *, batch: int, seq: int | None, image: int | 
         return {key: given[key] for key in keys} | ({"use_cache": False} if cached else {})
 
     sequences = 2 if kind == "input_ids" and len(keys) > 1 else 1
-    return Task(data, call, seq, batch * seq * sequences, vocabulary, tuple(notes))
+    return HfTask(data, call, seq, batch * seq * sequences, vocabulary, tuple(notes))
 
 
 def _positive(flag: str, value: Any) -> None:

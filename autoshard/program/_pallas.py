@@ -19,9 +19,9 @@ from typing import Any
 from autoshard.program._grid import (
     APART,
     Along,
-    Asked,
+    GridRange,
+    Request,
     Tables,
-    Within,
     equations,
     follow,
     kernel_asks,
@@ -136,7 +136,7 @@ class PallasCall:
                 if split is None:
                     dims.append((whole(None, size),))
                     continue
-                each = along[split.dim].inside(split.steps) is Within.EACH  # type: ignore[union-attr]
+                each = along[split.dim].inside(split.steps) is GridRange.EACH  # type: ignore[union-attr]
                 factors = of[split.dim] if each else of[split.dim][: int(split.groups > 1)]
                 block = size // math.prod(sizes[f] for f in factors)
                 dims.append((*factors, whole((split.dim, block), block)) if block > 1 or not factors else (*factors,))
@@ -282,7 +282,7 @@ def _is_scratch(name: str, mapping: Any, along: dict[int, Along | None]) -> bool
 
 
 def _split(
-    name: str, mapping: Any, along: Sequence[dict[int, Along | None]], dim: int, size: int, asked: Asked
+    name: str, mapping: Any, along: Sequence[dict[int, Along | None]], dim: int, size: int, asked: Request
 ) -> Split | None:
     """How a grid dim may be split; None if not at all."""
     each = [found.get(dim, APART) for found in along]
@@ -297,11 +297,11 @@ def _split(
     steps = math.lcm(*(a.period for a in known), *periods, *ends)
     if any(a.dim < 0 for a in of_results):
         steps = size  # written again and again: a sum, or whatever came last
-    summed = any(a.inside(steps) is Within.SAME for a in of_results)
-    inside = steps > 1 and not periods and all(a.inside(steps) is not Within.MIXED for a in known)
+    summed = any(a.inside(steps) is GridRange.SAME for a in of_results)
+    inside = steps > 1 and not periods and all(a.inside(steps) is not GridRange.MIXED for a in known)
     inside = inside and ends == ({steps} if summed else set())
     if summed:
-        inside = inside and name.startswith(SUMS) and all(a.inside(steps) is Within.SAME for a in of_results)
+        inside = inside and name.startswith(SUMS) and all(a.inside(steps) is GridRange.SAME for a in of_results)
     if steps == size and not inside:
         return None
     return Split(dim, size // steps, steps, inside, summed and inside, False)

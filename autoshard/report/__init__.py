@@ -4,11 +4,11 @@ from autoshard.base.providers import provides
 from autoshard.plan import hlo_sharding as hlo_sharding
 from autoshard.report._candidates import candidate_figures as candidate_figures
 from autoshard.report._candidates import candidates_report as candidates_report
-from autoshard.report._compare import Row as Row
+from autoshard.report._compare import ComparisonRow as ComparisonRow
 from autoshard.report._compare import candidates as candidates
 from autoshard.report._compare import comparison_figures as comparison_figures
 from autoshard.report._compare import comparison_report as comparison_report
-from autoshard.report._diff import Difference as Difference
+from autoshard.report._diff import PlanChange as PlanChange
 from autoshard.report._diff import difference as difference
 from autoshard.report._diff import difference_figures as difference_figures
 from autoshard.report._diff import difference_report as difference_report
@@ -36,7 +36,7 @@ from autoshard.report._perfetto import read_profile as read_profile
 from autoshard.report._picture import visualize_sharding as visualize_sharding
 from autoshard.report._picture import visualize_spec as visualize_spec
 from autoshard.report._picture import visualize_tensor_sharding as visualize_tensor_sharding
-from autoshard.report._progress import Progress as Progress
+from autoshard.report._progress import ProgressLine as ProgressLine
 from autoshard.report._refinement import refinement_report as refinement_report
 from autoshard.report._sweep import plot_sweep as plot_sweep
 from autoshard.report._sweep import sweep_figures as sweep_figures

@@ -17,7 +17,7 @@ from autoshard.units import format_bytes, format_seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class ComparisonRow:
     """One way to split the program."""
 
     name: str
@@ -48,7 +48,7 @@ def candidates(
     return found
 
 
-def comparison_figures(rows: Sequence[Row]) -> dict[str, Any]:
+def comparison_figures(rows: Sequence[ComparisonRow]) -> dict[str, Any]:
     """The JSON object of `autoshard compare --json`."""
     return {
         "plans": {
@@ -64,7 +64,7 @@ def comparison_figures(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def undecided(row: Row, rows: Sequence[Row]) -> list[str]:
+def undecided(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> list[str]:
     """Names of the other plans whose estimated step differs by less than the estimator's error for pairs."""
     mine = _estimated(row)
     if mine is None:
@@ -77,16 +77,16 @@ def undecided(row: Row, rows: Sequence[Row]) -> list[str]:
     return close
 
 
-def _estimated(row: Row) -> float | None:
+def _estimated(row: ComparisonRow) -> float | None:
     return row.compiled["step_time_s"]["estimated"] if row.compiled else None
 
 
-def _pair_error(row: Row, other: Row) -> float:
+def _pair_error(row: ComparisonRow, other: ComparisonRow) -> float:
     mine, theirs = (r.compiled["time"]["by_kind"] if r.compiled else {} for r in (row, other))
     return pair_error(mine, theirs, max(_estimated(row) or 0.0, _estimated(other) or 0.0))
 
 
-def comparison_report(plan: Plan, rows: Sequence[Row]) -> RenderableType:
+def comparison_report(plan: Plan, rows: Sequence[ComparisonRow]) -> RenderableType:
     """The table for a terminal, fastest first by the best evidence there is."""
     mesh = mesh_words(plan.mesh)
     title = Text(f"{clean(plan.program_name, 60)} on {plan.topology}, mesh {mesh}", style="bold")
@@ -110,7 +110,7 @@ def comparison_report(plan: Plan, rows: Sequence[Row]) -> RenderableType:
     return Group(title, Text(), table, *([Text(meaning, style="dim")] if len(rows) > 1 else []), *notes)
 
 
-def _close(rows: Sequence[Row]) -> list[Text]:
+def _close(rows: Sequence[ComparisonRow]) -> list[Text]:
     """What the estimates cannot tell apart; nothing where a measurement does."""
     timed = sorted((r for r in rows if _estimated(r) is not None and not r.measured), key=lambda r: _estimated(r) or 0)
     close = undecided(timed[0], timed) if timed else []
@@ -122,7 +122,7 @@ def _close(rows: Sequence[Row]) -> list[Text]:
     return [Text(said, style="dim")]
 
 
-def _evidence(row: Row) -> tuple[bool, float]:
+def _evidence(row: ComparisonRow) -> tuple[bool, float]:
     if row.measured:
         return False, row.measured["step_time_s"]
     estimated = row.compiled["step_time_s"]["estimated"] if row.compiled else None

@@ -43,7 +43,7 @@ class Sent:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Difference:
+class PlanChange:
     """Two plans side by side."""
 
     figures: tuple[tuple[str, Any, Any], ...]
@@ -68,7 +68,7 @@ class Difference:
         return not (figures or named or self.inside or self.collectives)
 
 
-def difference(first: Plan, second: Plan) -> Difference:
+def difference(first: Plan, second: Plan) -> PlanChange:
     """Compare two plans; they may be of different meshes, topologies, or even programs."""
     both = [name for name in first.arguments if name in second.arguments]
     settings = []
@@ -81,7 +81,7 @@ def difference(first: Plan, second: Plan) -> Difference:
     ):
         if a != b:
             settings.append((name, a, b))
-    return Difference(
+    return PlanChange(
         figures=tuple((key, getattr(first.prediction, key), getattr(second.prediction, key)) for key in FIGURES),
         settings=tuple(settings),
         specs=tuple(
@@ -185,7 +185,7 @@ def figure_name(key: str) -> str:
     return "MFU" if key == "mfu" else key.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
 
 
-def difference_figures(found: Difference) -> dict[str, Any]:
+def difference_figures(found: PlanChange) -> dict[str, Any]:
     """The JSON object of `autoshard diff --json`."""
     return {
         "figures": {key: {"first": a, "second": b} for key, a, b in found.figures},
@@ -202,7 +202,7 @@ def difference_figures(found: Difference) -> dict[str, Any]:
     }
 
 
-def difference_report(found: Difference) -> RenderableType:
+def difference_report(found: PlanChange) -> RenderableType:
     """The difference for a terminal: what it costs first, then what it is."""
     figures = Table.grid(padding=(0, 3, 0, 0))
     for key, a, b in found.figures:
@@ -226,7 +226,7 @@ def difference_report(found: Difference) -> RenderableType:
     return Group(*parts)
 
 
-def _inside_parts(found: Difference) -> list[RenderableType]:
+def _inside_parts(found: PlanChange) -> list[RenderableType]:
     if not found.inside:
         return []
     rows: dict[tuple[str, str, str], int] = defaultdict(int)
@@ -246,7 +246,7 @@ def _inside_parts(found: Difference) -> list[RenderableType]:
     return parts
 
 
-def _collective_parts(found: Difference) -> list[RenderableType]:
+def _collective_parts(found: PlanChange) -> list[RenderableType]:
     if not found.collectives:
         return []
     table = Table.grid(padding=(0, 2, 0, 2))

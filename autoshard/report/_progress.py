@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import TextIO
 
 
-class Progress:
+class ProgressLine:
     """Call it with one line at the start of every phase; it says how long the previous phase took.
 
     It writes to stderr only, so that stdout stays free for the answer.
@@ -23,7 +23,7 @@ class Progress:
             self._console = Console(file=self._stream)
             self._status = self._console.status("")
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressLine":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):

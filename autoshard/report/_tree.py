@@ -10,7 +10,7 @@ from autoshard.report._names import clean
 
 
 @dataclasses.dataclass(slots=True)
-class Node:
+class TreeNode:
     """A module or a tensor. Sizes in bytes, over all `repeats`; `device_bytes` is what one device holds."""
 
     label: str
@@ -18,7 +18,7 @@ class Node:
     total_bytes: int = 0
     device_bytes: int = 0
     comm_s: float = 0.0
-    children: list["Node"] = dataclasses.field(default_factory=list)
+    children: list["TreeNode"] = dataclasses.field(default_factory=list)
     name: str = ""
     """The full name of a tensor; empty for a module."""
     shape: tuple[int, ...] = ()
@@ -52,13 +52,13 @@ ROLE_TITLES = {
 }
 
 
-def module_trees(plan: Plan) -> list[Node]:
+def module_trees(plan: Plan) -> list[TreeNode]:
     """One tree for each role of argument that the plan has, parameters first."""
     trees = []
     for role, title in ROLE_TITLES.items():
         names = [name for name in plan.arguments if plan.roles[name] == role]
         if names:
-            root = Node(title)
+            root = TreeNode(title)
             for name in names:
                 _insert(root, name, plan)
             _settle(root, _seconds_by_cause(plan))
@@ -66,17 +66,17 @@ def module_trees(plan: Plan) -> list[Node]:
     return trees
 
 
-def _insert(root: Node, name: str, plan: Plan) -> None:
+def _insert(root: TreeNode, name: str, plan: Plan) -> None:
     node = root
     *modules, last = name.split(".")
     for part in modules:
         child = next((c for c in reversed(node.children) if c.label == part and not c.name), None)
         if child is None:
-            child = Node(clean(part, 200))
+            child = TreeNode(clean(part, 200))
             node.children.append(child)
         node = child
     spec, shape, dtype = plan.arguments[name], plan.shapes[name], plan.dtypes[name]
-    leaf = Node(clean(last, 200), name=name, shape=shape, dtype=dtype, dims=spec.dims)
+    leaf = TreeNode(clean(last, 200), name=name, shape=shape, dtype=dtype, dims=spec.dims)
     leaf.total_bytes = tensor_bytes(shape, dtype)
     leaf.device_bytes = tensor_bytes(spec.local_shape(shape, plan.mesh), dtype)
     node.children.append(leaf)
@@ -89,7 +89,7 @@ def _seconds_by_cause(plan: Plan) -> dict[str, float]:
     return seconds
 
 
-def _settle(node: Node, seconds: Mapping[str, float]) -> None:
+def _settle(node: TreeNode, seconds: Mapping[str, float]) -> None:
     """Add sizes and times up from the leaves, and fold repeats."""
     if node.name:
         node.comm_s = seconds.get(node.name, 0.0)
@@ -104,7 +104,7 @@ def _settle(node: Node, seconds: Mapping[str, float]) -> None:
     node.comm_s = sum(child.comm_s for child in node.children)
 
 
-def _only_tensor(node: Node) -> Node:
+def _only_tensor(node: TreeNode) -> TreeNode:
     """`q_proj` with nothing but a `weight` becomes one line, `q_proj.weight`."""
     if len(node.children) != 1 or not node.children[0].name or node.repeats > 1:
         return node
@@ -113,16 +113,16 @@ def _only_tensor(node: Node) -> Node:
     return leaf
 
 
-def _stacked(node: Node) -> int:
+def _stacked(node: TreeNode) -> int:
     """Layers of a stacked block: the leading dim that all its tensors share."""
     leading = {child.shape[:1] if child.name else (_stacked(child),) for child in node.children}
     (first,) = leading if len(leading) == 1 else ((),)
     return first[0] if first else 1
 
 
-def _folded(children: Iterable[Node]) -> Iterable[Node]:
+def _folded(children: Iterable[TreeNode]) -> Iterable[TreeNode]:
     """Neighbours with numbers for names become one where they are split alike."""
-    run: list[Node] = []
+    run: list[TreeNode] = []
     for child in children:
         if run and child.label.isdigit() and run[0].label.isdigit() and child.signature() == run[0].signature():
             run.append(child)
@@ -132,7 +132,7 @@ def _folded(children: Iterable[Node]) -> Iterable[Node]:
     yield from _merged(run)
 
 
-def _merged(run: list[Node]) -> Iterable[Node]:
+def _merged(run: list[TreeNode]) -> Iterable[TreeNode]:
     if len(run) > 1:
         first = run[0]
         _add_up(first, run[1:])
@@ -141,7 +141,7 @@ def _merged(run: list[Node]) -> Iterable[Node]:
     yield from run[:1]
 
 
-def _add_up(node: Node, others: list[Node]) -> None:
+def _add_up(node: TreeNode, others: list[TreeNode]) -> None:
     node.total_bytes += sum(other.total_bytes for other in others)
     node.device_bytes += sum(other.device_bytes for other in others)
     node.comm_s += sum(other.comm_s for other in others)

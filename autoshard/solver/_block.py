@@ -15,7 +15,7 @@ from ._flat import Flat, Floats
 from ._graph import Ints
 
 
-class Work(NamedTuple):
+class Workspace(NamedTuple):
     """Room that the kernels need; one per thread."""
 
     mark: Ints
@@ -57,7 +57,7 @@ class Work(NamedTuple):
     """Block size class -> table entries touched lately."""
 
 
-def workspace(flat: Flat, largest: int) -> Work:
+def workspace(flat: Flat, largest: int) -> Workspace:
     """Room for blocks of up to `largest` nodes of `flat`."""
     count, times = len(flat.node_at) - 1, len(flat.capacity)
     widest = int(np.diff(flat.node_at).max())
@@ -66,7 +66,7 @@ def workspace(flat: Flat, largest: int) -> Work:
     def ints(*shape: int) -> Ints:
         return np.zeros(shape, dtype=np.int64)
 
-    return Work(
+    return Workspace(
         mark=ints(count),
         spot=ints(count),
         members=ints(largest),

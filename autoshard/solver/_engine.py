@@ -10,8 +10,8 @@ from ._dual import Dual
 from ._flat import flatten
 from ._graph import Graph, Ints
 from ._stage import Stage, make_stage
-from ._task import Task
-from ._worker import Answer, Job, Worker
+from ._thread import OnThread
+from ._worker import Answer, PartJob, Worker
 
 
 _ENTRIES = 40_000
@@ -113,7 +113,7 @@ class Engine:
                 origin = self.dual.bound
                 self._restart(latest)
             target = self.cost if np.isfinite(self.cost) else self.climber.merit
-            task = Task(lambda t=target, n=sweeps: self.dual.ascend(n, t, self.climber.penalty))
+            task = OnThread(lambda t=target, n=sweeps: self.dual.ascend(n, t, self.climber.penalty))
             if self.threads == 1:
                 task.result()
             prices = self.dual.prices.copy()
@@ -189,7 +189,7 @@ class Engine:
         left = self.deadline - self.clock()
         # A proof that was cut short is begun again only with more time than it had, and then with all there is.
         proving = len(self.solves) % 3 != 2 and (self.iterations is not None or left > self.unproven_s)
-        job = Job(
+        job = PartJob(
             slack=slack,
             gap=self.cost - self.dual.bound,
             best=None if self.best is None else self.best.copy(),

@@ -14,7 +14,7 @@ from ._restrict import Restricted, restricted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Job:
+class PartJob:
     slack: np.ndarray
     gap: float
     """Best cost above the bound; infinite when there is none."""
@@ -55,7 +55,7 @@ class Worker(Apart):
         super().__init__(__name__)
         self._first: list[object] = [(graph, names, flat)]
 
-    def start(self, job: Job) -> None:
+    def start(self, job: PartJob) -> None:
         self.give([*self._first, job])
         self._first = []
 
@@ -75,7 +75,7 @@ class _Sizer:
         one, two = kept[first], kept[self._flat.near]
         return float((one * two)[(one > 1) & (two > 1)].sum()) / 2
 
-    def find(self, job: Job, until: float) -> Restricted:
+    def find(self, job: PartJob, until: float) -> Restricted:
         if np.isfinite(job.gap):
             whole = self.raw(job.slack, job.gap)
             if 0.1 * whole <= job.provable:
@@ -127,11 +127,11 @@ class _Sizer:
             bottom = max(bottom, 1.2 * low)
         return bottom
 
-    def _cut(self, job: Job, limit: float) -> Restricted:
+    def _cut(self, job: PartJob, limit: float) -> Restricted:
         return restricted(self._graph, self._names, self._flat, job.slack, limit, job.gap, job.best)
 
 
-def _do(sizer: _Sizer, graph: Graph, names: list[int], job: Job) -> Answer:
+def _do(sizer: _Sizer, graph: Graph, names: list[int], job: PartJob) -> Answer:
     tick = job.clock()
     small = sizer.find(job, tick + 0.3 * job.seconds)
     left = small.graph
@@ -174,7 +174,7 @@ class _Server:
         self.graph, self.names, flat = first
         self.sizer = _Sizer(self.graph, self.names, flat)
 
-    def do(self, job: Job, _: Due) -> Answer:
+    def do(self, job: PartJob, _: Due) -> Answer:
         return _do(self.sizer, self.graph, self.names, job)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from autoshard.graph import Form, OpClass, OpGraph, Softmax, analyse, build_structure, find_softmaxes
+from autoshard.graph import OpClass, OpGraph, Softmax, SoftmaxForm, analyse, build_structure, find_softmaxes
 from tests.graph.programs import bf16, graph_of
 
 
@@ -35,7 +35,7 @@ def softmaxes_of(fn: Callable[..., Any], row: int) -> tuple[OpGraph, tuple[Softm
     return graph, find_softmaxes(graph, build_structure(graph))
 
 
-def bytes_per_score(graph: OpGraph, softmax: Softmax, form: Form) -> float:
+def bytes_per_score(graph: OpGraph, softmax: Softmax, form: SoftmaxForm) -> float:
     """All that kernels read and write of score-sized values, those of the matmuls included."""
     times = dict(form.moved)
     for op in graph.ops:

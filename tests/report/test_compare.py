@@ -7,7 +7,7 @@ from rich.console import Console
 
 from autoshard.exec.hlo._estimate import estimator_error
 from autoshard.plan import Plan
-from autoshard.report import Row, comparison_figures, comparison_report
+from autoshard.report import ComparisonRow, comparison_figures, comparison_report
 
 
 def compiled(seconds: float, vector: float = 0.0) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def compiled(seconds: float, vector: float = 0.0) -> dict[str, Any]:
     }
 
 
-def shown(plan: Plan, rows: list[Row]) -> str:
+def shown(plan: Plan, rows: list[ComparisonRow]) -> str:
     out = io.StringIO()
     Console(file=out, width=200).print(comparison_report(plan, rows))
     return out.getvalue()
@@ -28,10 +28,10 @@ def shown(plan: Plan, rows: list[Row]) -> str:
 def test_what_differs_by_less_than_the_error_is_undecided(plan: Plan) -> None:
     near = 1.0 - 0.5 * estimator_error().pairs
     rows = [
-        Row("plan", plan.prediction, compiled(1.0)),
-        Row("fsdp*", plan.prediction, compiled(near)),
-        Row("data_parallel*", plan.prediction, compiled(2.0)),
-        Row("fsdp", None, failed="it does not compile"),
+        ComparisonRow("plan", plan.prediction, compiled(1.0)),
+        ComparisonRow("fsdp*", plan.prediction, compiled(near)),
+        ComparisonRow("data_parallel*", plan.prediction, compiled(2.0)),
+        ComparisonRow("fsdp", None, failed="it does not compile"),
     ]
     figures = comparison_figures(rows)["plans"]
     assert figures["plan"]["undecided"] == ["fsdp*"] and figures["fsdp*"]["undecided"] == ["plan"]
@@ -45,12 +45,12 @@ def test_time_that_was_never_measured_widens_the_error_by_what_two_plans_do_not_
     far = 1.0 - 1.2 * estimator_error().pairs
     for vector, close in ((0.0, []), (0.3, ["fsdp*"])):
         rows = [
-            Row("plan", plan.prediction, compiled(1.0, 0.1 + vector)),
-            Row("fsdp*", plan.prediction, compiled(far, 0.1)),
+            ComparisonRow("plan", plan.prediction, compiled(1.0, 0.1 + vector)),
+            ComparisonRow("fsdp*", plan.prediction, compiled(far, 0.1)),
         ]
         assert comparison_figures(rows)["plans"]["plan"]["undecided"] == close
 
 
 def test_a_measurement_decides(plan: Plan) -> None:
-    rows = [Row(name, plan.prediction, compiled(1.0), {"step_time_s": 1.0}) for name in ("plan", "fsdp*")]
+    rows = [ComparisonRow(name, plan.prediction, compiled(1.0), {"step_time_s": 1.0}) for name in ("plan", "fsdp*")]
     assert "undecided" not in shown(plan, rows)

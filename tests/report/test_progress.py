@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from autoshard.report import Progress
+from autoshard.report import ProgressLine
 
 
 class Terminal(io.StringIO):
@@ -19,7 +19,7 @@ def plain(stream: io.StringIO) -> str:
 
 def test_piped_it_prints_each_phase_as_it_starts():
     stream = io.StringIO()
-    with Progress(stream=stream) as progress:
+    with ProgressLine(stream=stream) as progress:
         progress("one")
         assert stream.getvalue() == "one\n"
         progress("two [red]")
@@ -28,7 +28,7 @@ def test_piped_it_prints_each_phase_as_it_starts():
 
 def test_on_a_terminal_each_phase_ends_with_its_time():
     stream = Terminal()
-    with Progress(stream=stream) as progress:
+    with ProgressLine(stream=stream) as progress:
         progress("one [red]")
         progress("two")
     assert re.search(r"one \[red\] \(0\.\d s\)", plain(stream))
@@ -37,7 +37,7 @@ def test_on_a_terminal_each_phase_ends_with_its_time():
 
 def test_on_a_terminal_the_phase_that_failed_is_marked():
     stream = Terminal()
-    with pytest.raises(ValueError), Progress(stream=stream) as progress:
+    with pytest.raises(ValueError), ProgressLine(stream=stream) as progress:
         progress("one")
         raise ValueError
     assert "one (failed)" in plain(stream)
@@ -45,6 +45,6 @@ def test_on_a_terminal_the_phase_that_failed_is_marked():
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
 def test_quiet_it_prints_nothing(stream: io.StringIO):
-    with Progress(quiet=True, stream=stream) as progress:
+    with ProgressLine(quiet=True, stream=stream) as progress:
         progress("one")
     assert stream.getvalue() == ""

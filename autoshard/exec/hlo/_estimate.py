@@ -19,7 +19,7 @@ from autoshard.exec.hlo._collectives import OPCODES, CompiledCollective, Walk, _
 from autoshard.exec.hlo._hlo import Computation, HloModule, Instruction, parse_hlo
 from autoshard.exec.hlo._kernel import Kernel
 from autoshard.exec.hlo._physical import group_segments, permute_seconds, route
-from autoshard.exec.hlo._work import FREE, Reader, Work
+from autoshard.exec.hlo._work import FREE, InstructionWork, Reader
 
 
 _ERROR_FILE = pathlib.Path(__file__).with_name("estimator.json")
@@ -219,7 +219,7 @@ class _Simulator:
         seconds = float(self.compute.memory_seconds(op.shapes[0].held))
         clock.transfer(seconds, ("copies",), _title(op), op.name, "copy")
 
-    def roofline(self, clock: Clock, op: Instruction, work: Work) -> None:
+    def roofline(self, clock: Clock, op: Instruction, work: InstructionWork) -> None:
         clock.flops += work.flops
         clock.again += work.flops if ".remat" in op.name else 0.0
         if work.kernel is not None:
@@ -237,7 +237,7 @@ class _Simulator:
         if not _is_scalar(op):
             clock.work(self.compute.calibration.op_overhead_s, "overhead", "overhead")
 
-    def matrix(self, work: Work) -> float:
+    def matrix(self, work: InstructionWork) -> float:
         """Seconds of a fusion's matmuls, the traffic that blocks of theirs cause included."""
         total = sum(x.flops for x in work.matmuls)
         seconds = 0.0

@@ -48,7 +48,7 @@ class Matmul:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Work:
+class InstructionWork:
     """One execution on one device."""
 
     matmuls: tuple[Matmul, ...]
@@ -72,17 +72,17 @@ class Reader:
         self.module = module
         self._inside: dict[str, tuple[tuple[Matmul, ...], float]] = {}
 
-    def work(self, owner: Computation, op: Instruction) -> Work:
+    def work(self, owner: Computation, op: Instruction) -> InstructionWork:
         """Work of an instruction that is no loop, call or collective."""
         if op.opcode in FREE or (op.opcode == "custom-call" and is_idle(op)):
-            return Work((), 0, 0, 0.0)
+            return InstructionWork((), 0, 0, 0.0)
         if op.opcode == "custom-call":
             kernel = read_kernel(owner, op)
             if kernel is not None:
-                return Work((), 0, 0, 0.0, kernel)
+                return InstructionWork((), 0, 0, 0.0, kernel)
         matmuls, elements = self._arithmetic(owner, op)
         hbm, vmem = self._traffic(owner, op)
-        return Work(matmuls, hbm, vmem, elements)
+        return InstructionWork(matmuls, hbm, vmem, elements)
 
     # Arithmetic
 

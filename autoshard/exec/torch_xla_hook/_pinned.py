@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from autoshard.exec.torch_xla_hook._places import Op, Place
+from autoshard.exec.torch_xla_hook._places import LazyOp, Place
 from autoshard.exec.torch_xla_hook._specs import Following, Planned, splits
 from autoshard.mlir import Flow, Value
 from autoshard.plan import Plan, Spec
@@ -74,13 +74,13 @@ class Pins:
         return _once(every, found)
 
     def _loose(
-        self, planned: Planned, every: Sequence[tuple[Place, Any, Value]], turning: Collection[Op | None]
-    ) -> set[tuple[Op | None, Value]]:
+        self, planned: Planned, every: Sequence[tuple[Place, Any, Value]], turning: Collection[LazyOp | None]
+    ) -> set[tuple[LazyOp | None, Value]]:
         """What ops take whose spec does not follow from what modules give, or may get axes from what the op makes."""
         given = {place for call, _, place in every if call.op is None and place in planned.made}
         following = Following(planned, self.flow, given)
-        taken: dict[Op | None, set[Value]] = collections.defaultdict(set)
-        around: dict[Op | None, set[str]] = collections.defaultdict(set)
+        taken: dict[LazyOp | None, set[Value]] = collections.defaultdict(set)
+        around: dict[LazyOp | None, set[str]] = collections.defaultdict(set)
         for call, _, place in every:
             if call.op in turning and call.what == "operand":
                 taken[call.op].add(place)
@@ -97,17 +97,17 @@ class Pins:
         self,
         planned: Planned,
         every: Sequence[tuple[Place, Any, Value]],
-        inside: Mapping[Op | None, set[int]],
-        mixing: Collection[Op | None],
-        moved: Collection[Op | None],
-    ) -> set[Op | None]:
+        inside: Mapping[LazyOp | None, set[int]],
+        mixing: Collection[LazyOp | None],
+        moved: Collection[LazyOp | None],
+    ) -> set[LazyOp | None]:
         """Of the `mixing` ops those that leave their result over other axes than they are given.
 
         XLA gives such an op a spec by what is around it: an axis that it is to do without comes in from there. What a
         product makes follows from what it takes; what a lookup makes does not. Nor is what is handed to another op in
         more axes than its own sure to come here without these.
         """
-        axes: dict[tuple[Op | None, bool], set[str]] = collections.defaultdict(set)
+        axes: dict[tuple[LazyOp | None, bool], set[str]] = collections.defaultdict(set)
         for call, _, place in every:
             if call.op in mixing:
                 is_result = call.what == "result"
@@ -119,16 +119,16 @@ class Pins:
         }
         return {op for op in mixing if op in moved or op in beside or axes[op, True] != axes[op, False]}
 
-    def _mixing(self, inside: Mapping[Op | None, set[int]]) -> set[Op | None]:
+    def _mixing(self, inside: Mapping[LazyOp | None, set[int]]) -> set[LazyOp | None]:
         """Ops of the script that contract dims or look up in them."""
         known = self.flow.products | self.flow.lookups
         return {op for op, numbers in inside.items() if op is not None and numbers & known}
 
-    def _inside(self, every: Sequence[tuple[Place, Any, Value]]) -> dict[Op | None, set[int]]:
+    def _inside(self, every: Sequence[tuple[Place, Any, Value]]) -> dict[LazyOp | None, set[int]]:
         """Numbers of the graph's ops that an op of the script is made of."""
         known = {place for _, _, place in every}
         operands = {(call.op, place) for call, _, place in every if call.what == "operand"}
-        inside: dict[Op | None, set[int]] = {}
+        inside: dict[LazyOp | None, set[int]] = {}
         for call, _, place in every:
             if call.what == "result":
                 copied = (call.op, place) in operands  # by an op that is none in the graph

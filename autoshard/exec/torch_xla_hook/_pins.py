@@ -8,7 +8,7 @@ import torch
 
 from autoshard.exec.torch_xla_hook._marks import annotated, constrain
 from autoshard.exec.torch_xla_hook._ops import WITH_BIAS, Ops
-from autoshard.exec.torch_xla_hook._places import Op, Place, nodes_between
+from autoshard.exec.torch_xla_hook._places import LazyOp, Place, nodes_between
 from autoshard.exec.torch_xla_hook._tensors import leaves, on_xla
 
 
@@ -22,7 +22,7 @@ class OpPins:
     def __bool__(self) -> bool:
         return bool(self._pins)
 
-    def add(self, op: Op, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
+    def add(self, op: LazyOp, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
         self.kinds.add(op.kind.removesuffix(WITH_BIAS))
         self._pins.setdefault((op.kind, op.turn, place.what), []).append((place.number, shape, shardings))
 

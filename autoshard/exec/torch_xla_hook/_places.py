@@ -13,7 +13,7 @@ from torch.autograd.function import BackwardCFunction
 from autoshard.exec.torch_xla_hook._tensors import leaves, on_xla
 
 
-class Op(NamedTuple):
+class LazyOp(NamedTuple):
     """An op that one call of a module runs, its children's ops among them, or its backward pass."""
 
     module: str
@@ -35,7 +35,7 @@ class Place(NamedTuple):
     """`output` of the module or its `gradient`; `operand` or `result` of an op."""
     number: int
     """Which of the module's output tensors, of the op's positional arguments, or of its results."""
-    op: Op | None = None
+    op: LazyOp | None = None
 
 
 def nodes_between(inputs: Any, output: Any) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from autoshard.exec.torch_xla_hook._capture import Known
 from autoshard.exec.torch_xla_hook._compiled import lazily
 from autoshard.exec.torch_xla_hook._names import own_name
 from autoshard.exec.torch_xla_hook._ops import Ops, unseen
-from autoshard.exec.torch_xla_hook._places import Op, Place, is_value, nodes_between
+from autoshard.exec.torch_xla_hook._places import LazyOp, Place, is_value, nodes_between
 from autoshard.exec.torch_xla_hook._tensors import handles, leaves, on_xla, pending, plain
 from autoshard.program import Role
 
@@ -131,7 +131,7 @@ class Watch:
             yield
             return
         call = self._calls.get(name, 0)
-        ops = _RecordedOps(functools.partial(Op, name, call, -1), self, lambda: self._running[-1] is ops)
+        ops = _RecordedOps(functools.partial(LazyOp, name, call, -1), self, lambda: self._running[-1] is ops)
         self._running.append(ops)
         try:
             with ops:
@@ -148,7 +148,7 @@ class Watch:
         for number, node in enumerate(nodes_between(inputs, output)):
             if node not in self._nodes:
                 self._nodes.add(node)
-                _RecordedOps(functools.partial(Op, name, call, number), self).around(node)
+                _RecordedOps(functools.partial(LazyOp, name, call, number), self).around(node)
         for number, (_, tensor) in enumerate(leaves(output, "")):
             if is_value(tensor):
                 self._record_output(functools.partial(Place, name, call, number=number), tensor)
@@ -206,7 +206,9 @@ class Watch:
 class _RecordedOps(Ops):
     """Records what ops take, and what they make."""
 
-    def __init__(self, name: Callable[[str, int], Op], watch: Watch, mine: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, name: Callable[[str, int], LazyOp], watch: Watch, mine: Callable[[], bool] = lambda: True
+    ) -> None:
         super().__init__()
         self._name = name
         self._watch = watch

@@ -64,7 +64,7 @@ def price_form(plan: Plan, program: Program, form: Form) -> Prediction | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Within:
+class BestWithin:
     """The best choice that a form can hold."""
 
     best: Candidate
@@ -80,7 +80,7 @@ def plan_within(
     required: Required,
     limits: Limits,
     progress: Callable[[str], None],
-) -> Within:
+) -> BestWithin:
     """The best choice within the memory limit, of those that the form can hold, that keeps what is `required`.
 
     It is looked for from what an unlimited search has `found`. Raises `InfeasibleError` if none fits.
@@ -97,7 +97,7 @@ def plan_within(
             f"no plan that the {form.name} form can hold fits into {limit} per device{least}; "
             "more devices or a smaller batch would help, or a plan without `--for` (in Python `form`)."
         )
-    return Within(best, {"for": form.name, **said})
+    return BestWithin(best, {"for": form.name, **said})
 
 
 def held_plan(plan: Plan, form: Form, free_s: float) -> Plan:

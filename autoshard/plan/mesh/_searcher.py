@@ -13,7 +13,7 @@ from autoshard.plan.model._asked import Required
 from autoshard.plan.model._baselines import Baseline, baselines
 from autoshard.plan.model._model import Model
 from autoshard.plan.model._options import Limits
-from autoshard.plan.model._refine import LEAST_GAIN, Refinement
+from autoshard.plan.model._refine import LEAST_GAIN, AxisParts
 from autoshard.plan.price._task import Task
 from autoshard.plan.solve._search import Found, Infeasible, search
 
@@ -37,14 +37,14 @@ class Phases:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class MeshOutcome:
     """What a search on one mesh came to."""
 
     model: Model
     required: Required
     found: Found | Infeasible
 
-    def is_better_than(self, other: "Outcome") -> bool:
+    def is_better_than(self, other: "MeshOutcome") -> bool:
         """True if it is worth an axis in two parts."""
         if isinstance(self.found, Infeasible) or isinstance(other.found, Infeasible):
             return isinstance(self.found, Found)
@@ -57,16 +57,18 @@ class Searcher:
     def __init__(self, task: Task, phases: Phases, crew: Crew) -> None:
         self.task, self.phases, self.crew = task, phases, crew
 
-    def mesh(self, mesh: Mesh, time_limit: float) -> Outcome:
+    def mesh(self, mesh: Mesh, time_limit: float) -> MeshOutcome:
         """On a mesh as it was asked for, with baselines."""
         model = self.price(mesh)
         return self.priced(model, self.task.required(model), None, time_limit)
 
-    def priced(self, model: Model, required: Required, known: NDArray[np.int64] | None, time_limit: float) -> Outcome:
+    def priced(
+        self, model: Model, required: Required, known: NDArray[np.int64] | None, time_limit: float
+    ) -> MeshOutcome:
         """The same on a mesh that is priced already, from choices that are `known` to fit, if there are any."""
         return self._search(model, baselines(model, self.task.reading.groups), required, known, time_limit)
 
-    def refined(self, refinement: Refinement, original: Outcome, time_limit: float) -> Outcome:
+    def refined(self, refinement: AxisParts, original: MeshOutcome, time_limit: float) -> MeshOutcome:
         """On its refinement, from the best that is known of it; what was asked for holds as it does there."""
         model = self.price(refinement.mesh)
         allowed = refinement.allowed(original.model, model, original.required.allowed)
@@ -86,7 +88,7 @@ class Searcher:
         required: Required,
         known: NDArray[np.int64] | None,
         time_limit: float,
-    ) -> Outcome:
+    ) -> MeshOutcome:
         count = sum(len(node.states) for node in model.nodes)
         task, progress = self.task, self.phases.progress
         self.phases.start("solve", f"solving {len(model.nodes)} decisions with {count} alternatives")
@@ -94,5 +96,5 @@ class Searcher:
             limits = Limits(task.memory_limit, time_limit, task.seed)
             found = search(model, named, limits, progress, required, known, self.crew)
         except Infeasible as error:
-            return Outcome(model, required, error)
-        return Outcome(model, required, found)
+            return MeshOutcome(model, required, error)
+        return MeshOutcome(model, required, found)

@@ -29,7 +29,7 @@ LEAST_GAIN = 0.005
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Refinement:
+class AxisParts:
     """One axis of a mesh cut in two."""
 
     original: Mesh
@@ -80,7 +80,7 @@ class Refinement:
         return np.array(found, dtype=np.int64)
 
 
-def find_refinement(graph: OpGraph, structure: Structure, groups: Groups, mesh: Mesh) -> Refinement | None:
+def find_refinement(graph: OpGraph, structure: Structure, groups: Groups, mesh: Mesh) -> AxisParts | None:
     """The cut that the most FLOPs ask for; None if no dim does, or so few FLOPs that nothing is gained.
 
     The batch asks for a part of the first axis. Dims over which an op is many small ones (heads, experts) ask for one
@@ -123,7 +123,7 @@ def _of_call(rule: Rule, call: Opaque) -> set[int]:
     return even - minor - {factor for factor, _ in call.sloping}
 
 
-def refine(mesh: Mesh, groups: Groups, axis: int, part: int) -> Refinement:
+def refine(mesh: Mesh, groups: Groups, axis: int, part: int) -> AxisParts:
     """`mesh` with one axis cut into an outer part of size `part` and the rest."""
     name, size = mesh.names[axis], mesh.sizes[axis]
     sizes: dict[str, int] = {}
@@ -132,17 +132,17 @@ def refine(mesh: Mesh, groups: Groups, axis: int, part: int) -> Refinement:
             sizes.update(zip(part_names(name, (part, size // part)), (part, size // part), strict=True))
         else:
             sizes[own] = n
-    return Refinement(mesh, make_mesh(mesh.topology, sizes), axis, part, groups.sizes, groups.of_factor)
+    return AxisParts(mesh, make_mesh(mesh.topology, sizes), axis, part, groups.sizes, groups.of_factor)
 
 
-def refinement_of(groups: Groups, mesh: Mesh) -> Refinement | None:
+def refinement_of(groups: Groups, mesh: Mesh) -> AxisParts | None:
     """The refinement that a mesh is, by the names of its axes; None if it is none."""
     whole = original_mesh(mesh.axes)
     if whole == mesh.axes:
         return None
     original = make_mesh(mesh.topology, whole)
     axis = next(a for a, (name, own) in enumerate(zip(whole, mesh.names, strict=False)) if name != own)
-    return Refinement(original, mesh, axis, mesh.sizes[axis], groups.sizes, groups.of_factor)
+    return AxisParts(original, mesh, axis, mesh.sizes[axis], groups.sizes, groups.of_factor)
 
 
 def _group(structure: Structure, groups: Groups, op_id: int, graph: OpGraph, factor: int) -> int | None:

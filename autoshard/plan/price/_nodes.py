@@ -13,7 +13,7 @@ from autoshard.plan.model._demands import Demand, allowed_states, axis_numbers, 
 from autoshard.plan.model._hand import by_hand, own_collectives
 from autoshard.plan.model._heavy import MOVES_ONLY, heavy_seconds, heavy_states
 from autoshard.plan.model._model import EXPOSED, HOST, Channel, MemoryTerm, Node, link_names
-from autoshard.plan.model._refine import Refinement
+from autoshard.plan.model._refine import AxisParts
 from autoshard.plan.model._residency import Residency
 from autoshard.plan.xla._handling import inner_collectives
 from autoshard.plan.xla._padding import Padding
@@ -33,7 +33,7 @@ class NodePricer:
         liveness: Liveness,
         mesh: Mesh,
         memory_limit: int,
-        refinement: Refinement | None,
+        refinement: AxisParts | None,
         calibration: Calibration | None,
     ) -> None:
         self.refinement = refinement

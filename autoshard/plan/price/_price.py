@@ -12,7 +12,7 @@ from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structur
 from autoshard.plan.model._heavy import factor_states, result_states
 from autoshard.plan.model._model import EXPOSED, Channel, MemoryTerm, Model, Node, Path, Reshard
 from autoshard.plan.model._overlap import Overlap
-from autoshard.plan.model._refine import Refinement
+from autoshard.plan.model._refine import AxisParts
 from autoshard.plan.price._nodes import NodePricer
 from autoshard.plan.price._paths import PathPrices
 from autoshard.plan.xla._handling import Handling, handling
@@ -41,7 +41,7 @@ def price(
     liveness: Liveness,
     mesh: Mesh,
     memory_limit: int,
-    refinement: Refinement | None = None,
+    refinement: AxisParts | None = None,
     calibration: Calibration | None = None,
 ) -> Model:
     """All nodes, moves and memory of `program` on `mesh`, which is that of the refinement if there is one.
@@ -52,7 +52,7 @@ def price(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Use:
+class ValueUse:
     """Where a value is used: what moves it, and how often."""
 
     tensor: int
@@ -179,7 +179,7 @@ class _Pricer(NodePricer):
         seen.add(key)
         dtype = self.graph.tensors[out].dtype
         way = Way(held, kept, source, aim, sizes, dtype)
-        self.add_reshard(cluster, target, Use(tensor, op.id, block, trips), way, collected=collected)
+        self.add_reshard(cluster, target, ValueUse(tensor, op.id, block, trips), way, collected=collected)
 
     def add_heavy_result(self, op: Op, result: int, cluster: int, node: int) -> None:
         out = op.results[result]
@@ -189,7 +189,9 @@ class _Pricer(NodePricer):
         aim = self.dims_states(cluster, self.nodes[cluster].states, out)
         trips = self.graph.trips(op.loop)
         dtype = self.graph.tensors[out].dtype
-        self.add_reshard(node, cluster, Use(out, op.id, op.loop, trips), Way(source, source, source, aim, shape, dtype))
+        self.add_reshard(
+            node, cluster, ValueUse(out, op.id, op.loop, trips), Way(source, source, source, aim, shape, dtype)
+        )
 
     def add_heavy_operand(self, op: Op, operand: int, tensor: int, source_node: int, node: int) -> None:
         shape = self.graph.tensors[tensor].shape
@@ -200,7 +202,9 @@ class _Pricer(NodePricer):
             aim = factor_states(states, op.rule.operands[operand])
         block, trips = self.block_trips(tensor, op)
         dtype = self.graph.tensors[tensor].dtype
-        self.add_reshard(source_node, node, Use(tensor, op.id, block, trips), Way(held, held, held, aim, shape, dtype))
+        self.add_reshard(
+            source_node, node, ValueUse(tensor, op.id, block, trips), Way(held, held, held, aim, shape, dtype)
+        )
 
     def held_states(self, node: int, tensor: int) -> States:
         record = self.nodes[node]
@@ -231,7 +235,7 @@ class _Pricer(NodePricer):
         op = self.graph.ops[users[0]]
         _, trips = self.block_trips(tensor, op)
         way = Way(have, have, have, states, record.shape, record.dtype)
-        self.add_reshard(source, node, Use(tensor, op.id, block, trips), way, held)
+        self.add_reshard(source, node, ValueUse(tensor, op.id, block, trips), way, held)
         return node
 
     def add_tie(self, result: int, argument: int, cluster_node: Sequence[int]) -> None:
@@ -239,13 +243,15 @@ class _Pricer(NodePricer):
         target = cluster_node[self.structure.cluster_of[argument]]
         record = self.graph.tensors[result]
         held, aim = self.held_states(source, result), self.held_states(target, argument)
-        self.add_reshard(source, target, Use(result, -1, -1, 1), Way(held, held, held, aim, record.shape, record.dtype))
+        self.add_reshard(
+            source, target, ValueUse(result, -1, -1, 1), Way(held, held, held, aim, record.shape, record.dtype)
+        )
 
     def add_reshard(
         self,
         source: int,
         target: int,
-        use: Use,
+        use: ValueUse,
         way: Way,
         holds: np.ndarray | None = None,
         collected: bool = False,

@@ -91,7 +91,7 @@ def _moves_by_little(graph: OpGraph, op: Op, factor: int) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class HandlingRow:
     """One exception; the first row that fits a factor decides."""
 
     op: str
@@ -105,20 +105,20 @@ class Row:
 
 
 _ROWS = (
-    Row("*", None, Handling.WHOLE, _on_compound_dim),
-    Row("*", None, Handling.WHOLE, _called_by_hand),
-    Row("*", None, Handling.WHOLE, _grouped_by_hand),
-    Row("dynamic_update_slice", FactorKind.PARALLEL, Handling.WHOLE, _writes_a_part),
-    Row("fft", None, Handling.WHOLE, backend="cpu"),
-    Row("pad", FactorKind.PERMUTATION, Handling.SHIFT, _moves_by_little),
-    Row("reduce", FactorKind.REDUCTION, Handling.COLLECT, _of_several),
-    Row("reverse", FactorKind.PERMUTATION, Handling.SWAP),
-    Row("rotate", FactorKind.PERMUTATION, Handling.SWAP),
-    Row("slice", FactorKind.PERMUTATION, Handling.SHIFT, _moves_by_little),
-    Row("top_k", None, Handling.WHOLE, backend="cpu"),
+    HandlingRow("*", None, Handling.WHOLE, _on_compound_dim),
+    HandlingRow("*", None, Handling.WHOLE, _called_by_hand),
+    HandlingRow("*", None, Handling.WHOLE, _grouped_by_hand),
+    HandlingRow("dynamic_update_slice", FactorKind.PARALLEL, Handling.WHOLE, _writes_a_part),
+    HandlingRow("fft", None, Handling.WHOLE, backend="cpu"),
+    HandlingRow("pad", FactorKind.PERMUTATION, Handling.SHIFT, _moves_by_little),
+    HandlingRow("reduce", FactorKind.REDUCTION, Handling.COLLECT, _of_several),
+    HandlingRow("reverse", FactorKind.PERMUTATION, Handling.SWAP),
+    HandlingRow("rotate", FactorKind.PERMUTATION, Handling.SWAP),
+    HandlingRow("slice", FactorKind.PERMUTATION, Handling.SHIFT, _moves_by_little),
+    HandlingRow("top_k", None, Handling.WHOLE, backend="cpu"),
 )
 
-TABLE: dict[str, tuple[Row, ...]] = {
+TABLE: dict[str, tuple[HandlingRow, ...]] = {
     kind: tuple(row for row in _ROWS if row.op == kind) for kind in sorted({row.op for row in _ROWS})
 }
 """Exceptions by op kind."""

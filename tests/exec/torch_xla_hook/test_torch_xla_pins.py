@@ -12,13 +12,13 @@ from autoshard.plan import Pin, Spec
 
 pytest.importorskip("torch")
 from autoshard.exec.torch_xla_hook._pinned import Pins  # noqa: E402
-from autoshard.exec.torch_xla_hook._places import Op, Place  # noqa: E402
+from autoshard.exec.torch_xla_hook._places import LazyOp, Place  # noqa: E402
 
 
 SPLIT, OTHER, WHOLE = Spec((("data",), ())), Spec(((), ("data",))), Spec(((), ()))
 SHAPE = (8, 8)
 OUTPUT = Place("block", 0, "output", 0)
-DOT = Op("block", 0, 3, "aten.mm.default", 0)
+DOT = LazyOp("block", 0, 3, "aten.mm.default", 0)
 FIRST, TAKEN = Place("block", 0, "operand", 0, DOT), Place("block", 0, "operand", 1, DOT)
 MADE = Place("block", 0, "result", 0, DOT)
 
@@ -122,7 +122,7 @@ def test_what_a_view_splits_anew_is_pinned_where_it_is_made():
     graph = {7: ("dot", (4, 0), (5, 0)), 8: ("reshape", (7, 0))}
     taken, made = Pin(op=4, index=0, spec=SPLIT), Pin(op=7, index=0, spec=SPLIT)
     pins = (taken, made, Pin(op=8, index=0, spec=Spec((("data", "model"), ()))))
-    copied = Op("block", 0, -1, "aten.clone.default", 0)
+    copied = LazyOp("block", 0, -1, "aten.clone.default", 0)
     copies = {Place("block", 0, what, 0, copied): (8, 0) for what in ("operand", "result")}
     places = {TAKEN: (4, 0), MADE: (7, 0), **copies, OUTPUT: (8, 0)}
     assert pinned(*pins, places=places, graph=graph) == {

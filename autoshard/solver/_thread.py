@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Task:
+class OnThread:
     """A call on a thread of its own, which never keeps the process alive."""
 
     def __init__(self, call: Callable[[], object]):
