@@ -299,12 +299,12 @@ def stated(
     split = {p: _split(model, groups, p, chosen, tensor) if chosen else {} for p in _parameters(model)}
     parameters = {p: _spread(model, p, spread, taken) if spread else taken for p, taken in split.items()}
     found = _restrict(model, groups, name, parameters, (*copies, *spread), tensor if parts > 1 else ())
-    if found is not None and chosen:
-        _split_inner(model, groups, found.allowed, chosen, (*copies, *spread), tensor)
+    if found is not None:
+        _hold_inner(model, groups, found.allowed, chosen, (*copies, *spread), tensor)
     return found
 
 
-def _split_inner(
+def _hold_inner(
     model: Model,
     groups: Groups,
     allowed: dict[int, NDArray[np.bool_]],
@@ -312,22 +312,25 @@ def _split_inner(
     data: Sequence[int],
     tensor: Sequence[int],
 ) -> None:
-    """Every matmul computes, and every activation between two is held, split along its heads or ffn dim.
+    """Every matmul computes, and every activation between two is held, with its batch split as the run's is, and its
+    heads or ffn dim split where those are.
 
-    Else gathering the weights, which is another strategy, may look cheaper to the solver than what was stated.
+    Else another strategy than what was stated may look cheaper to the solver: gathering weights where a run has tensor
+    parallelism; where it has FSDP and few tokens, gathering activations instead of the weights.
     """
     for cluster in model.structure.clusters:
         of = {groups.of_factor[(cluster.id, f)]: f for f in range(len(cluster.sizes)) if f not in cluster.blocked}
         inner = sorted(chosen & set(of))
-        if groups.batch in of and len(inner) == 1:
-            _allow_factors(model, allowed, cluster.id, {of[groups.batch]: data, of[inner[0]]: tensor})
+        if groups.batch in of and (len(inner) == 1 or not chosen):
+            _allow_factors(model, allowed, cluster.id, {of[groups.batch]: data} | {of[g]: tensor for g in inner})
     for op_id, node in model.op_node.items():
         of = _op_groups(model, groups, op_id)
         inner = sorted(chosen & set(of))
-        if groups.batch in of and len(inner) == 1:
+        if groups.batch in of and (len(inner) == 1 or not chosen):
             state = np.full(len(model.axis_sizes), WHOLE, dtype=np.int64)
             state[list(_wide(model, data))] = of[groups.batch]
-            state[list(_wide(model, tensor))] = of[inner[0]]
+            for group in inner:
+                state[list(_wide(model, tensor))] = of[group]
             mask = (model.nodes[node].states == state).all(axis=1)
             if mask.any():
                 allowed[node] = mask
