@@ -332,6 +332,13 @@ def run_solve(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 def run_validate(arguments: argparse.Namespace, answer: TextIO) -> int:
     need_no_accelerator()  # models are rebuilt, never run
+    if arguments.pairs:
+        return _validate_pairs(arguments, answer)
+    for flag in ("html", "plot"):
+        if getattr(arguments, flag):
+            raise UserError(
+                f"--{flag} is for measured pairs: write `validate --pairs --{flag} {getattr(arguments, flag)}`."
+            )
     from autoshard.report import passes, validate, validation_figures, validation_report
 
     with show_progress(arguments) as progress:
@@ -341,6 +348,27 @@ def run_validate(arguments: argparse.Namespace, answer: TextIO) -> int:
     else:
         print_rich(validation_report(found), answer)
     return 0 if passes(found) else 1
+
+
+def _validate_pairs(arguments: argparse.Namespace, answer: TextIO) -> int:
+    if arguments.data:
+        raise UserError(f"--data {arguments.data} and --pairs are two questions: leave one of them out.")
+    for flag in ("html", "plot"):
+        check_writable(f"--{flag}", getattr(arguments, flag))
+    from autoshard.plan import validate_pairs
+    from autoshard.report import pair_figures, pair_report, plot_pairs, write_pair_page
+
+    with show_progress(arguments) as progress:
+        groups = validate_pairs(None if arguments.pairs is True else arguments.pairs, progress)
+    if arguments.html:
+        write_pair_page(groups, arguments.html)
+    if arguments.plot:
+        plot_pairs(groups, arguments.plot)
+    if arguments.json:
+        print_json(pair_figures(groups), answer)
+    else:
+        print_rich(pair_report(groups), answer)
+    return 0
 
 
 def run_doctor(arguments: argparse.Namespace, answer: TextIO) -> int:

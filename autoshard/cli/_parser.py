@@ -240,6 +240,11 @@ def build_parser() -> argparse.ArgumentParser:
         commands, "validate", _commands.run_validate, "check the cost model against worked questions and runs"
     )
     validate.add_argument("--data", metavar="FILE", type=Path, help="other runs or questions, of a shipped file's form")
+    validate.add_argument(
+        "--pairs", metavar="FILE", nargs="?", const=True, help="measured plans of one model instead (default: shipped)"
+    )
+    validate.add_argument("--html", metavar="PAIRS.html", type=Path, help="with --pairs: write one page here")
+    validate.add_argument("--plot", metavar="PAIRS.png", type=Path, help="with --pairs: draw predicted over measured")
 
     _command(commands, "doctor", _commands.run_doctor, "say what is installed, what is here, and what will work")
     return parser

@@ -37,6 +37,11 @@ from autoshard.plan.model._options import read_options as read_options
 from autoshard.plan.price._again import plan_bills as plan_bills
 from autoshard.plan.price._reading import as_planned as as_planned
 from autoshard.plan.price._reading import batch_dims as batch_dims
+from autoshard.plan.published._pairs import PairGroup as PairGroup
+from autoshard.plan.published._pairs import PairRow as PairRow
+from autoshard.plan.published._pairs import PairSummary as PairSummary
+from autoshard.plan.published._pairs import summarise_pairs as summarise_pairs
+from autoshard.plan.published._pairs import validate_pairs as validate_pairs
 from autoshard.plan.published._published import is_published as is_published
 from autoshard.plan.published._rebuild import PublishedRow as PublishedRow
 from autoshard.plan.published._rebuild import validate_published as validate_published

@@ -30,6 +30,10 @@ from autoshard.report._graph_svg import graph_svg as graph_svg
 from autoshard.report._html import html_report as html_report
 from autoshard.report._measurement import measurement_report as measurement_report
 from autoshard.report._notebook import NotebookView as NotebookView
+from autoshard.report._pairs import pair_figures as pair_figures
+from autoshard.report._pairs import pair_report as pair_report
+from autoshard.report._pairs import plot_pairs as plot_pairs
+from autoshard.report._pairs import write_pair_page as write_pair_page
 from autoshard.report._perfetto import perfetto_json as perfetto_json
 from autoshard.report._perfetto import perfetto_trace as perfetto_trace
 from autoshard.report._perfetto import read_profile as read_profile

@@ -1,0 +1,253 @@
+"""Measured plans of one model rebuilt and priced: whether plans are ordered as hardware orders them."""
+
+import dataclasses
+import itertools
+import math
+import pathlib
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+from autoshard.cost import Calibration, with_flags
+from autoshard.errors import UserError
+from autoshard.plan.price._predict import evaluate
+from autoshard.plan.price._price import price
+from autoshard.plan.published._pair_rows import MeasuredGroup, MeasuredPlan, read_groups
+from autoshard.plan.published._published import IncompleteError, Run
+from autoshard.plan.published._rebuild import rebuild, source_group, without_source
+
+
+NOISE = 0.02
+"""Two measured plans are decided if their times for each token differ by more than this share: what one plan differs
+by between the two sharding modes of one study, at most."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PairRow:
+    """One measured plan beside our prediction. `skipped` says why there is none."""
+
+    plan: str
+    measured_s: float | None = None
+    """Measured seconds of a step; None where the row has no time."""
+    predicted_s: float | None = None
+    """Our seconds of a step; None where the row is skipped."""
+    unseen_s: float | None = None
+    """The same with figures that were fitted without the row's source."""
+    tokens: int | None = None
+    """Tokens of a step, by which plans of different batches compare."""
+    measured_bytes: int | None = None
+    """Measured peak memory of one device, or what a device would have needed; None where it is not stated."""
+    predicted_bytes: int | None = None
+    fits: bool | None = None
+    """Whether we say that the plan fits a device's memory."""
+    measured_fits: bool | None = None
+    """Whether it ran; None where nobody says."""
+    skipped: str = ""
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def ran(self) -> bool:
+        """Whether there are a measured and a predicted time."""
+        return self.measured_s is not None and self.predicted_s is not None
+
+    def measured_each(self) -> float:
+        """Measured seconds for each token."""
+        assert self.measured_s is not None and self.tokens is not None
+        return self.measured_s / self.tokens
+
+    def predicted_each(self) -> float:
+        """Our seconds for each token."""
+        assert self.predicted_s is not None and self.tokens is not None
+        return self.predicted_s / self.tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PairGroup:
+    """One model on one set of chips: its rows, and how well our order is the measured one."""
+
+    group: str
+    source: str
+    hardware: str
+    compares_plans: bool
+    on_tpu: bool
+    rows: tuple[PairRow, ...]
+
+    def pairs(self) -> list[tuple[PairRow, PairRow]]:
+        """Pairs of rows with both times, in their order."""
+        return list(itertools.combinations([row for row in self.rows if row.ran], 2))
+
+    def decided(self) -> list[tuple[PairRow, PairRow]]:
+        """Pairs whose measured times for each token differ by more than `NOISE`."""
+        return [
+            (a, b) for a, b in self.pairs() if abs(math.log(a.measured_each() / b.measured_each())) > math.log1p(NOISE)
+        ]
+
+    @property
+    def tau(self) -> float | None:
+        """Kendall's tau over the decided pairs: 1 if all come out in the measured order; None if there are none."""
+        decided = self.decided()
+        if not decided:
+            return None
+        signs = [
+            math.copysign(1.0, a.measured_each() - b.measured_each()) * _sign(a.predicted_each() - b.predicted_each())
+            for a, b in decided
+        ]
+        return sum(signs) / len(signs)
+
+    @property
+    def chosen(self) -> PairRow | None:
+        """The plan that we would choose: the fastest for each token of those that we say fit. None without times."""
+        priced = [row for row in self.rows if row.predicted_s is not None and row.fits]
+        return min(priced, key=PairRow.predicted_each, default=None)
+
+    @property
+    def regret(self) -> float | None:
+        """Measured time of the plan that we would choose over that of the best one, for each token.
+
+        Infinite if the chosen plan ran out of memory; None for groups that compare workloads, and without two rows.
+        """
+        ran = [row for row in self.rows if row.ran]
+        chosen = self.chosen
+        if not self.compares_plans or len(ran) < 2 or chosen is None:
+            return None
+        if chosen.measured_s is None:
+            return math.inf if chosen.measured_fits is False else None
+        return chosen.measured_each() / min(row.measured_each() for row in ran)
+
+    def ratio_errors(self) -> list[float]:
+        """For each pair, how far our ratio of step times is from the measured one, as a share of it."""
+        found = []
+        for a, b in self.pairs():
+            assert a.predicted_s and b.predicted_s and a.measured_s and b.measured_s
+            found.append(abs((a.predicted_s / b.predicted_s) / (a.measured_s / b.measured_s) - 1.0))
+        return found
+
+
+def validate_pairs(
+    path: str | pathlib.Path | None = None, progress: Callable[[str], None] | None = None
+) -> tuple[PairGroup, ...]:
+    """Every group of a file (default: the shipped one), each row rebuilt and priced where that is possible.
+
+    Raises: `UserError` for a file that cannot be read.
+    """
+    say = progress or (lambda line: None)
+    groups = read_groups(path)
+    found = []
+    for number, group in enumerate(groups):
+        say(f"{number + 1}/{len(groups)} {group.group}")
+        found.append(_priced_group(group))
+    return tuple(found)
+
+
+def _priced_group(group: MeasuredGroup) -> PairGroup:
+    prices: dict[Run, tuple[float, float, int]] = {}
+    rows = tuple(_priced_row(group, row, prices) for row in group.rows)
+    return PairGroup(group.group, group.source, group.hardware, group.compares_plans, group.on_tpu, rows)
+
+
+def _priced_row(group: MeasuredGroup, row: MeasuredPlan, prices: dict[Run, tuple[float, float, int]]) -> PairRow:
+    run = row.run
+    bare = PairRow(row.plan, row.step_s, measured_bytes=row.peak_bytes, measured_fits=row.fits, skipped=row.skipped)
+    if run is None:
+        return bare
+    try:
+        if run not in prices:
+            prices[run] = _priced(run, source_group(group.source))
+    except (IncompleteError, UserError) as error:
+        return dataclasses.replace(bare, skipped=str(error))
+    step, unseen, peak = prices[run]
+    return dataclasses.replace(
+        bare,
+        predicted_s=step,
+        unseen_s=unseen,
+        tokens=run.batch * run.seq,
+        predicted_bytes=peak,
+        fits=peak <= run.topology.usable_bytes,
+        assumed=run.assumed,
+    )
+
+
+def _priced(run: Run, source: str) -> tuple[float, float, int]:
+    """Seconds of a step, those with figures fitted without a source, and the peak of one device in bytes."""
+    model, choices = rebuild(run)
+    outcome = evaluate(model, choices)
+    other: Calibration = with_flags(without_source(run.topology.chip.name, source), run.flags).calibration
+    again = price(
+        model.program, model.graph, model.structure, model.liveness, model.mesh, 1 << 62, calibration=other
+    )  # fmt: skip
+    return outcome.step_time_s, evaluate(again, choices).step_time_s, outcome.peak_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PairSummary:
+    """What groups say together. A figure is None where no row tells it."""
+
+    groups: int
+    """Groups with at least one row that was rebuilt."""
+    rows: int
+    rebuilt: int
+    regret_mean: float | None
+    """Geometric mean of the regrets."""
+    regret_worst: float | None
+    tau: float | None
+    """Over all decided pairs of all groups."""
+    decided: int
+    ratio_median: float | None
+    """Error of ratios of two rows of one group, as a share."""
+    ratio_p90: float | None
+    step_median: float | None
+    """Error of step times, with figures fitted without the row's source, as a share."""
+    step_p90: float | None
+    memory_median: float | None
+    """Error of peak memory, as a share."""
+    verdicts: int
+    """Rows that say whether they ran."""
+    verdicts_right: int
+
+
+def summarise_pairs(groups: Sequence[PairGroup]) -> PairSummary:
+    """The figures over all rows of some groups."""
+    regrets = [group.regret for group in groups if group.regret is not None]
+    decided = [(group.tau, len(group.decided())) for group in groups]
+    count = sum(number for _, number in decided)
+    ratios = sorted(error for group in groups for error in group.ratio_errors())
+    rows = [row for group in groups for row in group.rows]
+    steps = sorted(
+        abs(row.unseen_s / row.measured_s - 1.0) for row in rows if row.unseen_s is not None and row.measured_s
+    )
+    peaks = sorted(
+        abs(row.predicted_bytes / row.measured_bytes - 1.0)
+        for row in rows
+        if row.predicted_bytes and row.measured_bytes
+    )
+    said = [row for row in rows if row.fits is not None and row.measured_fits is not None]
+    return PairSummary(
+        groups=sum(any(row.predicted_s is not None for row in group.rows) for group in groups),
+        rows=len(rows),
+        rebuilt=sum(row.predicted_s is not None for row in rows),
+        regret_mean=math.exp(statistics.fmean(math.log(each) for each in regrets)) if regrets else None,
+        regret_worst=max(regrets, default=None),
+        tau=sum((tau or 0.0) * number for tau, number in decided) / count if count else None,
+        decided=count,
+        ratio_median=_share(ratios, 0.5),
+        ratio_p90=_share(ratios, 0.9),
+        step_median=_share(steps, 0.5),
+        step_p90=_share(steps, 0.9),
+        memory_median=_share(peaks, 0.5),
+        verdicts=len(said),
+        verdicts_right=sum(row.fits == row.measured_fits for row in said),
+    )
+
+
+def _share(values: Iterable[float], share: float) -> float | None:
+    """The value below which a share of sorted values lie, interpolated."""
+    ordered = list(values)
+    if not ordered:
+        return None
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _sign(value: float) -> float:
+    return 0.0 if value == 0.0 else math.copysign(1.0, value)

@@ -1,0 +1,173 @@
+"""Measured plans of one model: read, rebuilt, priced, and set in order."""
+
+import json
+import math
+import pathlib
+from typing import Any
+
+import pytest
+
+from autoshard.errors import UserError
+from autoshard.plan import PairGroup, PairRow, summarise_pairs, validate_pairs
+from autoshard.plan.model._baselines import _op_groups
+from autoshard.plan.published._pair_rows import PAIRS, read_groups
+from autoshard.plan.published._rebuild import _stated
+
+
+MODEL = {
+    "family": "llama2", "layers": 2, "emb": 256, "mlp": 512, "heads": 2, "kv_heads": 2, "head_dim": 128,
+    "vocab": 1024,
+}  # fmt: skip
+
+
+def group(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {
+        "group": "small", "source": "a/b@0:c.md", "model": MODEL, "hardware": "TPU v5p", "chips": 4,
+        "topology": "2x2x1 (no wrap)", "kind": "plan",
+        "fixed": {"seq": 256, "per_device_batch": 1, "remat": "full", "attention": "splash"},
+        "rows": list(rows),
+    } | changes  # fmt: skip
+
+
+def write(folder: pathlib.Path, *groups: Any) -> pathlib.Path:
+    file = folder / "pairs.json"
+    file.write_text(json.dumps(list(groups)))
+    return file
+
+
+def reasons(folder: pathlib.Path, given: dict[str, Any]) -> list[str]:
+    (found,) = read_groups(write(folder, given))
+    return [row.skipped for row in found.rows]
+
+
+def test_rows_are_read_as_runs(tmp_path: pathlib.Path):
+    rows = [
+        {"plan": {"fsdp": 4}, "step_time_s": 0.5},
+        {"plan": {"fsdp": 2, "tp": 2, "seq": 512, "remat": "minimal"}, "tokens_per_s_per_chip": 1024.0},
+        {"plan": {"dp": 4, "per_device_batch": 2}, "oom": True, "needed_gib": 100.0},
+        {"plan": {"fsdp": 4, "xla_flags": "fast"}, "peak_memory_gib": 2.0},
+    ]
+    (found,) = read_groups(write(tmp_path, group(*rows, flag_sets={"fast": ["--xla_a=1"]})))
+    first, second, third, fourth = found.rows
+    assert [row.skipped for row in found.rows] == ["", "", "", ""]
+    assert first.run is not None and (first.run.spread, first.run.batch, first.run.seq) == (4, 4, 256)
+    assert (first.step_s, first.token_s, first.fits) == (0.5, 0.5 / 1024, True)
+    assert second.run is not None and (second.run.spread, second.run.tensor, second.run.remat) == (2, 2, "minimal")
+    assert second.step_s == pytest.approx(4 * 512 / (1024.0 * 4))
+    assert third.run is not None and (third.run.copies, third.run.batch) == (4, 8)
+    assert (third.fits, third.step_s, third.peak_bytes) == (False, None, 100 << 30)
+    assert fourth.run is not None and fourth.run.flags == ("--xla_a=1",)
+    assert (fourth.fits, fourth.peak_bytes) == (None, 2 << 30)
+
+
+@pytest.mark.parametrize(
+    ("changes", "row", "said"),
+    [
+        ({"model": MODEL | {"family": "perceiver"}}, {}, "family 'perceiver' is not known"),
+        ({}, {"plan": {"fsdp": 2}}, "fsdp=2 make 2 devices, but v5p:2x2x1 has 4"),
+        (
+            {},
+            {"plan": {"fsdp": 4}, "step_time_s": -1.0},
+            "small, row 0: step_time_s is -1.0, expected a number above 0",
+        ),
+        ({}, {"plan": {"fsdp": 4, "xla_flags": ["-x"]}}, "'-x' is not an XLA flag"),
+        ({}, {"plan": {"fsdp": 4, "emb": 512}}, "MLP's width at emb 512 is not stated"),
+        ({}, {"plan": {"fsdp": 4, "tiles": 3}}, "tiles=3 is not rebuilt"),
+        ({}, {"plan": {"fsdp": 4, "remat": "some"}}, "remat 'some' is not known"),
+        ({"hardware": "a cluster"}, {}, "the chip of 'a cluster' is not known"),
+        ({"chips": "many"}, {}, "number of chips is not stated (many)"),
+        ({"topology": "2x2x2"}, {"plan": {"fsdp": 4}}, ""),
+    ],
+)
+def test_what_cannot_be_rebuilt_says_why(tmp_path: pathlib.Path, changes: dict, row: dict, said: str):
+    given = group({"plan": {"fsdp": 4}, "step_time_s": 0.5} | row, {"plan": {"fsdp": 4}, "step_time_s": 0.5}, **changes)
+    found = reasons(tmp_path, given)
+    assert said in found[0] and bool(found[0]) is bool(said)
+    assert changes or not found[1]  # the other rows go on
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds no list of groups"),
+        ('[{"group": "a"}]', "misses chips, hardware, model, rows"),
+        ('[{"group": "a", "chips": 4, "hardware": "v5p", "model": {}, "rows": 3}]', "group a: rows are '3'"),
+    ],
+)
+def test_a_file_of_another_form_is_refused(tmp_path: pathlib.Path, text: str, said: str):
+    file = tmp_path / "pairs.json"
+    file.write_text(text)
+    with pytest.raises(UserError, match=said):
+        read_groups(file)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_groups(tmp_path / "none.json")
+
+
+def row(measured: float | None, predicted: float | None, fits: bool = True, ran: bool | None = True) -> PairRow:
+    return PairRow(
+        "p", measured, predicted, predicted, tokens=1, measured_bytes=100, predicted_bytes=110, fits=fits,
+        measured_fits=ran,
+    )  # fmt: skip
+
+
+def plans(*rows: PairRow) -> PairGroup:
+    return PairGroup("g", "s", "TPU v5p", True, True, rows)
+
+
+def test_order_regret_and_ratios_are_those_of_hand():
+    found = plans(row(1.0, 2.0), row(2.0, 1.0), row(4.0, 4.0), row(1.01, 9.0))
+    # Decided: all pairs but the first and the last, which differ by 1 %. Agreeing: 0-2, 1-2; not: 0-1, 1-3, 2-3.
+    assert found.tau == pytest.approx((2 - 3) / 5)
+    assert found.regret == pytest.approx(2.0)  # row 1 is chosen, row 0 is the best
+    assert sorted(found.ratio_errors())[-1] == pytest.approx((2 / 1) / (1 / 2) - 1)
+    assert plans(row(1.0, 1.0), row(1.01, 9.0)).tau is None
+
+
+def test_a_chosen_plan_that_ran_out_of_memory_is_infinitely_bad():
+    assert plans(row(1.0, 2.0), row(2.0, 3.0), row(None, 1.0, ran=False)).regret == math.inf
+    kept = plans(row(1.0, 2.0), row(2.0, 3.0), row(None, 1.0, fits=False, ran=False))
+    assert kept.regret == 1.0
+    assert summarise_pairs([kept]).verdicts_right == 3
+    assert PairGroup("g", "s", "TPU", False, True, kept.rows).regret is None  # workloads are not chosen among
+
+
+def test_all_groups_together():
+    found = summarise_pairs([plans(row(1.0, 1.1), row(2.0, 2.2)), plans(row(1.0, 2.0), row(2.0, 1.0))])
+    assert (found.groups, found.rows, found.rebuilt, found.decided) == (2, 4, 4, 2)
+    assert found.tau == 0.0
+    assert found.regret_mean == pytest.approx(math.sqrt(2.0))
+    assert found.regret_worst == pytest.approx(2.0)
+    assert found.memory_median == pytest.approx(0.1)
+    assert summarise_pairs([]).tau is None
+
+
+def test_a_small_group_is_rebuilt_and_priced(tmp_path: pathlib.Path):
+    rows = [{"plan": {"fsdp": 4}, "step_time_s": 0.002}, {"plan": {"tp": 2, "fsdp": 2}, "step_time_s": 0.003}]
+    (found,) = validate_pairs(write(tmp_path, group(*rows)))
+    for each in found.rows:
+        assert each.predicted_s is not None and 1e-5 < each.predicted_s < 0.1
+        assert each.predicted_bytes is not None and each.fits is True
+    assert found.rows[0].predicted_s != found.rows[1].predicted_s
+
+
+def test_fsdp_of_few_tokens_gathers_weights(tmp_path: pathlib.Path):
+    """Gathering activations would be cheaper: that is another strategy than the one that was run."""
+    wide = MODEL | {"emb": 1024, "mlp": 8192}
+    (found,) = read_groups(write(tmp_path, group({"plan": {"fsdp": 4}, "step_time_s": 1.0}, model=wide)))
+    assert found.rows[0].run is not None
+    _, model, groups, solved = _stated(found.rows[0].run, "flash")
+    checked = 0
+    for op_id, node in model.op_node.items():
+        of = _op_groups(model, groups, op_id)
+        if groups.batch in of:
+            assert model.nodes[node].states[solved.choices[node]][0] == of[groups.batch]
+            checked += 1
+    assert checked >= 15
+
+
+def test_shipped_groups_are_read():
+    found = read_groups(PAIRS)
+    assert len(found) == 40 and sum(len(each.rows) for each in found) == 195
+    assert all(row.run is not None or row.skipped for each in found for row in each.rows)
+    assert sum(each.on_tpu for each in found) == 29
