@@ -45,7 +45,7 @@ FLAGS = {
     "sweep": {"--debug", "--jobs", "--json", "--no-cache", "--out", "--plot", "--price", "--quiet", "--xla-flags"}
     | PROGRAM
     | LIMITS,
-    "validate": {"--data", "--debug", "--json", "--quiet"},
+    "validate": {"--data", "--debug", "--html", "--json", "--pairs", "--plot", "--quiet"},
     "solve": {"--debug", "--iterations", "--json", "--out", "--quiet", "--seed", "--threads", "--time-limit"},
 }
 """Every flag of every command: an option is added here on purpose, or not at all."""
@@ -80,9 +80,19 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     [
         ("plan x.py", "the following arguments are required: --topology; see `autoshard plan --help`."),
         (
-            "plan x.py --topology v5e:4x4 --xla-flags async",
-            "argument --xla-flags: 'async' is not an XLA flag; write them as --name=value, as in LIBTPU_INIT_ARGS",
+            "plan x.py --topology v5e:4x4 --xla-flags fast",
+            "argument --xla-flags: 'fast' is not an XLA flag; write them as --name=value, as in LIBTPU_INIT_ARGS",
         ),
+        (
+            "plan x.py --topology v5e:4x4 --xla-flags sparsecore",
+            "needs SparseCores for collectives, which v5e has not.",
+        ),
+        ("validate --pairs no.json", "pairs file no.json cannot be read: No such file or directory"),
+        (
+            "validate --pairs p.json --data d.json",
+            "--data d.json and --pairs are two questions: leave one of them out.",
+        ),
+        ("validate --plot p.png", "--plot is for measured pairs: write `validate --pairs --plot p.png`."),
         ("plan x.py --topology cpu:8 --tpology v", "`autoshard plan` has no flag --tpology; did you mean --topology?"),
         ("plan x.py --topology cpu:8 --mem 3", "`autoshard plan` has no flag --mem; did you mean --memory-limit?"),
         ("plan x.py --topology cpu:8 --zzz", "`autoshard plan` has no flag --zzz; see `autoshard plan --help`."),

@@ -359,8 +359,9 @@ def _add_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--xla-flags",
         type=xla_flags,
-        metavar='"--xla_A=B ..."',
-        help="compiler flags that the step will run with, as in LIBTPU_INIT_ARGS; what they hide is priced so",
+        metavar='SET|"--xla_A=B ..."',
+        help="compiler flags that the step will run with, as in LIBTPU_INIT_ARGS (which is read without), or a set of "
+        "them (default, async, sparsecore); what they hide is priced so",
     )
 
 

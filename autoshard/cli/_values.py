@@ -42,11 +42,11 @@ def remat(text: str) -> str:
     return text
 
 
-def xla_flags(text: str) -> tuple[str, ...]:
-    from autoshard.cost import read_flags
+def xla_flags(text: str) -> tuple[str, ...] | str:
+    from autoshard.cost import FLAG_SETS, read_flags
 
     try:
-        return read_flags(text)
+        return text if text in FLAG_SETS else read_flags(text)
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
 

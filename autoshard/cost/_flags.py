@@ -5,6 +5,7 @@ which flags make collectives asynchronous on which generation; of all others it 
 """
 
 import dataclasses
+import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping
@@ -46,6 +47,23 @@ _HELPERS = {
 }
 """Flags that go with those that count: how a collective is made asynchronous, not whether."""
 
+FLAG_SETS = ("default", "async", "sparsecore")
+"""Names that may stand for flags, see `flag_set`."""
+_ASYNC_SET = (
+    f"--{_ASYNC_GATHERS}=true",
+    "--xla_max_concurrent_async_all_gathers=16",
+    f"--{FUSED_GATHERS}=true",
+    "--xla_tpu_enable_async_pincer_emitter=true",
+)
+_SPARSE_SET = (
+    f"--{FUSED_GATHERS}=false",
+    f"--{_ASYNC_GATHERS}=true",
+    f"--{_KEPT_GATHERS}=true",
+    *(f"--{name}=true" for name in (SPARSE_GATHERS, SPARSE_SUMS, SPARSE_SCATTERS)),
+)
+"""Of the sets of MaxText's study of shard modes (docs/guides/optimization/shard_mode_performance.md, 2026) those that
+decide where collectives run."""
+
 _NO_LIMIT = 1 << 30
 """A group that is larger than any."""
 _ON, _OFF = ("true", "1", "yes", "enabled"), ("false", "0", "no", "disabled")
@@ -78,11 +96,58 @@ def read_flags(given: str | Iterable[str] | None) -> tuple[str, ...]:
         name, equals, value = part.removeprefix("--").partition("=")
         if not part.startswith("--") or not re.fullmatch(r"\w+", name) or (equals and not value):
             raise UserError(
-                f"{part!r} is not an XLA flag; write them as --name=value, as in LIBTPU_INIT_ARGS, with spaces between."
+                f"{part!r} is not an XLA flag; write them as --name=value, as in LIBTPU_INIT_ARGS, with spaces "
+                f"between, or name a set of them ({', '.join(FLAG_SETS)})."
             )
         found.pop(name, None)
         found[name] = value if equals else "true"
     return tuple(f"--{name}={value}" for name, value in found.items())
+
+
+def flag_set(name: str, chip: Chip) -> tuple[str, ...]:
+    """The flags that a name stands for on a chip.
+
+    `default` is what the compiler does without flags; `async` makes gathers asynchronous beside the compute of a core;
+    `sparsecore` runs gathers and sums on the chip's SparseCores. Raises: UserError for another name, and for a set that
+    the chip cannot run.
+    """
+    if name not in FLAG_SETS:
+        raise UserError(f"{name!r} is no set of compiler flags ({', '.join(FLAG_SETS)} are), and no --name=value.")
+    if name == "default":
+        return ()
+    if not chip.traits.compiles_ahead:
+        raise UserError(f"the flag set {name!r} is for TPUs; {chip.name} has none of its flags.")
+    if name == "async":
+        return _ASYNC_SET
+    if chip.sparse_core_collectives == NONE:
+        raise UserError(f"the flag set 'sparsecore' needs SparseCores for collectives, which {chip.name} has not.")
+    return _SPARSE_SET
+
+
+def chosen_flags(given: str | Iterable[str] | None, chip: Chip) -> tuple[tuple[str, ...], str]:
+    """The flags of a step, and where they come from: a set's name, a variable's, or nothing where they were written.
+
+    Without any given, a step for TPUs runs with those of `LIBTPU_INIT_ARGS` and with TPUs' flags of `XLA_FLAGS`.
+    Raises: UserError as `read_flags` and `flag_set` do.
+    """
+    name = " ".join(given) if isinstance(given, list | tuple) and len(given) == 1 else given
+    if isinstance(name, str) and name.strip() in FLAG_SETS:
+        return flag_set(name.strip(), chip), name.strip()
+    if given is not None:
+        return read_flags(given), ""
+    if not chip.traits.compiles_ahead:
+        return (), ""
+    general = [flag for flag in _words("XLA_FLAGS") if flag.startswith(("--xla_tpu_", "--xla_sc_", "--xla_jf_"))]
+    own = _words("LIBTPU_INIT_ARGS")
+    variables = [name for name, found in (("XLA_FLAGS", general), ("LIBTPU_INIT_ARGS", own)) if found]
+    return read_flags([*general, *own]), " and ".join(variables)
+
+
+def _words(variable: str) -> list[str]:
+    try:
+        return shlex.split(os.environ.get(variable, ""))
+    except ValueError as error:
+        raise UserError(f"the flags in {variable} cannot be read: {error}.") from error
 
 
 def with_flags(calibration: Calibration, flags: Iterable[str]) -> Flagged:

@@ -13,11 +13,11 @@ from autoshard.cost import (
     Fit,
     Mesh,
     Topology,
+    chosen_flags,
     learned_fit,
     load_calibration,
     make_mesh,
     parse_mesh,
-    read_flags,
     said_of_fit,
     with_flags,
 )
@@ -32,6 +32,7 @@ from autoshard.plan.model._asked import check_axes
 from autoshard.plan.model._demands import check_regions, program_mesh
 from autoshard.plan.model._options import Limits, Options
 from autoshard.plan.model._refine import find_refinement
+from autoshard.plan.price._flag_gains import flag_gains
 from autoshard.plan.price._predict import predict
 from autoshard.plan.price._reading import Reading, read_program
 from autoshard.plan.price._task import Task
@@ -78,10 +79,13 @@ def given_mesh(
 def check_request(options: Options) -> None:
     """Refuse what no program can be planned for, before one is traced.
 
-    Raises `UserError` for a topology that does not exist, a mesh that cannot be laid on it, and something asked for
-    with an axis that the mesh does not have, where the mesh is known without the program.
+    Raises `UserError` for a topology that does not exist, a mesh that cannot be laid on it, compiler flags that cannot
+    be read or that its chips cannot run with, and something asked for with an axis that the mesh does not have, where
+    the mesh is known without the program.
     """
-    given = given_mesh(Topology.parse(options.topology), options.mesh)
+    topology = Topology.parse(options.topology)
+    given = given_mesh(topology, options.mesh)
+    chosen_flags(options.xla_flags, topology.chip)
     if given is not None:
         check_axes(options.asked, given)
 
@@ -133,10 +137,11 @@ def make_plan(
     assert isinstance(compared.found, Found)
     completed = compared.found.baselines
     plain = Writer(program, reading.groups, limits.memory_bytes, limits.seed, list(completed), figures.said)
+    gains = flag_gains(reading, best.model, found.best.choices, figures.plain)
     asked = {"asked": options.asked.lines, "pinned": best.required.pinned} if options.asked else {}
     writer = dataclasses.replace(
         plain,
-        said={**figures.said, **asked},
+        said={**figures.said, **({"flag_sets": gains} if gains else {}), **asked},
         baselines={name: predict(compared.model, c.outcome, limits.memory_bytes) for name, c in completed.items()},
         notes=figures.notes,
     )
@@ -182,6 +187,8 @@ def _limits(options: Options, topology: Topology) -> Limits:
 class _Figures:
     """The figures that prices are made of, and what is said of them."""
 
+    plain: Calibration
+    """Those without compiler flags."""
     calibration: Calibration
     said: Mapping[str, Any]
     """For the provenance: what was learned, and the compiler flags."""
@@ -193,14 +200,19 @@ def _figures(options: Options, topology: Topology) -> _Figures:
     """The shipped figures, or those learned of the topology, with the compiler flags that the step will run with."""
     given = options.calibration
     learned = given if isinstance(given, Fit) else learned_fit(topology) if given else None
-    flags = read_flags(options.xla_flags)
-    flagged = with_flags(learned.calibration if learned else load_calibration(topology.chip), flags)
+    flags, origin = chosen_flags(options.xla_flags, topology.chip)
+    plain = learned.calibration if learned else load_calibration(topology.chip)
+    flagged = with_flags(plain, flags)
     said: dict[str, Any] = {}
     if learned is not None and learned.observations:
         said["learned"] = said_of_fit(learned)
     if flags:
-        said["xla_flags"] = {"flags": list(flags), "figures": dict(flagged.figures), "priced": list(flagged.priced)}
-    return _Figures(flagged.calibration, said, tuple(flagged.notes))
+        said["xla_flags"] = {
+            "flags": list(flags),
+            "figures": dict(flagged.figures),
+            "priced": list(flagged.priced),
+        } | ({"from": origin} if origin else {})
+    return _Figures(plain, flagged.calibration, said, tuple(flagged.notes))
 
 
 def _limiting(name: str, candidates: int) -> Form:

@@ -63,6 +63,9 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
     if not force:
         _refuse_nothing(plan, known)
     prediction, sentence = _priced(plan, known, program)
+    flags = plan.provenance.get("xla_flags", {}).get("flags")
+    if flags:
+        sentence += f' The step is to run with LIBTPU_INIT_ARGS="{" ".join(flags)}".'
     return Export(form, EXPORT_FORMS[form](plan, sentence), prediction, sentence)
 
 

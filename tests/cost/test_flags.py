@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from autoshard.cost import load_calibration, read_flags, save_calibration, with_flags
+from autoshard.cost import chosen_flags, flag_set, load_calibration, load_chip, read_flags, save_calibration, with_flags
 from autoshard.cost._flags import FUSED_GATHERS, SPARSE_GATHERS, SPARSE_SCATTERS, SPARSE_SUMS, WINDOWED
 from autoshard.errors import UserError
 
@@ -96,3 +96,36 @@ def test_ones_own_figures_stand(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     found = with_flags(load_calibration("v6e"), read_flags(f"--{FUSED_GATHERS}"))
     assert found.calibration.gather_overlap == 0.3 and not found.figures
     assert found.notes[0].startswith("your calibration file gives gather_overlap")
+
+
+def test_sets_of_flags_have_names() -> None:
+    v5p, v5e = load_chip("v5p"), load_chip("v5e")
+    assert flag_set("default", v5p) == flag_set("default", load_chip("h100")) == ()
+    for name in ("async", "sparsecore"):
+        base = load_calibration("v5p")
+        found = with_flags(base, flag_set(name, v5p))
+        assert found.calibration.gather_overlap > base.gather_overlap
+        assert read_flags(flag_set(name, v5p)) == flag_set(name, v5p)
+    assert with_flags(load_calibration("v5p"), flag_set("sparsecore", v5p)).calibration.reduction_overlap > 0.9
+    with pytest.raises(UserError, match="needs SparseCores for collectives, which v5e has not"):
+        flag_set("sparsecore", v5e)
+    with pytest.raises(UserError, match="the flag set 'async' is for TPUs; h100 has none"):
+        flag_set("async", load_chip("h100"))
+    with pytest.raises(UserError, match=r"'fast' is no set of compiler flags \(default, async, sparsecore are\)"):
+        flag_set("fast", v5p)
+
+
+def test_flags_come_from_who_says_them_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    v5p = load_chip("v5p")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_tpu_a=1")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_b=2 --xla_tpu_a=3")
+    assert chosen_flags(None, v5p) == (("--xla_b=2", "--xla_tpu_a=3"), "XLA_FLAGS and LIBTPU_INIT_ARGS")
+    assert chosen_flags("--xla_c=1", v5p) == (("--xla_c=1",), "")
+    assert chosen_flags("default", v5p) == ((), "default")
+    assert chosen_flags(("async",), v5p) == (flag_set("async", v5p), "async")
+    assert chosen_flags(None, load_chip("h100")) == chosen_flags(None, load_chip("cpu")) == ((), "")
+    with pytest.raises(UserError, match="'fast' is not an XLA flag"):
+        chosen_flags("fast", v5p)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_b='")
+    with pytest.raises(UserError, match="the flags in LIBTPU_INIT_ARGS cannot be read"):
+        chosen_flags(None, v5p)

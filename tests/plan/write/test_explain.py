@@ -10,7 +10,9 @@ import pytest
 from autoshard.cli import main
 from autoshard.errors import UserError
 from autoshard.plan import Options, Plan, Spec, explain_plan, load_plan, make_plan, read_asked, save_plan
-from autoshard.program import Program, open_source
+from autoshard.program import DecoderDims, Program, decoder_program, open_source
+from autoshard.report import export_plan
+from autoshard.report._binding import what_binds
 from tests.plan.programs import wide_mlp
 
 
@@ -103,6 +105,28 @@ def test_a_plan_made_for_compiler_flags_is_priced_with_them_again() -> None:
     assert plan.provenance["xla_flags"]["flags"] == flags.split() and "xla_flags" not in plain.provenance
     assert "not in the price, whatever it does: --xla_made_up." in plan.warnings
     assert explain_plan(plan, "params.0.up", program).alternatives[0].step_time_s == plan.prediction.step_time_s
+
+
+def test_a_set_of_flags_is_named_proposed_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    dims = DecoderDims(2, 512, 2048, 4, 4, 128, 1024)
+    program = decoder_program(dims, batch=8, seq=1024, attention="plain")
+    machine = {"topology": "v5p:2x2x1", "mesh": "data=4", "calibration": False}
+    plain = make_plan(program, Options(**machine)).plan
+    gains = plain.provenance["flag_sets"]
+    assert gains["sparsecore"] < 0.98 * plain.prediction.step_time_s
+    (said,) = [line for line in what_binds(plain) if "--xla-flags" in line]
+    assert said.startswith("With --xla-flags sparsecore this plan takes")
+    named = make_plan(program, Options(**machine, xla_flags="sparsecore")).plan
+    assert named.prediction.step_time_s <= gains["sparsecore"]  # at least what the same plan gains
+    assert named.provenance["xla_flags"]["from"] == "sparsecore" and "sparsecore" not in named.provenance.get(
+        "flag_sets", {}
+    )
+    flags = " ".join(named.provenance["xla_flags"]["flags"])
+    assert f'LIBTPU_INIT_ARGS="{flags}"' in export_plan(named, "jax", program)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", flags)
+    heard = make_plan(program, Options(**machine)).plan
+    assert heard.provenance["xla_flags"]["from"] == "LIBTPU_INIT_ARGS"
+    assert heard.prediction == named.prediction
 
 
 def test_what_cannot_be_explained_is_said() -> None:
