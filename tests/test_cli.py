@@ -46,7 +46,17 @@ FLAGS = {
     | PROGRAM
     | LIMITS,
     "validate": {"--data", "--debug", "--html", "--json", "--pairs", "--plot", "--quiet"},
-    "solve": {"--debug", "--iterations", "--json", "--out", "--quiet", "--seed", "--threads", "--time-limit"},
+    "solve": {
+        "--debug",
+        "--engine",
+        "--iterations",
+        "--json",
+        "--out",
+        "--quiet",
+        "--seed",
+        "--threads",
+        "--time-limit",
+    },
 }
 """Every flag of every command: an option is added here on purpose, or not at all."""
 
@@ -92,6 +102,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
             "validate --pairs p.json --data d.json",
             "--data d.json and --pairs are two questions: leave one of them out.",
         ),
+        ("solve x.json --engine glpk", "the engine 'glpk' is not known; exact solves go through highs or ortools"),
         ("validate --plot p.png", "--plot is for measured pairs: write `validate --pairs --plot p.png`."),
         ("plan x.py --topology cpu:8 --tpology v", "`autoshard plan` has no flag --tpology; did you mean --topology?"),
         ("plan x.py --topology cpu:8 --mem 3", "`autoshard plan` has no flag --mem; did you mean --memory-limit?"),

@@ -33,6 +33,8 @@ class PartJob:
     clock: Clock
     """What seconds are counted by."""
     seed: int
+    engine: str
+    """One of `ENGINES`, for the exact solve."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,6 +161,7 @@ def _do(sizer: _Sizer, graph: Graph, names: list[int], job: PartJob) -> Answer:
             times=rows[:60] if len(left.times) else [],
             nodes=job.nodes,
             start=start,
+            engine=job.engine,
         )
         choices, finished, exact = result.choices, result.finished, result.exact
         bound = result.bound + left.offset - graph.offset

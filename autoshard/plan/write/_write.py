@@ -26,6 +26,7 @@ from autoshard.plan.write._regions import make_regions
 from autoshard.plan.write._words import describe
 from autoshard.plan.xla._states import States
 from autoshard.program import Program
+from autoshard.solver import engine_named
 from autoshard.units import format_bytes, format_seconds
 
 
@@ -160,7 +161,9 @@ def cluster_state(model: Model, choices: NDArray[np.int64], tensor: int) -> Stat
 
 def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, Any]:
     versions = {}
-    for package in ("autoshard", "jax", "jaxlib", "highspy", "numpy"):
+    engine = engine_named(None)
+    solver = "highspy" if engine == "highs" else engine
+    for package in ("autoshard", "jax", "jaxlib", solver, "numpy"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
