@@ -78,7 +78,12 @@ def _maker(
     if isinstance(program, str):
         if options.get("remat") != "auto":
             return open_source(program, **options)
-        return lambda remat: open_source(program, **(options | {"remat": remat}))
+
+        def make(remat: str) -> "Program":
+            own: dict[str, Any] = {**options, "remat": remat}
+            return open_source(program, **own)
+
+        return make
     if options:
         names = ", ".join(options)
         raise UserError(f"program_options ({names}) are for a source such as 'hf:gpt2'; trace the program with them.")

@@ -78,9 +78,9 @@ class SweepTask:
 
     def run(self) -> list[SweepRow]:
         """A row for each topology; one that cannot be planned says why."""
-        named = dict(self.options)
+        named, planning = dict(self.options), self._planning()
         blank = SweepRow("", named.get("batch"), named.get("remat"))
-        why = {each: _impossible(each, dict(self.planning)) for each in self.topologies}
+        why = {each: _impossible(each, planning) for each in self.topologies}
         if all(why.values()):
             return [dataclasses.replace(blank, topology=each, failed=text) for each, text in why.items()]
         try:
@@ -91,9 +91,13 @@ class SweepTask:
             return [dataclasses.replace(blank, topology=each, failed=str(error)) for each in self.topologies]
         return [self._row(program, dataclasses.replace(blank, topology=each)) for each in self.topologies]
 
+    def _planning(self) -> PlanOptions:
+        said: Any = dict(self.planning)
+        return said
+
     def _row(self, program: Program, blank: SweepRow) -> SweepRow:
         try:
-            plan = make_plan(program, read_options(blank.topology, dict(self.planning)), kept=self.kept).plan
+            plan = make_plan(program, read_options(blank.topology, self._planning()), kept=self.kept).plan
         except UserError as error:
             return dataclasses.replace(blank, failed=str(error))
         return dataclasses.replace(

@@ -71,12 +71,14 @@ def read_options(topology: str, said: PlanOptions) -> Options:
     if unknown := sorted(set(options) - PlanOptions.__annotations__.keys()):
         names = ", ".join(sorted(PlanOptions.__annotations__))
         raise TypeError(f"there is no option {unknown[0]!r}; the options of a plan are topology, {names}")
-    demands = [options.pop(name, None) for name in ("pins", "replicate", "forbid", "axis_only")]
+    pins, replicate, forbid, axis_only = (
+        options.pop(name, None) for name in ("pins", "replicate", "forbid", "axis_only")
+    )
     pinned = options.pop("pin_from", None)
     asked = options.pop("asked", None)
     if asked is None:
-        asked = read_asked(*demands, None if pinned is None else parameter_specs(pinned))
-    elif any(demands) or pinned is not None:
+        asked = read_asked(pins, replicate, forbid, axis_only, None if pinned is None else parameter_specs(pinned))
+    elif any((pins, replicate, forbid, axis_only)) or pinned is not None:
         raise TypeError("`asked` has all demands: leave out pins, replicate, forbid, axis_only and pin_from beside it")
     return Options(topology=topology, asked=asked, **options)
 
