@@ -48,8 +48,8 @@ def main() -> int:
     lines = [
         "# Exact solves by HiGHS and by OR-Tools",
         "",
-        "Command: `python experiments/exact_engines.py`. Contest problems to proof; seconds of processor (of the wall),",
-        f"the median of {arguments.turns} turns in which the engines take turns. Load average when it began: "
+        "`python experiments/exact_engines.py`: contest problems to proof; seconds of processor (of the wall), the",
+        f"median of {arguments.turns} turns in which the engines take turns. Load average when it began: "
         f"{os.getloadavg()[0]:.1f}.",
         "",
         "| problem | highs | ortools | ratio of processor time | cost, both |",
