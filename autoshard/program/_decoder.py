@@ -73,9 +73,14 @@ def decoder_program(
     attention: str = "flash",
     blocks: KernelBlocks | None = None,
     optimizer: str = "adamw",
+    compute: str = "bfloat16",
+    weights: str = "float32",
+    state: str = "float32",
     name: str = "decoder",
 ) -> Program:
-    """One training step of `batch` sequences of `seq` tokens: bf16 compute on f32 parameters and moments.
+    """One training step of `batch` sequences of `seq` tokens: by default bf16 compute on f32 parameters and moments.
+
+    `compute` is the dtype that layers compute in, `weights` that of parameters, `state` that of `optimizer`'s moments.
 
     `attention` is `flash`, one kernel that can be planned and priced but neither run nor compiled (`flash_attention`);
     `splash`, jax's kernel for TPUs; or `plain`, scores in full. `remat` is `none` or a key of `SAVED`, of which `saves`
@@ -97,14 +102,15 @@ def decoder_program(
             f"decoder: {dims.layers} layers in groups of {dims.global_every}, {dims.heads} heads in groups of "
             f"{dims.kv_heads} key-value heads; both must divide"
         )
-    params = _parameters(dims)
+    params = _parameters(dims, weights)
     data = {key: jax.ShapeDtypeStruct((batch, seq), "int32") for key in ("input_ids", "labels")}
-    rule = _train.make_optimizer(optimizer)
+    rule = _train.make_optimizer(optimizer, state)
     forward_flops = [0.0]
 
     def loss(p: Any, given: Any) -> Any:
         with _flops.counting() as scope:
-            value = _train.token_loss(_forward(dims, p, given["input_ids"], kept, attention, blocks), given["labels"])
+            logits = _forward(dims, p, given["input_ids"], kept, attention, blocks, compute)
+            value = _train.token_loss(logits, given["labels"])
         forward_flops[0] = scope[0]
         return value
 
@@ -121,8 +127,8 @@ def decoder_program(
     return dataclasses.replace(program, model_flops=3.0 * forward_flops[0])
 
 
-def _parameters(dims: DecoderDims) -> dict[str, Any]:
-    """f32 parameters by name; those of a layer are stacked [groups, layers in a group, ...]."""
+def _parameters(dims: DecoderDims, dtype: str) -> dict[str, Any]:
+    """Parameters by name; those of a layer are stacked [groups, layers in a group, ...]."""
     import jax
 
     width, size, group = dims.width, dims.head_size, dims.heads // dims.kv_heads
@@ -145,7 +151,7 @@ def _parameters(dims: DecoderDims) -> dict[str, Any]:
     for offset in range(dims.global_every):
         prefix = "layers" if dims.global_every == 1 else f"layers.{offset}"
         shapes |= {f"{prefix}.*.{key}": (groups, *shape) for key, shape in layer.items()}
-    return {key: jax.ShapeDtypeStruct(shape, "float32") for key, shape in shapes.items()}
+    return {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in shapes.items()}
 
 
 def _forward(
@@ -155,11 +161,12 @@ def _forward(
     kept: Sequence[str] | None,
     attention: str,
     blocks: KernelBlocks | None,
+    compute: str,
 ) -> Any:
     import jax
     import jax.numpy as jnp
 
-    hidden = jnp.take(params["embed_tokens.weight"].astype(jnp.bfloat16), ids, axis=0)
+    hidden = jnp.take(params["embed_tokens.weight"].astype(compute), ids, axis=0)
     prefixes = ["layers"] if dims.global_every == 1 else [f"layers.{k}" for k in range(dims.global_every)]
     stacks = [
         {key.removeprefix(f"{prefix}.*."): value for key, value in params.items() if key.startswith(f"{prefix}.*.")}
@@ -229,7 +236,7 @@ def _layer(
 
 
 def _product(equation: str, left: Any, weight: Any) -> Any:
-    """An einsum in bf16 with a parameter, counted as a matmul."""
+    """An einsum with a parameter, in the other operand's dtype, counted as a matmul."""
     import math
 
     import jax.numpy as jnp
@@ -238,7 +245,7 @@ def _product(equation: str, left: Any, weight: Any) -> Any:
     sizes = dict(zip(inputs.replace(",", ""), (*left.shape, *weight.shape), strict=True))
     contracted = math.prod(size for letter, size in sizes.items() if letter not in out)
     _flops.record_matmul([sizes[letter] for letter in out], contracted)
-    return jnp.einsum(equation, left, weight.astype(jnp.bfloat16))
+    return jnp.einsum(equation, left, weight.astype(left.dtype))
 
 
 def _norm(x: Any, weight: Any) -> Any:

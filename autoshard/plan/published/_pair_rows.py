@@ -40,7 +40,7 @@ _DEGREES = ("dp", "fsdp", "tp", "ep", "cp", "pp", "tp_transpose", "fsdp_or_dp")
 _UNCHANGED = {
     *("shard_mode", "trainer", "scan_layers", "scan", "deferred_grad_allreduce", "model", "seq", "per_device_batch"),
     *("global_batch", "remat", "xla_flags", "xla", "attention", "fused_attention_bwd", "dtype", "lm_head", "execution"),
-    *("gradient_accumulation", "mesh"),
+    *("gradient_accumulation", "mesh", "optimizer"),
 }
 """Keys of a plan that are read by themselves, or that change nothing of what is priced."""
 _SAVES = {
@@ -179,9 +179,10 @@ def _run(group: Mapping[str, Any], plan: Mapping[str, Any]) -> Run:
     flash = bool(re.search(r"splash|flash|auto", attention)) or not attention
     if flash and not attention:
         assumed.append("a kernel for attention")
+    dtypes = _dtypes(said, assumed)
     run = Run(
         decoder, topology, degrees["dp"], degrees["fsdp"], degrees["tp"], batch, seq, remat, saves, flash,
-        _blocks(said), _flags(group, said), 0.0, tuple(assumed),
+        _blocks(said), _flags(group, said), 0.0, tuple(assumed), **dtypes,
     )  # fmt: skip
     for key, change in _OPTIONS.items():
         if key in said:
@@ -234,7 +235,7 @@ def _decoder(model: Any, said: Mapping[str, Any]) -> Decoder:
         raise IncompleteError("experts are not rebuilt")
     if "MLA" in str(dims.get("attention", "")):
         raise IncompleteError("latent attention is not rebuilt")
-    sizes: dict[str, int] = {}
+    sizes: dict[str, Any] = {}
     for key, name in _DIMS.items():
         value = dims.get(key)
         if key == "head_dim" and value is None and {"emb", "heads"} <= dims.keys():
@@ -310,6 +311,28 @@ def _remat(said: Mapping[str, Any]) -> tuple[str, tuple[str, ...] | None]:
     if word not in SAVED and word != "none":
         raise IncompleteError(f"remat {text!r} is not known")
     return word, None
+
+
+def _dtypes(said: Mapping[str, Any], assumed: list[str]) -> dict[str, str]:
+    """Optimizer and dtypes as `Run` has them; by default AdamW and bf16 compute on f32 parameters and moments."""
+    text, rule = (str(said.get(key, "")).lower() for key in ("dtype", "optimizer"))
+    if re.search(r"fp8|float8|int8|nvfp4|mxfp", text):
+        raise IncompleteError(f"dtype {text!r} is not rebuilt")
+    found: dict[str, str] = {}
+    if re.match(r"(f32|fp32|float32) compute", text):
+        found["compute"] = "float32"
+    if re.search(r"bf16 (parameters|weights|params)", text):
+        found["weights"] = "bfloat16"
+    if re.search(r"(mu|moments?|state)\b.*bf16|bf16 (moments?|state)", rule):
+        found["state"] = "bfloat16"
+    name = re.split(r"[\s,(]", rule)[0] or "adamw"
+    if name not in ("adamw", "adam", "mu", "adafactor", "sgd"):
+        raise IncompleteError(f"the optimizer {name!r} is not rebuilt")
+    if name in ("adafactor", "sgd"):
+        found["optimizer"] = "sgd"
+    if name == "adafactor":
+        assumed.append("SGD for Adafactor, whose factored moments are small beside the parameters")
+    return found
 
 
 def _blocks(said: Mapping[str, Any]) -> KernelBlocks:

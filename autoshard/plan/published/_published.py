@@ -58,6 +58,13 @@ class Run:
     """Compiler flags that the run was made with, as far as its author states them."""
     step_s: float
     assumed: tuple[str, ...]
+    optimizer: str = "adamw"
+    compute: str = "bfloat16"
+    """The dtype that layers compute in."""
+    weights: str = "float32"
+    """The dtype of parameters."""
+    state: str = "float32"
+    """The dtype of the optimizer's moments."""
 
     def flops(self, causal: bool) -> float:
         """Model FLOPs of a step: 6 per matmul parameter and token, and attention; causal counts half of it."""

@@ -11,7 +11,8 @@ from autoshard.errors import UserError
 from autoshard.plan import PairGroup, PairRow, summarise_pairs, validate_pairs
 from autoshard.plan.model._baselines import _op_groups
 from autoshard.plan.published._pair_rows import PAIRS, read_groups
-from autoshard.plan.published._rebuild import _stated
+from autoshard.plan.published._rebuild import _stated, rebuild
+from autoshard.program import Role
 
 
 MODEL = {
@@ -58,6 +59,22 @@ def test_rows_are_read_as_runs(tmp_path: pathlib.Path):
     assert (third.fits, third.step_s, third.peak_bytes) == (False, None, 100 << 30)
     assert fourth.run is not None and fourth.run.flags == ("--xla_a=1",)
     assert (fourth.fits, fourth.peak_bytes) == (None, 2 << 30)
+
+
+def test_dtypes_and_the_optimizer_are_those_of_the_row(tmp_path: pathlib.Path):
+    fixed = {"seq": 256, "per_device_batch": 1, "dtype": "bf16 parameters", "optimizer": "adafactor"}
+    rows = [{"plan": {"fsdp": 4}}, {"plan": {"fsdp": 4, "dtype": "f32 compute and weights", "optimizer": "adamw f32"}}]
+    (found,) = read_groups(write(tmp_path, group(*rows, {"plan": {"fsdp": 4, "dtype": "fp8"}}, fixed=fixed)))
+    first, second, third = found.rows
+    assert first.run is not None and second.run is not None
+    assert (first.run.weights, first.run.compute, first.run.optimizer) == ("bfloat16", "bfloat16", "sgd")
+    assert any("Adafactor" in said for said in first.run.assumed)
+    assert (second.run.weights, second.run.compute, second.run.optimizer) == ("float32", "float32", "adamw")
+    assert third.skipped == "dtype 'fp8' is not rebuilt"
+    small, large = (rebuild(run)[0].program for run in (first.run, second.run))
+    assert {str(a.dtype) for a in small.arguments if a.role is Role.PARAMETER} == {"bfloat16"}
+    assert {str(a.dtype) for a in large.arguments if a.role is Role.PARAMETER} == {"float32"}
+    assert len(large.arguments) > 2 * len([a for a in large.arguments if a.role is Role.PARAMETER])
 
 
 @pytest.mark.parametrize(
