@@ -18,12 +18,14 @@ GROUPS = (
     PairGroup(
         "a <group>", "owner/name@0:x.md", "TPU v5p", True, True,
         (
-            PairRow("fsdp=4", 1.0, 1.2, 1.3, 8, 2 << 30, 3 << 30, True, True),
-            PairRow("tp=4", 2.0, 2.2, 2.3, 8, None, 3 << 30, False, True),
-            PairRow("ep=4", 3.0, skipped="experts are not rebuilt"),
+            PairRow("fsdp=4", "fsdp=4", 1.0, 1.2, 1.3, 8, 2 << 30, 3 << 30, True, True),
+            PairRow("tp=4", "tp=4", 2.0, 2.2, 2.3, 8, None, 3 << 30, False, True),
+            PairRow("ep=4", "ep=4", 3.0, skipped="experts are not rebuilt"),
         ),
     ),
-    PairGroup("b", "s", "H100", True, False, (PairRow("dp=8", None, 1.0, 1.0, 8, None, 1 << 30, True, False),) * 2),
+    PairGroup(
+        "b", "s", "H100", True, False, (PairRow("dp=8", "dp=8", None, 1.0, 1.0, 8, None, 1 << 30, True, False),) * 2
+    ),
 )  # fmt: skip
 
 
@@ -72,8 +74,11 @@ def test_pictures_end_as_their_kind(tmp_path: pathlib.Path):
 
 
 def test_a_plan_that_ran_out_of_memory_is_named():
-    rows = (PairRow("a", 1.0, 1.0, 1.0, 8, None, 1, True, True), PairRow("b", 2.0, 2.0, 2.0, 8, None, 1, True, True))
-    bad = PairGroup("c", "s", "TPU", True, True, (*rows, PairRow("o", None, 0.5, 0.5, 8, None, 1, True, False)))
+    rows = (
+        PairRow("a", "a", 1.0, 1.0, 1.0, 8, None, 1, True, True),
+        PairRow("b", "b", 2.0, 2.0, 2.0, 8, None, 1, True, True),
+    )
+    bad = PairGroup("c", "s", "TPU", True, True, (*rows, PairRow("o", "o", None, 0.5, 0.5, 8, None, 1, True, False)))
     assert bad.regret == math.inf
     assert pair_figures([bad])["groups"][0]["chosen_ran_out_of_memory"] is True
     out = io.StringIO()

@@ -37,9 +37,11 @@ _DIMS = {
     "vocab": "vocabulary",
 }
 _DEGREES = ("dp", "fsdp", "tp", "ep", "cp", "pp", "tp_transpose", "fsdp_or_dp")
+_HOW = {"trainer", "shard_mode", "deferred_grad_allreduce"}
+"""Keys of a plan that say how one plan was written or driven."""
 _UNCHANGED = {
     *("shard_mode", "trainer", "scan_layers", "scan", "deferred_grad_allreduce", "model", "seq", "per_device_batch"),
-    *("global_batch", "remat", "xla_flags", "xla", "attention", "fused_attention_bwd", "dtype", "lm_head", "execution"),
+    *("global_batch", "remat", "xla_flags", "xla", "attention", "fused_attention_bwd", "dtype", "execution"),
     *("gradient_accumulation", "mesh", "optimizer"),
 }
 """Keys of a plan that are read by themselves, or that change nothing of what is priced."""
@@ -63,6 +65,8 @@ class MeasuredPlan:
 
     plan: str
     """The row's choices, as `key=value` in the order of the source."""
+    choice: str
+    """The same without how it was said or measured (`trainer`, `shard_mode`): rows that share it are one plan."""
     run: Run | None
     """What ran, to be rebuilt; None if that is not possible."""
     skipped: str = ""
@@ -129,7 +133,9 @@ def _group(given: Any, origin: str) -> MeasuredGroup:
 
 def _row(group: Mapping[str, Any], row: Mapping[str, Any], origin: str) -> MeasuredPlan:
     plan = row["plan"] if isinstance(row["plan"], dict) else {"plan": row["plan"]}
-    bare = MeasuredPlan(" ".join(f"{key}={value}" for key, value in plan.items()) or "-", None)
+    words = {key: f"{key}={value}" for key, value in plan.items()}
+    choice = " ".join(text for key, text in words.items() if key not in _HOW)
+    bare = MeasuredPlan(" ".join(words.values()) or "-", choice or "-", None)
     try:
         _check_measured(row, origin)
         run = _run(group, plan)
@@ -360,7 +366,7 @@ def _flags(group: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[str, ...]
 
 def _refused(key: str) -> Callable[[Run, Any], Run]:
     def change(run: Run, value: Any) -> Run:
-        if value in (None, False, 1, "none", "no"):
+        if value is None or value is False or value in ("none", "no") or (value == 1 and value is not True):
             return run
         raise IncompleteError(f"{key}={value} is not rebuilt")
 
@@ -372,3 +378,14 @@ _OPTIONS: dict[str, Callable[[Run, Any], Run]] = {
     for key in ("keep_gathered_weights", "zero1", "offload", "cp_method", "moe", "gradient_accumulation")
 }
 """What a plan may say beside its mesh, and how it changes the run."""
+
+
+def _head(run: Run, value: Any) -> Run:
+    """FSDP spreads the head over its larger dim, which is the vocabulary."""
+    larger = "vocab" if run.decoder.vocabulary > run.decoder.width else "embed"
+    if larger in str(value):
+        return run
+    raise IncompleteError(f"lm_head={value} is not rebuilt")
+
+
+_OPTIONS["lm_head"] = _head

@@ -26,6 +26,8 @@ class PairRow:
     """One measured plan beside our prediction. `skipped` says why there is none."""
 
     plan: str
+    choice: str = ""
+    """The plan without how it was said or measured; rows that share one are one plan, measured again."""
     measured_s: float | None = None
     """Measured seconds of a step; None where the row has no time."""
     predicted_s: float | None = None
@@ -76,9 +78,11 @@ class PairGroup:
         return list(itertools.combinations([row for row in self.rows if row.ran], 2))
 
     def decided(self) -> list[tuple[PairRow, PairRow]]:
-        """Pairs whose measured times for each token differ by more than `NOISE`."""
+        """Pairs of different plans whose measured times for each token differ by more than `NOISE`."""
         return [
-            (a, b) for a, b in self.pairs() if abs(math.log(a.measured_each() / b.measured_each())) > math.log1p(NOISE)
+            (a, b)
+            for a, b in self.pairs()
+            if a.choice != b.choice and abs(math.log(a.measured_each() / b.measured_each())) > math.log1p(NOISE)
         ]
 
     @property
@@ -146,7 +150,9 @@ def _priced_group(group: MeasuredGroup) -> PairGroup:
 
 def _priced_row(group: MeasuredGroup, row: MeasuredPlan, prices: dict[Run, tuple[float, float, int]]) -> PairRow:
     run = row.run
-    bare = PairRow(row.plan, row.step_s, measured_bytes=row.peak_bytes, measured_fits=row.fits, skipped=row.skipped)
+    bare = PairRow(
+        row.plan, row.choice, row.step_s, measured_bytes=row.peak_bytes, measured_fits=row.fits, skipped=row.skipped
+    )
     if run is None:
         return bare
     try:

@@ -90,6 +90,10 @@ def test_dtypes_and_the_optimizer_are_those_of_the_row(tmp_path: pathlib.Path):
         ({}, {"plan": {"fsdp": 4, "xla_flags": ["-x"]}}, "'-x' is not an XLA flag"),
         ({}, {"plan": {"fsdp": 4, "emb": 512}}, "MLP's width at emb 512 is not stated"),
         ({}, {"plan": {"fsdp": 4, "tiles": 3}}, "tiles=3 is not rebuilt"),
+        ({}, {"plan": {"fsdp": 4, "zero1": True}}, "zero1=True is not rebuilt"),
+        ({}, {"plan": {"fsdp": 4, "keep_gathered_weights": True}}, "keep_gathered_weights=True is not rebuilt"),
+        ({}, {"plan": {"fsdp": 4, "lm_head": "fsdp on embed"}}, "lm_head=fsdp on embed is not rebuilt"),
+        ({}, {"plan": {"fsdp": 4, "lm_head": "fsdp on vocab", "gradient_accumulation": 1, "zero1": False}}, ""),
         ({}, {"plan": {"fsdp": 4, "remat": "some"}}, "remat 'some' is not known"),
         ({"hardware": "a cluster"}, {}, "the chip of 'a cluster' is not known"),
         ({"chips": "many"}, {}, "number of chips is not stated (many)"),
@@ -121,10 +125,12 @@ def test_a_file_of_another_form_is_refused(tmp_path: pathlib.Path, text: str, sa
         read_groups(tmp_path / "none.json")
 
 
-def row(measured: float | None, predicted: float | None, fits: bool = True, ran: bool | None = True) -> PairRow:
+def row(
+    measured: float | None, predicted: float | None, fits: bool = True, ran: bool | None = True, choice: str = ""
+) -> PairRow:
     return PairRow(
-        "p", measured, predicted, predicted, tokens=1, measured_bytes=100, predicted_bytes=110, fits=fits,
-        measured_fits=ran,
+        "p", choice or f"{measured}", measured, predicted, predicted, tokens=1, measured_bytes=100,
+        predicted_bytes=110, fits=fits, measured_fits=ran,
     )  # fmt: skip
 
 
@@ -139,6 +145,7 @@ def test_order_regret_and_ratios_are_those_of_hand():
     assert found.regret == pytest.approx(2.0)  # row 1 is chosen, row 0 is the best
     assert sorted(found.ratio_errors())[-1] == pytest.approx((2 / 1) / (1 / 2) - 1)
     assert plans(row(1.0, 1.0), row(1.01, 9.0)).tau is None
+    assert plans(row(1.0, 1.0, choice="a"), row(2.0, 1.0, choice="a")).tau is None  # one plan, measured twice
 
 
 def test_a_chosen_plan_that_ran_out_of_memory_is_infinitely_bad():
