@@ -41,7 +41,7 @@ class Charge:
     """Of one execution on one device, in the order that `WORK` gives; of a collective its bytes."""
     block: int
     count: float
-    """Executions in one step."""
+    """How often it is executed in one step."""
     hides: tuple[str, ...] = ()
     """Of a collective: figures of which the largest is the share that runs beside compute; none of it without any."""
 

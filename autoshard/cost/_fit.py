@@ -77,7 +77,7 @@ class Fit:
     calibration: Calibration
     """With what was fitted in place."""
     figures: tuple[Fitted, ...]
-    """Those that moved."""
+    """The figures that the fit changed, by name."""
     observations: int
     hash: str
     """Of the observations, whatever their order."""

@@ -75,7 +75,7 @@ class Flagged:
 
     calibration: Calibration
     figures: Mapping[str, float]
-    """The changed ones."""
+    """The figures that the flags changed, by name."""
     priced: tuple[str, ...]
     """A sentence for each change."""
     notes: tuple[str, ...]

@@ -27,7 +27,7 @@ class Observation:
 
     topology: str
     compiler: str
-    """See `compiler_version`."""
+    """The compiler that was seen, as `compiler_version` writes it."""
     judge: Judge
     op: str
     """`step`, or the kind of one collective."""

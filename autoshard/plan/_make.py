@@ -29,9 +29,9 @@ from autoshard.plan.mesh._portfolio import PlanCandidate, contender, elsewhere, 
 from autoshard.plan.mesh._searcher import MeshOutcome, Phases, Searcher
 from autoshard.plan.mesh._trial import MeshBest, Trials, splits_batch
 from autoshard.plan.model._asked import check_axes
+from autoshard.plan.model._axis_parts import find_axis_parts
 from autoshard.plan.model._demands import check_regions, program_mesh
 from autoshard.plan.model._options import Limits, Options
-from autoshard.plan.model._refine import find_refinement
 from autoshard.plan.price._flag_gains import flag_gains
 from autoshard.plan.price._predict import predict
 from autoshard.plan.price._reading import Reading, read_program
@@ -245,9 +245,9 @@ class _Searched:
 
     best: MeshOutcome
     original: MeshOutcome
-    """On the mesh as it was asked for or chosen, with baselines; the best one too, unless its refinement is."""
+    """On the mesh as it was asked for or chosen, with baselines; the best one too, unless one with an axis cut is."""
     outcomes: tuple[MeshOutcome, ...]
-    """Both."""
+    """What was planned on each of the two meshes, or on the one."""
     tried: tuple[MeshTried, ...]
     elsewhere: tuple[MeshBest, ...]
     """The best on other meshes, if the mesh was searched for."""
@@ -256,7 +256,7 @@ class _Searched:
 def _search(
     search_on: Searcher, topology: Topology, given: Mesh | None, time_limit: float, refine_axes: bool
 ) -> _Searched:
-    """On the mesh that is given, else on the best one, and on its refinement where dims ask for one."""
+    """On the mesh that is given, else on the best one, and on the same with an axis cut where dims ask for that."""
     task, phases = search_on.task, search_on.phases
     reading = task.reading
     graph = reading.graph
@@ -269,17 +269,17 @@ def _search(
         check_regions(graph, chosen)
         _check_batch(task.program, chosen)
     # A program that names axes itself keeps them whole.
-    refinement = None
+    axis_parts = None
     if refine_axes and not graph.constraints and not graph.regions:
-        refinement = find_refinement(graph, reading.structure, reading.groups, chosen)
-    share = 1.0 if refinement is None else 0.6
+        axis_parts = find_axis_parts(graph, reading.structure, reading.groups, chosen)
+    share = 1.0 if axis_parts is None else 0.6
     if looked is None:
         original = search_on.mesh(chosen, share * time_limit)
     else:
         original = search_on.priced(looked.model, looked.required, looked.choices, share * time_limit)
     best, outcomes = original, (original,)
-    if refinement is not None:
-        refined = search_on.refined(refinement, original, (1 - share) * time_limit)
+    if axis_parts is not None:
+        refined = search_on.with_parts(axis_parts, original, (1 - share) * time_limit)
         best = refined if refined.is_better_than(original) else original
         outcomes = (original, refined)
     tried, others = (looked.tried, looked.others) if looked is not None else ((), ())

@@ -31,7 +31,7 @@ class OpaqueCall:
 
     name: str
     operands: tuple[Any, ...]
-    """`jax.ShapeDtypeStruct` of each, whole."""
+    """A `jax.ShapeDtypeStruct` of each operand, with its shape before it is split."""
     on_shards: OnShards
 
 

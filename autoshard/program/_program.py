@@ -35,7 +35,7 @@ class Argument:
     """Pytree path or torch parameter name, unique; a stacked layer parameter is `model.layers.*.mlp.up_proj.weight`."""
     shape: tuple[int, ...]
     dtype: str
-    """numpy/ml_dtypes name: `float32`, `bfloat16`, `int32`, ..."""
+    """The name that numpy or ml_dtypes has for it: `float32`, `bfloat16`, `int32`, ..."""
     role: Role
     result: int | None = None
     """Index of the result that replaces it: updated state, whether or not its buffer is donated."""
@@ -69,7 +69,7 @@ class Program:
     module: bytes
     """StableHLO as MLIR bytecode, lowered without shardings, `keep_unused=True`: its arguments are `arguments`."""
     fingerprint: str
-    """sha256 (hex) over the module without locations, and over names and roles of the arguments."""
+    """The sha256 (hex) over the module without locations, and over names and roles of the arguments."""
     training: bool = False
     model_flops: float | None = None
     """FLOPs of one step counted the MFU way: 6 (training) or 2 (inference) x matmul parameters x tokens,

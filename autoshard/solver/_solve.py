@@ -38,7 +38,7 @@ class Progress:
     incumbent: int | None
     """Cost of the best feasible choices so far."""
     bound: int
-    """Lower bound so far."""
+    """The best lower bound of the cost so far."""
 
 
 def solve(

@@ -12,7 +12,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 from autoshard.graph import FactorKind, Op, read_graph
 from autoshard.plan import Call, Options, PlanResult, Spec, make_plan
-from autoshard.plan.model._heavy import factor_states, heavy_states, result_states
+from autoshard.plan.model._heavy import factor_states, heavy_strategies, result_states
 from autoshard.plan.xla._states import WHOLE
 from autoshard.program import Program, trace
 
@@ -66,7 +66,8 @@ def test_heads_are_split_by_those_of_keys_and_then_within_their_groups() -> None
         assert op.rule.kinds[:4] == (FactorKind.PARALLEL, FactorKind.PARALLEL, inner, inner)
         assert op.opaque.sloping == ((Q, SEQ // 128),)
         assert op.opaque.dtype == "float32" and op.opaque.head == DIM, "not the mask's table of int8"
-        states = {tuple(state) for state in heavy_states(read_graph(grouped().module), op, [2, 2, 2], "cpu").tolist()}
+        found = heavy_strategies(read_graph(grouped().module), op, [2, 2, 2], "cpu")
+        states = {tuple(state) for state in found.tolist()}
         assert (B, K, G) in states and (K, G, Q) in states
         assert (G, WHOLE, WHOLE) not in states and (G, K, WHOLE) not in states, "parts of a group lie within a part"
 

@@ -9,7 +9,7 @@ import pytest
 
 from autoshard.exec import measure
 from autoshard.graph import read_graph
-from autoshard.plan.model._heavy import heavy_states
+from autoshard.plan.model._heavy import heavy_strategies
 from autoshard.plan.write._regions import region_of
 from autoshard.plan.xla._halos import in_region
 from autoshard.plan.xla._states import WHOLE
@@ -46,7 +46,7 @@ def test_a_dim_split_over_one_axis_beside_idle_ones(case: Case, mesh: str, dim: 
     assert op.rule is not None and op.grouped
     (factor,) = op.rule.operands[0][dim]
     sizes = list(mesh_of(mesh).axes.values())
-    states = heavy_states(graph, op, sizes, "cpu")
+    states = heavy_strategies(graph, op, sizes, "cpu")
     (row,) = np.flatnonzero((states == [factor, *[WHOLE] * (len(sizes) - 1)]).all(axis=1))
     assert in_region(op, states)[row]
     check(case, mesh_of(mesh), states[row : row + 1])
@@ -64,8 +64,8 @@ def test_in_a_region_by_hand_a_convolution_of_groups_stays_whole() -> None:
     """No region of the plan's own fits in there."""
     _, graph, op = found(FORWARD)
     inside = dataclasses.replace(op, manual=("data",), halos=())
-    assert (heavy_states(graph, op, [2, 4], "cpu") != WHOLE).any()
-    assert (heavy_states(graph, inside, [2, 4], "cpu") == WHOLE).all()
+    assert (heavy_strategies(graph, op, [2, 4], "cpu") != WHOLE).any()
+    assert (heavy_strategies(graph, inside, [2, 4], "cpu") == WHOLE).all()
 
 
 def test_left_to_the_partitioner_the_gradient_comes_out_doubled() -> None:

@@ -16,7 +16,7 @@ from autoshard.errors import UserError
 from autoshard.exec import Application, measure, read_collectives, wire_by_axis
 from autoshard.graph import Op, OpGraph, analyse, read_graph
 from autoshard.plan import Options, Pin, Plan, Region, Spec, make_plan
-from autoshard.plan.model._heavy import heavy_seconds, heavy_states, result_states
+from autoshard.plan.model._heavy import heavy_seconds, heavy_strategies, result_states
 from autoshard.plan.model._model import Path
 from autoshard.plan.model._residency import Residency
 from autoshard.plan.price._paths import path_steps
@@ -151,7 +151,7 @@ def predicted(case: Case, mesh: Mesh, state: np.ndarray) -> dict[str, float]:
 
 def states_in_space(case: Case, mesh: Mesh) -> np.ndarray:
     _, graph, op = found(case)
-    states = heavy_states(graph, op, list(mesh.axes.values()), "cpu")
+    states = heavy_strategies(graph, op, list(mesh.axes.values()), "cpu")
     return states[split_in_space(op, states)]
 
 
@@ -192,7 +192,7 @@ def test_windows_that_reach_past_the_neighbour_are_not_split() -> None:
     _, graph, op = found(case)
     height = next(halo.factor for halo in op.halos if halo.dim.source == 2)
     for size, splits in ((4, True), (8, False)):
-        assert (heavy_states(graph, op, [size], "cpu") == height).any() == splits
+        assert (heavy_strategies(graph, op, [size], "cpu") == height).any() == splits
 
 
 def test_a_cumulative_sum_is_not_split_along_itself() -> None:
@@ -207,7 +207,7 @@ def test_a_valid_convolution_stays_whole_in_space() -> None:
     (op,) = (op for op in graph.ops if op.kind == "convolution")
     assert op.rule is not None and not op.halos
     spatial = {dims[d] for dims in (op.rule.operands[0], op.rule.results[0]) for d in (2, 3)}
-    states = heavy_states(graph, op, [2], "cpu")
+    states = heavy_strategies(graph, op, [2], "cpu")
     assert not {(int(f),) for f in states.ravel()} & spatial
 
 
@@ -317,7 +317,7 @@ def test_a_convolution_split_over_few_features_wastes_the_matrix_unit() -> None:
     case = three("stem", convolution(2, ((3, 3), (3, 3))), f32(16, 3, 1024, 1024), f32(64, 3, 7, 7))[0]
     _, graph, op = found(case)
     assert op.rule is not None
-    states = heavy_states(graph, op, [8], "tpu")
+    states = heavy_strategies(graph, op, [8], "tpu")
     topology = Topology.parse("v5p:2x2x2")
     residency = Residency(graph, analyse(graph), topology.chip)
     seconds = heavy_seconds(graph, op, states, [8], Compute(topology), residency, Padding(graph, topology.backend))

@@ -183,7 +183,7 @@ class Propagation:
 
     @functools.cached_property
     def reshards(self) -> tuple[dict[int, list[Reshard]], dict[int, list[Reshard]]]:
-        """The moves into and out of every node."""
+        """The reshards into and out of every node."""
         into, out = defaultdict(list), defaultdict(list)
         for reshard in self.model.reshards:
             into[reshard.target].append(reshard)
@@ -228,7 +228,7 @@ class Propagation:
 
 
 def _seconds(reshard: Reshard) -> NDArray[np.float64]:
-    """Seconds of a move in one step for every pair of distinct states; infinite where there is no way."""
+    """Seconds of a reshard in one step for every pair of distinct states; infinite where there is no way."""
     total: NDArray[np.float64] = np.zeros((int(reshard.rows.max()) + 1, int(reshard.columns.max()) + 1))
     for cost in reshard.costs.values():
         total = total + cost * reshard.trips

@@ -19,8 +19,8 @@ from autoshard.errors import UserError
 from autoshard.plan.mesh._in_order import InOrder
 from autoshard.plan.mesh._trial import MeshBest, Trial, Trials
 from autoshard.plan.model._asked import Required
+from autoshard.plan.model._axis_parts import LEAST_GAIN
 from autoshard.plan.model._model import Model
-from autoshard.plan.model._refine import LEAST_GAIN
 from autoshard.plan.record._parts import MeshTried
 from autoshard.units import format_seconds
 

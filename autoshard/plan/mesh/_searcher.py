@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from autoshard.base.crew import Crew
 from autoshard.cost import Mesh
 from autoshard.plan.model._asked import Required
+from autoshard.plan.model._axis_parts import LEAST_GAIN, AxisParts
 from autoshard.plan.model._baselines import Baseline, baselines
 from autoshard.plan.model._model import Model
 from autoshard.plan.model._options import Limits
-from autoshard.plan.model._refine import LEAST_GAIN, AxisParts
 from autoshard.plan.price._task import Task
 from autoshard.plan.solve._search import Found, Infeasible, search
 
@@ -68,13 +68,13 @@ class Searcher:
         """The same on a mesh that is priced already, from choices that are `known` to fit, if there are any."""
         return self._search(model, baselines(model, self.task.reading.groups), required, known, time_limit)
 
-    def refined(self, refinement: AxisParts, original: MeshOutcome, time_limit: float) -> MeshOutcome:
-        """On its refinement, from the best that is known of it; what was asked for holds as it does there."""
-        model = self.price(refinement.mesh)
-        allowed = refinement.allowed(original.model, model, original.required.allowed)
+    def with_parts(self, axis_parts: AxisParts, original: MeshOutcome, time_limit: float) -> MeshOutcome:
+        """On the mesh with an axis cut, from the best known without; what was asked for holds as it does there."""
+        model = self.price(axis_parts.mesh)
+        allowed = axis_parts.allowed(original.model, model, original.required.allowed)
         known = None
         if isinstance(original.found, Found):
-            known = refinement.choices(original.model, model, original.found.best.choices)
+            known = axis_parts.choices(original.model, model, original.found.best.choices)
         return self._search(model, [], Required(allowed, original.required.pinned), known, time_limit)
 
     def price(self, mesh: Mesh) -> Model:

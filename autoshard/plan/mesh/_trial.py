@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from autoshard.cost import Mesh
 from autoshard.errors import UserError
 from autoshard.plan.model._asked import Required
+from autoshard.plan.model._axis_parts import LEAST_GAIN
 from autoshard.plan.model._demands import check_regions
-from autoshard.plan.model._heavy import heavy_states
+from autoshard.plan.model._heavy import heavy_strategies
 from autoshard.plan.model._model import Model
 from autoshard.plan.model._options import Limits
-from autoshard.plan.model._refine import LEAST_GAIN
 from autoshard.plan.price._predict import Outcome
 from autoshard.plan.price._reading import Reading
 from autoshard.plan.price._task import Task
@@ -313,11 +313,11 @@ def _pairs(reading: Reading, mesh: Mesh) -> int:
             known[key] = len(enumerate_states(cluster.sizes, axes, cluster.blocked))
         return known[key]
 
-    def op_states(number: int) -> int:
+    def op_strategies(number: int) -> int:
         op = graph.ops[number]
         key = (op.kind, op.rule, op.opaque, op.halos)
         if key not in known:
-            known[key] = len(heavy_states(graph, op, axes, backend))
+            known[key] = len(heavy_strategies(graph, op, axes, backend))
         return known[key]
 
     total = 0
@@ -325,7 +325,7 @@ def _pairs(reading: Reading, mesh: Mesh) -> int:
     for edge in structure.edges:
         here = cluster_states(structure.cluster_of[edge.tensor])
         if edge.op in heavy:
-            total += here * op_states(edge.op)
+            total += here * op_strategies(edge.op)
         elif edge.op >= 0 and edge.result >= 0:
             total += here * cluster_states(structure.cluster_of[graph.ops[edge.op].results[edge.result]])
     return total

@@ -17,7 +17,7 @@ from autoshard.plan.xla._states import PARTIAL, WHOLE, Seconds, States, enumerat
 from autoshard.plan.xla._tables import relaid_bytes
 
 
-MOVES_ONLY = frozenset(
+FOLDED_OPS = frozenset(
     {"slice", "concatenate", "pad", "reverse", "broadcast_in_dim", "reshape", "dynamic_update_slice", IN, OUT}
 )
 """Ops that compilers fold into the fusions around them, and updates: these move what their fusion says."""
@@ -26,7 +26,7 @@ _SORTS = frozenset({"sort", "top_k"})
 """Both order a whole dim: compilers make a top-k of a sort or of as many steps of it."""
 
 
-def heavy_states(graph: OpGraph, op: Op, axes: Sequence[int], backend: str) -> States:
+def heavy_strategies(graph: OpGraph, op: Op, axes: Sequence[int], backend: str) -> States:
     """Strategies of an op: mesh axes (sizes) assigned to its factors; one, whole, for an op without a rule."""
     if op.rule is None:
         return np.full((1, len(axes)), WHOLE, dtype=np.int64)
@@ -60,7 +60,7 @@ def heavy_seconds(
     padding: Padding,
 ) -> Seconds:
     """Roofline time of one execution in every state: local matrix work against local memory traffic."""
-    if op.kind in MOVES_ONLY:
+    if op.kind in FOLDED_OPS:
         return np.zeros(len(states))
     operands = [(t, op.rule.operands[k] if op.rule else ()) for k, t in enumerate(op.operands)]
     results = [(t, op.rule.results[k] if op.rule else ()) for k, t in enumerate(op.results)]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from autoshard.graph import Op, OpClass
 from autoshard.plan.model._groups import Groups
-from autoshard.plan.model._heavy import MOVES_ONLY
+from autoshard.plan.model._heavy import FOLDED_OPS
 from autoshard.plan.model._model import Model
 from autoshard.plan.price._predict import tensor_spec
 from autoshard.plan.record._spec import axis_words
@@ -75,7 +75,7 @@ def _heavy(model: Model, choices: NDArray[np.int64]) -> Iterator[tuple[Op, set[s
     reported apart."""
     for op_id, number in sorted(model.op_node.items()):
         op, node = model.graph.ops[op_id], model.nodes[number]
-        if op.rule is None or op.kind in MOVES_ONLY:
+        if op.rule is None or op.kind in FOLDED_OPS:
             continue
         chosen = int(choices[number])
         used = {model.axis_names[a] for a in np.flatnonzero(node.states[chosen] >= 0)}
@@ -86,7 +86,7 @@ def _fused(model: Model, choices: NDArray[np.int64]) -> Iterator[tuple[Op, set[s
     """The same of elementwise work: a fusion is split over the axes that split anything it reads or writes."""
     for fusion in model.liveness.fusions:
         op = model.graph.ops[fusion.root]
-        if op.op_class is OpClass.HEAVY and op.kind not in MOVES_ONLY:
+        if op.op_class is OpClass.HEAVY and op.kind not in FOLDED_OPS:
             continue
         used: set[str] = set()
         size = 0.0

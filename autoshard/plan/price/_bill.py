@@ -10,7 +10,7 @@ from autoshard.cost import Bill, Charge, Compute
 from autoshard.plan.model._heavy import heavy_seconds
 from autoshard.plan.model._model import HOST, Model, Node
 from autoshard.plan.model._overlap import Overlap, hiding_figures
-from autoshard.plan.price._predict import move_relayouts, reshard_steps
+from autoshard.plan.price._predict import reshard_relayouts, reshard_steps
 
 
 def bill_of(model: Model, choices: NDArray[np.int64]) -> Bill:
@@ -41,7 +41,7 @@ def _streamed(model: Model, node: Node, choice: int) -> Iterator[Charge]:
 
 def _communication(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]:
     for reshard in model.reshards:
-        again = move_relayouts(model, reshard, choices)
+        again = reshard_relayouts(model, reshard, choices)
         for name, amount in (("launch", float(again.ops)), ("relayout", float(again.size))):
             if amount:
                 yield Charge(name, (), (amount,), reshard.block, reshard.trips)

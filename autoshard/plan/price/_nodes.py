@@ -9,11 +9,11 @@ import numpy as np
 
 from autoshard.cost import Calibration, Collectives, Compute, Mesh
 from autoshard.graph import TILED, Cluster, Fusion, Liveness, Op, OpClass, OpGraph, Softmax, Structure
+from autoshard.plan.model._axis_parts import AxisParts
 from autoshard.plan.model._demands import Demand, allowed_states, axis_numbers, free_of, program_demands
 from autoshard.plan.model._hand import by_hand, own_collectives
-from autoshard.plan.model._heavy import MOVES_ONLY, heavy_seconds, heavy_states
+from autoshard.plan.model._heavy import FOLDED_OPS, heavy_seconds, heavy_strategies
 from autoshard.plan.model._model import EXPOSED, HOST, Channel, MemoryTerm, Node, link_names
-from autoshard.plan.model._refine import AxisParts
 from autoshard.plan.model._residency import Residency
 from autoshard.plan.xla._handling import inner_collectives
 from autoshard.plan.xla._padding import Padding
@@ -33,10 +33,10 @@ class NodePricer:
         liveness: Liveness,
         mesh: Mesh,
         memory_limit: int,
-        refinement: AxisParts | None,
+        axis_parts: AxisParts | None,
         calibration: Calibration | None,
     ) -> None:
-        self.refinement = refinement
+        self.axis_parts = axis_parts
         self.program, self.graph, self.structure, self.liveness = program, graph, structure, liveness
         self.mesh, self.memory_limit = mesh, memory_limit
         self.collectives = Collectives(mesh, calibration)
@@ -67,7 +67,7 @@ class NodePricer:
         traffic: dict[int, dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
         for fusion in self.liveness.fusions:
             op = self.graph.ops[fusion.root]
-            if op.op_class is OpClass.HEAVY and op.kind not in MOVES_ONLY:
+            if op.op_class is OpClass.HEAVY and op.kind not in FOLDED_OPS:
                 continue
             for tensor in itertools.chain(fusion.moved, self.taken(fusion)):
                 cluster = self.structure.cluster_of[tensor]
@@ -85,9 +85,9 @@ class NodePricer:
             states = self.asked_states(
                 cluster, enumerate_states(cluster.sizes, self.axes, cluster.blocked, cluster.id in self.even)
             )
-            if self.refinement is not None:
+            if self.axis_parts is not None:
                 groups = self.group_sizes(cluster.id, range(len(cluster.sizes)))
-                states = states[self.refinement.apart(states, groups)]
+                states = states[self.axis_parts.apart(states, groups)]
             local = {t: self.local_bytes(cluster.id, states, t) for t in cluster.tensors}
             softmax = self.softmaxes.get(cluster.id)
             if softmax is None:
@@ -167,9 +167,9 @@ class NodePricer:
 
     def group_sizes(self, cluster: int, factors: Iterable[int]) -> list[int]:
         """For factors of a cluster (-1 for none), what an axis must divide to split their dim group evenly."""
-        if self.refinement is None:
+        if self.axis_parts is None:
             return []
-        sizes, of = self.refinement.group_sizes, self.refinement.of_factor
+        sizes, of = self.axis_parts.group_sizes, self.axis_parts.of_factor
         return [sizes.get(of[(cluster, f)], 1) if f >= 0 else 1 for f in factors]
 
     def factor_group_sizes(self, op: Op) -> list[int]:
@@ -225,10 +225,10 @@ class NodePricer:
 
     def add_heavy(self, op: Op) -> None:
         backend = self.mesh.topology.backend
-        states = heavy_states(self.graph, op, self.axes, backend)
+        states = heavy_strategies(self.graph, op, self.axes, backend)
         states = states[by_hand(op, states, self.mesh.axes)]
-        if self.refinement is not None and op.rule is not None:
-            states = states[self.refinement.apart(states, self.factor_group_sizes(op))]
+        if self.axis_parts is not None and op.rule is not None:
+            states = states[self.axis_parts.apart(states, self.factor_group_sizes(op))]
         trips = self.graph.trips(op.loop)
         seconds = heavy_seconds(self.graph, op, states, self.axes, self.compute, self.residency, self.padding)
         seconds = seconds * trips

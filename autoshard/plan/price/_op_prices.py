@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.graph import OpClass
-from autoshard.plan.model._heavy import MOVES_ONLY
+from autoshard.plan.model._heavy import FOLDED_OPS
 from autoshard.plan.model._model import EXPOSED, HOST, Channel, Model, link_names
 from autoshard.plan.model._overlap import Overlap, lanes
 from autoshard.plan.price._predict import (
-    Transfer,
+    ReshardStep,
     cluster_names,
     relayout_seconds,
     reshard_cause,
@@ -86,7 +86,7 @@ def _traffic(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, Channe
 
     for fusion in model.liveness.fusions:
         op = model.graph.ops[fusion.root]
-        if op.op_class is not OpClass.HEAVY or op.kind in MOVES_ONLY:
+        if op.op_class is not OpClass.HEAVY or op.kind in FOLDED_OPS:
             for tensor in (*fusion.moved, *fusion.reads):
                 note(("op", op.id), tensor, op.loop, model.graph.trips(op.loop))
     for tensor, block in model.liveness.copied:
@@ -131,7 +131,7 @@ def _reshards(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, int],
     return found
 
 
-def _collective(model: Model, step: Transfer, trips: float, exposed: float, cause: str, line: str) -> Collective:
+def _collective(model: Model, step: ReshardStep, trips: float, exposed: float, cause: str, line: str) -> Collective:
     """One collective in all its executions of a step; `exposed` is the share of its seconds that compute waits for."""
     kind, axes, size, seconds = step
     wire = sum(float(v) for v in model.collectives.wire_bytes(kind, axes, size * trips).values())  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from autoshard.plan.xla._states import States
 from autoshard.plan.xla._tables import padded_bytes, table_of
 
 
-Transfer = tuple[str, tuple[str, ...], float, float]
+ReshardStep = tuple[str, tuple[str, ...], float, float]
 """(kind, axes, bytes, seconds) of one collective."""
 
 
@@ -167,35 +167,35 @@ def reshard_line(model: Model, reshard: Reshard) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Passage:
-    """What one execution of a move takes under a choice."""
+class ReshardTime:
+    """What one execution of a reshard takes under a choice."""
 
-    steps: tuple[Transfer, ...]
+    steps: tuple[ReshardStep, ...]
     """(kind, axes, bytes, seconds) of its collectives."""
     relayouts: Relayouts
     """What laying out anew takes beside them."""
 
 
-def reshard_steps(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> tuple[Transfer, ...]:
-    """(kind, axes, bytes, seconds) of one execution of a move under a choice."""
-    return _passage(model, reshard, choices).steps
+def reshard_steps(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> tuple[ReshardStep, ...]:
+    """(kind, axes, bytes, seconds) of one execution of a reshard under a choice."""
+    return _reshard_time(model, reshard, choices).steps
 
 
 def relayout_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> float:
-    """Seconds in one step for laying out what a move brings."""
-    return float(move_relayouts(model, reshard, choices).seconds(model.compute)) * reshard.trips
+    """Seconds in one step for laying out what a reshard brings."""
+    return float(reshard_relayouts(model, reshard, choices).seconds(model.compute)) * reshard.trips
 
 
-def move_relayouts(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> Relayouts:
-    """What laying out anew takes in one execution of a move."""
-    return _passage(model, reshard, choices).relayouts
+def reshard_relayouts(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> Relayouts:
+    """What laying out anew takes in one execution of a reshard."""
+    return _reshard_time(model, reshard, choices).relayouts
 
 
-_known: "weakref.WeakKeyDictionary[Collectives, dict[object, Passage]]" = weakref.WeakKeyDictionary()
+_known: "weakref.WeakKeyDictionary[Collectives, dict[object, ReshardTime]]" = weakref.WeakKeyDictionary()
 """Repeated layers take the same steps; of every priced mesh, by what the path is at both ends."""
 
 
-def _passage(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> Passage:
+def _reshard_time(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> ReshardTime:
     """Of the path with one state at each end. Raises ValueError for a forbidden pair."""
     row = int(reshard.rows[int(choices[reshard.source])])
     column = int(reshard.columns[int(choices[reshard.target])])
@@ -208,21 +208,21 @@ def _passage(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> Pass
     known = _known.setdefault(model.collectives, {})
     if key not in known:
         held, kept, source, target = (end[None, :] for end in ends)
-        known[key] = _passage_of(
+        known[key] = _reshard_time_of(
             dataclasses.replace(path, held=held, kept=kept, source=source, target=target), model.collectives
         )
     return known[key]
 
 
-def _passage_of(path: Path, collectives: Collectives) -> Passage:
-    found: list[Transfer] = []
+def _reshard_time_of(path: Path, collectives: Collectives) -> ReshardTime:
+    found: list[ReshardStep] = []
     gathers, steps = path_steps(path, collectives)
     for step in (*gathers, *steps):
         size = float(step.size[0, 0])
         if size > 0:
             axes = tuple(list(collectives.mesh.axes)[a] for a in step.axes)
             found.append((step.kind, axes, size, float(collectives.time(step.kind, axes, size))))
-    return Passage(tuple(found), relayouts(path, collectives).at(0, 0))
+    return ReshardTime(tuple(found), relayouts(path, collectives).at(0, 0))
 
 
 def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, int, str]]:

@@ -1,4 +1,4 @@
-"""Prices every decision of a program on a mesh: alternatives and their times, moves between them, memory."""
+"""Prices every decision of a program on a mesh: alternatives and their times, reshards between them, memory."""
 
 import dataclasses
 from collections import defaultdict
@@ -9,10 +9,10 @@ import numpy as np
 
 from autoshard.cost import Calibration, Mesh
 from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure
+from autoshard.plan.model._axis_parts import AxisParts
 from autoshard.plan.model._heavy import factor_states, result_states
 from autoshard.plan.model._model import EXPOSED, Channel, MemoryTerm, Model, Node, Path, Reshard
 from autoshard.plan.model._overlap import Overlap
-from autoshard.plan.model._refine import AxisParts
 from autoshard.plan.price._nodes import NodePricer
 from autoshard.plan.price._paths import PathPrices
 from autoshard.plan.xla._handling import Handling, handling
@@ -41,14 +41,14 @@ def price(
     liveness: Liveness,
     mesh: Mesh,
     memory_limit: int,
-    refinement: AxisParts | None = None,
+    axis_parts: AxisParts | None = None,
     calibration: Calibration | None = None,
 ) -> Model:
-    """All nodes, moves and memory of `program` on `mesh`, which is that of the refinement if there is one.
+    """All nodes, reshards and memory of `program` on `mesh`, which is that of `axis_parts` if there are any.
 
     `calibration`: by default that of the mesh's chip.
     """
-    return _Pricer(program, graph, structure, liveness, mesh, memory_limit, refinement, calibration).model()
+    return _Pricer(program, graph, structure, liveness, mesh, memory_limit, axis_parts, calibration).model()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Way:
 
 
 class _Pricer(NodePricer):
-    """The nodes, and the moves between them."""
+    """The nodes, and the reshards between them."""
 
     def __init__(self, *what: Any) -> None:
         super().__init__(*what)
@@ -216,8 +216,8 @@ class _Pricer(NodePricer):
         factors = self.structure.dims_of[tensor]
         blocked = [d for d, f in enumerate(factors) if f < 0 or f in cluster.blocked]
         states = enumerate_states(record.shape, self.axes, blocked)
-        if self.refinement is not None:
-            states = states[self.refinement.apart(states, self.group_sizes(cluster.id, factors))]
+        if self.axis_parts is not None:
+            states = states[self.axis_parts.apart(states, self.group_sizes(cluster.id, factors))]
         large = record.bytes > LARGE_SHARE * self.memory_limit
         held = np.ones(len(states), dtype=bool)
         memory: tuple[MemoryTerm, ...] = ()

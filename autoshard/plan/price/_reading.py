@@ -14,9 +14,9 @@ from autoshard.graph import (
     read_graph,
     replace_names,
 )
+from autoshard.plan.model._axis_parts import axis_parts_of
 from autoshard.plan.model._groups import Groups, find_groups, tensor_groups
 from autoshard.plan.model._model import Model
-from autoshard.plan.model._refine import refinement_of
 from autoshard.plan.price._price import price
 from autoshard.plan.record._plan import Plan
 from autoshard.program import Lifted, Program, Role, lift_constraints
@@ -93,6 +93,6 @@ def build_model(
 
     `calibration`: by default that of the mesh's chip, with nothing learned.
     """
-    refinement = refinement_of(reading.groups, mesh)
+    axis_parts = axis_parts_of(reading.groups, mesh)
     graph, structure, liveness = reading.graph, reading.structure, reading.liveness
-    return price(program, graph, structure, liveness, mesh, memory_limit, refinement, calibration)
+    return price(program, graph, structure, liveness, mesh, memory_limit, axis_parts, calibration)

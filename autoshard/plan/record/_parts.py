@@ -96,9 +96,9 @@ class Unruled:
     count: int
     """Ops in the program; in a loop each counts once."""
     seconds: float
-    """Of the predicted step."""
+    """What these ops take of the predicted step, in seconds."""
     share: float
-    """Of the predicted step."""
+    """The same as a share of the predicted step."""
     example: str
     """The source's name for the costliest of them, may be empty."""
 

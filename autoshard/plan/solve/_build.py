@@ -33,8 +33,8 @@ def entries(model: Decisions, kept: Kept) -> int:
     return sum(len(kept[reshard.source]) * len(kept[reshard.target]) for reshard in model.reshards)
 
 
-def linked_moves(model: Decisions, weights: Weights) -> list[int]:
-    """The moves that are links of `build_network`, in their order: those that cost or forbid anything."""
+def linked_reshards(model: Decisions, weights: Weights) -> list[int]:
+    """The reshards that are links of `build_network`, in their order: those that cost or forbid anything."""
     return [
         number
         for number, reshard in enumerate(model.reshards)
@@ -51,7 +51,7 @@ def build_network(model: Decisions, weights: Weights, memory_limit: int | None, 
         cost[mine] = np.rint(seconds[mine] * 1e12)
         costs.append(cost)
     shared: dict[tuple[object, ...], NDArray[np.float64]] = {}
-    for number in linked_moves(model, weights):
+    for number in linked_reshards(model, weights):
         reshard = model.reshards[number]
         parts = [(_weight(weights, c), t) for c, t in reshard.costs.items() if _weight(weights, c) > 0]
         ends = (reshard.source, reshard.target, reshard.rows, reshard.columns)

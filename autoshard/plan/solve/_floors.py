@@ -3,8 +3,8 @@
 import numpy as np
 
 from autoshard.cost import Calibration, Mesh
+from autoshard.plan.model._axis_parts import axis_parts_of
 from autoshard.plan.model._model import EXPOSED, Model
-from autoshard.plan.model._refine import refinement_of
 from autoshard.plan.price._nodes import NodePricer
 from autoshard.plan.price._reading import Reading
 from autoshard.plan.solve._build import Kept
@@ -29,9 +29,9 @@ def least_seconds(
 
     It prices decisions but no pairs of them, so it can be had on any mesh.
     """
-    refinement = refinement_of(reading.groups, mesh)
+    axis_parts = axis_parts_of(reading.groups, mesh)
     pricer = NodePricer(
-        program, reading.graph, reading.structure, reading.liveness, mesh, memory_limit, refinement, calibration
+        program, reading.graph, reading.structure, reading.liveness, mesh, memory_limit, axis_parts, calibration
     )
     pricer.add_clusters()
     for op in reading.structure.heavy:

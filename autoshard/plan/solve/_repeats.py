@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.plan.model._model import Model, Node, Reshard
-from autoshard.plan.solve._build import Allowed, Weights, linked_moves
+from autoshard.plan.solve._build import Allowed, Weights, linked_reshards
 from autoshard.plan.xla._states import Seconds
 from autoshard.solver import Messages
 
@@ -33,7 +33,7 @@ class Repeats:
     nodes: tuple[Node, ...]
     """A class of the model's nodes each, with the times and memory of all of them."""
     reshards: tuple[Reshard, ...]
-    """A set of the model's alike moves between the same classes each, with the trips of all of them."""
+    """A set of the model's alike reshards between the same classes each, with the trips of all of them."""
     fixed_bytes: int
     of: NDArray[np.int64]
     """[nodes of the model] which of `nodes` it is."""
@@ -69,11 +69,11 @@ class Repeats:
         if messages is None:
             return None
         counts = np.bincount(self.reshard_of[self.reshard_of >= 0], minlength=len(self.reshards))
-        place = {reshard: number for number, reshard in enumerate(linked_moves(self, weights))}
+        place = {reshard: number for number, reshard in enumerate(linked_reshards(self, weights))}
         directed = _directed(messages.ends)
         values = {key: value for key, value in zip(directed, messages.values, strict=True)}
         kept = [messages.kept[c] for c in self.of.tolist()]
-        linked = linked_moves(model, weights)
+        linked = linked_reshards(model, weights)
         ends = tuple((model.reshards[m].source, model.reshards[m].target) for m in linked)
         lifted = []
         for node, number in _directed(ends):
@@ -99,10 +99,10 @@ def _directed(ends: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 def find_repeats(model: Model, radius: int = RADIUS) -> Repeats | None:
     """The model with what repeats shared; None if too little does."""
     alike = _Numbers()
-    reshards = [alike(_of_move(reshard)) for reshard in model.reshards]
+    reshards = [alike(_of_reshard(reshard)) for reshard in model.reshards]
     colours = [alike(_of_node(node)) for node in model.nodes]
     for _ in range(radius):
-        colours = _refined(model.reshards, reshards, colours, alike)
+        colours = _told(model.reshards, reshards, colours, alike)
     colours = _twins_apart(colours, alike)
     seen: dict[int, int] = {}
     of = np.array([seen.setdefault(colour, len(seen)) for colour in colours], dtype=np.int64)
@@ -125,14 +125,14 @@ def _of_node(node: Node) -> Hashable:
     return node.kind, node.states.shape, node.states.tobytes(), node.held.tobytes(), tuple(time), memory
 
 
-def _of_move(reshard: Reshard) -> Hashable:
+def _of_reshard(reshard: Reshard) -> Hashable:
     """What a move is by itself; equal paths share their tables, so that one is known by its place."""
     costs = sorted((what, block >= 0, id(table)) for (block, what), table in reshard.costs.items())
     forbidden = None if reshard.forbidden is None else reshard.forbidden.tobytes()
     return reshard.rows.tobytes(), reshard.columns.tobytes(), tuple(costs), reshard.trips, reshard.overlap, forbidden
 
 
-def _refined(reshards: Sequence[Reshard], kinds: Sequence[int], colours: Sequence[int], alike: _Numbers) -> list[int]:
+def _told(reshards: Sequence[Reshard], kinds: Sequence[int], colours: Sequence[int], alike: _Numbers) -> list[int]:
     around: list[list[tuple[int, bool, int]]] = [[] for _ in colours]
     for reshard, kind in zip(reshards, kinds, strict=True):
         around[reshard.source].append((kind, True, colours[reshard.target]))
@@ -192,7 +192,7 @@ def _shared(model: Model, kinds: Sequence[int], of: NDArray[np.int64]) -> Repeat
 
 
 def _merged(nodes: Sequence[Node], within: Iterable[Reshard]) -> Node:
-    """One node in the place of alike ones that choose the same; so do both ends of a move within."""
+    """One node in the place of alike ones that choose the same; so do both ends of a reshard within."""
     time: dict[tuple[int, str], Seconds] = {}
     for each in (*(node.time for node in nodes), *map(_diagonal, within)):
         for channel, seconds in each.items():
@@ -202,7 +202,7 @@ def _merged(nodes: Sequence[Node], within: Iterable[Reshard]) -> Node:
 
 
 def _diagonal(reshard: Reshard) -> Mapping[tuple[int, str], Seconds]:
-    """Seconds of a move between two nodes with one choice."""
+    """Seconds of a reshard between two nodes with one choice."""
     return {channel: reshard.trips * table[reshard.rows, reshard.columns] for channel, table in reshard.costs.items()}
 
 

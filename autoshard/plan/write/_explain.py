@@ -11,8 +11,8 @@ from autoshard.base.providers import provides
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
 from autoshard.plan.model._asked import Required, near_names, require_lines
+from autoshard.plan.model._axis_parts import axis_parts_of
 from autoshard.plan.model._model import Model
-from autoshard.plan.model._refine import refinement_of
 from autoshard.plan.price._again import price_again
 from autoshard.plan.price._predict import Outcome, evaluate, tensor_spec
 from autoshard.plan.price._reading import as_planned, build_model, read_program
@@ -102,7 +102,10 @@ def named(plan: Plan, name: str) -> str:
 
 
 def reopen(plan: Plan, program: str | None = None, entry: str | None = None) -> Program:
-    """The program of a plan, from where it came, or with the same options from where it is now (`program`)."""
+    """The program of a plan, from where it came, or with the same options from where it is now (`program`).
+
+    Raises `UserError` for a plan that does not say where its program is, and as `open_source` does.
+    """
     source: dict[str, Any] = {"entry": "program", "options": {}, **(plan.provenance.get("source") or {})}
     source |= {key: value for key, value in (("program", program), ("entry", entry)) if value is not None}
     if "program" not in source:
@@ -117,12 +120,12 @@ def _rebuild(plan: Plan, program: Program) -> tuple[Model, NDArray[np.int64], Re
     mesh = make_mesh(Topology.parse(plan.topology), plan.mesh)
     reading = read_program(program, mesh.topology.backend)
     model, choices = price_again(plan, program, reading)
-    lines, refinement = plan.provenance.get("asked", []), refinement_of(reading.groups, mesh)
-    if refinement is None or not lines:
+    lines, axis_parts = plan.provenance.get("asked", []), axis_parts_of(reading.groups, mesh)
+    if axis_parts is None or not lines:
         return model, choices, require_lines(model, reading.groups, lines)
-    original = build_model(program, reading, refinement.original, plan.memory_limit_bytes, model.compute.calibration)
+    original = build_model(program, reading, axis_parts.original, plan.memory_limit_bytes, model.compute.calibration)
     asked = require_lines(original, reading.groups, lines)
-    return model, choices, Required(refinement.allowed(original, model, asked.allowed), asked.pinned)
+    return model, choices, Required(axis_parts.allowed(original, model, asked.allowed), asked.pinned)
 
 
 class _Explainer:

@@ -68,7 +68,7 @@ def _of_several(graph: OpGraph, op: Op, factor: int) -> bool:
 def _on_compound_dim(graph: OpGraph, op: Op, factor: int) -> bool:
     """True for a factor that shares a dim with others: its split is left to the reshapes around the op.
 
-    Not in a call that is run on shards: the last factor says how large a block must stay whole, and `heavy_states`
+    Not in a call that is run on shards: the last factor says how large a block must stay whole, and `heavy_strategies`
     splits those between only where those before them are split to single elements.
     """
     if op.rule is None or (op.opaque is not None and op.opaque.on_shards):
@@ -86,7 +86,7 @@ def _called_by_hand(graph: OpGraph, op: Op, factor: int) -> bool:
     return bool(op.manual) and op.opaque is not None and op.opaque.on_shards
 
 
-def _moves_by_little(graph: OpGraph, op: Op, factor: int) -> bool:
+def _reshards_by_little(graph: OpGraph, op: Op, factor: int) -> bool:
     return factor in dict(op.offsets)
 
 
@@ -110,11 +110,11 @@ _ROWS = (
     HandlingRow("*", None, Handling.WHOLE, _grouped_by_hand),
     HandlingRow("dynamic_update_slice", FactorKind.PARALLEL, Handling.WHOLE, _writes_a_part),
     HandlingRow("fft", None, Handling.WHOLE, backend="cpu"),
-    HandlingRow("pad", FactorKind.PERMUTATION, Handling.SHIFT, _moves_by_little),
+    HandlingRow("pad", FactorKind.PERMUTATION, Handling.SHIFT, _reshards_by_little),
     HandlingRow("reduce", FactorKind.REDUCTION, Handling.COLLECT, _of_several),
     HandlingRow("reverse", FactorKind.PERMUTATION, Handling.SWAP),
     HandlingRow("rotate", FactorKind.PERMUTATION, Handling.SWAP),
-    HandlingRow("slice", FactorKind.PERMUTATION, Handling.SHIFT, _moves_by_little),
+    HandlingRow("slice", FactorKind.PERMUTATION, Handling.SHIFT, _reshards_by_little),
     HandlingRow("top_k", None, Handling.WHOLE, backend="cpu"),
 )
 

@@ -16,7 +16,7 @@ from autoshard.plan import Options, Plan, PlanResult, make_plan, read_asked
 from autoshard.plan.mesh._meshes import MeshSearch
 from autoshard.plan.mesh._trial import Trials
 from autoshard.plan.model._asked import Asked
-from autoshard.plan.model._refine import LEAST_GAIN
+from autoshard.plan.model._axis_parts import LEAST_GAIN
 from autoshard.plan.price._reading import read_program
 from autoshard.plan.price._task import Task
 from autoshard.plan.record._store import plan_to_json

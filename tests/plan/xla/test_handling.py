@@ -14,7 +14,7 @@ from autoshard.cost import Collectives, Topology, make_mesh
 from autoshard.exec import Application, read_collectives, wire_by_axis
 from autoshard.graph import FactorKind, Op, OpGraph, read_graph
 from autoshard.plan import Options, Pin, Plan, Spec, make_plan
-from autoshard.plan.model._heavy import factor_states, heavy_states, result_states
+from autoshard.plan.model._heavy import factor_states, heavy_strategies, result_states
 from autoshard.plan.model._model import Path
 from autoshard.plan.price._paths import path_steps
 from autoshard.plan.xla._handling import TABLE, Handling, handling, inner_collectives, whole_factors
@@ -216,7 +216,7 @@ def test_a_split_factor_costs_what_the_table_says(case: Case) -> None:
     assert op.rule is not None
     assert op.rule.kinds[factor] is case.factor
     assert handling(graph, op, factor, "cpu") is case.handling
-    offered = (heavy_states(graph, op, [8], "cpu") == factor).any()
+    offered = (heavy_strategies(graph, op, [8], "cpu") == factor).any()
     assert offered == (case.handling is not Handling.WHOLE)
     compiled = wire_of_collectives(program, graph, op, factor)
     if case.handling is Handling.WHOLE:

@@ -1,4 +1,4 @@
-"""Axis refinement: half of a 16-wide axis for a dim of 8.
+"""An axis cut in two parts: half of a 16-wide axis for a dim of 8.
 
 A spec splits a dim over whole axes only. Where a dim (key-value heads, experts, a small batch) is divided by a proper
 factor of an axis but not by the axis, the axis is cut in two parts that can split different dims. The parts are named
@@ -80,7 +80,7 @@ class AxisParts:
         return np.array(found, dtype=np.int64)
 
 
-def find_refinement(graph: OpGraph, structure: Structure, groups: Groups, mesh: Mesh) -> AxisParts | None:
+def find_axis_parts(graph: OpGraph, structure: Structure, groups: Groups, mesh: Mesh) -> AxisParts | None:
     """The cut that the most FLOPs ask for; None if no dim does, or so few FLOPs that nothing is gained.
 
     The batch asks for a part of the first axis. Dims over which an op is many small ones (heads, experts) ask for one
@@ -135,8 +135,8 @@ def refine(mesh: Mesh, groups: Groups, axis: int, part: int) -> AxisParts:
     return AxisParts(mesh, make_mesh(mesh.topology, sizes), axis, part, groups.sizes, groups.of_factor)
 
 
-def refinement_of(groups: Groups, mesh: Mesh) -> AxisParts | None:
-    """The refinement that a mesh is, by the names of its axes; None if it is none."""
+def axis_parts_of(groups: Groups, mesh: Mesh) -> AxisParts | None:
+    """The cut axis of a mesh, by the names of its parts; None if none is cut."""
     whole = original_mesh(mesh.axes)
     if whole == mesh.axes:
         return None

@@ -10,7 +10,7 @@ import autoshard
 from autoshard.cost import Topology, make_mesh
 from autoshard.plan import Options, Plan, axis_words, load_plan, mesh_words, read_asked
 from autoshard.plan._make import make_plan
-from autoshard.plan.model._refine import find_refinement
+from autoshard.plan.model._axis_parts import find_axis_parts
 from autoshard.plan.price._reading import read_program
 from autoshard.plan.record._spec import Spec, original_mesh, part_names
 from autoshard.program import Program
@@ -57,8 +57,8 @@ def test_a_mesh_is_written_as_it_was_asked_for() -> None:
 def found(source: Program, topology: str, **sizes: int) -> tuple[str, ...] | None:
     read = read_program(source, "tpu")
     groups = read.groups
-    refinement = find_refinement(read.graph, read.structure, groups, make_mesh(Topology.parse(topology), sizes))
-    return None if refinement is None else refinement.mesh.names
+    parts = find_axis_parts(read.graph, read.structure, groups, make_mesh(Topology.parse(topology), sizes))
+    return None if parts is None else parts.mesh.names
 
 
 def test_heads_ask_the_last_axis_and_a_batch_the_first() -> None:
@@ -77,10 +77,10 @@ def test_parts_lie_one_inside_the_other() -> None:
     read = read_program(source, "tpu")
     groups = read.groups
     mesh = make_mesh(Topology.parse("cpu:8"), {"model": 8})
-    refinement = find_refinement(read.graph, read.structure, groups, mesh)
-    assert refinement is not None
-    assert refinement.mesh.sizes == (4, 2)
-    assert refinement.mesh.device_order == mesh.device_order
+    parts = find_axis_parts(read.graph, read.structure, groups, mesh)
+    assert parts is not None
+    assert parts.mesh.sizes == (4, 2)
+    assert parts.mesh.device_order == mesh.device_order
 
 
 # The plan

@@ -1,0 +1,156 @@
+"""One word for one thing: names in the code, and docstrings that a stranger can read."""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import pathlib
+import re
+from collections.abc import Iterator
+
+import autoshard
+from autoshard import cost, plan, program, solver
+
+
+ROOT = pathlib.Path(__file__).parents[1]
+GLOSSARY = ROOT / "docs" / "glossary.md"
+ROOMS = (cost, plan, program, solver)
+
+
+@functools.cache
+def banned() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Banned word -> the word to use, and where it is banned (everywhere if nothing is said)."""
+    found = {}
+    for line in GLOSSARY.read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 3:
+            for word, where in re.findall(r"`(\w+)`(?: \(([^)]*)\))?", cells[2]):
+                found[word] = (cells[0], tuple(part.strip() for part in where.split(",")) if where else ())
+    return found
+
+
+def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of every function, class, parameter, variable and attribute that a module defines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+
+
+def uses(path: str, text: str) -> list[str]:
+    """A sentence for each name in a module that a banned word is, or is a part of."""
+    found = []
+    own = [(1, pathlib.PurePath(path).stem), *names(ast.parse(text))]
+    for line, name in own:
+        parts = {part.lower() for part in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", name)}
+        for word, (better, where) in banned().items():
+            hit = word in name.lower() if "_" in word else word in parts
+            if hit and (not where or any(f"autoshard/{room}/" in path for room in where)):
+                found.append(f"{path}:{line}: {name} says {word!r}; the word is {better!r}")
+    return found
+
+
+def test_the_glossary_bans_words():
+    found = banned()
+    assert {"dimension", "passage", "heavy_states", "nbytes"} <= found.keys()
+    assert found["refinement"] == ("axis parts", ("plan", "cost", "graph", "solver"))
+
+
+def test_planted_names_are_found():
+    planted = "class Passage:\n    num_dimensions = 1\n\ndef refinement_of(mem): ...\n"
+    assert len(uses("autoshard/plan/price/_x.py", planted)) == 4
+    assert len(uses("autoshard/exec/learn/_x.py", planted)) == 3  # refining is what that shelf does
+    assert uses("autoshard/plan/_dimension.py", "") and not uses("autoshard/plan/_x.py", "memory = remember = 1\n")
+
+
+def test_no_name_is_a_banned_word():
+    found = [
+        line
+        for file in sorted((ROOT / "autoshard").rglob("*.py"))
+        for line in uses(str(file.relative_to(ROOT)), file.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+def public_classes() -> list[type]:
+    """Dataclasses that users get in their hands: of the package and of the rooms' public names."""
+    found = {
+        value
+        for module in (autoshard, *ROOMS)
+        for name in (getattr(module, "__all__", None) or dir(module))
+        if not name.startswith("_") and isinstance(value := getattr(module, name), type)
+        if dataclasses.is_dataclass(value) and value.__module__.startswith("autoshard")
+    }
+    return sorted(found, key=lambda each: each.__qualname__)
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The strings that stand below the fields of a class."""
+    (tree,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for field, text in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
+                found[field.target.id] = inspect.cleandoc(text.value.value)
+    return found
+
+
+def test_what_stands_below_a_field_is_a_sentence():
+    classes = public_classes()
+    assert len(classes) >= 20
+    wrong = [
+        f"{cls.__qualname__}.{name}: {text!r}"
+        for cls in classes
+        for name, text in field_docs(cls).items()
+        if not (text.endswith((".", ")", "`")) and (text[0].isupper() or text[0] in "`[(") and len(text.split()) >= 5)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def public_functions() -> list[tuple[str, ast.FunctionDef]]:
+    """Functions of the package and the rooms that users may call, as they are written."""
+    found: dict[str, ast.FunctionDef] = {}
+    for module in (autoshard, *ROOMS):
+        for name in dir(module):
+            value = inspect.unwrap(getattr(module, name))
+            if name.startswith("_") or not inspect.isfunction(value) or not value.__module__.startswith("autoshard"):
+                continue
+            (tree,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(value))).body
+            if isinstance(tree, ast.FunctionDef):
+                found[f"{value.__module__}.{name}"] = tree
+    return sorted(found.items())
+
+
+RAISED = ("UserError", "InfeasibleError", "TypeError", "ValueError", "KeyError", "IndexError")
+
+
+def raised(tree: ast.FunctionDef) -> set[str]:
+    """Names of the errors that a function raises itself."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
+            found.add(node.exc.func.id)
+    return found & set(RAISED)
+
+
+def test_a_planted_error_is_missed():
+    (tree,) = ast.parse('def f():\n    """Nothing."""\n    raise UserError("x")\n').body
+    assert isinstance(tree, ast.FunctionDef) and raised(tree) == {"UserError"}
+
+
+def test_public_functions_say_what_they_raise():
+    functions = public_functions()
+    assert len(functions) >= 60
+    silent = [
+        f"{name} raises {error}"
+        for name, tree in functions
+        for error in sorted(raised(tree))
+        if error not in (ast.get_docstring(tree) or "")
+    ]
+    assert not silent, "\n".join(silent)
