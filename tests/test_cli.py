@@ -45,7 +45,7 @@ FLAGS = {
     "sweep": {"--debug", "--jobs", "--json", "--no-cache", "--out", "--plot", "--price", "--quiet", "--xla-flags"}
     | PROGRAM
     | LIMITS,
-    "validate": {"--data", "--debug", "--html", "--json", "--pairs", "--plot", "--quiet"},
+    "validate": {"--compile", "--data", "--debug", "--html", "--json", "--only", "--pairs", "--plot", "--quiet"},
     "solve": {
         "--debug",
         "--engine",
@@ -103,6 +103,8 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
             "--data d.json and --pairs are two questions: leave one of them out.",
         ),
         ("solve x.json --engine glpk", "the engine 'glpk' is not known; exact solves go through highs or ortools"),
+        ("validate --compile", "--compile is for measured pairs: write `validate --pairs --compile ...`."),
+        ("validate --pairs --only zzz", "is called zzz"),
         ("validate --plot p.png", "--plot is for measured pairs: write `validate --pairs --plot p.png`."),
         ("plan x.py --topology cpu:8 --tpology v", "`autoshard plan` has no flag --tpology; did you mean --topology?"),
         ("plan x.py --topology cpu:8 --mem 3", "`autoshard plan` has no flag --mem; did you mean --memory-limit?"),

@@ -335,6 +335,9 @@ def run_validate(arguments: argparse.Namespace, answer: TextIO) -> int:
     need_no_accelerator()  # models are rebuilt, never run
     if arguments.pairs:
         return _validate_pairs(arguments, answer)
+    for flag in ("compile", "only"):
+        if getattr(arguments, flag):
+            raise UserError(f"--{flag} is for measured pairs: write `validate --pairs --{flag} ...`.")
     for flag in ("html", "plot"):
         if getattr(arguments, flag):
             raise UserError(
@@ -356,11 +359,14 @@ def _validate_pairs(arguments: argparse.Namespace, answer: TextIO) -> int:
         raise UserError(f"--data {arguments.data} and --pairs are two questions: leave one of them out.")
     for flag in ("html", "plot"):
         check_writable(f"--{flag}", getattr(arguments, flag))
+    from autoshard.exec import compile_pairs
     from autoshard.plan import validate_pairs
     from autoshard.report import pair_figures, pair_report, plot_pairs, write_pair_page
 
     with show_progress(arguments) as progress:
-        groups = validate_pairs(None if arguments.pairs is True else arguments.pairs, progress)
+        path = None if arguments.pairs is True else arguments.pairs
+        judge = compile_pairs if arguments.compile else validate_pairs
+        groups = judge(path, progress, only=arguments.only or ())
     if arguments.html:
         write_pair_page(groups, arguments.html)
     if arguments.plot:

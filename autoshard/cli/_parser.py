@@ -246,6 +246,12 @@ def build_parser() -> argparse.ArgumentParser:
     validate.add_argument(
         "--pairs", metavar="FILE", nargs="?", const=True, help="measured plans of one model instead (default: shipped)"
     )
+    validate.add_argument(
+        "--only", type=texts, metavar="NAME,...", help="with --pairs: groups whose names contain these"
+    )
+    validate.add_argument(
+        "--compile", action="store_true", help="with --pairs: by the TPU compiler and its schedule, minutes a row"
+    )
     validate.add_argument("--html", metavar="PAIRS.html", type=Path, help="with --pairs: write one page here")
     validate.add_argument("--plot", metavar="PAIRS.png", type=Path, help="with --pairs: draw predicted over measured")
 

@@ -37,6 +37,7 @@ from autoshard.exec.tpu._compile import Verdict as Verdict
 from autoshard.exec.tpu._compile import compile_figures as compile_figures
 from autoshard.exec.tpu._compile import compile_lines as compile_lines
 from autoshard.exec.tpu._compile import compile_plan as compile_plan
+from autoshard.exec.tpu._compile_pairs import compile_pairs as compile_pairs
 
 
 provides("run")(Application)

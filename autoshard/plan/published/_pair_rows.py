@@ -9,7 +9,7 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from autoshard.cost import Chip, Decoder, Topology, chip_names, load_chip, read_flags, slice_names
@@ -94,11 +94,11 @@ class MeasuredGroup:
     on_tpu: bool = True
 
 
-def read_groups(path: str | pathlib.Path | None = None) -> tuple[MeasuredGroup, ...]:
-    """The groups of a file (default: the shipped one).
+def read_groups(path: str | pathlib.Path | None = None, only: Iterable[str] = ()) -> tuple[MeasuredGroup, ...]:
+    """The groups of a file (default: the shipped one), those alone whose names contain one of the texts in `only`.
 
     A row that cannot be rebuilt says why in `MeasuredPlan.skipped`. Raises: `UserError` for a file that cannot be read,
-    and for a group of another form.
+    for a group of another form, and where `only` leaves none.
     """
     file = PAIRS if path is None else pathlib.Path(path)
     try:
@@ -110,7 +110,12 @@ def read_groups(path: str | pathlib.Path | None = None) -> tuple[MeasuredGroup, 
     groups = document.get("groups") if isinstance(document, dict) else document
     if not isinstance(groups, list) or not groups:
         raise UserError(f"pairs file {file} holds no list of groups")
-    return tuple(_group(each, f"{file}, group {number}") for number, each in enumerate(groups))
+    found = tuple(_group(each, f"{file}, group {number}") for number, each in enumerate(groups))
+    wanted = tuple(only)
+    kept = tuple(group for group in found if not wanted or any(text in group.group for text in wanted))
+    if not kept:
+        raise UserError(f"no group of {file} is called {' or '.join(wanted)}")
+    return kept
 
 
 def _group(given: Any, origin: str) -> MeasuredGroup:

@@ -127,14 +127,15 @@ class PairGroup:
 
 
 def validate_pairs(
-    path: str | pathlib.Path | None = None, progress: Callable[[str], None] | None = None
+    path: str | pathlib.Path | None = None, progress: Callable[[str], None] | None = None, only: Sequence[str] = ()
 ) -> tuple[PairGroup, ...]:
     """Every group of a file (default: the shipped one), each row rebuilt and priced where that is possible.
 
-    Raises: `UserError` for a file that cannot be read.
+    `only` keeps groups whose names contain one of its texts. Raises: `UserError` for a file that cannot be read, and
+    where no group is left.
     """
     say = progress or (lambda line: None)
-    groups = read_groups(path)
+    groups = read_groups(path, only)
     found = []
     for number, group in enumerate(groups):
         say(f"{number + 1}/{len(groups)} {group.group}")

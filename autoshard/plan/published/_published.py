@@ -62,7 +62,7 @@ class Run:
     compute: str = "bfloat16"
     """The dtype that layers compute in."""
     weights: str = "float32"
-    """The dtype of parameters."""
+    """The dtype in which parameters are held."""
     state: str = "float32"
     """The dtype of the optimizer's moments."""
 
