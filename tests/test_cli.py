@@ -46,17 +46,7 @@ FLAGS = {
     | PROGRAM
     | LIMITS,
     "validate": {"--compile", "--data", "--debug", "--html", "--json", "--only", "--pairs", "--plot", "--quiet"},
-    "solve": {
-        "--debug",
-        "--engine",
-        "--iterations",
-        "--json",
-        "--out",
-        "--quiet",
-        "--seed",
-        "--threads",
-        "--time-limit",
-    },
+    "solve": {"--debug", "--iterations", "--json", "--out", "--quiet", "--seed", "--threads", "--time-limit"},
 }
 """Every flag of every command: an option is added here on purpose, or not at all."""
 
@@ -102,7 +92,6 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
             "validate --pairs p.json --data d.json",
             "--data d.json and --pairs are two questions: leave one of them out.",
         ),
-        ("solve x.json --engine glpk", "the engine 'glpk' is not known; exact solves go through highs or ortools"),
         ("validate --compile", "--compile is for measured pairs: write `validate --pairs --compile ...`."),
         ("validate --pairs --only zzz", "is called zzz"),
         ("validate --plot p.png", "--plot is for measured pairs: write `validate --pairs --plot p.png`."),

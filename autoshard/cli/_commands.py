@@ -325,7 +325,6 @@ def run_solve(arguments: argparse.Namespace, answer: TextIO) -> int:
             seed=arguments.seed,
             threads=arguments.threads,
             iterations=arguments.iterations,
-            engine=arguments.engine,
             out=str(arguments.out) if arguments.out else None,
             as_json=arguments.json,
         )

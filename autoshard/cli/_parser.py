@@ -234,9 +234,6 @@ def build_parser() -> argparse.ArgumentParser:
     solve.add_argument("--seed", type=int, default=0, metavar="N", help="of searches that draw lots (default: 0)")
     solve.add_argument("--threads", type=positive, default=2, metavar="N", help="to search with (default: 2)")
     solve.add_argument("--iterations", type=positive, metavar="N", help="stop after so many, to repeat a run exactly")
-    solve.add_argument(
-        "--engine", metavar="NAME", help="for exact solves: highs, or ortools (default: AUTOSHARD_ENGINE, or highs)"
-    )
     solve.add_argument("--out", type=Path, metavar="OUT.json", help="write choices, cost and bound here")
 
     validate = _command(

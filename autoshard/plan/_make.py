@@ -42,7 +42,7 @@ from autoshard.plan.solve._infeasible import explain_infeasible
 from autoshard.plan.solve._search import Found, Infeasible
 from autoshard.plan.write._write import WhenAsked, Writer
 from autoshard.program import Program, Role, lift_constraints
-from autoshard.solver import engine_named, write_contest
+from autoshard.solver import write_contest
 
 
 MESH_VARIABLE = "XLA_AUTO_SPMD_MESH"
@@ -80,13 +80,12 @@ def check_request(options: Options) -> None:
     """Refuse what no program can be planned for, before one is traced.
 
     Raises `UserError` for a topology that does not exist, a mesh that cannot be laid on it, compiler flags that cannot
-    be read or that its chips cannot run with, an unknown engine in `AUTOSHARD_ENGINE`, and something asked for with an
-    axis that the mesh does not have, where the mesh is known without the program.
+    be read or that its chips cannot run with, and something asked for with an axis that the mesh does not have, where
+    the mesh is known without the program.
     """
     topology = Topology.parse(options.topology)
     given = given_mesh(topology, options.mesh)
     chosen_flags(options.xla_flags, topology.chip)
-    engine_named(None)
     if given is not None:
         check_axes(options.asked, given)
 

@@ -6,7 +6,6 @@ from ._contest import read_contest as read_contest
 from ._contest import write_contest as write_contest
 from ._evaluate import Evaluation as Evaluation
 from ._evaluate import evaluate as evaluate
-from ._mip_engines import engine_named as engine_named
 from ._narrow import narrow as narrow
 from ._network import Link as Link
 from ._network import Messages as Messages

@@ -10,7 +10,6 @@ import time
 
 from ..errors import UserError
 from ._contest import read_contest, write_beside
-from ._mip_engines import engine_named
 from ._solution import Status
 from ._solve import Progress, solve
 
@@ -23,7 +22,6 @@ def run_solve(
     iterations: int | None = None,
     out: str | None = None,
     as_json: bool = False,
-    engine: str | None = None,
 ) -> int:
     """Solves a contest file; progress goes to stderr, the choices are the last line of stdout. Returns the exit code.
 
@@ -35,7 +33,6 @@ def run_solve(
     """
     if not time_limit > 0:
         raise UserError(f"the time limit is {time_limit:g} s; it must be more than 0")
-    engine = engine_named(engine)
     began = time.monotonic() - _age()
     stop = threading.Event()
     if threading.current_thread() is threading.main_thread():
@@ -53,9 +50,8 @@ def run_solve(
     # What is left after reading, less what checking and printing the answer and ending the process take.
     left = max(0.05, time_limit - (time.monotonic() - began) - min(1.0, 0.1 * time_limit))
     answer = solve(
-        problem, time_limit=left, seed=seed, threads=threads, iterations=iterations, progress=show, stop=stop,
-        engine=engine,
-    )  # fmt: skip
+        problem, time_limit=left, seed=seed, threads=threads, iterations=iterations, progress=show, stop=stop
+    )
     print(f"{time.monotonic() - began:8.2f} s  {answer.status}", file=sys.stderr)
     feasible = answer.status in (Status.OPTIMAL, Status.FEASIBLE)
     if not feasible:

@@ -40,7 +40,6 @@ class Engine:
         found: Callable[[dict[int, int]], None],
         bounded: Callable[[float], None],
         stopped: Callable[[], bool],
-        exact: str,
     ):
         self.graph = graph
         self.names, self.flat = flatten(graph)
@@ -48,7 +47,6 @@ class Engine:
         self.began, self.deadline = clock(), deadline
         self.seed, self.threads, self.iterations = seed, threads, iterations
         self.found, self.bounded, self.stopped = found, bounded, stopped
-        self.exact = exact
         self.random = np.random.default_rng(seed)
         self.dual = Dual(self.flat)
         self.climber = Climber(self.flat, seed)
@@ -204,7 +202,6 @@ class Engine:
             nodes=None if self.iterations is None else 10,
             clock=self.clock,
             seed=self.seed,
-            engine=self.exact,
         )
         if self.threads == 1:
             # One after the other; a turn of climbing may use up the time that was left.

@@ -1,7 +1,7 @@
 """Exact solves of whole problems, in a process that is kept for the next one.
 
-Never in the user's own, which may have loaded the other of the two packages that bring a HiGHS (see `_mip_engines`),
-and which a solve would hold up.
+Never in the user's own: highspy and OR-Tools each bring a HiGHS of their own version as a shared library, and whichever
+of the two packages a process imports second fails to load (undefined symbols).
 """
 
 import atexit
@@ -28,16 +28,14 @@ class Exact:
     cutoff: float | None
     times: list[int]
     nodes: int | None
-    engine: str
-    """One of `ENGINES`."""
 
 
 _HANDED: tuple[Clock, ...] = (time.monotonic, processor_seconds)
 """Clocks that tell in another process what they tell here."""
 _HURRY_S = 1.0
 """Seconds in which HiGHS should stop once it is told to; it looks now and then only."""
-_idle: list[tuple[int, str, Apart]] = []
-"""(the process that started it, the engine it has loaded, one that has nothing to do); hardly ever more than one."""
+_idle: list[tuple[int, Apart]] = []
+"""(the process that started it, one that has nothing to do); hardly ever more than one."""
 
 
 def solve_apart(job: Exact, due: Due) -> MipResult | None:
@@ -52,7 +50,7 @@ def solve_apart(job: Exact, due: Due) -> MipResult | None:
     elif job.clock is processor_seconds:
         # Every process has its own; the one on the wall is the same in all.
         sent = dataclasses.replace(sent, deadline=job.deadline - job.clock())
-    process, fit = _take(job.engine), False
+    process, fit = _take(), False
     try:
         process.give([sent])
         while not process.done():
@@ -65,29 +63,25 @@ def solve_apart(job: Exact, due: Due) -> MipResult | None:
         return result
     finally:
         if fit:
-            _idle.append((os.getpid(), job.engine, process))
+            _idle.append((os.getpid(), process))
         else:
             process.end()
 
 
-def _take(engine: str) -> Apart:
-    """One that waits for work and has loaded no other engine, or else a new one."""
-    if not _idle:
+def _take() -> Apart:
+    """One that waits for work, or else a new one."""
+    try:
+        owner, process = _idle.pop()
+    except IndexError:
         return Apart(__name__)
-    owner, loaded, process = _idle.pop()
     # After a fork it answers to the process that started it.
-    if owner != os.getpid():
-        return Apart(__name__)
-    if loaded != engine:
-        process.end()
-        return Apart(__name__)
-    return process
+    return process if owner == os.getpid() else Apart(__name__)
 
 
 @atexit.register
 def _end() -> None:
     while _idle:
-        owner, _, process = _idle.pop()
+        owner, process = _idle.pop()
         if owner == os.getpid():
             process.end()
 
@@ -104,7 +98,6 @@ def _do(job: Exact, due: Due) -> MipResult:
         times=job.times,
         nodes=job.nodes,
         due=due,
-        engine=job.engine,
     )
 
 

@@ -1,4 +1,4 @@
-"""The reduced graph as a mixed integer program, built in arrays; memory rows are added where they are broken.
+"""The reduced graph as a mixed integer program for HiGHS, built in arrays; memory rows are added where they are broken.
 
 Solved in processes of our own only: see `_exact` and `_worker`.
 
@@ -7,12 +7,13 @@ pair of row class and column class of an edge (equal rows and equal columns shar
 """
 
 import dataclasses
+import math
+import time
 
 import numpy as np
 
 from ._clock import Clock, Due, never
 from ._graph import Graph, Ints
-from ._mip_engines import ENGINES, Bounds, End, Mip, mip_engine
 from ._problem import FORBIDDEN
 
 
@@ -29,7 +30,7 @@ class MipResult:
 
 
 _EXACT = 1e15
-"""Costs beyond which an engine, which reckons in floats, may miss the optimum by many units: 1000 s in picoseconds."""
+"""Costs beyond which HiGHS, which reckons in floats, may miss the optimum by many units: 1000 s in picoseconds."""
 
 
 class _Model:
@@ -124,26 +125,59 @@ def solve_mip(
     nodes: int | None = None,
     start: dict[int, int] | None = None,
     due: Due = never,
-    engine: str = ENGINES[0],
 ) -> MipResult:
-    """Minimises over `graph` until proven, `deadline` (by `clock`), `nodes` branchings, or `due`, by one of `ENGINES`.
+    """Minimises over `graph` until proven, `deadline` (by `clock`), `nodes` branchings, or `due`.
 
     `times` are the memory rows to start with; choices that cost `cutoff` or more are of no use, `start` is
     feasible.
     """
+    import highspy
+
     model = _Model(graph)
     dearest = float(model.costs.max(initial=1.0))
     scale = max(1.0, dearest / 1e5)
     exact = dearest <= _EXACT
     # What a closed bound may be off by: some parts in a million of the dearest cost.
     slip = 0.0 if exact else 1e-6 * dearest
-    most = None if cutoff is None else (cutoff - 0.5 + slip) / scale
-    solver = mip_engine(
-        engine,
-        Mip(model.costs / scale, model.matrix, model.right, model.binaries),
-        Bounds(deadline, clock, due, seed, threads, most, nodes),
-        None if start is None else model.point(start),
+    solver = highspy.Highs()
+    for key, value in (
+        ("output_flag", False),
+        ("random_seed", seed % 2**31),
+        ("threads", threads),
+        ("mip_rel_gap", 0.0),
+        ("mip_abs_gap", 1e-7),
+        ("mip_feasibility_tolerance", 1e-7),
+        ("primal_feasibility_tolerance", 1e-8),
+    ):
+        solver.setOptionValue(key, value)
+    if cutoff is not None:
+        solver.setOptionValue("objective_bound", (cutoff - 0.5 + slip) / scale)
+    if nodes is not None:
+        solver.setOptionValue("mip_max_nodes", nodes)
+    if clock is not time.monotonic and math.isfinite(deadline):
+        # HiGHS itself knows no other clock.
+        solver.cbMipInterrupt += lambda event: event.interrupt(due() or clock() > deadline)
+    elif due is not never:
+        solver.cbMipInterrupt += lambda event: event.interrupt(due())
+    lp = highspy.HighsLp()
+    rows, columns = len(model.right), len(model.costs)
+    lp.num_row_, lp.num_col_ = rows, columns
+    lp.col_cost_ = model.costs / scale
+    lp.col_lower_ = np.zeros(columns)
+    lp.col_upper_ = np.ones(columns)
+    lp.row_lower_ = lp.row_upper_ = model.right
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_ = model.matrix.indptr.astype(np.int32)
+    lp.a_matrix_.index_ = model.matrix.indices.astype(np.int32)
+    lp.a_matrix_.value_ = np.asarray(model.matrix.data, dtype=np.float64)
+    lp.integrality_ = [highspy.HighsVarType.kInteger] * model.binaries + [highspy.HighsVarType.kContinuous] * (
+        columns - model.binaries
     )
+    solver.passModel(lp)
+    if start is not None:
+        solution = highspy.HighsSolution()
+        solution.col_value = model.point(start).tolist()
+        solver.setSolution(solution)
     used: set[int] = set()
     best: dict[int, int] | None = None
     bound = 0.0
@@ -155,24 +189,32 @@ def solve_mip(
             used.add(when)
             places, weights = model.memory_row(when)
             unit = float(max(1, graph.capacity[when]))
-            solver.add_row(places, weights / unit, graph.capacity[when] / unit)
+            solver.addRow(
+                -highspy.kHighsInf, graph.capacity[when] / unit, len(places), places.astype(np.int32), weights / unit
+            )
         left = deadline - clock()
         if left <= 0.02:
             return MipResult(best, bound, False)
-        ran = solver.run(left)
-        if ran.end is End.INFEASIBLE:
+        if clock is time.monotonic:
+            # The limit counts from the first run.
+            solver.setOptionValue("time_limit", solver.getRunTime() + left)
+        solver.run()
+        status = solver.getModelStatus()
+        if status == highspy.HighsModelStatus.kInfeasible:
             if exact or cutoff is None:
                 return MipResult(best, float("inf"), True, exact)
             return MipResult(best, max(bound, cutoff - slip), True, False)
-        bound = max(bound, ran.bound * scale - slip)
-        if ran.values is None:
+        info = solver.getInfo()
+        bound = max(bound, info.mip_dual_bound * scale - slip)
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return MipResult(best, bound, False)
+        values = np.asarray(solver.getSolution().col_value)
         choices = {
-            node: int(np.argmax(ran.values[model.first[node] : model.first[node] + len(cost)]))
+            node: int(np.argmax(values[model.first[node] : model.first[node] + len(cost)]))
             for node, cost in graph.costs.items()
         }
         over = usage_profile(graph, choices) - graph.capacity
-        finished = ran.end is End.OPTIMAL
+        finished = status == highspy.HighsModelStatus.kOptimal
         if (over <= 0).all():
             return MipResult(choices, bound, finished, exact)
         if not finished or (nodes is not None and runs == 3):

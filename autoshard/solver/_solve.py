@@ -16,7 +16,6 @@ from ._evaluate import evaluate
 from ._exact import Exact, solve_apart
 from ._graph import EXACT, Graph, InfeasibleGraph, Ints, OverLimit, build, most_usage, spread, table_entries
 from ._mip import usage_profile
-from ._mip_engines import engine_named
 from ._problem import FORBIDDEN, Problem
 from ._reduce import reduce
 from ._solution import Solution, Status
@@ -52,7 +51,6 @@ def solve(
     progress: Callable[[Progress], None] | None = None,
     stop: threading.Event | None = None,
     clock: Clock = time.monotonic,
-    engine: str | None = None,
 ) -> Solution:
     """Chooses one alternative per node at the least cost that keeps memory within the limit at all times.
 
@@ -61,18 +59,16 @@ def solve(
     `progress` is called whenever the incumbent or the bound improves; setting `stop` ends the search early.
     The time limit counts seconds of `clock`: by default those on the wall, with `processor_seconds` those of work
     (it is handed to the second process, so it must be a function of a module).
-    `engine` makes the exact solves: `highs`, or `ortools` for the HiGHS of OR-Tools' MathOpt, which cannot be stopped
-    with what it has; by default the one in `AUTOSHARD_ENGINE`, or `highs`.
     `threads` is 1 or 2 (one searches while a second process solves restricted problems exactly); more are not used.
     Returns the best choices, their exact cost (recomputed by `evaluate` from the whole problem) and a lower bound.
-    Raises `UserError` for a problem that is not well formed, a limit that is not positive, and an unknown engine.
+    Raises `UserError` for a problem that is not well formed or a limit that is not positive.
     """
     if not time_limit > 0:
         raise UserError(f"the time limit is {time_limit:g} s; it must be more than 0")
     if threads < 1:
         raise UserError(f"{threads} threads were asked for; at least 1 is needed")
     validate(problem)
-    return _Solve(problem, time_limit, clock, seed, threads, iterations, progress, stop, engine_named(engine)).run(hint)
+    return _Solve(problem, time_limit, clock, seed, threads, iterations, progress, stop).run(hint)
 
 
 class _Solve:
@@ -86,7 +82,6 @@ class _Solve:
         iterations: int | None,
         progress: Callable[[Progress], None] | None,
         stop: threading.Event | None,
-        engine: str,
     ):
         self.problem = problem
         self.began = time.monotonic()
@@ -95,7 +90,6 @@ class _Solve:
         self.deadline = clock() + time_limit
         self.seed = seed
         self.threads = threads
-        self.engine = engine
         self.iterations = iterations
         self.progress = progress
         self.stopped = (lambda: False) if stop is None else stop.is_set
@@ -168,7 +162,6 @@ class _Solve:
                 cutoff=cutoff,
                 times=times,
                 nodes=None if self.iterations is None else 5000,
-                engine=self.engine,
             )
             result = solve_apart(job, self.due)
             if result is None:
@@ -194,7 +187,6 @@ class _Solve:
             found=lambda choices: self.offer(graph.restore(choices)),
             bounded=lambda bound: self.raise_bound(graph.offset + math.ceil(bound)),
             stopped=self.stopped,
-            exact=self.engine,
         )
         done = engine.run(None if self.best is None else graph.project(self.best))
         if self.best is None:
@@ -255,7 +247,7 @@ class _Solve:
         allowed = _without_costs(self.problem, None)
         limit = self.problem.usage_limit
         deadline = self.clock() + 0.3 if self.stopped() else max(self.deadline, self.clock() + 1.0)
-        found = _any(allowed, deadline, self.clock, self.seed, self.threads, self.engine)
+        found = _any(allowed, deadline, self.clock, self.seed, self.threads)
         if found is not None:
             choices = found
         if found is not None and limit is not None:
@@ -265,7 +257,7 @@ class _Solve:
                 tried = _without_costs(self.problem, middle)
                 if most_usage(tried) >= EXACT:
                     break
-                found = _any(tried, deadline, self.clock, self.seed, self.threads, self.engine)
+                found = _any(tried, deadline, self.clock, self.seed, self.threads)
                 if found is None:
                     low = middle
                 else:
@@ -286,10 +278,10 @@ class _Solve:
         return Solution(choices, judged.cost, FORBIDDEN if proven else self.bound, status, self.stats)
 
 
-def _any(problem: Problem, deadline: float, clock: Clock, seed: int, threads: int, engine: str) -> Ints | None:
+def _any(problem: Problem, deadline: float, clock: Clock, seed: int, threads: int) -> Ints | None:
     """Any feasible choices of a problem without costs."""
     left = max(0.3, deadline - clock())
-    inner = _Solve(problem, left, clock, seed, threads, None, None, None, engine)
+    inner = _Solve(problem, left, clock, seed, threads, None, None, None)
     graph = build(problem)
     try:
         inner.reduce(graph)

@@ -33,8 +33,6 @@ class PartJob:
     clock: Clock
     """What seconds are counted by."""
     seed: int
-    engine: str
-    """One of `ENGINES`, for the exact solve."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,7 +159,6 @@ def _do(sizer: _Sizer, graph: Graph, names: list[int], job: PartJob) -> Answer:
             times=rows[:60] if len(left.times) else [],
             nodes=job.nodes,
             start=start,
-            engine=job.engine,
         )
         choices, finished, exact = result.choices, result.finished, result.exact
         bound = result.bound + left.offset - graph.offset

@@ -32,14 +32,7 @@ def hard_parts(count: int) -> tuple:
 
 
 def job(graph: Graph, **changes) -> Exact:
-    fields = {
-        "deadline": time.monotonic() + 60,
-        "clock": time.monotonic,
-        "seed": 0,
-        "cutoff": None,
-        "nodes": None,
-        "engine": "highs",
-    }
+    fields = {"deadline": time.monotonic() + 60, "clock": time.monotonic, "seed": 0, "cutoff": None, "nodes": None}
     return Exact(graph, times=list(range(len(graph.capacity))), **(fields | changes))
 
 
@@ -106,9 +99,9 @@ def test_ortools_can_be_imported_after_a_solve():
 def test_a_process_is_kept_for_the_next_solve(none_waits):
     graph = build(small_problem())
     first = solve_apart(job(graph), never)
-    (_, _, kept), = module._idle  # fmt: skip
+    (_, kept), = module._idle  # fmt: skip
     again = solve_apart(job(graph), never)
-    assert [process for *_, process in module._idle] == [kept]
+    assert [process for _, process in module._idle] == [kept]
     assert first is not None and first == again and first.finished
     assert first.choices is not None and evaluate(small_problem(), graph.restore(first.choices)).feasible
 
@@ -116,11 +109,11 @@ def test_a_process_is_kept_for_the_next_solve(none_waits):
 def test_a_process_of_another_is_left_alone(none_waits):
     graph = build(small_problem())
     first = solve_apart(job(graph), never)
-    (_, _, theirs), = module._idle  # fmt: skip
-    module._idle[:] = [(os.getpid() + 1, "highs", theirs)]
+    (_, theirs), = module._idle  # fmt: skip
+    module._idle[:] = [(os.getpid() + 1, theirs)]
     try:
         assert solve_apart(job(graph), never) == first
-        assert all(process is not theirs for *_, process in module._idle)
+        assert all(process is not theirs for _, process in module._idle)
         assert theirs._process.poll() is None
     finally:
         theirs.end()
@@ -174,7 +167,7 @@ def test_what_went_wrong_there_is_raised_here(none_waits):
 def test_a_process_that_dies_is_said_so(none_waits):
     problem = small_problem()
     solve(problem)
-    (_, _, process), = module._idle  # fmt: skip
+    (_, process), = module._idle  # fmt: skip
     process._process.kill()
     process._process.wait()
     with pytest.raises(RuntimeError, match="ended unexpectedly"):

@@ -25,11 +25,11 @@ def compile_pairs(
     time_limit: float = 600.0,
     only: Sequence[str] = (),
 ) -> tuple[PairGroup, ...]:
-    """The groups of a file (default: the shipped one) that ran on TPUs, each row that can be rebuilt compiled as it ran.
+    """The groups of a file (default: the shipped one) that ran on TPUs, each row that can be rebuilt compiled so.
 
-    Times are the estimator's walk over the compiled schedule, peaks and verdicts the compiler's own. `only` keeps groups
-    whose names contain one of its texts. A row that is not compiled within `time_limit` seconds is skipped, and says so.
-    Raises: `UserError` for a file that cannot be read, and where no group is left.
+    Times are the estimator's walk over the compiled schedule, peaks and verdicts the compiler's own. `only` keeps
+    groups whose names contain one of its texts. A row that is not compiled within `time_limit` seconds is skipped, and
+    says so. Raises: `UserError` for a file that cannot be read, and where no group is left.
     """
     say = progress or (lambda line: None)
     groups = [group for group in read_groups(path, only) if group.on_tpu]

@@ -26,7 +26,6 @@ from autoshard.plan.write._regions import make_regions
 from autoshard.plan.write._words import describe
 from autoshard.plan.xla._states import States
 from autoshard.program import Program
-from autoshard.solver import engine_named
 from autoshard.units import format_bytes, format_seconds
 
 
@@ -161,9 +160,7 @@ def cluster_state(model: Model, choices: NDArray[np.int64], tensor: int) -> Stat
 
 def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, Any]:
     versions = {}
-    engine = engine_named(None)
-    solver = "highspy" if engine == "highs" else engine
-    for package in ("autoshard", "jax", "jaxlib", solver, "numpy"):
+    for package in ("autoshard", "jax", "jaxlib", "highspy", "numpy"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
