@@ -22,7 +22,7 @@ class Ability:
     """Versions if it works, else what is missing and how to get it."""
 
 
-_CORE = ("jax", "jaxlib", "numpy", "scipy", "highspy", "numba")
+_CORE = ("jax", "jaxlib", "numpy", "scipy", "ortools", "numba")
 _ABILITIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("plan JAX programs", _CORE, "pip install autoshard"),
     (

@@ -1,7 +1,7 @@
 """Exact solves of whole problems, in a process that is kept for the next one.
 
-Never in the user's own: highspy and OR-Tools each bring a HiGHS of their own version as a shared library, and whichever
-of the two packages a process imports second fails to load (undefined symbols).
+Never in the user's own: a run that is stopped can only be ended with its process (see `_mathopt`), and OR-Tools takes
+longer to import than most solves need.
 """
 
 import atexit
@@ -33,7 +33,7 @@ class Exact:
 _HANDED: tuple[Clock, ...] = (time.monotonic, processor_seconds)
 """Clocks that tell in another process what they tell here."""
 _HURRY_S = 1.0
-"""Seconds in which HiGHS should stop once it is told to; it looks now and then only."""
+"""Seconds in which the answer as it stands should be here once it is asked for."""
 _idle: list[tuple[int, Apart]] = []
 """(the process that started it, one that has nothing to do); hardly ever more than one."""
 
@@ -58,8 +58,8 @@ def solve_apart(job: Exact, due: Due) -> MipResult | None:
             if (due() or (own and job.clock() > job.deadline)) and not process.hurry(_HURRY_S):
                 return None
             process.wait(0.1)
-        result = process.answer()
-        fit = not _idle
+        result: MipResult = process.answer()
+        fit = not (_idle or result.stopped)
         return result
     finally:
         if fit:
@@ -93,7 +93,6 @@ def _do(job: Exact, due: Due) -> MipResult:
         deadline=began + job.deadline,
         clock=job.clock,
         seed=job.seed,
-        threads=1,
         cutoff=job.cutoff,
         times=job.times,
         nodes=job.nodes,

@@ -1,19 +1,19 @@
-"""The reduced graph as a mixed integer program for HiGHS, built in arrays; memory rows are added where they are broken.
+"""The reduced graph as a mixed integer program, built in arrays; memory rows are added where they are broken.
 
-Solved in processes of our own only: see `_exact` and `_worker`.
+Solved in processes of our own only, since nothing else ends a run (see `_mathopt`): in those of `_exact` and `_worker`.
 
 Local polytope (Schlesinger 1976; Werner, PAMI 29, 2007): binaries per alternative, a continuous variable per allowed
 pair of row class and column class of an edge (equal rows and equal columns share one).
 """
 
 import dataclasses
-import math
 import time
 
 import numpy as np
 
 from ._clock import Clock, Due, never
 from ._graph import Graph, Ints
+from ._mathopt import IntegerProgram
 from ._problem import FORBIDDEN
 
 
@@ -27,16 +27,18 @@ class MipResult:
     """The bound was closed, within the solver's tolerance."""
     exact: bool = True
     """That tolerance is less than a unit of cost, as far as costs go that plans have."""
+    stopped: bool = False
+    """The process goes on with it: it should be ended."""
 
 
 _EXACT = 1e15
 """Costs beyond which HiGHS, which reckons in floats, may miss the optimum by many units: 1000 s in picoseconds."""
+_LATE_S = 5.0
+"""Seconds that HiGHS may take to see that its time is up (it looks now and then only)."""
 
 
 class _Model:
     def __init__(self, graph: Graph):
-        import scipy.sparse as sp
-
         self.graph = graph
         self.nodes = list(graph.costs)
         sizes = np.array([len(graph.costs[node]) for node in self.nodes], dtype=np.int64)
@@ -74,9 +76,8 @@ class _Model:
                 values += [ones, -np.ones(len(group_a)), ones, -np.ones(len(group_b))]
                 count += sum(small.shape)
         self.costs = np.concatenate(costs).astype(np.float64)
-        self.matrix = sp.csr_array(
-            (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), shape=(count, width)
-        )
+        self.entries = np.concatenate(rows), np.concatenate(columns), np.concatenate(values)
+        """(rows, columns, values) of the matrix."""
         self.right = np.zeros(count)
         self.right[: len(self.nodes)] = 1
 
@@ -119,7 +120,6 @@ def solve_mip(
     deadline: float,
     clock: Clock,
     seed: int,
-    threads: int,
     cutoff: float | None,
     times: list[int],
     nodes: int | None = None,
@@ -131,55 +131,18 @@ def solve_mip(
     `times` are the memory rows to start with; choices that cost `cutoff` or more are of no use, `start` is
     feasible.
     """
-    import highspy
-
     model = _Model(graph)
     dearest = float(model.costs.max(initial=1.0))
     scale = max(1.0, dearest / 1e5)
     exact = dearest <= _EXACT
     # What a closed bound may be off by: some parts in a million of the dearest cost.
     slip = 0.0 if exact else 1e-6 * dearest
-    solver = highspy.Highs()
-    for key, value in (
-        ("output_flag", False),
-        ("random_seed", seed % 2**31),
-        ("threads", threads),
-        ("mip_rel_gap", 0.0),
-        ("mip_abs_gap", 1e-7),
-        ("mip_feasibility_tolerance", 1e-7),
-        ("primal_feasibility_tolerance", 1e-8),
-    ):
-        solver.setOptionValue(key, value)
-    if cutoff is not None:
-        solver.setOptionValue("objective_bound", (cutoff - 0.5 + slip) / scale)
-    if nodes is not None:
-        solver.setOptionValue("mip_max_nodes", nodes)
-    if clock is not time.monotonic and math.isfinite(deadline):
-        # HiGHS itself knows no other clock.
-        solver.cbMipInterrupt += lambda event: event.interrupt(due() or clock() > deadline)
-    elif due is not never:
-        solver.cbMipInterrupt += lambda event: event.interrupt(due())
-    lp = highspy.HighsLp()
-    rows, columns = len(model.right), len(model.costs)
-    lp.num_row_, lp.num_col_ = rows, columns
-    lp.col_cost_ = model.costs / scale
-    lp.col_lower_ = np.zeros(columns)
-    lp.col_upper_ = np.ones(columns)
-    lp.row_lower_ = lp.row_upper_ = model.right
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_ = model.matrix.indptr.astype(np.int32)
-    lp.a_matrix_.index_ = model.matrix.indices.astype(np.int32)
-    lp.a_matrix_.value_ = np.asarray(model.matrix.data, dtype=np.float64)
-    lp.integrality_ = [highspy.HighsVarType.kInteger] * model.binaries + [highspy.HighsVarType.kContinuous] * (
-        columns - model.binaries
-    )
-    solver.passModel(lp)
-    if start is not None:
-        solution = highspy.HighsSolution()
-        solution.col_value = model.point(start).tolist()
-        solver.setSolution(solution)
+    program = IntegerProgram(model.costs / scale, model.binaries)
+    program.add(model.right, model.right, *model.entries)
+    wall = clock is time.monotonic
+    # HiGHS keeps to a limit on the wall by itself, and then its process can go on.
+    late = deadline + _LATE_S if wall else deadline
     used: set[int] = set()
-    best: dict[int, int] | None = None
     bound = 0.0
     pending = list(times)
     runs = 0
@@ -189,36 +152,35 @@ def solve_mip(
             used.add(when)
             places, weights = model.memory_row(when)
             unit = float(max(1, graph.capacity[when]))
-            solver.addRow(
-                -highspy.kHighsInf, graph.capacity[when] / unit, len(places), places.astype(np.int32), weights / unit
-            )
+            limit = np.array([graph.capacity[when] / unit])
+            program.add(np.array([-np.inf]), limit, np.zeros(len(places), dtype=np.int64), places, weights / unit)
         left = deadline - clock()
         if left <= 0.02:
-            return MipResult(best, bound, False)
-        if clock is time.monotonic:
-            # The limit counts from the first run.
-            solver.setOptionValue("time_limit", solver.getRunTime() + left)
-        solver.run()
-        status = solver.getModelStatus()
-        if status == highspy.HighsModelStatus.kInfeasible:
+            return MipResult(None, bound, False)
+        outcome = program.minimise(
+            seed=seed,
+            seconds=left if wall else np.inf,
+            cutoff=None if cutoff is None else (cutoff - 0.5 + slip) / scale,
+            nodes=nodes,
+            start=None if start is None else model.point(start),
+            due=lambda: due() or clock() > late,
+        )
+        if outcome.infeasible:
             if exact or cutoff is None:
-                return MipResult(best, float("inf"), True, exact)
-            return MipResult(best, max(bound, cutoff - slip), True, False)
-        info = solver.getInfo()
-        bound = max(bound, info.mip_dual_bound * scale - slip)
-        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-            return MipResult(best, bound, False)
-        values = np.asarray(solver.getSolution().col_value)
+                return MipResult(None, float("inf"), True, exact)
+            return MipResult(None, max(bound, cutoff - slip), True, False)
+        bound = max(bound, outcome.bound * scale - slip)
+        if outcome.values is None:
+            return MipResult(None, bound, False, stopped=outcome.stopped)
         choices = {
-            node: int(np.argmax(values[model.first[node] : model.first[node] + len(cost)]))
+            node: int(np.argmax(outcome.values[model.first[node] : model.first[node] + len(cost)]))
             for node, cost in graph.costs.items()
         }
         over = usage_profile(graph, choices) - graph.capacity
-        finished = status == highspy.HighsModelStatus.kOptimal
         if (over <= 0).all():
-            return MipResult(choices, bound, finished, exact)
-        if not finished or (nodes is not None and runs == 3):
-            return MipResult(best, bound, False)
+            return MipResult(choices, bound, outcome.finished, exact, outcome.stopped)
+        if not outcome.finished or (nodes is not None and runs == 3):
+            return MipResult(None, bound, False, stopped=outcome.stopped)
         # The worst time of each run of broken times, the worst few of those.
         pending = [when for when in np.argsort(-over).tolist() if over[when] > 0 and when not in used][:1]
         broken = np.flatnonzero((over > 0) & ~np.isin(np.arange(len(over)), list(used)))
@@ -229,4 +191,4 @@ def solve_mip(
                     pending.append(top)
         if not pending:
             # Broken only within the solver's tolerance: nothing more to add.
-            return MipResult(best, bound, False)
+            return MipResult(None, bound, False)

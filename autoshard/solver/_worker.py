@@ -9,7 +9,7 @@ from ._apart import Apart, serve
 from ._clock import Clock, Due
 from ._flat import Flat
 from ._graph import Graph, Ints
-from ._mip import solve_mip
+from ._mip import MipResult, solve_mip
 from ._restrict import Restricted, restricted
 
 
@@ -46,18 +46,41 @@ class Answer:
     proves: bool
     entries: int
     seconds: float
+    stopped: bool = False
+    """The process goes on with it: it should be ended."""
 
 
-class Worker(Apart):
-    """The process; its jobs are about parts of one graph."""
+class Worker:
+    """The process, or the one after it; its jobs are about parts of one graph."""
 
     def __init__(self, graph: Graph, names: list[int], flat: Flat):
-        super().__init__(__name__)
-        self._first: list[object] = [(graph, names, flat)]
+        self._told = graph, names, flat
+        self._begin()
 
     def start(self, job: PartJob) -> None:
-        self.give([*self._first, job])
+        self._apart.give([*self._first, job])
         self._first = []
+
+    def done(self) -> bool:
+        return self._apart.done()
+
+    def wait(self, seconds: float) -> None:
+        self._apart.wait(seconds)
+
+    def answer(self) -> Answer:
+        """The answer, waited for."""
+        answer: Answer = self._apart.answer()
+        if answer.stopped:
+            self.end()
+            self._begin()
+        return answer
+
+    def end(self) -> None:
+        self._apart.end()
+
+    def _begin(self) -> None:
+        self._apart = Apart(__name__)
+        self._first: list[object] = [self._told]
 
 
 class _Sizer:
@@ -140,7 +163,7 @@ def _do(sizer: _Sizer, graph: Graph, names: list[int], job: PartJob) -> Answer:
         return Answer(None, math.inf, True, True, small.proves, 0, spent)
     after = len(graph.undo)
     if not left.costs:
-        choices, bound, finished, exact = {}, 0.0, True, True
+        result = MipResult({}, 0.0, True)
     else:
         start = None
         if job.best is not None:
@@ -154,19 +177,26 @@ def _do(sizer: _Sizer, graph: Graph, names: list[int], job: PartJob) -> Answer:
             deadline=tick + (job.proof_seconds if small.proves else job.seconds),
             clock=job.clock,
             seed=job.seed,
-            threads=1,
             cutoff=None if job.cutoff is None else job.cutoff + graph.offset - left.offset,
             times=rows[:60] if len(left.times) else [],
             nodes=job.nodes,
             start=start,
         )
-        choices, finished, exact = result.choices, result.finished, result.exact
-        bound = result.bound + left.offset - graph.offset
+    bound = result.bound + left.offset - graph.offset
     chosen = None
-    if choices is not None:
-        full = left.restore(choices, after)
+    if result.choices is not None:
+        full = left.restore(result.choices, after)
         chosen = full[names]
-    return Answer(chosen, bound, finished, exact, small.proves, small.size, job.clock() - tick)
+    return Answer(
+        chosen,
+        bound,
+        result.finished,
+        result.exact,
+        small.proves,
+        small.size,
+        job.clock() - tick,
+        result.stopped,
+    )
 
 
 class _Server:

@@ -160,7 +160,7 @@ def cluster_state(model: Model, choices: NDArray[np.int64], tensor: int) -> Stat
 
 def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, Any]:
     versions = {}
-    for package in ("autoshard", "jax", "jaxlib", "highspy", "numpy"):
+    for package in ("autoshard", "jax", "jaxlib", "ortools", "numpy"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
