@@ -137,7 +137,7 @@ def make_plan(
     assert isinstance(compared.found, Found)
     completed = compared.found.baselines
     plain = Writer(program, reading.groups, limits.memory_bytes, limits.seed, list(completed), figures.said)
-    gains = flag_gains(reading, best.model, found.best.choices, figures.plain)
+    gains = flag_gains(best.model, found.best.choices, figures.plain)
     asked = {"asked": options.asked.lines, "pinned": best.required.pinned} if options.asked else {}
     writer = dataclasses.replace(
         plain,

@@ -31,7 +31,7 @@ def _flag_sets(plan: Plan) -> list[str]:
     name, step = min(gains.items(), key=lambda item: (item[1], item[0]))
     share = 1.0 - step / plan.prediction.step_time_s
     return [
-        f"With --xla-flags {name} this plan takes {format_seconds(step)}, {share:.0%} less; planned so, maybe more."
+        f"With --xla-flags {name} this plan takes {format_seconds(step)}, {share:.0%} less; one made so may take less."
     ]
 
 

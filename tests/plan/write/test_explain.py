@@ -10,7 +10,7 @@ import pytest
 from autoshard.cli import main
 from autoshard.errors import UserError
 from autoshard.plan import Options, Plan, Spec, explain_plan, load_plan, make_plan, read_asked, save_plan
-from autoshard.program import DecoderDims, Program, decoder_program, open_source
+from autoshard.program import Program, open_source
 from autoshard.report import export_plan
 from autoshard.report._binding import what_binds
 from tests.plan.programs import wide_mlp
@@ -108,9 +108,8 @@ def test_a_plan_made_for_compiler_flags_is_priced_with_them_again() -> None:
 
 
 def test_a_set_of_flags_is_named_proposed_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    dims = DecoderDims(2, 512, 2048, 4, 4, 128, 1024)
-    program = decoder_program(dims, batch=8, seq=1024, attention="plain")
-    machine = {"topology": "v5p:2x2x1", "mesh": "data=4", "calibration": False}
+    program = open_source("hf:llama-tiny", train=True, batch=64, seq=512)
+    machine = {"topology": "v6e:2x4", "mesh": "data=4,model=2", "calibration": False}
     plain = make_plan(program, Options(**machine)).plan
     gains = plain.provenance["flag_sets"]
     assert gains["sparsecore"] < 0.98 * plain.prediction.step_time_s
