@@ -27,8 +27,8 @@ def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
     largest = max(arguments.topology, key=lambda text: Topology.parse(text).num_devices)
     stand_in_devices(arguments.program, largest)
     options = {name: getattr(arguments, name) for name in PROGRAM_OPTIONS if name not in ("batch", "remat")}
-    if arguments.roles is not None:
-        options["roles"] = arguments.roles
+    options |= {"entry": arguments.entry, "roles": arguments.roles, "kept": arguments.cached}
+    options["rules"] = None if arguments.rules is None else str(arguments.rules)
     with show_progress(arguments) as progress, contextlib.ExitStack() as pools:
         tasks = len(arguments.batch or (0,)) * len(arguments.remat or (0,))
         jobs = min(tasks, arguments.jobs or os.cpu_count() or 1)
@@ -38,14 +38,11 @@ def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
             topologies=arguments.topology,
             batches=arguments.batch or (),
             remats=arguments.remat or (),
-            entry=arguments.entry,
-            options=options,
-            planning=planning_flags(arguments),
-            rules=None if arguments.rules is None else str(arguments.rules),
+            program_options=options,
             executor=executor,
             path=arguments.out,
             progress=progress,
-            kept=arguments.cached,
+            **planning_flags(arguments),
         )
     if arguments.plot is not None:
         plot_sweep(rows, arguments.plot)

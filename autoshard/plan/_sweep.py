@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import autoshard
 from autoshard.base.files import write_whole
@@ -144,22 +144,19 @@ def sweep(
     topologies: Sequence[str],
     batches: Sequence[int] = (),
     remats: Sequence[str] = (),
-    entry: str = "program",
-    options: Mapping[str, Any] | None = None,
-    planning: PlanOptions | None = None,
-    rules: str | None = None,
+    program_options: Mapping[str, Any] | None = None,
     executor: concurrent.futures.Executor | None = None,
     path: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
-    kept: bool = False,
+    **options: Unpack[PlanOptions],
 ) -> list[SweepRow]:
     """Plan `source` (as the command takes it) for every topology, batch and remat variant; rows in that order.
 
-    `options` are those of the program (`train`, `seq`, ...), `planning` those of `autoshard.plan` (`mesh`,
-    `memory_limit`, `time_limit`, ...). Each program is a task of `executor`, any of `concurrent.futures`' interface
-    (one of a cluster too); without one they run here, one after the other. Rows are kept in the file `path` as they
-    are made, and taken from it when the same sweep, or a larger one, is run again. With `kept` traced programs and
-    their ops come from the cache on disk where they are there.
+    `program_options` are those of the source (`train`, `seq`, ..., `entry` and `roles` of a file), with `rules` for a
+    file of rules, and `kept` where traced programs and their ops may come from the cache on disk; the further options
+    are those of `autoshard.plan` (`mesh`, `memory_limit`, `time_limit`, ...). Each program is a task of `executor`, any
+    of `concurrent.futures`' interface (one of a cluster too); without one they run here, one after the other. Rows are
+    kept in the file `path` as they are made, and taken from it when the same sweep, or a larger one, is run again.
 
     Raises `UserError` for a topology that does not exist, a mesh that no topology of the list has, or a file of another
     kind; what fails in one row is said in that row.
@@ -167,16 +164,17 @@ def sweep(
     known = _read(path)
     say = progress or (lambda line: None)
     names = [Topology.parse(topology).name for topology in topologies]
-    why = [_impossible(name, planning or {}) for name in names]
+    why = [_impossible(name, options) for name in names]
     if why and all(why):
         raise UserError(why[0])
-    base = {key: value for key, value in (options or {}).items() if value is not None}
+    base = {key: value for key, value in (program_options or {}).items() if value is not None}
+    entry, rules, kept = base.pop("entry", "program"), base.pop("rules", None), bool(base.pop("kept", False))
     rows: dict[tuple[str, int, int], SweepRow] = {}
     tasks: list[tuple[SweepTask, int, int]] = []
     for (b, batch), (r, remat) in itertools.product(enumerate(batches or (None,)), enumerate(remats or (None,))):
         own = {k: v for k, v in (("batch", batch), ("remat", remat)) if v is not None}
         arguments = tuple(sorted({**base, **own}.items()))
-        task = SweepTask(source, entry, arguments, tuple(names), tuple(sorted((planning or {}).items())), rules, kept)
+        task = SweepTask(source, entry, arguments, tuple(names), tuple(sorted(options.items())), rules, kept)
         left = []
         for name in names:
             row = known.get(task.key(name))

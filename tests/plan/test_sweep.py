@@ -45,7 +45,7 @@ def test_what_is_kept_changes_no_row(source: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path / "kept"))
     monkeypatch.setattr("autoshard.graph._kept.registrations", lambda: 0)
     for _ in range(2):
-        assert autoshard.sweep(source, topologies=["cpu:2"], kept=True) == fresh
+        assert autoshard.sweep(source, topologies=["cpu:2"], program_options={"kept": True}) == fresh
     assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".graph"]
 
 
@@ -95,7 +95,7 @@ def test_rows_on_file_are_not_made_again(source: str, tmp_path: Path) -> None:
     assert again[0].step_time_s == 42.0 and again[1].topology == "cpu:4"
     assert said.lines[0] == f"1 of 2 rows are in {path} already"
     assert len(json.loads(path.read_text())["rows"]) == 2
-    other = autoshard.sweep(source, topologies=["cpu:2"], path=path, planning={"memory_limit": 1 << 30})
+    other = autoshard.sweep(source, topologies=["cpu:2"], path=path, memory_limit=1 << 30)
     assert other[0].step_time_s == first[0].step_time_s, "another limit is another row"
     Path(source).write_text(PROGRAM.replace("(16, 8)", "(16, 32)"))
     changed = autoshard.sweep(source, topologies=["cpu:2"], path=path)
