@@ -9,11 +9,12 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from autoshard.cost import Chip, Decoder, Topology, chip_names, load_chip, read_flags, slice_names
 from autoshard.errors import UserError
+from autoshard.plan.published._pair_options import OPTIONS
 from autoshard.plan.published._published import IncompleteError, Run
 from autoshard.program import SAVABLE, SAVED, KernelBlocks
 
@@ -176,7 +177,7 @@ def _run(group: Mapping[str, Any], plan: Mapping[str, Any]) -> Run:
     fixed = group.get("fixed") if isinstance(group.get("fixed"), dict) else {}
     assert isinstance(fixed, dict)
     said = {**fixed, **plan}
-    unknown = sorted(set(plan) - _UNCHANGED - set(_DEGREES) - set(_DIMS) - _OPTIONS.keys())
+    unknown = sorted(set(plan) - _UNCHANGED - set(_DEGREES) - set(_DIMS) - OPTIONS.keys())
     if unknown:
         raise IncompleteError(f"{unknown[0]}={plan[unknown[0]]} is not rebuilt")
     assumed: list[str] = []
@@ -195,7 +196,7 @@ def _run(group: Mapping[str, Any], plan: Mapping[str, Any]) -> Run:
         decoder, topology, degrees["dp"], degrees["fsdp"], degrees["tp"], batch, seq, remat, saves, flash,
         _blocks(said), _flags(group, said), 0.0, tuple(assumed), **dtypes,
     )  # fmt: skip
-    for key, change in _OPTIONS.items():
+    for key, change in OPTIONS.items():
         if key in said:
             run = change(run, said[key])
     return run
@@ -367,30 +368,3 @@ def _flags(group: Mapping[str, Any], said: Mapping[str, Any]) -> tuple[str, ...]
     extra = said.get("xla")
     more = [f"--xla_tpu_{extra}"] if isinstance(extra, str) and "=" in extra else []
     return read_flags([*(given or ()), *more])
-
-
-def _refused(key: str) -> Callable[[Run, Any], Run]:
-    def change(run: Run, value: Any) -> Run:
-        if value is None or value is False or value in ("none", "no") or (value == 1 and value is not True):
-            return run
-        raise IncompleteError(f"{key}={value} is not rebuilt")
-
-    return change
-
-
-_OPTIONS: dict[str, Callable[[Run, Any], Run]] = {
-    key: _refused(key)
-    for key in ("keep_gathered_weights", "zero1", "offload", "cp_method", "moe", "gradient_accumulation")
-}
-"""What a plan may say beside its mesh, and how it changes the run."""
-
-
-def _head(run: Run, value: Any) -> Run:
-    """FSDP spreads the head over its larger dim, which is the vocabulary."""
-    larger = "vocab" if run.decoder.vocabulary > run.decoder.width else "embed"
-    if larger in str(value):
-        return run
-    raise IncompleteError(f"lm_head={value} is not rebuilt")
-
-
-_OPTIONS["lm_head"] = _head

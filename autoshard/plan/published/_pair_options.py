@@ -1,0 +1,43 @@
+"""What a measured plan says beside its mesh and its sizes, and what that changes of the run."""
+
+from collections.abc import Callable
+from typing import Any
+
+from autoshard.plan.published._published import IncompleteError, Run
+
+
+def _refused(key: str) -> Callable[[Run, Any], Run]:
+    def change(run: Run, value: Any) -> Run:
+        if value is None or value is False or value in ("none", "no") or (value == 1 and value is not True):
+            return run
+        raise IncompleteError(f"{key}={value} is not rebuilt")
+
+    return change
+
+
+OPTIONS: dict[str, Callable[[Run, Any], Run]] = {
+    key: _refused(key)
+    for key in ("keep_gathered_weights", "zero1", "offload", "cp_method", "moe", "gradient_accumulation")
+}
+"""What a plan may say beside its mesh, and how it changes the run."""
+
+
+def _head(run: Run, value: Any) -> Run:
+    """FSDP spreads the head over its larger dim, which is the vocabulary."""
+    larger = "vocab" if run.decoder.vocabulary > run.decoder.width else "embed"
+    if larger in str(value):
+        return run
+    raise IncompleteError(f"lm_head={value} is not rebuilt")
+
+
+def _scan_axis(run: Run, value: Any) -> Run:
+    """Stacks whose layers are not the first dim (MaxText's `param_scan_axis`) are sliced as cheaply, unless the layers
+    fill whole sublanes of registers: then XLA keeps them there, and reads all eight for each layer."""
+    layers = run.decoder.layers
+    if value == 0 or not (layers % 8 == 0 or layers in (2, 4)):
+        return run
+    raise IncompleteError(f"param_scan_axis={value} of {layers} layers, which fill sublanes, is not rebuilt")
+
+
+OPTIONS["lm_head"] = _head
+OPTIONS["param_scan_axis"] = _scan_axis
