@@ -13,13 +13,7 @@ from autoshard.program import DecoderDims
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decoder(DecoderDims):
-    """Dims of a decoder, and what follows from them.
-
-    With `experts` > 1 every layer has that many MLPs (and a router), of which `active_experts` see a token.
-    """
-
-    experts: int = 1
-    active_experts: int = 1
+    """Dims of a decoder, and what follows from them."""
 
     @property
     def attention_params(self) -> int:
@@ -28,22 +22,32 @@ class Decoder(DecoderDims):
 
     @property
     def mlp_params(self) -> int:
-        """Weights of one MLP (one expert)."""
+        """Weights of one MLP."""
         return (3 if self.gated else 2) * self.width * self.mlp_width
+
+    @property
+    def expert_params(self) -> int:
+        """Weights of one expert."""
+        return (3 if self.gated else 2) * self.width * self.expert_inner
+
+    def _layer_params(self, experts: int, norms: int) -> int:
+        """All layers, of which those with experts count so many routed ones."""
+        router = self.width * self.experts
+        sparse = self.mlp_params if self.experts == 1 else (experts + self.shared_experts) * self.expert_params + router
+        mlps = self.dense_layers * self.mlp_params + (self.layers - self.dense_layers) * sparse
+        return self.layers * (self.attention_params + norms) + mlps
 
     @property
     def params(self) -> int:
         """All parameters; norms count one vector each, biases none."""
-        router = self.width * self.experts if self.experts > 1 else 0
-        layer = self.attention_params + self.experts * self.mlp_params + router + 2 * self.width
-        return self.layers * layer + (1 if self.tied else 2) * self.vocabulary * self.width + self.width
+        norms = 2 * self.width + (2 * self.head_size if self.qk_norm else 0)
+        ends = (1 if self.tied else 2) * self.vocabulary * self.width + self.width
+        return self._layer_params(self.experts, norms) + ends
 
     @property
     def matmul_params(self) -> int:
         """Parameters that multiply every token: active experts, head, no embedding lookup, no norms."""
-        router = self.width * self.experts if self.experts > 1 else 0
-        layer = self.attention_params + self.active_experts * self.mlp_params + router
-        return self.layers * layer + self.vocabulary * self.width
+        return self._layer_params(self.active_experts, 0) + self.vocabulary * self.width
 
     def attention_flops_per_token(self, sequence: float, causal: bool = True) -> float:
         """Forward FLOPs of scores and weighted sums for one token of a sequence; causal attention does half.

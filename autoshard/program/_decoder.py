@@ -13,6 +13,7 @@ from autoshard.program import _flops, _train
 from autoshard.program._attention import attend
 from autoshard.program._kernels import KernelBlocks, flash_attention, splash_attention
 from autoshard.program._program import Program, Role
+from autoshard.program._routed import expert_shapes, product, routed
 from autoshard.program._trace import trace
 
 
@@ -39,6 +40,7 @@ SAVABLE = (*_PROJECTIONS, "context", "gate", "up", "down")
 """Values of a layer that rematerialisation may keep."""
 
 ATTENTIONS = ("flash", "splash", "plain")
+ROUTINGS = ("dropless", "capacity")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,6 +63,22 @@ class DecoderDims:
     tied: bool = False
     window: int | None = None
     global_every: int = 1
+    experts: int = 1
+    """With more than one, a layer has that many MLPs and a router, of which `active_experts` see a token."""
+    active_experts: int = 1
+    expert_width: int | None = None
+    """Width of an expert's MLP; None: `mlp_width`."""
+    shared_experts: int = 0
+    """Experts that see every token: one more MLP of that many times an expert's width."""
+    dense_layers: int = 0
+    """First layers, of `layers`, whose MLP is one of `mlp_width`, without experts."""
+    qk_norm: bool = False
+    """Queries and keys are normed by head."""
+
+    @property
+    def expert_inner(self) -> int:
+        """Width of one expert's MLP."""
+        return self.mlp_width if self.expert_width is None else self.expert_width
 
 
 def decoder_program(
@@ -73,19 +91,29 @@ def decoder_program(
     attention: str = "flash",
     blocks: KernelBlocks | None = None,
     optimizer: str = "adamw",
-    compute: str = "bfloat16",
-    weights: str = "float32",
-    state: str = "float32",
     name: str = "decoder",
+    routing: str = "dropless",
+    capacity_factor: float = 1.0,
+    accumulation: int = 1,
+    moments: str = "float32",
+    compute_dtype: str = "bfloat16",
+    weights: str = "float32",
+    offloads: Collection[str] = (),
 ) -> Program:
     """One training step of `batch` sequences of `seq` tokens: by default bf16 compute on f32 parameters and moments.
 
-    `compute` is the dtype that layers compute in, `weights` that of parameters, `state` that of `optimizer`'s moments.
+    `compute_dtype` is what layers compute in, `weights` the dtype of parameters, `moments` that of the optimizer's.
 
     `attention` is `flash`, one kernel that can be planned and priced but neither run nor compiled (`flash_attention`);
     `splash`, jax's kernel for TPUs; or `plain`, scores in full. `remat` is `none` or a key of `SAVED`, of which `saves`
-    may say otherwise what a layer keeps beside its input; `blocks` are those of a `flash` kernel.
-    Raises: UserError for an unknown `remat`, value to save or `attention`, or layers or heads that do not divide.
+    may say otherwise what a layer keeps beside its input; `blocks` are those of a `flash` kernel. `offloads` are values
+    that a layer keeps in its host's memory: of `SAVABLE`, or `input`. `accumulation` microbatches are computed one
+    after the other, and their gradients summed.
+
+    `routing` of experts is `dropless`, all tokens sorted and multiplied by group (`jax.lax.ragged_dot`), or `capacity`:
+    each expert has slots in every sequence for `capacity_factor` times the mean number of its tokens, and further ones
+    are dropped. With a factor of 1 it has the matmuls of a dropless run whose devices sort their own tokens.
+    Raises: UserError for an unknown `remat`, value to save, `attention` or `routing`, or sizes that do not divide.
     """
     import jax
 
@@ -97,25 +125,43 @@ def decoder_program(
     unknown = sorted(set(kept or ()) - set(SAVABLE))
     if unknown:
         raise UserError(f"a decoder layer has no value {unknown[0]!r} to save; it has {', '.join(SAVABLE)}")
-    if dims.layers % dims.global_every or dims.heads % dims.kv_heads:
+    away = tuple(offloads)
+    unknown = sorted(set(away) - {*SAVABLE, "input"})
+    if unknown:
+        raise UserError(f"a decoder layer has no value {unknown[0]!r} to offload; it has input, {', '.join(SAVABLE)}")
+    if away and kept is None:
+        raise UserError("with remat 'none' nothing can be offloaded; use full or what saves fewer values")
+    if kept is not None:
+        kept = tuple(key for key in kept if key not in away)
+    if accumulation < 1 or batch % accumulation:
+        raise UserError(f"a batch of {batch} sequences does not divide into {accumulation} microbatches")
+    if routing not in ROUTINGS:
+        raise UserError(f"routing {routing!r} is not known; known are {', '.join(ROUTINGS)}")
+    if dims.active_experts > dims.experts or not 0 <= dims.dense_layers <= dims.layers:
         raise UserError(
-            f"decoder: {dims.layers} layers in groups of {dims.global_every}, {dims.heads} heads in groups of "
+            f"decoder: {dims.active_experts} of {dims.experts} experts, {dims.dense_layers} of {dims.layers} layers "
+            "dense; neither may be more than there are"
+        )
+    own = dims.layers - dims.dense_layers
+    if own % dims.global_every or dims.heads % dims.kv_heads:
+        raise UserError(
+            f"decoder: {own} layers in groups of {dims.global_every}, {dims.heads} heads in groups of "
             f"{dims.kv_heads} key-value heads; both must divide"
         )
     params = _parameters(dims, weights)
     data = {key: jax.ShapeDtypeStruct((batch, seq), "int32") for key in ("input_ids", "labels")}
-    rule = _train.make_optimizer(optimizer, state)
+    rule = _train.make_optimizer(optimizer, moments)
     forward_flops = [0.0]
+    how = _How(kept, away, attention, blocks, routing, capacity_factor, compute_dtype)
 
     def loss(p: Any, given: Any) -> Any:
         with _flops.counting() as scope:
-            logits = _forward(dims, p, given["input_ids"], kept, attention, blocks, compute)
-            value = _train.token_loss(logits, given["labels"])
-        forward_flops[0] = scope[0]
+            value = _train.token_loss(_forward(dims, p, given["input_ids"], how), given["labels"])
+        forward_flops[0] = scope[0] * accumulation
         return value
 
     program = trace(
-        _train.training_step(loss, rule),
+        _train.training_step(loss, rule, accumulation=accumulation),
         (params, jax.eval_shape(rule.init, params), data),
         name=name,
         donate_argnums=(0, 1),
@@ -127,95 +173,147 @@ def decoder_program(
     return dataclasses.replace(program, model_flops=3.0 * forward_flops[0])
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _How:
+    """How a layer computes: what it keeps on the device and on the host, its kernels, its routing."""
+
+    kept: tuple[str, ...] | None
+    away: tuple[str, ...]
+    attention: str
+    blocks: KernelBlocks | None
+    routing: str
+    capacity_factor: float
+    compute_dtype: str
+
+
 def _parameters(dims: DecoderDims, dtype: str) -> dict[str, Any]:
     """Parameters by name; those of a layer are stacked [groups, layers in a group, ...]."""
     import jax
 
-    width, size, group = dims.width, dims.head_size, dims.heads // dims.kv_heads
-    layer = {
-        "input_norm.weight": (width,),
-        "attn.q_proj.weight": (width, dims.kv_heads, group, size),
-        "attn.k_proj.weight": (width, dims.kv_heads, size),
-        "attn.v_proj.weight": (width, dims.kv_heads, size),
-        "attn.o_proj.weight": (dims.kv_heads, group, size, width),
-        "mlp_norm.weight": (width,),
-        "mlp.up_proj.weight": (width, dims.mlp_width),
-        "mlp.down_proj.weight": (dims.mlp_width, width),
+    groups = (dims.layers - dims.dense_layers) // dims.global_every
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (dims.vocabulary, dims.width),
+        "norm.weight": (dims.width,),
     }
-    if dims.gated:
-        layer["mlp.gate_proj.weight"] = layer["mlp.up_proj.weight"]
-    groups = dims.layers // dims.global_every
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (dims.vocabulary, width), "norm.weight": (width,)}
     if not dims.tied:
-        shapes["lm_head.weight"] = (width, dims.vocabulary)
+        shapes["lm_head.weight"] = (dims.width, dims.vocabulary)
+    if dims.dense_layers:
+        dense = _attention_shapes(dims) | _mlp_shapes(dims)
+        shapes |= {f"dense_layers.*.{key}": (dims.dense_layers, *shape) for key, shape in dense.items()}
+    layer = _attention_shapes(dims) | (_mlp_shapes(dims) if dims.experts == 1 else expert_shapes(dims))
     for offset in range(dims.global_every):
         prefix = "layers" if dims.global_every == 1 else f"layers.{offset}"
         shapes |= {f"{prefix}.*.{key}": (groups, *shape) for key, shape in layer.items()}
     return {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in shapes.items()}
 
 
-def _forward(
-    dims: DecoderDims,
-    params: Mapping[str, Any],
-    ids: Any,
-    kept: Sequence[str] | None,
-    attention: str,
-    blocks: KernelBlocks | None,
-    compute: str,
-) -> Any:
-    import jax
+def _attention_shapes(dims: DecoderDims) -> dict[str, tuple[int, ...]]:
+    width, size, group = dims.width, dims.head_size, dims.heads // dims.kv_heads
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_norm.weight": (width,),
+        "attn.q_proj.weight": (width, dims.kv_heads, group, size),
+        "attn.k_proj.weight": (width, dims.kv_heads, size),
+        "attn.v_proj.weight": (width, dims.kv_heads, size),
+        "attn.o_proj.weight": (dims.kv_heads, group, size, width),
+        "mlp_norm.weight": (width,),
+    }
+    if dims.qk_norm:
+        shapes |= {"attn.q_norm.weight": (size,), "attn.k_norm.weight": (size,)}
+    return shapes
+
+
+def _mlp_shapes(dims: DecoderDims) -> dict[str, tuple[int, ...]]:
+    shapes = {"mlp.up_proj.weight": (dims.width, dims.mlp_width), "mlp.down_proj.weight": (dims.mlp_width, dims.width)}
+    if dims.gated:
+        shapes["mlp.gate_proj.weight"] = shapes["mlp.up_proj.weight"]
+    return shapes
+
+
+def _forward(dims: DecoderDims, params: Mapping[str, Any], ids: Any, how: _How) -> Any:
     import jax.numpy as jnp
 
-    hidden = jnp.take(params["embed_tokens.weight"].astype(compute), ids, axis=0)
+    hidden = jnp.take(params["embed_tokens.weight"].astype(how.compute_dtype), ids, axis=0)
+    if dims.dense_layers:
+        hidden = _scanned(dims, hidden, [_stack(params, "dense_layers")], [None], how)
     prefixes = ["layers"] if dims.global_every == 1 else [f"layers.{k}" for k in range(dims.global_every)]
-    stacks = [
-        {key.removeprefix(f"{prefix}.*."): value for key, value in params.items() if key.startswith(f"{prefix}.*.")}
-        for prefix in prefixes
-    ]
     # The last layer of a group is the one that sees everything.
     windows = [dims.window if k < dims.global_every - 1 else None for k in range(dims.global_every)]
+    if dims.layers > dims.dense_layers:
+        hidden = _scanned(dims, hidden, [_stack(params, prefix) for prefix in prefixes], windows, how)
+    hidden = _norm(hidden, params["norm.weight"])
+    head = params["embed_tokens.weight"].T if dims.tied else params["lm_head.weight"]
+    return product("bsd,dv->bsv", hidden, head)
+
+
+def _stack(params: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {key.removeprefix(f"{prefix}.*."): v for key, v in params.items() if key.startswith(f"{prefix}.*.")}
+
+
+def _scanned(
+    dims: DecoderDims, hidden: Any, stacks: Sequence[Mapping[str, Any]], windows: Sequence[int | None], how: _How
+) -> Any:
+    import jax
 
     def layers(carried: Any, own: Sequence[Mapping[str, Any]]) -> tuple[Any, None]:
         for weights, window in zip(own, windows, strict=True):
-            run = functools.partial(_layer, dims, window=window, attention=attention, blocks=blocks)
-            carried = _kept(run, kept)(carried, weights)
+            run = functools.partial(_layer, dims, window=window, how=how)
+            carried = _kept(run, how)(carried, weights)
         return carried, None
 
     with _flops.counting() as scope:
         hidden, _ = jax.lax.scan(layers, hidden, stacks)
-    _flops.record(scope[0] * dims.layers // dims.global_every)
-    hidden = _norm(hidden, params["norm.weight"])
-    head = params["embed_tokens.weight"].T if dims.tied else params["lm_head.weight"]
-    return _product("bsd,dv->bsv", hidden, head)
+    _flops.record(scope[0] * next(iter(stacks[0].values())).shape[0])
+    return hidden
 
 
-def _kept(layer: Callable[..., Any], kept: Sequence[str] | None) -> Callable[..., Any]:
+def _kept(layer: Callable[..., Any], how: _How) -> Callable[..., Any]:
     import jax
 
-    if kept is None:
+    if how.kept is None:
         return layer
-    return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*kept))
+    policies = jax.checkpoint_policies
+    if not how.away:
+        return jax.checkpoint(layer, policy=policies.save_only_these_names(*how.kept))
+    policy = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(how.kept),
+        names_which_can_be_offloaded=list(how.away),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return jax.checkpoint(layer, policy=policy)
 
 
-def _layer(
-    dims: DecoderDims,
-    hidden: Any,
-    weights: Mapping[str, Any],
-    *,
-    window: int | None,
-    attention: str,
-    blocks: KernelBlocks | None,
-) -> Any:
+def _layer(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], *, window: int | None, how: _How) -> Any:
     import jax
     from jax.ad_checkpoint import checkpoint_name
 
+    if "input" in how.away:
+        hidden = checkpoint_name(hidden, "input")
+    hidden = hidden + checkpoint_name(_attended(dims, hidden, weights, window, how), "out")
+    normed = _norm(hidden, weights["mlp_norm.weight"])
+    if "router.weight" in weights:
+        return hidden + routed(dims, normed, weights, how.routing, how.capacity_factor)
+    up = checkpoint_name(product("bsd,df->bsf", normed, weights["mlp.up_proj.weight"]), "up")
+    if dims.gated:
+        gate = checkpoint_name(product("bsd,df->bsf", normed, weights["mlp.gate_proj.weight"]), "gate")
+        inner = jax.nn.silu(gate) * up
+    else:
+        inner = jax.nn.gelu(up)
+    return hidden + checkpoint_name(product("bsf,fd->bsd", inner, weights["mlp.down_proj.weight"]), "down")
+
+
+def _attended(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], window: int | None, how: _How) -> Any:
+    from jax.ad_checkpoint import checkpoint_name
+
     normed = _norm(hidden, weights["input_norm.weight"])
-    query = checkpoint_name(_product("bsd,dkgh->bkgsh", normed, weights["attn.q_proj.weight"]), "query")
-    key = checkpoint_name(_product("bsd,dkh->bksh", normed, weights["attn.k_proj.weight"]), "key")
-    value = checkpoint_name(_product("bsd,dkh->bksh", normed, weights["attn.v_proj.weight"]), "value")
+    query = checkpoint_name(product("bsd,dkgh->bkgsh", normed, weights["attn.q_proj.weight"]), "query")
+    key = checkpoint_name(product("bsd,dkh->bksh", normed, weights["attn.k_proj.weight"]), "key")
+    value = checkpoint_name(product("bsd,dkh->bksh", normed, weights["attn.v_proj.weight"]), "value")
+    if dims.qk_norm:
+        query, key = _norm(query, weights["attn.q_norm.weight"]), _norm(key, weights["attn.k_norm.weight"])
     query, key = _rotated(query), _rotated(key)
-    if attention != "plain":
-        kernel = functools.partial(flash_attention, blocks=blocks) if attention == "flash" else splash_attention
+    if how.attention != "plain":
+        kernel = functools.partial(flash_attention, blocks=how.blocks) if how.attention == "flash" else splash_attention
         mixed = kernel(query, key, value, causal=True, window=window)
     else:
         shape = query.shape
@@ -223,29 +321,7 @@ def _layer(
         plain = attend(merged, key, value, causal=True, window=window)
         mixed = plain.reshape(shape[0], shape[3], shape[1], shape[2], shape[4]).transpose(0, 2, 3, 1, 4)
     mixed = checkpoint_name(mixed, "context")
-    out = _product("bkgsh,kghd->bsd", mixed, weights["attn.o_proj.weight"])
-    hidden = hidden + checkpoint_name(out, "out")
-    normed = _norm(hidden, weights["mlp_norm.weight"])
-    up = checkpoint_name(_product("bsd,df->bsf", normed, weights["mlp.up_proj.weight"]), "up")
-    if dims.gated:
-        gate = checkpoint_name(_product("bsd,df->bsf", normed, weights["mlp.gate_proj.weight"]), "gate")
-        inner = jax.nn.silu(gate) * up
-    else:
-        inner = jax.nn.gelu(up)
-    return hidden + checkpoint_name(_product("bsf,fd->bsd", inner, weights["mlp.down_proj.weight"]), "down")
-
-
-def _product(equation: str, left: Any, weight: Any) -> Any:
-    """An einsum with a parameter, in the other operand's dtype, counted as a matmul."""
-    import math
-
-    import jax.numpy as jnp
-
-    inputs, out = equation.split("->")
-    sizes = dict(zip(inputs.replace(",", ""), (*left.shape, *weight.shape), strict=True))
-    contracted = math.prod(size for letter, size in sizes.items() if letter not in out)
-    _flops.record_matmul([sizes[letter] for letter in out], contracted)
-    return jnp.einsum(equation, left, weight.astype(left.dtype))
+    return product("bkgsh,kghd->bsd", mixed, weights["attn.o_proj.weight"])
 
 
 def _norm(x: Any, weight: Any) -> Any:

@@ -45,15 +45,20 @@ def _stored_as(inner: Any, dtype: str) -> Any:
     return optax.GradientTransformation(init, update)
 
 
-def training_step(loss_fn: Callable[..., Any], optimizer: Any, *, aux: bool = False) -> Callable[..., Any]:
+def training_step(
+    loss_fn: Callable[..., Any], optimizer: Any, *, aux: bool = False, accumulation: int = 1
+) -> Callable[..., Any]:
     """`step(params, opt_state, batch[, buffers]) -> (params, opt_state[, buffers], loss)`.
 
-    `loss_fn(params, batch[, buffers])` gives the loss, or with `aux` the loss and the updated buffers.
+    `loss_fn(params, batch[, buffers])` gives the loss, or with `aux` the loss and the updated buffers. Without `aux`,
+    `accumulation` microbatches may be computed one after the other: their gradients and losses are averaged.
     """
     import jax
     import optax
 
     gradient = jax.value_and_grad(loss_fn, has_aux=aux)
+    if accumulation > 1:
+        gradient = _accumulated(gradient, accumulation)
 
     def step(params: Any, opt_state: Any, batch: Any, *buffers: Any) -> Any:
         value, grads = gradient(params, batch, *buffers)
@@ -65,6 +70,27 @@ def training_step(loss_fn: Callable[..., Any], optimizer: Any, *, aux: bool = Fa
         return params, opt_state, value
 
     return step
+
+
+def _accumulated(gradient: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """Means of what `gradient` gives for `count` microbatches, one after the other.
+
+    A microbatch takes every `count`-th row, so that a batch split over devices stays where it is.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    def run(params: Any, batch: Any) -> Any:
+        parts = jax.tree.map(lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1), batch)
+
+        def add(total: Any, part: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, gradient(params, part)), None
+
+        zeros = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
+        total, _ = jax.lax.scan(add, zeros, parts)
+        return jax.tree.map(lambda x: x / count, total)
+
+    return run
 
 
 def token_loss(logits: Any, labels: Any) -> Any:

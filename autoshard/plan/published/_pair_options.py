@@ -1,5 +1,7 @@
 """What a measured plan says beside its mesh and its sizes, and what that changes of the run."""
 
+import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +18,7 @@ def _refused(key: str) -> Callable[[Run, Any], Run]:
 
 
 OPTIONS: dict[str, Callable[[Run, Any], Run]] = {
-    key: _refused(key)
-    for key in ("keep_gathered_weights", "zero1", "offload", "cp_method", "moe", "gradient_accumulation")
+    key: _refused(key) for key in ("keep_gathered_weights", "zero1", "offload", "cp_method")
 }
 """What a plan may say beside its mesh, and how it changes the run."""
 
@@ -39,5 +40,25 @@ def _scan_axis(run: Run, value: Any) -> Run:
     raise IncompleteError(f"param_scan_axis={value} of {layers} layers, which fill sublanes, is not rebuilt")
 
 
+def _routing(run: Run, value: Any) -> Run:
+    """Dropless kernels by their matmuls with balanced experts, dropping with its slots; tiles are not priced."""
+    slots = re.search(r"dropping.*?cf ([\d.]+)", str(value))
+    if slots is not None:
+        return dataclasses.replace(run, capacity=float(slots[1]))
+    if re.search(r"tile|gmm", str(value)):
+        raise IncompleteError(f"moe={value}: tiles of kernels are not rebuilt")
+    if run.decoder.experts == 1 or "dropless" in str(value) or "megablox" in str(value):
+        return dataclasses.replace(run, assumed=(*run.assumed, "experts that share the tokens evenly"))
+    raise IncompleteError(f"moe={value} is not rebuilt")
+
+
+def _microbatches(run: Run, value: Any) -> Run:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or run.batch % value:
+        raise IncompleteError(f"gradient_accumulation={value} does not divide a batch of {run.batch}")
+    return dataclasses.replace(run, accumulation=value)
+
+
+OPTIONS["gradient_accumulation"] = _microbatches
 OPTIONS["lm_head"] = _head
+OPTIONS["moe"] = _routing
 OPTIONS["param_scan_axis"] = _scan_axis

@@ -47,7 +47,7 @@ _UNCHANGED = {
 }
 """Keys of a plan that are read by themselves, or that change nothing of what is priced."""
 _SAVES = {
-    "decoder_layer_input": None,
+    "decoder_layer_input": "input",
     "query_proj": "query",
     "key_proj": "key",
     "value_proj": "value",
@@ -147,6 +147,8 @@ def _row(group: Mapping[str, Any], row: Mapping[str, Any], origin: str) -> Measu
         run = _run(group, plan)
     except (IncompleteError, UserError) as error:
         return dataclasses.replace(bare, skipped=str(error))
+    except (KeyError, TypeError, ValueError) as error:
+        return dataclasses.replace(bare, skipped=f"{origin} holds a value of another kind than is expected: {error}")
     return dataclasses.replace(_measured(bare, row, run), run=run)
 
 
@@ -183,10 +185,14 @@ def _run(group: Mapping[str, Any], plan: Mapping[str, Any]) -> Run:
     assumed: list[str] = []
     topology = _topology(group, assumed)
     decoder = _decoder(group["model"], said)
+    if isinstance(group["model"], dict) and group["model"].get("mtp_layers"):
+        further = _number(group["model"], "mtp_layers")
+        decoder = dataclasses.replace(decoder, layers=decoder.layers + further)
+        assumed.append(f"{further} layer more for the tokens after next, without a head of its own")
     degrees = _degrees(said, topology)
     batch = _batch(plan if "per_device_batch" in plan or "global_batch" in plan else said, topology)
     seq = _number(said, "seq")
-    remat, saves = _remat(said)
+    remat, saves, offloads = _remat(said)
     attention = str(said.get("attention", ""))
     flash = bool(re.search(r"splash|flash|auto", attention)) or not attention
     if flash and not attention:
@@ -195,6 +201,7 @@ def _run(group: Mapping[str, Any], plan: Mapping[str, Any]) -> Run:
     run = Run(
         decoder, topology, degrees["dp"], degrees["fsdp"], degrees["tp"], batch, seq, remat, saves, flash,
         _blocks(said), _flags(group, said), 0.0, tuple(assumed), **dtypes,
+        offloads=offloads,
     )  # fmt: skip
     for key, change in OPTIONS.items():
         if key in said:
@@ -243,13 +250,13 @@ def _decoder(model: Any, said: Mapping[str, Any]) -> Decoder:
         raise IncompleteError(f"the model family {dims['family']!r} is not known ({', '.join(_FAMILIES)} are)")
     if dims.get("parallel_block"):
         raise IncompleteError("attention and MLP side by side are not rebuilt")
-    if int(dims.get("experts") or 1) > 1:
-        raise IncompleteError("experts are not rebuilt")
     if "MLA" in str(dims.get("attention", "")):
         raise IncompleteError("latent attention is not rebuilt")
     sizes: dict[str, Any] = {}
     for key, name in _DIMS.items():
         value = dims.get(key)
+        if key == "mlp" and value is None:
+            value = dims.get("moe_mlp")  # no layer is dense
         if key == "head_dim" and value is None and {"emb", "heads"} <= dims.keys():
             value = dims["emb"] // dims["heads"]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -264,7 +271,24 @@ def _decoder(model: Any, said: Mapping[str, Any]) -> Decoder:
     if sizes["layers"] % every:
         raise IncompleteError(f"{sizes['layers']} layers are not whole groups of {every}")
     tied = bool(dims.get("tied_head", family.startswith("gemma")))
-    return Decoder(**sizes, tied=tied, window=window, global_every=every)
+    return Decoder(**sizes, **_experts(dims), tied=tied, window=window, global_every=every)
+
+
+def _experts(dims: Mapping[str, Any]) -> dict[str, Any]:
+    """Dims of a mixture of experts; empty for a dense model."""
+    if _number(dims, "experts", 1) == 1:
+        return {}
+    if not dims.get("top_k"):
+        raise IncompleteError("how many experts see a token is not stated")
+    counts = {key: _number(dims, key) if dims.get(key) else 0 for key in ("shared_experts", "first_dense_layers")}
+    return {
+        "experts": _number(dims, "experts"),
+        "active_experts": _number(dims, "top_k"),
+        "expert_width": _number(dims, "moe_mlp" if dims.get("moe_mlp") else "mlp"),
+        "shared_experts": counts["shared_experts"],
+        "dense_layers": counts["first_dense_layers"],
+        "qk_norm": bool(dims.get("qk_norm")),
+    }
 
 
 def _degrees(said: Mapping[str, Any], topology: Topology) -> dict[str, int]:
@@ -305,24 +329,24 @@ def _number(said: Mapping[str, Any], key: str, default: int | None = None) -> in
     return value
 
 
-def _remat(said: Mapping[str, Any]) -> tuple[str, tuple[str, ...] | None]:
-    """Rematerialisation by our name, and what a layer keeps where a row lists it."""
+def _remat(said: Mapping[str, Any]) -> tuple[str, tuple[str, ...] | None, tuple[str, ...]]:
+    """Rematerialisation by our name, what a layer keeps where a row lists it, and what of that on its host."""
     text = str(said.get("remat", "full")).strip()
     listed = dict(re.findall(r"(\w+)\s*=\s*(device|offload|remat)", text))
     if listed:
-        saves = [_SAVES.get(key, key) for key, where in listed.items() if where != "remat"]
-        kept = tuple(name for name in saves if name is not None)
-        if "offload" in listed.values():
-            raise IncompleteError(f"remat {text!r}: values sent to the host are not rebuilt")
-        if not set(kept) <= set(SAVABLE):
+        here, away = (
+            tuple(_SAVES.get(key, key) for key, where in listed.items() if where == place)
+            for place in ("device", "offload")
+        )
+        if not {*here, *away} <= {*SAVABLE, "input"}:
             raise IncompleteError(f"remat {text!r} keeps a value that is not rebuilt")
-        return "full", kept
+        return "full", tuple(name for name in (*here, *away) if name != "input"), away
     word = re.split(r"[\s(,:]", text.lower())[0]
     if word in ("checkpoint", "scan"):
-        return "full", None  # each layer is recomputed from its input
+        return "full", None, ()  # each layer is recomputed from its input
     if word not in SAVED and word != "none":
         raise IncompleteError(f"remat {text!r} is not known")
-    return word, None
+    return word, None, ()
 
 
 def _dtypes(said: Mapping[str, Any], assumed: list[str]) -> dict[str, str]:

@@ -65,6 +65,12 @@ class Run:
     """The dtype in which parameters are held."""
     state: str = "float32"
     """The dtype of the optimizer's moments."""
+    accumulation: int = 1
+    """Microbatches that are computed one after the other."""
+    offloads: tuple[str, ...] = ()
+    """Values of a layer that are kept in the host's memory for the backward pass."""
+    capacity: float = 1.0
+    """Slots of an expert over the mean number of its tokens; 1 has the matmuls of balanced dropless routing."""
 
     def flops(self, causal: bool) -> float:
         """Model FLOPs of a step: 6 per matmul parameter and token, and attention; causal counts half of it."""

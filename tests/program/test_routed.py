@@ -1,0 +1,128 @@
+"""Decoders with experts that are made from their dims: beside a plain mixture, and against the closed form."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard.cost import Decoder
+from autoshard.errors import UserError
+from autoshard.graph import read_graph
+from autoshard.program import Program, Role, decoder_program
+from autoshard.program._routed import expert_shapes, routed
+
+
+DIMS = Decoder(
+    3, 32, 80, 4, 2, 8, 64, experts=4, active_experts=2, expert_width=48, shared_experts=1, dense_layers=1, qk_norm=True
+)
+
+
+def step(**options: Any) -> Program:
+    return decoder_program(DIMS, batch=4, seq=16, attention="plain", **options)
+
+
+@pytest.mark.parametrize("changes", [{}, {"gated": False}, {"shared_experts": 0, "dense_layers": 0}])
+@pytest.mark.parametrize("routing", ["dropless", "capacity"])
+def test_parameters_and_model_flops_are_those_of_the_closed_form(changes: dict, routing: str) -> None:
+    dims = dataclasses.replace(DIMS, **changes)
+    program = decoder_program(dims, batch=4, seq=16, routing=routing)
+    parameters = [a for a in program.arguments if a.role is Role.PARAMETER]
+    assert sum(int(np.prod(a.shape)) for a in parameters) == dims.params
+    assert program.model_flops == pytest.approx(dims.train_flops(64, 16))
+
+
+def test_both_routings_compute_the_rows_of_active_experts() -> None:
+    flops = {routing: read_graph(step(routing=routing).module).flops for routing in ("dropless", "capacity")}
+    every = read_graph(step(routing="capacity", capacity_factor=2.0).module).flops
+    # Twice the slots: two sparse layers, four passes (one recomputed, for the router's gradient too) over 128 rows.
+    assert every - flops["capacity"] == pytest.approx(2 * 2 * 128 * 32 * 48 * (4 * 3), rel=0.02)
+    assert flops["dropless"] == pytest.approx(flops["capacity"], rel=0.02)
+
+
+def values() -> tuple[dict[str, Any], Any]:
+    random = np.random.default_rng(0)
+    weights = {k: jnp.asarray(random.normal(size=s) / 6, jnp.float32) for k, s in expert_shapes(DIMS).items()}
+    return weights, jnp.asarray(random.normal(size=(4, 16, 32)), jnp.float32)
+
+
+def plain(weights: dict[str, Any], x: Any) -> Any:
+    """Every token by every expert, weighted."""
+    scores = jax.nn.softmax(x @ weights["router.weight"])
+    best = jnp.where(scores >= jnp.sort(scores)[..., -2:-1], scores, 0.0)
+    share = best / best.sum(-1, keepdims=True)
+    up = jnp.einsum("bsd,edf->besf", x, weights["experts.up_proj.weight"])
+    gate = jnp.einsum("bsd,edf->besf", x, weights["experts.gate_proj.weight"])
+    out = jnp.einsum("besf,efd,bse->bsd", jax.nn.silu(gate) * up, weights["experts.down_proj.weight"], share)
+    shared = jax.nn.silu(x @ weights["shared.gate_proj.weight"]) * (x @ weights["shared.up_proj.weight"])
+    return out + shared @ weights["shared.down_proj.weight"]
+
+
+@pytest.mark.parametrize(("routing", "factor"), [("dropless", 1.0), ("capacity", 2.0)])
+def test_values_and_gradients_are_those_of_a_plain_mixture(routing: str, factor: float) -> None:
+    weights, x = values()
+
+    def total(made: Any, *given: Any) -> Any:
+        return (made(*given) * jnp.cos(jnp.arange(32.0))).sum()
+
+    found = jax.value_and_grad(lambda w, v: total(lambda *a: routed(DIMS, a[1], a[0], routing, factor), w, v), (0, 1))
+    wanted = jax.value_and_grad(lambda w, v: total(plain, w, v), (0, 1))
+    for mine, theirs in zip(jax.tree.leaves(found(weights, x)), jax.tree.leaves(wanted(weights, x)), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=2e-4)
+
+
+def test_tokens_beyond_the_slots_are_dropped() -> None:
+    weights, x = values()
+    same = jnp.broadcast_to(x[:1, :1], x.shape)  # one sequence's tokens all choose the same two experts: 8 slots each
+    lone = {k: jnp.zeros_like(v) if k.startswith("shared") else v for k, v in weights.items()}
+    found = np.asarray(routed(DIMS, same, lone, "capacity", 1.0))
+    np.testing.assert_allclose(found[:, :8], plain(lone, same)[:, :8], rtol=1e-4, atol=1e-5)
+    assert not found[:, 8:].any() and found[:, :8].any()
+
+
+def trained(program: Program) -> tuple[Any, float]:
+    """Parameters after one step, and the loss."""
+    random = np.random.default_rng(1)
+    params, state, batch = program.args
+
+    def drawn(leaf: Any) -> Any:
+        if leaf.dtype == jnp.int32:
+            return jnp.asarray(random.integers(0, 64, leaf.shape), jnp.int32)
+        return jnp.asarray(random.normal(size=leaf.shape) / 6, jnp.float32)
+
+    params = jax.tree.map(drawn, params)
+    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
+    new, _, loss = jax.jit(program.fn)(params, state, jax.tree.map(drawn, batch))
+    return new, float(loss)
+
+
+def test_microbatches_give_the_step_of_the_whole_batch() -> None:
+    options = {"compute_dtype": "float32", "optimizer": "sgd"}
+    whole, parts = (trained(step(accumulation=n, **options)) for n in (1, 2))
+    assert parts[1] == pytest.approx(whole[1], rel=1e-5)
+    for mine, theirs in zip(jax.tree.leaves(parts[0]), jax.tree.leaves(whole[0]), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert step(accumulation=2).model_flops == step().model_flops
+
+
+def test_moments_and_offloads() -> None:
+    moments = [a for a in step(moments="bfloat16").arguments if a.name.startswith("optimizer") and len(a.shape) > 1]
+    assert moments and all(a.dtype == "bfloat16" for a in moments)
+    kinds = [op.kind for op in read_graph(step(offloads=("input",)).module).ops]
+    assert "to_host" in kinds and "to_device" in kinds
+    assert "to_host" not in [op.kind for op in read_graph(step().module).ops]
+
+
+def test_bad_settings_are_named() -> None:
+    with pytest.raises(UserError, match="routing 'some' is not known; known are dropless, capacity"):
+        step(routing="some")
+    with pytest.raises(UserError, match="a batch of 4 sequences does not divide into 3 microbatches"):
+        step(accumulation=3)
+    with pytest.raises(UserError, match="a decoder layer has no value 'heads' to offload"):
+        step(offloads=("heads",))
+    with pytest.raises(UserError, match="with remat 'none' nothing can be offloaded"):
+        step(offloads=("input",), remat="none")
+    with pytest.raises(UserError, match="5 of 4 experts"):
+        decoder_program(dataclasses.replace(DIMS, active_experts=5), batch=4, seq=16)
