@@ -20,7 +20,7 @@ class CallWork:
     """What a call says of one execution; 0 or empty where it is not known."""
 
     flops: int = 0
-    """Of matmuls."""
+    """FLOPs of the matmuls in it."""
     traffic: int = 0
     """Bytes from and to main memory."""
     dtype: str = ""

@@ -53,9 +53,9 @@ class SaidCounts:
 
     constraints: int
     arguments: int
-    """That have a sharding."""
+    """Results of the program that have a sharding."""
     regions: int
-    """Split by hand."""
+    """Regions of the program that are split by hand (`shard_map`)."""
     idle: int
     """Constraints and arguments on a mesh of one device, which the others leave out; none of JAX's own."""
 

@@ -47,7 +47,7 @@ class Split:
     dim: int
     groups: int
     steps: int
-    """Of one group."""
+    """Steps of the grid in one group."""
     inside: bool
     summed: bool
     """True if results are sums over the steps of a group."""

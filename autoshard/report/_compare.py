@@ -26,9 +26,9 @@ class ComparisonRow:
     prediction: Prediction | None
     """None where propagation chooses: what it will choose is not known before compiling."""
     compiled: dict[str, Any] | None = None
-    """What `compile_figures` gives."""
+    """What `compile_figures` gives of the compiled plan."""
     measured: dict[str, Any] | None = None
-    """What `measurement_figures` gives."""
+    """What `measurement_figures` gives of the plan's runs."""
     failed: str = ""
     """Why it could not be compiled or measured."""
 

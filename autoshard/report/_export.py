@@ -54,7 +54,10 @@ def export_plan(plan: Plan, form: str, program: Program | None = None, *, force:
 
 
 def make_export(plan: Plan, form: str, program: Program | None = None, *, force: bool = False) -> Export:
-    """The same with what the form holds of the plan."""
+    """The same with what the form holds of the plan.
+
+    Raises `UserError` as `export_plan` does, and for a form that is a file of bytes.
+    """
     known = form_named(form)
     if form not in EXPORT_FORMS:
         raise UserError(

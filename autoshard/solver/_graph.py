@@ -45,7 +45,7 @@ class Graph:
     times: Ints
     """[compressed times] the time in the problem that each stands for."""
     offset: int
-    """Cost already decided."""
+    """The cost of what is decided already."""
     undo: list[tuple]
     """Steps to go back, newest last; see `restore`."""
     size: int

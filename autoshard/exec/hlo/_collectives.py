@@ -48,7 +48,7 @@ class CompiledCollective:
     source: str
     """Op name of the source that caused it."""
     group: int = 0
-    """Devices in one group."""
+    """How many devices are in one group."""
     arrays: int = 1
     """Arrays that one execution carries: the compiler combines small collectives."""
     trips_known: bool = True

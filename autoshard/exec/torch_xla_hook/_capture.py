@@ -30,7 +30,7 @@ class Capture:
     inputs: tuple[Any, ...]
     """Tensors that hold the data of each argument."""
     handles: tuple[int, ...]
-    """Of this data."""
+    """The device's handles of this data."""
     tensors: tuple[Any, ...]
     """The user's tensor that each argument was the value of, before the step; None if nobody knows it."""
     roots: tuple[Any, ...]

@@ -54,7 +54,7 @@ class CompileReport:
     """Matrix flops of the compiled program beside the traced one's and the model's."""
     compile_s: float
     hlo: str
-    """The scheduled HLO."""
+    """The scheduled HLO of the program, as text."""
     warnings: tuple[str, ...]
 
 

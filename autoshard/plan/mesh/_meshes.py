@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.base.crew import Crew
-from autoshard.cost import Mesh, Topology, candidate_meshes
+from autoshard.cost import Topology, candidate_meshes
 from autoshard.errors import UserError
 from autoshard.plan.mesh._in_order import InOrder
 from autoshard.plan.mesh._trial import MeshBest, Trial, Trials
 from autoshard.plan.model._asked import Required
 from autoshard.plan.model._axis_parts import LEAST_GAIN
+from autoshard.plan.model._demands import mesh_text
 from autoshard.plan.model._model import Model
 from autoshard.plan.record._parts import MeshTried
 from autoshard.units import format_seconds
@@ -93,11 +94,6 @@ class MeshSearch:
             f"{dims}: {self.done[-1].excluded}; use a batch that is a multiple of {devices}, other devices, or a mesh "
             "of your own with --mesh."
         )
-
-
-def mesh_text(mesh: Mesh) -> str:
-    """As `--mesh` takes it."""
-    return ",".join(f"{name}={size}" for name, size in mesh.axes.items())
 
 
 def _so_far(trial: Trial, best: Trial | None) -> str:

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Mesh
-from autoshard.plan.mesh._meshes import mesh_text
 from autoshard.plan.mesh._trial import MeshBest
 from autoshard.plan.model._asked import Required
+from autoshard.plan.model._demands import mesh_text
 from autoshard.plan.model._model import Model
 from autoshard.plan.model._options import Limits
 from autoshard.plan.price._predict import Outcome

@@ -146,6 +146,7 @@ def _order(dims: Sequence[Sequence[int]], count: int) -> list[int]:
 
 
 def mesh_text(mesh: Mesh | Mapping[str, int]) -> str:
+    """A mesh as `--mesh` takes it: `data=4,model=2`."""
     axes = mesh.axes if isinstance(mesh, Mesh) else mesh
     return ",".join(f"{name}={size}" for name, size in axes.items())
 

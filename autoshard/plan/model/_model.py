@@ -97,7 +97,7 @@ class Path:
     """Sizes of what the op passes on."""
     source: States
     target: States
-    """States over `factors`."""
+    """States over `factors`: those at the source, and those at the target."""
     itemsize: int
     reduce_itemsize: int
     collected: bool = False

@@ -90,8 +90,9 @@ class Limits:
     memory_bytes: int
     """The peak of one device that no choice may pass."""
     seconds: float
-    """Of processor."""
+    """Seconds of processor for all solves together."""
     seed: int
+    """Where the solver's local searches begin."""
 
     def share(self, part: float) -> "Limits":
         """The same with a part of the time."""

@@ -101,7 +101,7 @@ class HandlingRow:
     handling: Handling
     when: Condition = _always
     backend: str | None = None
-    """None for all."""
+    """The backend that does so; None for all of them."""
 
 
 _ROWS = (
