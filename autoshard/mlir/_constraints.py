@@ -53,7 +53,7 @@ class SaidCounts:
 
     constraints: int
     arguments: int
-    """Results of the program that have a sharding."""
+    """Arguments of the program that have a sharding."""
     regions: int
     """Regions of the program that are split by hand (`shard_map`)."""
     idle: int
