@@ -46,7 +46,7 @@ _UNCHANGED = {
     *("gradient_accumulation", "mesh", "optimizer"),
 }
 """Keys of a plan that are read by themselves, or that change nothing of what is priced."""
-_SAVES = {
+_SAVES: dict[str, str] = {
     "decoder_layer_input": "input",
     "query_proj": "query",
     "key_proj": "key",
@@ -334,10 +334,8 @@ def _remat(said: Mapping[str, Any]) -> tuple[str, tuple[str, ...] | None, tuple[
     text = str(said.get("remat", "full")).strip()
     listed = dict(re.findall(r"(\w+)\s*=\s*(device|offload|remat)", text))
     if listed:
-        here, away = (
-            tuple(_SAVES.get(key, key) for key, where in listed.items() if where == place)
-            for place in ("device", "offload")
-        )
+        here = tuple(str(_SAVES.get(key, key)) for key, where in listed.items() if where == "device")
+        away = tuple(str(_SAVES.get(key, key)) for key, where in listed.items() if where == "offload")
         if not {*here, *away} <= {*SAVABLE, "input"}:
             raise IncompleteError(f"remat {text!r} keeps a value that is not rebuilt")
         return "full", tuple(name for name in (*here, *away) if name != "input"), away
@@ -349,7 +347,7 @@ def _remat(said: Mapping[str, Any]) -> tuple[str, tuple[str, ...] | None, tuple[
     return word, None, ()
 
 
-def _dtypes(said: Mapping[str, Any], assumed: list[str]) -> dict[str, str]:
+def _dtypes(said: Mapping[str, Any], assumed: list[str]) -> dict[str, Any]:
     """Optimizer and dtypes as `Run` has them; by default AdamW and bf16 compute on f32 parameters and moments."""
     text, rule = (str(said.get(key, "")).lower() for key in ("dtype", "optimizer"))
     if re.search(r"fp8|float8|int8|nvfp4|mxfp", text):
