@@ -251,7 +251,7 @@ SCRIPT = """
     sys.path.insert(0, {tests!r})
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
     from autoshard.base.crew import Crew
-    from tests.test_crew import nap, wait_for_helpers
+    from tests.base.test_crew import nap, wait_for_helpers
 
     print("script", flush=True)
     with Crew(1) as crew:

@@ -146,7 +146,7 @@ def test_a_clock_that_only_this_process_knows_ends_a_solve(none_waits, monkeypat
 @pytest.mark.parametrize("clock", [time.monotonic, processor_seconds, lambda: time.monotonic()])
 def test_what_was_found_until_then_is_kept(none_waits, monkeypatch, clock):
     monkeypatch.setattr(module, "_HURRY_S", 60.0)
-    problem = hard_problem(16)
+    problem = hard_problem(24)
     graph = build(problem)
     began, seconds = clock(), 3.0 if clock is processor_seconds else 6.0
     cut = solve_apart(job(graph, clock=clock, deadline=began + seconds), never)
