@@ -1,5 +1,8 @@
 """The one place where bytes and seconds are turned into text for people."""
 
+GIB = 1 << 30
+"""Bytes."""
+
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
 

@@ -37,9 +37,9 @@ PROGRAM_HELP = """\
 PROGRAM is a Python file, a file with a module, or hf:CONFIG.
 
   model.py      defines `program` (see --entry): an autoshard.Program, or a function that returns one, or
-                (function, arguments) for JAX, or (module, example inputs) for torch; shapes are enough;
+                (function, arguments) for JAX, or (module, example inputs) for torch; shapes are enough
+                (jax.ShapeDtypeStruct, meta tensors), so nothing large is ever allocated;
                 --train takes a torch module and the `loss` of the file
-                (jax.ShapeDtypeStruct, meta tensors), so nothing large is ever allocated
   step.mlir     StableHLO as text or portable bytecode, a jax.export artifact, an HLO proto or unoptimised dump
   hf:NAME       a bundled Hugging Face configuration, such as hf:llama3-8b or hf:gpt2, or the path of a config.json
 """

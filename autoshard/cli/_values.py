@@ -6,9 +6,7 @@ import re
 from collections.abc import Callable
 
 from autoshard.errors import UserError
-
-
-GIB = 2**30
+from autoshard.units import GIB
 
 
 def pair(form: str) -> Callable[[str], tuple[str, str]]:

@@ -49,6 +49,8 @@ from autoshard.cost._learned import said_calibration as said_calibration
 from autoshard.cost._learned import said_of_fit as said_of_fit
 from autoshard.cost._memory import shard_bytes as shard_bytes
 from autoshard.cost._memory import tile_padding as tile_padding
+from autoshard.cost._mesh import AUTO as AUTO
+from autoshard.cost._mesh import MESH_VARIABLE as MESH_VARIABLE
 from autoshard.cost._mesh import Mesh as Mesh
 from autoshard.cost._mesh import default_axis_names as default_axis_names
 from autoshard.cost._mesh import hybrid_mesh as hybrid_mesh

@@ -14,6 +14,10 @@ from autoshard.cost._topology import Topology
 from autoshard.errors import UserError
 
 
+MESH_VARIABLE = "XLA_AUTO_SPMD_MESH"
+"""The environment's variable that names a mesh."""
+AUTO = "auto"
+"""Written where a mesh may be given: search for one."""
 MOST_NAMED = 16
 """Axes of a mesh that a user names, most of them of size 1; sets of them are tabled."""
 

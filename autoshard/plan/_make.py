@@ -9,6 +9,8 @@ from typing import Any
 
 from autoshard.base.crew import Crew
 from autoshard.cost import (
+    AUTO,
+    MESH_VARIABLE,
     Calibration,
     Fit,
     Mesh,
@@ -43,11 +45,6 @@ from autoshard.plan.solve._search import Found, Infeasible
 from autoshard.plan.write._write import WhenAsked, Writer
 from autoshard.program import Program, Role, lift_constraints
 from autoshard.solver import write_contest
-
-
-MESH_VARIABLE = "XLA_AUTO_SPMD_MESH"
-AUTO = "auto"
-"""Written where a mesh may be given: search for one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,9 +16,8 @@ from autoshard.plan import PairGroup, PairRow, PairSummary, summarise_pairs
 from autoshard.report._html import environment
 from autoshard.report._names import clean
 from autoshard.report._notebook import import_or_hint
-
-
-_GIB = 1 << 30
+from autoshard.report._saving import save_picture
+from autoshard.units import GIB
 
 
 def pair_figures(groups: Sequence[PairGroup]) -> dict[str, Any]:
@@ -50,8 +49,8 @@ def _row_figures(row: PairRow) -> dict[str, Any]:
         "measured_s": row.measured_s,
         "predicted_s": row.predicted_s,
         "unseen_s": row.unseen_s,
-        "measured_gib": None if row.measured_bytes is None else row.measured_bytes / _GIB,
-        "predicted_gib": None if row.predicted_bytes is None else row.predicted_bytes / _GIB,
+        "measured_gib": None if row.measured_bytes is None else row.measured_bytes / GIB,
+        "predicted_gib": None if row.predicted_bytes is None else row.predicted_bytes / GIB,
         "fits": row.fits,
         "measured_fits": row.measured_fits,
         "skipped": row.skipped or None,
@@ -119,8 +118,8 @@ def _table(group: PairGroup) -> Table:
             "-" if row.measured_s is None else f"{1e3 * row.measured_s:.4g}",
             f"{1e3 * row.predicted_s:.4g}",
             "-" if row.measured_s is None else f"{100 * (row.predicted_s / row.measured_s - 1):+.1f} %",
-            "-" if row.measured_bytes is None else f"{row.measured_bytes / _GIB:.2f}",
-            f"{row.predicted_bytes / _GIB:.2f}",
+            "-" if row.measured_bytes is None else f"{row.measured_bytes / GIB:.2f}",
+            f"{row.predicted_bytes / GIB:.2f}",
             fits,
         )
     return table
@@ -213,12 +212,7 @@ def plot_pairs(groups: Sequence[PairGroup], path: str | os.PathLike[str]) -> Non
 
     Raises `UserError` without matplotlib, for a suffix it does not know, and where no row was rebuilt.
     """
-    figure = _plot(groups)
-    kind = Path(path).suffix.lstrip(".").lower()
-    kinds = sorted(figure.canvas.get_supported_filetypes())
-    if kind not in kinds:
-        raise UserError(f"--plot {path}: a picture ends in one of {', '.join('.' + each for each in kinds)}.")
-    figure.savefig(path, dpi=150)
+    save_picture(_plot(groups), path)
 
 
 def _plot_text(groups: Sequence[PairGroup]) -> str:

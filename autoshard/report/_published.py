@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -84,17 +85,9 @@ def _errors(rows: Sequence[PublishedRow], predicted: Callable[[PublishedRow], fl
     return {
         "answered": len(deltas),
         "median_percent": statistics.median(deltas) if deltas else None,
-        "p90_percent": percentile(deltas, 0.9) if deltas else None,
+        "p90_percent": float(np.quantile(deltas, 0.9)) if deltas else None,
         "worst_percent": deltas[-1] if deltas else None,
     }
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of sorted values lie, interpolated."""
-    place = share * (len(values) - 1)
-    low = int(place)
-    high = min(low + 1, len(values) - 1)
-    return values[low] + (values[high] - values[low]) * (place - low)
 
 
 def published_pass(rows: Sequence[PublishedRow]) -> bool:

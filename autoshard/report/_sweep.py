@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,6 +13,7 @@ from autoshard.errors import UserError
 from autoshard.plan import SweepRow
 from autoshard.report._names import clean
 from autoshard.report._notebook import import_or_hint
+from autoshard.report._saving import save_picture
 from autoshard.units import format_bytes, format_count, format_seconds
 
 
@@ -110,8 +110,4 @@ def plot_sweep(rows: Sequence[SweepRow], path: str | os.PathLike[str]) -> None:
         else:
             axes.set_xticks([])
     panels[0].legend(fontsize=8, frameon=False)
-    kind = Path(path).suffix.lstrip(".").lower()
-    kinds = sorted(figure.canvas.get_supported_filetypes())
-    if kind not in kinds:
-        raise UserError(f"--plot {path}: a picture ends in one of {', '.join('.' + each for each in kinds)}.")
-    figure.savefig(path, dpi=150)
+    save_picture(figure, path)

@@ -12,7 +12,6 @@ from autoshard.cost import QuestionRow
 from autoshard.errors import UserError
 from autoshard.plan import PublishedRow
 from autoshard.report import Validation, passes, validate, validation_figures, validation_report
-from autoshard.report._published import percentile
 
 
 def row(kind: str, ours: float | None, trust: str = "use") -> QuestionRow:
@@ -119,8 +118,3 @@ def test_the_report_shows_rows_groups_and_what_was_left_out():
     text = screen.getvalue()
     assert "+10.0 %" in text and "a/b: x/v5e" in text
     assert "1 incomplete rows, not rebuilt:" in text and "three: not stated: seq" in text
-
-
-@pytest.mark.parametrize(("share", "expected"), [(0.0, 1.0), (0.5, 2.5), (0.9, 3.7), (1.0, 4.0)])
-def test_percentile(share: float, expected: float):
-    assert percentile([1.0, 2.0, 3.0, 4.0], share) == pytest.approx(expected)

@@ -9,6 +9,7 @@ from typing import cast
 
 from autoshard.cost import KINDS, Collectives, Kind, Mesh, Topology, make_mesh
 from autoshard.exec.hlo._hlo import Computation, HloModule, Instruction, parse_hlo
+from autoshard.exec.hlo._trips import trip_count
 from autoshard.plan import Plan
 
 
@@ -136,7 +137,7 @@ class Walk:
         if op.opcode == "send":
             return self.transfer(owner, op, place)
         if op.opcode == "while":
-            trips = self.module.trip_count(op)
+            trips = trip_count(self.module, op)
             count = place.count * (1 if trips is None else trips)
             inside = dataclasses.replace(place, count=count, in_loop=True, known=place.known and trips is not None)
             return self.called(op, "body", inside)

@@ -19,6 +19,7 @@ from autoshard.exec.hlo._collectives import OPCODES, CompiledCollective, Walk, _
 from autoshard.exec.hlo._hlo import Computation, HloModule, Instruction, parse_hlo
 from autoshard.exec.hlo._kernel import Kernel
 from autoshard.exec.hlo._physical import group_segments, permute_seconds, route
+from autoshard.exec.hlo._trips import trip_count
 from autoshard.exec.hlo._work import FREE, InstructionWork, Reader
 
 
@@ -183,7 +184,7 @@ class _Simulator:
         body = self.module.computations.get((op.attribute("body") or "").lstrip("%"))
         if body is None:
             return
-        trips = self.module.trip_count(op)
+        trips = trip_count(self.module, op)
         clock.unknown_trips += trips is None
         if trips is not None and owner.name == self.module.entry:
             compiled, whole = self.layers

@@ -5,15 +5,13 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from autoshard.cost import Topology, chip_of_kind, make_mesh, parse_mesh
+from autoshard.cost import AUTO, MESH_VARIABLE, Topology, chip_of_kind, make_mesh, parse_mesh
 from autoshard.errors import UserError
 from autoshard.exec.devices._devices import by_coordinates
 from autoshard.exec.torch_xla_hook._marks import LiveMesh
 from autoshard.exec.torch_xla_hook._xlac import xlac
 
 
-MESH_VARIABLE = "XLA_AUTO_SPMD_MESH"
-AUTO = "auto"
 TOPOLOGY_VARIABLE = "AUTOSHARD_TOPOLOGY"
 
 

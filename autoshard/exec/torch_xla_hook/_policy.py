@@ -3,9 +3,10 @@
 import os
 from typing import Any
 
+from autoshard.cost import MESH_VARIABLE
 from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook._enable import install, session
-from autoshard.exec.torch_xla_hook._here import MESH_VARIABLE, mesh_here
+from autoshard.exec.torch_xla_hook._here import mesh_here
 from autoshard.exec.torch_xla_hook._names import mesh_sizes
 
 

@@ -8,7 +8,6 @@ from autoshard.errors import UserError
 from autoshard.exec.tpu._compile import CompileReport, Verdict, compile_plan
 from autoshard.plan import (
     IncompleteError,
-    MeasuredGroup,
     MeasuredPlan,
     PairGroup,
     PairRow,
@@ -43,19 +42,12 @@ def compile_pairs(
             if row.run is not None and row.run not in seen:
                 say(f"{group.group}, row {number + 1} of {len(group.rows)}: {row.plan}")
             rows.append(_row(row, seen, time_limit))
-        found.append(_judged(group, tuple(rows)))
+        found.append(PairGroup.of(group, rows))
     return tuple(found)
 
 
-def _judged(group: MeasuredGroup, rows: tuple[PairRow, ...]) -> PairGroup:
-    return PairGroup(group.group, group.source, group.hardware, group.compares_plans, group.on_tpu, rows)
-
-
 def _row(row: MeasuredPlan, seen: dict[Run, CompileReport | str], time_limit: float) -> PairRow:
-    run = row.run
-    bare = PairRow(
-        row.plan, row.choice, row.step_s, measured_bytes=row.peak_bytes, measured_fits=row.fits, skipped=row.skipped
-    )
+    run, bare = row.run, PairRow.measured(row)
     if run is None:
         return bare
     if run not in seen:

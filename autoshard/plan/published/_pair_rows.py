@@ -12,22 +12,19 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from autoshard.cost import Chip, Decoder, Topology, chip_names, load_chip, read_flags, slice_names
+from autoshard.cost import Chip, Decoder, Topology, chip_names, load_chip, read_flags
 from autoshard.errors import UserError
 from autoshard.plan.published._pair_options import OPTIONS
-from autoshard.plan.published._published import IncompleteError, Run
+from autoshard.plan.published._published import LOCAL_WINDOWS, IncompleteError, Run, made_of, slice_shape
 from autoshard.program import SAVABLE, SAVED, KernelBlocks
+from autoshard.units import GIB
 
 
-_GIB = 1 << 30
 PAIRS = pathlib.Path(__file__).with_name("pairs.json")
 """Groups shipped with the project; each names its source."""
 
 _GROUP_KEYS = {"group", "model", "hardware", "chips", "rows"}
 _FAMILIES = ("llama", "mistral", "mixtral", "qwen", "gemma", "deepseek", "hunyuan", "gpt3", "fuji", "palm", "grug")
-_WINDOWS = {"gemma2": (4096, 2), "gemma3": (1024, 6)}
-"""Families with local attention: tokens that a local layer sees, and layers in a group that ends with a global one
-(Gemma 2, 2024; Gemma 3, 2025)."""
 _DIMS = {
     "layers": "layers",
     "emb": "width",
@@ -170,7 +167,7 @@ def _measured(bare: MeasuredPlan, row: Mapping[str, Any], run: Run) -> MeasuredP
         bare,
         step_s=step,
         token_s=None if step is None else step / tokens,
-        peak_bytes=None if peak is None else round(peak * _GIB),
+        peak_bytes=None if peak is None else round(peak * GIB),
         fits=False if oom else True if step is not None else None,
     )
 
@@ -217,13 +214,9 @@ def _topology(group: Mapping[str, Any], assumed: list[str]) -> Topology:
     text = str(group.get("topology", ""))
     shapes = [s for s in re.findall(r"\b\d+(?:x\d+)+\b", text) if math.prod(map(int, s.split("x"))) == count]
     if not shapes:
-        named = [Topology.parse(name) for name in slice_names() if name.startswith(f"{chip.name}-")]
-        shapes = [t.name.partition(":")[2] for t in named if t.num_chips == count] or [str(count)]
+        shapes = [slice_shape(chip, count) or str(count)]
         assumed.append(f"topology {shapes[0]}")
-    try:
-        found = Topology.parse(f"{chip.name}:{shapes[0]}")
-    except UserError as error:
-        raise IncompleteError(str(error)) from None
+    found = made_of(chip, shapes[0])
     if found.num_chips != count:
         raise IncompleteError(f"{count} chips are stated, but {found.name} has {found.num_chips}")
     return found
@@ -264,8 +257,8 @@ def _decoder(model: Any, said: Mapping[str, Any]) -> Decoder:
         sizes[name] = value
     if "emb" in said and "emb" in model and said["emb"] > model["emb"] and "mlp" not in said:
         raise IncompleteError(f"the MLP's width at emb {said['emb']} is not stated")
-    name = next((each for each in _WINDOWS if family.startswith(each)), None)
-    window, every = _WINDOWS[name] if name else (None, 1)
+    name = next((each for each in LOCAL_WINDOWS if family.startswith(each)), None)
+    window, every = LOCAL_WINDOWS[name] if name else (None, 1)
     if "pair" in str(model.get("note", "")) or model.get("layers_a_block") == 2:
         sizes["layers"] *= 2  # a block of a local and a global layer counts as one there
     if sizes["layers"] % every:

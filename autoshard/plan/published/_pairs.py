@@ -7,13 +7,13 @@ import pathlib
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from autoshard.cost import Calibration, with_flags
+import numpy as np
+
 from autoshard.errors import UserError
 from autoshard.plan.price._predict import evaluate
-from autoshard.plan.price._price import price
 from autoshard.plan.published._pair_rows import MeasuredGroup, MeasuredPlan, read_groups
 from autoshard.plan.published._published import IncompleteError, Run
-from autoshard.plan.published._rebuild import rebuild, source_group, without_source
+from autoshard.plan.published._rebuild import rebuild, source_group, unseen_seconds
 
 
 NOISE = 0.02
@@ -46,6 +46,13 @@ class PairRow:
     skipped: str = ""
     assumed: tuple[str, ...] = ()
 
+    @classmethod
+    def measured(cls, row: MeasuredPlan) -> "PairRow":
+        """A row with what was measured alone, and why it cannot be rebuilt if it cannot."""
+        return cls(
+            row.plan, row.choice, row.step_s, measured_bytes=row.peak_bytes, measured_fits=row.fits, skipped=row.skipped
+        )
+
     @property
     def ran(self) -> bool:
         """Whether there are a measured and a predicted time."""
@@ -73,6 +80,11 @@ class PairGroup:
     on_tpu: bool
     rows: tuple[PairRow, ...]
 
+    @classmethod
+    def of(cls, group: MeasuredGroup, rows: Iterable[PairRow]) -> "PairGroup":
+        """A measured group whose rows stand beside our predictions."""
+        return cls(group.group, group.source, group.hardware, group.compares_plans, group.on_tpu, tuple(rows))
+
     def pairs(self) -> list[tuple[PairRow, PairRow]]:
         """Pairs of rows with both times, in their order."""
         return list(itertools.combinations([row for row in self.rows if row.ran], 2))
@@ -91,11 +103,9 @@ class PairGroup:
         decided = self.decided()
         if not decided:
             return None
-        signs = [
-            math.copysign(1.0, a.measured_each() - b.measured_each()) * _sign(a.predicted_each() - b.predicted_each())
-            for a, b in decided
-        ]
-        return sum(signs) / len(signs)
+        measured = np.sign([a.measured_each() - b.measured_each() for a, b in decided])
+        predicted = np.sign([a.predicted_each() - b.predicted_each() for a, b in decided])
+        return float(np.mean(measured * predicted))
 
     @property
     def chosen(self) -> PairRow | None:
@@ -145,20 +155,19 @@ def validate_pairs(
 
 def _priced_group(group: MeasuredGroup) -> PairGroup:
     prices: dict[Run, tuple[float, float, int]] = {}
-    rows = tuple(_priced_row(group, row, prices) for row in group.rows)
-    return PairGroup(group.group, group.source, group.hardware, group.compares_plans, group.on_tpu, rows)
+    return PairGroup.of(group, [_priced_row(group, row, prices) for row in group.rows])
 
 
 def _priced_row(group: MeasuredGroup, row: MeasuredPlan, prices: dict[Run, tuple[float, float, int]]) -> PairRow:
-    run = row.run
-    bare = PairRow(
-        row.plan, row.choice, row.step_s, measured_bytes=row.peak_bytes, measured_fits=row.fits, skipped=row.skipped
-    )
+    run, bare = row.run, PairRow.measured(row)
     if run is None:
         return bare
     try:
         if run not in prices:
-            prices[run] = _priced(run, source_group(group.source))
+            model, choices = rebuild(run)
+            outcome = evaluate(model, choices)
+            unseen = unseen_seconds(model, choices, run, source_group(group.source))
+            prices[run] = outcome.step_time_s, unseen, outcome.peak_bytes
     except (IncompleteError, UserError) as error:
         return dataclasses.replace(bare, skipped=str(error))
     step, unseen, peak = prices[run]
@@ -171,17 +180,6 @@ def _priced_row(group: MeasuredGroup, row: MeasuredPlan, prices: dict[Run, tuple
         fits=peak <= run.topology.usable_bytes,
         assumed=run.assumed,
     )
-
-
-def _priced(run: Run, source: str) -> tuple[float, float, int]:
-    """Seconds of a step, those with figures fitted without a source, and the peak of one device in bytes."""
-    model, choices = rebuild(run)
-    outcome = evaluate(model, choices)
-    other: Calibration = with_flags(without_source(run.topology.chip.name, source), run.flags).calibration
-    again = price(
-        model.program, model.graph, model.structure, model.liveness, model.mesh, 1 << 62, calibration=other
-    )  # fmt: skip
-    return outcome.step_time_s, evaluate(again, choices).step_time_s, outcome.peak_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -216,16 +214,14 @@ def summarise_pairs(groups: Sequence[PairGroup]) -> PairSummary:
     regrets = [group.regret for group in groups if group.regret is not None]
     decided = [(group.tau, len(group.decided())) for group in groups]
     count = sum(number for _, number in decided)
-    ratios = sorted(error for group in groups for error in group.ratio_errors())
+    ratios = [error for group in groups for error in group.ratio_errors()]
     rows = [row for group in groups for row in group.rows]
-    steps = sorted(
-        abs(row.unseen_s / row.measured_s - 1.0) for row in rows if row.unseen_s is not None and row.measured_s
-    )
-    peaks = sorted(
+    steps = [abs(row.unseen_s / row.measured_s - 1.0) for row in rows if row.unseen_s is not None and row.measured_s]
+    peaks = [
         abs(row.predicted_bytes / row.measured_bytes - 1.0)
         for row in rows
         if row.predicted_bytes and row.measured_bytes
-    )
+    ]
     said = [row for row in rows if row.fits is not None and row.measured_fits is not None]
     return PairSummary(
         groups=sum(any(row.predicted_s is not None for row in group.rows) for group in groups),
@@ -235,26 +231,16 @@ def summarise_pairs(groups: Sequence[PairGroup]) -> PairSummary:
         regret_worst=max(regrets, default=None),
         tau=sum((tau or 0.0) * number for tau, number in decided) / count if count else None,
         decided=count,
-        ratio_median=_share(ratios, 0.5),
-        ratio_p90=_share(ratios, 0.9),
-        step_median=_share(steps, 0.5),
-        step_p90=_share(steps, 0.9),
-        memory_median=_share(peaks, 0.5),
+        ratio_median=_quantile(ratios, 0.5),
+        ratio_p90=_quantile(ratios, 0.9),
+        step_median=_quantile(steps, 0.5),
+        step_p90=_quantile(steps, 0.9),
+        memory_median=_quantile(peaks, 0.5),
         verdicts=len(said),
         verdicts_right=sum(row.fits == row.measured_fits for row in said),
     )
 
 
-def _share(values: Iterable[float], share: float) -> float | None:
-    """The value below which a share of sorted values lie, interpolated."""
-    ordered = list(values)
-    if not ordered:
-        return None
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
-def _sign(value: float) -> float:
-    return 0.0 if value == 0.0 else math.copysign(1.0, value)
+def _quantile(values: Sequence[float], share: float) -> float | None:
+    """The value below which a share of the values lie, interpolated; None if there are none."""
+    return float(np.quantile(values, share)) if values else None

@@ -24,9 +24,9 @@ _NUMBERS = ("chips_per_slice", "slices", "seq", "per_chip_batch", "global_batch_
 _DIMS = {"L": "layers", "D": "width", "F": "mlp_width", "N": "heads", "K": "kv_heads", "H": "head_size"}
 _AXES = {"DP": "copies", "FSDP": "spread", "FSDP_TRANSPOSE": "spread", "TP": "tensor"}
 _RATE = re.compile(r"TFLOP/s/(chip|device)|(?:MFU|HW utilisation) %")
-_LOCAL_WINDOW = {"gemma3": (1024, 6)}
+LOCAL_WINDOWS = {"gemma2": (4096, 2), "gemma3": (1024, 6)}
 """Families with local attention: tokens that a local layer sees, and layers in a group that ends with a global one
-(Gemma 3 technical report, 2025)."""
+(Gemma 2, 2024; Gemma 3, 2025)."""
 _FLASH = re.compile(r"maxtext|tpu-recipes", re.I)
 """Sources that state `attention=flash` (MaxText's splash kernel); others compute scores in full. A row's own
 `attention` goes first."""
@@ -225,8 +225,8 @@ def parse_run(row: Mapping[str, Any]) -> Run | MatmulRun:
     missing += [] if row.get("per_chip_batch") or row.get("global_batch_seqs") else ["batch"]
     if missing:
         raise IncompleteError(f"not stated: {', '.join(missing)}")
-    family = next((name for name in _LOCAL_WINDOW if str(row["model"]).startswith(name)), None)
-    window, every = _LOCAL_WINDOW[family] if family else (None, 1)
+    family = next((name for name in LOCAL_WINDOWS if str(row["model"]).startswith(name)), None)
+    window, every = LOCAL_WINDOWS[family] if family else (None, 1)
     if dims["L"] % every:
         raise IncompleteError(f"{dims['L']} layers are not whole groups of {every}")
     decoder = Decoder(
@@ -273,19 +273,28 @@ def _topology(row: Mapping[str, Any], chip: Chip, assumed: list[str]) -> Topolog
     if shape and not re.fullmatch(r"\d+(x\d+)*", str(shape)):
         raise IncompleteError(f"the topology {shape!r} is not a shape")
     if not shape:
-        named = [Topology.parse(name) for name in slice_names() if name.startswith(f"{chip.name}-")]
-        whole = [t for t in named if t.num_chips == count]
-        if not whole:
+        shape = slice_shape(chip, count)
+        if shape is None:
             raise IncompleteError(f"no slice of {count} chips is known and no topology is stated")
-        shape = whole[0].name.partition(":")[2]
         assumed.append(f"topology {shape}")
-    try:
-        found = Topology.parse(f"{chip.name}:{shape}" + (f"*{slices}" if slices > 1 else ""))
-    except UserError as error:
-        raise IncompleteError(str(error)) from None
+    found = made_of(chip, shape, slices)
     if found.num_chips != count * slices:
         raise IncompleteError(f"{count} chips a slice are stated, but {shape} has {found.num_chips // slices}")
     return found
+
+
+def slice_shape(chip: Chip, count: int) -> str | None:
+    """The shape of the slice of so many chips that a cloud offers, such as `4x8x8`; None if none is known."""
+    named = [Topology.parse(name) for name in slice_names() if name.startswith(f"{chip.name}-")]
+    return next((each.name.partition(":")[2] for each in named if each.num_chips == count), None)
+
+
+def made_of(chip: Chip, shape: str, slices: int = 1) -> Topology:
+    """Slices of a shape. Raises `IncompleteError` for a shape that the chip cannot have."""
+    try:
+        return Topology.parse(f"{chip.name}:{shape}" + (f"*{slices}" if slices > 1 else ""))
+    except UserError as error:
+        raise IncompleteError(str(error)) from None
 
 
 def _sharding(text: str, topology: Topology) -> tuple[int, int, int]:

@@ -172,15 +172,11 @@ def _step(bare: PublishedRow, run: Run) -> PublishedRow:
     model, choices = rebuild(run)
     outcome = evaluate(model, choices)
     ours = outcome.step_time_s
-    other = with_flags(without_source(run.topology.chip.name, bare.group), run.flags).calibration
-    again = price(
-        model.program, model.graph, model.structure, model.liveness, model.mesh, 1 << 62, calibration=other
-    )  # fmt: skip
     return dataclasses.replace(
         bare,
         theirs=run.step_s,
         ours=ours,
-        unseen=evaluate(again, choices).step_time_s,
+        unseen=unseen_seconds(model, choices, run, bare.group),
         compute_s=outcome.compute_s,
         exposed_s=ours - outcome.compute_s,
         their_mfu=run.peak_s / run.step_s,
@@ -188,6 +184,13 @@ def _step(bare: PublishedRow, run: Run) -> PublishedRow:
         flags=run.flags,
         assumed=run.assumed,
     )
+
+
+def unseen_seconds(model: Model, choices: NDArray[np.int64], run: Run, source: str) -> float:
+    """Seconds of a run's step, priced with figures that were fitted without the runs of one source."""
+    figures = with_flags(without_source(run.topology.chip.name, source), run.flags).calibration
+    again = price(model.program, model.graph, model.structure, model.liveness, model.mesh, 1 << 62, calibration=figures)
+    return evaluate(again, choices).step_time_s
 
 
 def without_source(chip: str, source: str) -> Calibration:
