@@ -92,6 +92,7 @@ class Bill:
 
     @classmethod
     def of(cls, mesh: Mesh, charges: Iterable[Charge]) -> "Bill":
+        """A bill of charges over a mesh; those that differ in their counts alone become one."""
         counts: dict[Charge, float] = collections.defaultdict(float)
         for charge in charges:
             counts[dataclasses.replace(charge, count=0.0)] += charge.count
@@ -130,6 +131,7 @@ class Bill:
         return self.parts(calibration).step_s
 
     def to_json(self) -> dict[str, Any]:
+        """The bill as JSON can hold it; `from_json` reads it."""
         rows = [[c.op, dict(c.said), list(c.amounts), c.block, c.count, list(c.hides)] for c in self.charges]
         return {"topology": self.topology, "mesh": dict(self.mesh), "charges": rows}
 

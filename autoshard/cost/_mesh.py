@@ -37,14 +37,19 @@ class Mesh:
 
     @property
     def axes(self) -> dict[str, int]:
+        """Name and size of every axis, major first."""
         return dict(zip(self.names, self.sizes, strict=True))
 
     @property
     def num_devices(self) -> int:
+        """The product of all sizes."""
         return len(self.device_order)
 
     def segments(self, axis: str) -> tuple[Segment, ...]:
-        """Physical segments that make one axis, major first; empty for an axis of size 1."""
+        """Physical segments that make one axis, major first; empty for an axis of size 1.
+
+        Raises `UserError` for an axis that the mesh has not.
+        """
         if axis not in self.names:
             raise UserError(f"mesh axis {axis!r} does not exist; the mesh has {', '.join(self.names)}")
         return self.layout[self.names.index(axis)]

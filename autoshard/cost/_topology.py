@@ -116,6 +116,7 @@ class Topology:
 
     @property
     def backend(self) -> str:
+        """What compiles for these devices: `tpu`, `gpu` or `cpu`."""
         return self.chip.backend
 
     @property
@@ -125,14 +126,17 @@ class Topology:
 
     @property
     def devices_per_chip(self) -> int:
+        """Devices that a chip shows as: 2 where each core is one (v2, v3, tpu7x)."""
         return self.chip.devices_per_chip
 
     @property
     def num_chips(self) -> int:
+        """Chips of all slices."""
         return math.prod(self.shape) * self.slices
 
     @property
     def num_devices(self) -> int:
+        """Devices of all slices, as JAX counts them."""
         return self.num_chips * self.chip.devices_per_chip
 
     @property
@@ -179,7 +183,10 @@ class Topology:
         return (outer, *inner)
 
     def coords(self, device: int) -> tuple[int, tuple[int, int, int], int]:
-        """`(slice, (x, y, z), core)` of a device number, as JAX's `slice_index`, `coords` and `core_on_chip`."""
+        """`(slice, (x, y, z), core)` of a device number, as JAX's `slice_index`, `coords` and `core_on_chip`.
+
+        Raises `UserError` for a number that no device has.
+        """
         if not 0 <= device < self.num_devices:
             raise UserError(f"device {device} is not in {self.name}, which has devices 0..{self.num_devices - 1}")
         rest, core = divmod(device, self.devices_per_chip)

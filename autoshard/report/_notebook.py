@@ -94,7 +94,10 @@ class NotebookView:
         return figure
 
     def plot_sharding(self, name: str) -> Any:
-        """`matplotlib` figure: the devices as they lie in the topology, coloured by the part of `name` they hold."""
+        """`matplotlib` figure: the devices as they lie in the topology, coloured by the part of `name` they hold.
+
+        Raises `UserError` for a name that is no argument of the plan.
+        """
         plan = self.plan
         if name not in plan.arguments:
             raise UserError(f"the plan has no argument {name!r}; {_near(name, list(plan.arguments))}")

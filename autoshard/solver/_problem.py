@@ -39,8 +39,10 @@ class Problem:
 
     @property
     def num_nodes(self) -> int:
+        """Nodes, each with at least one choice."""
         return len(self.node_offsets) - 1
 
     @property
     def num_edges(self) -> int:
+        """Pairs of nodes with a table of costs."""
         return len(self.edge_nodes)

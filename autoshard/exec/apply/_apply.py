@@ -30,13 +30,15 @@ class Application:
         return jax_mesh(self.plan, self.devices)
 
     def in_shardings(self) -> tuple[Any, ...]:
+        """A `NamedSharding` for every argument of the step, in their order."""
         return tuple(named_sharding(self.mesh, spec) for spec in self.plan.arguments.values())
 
     def out_shardings(self) -> tuple[Any, ...]:
+        """A `NamedSharding` for every result of the step, in their order."""
         return tuple(named_sharding(self.mesh, spec) for spec in self.plan.results.values())
 
     def shard_batch(self, batch: Any) -> Any:
-        """See `Plan.shard_batch`."""
+        """See `Plan.shard_batch`. Raises `UserError` for arrays of other shapes than were planned."""
         import jax
 
         plan = self.plan
@@ -56,7 +58,7 @@ class Application:
         return tree.unflatten(placed)
 
     def load_batches(self, batches: Iterable[Any], ahead: int) -> Iterator[Any]:
-        """See `Plan.load_batches`."""
+        """See `Plan.load_batches`. Raises `UserError` for an `ahead` below 1."""
         if ahead < 1:
             raise UserError(f"plan.load_batches: ahead={ahead}, but at least 1 batch has to be sent.")
         sent: collections.deque[Any] = collections.deque()
@@ -71,6 +73,7 @@ class Application:
         return TorchPlan(self.plan)
 
     def jit(self, fn: Callable[..., Any], donate_argnums: int | Sequence[int] | None = None) -> "PlannedFunction":
+        """A function of the same arguments that runs as planned; see `Plan.jit`."""
         return PlannedFunction(self, fn, donate_argnums)
 
     def lower(

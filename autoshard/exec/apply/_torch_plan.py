@@ -52,7 +52,10 @@ class TorchPlan:
         return found
 
     def mark(self, model: Any) -> Any:
-        """Hold a module's parameters on the XLA devices as planned; see `Plan.mark`."""
+        """Hold a module's parameters on the XLA devices as planned; see `Plan.mark`.
+
+        Raises `UserError` where SPMD mode is off.
+        """
         import torch_xla.runtime as xr
 
         if not xr.is_spmd():
@@ -74,7 +77,10 @@ class TorchPlan:
         return LiveMesh(self.plan.mesh, xla_devices(self.plan.topology, self.plan.device_order))
 
     def input_sharding(self) -> Any:
-        """What `MpDeviceLoader(input_sharding=...)` takes; see `Plan.input_sharding`."""
+        """What `MpDeviceLoader(input_sharding=...)` takes; see `Plan.input_sharding`.
+
+        Raises `UserError` for a plan without a batch.
+        """
         import torch_xla.distributed.spmd as xs
 
         from autoshard.exec.torch_xla_hook import inputs_by_shape, partition
@@ -95,7 +101,10 @@ class TorchPlan:
         return inputs_by_shape(batch, mesh)
 
     def placements(self, model: Any, mesh: Any) -> dict[str, tuple[Any, ...]]:
-        """DTensor placements of every parameter of a module on a `DeviceMesh`; see `Plan.placements`."""
+        """DTensor placements of every parameter of a module on a `DeviceMesh`; see `Plan.placements`.
+
+        Raises `UserError` for another mesh than the plan's.
+        """
         sizes = mesh_sizes(mesh)
         if sizes != self.plan.mesh:
             raise UserError(

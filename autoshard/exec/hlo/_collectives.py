@@ -63,6 +63,7 @@ class CompiledCollective:
 
     @property
     def wire_bytes(self) -> float:
+        """Bytes that one device sends in a step, over all axes."""
         return sum(self.wire.values())
 
 

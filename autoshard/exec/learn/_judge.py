@@ -34,6 +34,7 @@ class Seen:
 
     @property
     def fits(self) -> bool:
+        """Whether it ran, or compiled, within a device's memory."""
         return not self.failed and self.verdict != Verdict.DOES_NOT_FIT.value
 
     def to_json(self) -> dict[str, Any]:

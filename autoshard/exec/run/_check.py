@@ -43,6 +43,7 @@ class Difference:
     """How far the unplanned step is from itself, on the same scale; 0 where that was not asked for."""
 
     def within(self, tolerance: float) -> bool:
+        """Whether the difference is at most `tolerance`, or a few times the noise of the unplanned step."""
         return self.rel_diff <= max(tolerance, FACTOR * self.floor)
 
 
@@ -57,10 +58,12 @@ class Check:
 
     @property
     def max_rel_diff(self) -> float:
+        """The largest relative difference of all results; 0 if there are none."""
         return max((d.rel_diff for d in self.differences), default=0.0)
 
     @property
     def passed(self) -> bool:
+        """Whether every result is within the tolerance, or within the noise of the unplanned step."""
         return all(d.within(self.tolerance) for d in self.differences)
 
     @property

@@ -54,6 +54,7 @@ class Prediction:
 
     @property
     def expected_s(self) -> float:
+        """Seconds of a step with what a full memory is expected to cost on top."""
         return self.step_time_s + self.tight_s
 
 

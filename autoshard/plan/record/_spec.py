@@ -85,17 +85,21 @@ class Spec:
 
     @classmethod
     def replicated(cls, rank: int) -> "Spec":
+        """The spec of a tensor of so many dims that every device holds whole."""
         return cls(((),) * rank)
 
     @classmethod
     def from_json(cls, value: Sequence[Sequence[str]]) -> "Spec":
+        """What `to_json` gave: for each dim the names of its axes."""
         return cls(tuple(tuple(axes) for axes in value))
 
     def to_json(self) -> list[list[str]]:
+        """For each dim the names of the axes that split it, major first."""
         return [list(axes) for axes in self.dims]
 
     @property
     def axes(self) -> tuple[str, ...]:
+        """All axes that split the tensor, dim by dim."""
         return tuple(axis for dim in self.dims for axis in dim)
 
     def of_rank(self, rank: int) -> "Spec":
