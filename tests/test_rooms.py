@@ -250,6 +250,12 @@ def test_start_up_loads_nothing_heavy(statement: str):
     assert out.stdout.strip() == "[]"
 
 
+def test_what_runs_and_reports_waits_for_the_frameworks_until_it_needs_them():
+    code = "import autoshard.exec, autoshard.report, sys; print([m for m in ('jax', 'torch') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert out.stdout.strip() == "[]"
+
+
 def modules_loaded(code: str) -> int:
     """How many modules Python holds after running `code`: a measure of start-up that a busy machine cannot change."""
     command = [sys.executable, "-c", f"{code}\nimport sys; print(len(sys.modules), file=sys.stderr)"]

@@ -50,6 +50,7 @@ def test_the_table_counts_its_rows() -> None:
     assert "| fsdp* | 2000.00 | 2.000 |" in text and "| 1 of 1 | 1 of 12 |" in text
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 def test_a_row_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_quality, "PROGRAMS", {"tiny": lambda n: jax_mlp(2, 512, 64 * n)})

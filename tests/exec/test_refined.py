@@ -11,7 +11,8 @@ from tests.plan.programs import grouped_query
 @pytest.mark.parametrize(
     ("kv", "batch", "seq", "mesh", "half", "by_hand"),
     [
-        (4, 8, 32, "data=1,model=8", "model(4 of 8)", "tensor_parallel"),  # an axis of one device splits no parameters
+        # An axis of one device splits no parameters.
+        pytest.param(4, 8, 32, "data=1,model=8", "model(4 of 8)", "tensor_parallel", marks=pytest.mark.full),
         (2, 2, 126, "data=2,model=4", "model(2 of 4, outer)", "fsdp_tp"),
     ],
 )

@@ -31,8 +31,8 @@ def on_the_wire(program: Program, plan: Plan) -> dict[str, int]:
         ("mlp", "data=8", "fsdp"),
         ("two matmuls", "data=4,model=2", "fsdp_tp"),
         ("decoder", "data=4,model=2", "plan"),
-        ("decoder", "data=4,model=2", "tensor_parallel_sp"),
-        ("decoder", "data=4,model=2", "fsdp_tp_sp"),
+        pytest.param("decoder", "data=4,model=2", "tensor_parallel_sp", marks=pytest.mark.full),
+        pytest.param("decoder", "data=4,model=2", "fsdp_tp_sp", marks=pytest.mark.full),
         ("convolutions", "data=8", "data_parallel"),
         ("decoding", "data=4,model=2", "tensor_parallel"),
         ("mixed", "data=4,model=2", "tensor_parallel"),
@@ -70,7 +70,7 @@ def random_plan(name: str, rng: np.random.Generator) -> Plan:
     )
 
 
-@pytest.mark.parametrize("name", ["two matmuls", "decoding"])
+@pytest.mark.parametrize("name", ["two matmuls", pytest.param("decoding", marks=pytest.mark.full)])
 def test_plans_chosen_at_random_are_predicted_too(name: str) -> None:
     rng = np.random.default_rng(0)
     ratios = []
@@ -82,7 +82,7 @@ def test_plans_chosen_at_random_are_predicted_too(name: str) -> None:
     assert 0.93 < np.median(ratios) < 1.08, ratios
 
 
-@pytest.mark.parametrize("name", ["mlp", "convolutions", "views"])
+@pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.full), "convolutions", "views"])
 def test_plans_chosen_at_random_compute_the_same(name: str) -> None:
     program, rng = made.program(name), np.random.default_rng(0)
     assert program.make_args is not None

@@ -13,7 +13,10 @@ BATCH, SEQ = 3, 14
 CONFIGS = ["gpt2-tiny", "llama-tiny"]
 
 
-@pytest.mark.parametrize(("config", "remat"), [("gpt2-tiny", "none"), ("gpt2-tiny", "full"), ("llama-tiny", "dots")])
+@pytest.mark.parametrize(
+    ("config", "remat"),
+    [("gpt2-tiny", "none"), pytest.param("gpt2-tiny", "full", marks=pytest.mark.full), ("llama-tiny", "dots")],
+)
 def test_loss_gradients_and_update_equal_eager(config, remat, monkeypatch):
     check_training_step(config, monkeypatch, batch=BATCH, seq=SEQ, remat=remat)
 

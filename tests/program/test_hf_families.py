@@ -16,7 +16,9 @@ DECODERS = {
 }
 
 
-@pytest.mark.parametrize("config", DECODERS)
+@pytest.mark.parametrize(
+    "config", [pytest.param(each, marks=[pytest.mark.full] * each.startswith("deepseek")) for each in DECODERS]
+)
 def test_training_step_equals_eager(config, monkeypatch):
     all_slots = {} if config == "gemma2-tiny" else {"capacity_factor": 100.0}
     check_training_step(config, monkeypatch, batch=BATCH, seq=SEQ, **all_slots)

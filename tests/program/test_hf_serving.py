@@ -11,7 +11,9 @@ from autoshard.program import Role, open_source
 BATCH, PROMPT, LENGTH = 3, 5, 9
 
 
-@pytest.mark.parametrize("config", ["gpt2-tiny", "gemma2-tiny", "deepseek-v3-tiny"])
+@pytest.mark.parametrize(
+    "config", ["gpt2-tiny", "gemma2-tiny", pytest.param("deepseek-v3-tiny", marks=pytest.mark.full)]
+)
 def test_prefill_and_decode_equal_the_full_pass(config):
     import jax
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from autoshard.errors import UserError
-from autoshard.exec.torch_xla_hook._names import mesh_sizes, own_name, owned_parameters
+from autoshard.exec.devices._torch_names import mesh_sizes, own_name, owned_parameters
 from autoshard.plan import Plan, Spec, in_mesh_order, is_stacked, layer_pattern, spec_text
 
 

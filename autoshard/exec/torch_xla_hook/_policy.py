@@ -5,9 +5,9 @@ from typing import Any
 
 from autoshard.cost import MESH_VARIABLE
 from autoshard.errors import UserError
+from autoshard.exec.devices._torch_names import mesh_sizes
 from autoshard.exec.torch_xla_hook._enable import install, session
 from autoshard.exec.torch_xla_hook._here import mesh_here
-from autoshard.exec.torch_xla_hook._names import mesh_sizes
 
 
 def plan_first_step(name: str, module: Any, device_mesh: Any) -> None:

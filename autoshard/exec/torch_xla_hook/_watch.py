@@ -5,9 +5,9 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from autoshard.exec.devices._torch_names import own_name
 from autoshard.exec.torch_xla_hook._capture import Known
 from autoshard.exec.torch_xla_hook._compiled import lazily
-from autoshard.exec.torch_xla_hook._names import own_name
 from autoshard.exec.torch_xla_hook._ops import Ops, unseen
 from autoshard.exec.torch_xla_hook._places import LazyOp, Place, is_value, nodes_between
 from autoshard.exec.torch_xla_hook._tensors import handles, leaves, on_xla, pending, plain

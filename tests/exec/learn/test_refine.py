@@ -201,7 +201,7 @@ def start_refinement() -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGKILL])
 def test_an_interrupted_run_goes_on_where_it_was(how: signal.Signals, database: Database):
     with start_refinement() as interrupted:
         assert interrupted.stdout is not None

@@ -39,7 +39,7 @@ def test_every_step_sends_what_is_planned(rows: dict[str, Any]):
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
-        ("mixtral", "8"),
+        pytest.param("mixtral", "8", marks=pytest.mark.full),
         pytest.param("vit", "4,2", marks=pytest.mark.full),
         pytest.param("gpt2", "8", marks=pytest.mark.full),
     ],

@@ -37,6 +37,7 @@ def test_inputs_of_one_shape_in_a_nested_batch_need_one_spec():
         inputs_by_shape(inputs, LiveMesh({"data": 8}, range(8)))
 
 
+@pytest.mark.full
 def test_local_shards_are_the_plans_parts():
     row = offline("shards")
     assert row["wrong"] == [[], []]

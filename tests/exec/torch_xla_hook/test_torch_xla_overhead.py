@@ -18,6 +18,7 @@ def test_the_planned_loop_runs_what_is_marked_by_hand(said: dict[str, Any]):
     assert planned["compiled"] == by_hand["compiled"] == 2
 
 
+@pytest.mark.full
 def test_the_hooks_work_in_a_step_does_not_grow(said: dict[str, Any]):
     first, *others = said["planned"]["calls"]
     modules, tensors = 4, 4 + 8 + 2  # parameters, AdamW's states, batch

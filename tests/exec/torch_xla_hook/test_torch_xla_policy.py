@@ -57,6 +57,7 @@ def test_upstreams_training(found: dict[str, Any]):
     assert any(said.startswith("with nothing split a step is predicted to take") for said in training["warnings"])
 
 
+@pytest.mark.full
 def test_what_a_policy_refuses():
     said = run_checks("torch_xla_policy_checks", "wrong_policies")["wrong_policies"]
     assert said["mesh"] == (
@@ -72,6 +73,7 @@ def test_what_a_policy_refuses():
     assert said["moved"].startswith("`0.weight` is on the XLA device already: give distribute_module the module on the")
 
 
+@pytest.mark.full
 def test_a_mesh_that_is_looked_for():
     environment = {"AUTOSHARD_STRICT": "1", "XLA_AUTO_SPMD_MESH": "auto"}
     row = run_checks("torch_xla_policy_checks", "searched_mesh", **environment)["searched_mesh"]

@@ -91,7 +91,7 @@ def test_equal_input_gives_equal_bytes() -> None:
     assert plan_to_json(again) == plan_to_json(searched("wide mlp", "v5e:4x4"))
 
 
-@pytest.mark.parametrize("helpers", [1, 2])
+@pytest.mark.parametrize("helpers", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_helpers_do_not_change_the_plan(helpers: int) -> None:
     options: dict[str, Any] = {"topology": "v5e:2x4", "mesh": "auto", "refine_axes": False, "time_limit": math.inf}
     lines: list[str] = []

@@ -13,7 +13,7 @@ from tests.plan import programs as made
 
 CASES = [
     ("mlp", "cpu:8", "data=4,model=2"),
-    ("decoder", "v5e:2x4", "data=2,model=4"),
+    pytest.param("decoder", "v5e:2x4", "data=2,model=4", marks=pytest.mark.full),
     ("wide mlp", "v5e:4x4", "data=4,model=4"),
     ("convolutions", "v5p:2x2x2", "data=2,model=2,axis2=2"),
 ]
