@@ -15,8 +15,28 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **o
     if function is None:
         return lambda each: njit(each, cache=cache, **options)
     try:
-        return numba.njit(cache=cache, **options)(function)
+        compiled: Any = numba.njit(cache=cache, **options)(function)
     except RuntimeError as error:
         if not cache or "no locator available" not in str(error):
             raise
         return numba.njit(**options)(function)
+    if cache:
+        _forgive_older_versions(compiled._cache)
+    return compiled
+
+
+def _forgive_older_versions(cache: Any) -> None:
+    """Compile anew what an older version of the package has left, where its types have another name or place now.
+
+    numba unpickles such an index before it compares what it was made from, and ends in an AttributeError.
+    """
+    load = cache.load_overload
+
+    def load_or_forget(*signature: Any) -> Any:
+        try:
+            return load(*signature)
+        except (AttributeError, ImportError):
+            cache.flush()
+            return None
+
+    cache.load_overload = load_or_forget

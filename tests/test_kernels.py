@@ -1,12 +1,17 @@
 """Kernels are cached where there is a place for it, and compiled all the same where there is none."""
 
+import os
+import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from autoshard.kernels import njit
 
+
+ROOT = Path(__file__).parent.parent
 
 WITHOUT_A_PLACE = """
 import numba
@@ -46,3 +51,31 @@ def test_kernels_are_compiled_where_nothing_can_be_written() -> None:
 def test_other_refusals_of_numba_are_not_hidden() -> None:
     with pytest.raises(TypeError):
         njit(cache=True, nothing_like_it=True)(abs)
+
+
+KEPT = """
+from autoshard.kernels import njit
+
+@njit(cache=True)
+def double(x):
+    return 2 * x
+
+print(double(4))
+"""
+
+
+def test_what_an_older_version_has_kept_is_compiled_anew(tmp_path: Path) -> None:
+    """An index that holds a type which has another name by now."""
+    script = tmp_path / "script.py"
+    script.write_text(KEPT)
+
+    def doubled() -> str:
+        env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "kept"), "PYTHONPATH": str(ROOT)}
+        return subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=env).stdout
+
+    assert doubled() == "8\n"
+    (index,) = tmp_path.rglob("*.nbi")
+    version = pickle.dumps(pickle.loads(index.read_bytes()))
+    index.write_bytes(version + b"cautoshard.kernels\nNotThereAnyMore\n.")
+    assert doubled() == "8\n"
+    assert b"NotThereAnyMore" not in index.read_bytes()

@@ -73,6 +73,7 @@ WORK: dict[str, Price] = {
     "dot": _dot,
     "op": _op,
     "attention": _attention,
+    "steps": Compute.step_seconds,
     "sort": _sort,
     "launch": _launch,
     "stream": Compute.memory_seconds,

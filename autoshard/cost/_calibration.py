@@ -63,6 +63,8 @@ class Calibration:
     """Largest group whose collectives are pipelined into matmuls."""
     attention_ops: float
     """Vector-unit operations for each score of an attention kernel and matmul over the scores."""
+    grid_step_s: float
+    """What one step of a Pallas kernel's grid costs beside its work."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
     def __hash__(self) -> int:
@@ -92,6 +94,7 @@ class Calibration:
             network_efficiency=1.0,
             network_contention=0.0,
             network_latency_s=0.0,
+            grid_step_s=0.0,
             sources={"all": "peaks of the chip file"},
         )
 

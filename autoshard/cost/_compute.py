@@ -99,6 +99,10 @@ class Compute:
         vector = self.vector_seconds(scores * (matmuls * self.calibration.attention_ops))
         return np.maximum(_beside(busy, vector), self.memory_seconds(size_bytes)) + self.calibration.op_overhead_s
 
+    def step_seconds(self, steps: ArrayLike) -> NDArray[np.float64]:
+        """What the steps of a kernel's grid cost beside their work: scalar code, waits for blocks, sums in memory."""
+        return np.asarray(steps, dtype=np.float64) * self.calibration.grid_step_s
+
     @property
     def burst_bytes(self) -> int:
         """Least bytes that one access to main memory moves."""

@@ -32,8 +32,8 @@ _QUERY, _KEY, _VALUE, _MIXED, _ROWS = (0, 1, 2, 3, 5), (0, 1, 4, 5), (0, 1, 4, 6
 
 def known_call(
     target: str, attributes: str, operands: Sequence[Tensor], results: Sequence[Tensor]
-) -> tuple[str, Rule, int] | None:
-    """Kind, rule and FLOPs of a custom call by its target; None for a call that is not known."""
+) -> tuple[str, Rule, int, int] | None:
+    """Kind, rule, FLOPs and steps of its grid of a custom call by its target; None for a call that is not known."""
     kind = _TARGETS.get(target)
     if kind is None:
         return None
@@ -43,7 +43,9 @@ def known_call(
     sizes = (*operands[0].shape[:4], operands[1].shape[2], operands[0].shape[4], operands[2].shape[3])
     kinds = (FactorKind.PARALLEL,) * 3 + (FactorKind.NEED_REPLICATION,) * 4
     rule = Rule(sizes, kinds, *(tuple(tuple((f,) for f in dims) for dims in side) for side in (ins, outs)))
-    match = re.search(r"seen_share\s*=\s*([0-9.eE+-]+)", attributes)
-    share = float(match[1]) if match else 1.0
+    share, steps = (
+        float(match[1]) if (match := re.search(rf"{name}\s*=\s*([0-9.eE+-]+)", attributes)) else without
+        for name, without in (("seen_share", 1.0), ("grid_steps", 0.0))
+    )
     flops = MATMULS[kind] * (sizes[5] + sizes[6]) * math.prod(sizes[:5]) * share
-    return kind, rule, int(flops)
+    return kind, rule, int(flops), int(steps) * math.prod(sizes[:3])

@@ -116,7 +116,7 @@ class _Reader(UseReading):
         if opaque is not None and "mhlo.backend_config" in op.attributes:
             known = known_call(opaque.target, str(op.attributes["mhlo.backend_config"]), takes, gives)
         if known is not None:
-            (kind, rule, _), opaque = known, None
+            (kind, rule, *_), opaque = known, None
         if kind in _GENERATED or (operands and all(t in self.free for t in operands) and rule is not None):
             self.free.update(results)
             op_class = OpClass.FREE
@@ -134,13 +134,14 @@ class _Reader(UseReading):
         dilation = math.prod(int(n) for n in re.findall(r"\d+", zeros))
         flops = opaque.flops if opaque else op_flops(kind, rule, takes, gives, dilation)
         numbers = tuple(range(len(operands)))
-        flops = known[2] if known is not None else flops
+        steps = opaque.steps if opaque else 0
+        flops, steps = known[2:] if known is not None else (flops, steps)
         self.ops.append(
             Op(
                 op_id, number, kind, op_class, operands, results, rule, loop, flops, name, numbers, groups,
                 self.manual, opaque=opaque, halos=halos, grouped=grouped, offsets=moved,
                 line="" if op_class is OpClass.FREE else mlir.code_line(op),
-                strided=strided_dims(kind, self.cuts.get(op_id, ())),
+                strided=strided_dims(kind, self.cuts.get(op_id, ())), steps=steps,
             )
         )  # fmt: skip
 

@@ -96,6 +96,8 @@ class Opaque:
     """Of jax's attention kernels, the head dim over which they multiply; 0 for any other call."""
     sloping: tuple[tuple[int, int], ...] = ()
     """(factor, blocks): the work grows evenly along it from next to none, so that parts of it are not alike."""
+    steps: int = 0
+    """Of a Pallas kernel, steps of its grid, without those that a mask skips."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,6 +142,8 @@ class Op:
     """Where the user's own code asks for it, `model.py:12`; may be empty."""
     strided: tuple[int, ...] = ()
     """Dims of which a slice takes elements that lie apart, or in which a pad puts places between elements."""
+    steps: int = 0
+    """Of a kernel, steps of its grid, without those that a mask skips."""
 
     @property
     def sides(self) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:

@@ -27,6 +27,8 @@ class CallWork:
     """Of what most of the flops multiply."""
     sloping: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """Factor of the call's rule along which the work grows evenly from next to none -> blocks of it."""
+    steps: int = 0
+    """Steps of a kernel's grid that compute something."""
 
 
 FIXED_SHAPES = ("tpu_custom_call", "__cudnn$", "__gpu$xla.gpu.triton", "mosaic_gpu", "CustomSPMDPartitioning")
@@ -62,6 +64,7 @@ def emit_call(
     work = work or CallWork()
     sloping = ",".join(f"{factor}:{blocks}" for factor, blocks in work.sloping.items())
     told = {"flops": str(work.flops), "traffic": str(work.traffic), "dtype": work.dtype, "sloping": sloping}
+    told["steps"] = str(work.steps or "")
     for key, text in told.items():
         if text:
             call.operation.attributes[f"autoshard.{key}"] = ir.StringAttr.get(text)
@@ -143,9 +146,8 @@ def call_work(op: Any) -> CallWork:
         return ir.StringAttr(op.attributes[name]).value if name in op.attributes else ""
 
     sloping = (entry.split(":") for entry in told("sloping").split(",") if entry)
-    return CallWork(
-        int(told("flops") or 0), int(told("traffic") or 0), told("dtype"), {int(f): int(n) for f, n in sloping}
-    )
+    along = {int(f): int(n) for f, n in sloping}
+    return CallWork(int(told("flops") or 0), int(told("traffic") or 0), told("dtype"), along, int(told("steps") or 0))
 
 
 def call_shapes(op: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

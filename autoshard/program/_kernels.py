@@ -6,10 +6,10 @@ The calls lower to `stablehlo.custom_call @autoshard_attention` (forward) and `@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from autoshard.program import _flops
-from autoshard.program._attention import computed_share, seen_share
+from autoshard.program._attention import computed_share, grid_steps, seen_share
 
 
 FORWARD = "autoshard_attention"
@@ -50,13 +50,22 @@ def flash_attention(
     blocks = blocks or KernelBlocks()
     length, keys = query.shape[3], key.shape[2]
     _record_scores(query, key, value, seen_share(length, keys, causal, window))
+    sizes = [(min(q, length), min(k, keys)) for q, k in (blocks.forward, blocks.keys, blocks.queries)]
     forward, of_keys, of_queries = (
-        computed_share(length, keys, causal, window, (min(q, length), min(k, keys)))
-        for q, k in (blocks.forward, blocks.keys, blocks.queries)
+        _Grid(computed_share(length, keys, causal, window, each), grid_steps(length, keys, causal, window, each))
+        for each in sizes
     )
     # Four matmuls over the scores for keys and values, three for queries; all five in a fused kernel.
-    backward = of_keys if blocks.fused else (4 * of_keys + 3 * of_queries) / 7
+    share = of_keys.share if blocks.fused else (4 * of_keys.share + 3 * of_queries.share) / 7
+    backward = _Grid(share, of_keys.steps + (0 if blocks.fused else of_queries.steps))
     return _differentiable()(query, key, value, forward, backward, blocks.fused)
+
+
+class _Grid(NamedTuple):
+    share: float
+    """Of the scores, what is computed."""
+    steps: int
+    """Of the grid that compute something, for one head of one sequence."""
 
 
 def splash_attention(query: Any, key: Any, value: Any, *, causal: bool, window: int | None = None) -> Any:
@@ -96,20 +105,21 @@ def _record_scores(query: Any, key: Any, value: Any, share: float) -> None:
 def _differentiable() -> Any:
     import jax
 
-    def forward(query: Any, key: Any, value: Any, share: float, again: float, fused: bool) -> tuple[Any, Any]:
+    def forward(query: Any, key: Any, value: Any, grid: _Grid, again: _Grid, fused: bool) -> tuple[Any, Any]:
         shapes = (
             jax.ShapeDtypeStruct((*query.shape[:4], value.shape[3]), query.dtype),
             jax.ShapeDtypeStruct(query.shape[:4], "float32"),
         )
         mixed, normaliser = jax.ffi.ffi_call(FORWARD, shapes, vmap_method="broadcast_all")(
-            query, key, value, seen_share=share
+            query, key, value, seen_share=grid.share, grid_steps=float(grid.steps)
         )
         return mixed, (query, key, value, mixed, normaliser)
 
-    def backward(share: float, again: float, fused: bool, saved: Any, gradient: Any) -> tuple[Any, Any, Any]:
+    def backward(grid: _Grid, again: _Grid, fused: bool, saved: Any, gradient: Any) -> tuple[Any, Any, Any]:
         shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in saved[:3])
         call = jax.ffi.ffi_call(FUSED if fused else BACKWARD, shapes, vmap_method="broadcast_all")
-        return tuple(call(*saved, gradient, seen_share=again))  # type: ignore[return-value]
+        told = {"seen_share": again.share, "grid_steps": float(again.steps)}
+        return tuple(call(*saved, gradient, **told))  # type: ignore[return-value]
 
     primal = jax.custom_vjp(lambda *given: forward(*given)[0], nondiff_argnums=(3, 4, 5))
     primal.defvjp(forward, backward)

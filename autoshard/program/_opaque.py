@@ -195,5 +195,5 @@ def _emit_kernel(found: Found, ctx: Any, values: Sequence[Any], params: dict[str
     found[f"{kernel.name}#{digest}"] = OpaqueCall(kernel.name, operands, kernel.on_shards)
     rule = mlir.rule_attribute(*kernel.rule)
     shapes = [(r.shape, r.dtype) for r in results]
-    work = mlir.CallWork(kernel.flops, kernel.traffic, kernel.dtype, kernel.sloping)
+    work = mlir.CallWork(kernel.flops, kernel.traffic, kernel.dtype, kernel.sloping, kernel.steps)
     return mlir.emit_call(values, shapes, kernel.name, digest, rule, work)

@@ -70,6 +70,8 @@ class PallasCall:
     traffic: int
     dtype: str
     """Of what most of its flops multiply; empty if it has no matmul."""
+    steps: int
+    """Steps of the grid, without those that a mask skips."""
 
     @classmethod
     def of(cls, operands: Sequence[Any], results: Sequence[Any], params: dict[str, Any]) -> "PallasCall":
@@ -100,7 +102,8 @@ class PallasCall:
         flops = int(estimate.flops) if estimate is not None else int(sum(products.values()) * steps)
         dtype = max(products, key=lambda each: products[each]) if products else ""
         return cls(
-            name, params, tuple(operands), tuple(results), tuple(along), tuple(splits), flops, _traffic(mapping), dtype
+            name, params, tuple(operands), tuple(results), tuple(along), tuple(splits), flops, _traffic(mapping), dtype,
+            int(steps),
         )  # fmt: skip
 
     @property

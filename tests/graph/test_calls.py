@@ -38,6 +38,8 @@ def test_flops_count_the_blocks_of_scores_that_are_computed(length: int, window:
     scores = 2 * 4 * 3 * blocks * min(512, length) ** 2
     assert ops["attention"].flops == pytest.approx(2 * scores * (16 + 16), rel=1e-6)
     assert ops["attention_backward"].flops == pytest.approx(7 * scores * (16 + 16), rel=1e-6)
+    assert ops["attention"].steps == 2 * 4 * 3 * blocks
+    assert ops["attention_backward"].steps == 2 * ops["attention"].steps  # two kernels
 
 
 def test_blocks_of_a_kernel_are_its_own_and_a_fused_one_computes_scores_once() -> None:
@@ -46,6 +48,9 @@ def test_blocks_of_a_kernel_are_its_own_and_a_fused_one_computes_scores_once() -
     # Forward: rows of 1024 see 2 and 4 of 4 blocks; all of one row of 2048; 3 of 4 blocks of 1024.
     assert apart["attention"].flops == pytest.approx(2 * scores * 32 * 6 / 8, rel=1e-6)
     assert apart["attention_backward"].flops == pytest.approx((4 * 1.0 + 3 * 0.75) * scores * 32, rel=1e-6)
+    assert apart["attention"].steps == 2 * 4 * 3 * (2 + 4)
+    assert apart["attention_backward"].steps == 2 * 4 * 3 * (4 + 3)
     fused = attention_ops(None, 2048, KernelBlocks(keys=(1024, 1024), fused=True))
     assert list(fused) == ["attention", "attention_backward_fused"]
     assert fused["attention_backward_fused"].flops == pytest.approx(5 * 0.75 * scores * 32, rel=1e-6)
+    assert fused["attention_backward_fused"].steps == 2 * 4 * 3 * 3

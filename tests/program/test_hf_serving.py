@@ -12,7 +12,8 @@ BATCH, PROMPT, LENGTH = 3, 5, 9
 
 
 @pytest.mark.parametrize(
-    "config", ["gpt2-tiny", "gemma2-tiny", pytest.param("deepseek-v3-tiny", marks=pytest.mark.full)]
+    "config",
+    ["gpt2-tiny", *(pytest.param(each, marks=pytest.mark.full) for each in ("gemma2-tiny", "deepseek-v3-tiny"))],
 )
 def test_prefill_and_decode_equal_the_full_pass(config):
     import jax

@@ -34,6 +34,7 @@ def test_parameters_and_model_flops_are_those_of_the_closed_form(changes: dict, 
     assert program.model_flops == pytest.approx(dims.train_flops(64, 16))
 
 
+@pytest.mark.full
 def test_both_routings_compute_the_rows_of_active_experts() -> None:
     flops = {routing: read_graph(step(routing=routing).module).flops for routing in ("dropless", "capacity")}
     every = read_graph(step(routing="capacity", capacity_factor=2.0).module).flops

@@ -258,7 +258,8 @@ class _Simulator:
         if not kernel.head:
             return float(self.compute.op_seconds(kernel.flops, kernel.traffic))
         passes = kernel.score_passes
-        return float(self.compute.attention_seconds(passes, kernel.head, kernel.head, 1, "bf16", kernel.traffic))
+        busy = self.compute.attention_seconds(passes, kernel.head, kernel.head, 1, "bf16", kernel.traffic)
+        return float(busy + self.compute.step_seconds(kernel.steps))
 
     # Collectives
 

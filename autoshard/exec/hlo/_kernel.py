@@ -13,6 +13,8 @@ _ATTENTION = re.compile(r"flash_attention|splash_m[hq]a")
 
 _FLOPS = {"fwd": 4, "dkv": 8, "dq": 6}
 """Of jax's attention kernels, for each pair of positions and head channel: two matmuls, four, three."""
+_BLOCK = 512
+"""Queries, and keys, in one block of scores, which the text does not tell: what jax's kernels take by default."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class Kernel:
     """Bytes from and to main memory."""
     head: int = 0
     """Of an attention kernel, the head dim over which it multiplies; 0 for any other kernel."""
+    steps: float = 0.0
+    """Of an attention kernel, blocks of scores that it computes."""
 
     @property
     def score_passes(self) -> float:
@@ -48,13 +52,20 @@ def read_kernel(owner: Computation, op: Instruction) -> Kernel | None:
     head = floats[0].dims[-1] if floats and _ATTENTION.search(name) else 0
     flops, traffic = (_figure(op, key) for key in ("flops", "bytes_accessed"))
     if not flops and head and len(floats) > 1:
-        each = next((n for key, n in _FLOPS.items() if key in name), 4)
         queries, keys = floats[:2]
         elements = 1
         for size in queries.dims:
             elements *= size
-        flops = each * elements * keys.dims[-2]
-    return Kernel(name, flops, traffic or sum(s.bytes for s in operands) + op.bytes, head)
+        flops = _flops_of(name) * elements * keys.dims[-2]
+    steps = 0.0
+    if head and len(floats) > 1:
+        block = min(_BLOCK, floats[0].dims[-2]) * min(_BLOCK, floats[1].dims[-2])
+        steps = flops / (_flops_of(name) * head * block)
+    return Kernel(name, flops, traffic or sum(s.bytes for s in operands) + op.bytes, head, steps)
+
+
+def _flops_of(name: str) -> int:
+    return next((n for key, n in _FLOPS.items() if key in name), 4)
 
 
 def _name(op: Instruction) -> str:

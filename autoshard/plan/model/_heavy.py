@@ -102,15 +102,19 @@ def heavy_seconds(
     if op.kind in MATMULS:
         head, value_head = op.rule.sizes[5:7]
         scores = op.flops / (MATMULS[op.kind] * (head + value_head)) * share
-        return compute.attention_seconds(scores, head, value_head, MATMULS[op.kind], dtype, size)
+        busy = compute.attention_seconds(scores, head, value_head, MATMULS[op.kind], dtype, size)
+        return busy + compute.step_seconds(op.steps * share)
+    steps = op.steps * share
     if op.opaque is not None:
         for factor, blocks in op.opaque.sloping:
             share = share * _most_of_slope(states, factor, axes, blocks)
         if op.opaque.head:
             passes = op.flops / (2.0 * op.opaque.head) * share
-            return compute.attention_seconds(passes, op.opaque.head, op.opaque.head, 1, dtype, size)
+            busy = compute.attention_seconds(passes, op.opaque.head, op.opaque.head, 1, dtype, size)
+            return busy + compute.step_seconds(steps)
     efficiency = _convolution_efficiency(graph, op, states, axes, compute) if op.kind == "convolution" else None
-    return compute.op_seconds(op.flops * share, size, dtype, efficiency)
+    busy = compute.op_seconds(op.flops * share, size, dtype, efficiency)
+    return busy + compute.step_seconds(steps) if op.steps else busy
 
 
 def _most_of_slope(states: States, factor: int, axes: Sequence[int], blocks: int) -> Seconds:

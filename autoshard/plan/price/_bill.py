@@ -86,6 +86,10 @@ class _Notes:
         self.note("attention", scores, size, head=head, value_head=value_head, matmuls=matmuls, dtype=dtype)
         return self.compute.attention_seconds(scores, head, value_head, matmuls, dtype, size)
 
+    def step_seconds(self, steps: Any) -> NDArray[np.float64]:
+        self.note("steps", steps)
+        return self.compute.step_seconds(steps)
+
     def sort_seconds(self, elements: Any, length: int, arrays: int, size: Any) -> NDArray[np.float64]:
         self.note("sort", elements, size, length=length, arrays=arrays)
         return self.compute.sort_seconds(elements, length, arrays, size)

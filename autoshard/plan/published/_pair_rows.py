@@ -43,6 +43,11 @@ _UNCHANGED = {
     *("gradient_accumulation", "mesh", "optimizer"),
 }
 """Keys of a plan that are read by themselves, or that change nothing of what is priced."""
+_TORCHPRIME = {
+    "flash": KernelBlocks((2048, 512), (2048, 512), (2048, 512)),
+    "splash": KernelBlocks((2048, 2048), (2048, 2048), (2048, 2048), fused=True),
+}
+"""Blocks of the kernels that torchprime calls: of its attention module, and torch_xla.experimental.splash_attention."""
 _SAVES: dict[str, str] = {
     "decoder_layer_input": "input",
     "query_proj": "query",
@@ -197,7 +202,7 @@ def _run(group: Mapping[str, Any], plan: Mapping[str, Any]) -> Run:
     dtypes = _dtypes(said, assumed)
     run = Run(
         decoder, topology, degrees["dp"], degrees["fsdp"], degrees["tp"], batch, seq, remat, saves, flash,
-        _blocks(said), _flags(group, said), 0.0, tuple(assumed), **dtypes,
+        _blocks(said, assumed), _flags(group, said), 0.0, tuple(assumed), **dtypes,
         offloads=offloads,
     )  # fmt: skip
     for key, change in OPTIONS.items():
@@ -362,7 +367,10 @@ def _dtypes(said: Mapping[str, Any], assumed: list[str]) -> dict[str, Any]:
     return found
 
 
-def _blocks(said: Mapping[str, Any]) -> KernelBlocks:
+def _blocks(said: Mapping[str, Any], assumed: list[str]) -> KernelBlocks:
+    if "torch_xla" in str(said.get("framework", "")) and "blocks" not in str(said.get("attention", "")):
+        assumed.append("the blocks that torchprime gives its kernels")
+        return _TORCHPRIME["splash" if "splash" in str(said.get("attention", "")) else "flash"]
     sizes = re.search(r"blocks (\d+)", str(said.get("attention", "")) + " " + str(said.get("attention_blocks", "")))
     fused = bool(said.get("fused_attention_bwd"))
     if sizes is None:

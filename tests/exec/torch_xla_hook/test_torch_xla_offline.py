@@ -14,6 +14,7 @@ def offline(name: str) -> dict[str, Any]:
     return run_checks("torch_xla_offline_checks", name, JAX_PLATFORMS="cpu")[name]
 
 
+@pytest.mark.full
 def test_a_module_is_made_shard_by_shard():
     row, whole = offline("shard_by_shard"), offline("whole_first")
     assert row["held"] == whole["held"] == ["{devices=[8,1]0,1,2,3,4,5,6,7}"]

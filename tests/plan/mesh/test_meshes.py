@@ -27,7 +27,12 @@ from tests.graph.programs import f32
 from tests.plan import programs as made
 
 
-CASES = [("mlp", "cpu:8"), ("wide mlp", "v5e:4x4"), ("decoder", "v5e:2x4"), ("mlp", "v5p:2x2x2*2")]
+CASES = [
+    ("mlp", "cpu:8"),
+    ("wide mlp", "v5e:4x4"),
+    pytest.param("decoder", "v5e:2x4", marks=pytest.mark.full),
+    ("mlp", "v5p:2x2x2*2"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -98,6 +98,7 @@ def test_an_axis_may_be_kept_to_a_dim_group() -> None:
             assert not spec.axes, name
 
 
+@pytest.mark.full
 def test_pinning_fsdp_is_no_worse_than_the_completed_baseline() -> None:
     free = planned()
     baseline = free.baseline_plans["fsdp"]
@@ -108,6 +109,7 @@ def test_pinning_fsdp_is_no_worse_than_the_completed_baseline() -> None:
     assert made.plan.baselines["fsdp"] == free.plan.baselines["fsdp"], "baselines are completed without the pins"
 
 
+@pytest.mark.full
 def test_another_plan_may_be_pinned(tmp_path: Path) -> None:
     fsdp = planned().baseline_plans["fsdp"]
     save_plan(fsdp, tmp_path / "plan.json")

@@ -52,6 +52,7 @@ def test_a_source_is_opened_with_its_options():
         autoshard.plan(programs.program("matmul"), topology="cpu:8", program_options={"batch": 8})
 
 
+@pytest.mark.full
 def test_remat_is_chosen_from_python_as_by_the_command(tmp_path: Path):
     """Of a source and of a function that makes the program, with what all variants come to in the plan."""
     said = {"batch": 8, "seq": 16, "train": True}
