@@ -84,8 +84,8 @@ def main() -> None:
         lines.append(f"| {constant.name} | {known} | {value:.3f} | {shipped(constant):.3f} |")
     lines += [
         "",
-        "Efficiencies, contention and attention are as they were fitted before gathers, networks and pipelines were",
-        "told apart: the estimator of compiled programs is priced with them, and its error was measured with them.",
+        "Matmuls and attention are as this fit has them; overlaps and contention as they were fitted before the steps",
+        "of kernels' grids were told apart. The estimator's own error was measured with earlier matmuls and attention.",
     ]
     whole = [delta for case, delta in zip(cases, final, strict=True) if case.complete]
     lines += ["", "Errors of step times in percent, as shipped:", ""]

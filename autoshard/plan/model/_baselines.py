@@ -285,12 +285,22 @@ def _allow_factors(model: Model, allowed: dict[int, NDArray[np.bool_]], cluster:
 
 
 def stated(
-    model: Model, groups: Groups, name: str, *, copies: Sequence[int], spread: Sequence[int], tensor: Sequence[int]
+    model: Model,
+    groups: Groups,
+    name: str,
+    *,
+    copies: Sequence[int],
+    spread: Sequence[int],
+    tensor: Sequence[int],
+    holds_head: bool = True,
 ) -> Baseline | None:
     """The sharding that a run's author states, by numbers of mesh axes; None if the program's sizes do not allow it.
 
     The batch is split over `copies` and `spread`, parameters are whole over `copies` (data parallelism), spread over
     `spread` (FSDP) and split over `tensor` (Megatron's choice of dims, the residual stream's sequence split as well).
+
+    `holds_head`: matmuls outside of layers have their batch split too, so that the head's weights are gathered. Else it
+    may be computed in parts of its vocabulary from gathered activations, which is cheaper where tokens are few.
     """
     parts = math.prod(model.axis_sizes[a] for a in tensor)
     chosen = _tensor_parallel_groups(model, groups, parts) if parts > 1 else set()
@@ -300,7 +310,7 @@ def stated(
     parameters = {p: _spread(model, p, spread, taken) if spread else taken for p, taken in split.items()}
     found = _restrict(model, groups, name, parameters, (*copies, *spread), tensor if parts > 1 else ())
     if found is not None:
-        _hold_inner(model, groups, found.allowed, chosen, (*copies, *spread), tensor)
+        _hold_inner(model, groups, found.allowed, chosen, (*copies, *spread), tensor, holds_head)
     return found
 
 
@@ -311,9 +321,10 @@ def _hold_inner(
     chosen: set[int],
     data: Sequence[int],
     tensor: Sequence[int],
+    holds_head: bool,
 ) -> None:
-    """Every matmul computes, and every activation between two is held, with its batch split as the run's is, and its
-    heads or ffn dim split where those are.
+    """Every matmul (but the head's) computes, and every activation between two is held, with its batch split as the
+    run's is, and its heads or ffn dim split where those are.
 
     Else another strategy than what was stated may look cheaper to the solver: gathering weights where a run has tensor
     parallelism; where it has FSDP and few tokens, gathering activations instead of the weights.
@@ -326,7 +337,8 @@ def _hold_inner(
     for op_id, node in model.op_node.items():
         of = _op_groups(model, groups, op_id)
         inner = sorted(chosen & set(of))
-        if groups.batch in of and (len(inner) == 1 or not chosen):
+        held = holds_head or model.graph.ops[op_id].loop >= 0
+        if held and groups.batch in of and (len(inner) == 1 or not chosen):
             state = np.full(len(model.axis_sizes), WHOLE, dtype=np.int64)
             state[list(_wide(model, data))] = of[groups.batch]
             for group in inner:

@@ -24,10 +24,11 @@ OPTIONS: dict[str, Callable[[Run, Any], Run]] = {
 
 
 def _head(run: Run, value: Any) -> Run:
-    """FSDP spreads the head over its larger dim, which is the vocabulary."""
-    larger = "vocab" if run.decoder.vocabulary > run.decoder.width else "embed"
-    if larger in str(value):
+    """The dim of the head's weights that FSDP splits: the width that it contracts, or the vocabulary."""
+    if "vocab" in str(value):
         return run
+    if "embed" in str(value):
+        return dataclasses.replace(run, head_on_width=True)
     raise IncompleteError(f"lm_head={value} is not rebuilt")
 
 

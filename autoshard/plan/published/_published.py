@@ -71,6 +71,8 @@ class Run:
     """Values of a layer that are kept in the host's memory for the backward pass."""
     capacity: float = 1.0
     """Slots of an expert over the mean number of its tokens; 1 has the matmuls of balanced dropless routing."""
+    head_on_width: bool = False
+    """FSDP splits the head on its width, so that its weights are gathered; else on its vocabulary."""
 
     def flops(self, causal: bool) -> float:
         """Model FLOPs of a step: 6 per matmul parameter and token, and attention; causal counts half of it."""

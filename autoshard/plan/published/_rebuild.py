@@ -249,6 +249,7 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
         copies=axes.get("data", []),
         spread=axes.get("fsdp", []),
         tensor=axes.get("model", []),
+        holds_head=run.head_on_width or run.spread == 1,
     )
     if wanted is None:
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
