@@ -45,6 +45,7 @@ def test_parameters_and_model_flops_are_those_of_the_closed_form(changes: dict) 
     assert all(a.dtype == "float32" for a in parameters)
 
 
+@pytest.mark.full
 def test_what_is_recomputed_follows_from_what_is_saved() -> None:
     flops = {remat: matmul_flops(step(remat=remat)) for remat in ("none", *SAVED)}
     assert flops["none"] < flops["minimal"] < flops["save_dot_except_mlp"] < flops["qkv_proj_offloaded"]

@@ -35,10 +35,12 @@ def test_a_group_is_split_by_the_step_itself_and_nothing_passes_through_the_host
     assert min(single["fetched"]) > 0
 
 
+@pytest.mark.full
 def test_what_fits_is_a_group_where_nothing_is_said(found: dict[str, Any]):
     assert found[""] == found["1"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_steps_and_values_are_right_either_way(found: dict[str, Any], setting: str):
     here = found[setting]
@@ -47,6 +49,7 @@ def test_steps_and_values_are_right_either_way(found: dict[str, Any], setting: s
     assert here["read_compiles"] == found["0"]["read_compiles"]
 
 
+@pytest.mark.full
 def test_tensors_are_held_alike_either_way(found: dict[str, Any]):
     for kind in ("parameters", "states", "inputs", "read_parameters"):
         assert found["1"][kind] == found["0"][kind]

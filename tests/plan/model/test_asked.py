@@ -33,6 +33,7 @@ def planned(**asked: Any) -> PlanResult:
     return make_plan(llama(), Options(topology="cpu:8", mesh=MESH, asked=read_asked(**asked)))
 
 
+@pytest.mark.full
 def test_a_pin_covers_the_dims_of_one_layer_and_the_rest_is_chosen() -> None:
     made = planned(pins={"layers.*.mlp.*.weight": "model,None"})
     split = Spec(((), ("model",), ()))
