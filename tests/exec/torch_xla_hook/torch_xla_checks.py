@@ -252,8 +252,8 @@ def offline() -> dict[str, Any]:
     sent = list(loader.MpDeviceLoader(host, "xla", input_sharding=sharding))
     with torch.no_grad():
         found = model(sent[0]).cpu()
-        weights = [p.detach().cpu() for p in model.parameters()]
-        expected = torch.tanh(host[0] @ weights[0].T + weights[1]) @ weights[2].T + weights[3]
+        weights = [p.detach().cpu().double() for p in model.parameters()]
+        expected = torch.tanh(host[0].double() @ weights[0].T + weights[1]) @ weights[2].T + weights[3]
     return {
         "weight": spec(model[0].weight),
         "difference": difference(found, expected),
