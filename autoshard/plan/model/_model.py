@@ -6,7 +6,7 @@ communication of a block that can hide behind that compute, by physical link, an
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -57,6 +57,8 @@ class Node:
     name: str
     inner: tuple[Inner, ...] = ()
     """Collectives of one execution inside an op; their time is in `time`, exposed."""
+    launches: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    """Of a cluster: by block how many fusions write its tensors in one step; what starting them costs is in `time`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -32,11 +32,16 @@ def _work(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]:
 
 
 def _streamed(model: Model, node: Node, choice: int) -> Iterator[Charge]:
-    """What a cluster's fusions read and write; its times are those of nothing but bytes."""
+    """What a cluster's fusions read and write, and what starting them takes; its times are those of nothing else."""
+    overhead = model.compute.calibration.op_overhead_s
     for (block, what), seconds in node.time.items():
         name = "host" if what == HOST else "stream"
         one = model.compute.host_seconds(1.0) if what == HOST else model.compute.memory_seconds(1.0)
-        yield Charge(name, (), (float(seconds[choice]) / float(one),), block, 1.0)
+        launched = node.launches.get(block, 0.0) if what == "compute" else 0.0
+        moving = float(seconds[choice]) - launched * overhead
+        yield Charge(name, (), (moving / float(one),), block, 1.0)
+        if launched:
+            yield Charge("launch", (), (1.0,), block, launched)
 
 
 def _communication(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]:

@@ -89,8 +89,8 @@ def _traffic(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, Channe
         if op.op_class is not OpClass.HEAVY or op.kind in FOLDED_OPS:
             for tensor in (*fusion.moved, *fusion.reads):
                 note(("op", op.id), tensor, op.loop, model.graph.trips(op.loop))
-    for tensor, block in model.liveness.copied:
-        note(("tensor", tensor), tensor, block, 2 * model.graph.trips(block))
+    for each in model.liveness.passes:
+        note(("tensor", each.tensor), each.tensor, each.block, each.count * model.graph.trips(each.block))
     return found
 
 
