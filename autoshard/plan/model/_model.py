@@ -73,7 +73,7 @@ class Reshard:
     block: int
     trips: float
     overlap: str
-    """An `Overlap`: what the move may hide behind."""
+    """An `Overlap`: what the move may hide behind; `reshard_overlap` tells it of chosen alternatives."""
     rows: NDArray[np.int64]
     """Row of `costs` for each alternative of `source`."""
     columns: NDArray[np.int64]
@@ -83,6 +83,9 @@ class Reshard:
     forbidden: NDArray[np.bool_] | None
     """Pairs of rows and columns that may not be."""
     path: "Path"
+    narrow: NDArray[np.bool_] | None = None
+    """For each alternative of the matmul that the value enters or leaves, whether it computes too little to have the
+    move pipelined into it; None if no alternative does."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from autoshard.cost import Bill, Charge, Compute
 from autoshard.plan.model._heavy import heavy_seconds
 from autoshard.plan.model._model import HOST, Model, Node
-from autoshard.plan.model._overlap import Overlap, hiding_figures
-from autoshard.plan.price._predict import reshard_relayouts, reshard_steps
+from autoshard.plan.model._overlap import hiding_figures
+from autoshard.plan.price._predict import reshard_overlap, reshard_relayouts, reshard_steps
 
 
 def bill_of(model: Model, choices: NDArray[np.int64]) -> Bill:
@@ -50,8 +50,9 @@ def _communication(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]
         for name, amount in (("launch", float(again.ops)), ("relayout", float(again.size))):
             if amount:
                 yield Charge(name, (), (amount,), reshard.block, reshard.trips)
+        overlap = reshard_overlap(model, reshard, choices)
         for kind, axes, size, _ in reshard_steps(model, reshard, choices):
-            hides = hiding_figures(model.collectives, Overlap(reshard.overlap), kind, axes)
+            hides = hiding_figures(model.collectives, overlap, kind, axes)
             yield Charge(kind, (("axes", axes),), (size,), reshard.block, reshard.trips, hides)
     for node, choice in zip(model.nodes, choices.tolist(), strict=True):
         for inner in node.inner:
