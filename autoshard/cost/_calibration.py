@@ -61,6 +61,8 @@ class Calibration:
     """Share of a collective at a matmul that is pipelined into the matmul, for groups up to the next figure."""
     pipelined_max_group: int
     """Largest group whose collectives are pipelined into matmuls."""
+    pipelined_columns: float
+    """Multiply-adds of a device for each element of the collected tensor from which a collective is pipelined."""
     attention_ops: float
     """Vector-unit operations for each score of an attention kernel and matmul over the scores."""
     grid_step_s: float

@@ -16,6 +16,7 @@ from autoshard.graph._manual import IN, OUT
 from autoshard.graph._records import Op, OpClass, OpGraph
 from autoshard.graph._softmax import Softmax, is_batched
 from autoshard.graph._stored import stored, widened
+from autoshard.graph._turned import Passes, turned_passes
 
 
 _CHEAP_INTO_MATMUL = frozenset({"convert", "transpose", "reshape", "broadcast_in_dim"})
@@ -55,9 +56,9 @@ class Liveness:
     """Tensors in the host's memory; none of `buffers` is one of theirs."""
     softmaxes: tuple[Softmax, ...] = ()
     """What their clusters hold and move depends on the spec: none of `buffers` is one of theirs."""
-    copied: tuple[tuple[int, int], ...] = ()
-    """(tensor, loop) of what is copied whole beside all fusions: what starts a loop but may not be overwritten by it,
-    and results that cannot be made in the memory of the donated arguments that they replace."""
+    passes: tuple[Passes, ...] = ()
+    """What goes through memory whole beside all fusions: what starts a loop but may not be overwritten by it, results
+    that cannot be made in the memory of the donated arguments that they replace, and stacks of another layout."""
 
     def itemsize(self, graph: OpGraph, buffer: tuple[int, int, int]) -> int:
         """Bytes of an element of a buffer."""
@@ -150,7 +151,10 @@ def analyse(
     buffers = tuple(buffer for buffer in buffers if buffer[0] not in away_or_apart)
     more, widths = stored(graph, buffers, wide)
     buffers = tuple(sorted((*buffers, *more)))
-    return Liveness(tuple(fusions), frozenset(materialised), buffers, widths, away, softmaxes, copied)
+    passes = [Passes(tensor, loop, 2) for tensor, loop in copied]
+    if fused_matmuls:
+        passes += turned_passes(graph)
+    return Liveness(tuple(fusions), frozenset(materialised), buffers, widths, away, softmaxes, tuple(passes))
 
 
 def _is_overwritten(
@@ -284,7 +288,7 @@ def _buffers(
     updates: Mapping[int, int],
     overwritten: Sequence[tuple[int, int]],
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
-    """`Liveness.buffers` and `Liveness.copied`. `overwritten`: (value, what is written over it)."""
+    """`Liveness.buffers`, and (tensor, loop) of what is copied. `overwritten`: (value, what is written over it)."""
     end = len(graph.ops)
     start = {t.id: (t.producer if t.producer >= 0 else 0) for t in graph.tensors}
     last = dict.fromkeys(materialised, -1)

@@ -126,7 +126,7 @@ def test_groups_of_one_are_free() -> None:
     assert wire.time("all-gather", (), [1e9, 2e9]).tolist() == [0, 0]
 
 
-W5E, W5P = 4.5e10, 9e10
+W5E, W5P, W6E = 4.5e10, 9e10, 10.08e10
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ W5E, W5P = 4.5e10, 9e10
         # Digits that together are a whole ring behave as one.
         ("v5e:16x16", "16,2,8", "all-gather", "model axis2", 1e9, 1e9 / (2 * W5E)),
         # Two slices: half of a ring-sized gather comes over the network, then the rings.
-        ("v6e:16x16*2", "32,16", "all-gather", "data", 1e9, 1e9 / 16 / 2 / 1.25e10 + 1e9 / (2 * 9e10)),
+        ("v6e:16x16*2", "32,16", "all-gather", "data", 1e9, 1e9 / 16 / 2 / 1.25e10 + 1e9 / (2 * W6E)),
         # Two devices a chip share its links; between themselves they have their own.
         ("tpu7x:4x4x4", "16,8", "all-gather", "model", 1e9, 0.5e9 / (2 * 9e10 / 2) + 0.5e9 / 5.4e11),
         # A twisted torus: with the long axis, rings all over and every axis as busy as the others ...

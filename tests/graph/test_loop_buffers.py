@@ -60,7 +60,9 @@ def _decoding_layers(carried: bool, donated: bool = True) -> tuple[OpGraph, Live
 
 
 def copies(graph: OpGraph, liveness: Liveness, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    return [copy for copy in liveness.copied if graph.tensors[copy[0]].shape == shape]
+    found = [each for each in liveness.passes if graph.tensors[each.tensor].shape == shape]
+    assert all(each.count == 2 for each in found), "read and written"
+    return [(each.tensor, each.block) for each in found]
 
 
 def test_caches_that_a_loop_carries_are_written_in_place() -> None:

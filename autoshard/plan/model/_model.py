@@ -6,7 +6,7 @@ communication of a block that can hide behind that compute, by physical link, an
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -57,6 +57,8 @@ class Node:
     name: str
     inner: tuple[Inner, ...] = ()
     """Collectives of one execution inside an op; their time is in `time`, exposed."""
+    launches: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    """Of a cluster: by block how many fusions write its tensors in one step; what starting them costs is in `time`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Reshard:
     block: int
     trips: float
     overlap: str
-    """An `Overlap`: what the move may hide behind."""
+    """An `Overlap`: what the move may hide behind; `reshard_overlap` tells it of chosen alternatives."""
     rows: NDArray[np.int64]
     """Row of `costs` for each alternative of `source`."""
     columns: NDArray[np.int64]
@@ -81,6 +83,9 @@ class Reshard:
     forbidden: NDArray[np.bool_] | None
     """Pairs of rows and columns that may not be."""
     path: "Path"
+    narrow: NDArray[np.bool_] | None = None
+    """For each alternative of the matmul that the value enters or leaves, whether it computes too little to have the
+    move pipelined into it; None if no alternative does."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

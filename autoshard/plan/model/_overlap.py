@@ -13,9 +13,10 @@ A collective is hidden, wholly or by a share, where the compiler can run it besi
 - either of them between slices or islands is a send and a receive, which run beside compute:
   `Calibration.network_overlap` of it;
 - what stands at a matmul (the gather of its operand, the reduce-scatter of its result) is pipelined into it as a loop
-  of permutes beside parts of the matmul, if the group is no larger than `Calibration.pipelined_max_group` and
-  stays on ICI: `Calibration.pipelined_overlap` of what its bytes take, for each of the permutes is launched and has
-  its hop to go, however small it is;
+  of permutes beside parts of the matmul, if the group is no larger than `Calibration.pipelined_max_group`, more than a
+  pair or a square of chips, stays on ICI, and the matmul is `Calibration.pipelined_columns` wide (`columns_beside`):
+  `Calibration.pipelined_overlap` of what its bytes take, for each of the permutes is launched and has its hop to go,
+  however small it is;
 - everything else is exposed, and on devices that share cores (`cpu:N`) everything is.
 
 A hidden collective counts on every link that its mesh axes use. What the program itself sends to its host's memory
@@ -29,11 +30,17 @@ each is evaluated without weights, the best plan is kept and the highest bound i
 """
 
 import enum
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from autoshard.cost import PIPELINED, WHOLLY, Collectives, hidden_seconds, hiding_shares
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost import PIPELINED, WHOLLY, Collectives, Mesh, hidden_seconds, hiding_shares
+from autoshard.graph import Op
 from autoshard.plan.model._model import EXPOSED, Channel
+from autoshard.plan.xla._states import WHOLE, States, local_elements
 
 
 class Overlap(enum.StrEnum):
@@ -46,6 +53,9 @@ class Overlap(enum.StrEnum):
     GRADIENTS_AT_MATMUL = "gradients at a matmul"
 
 
+AT_NARROW = {Overlap.MATMUL: Overlap.NONE, Overlap.GRADIENTS_AT_MATMUL: Overlap.GRADIENTS}
+"""What a move may hide behind at a matmul that is too narrow to have it pipelined into it."""
+
 _EARLY = {
     "all-gather": ("gather_overlap",),
     "collective-permute": (WHOLLY,),
@@ -55,6 +65,21 @@ _EARLY = {
 }
 """What hides a collective within a slice that waits for parameters only: gathers have a figure of their own, permutes
 are asynchronous everywhere, and others where sums are."""
+
+
+def columns_beside(op: Op, side: int, states: States, axes: Sequence[int]) -> NDArray[np.float64]:
+    """Multiply-adds that a dot does in one device for each element of one of its tensors, in each state of the op.
+
+    `side` counts operands and then results, as `Op.sides` does; `axes` are sizes of mesh axes. Of an operand these are
+    the columns of the other one; of the result it is the length of the sums. XLA decides by it whether a collective
+    of that tensor is worth a loop beside the matmul.
+    """
+    assert op.rule is not None
+    sides = [{factor for dim in dims for factor in dim} for _, dims in op.sides]
+    others = sorted(set().union(*sides) - sides[side])
+    places = np.full(len(op.rule.sizes) + 1, WHOLE)
+    places[others] = range(len(others))
+    return local_elements(places[states], [op.rule.sizes[factor] for factor in others], axes)
 
 
 def hidden_share(collectives: Collectives, overlap: Overlap, kind: str, axes: Sequence[str], size: float) -> float:
@@ -77,9 +102,19 @@ def hiding_figures(collectives: Collectives, overlap: Overlap, kind: str, axes: 
     found = () if overlap is Overlap.MATMUL else ("reduction_overlap",)
     if overlap is not Overlap.GRADIENTS and kind in ("all-gather", "reduce-scatter") and "network" not in kinds:
         group = math.prod(mesh.axes[axis] for axis in axes)
-        if group <= collectives.calibration.pipelined_max_group:
+        if group <= collectives.calibration.pipelined_max_group and _is_looped(mesh, axes):
             found = (*found, PIPELINED)
     return found
+
+
+def _is_looped(mesh: Mesh, axes: Sequence[str]) -> bool:
+    """Whether a TPU compiler walks a group in a loop of permutes: not a pair, and not a square of two by two chips."""
+    if not mesh.topology.traits.compiles_ahead:
+        return True
+    lengths: dict[str, int] = {}
+    for segment in itertools.chain.from_iterable(mesh.segments(axis) for axis in axes):
+        lengths[segment.axis] = lengths.get(segment.axis, 1) * segment.size
+    return math.prod(lengths.values()) > 4 or max(lengths.values(), default=1) > 2
 
 
 def lanes(

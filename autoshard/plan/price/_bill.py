@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from autoshard.cost import Bill, Charge, Compute
 from autoshard.plan.model._heavy import heavy_seconds
 from autoshard.plan.model._model import HOST, Model, Node
-from autoshard.plan.model._overlap import Overlap, hiding_figures
-from autoshard.plan.price._predict import reshard_relayouts, reshard_steps
+from autoshard.plan.model._overlap import hiding_figures
+from autoshard.plan.price._predict import reshard_overlap, reshard_relayouts, reshard_steps
 
 
 def bill_of(model: Model, choices: NDArray[np.int64]) -> Bill:
@@ -32,11 +32,16 @@ def _work(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]:
 
 
 def _streamed(model: Model, node: Node, choice: int) -> Iterator[Charge]:
-    """What a cluster's fusions read and write; its times are those of nothing but bytes."""
+    """What a cluster's fusions read and write, and what starting them takes; its times are those of nothing else."""
+    overhead = model.compute.calibration.op_overhead_s
     for (block, what), seconds in node.time.items():
         name = "host" if what == HOST else "stream"
         one = model.compute.host_seconds(1.0) if what == HOST else model.compute.memory_seconds(1.0)
-        yield Charge(name, (), (float(seconds[choice]) / float(one),), block, 1.0)
+        launched = node.launches.get(block, 0.0) if what == "compute" else 0.0
+        moving = float(seconds[choice]) - launched * overhead
+        yield Charge(name, (), (moving / float(one),), block, 1.0)
+        if launched:
+            yield Charge("launch", (), (1.0,), block, launched)
 
 
 def _communication(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]:
@@ -45,8 +50,9 @@ def _communication(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]
         for name, amount in (("launch", float(again.ops)), ("relayout", float(again.size))):
             if amount:
                 yield Charge(name, (), (amount,), reshard.block, reshard.trips)
+        overlap = reshard_overlap(model, reshard, choices)
         for kind, axes, size, _ in reshard_steps(model, reshard, choices):
-            hides = hiding_figures(model.collectives, Overlap(reshard.overlap), kind, axes)
+            hides = hiding_figures(model.collectives, overlap, kind, axes)
             yield Charge(kind, (("axes", axes),), (size,), reshard.block, reshard.trips, hides)
     for node, choice in zip(model.nodes, choices.tolist(), strict=True):
         for inner in node.inner:

@@ -73,10 +73,11 @@ class NodePricer:
                 cluster = self.structure.cluster_of[tensor]
                 if cluster >= 0:
                     traffic[cluster][op.loop].append((tensor, self.graph.trips(op.loop)))
-        for tensor, loop in self.liveness.copied:
-            cluster = self.structure.cluster_of[tensor]
+        launches = self.launches()
+        for each in self.liveness.passes:
+            cluster = self.structure.cluster_of[each.tensor]
             if cluster >= 0:
-                traffic[cluster][loop].append((tensor, 2 * self.graph.trips(loop)))
+                traffic[cluster][each.block].append((each.tensor, each.count * self.graph.trips(each.block)))
         buffers: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         for tensor, start, stop in self.liveness.buffers:
             if self.structure.cluster_of[tensor] >= 0:
@@ -102,7 +103,26 @@ class NodePricer:
                 memory = self.softmax_memory(softmax, again, local)
             name = self.cluster_name(cluster.tensors)
             held = np.ones(len(states), dtype=bool)
-            self.nodes.append(Node("cluster", cluster.id, states, held, time, memory, name))
+            mine = launches.get(cluster.id, {})
+            for block, count in mine.items():
+                before = time.get((block, "compute"), np.zeros(len(states)))
+                time[block, "compute"] = before + count * self.compute.calibration.op_overhead_s
+            self.nodes.append(Node("cluster", cluster.id, states, held, time, memory, name, launches=mine))
+
+    def launches(self) -> Mapping[int, Mapping[int, float]]:
+        """By cluster and block how many fusions of one step write its tensors first; counted on TPUs only.
+
+        The scalar core does what writes single elements, beside the others.
+        """
+        found: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        if not self.compute.topology.traits.compiles_ahead:
+            return found
+        for fusion in self.liveness.fusions:
+            op = self.graph.ops[fusion.root]
+            wide = [t for t in fusion.moved if self.graph.tensors[t].elements > 1 and self.structure.cluster_of[t] >= 0]
+            if wide and (op.op_class is not OpClass.HEAVY or op.kind in FOLDED_OPS):
+                found[self.structure.cluster_of[wide[0]]][op.loop] += self.graph.trips(op.loop)
+        return found
 
     def taken(self, fusion: Fusion) -> tuple[int, ...]:
         """What stands for the bytes that a fusion reads: a slice reads itself, unless it steps inside of tiles."""

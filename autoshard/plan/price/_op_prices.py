@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 from autoshard.graph import OpClass
 from autoshard.plan.model._heavy import FOLDED_OPS
 from autoshard.plan.model._model import EXPOSED, HOST, Channel, Model, link_names
-from autoshard.plan.model._overlap import Overlap, lanes
+from autoshard.plan.model._overlap import lanes
 from autoshard.plan.price._predict import (
     ReshardStep,
     cluster_names,
     relayout_seconds,
     reshard_cause,
     reshard_line,
+    reshard_overlap,
     reshard_steps,
     tensor_spec,
 )
@@ -89,8 +90,8 @@ def _traffic(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, Channe
         if op.op_class is not OpClass.HEAVY or op.kind in FOLDED_OPS:
             for tensor in (*fusion.moved, *fusion.reads):
                 note(("op", op.id), tensor, op.loop, model.graph.trips(op.loop))
-    for tensor, block in model.liveness.copied:
-        note(("tensor", tensor), tensor, block, 2 * model.graph.trips(block))
+    for each in model.liveness.passes:
+        note(("tensor", each.tensor), each.tensor, each.block, each.count * model.graph.trips(each.block))
     return found
 
 
@@ -122,9 +123,10 @@ def _reshards(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, int],
     found: dict[tuple[int, int], list[Collective]] = defaultdict(list)
     link_of, named = link_names(model.mesh), cluster_names(model)
     for reshard in model.reshards:
+        overlap = reshard_overlap(model, reshard, choices)
         for step in reshard_steps(model, reshard, choices):
             kind, axes, size, _ = step
-            where = lanes(model.collectives, link_of, Overlap(reshard.overlap), kind, axes, size, reshard.block)
+            where = lanes(model.collectives, link_of, overlap, kind, axes, size, reshard.block)
             cause, line = reshard_cause(model, reshard, named), reshard_line(model, reshard)
             collective = _collective(model, step, reshard.trips, where.get(EXPOSED, 0.0), cause, line)
             found[reshard.tensor, reshard.op].append(collective)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from autoshard.cost import Collectives
 from autoshard.plan.model._heavy import factor_states
 from autoshard.plan.model._model import EXPOSED, Channel, Model, Path, Reshard, link_names
-from autoshard.plan.model._overlap import Overlap, lanes
+from autoshard.plan.model._overlap import AT_NARROW, Overlap, lanes
 from autoshard.plan.price._headroom import tight_seconds
 from autoshard.plan.price._paths import Relayouts, path_steps, relayouts
 from autoshard.plan.record._parts import Collective, Prediction
@@ -85,6 +85,15 @@ def tensor_spec(model: Model, choices: NDArray[np.int64], tensor: int) -> Spec:
     return Spec(tuple(dims))
 
 
+def reshard_overlap(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> Overlap:
+    """What a move may hide behind, by what its matmul computes in the chosen state."""
+    overlap = Overlap(reshard.overlap)
+    if reshard.narrow is None:
+        return overlap
+    at_source = model.nodes[reshard.source].kind == "op"
+    return AT_NARROW[overlap] if reshard.narrow[choices[reshard.source if at_source else reshard.target]] else overlap
+
+
 def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     """The true outcome of one alternative per node. Raises ValueError if a forbidden pair was chosen."""
     channels: dict[Channel, float] = defaultdict(float)
@@ -97,8 +106,9 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     for reshard in model.reshards:
         if again := relayout_seconds(model, reshard, choices):
             channels[reshard.block, "compute"] += again
+        overlap = reshard_overlap(model, reshard, choices)
         for kind, axes, size, seconds in reshard_steps(model, reshard, choices):
-            where = lanes(model.collectives, link_of, Overlap(reshard.overlap), kind, axes, size, reshard.block)
+            where = lanes(model.collectives, link_of, overlap, kind, axes, size, reshard.block)
             for channel, share in where.items():
                 channels[channel] += seconds * share * reshard.trips
             exposed = where.get(EXPOSED, 0.0)

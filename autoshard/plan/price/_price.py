@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Mesh
 from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure
 from autoshard.plan.model._axis_parts import AxisParts
 from autoshard.plan.model._heavy import factor_states, result_states
 from autoshard.plan.model._model import EXPOSED, Channel, MemoryTerm, Model, Node, Path, Reshard
-from autoshard.plan.model._overlap import Overlap
+from autoshard.plan.model._overlap import AT_NARROW, Overlap, columns_beside
 from autoshard.plan.price._nodes import NodePricer
 from autoshard.plan.price._paths import PathPrices
 from autoshard.plan.xla._handling import Handling, handling
@@ -259,18 +260,30 @@ class _Pricer(NodePricer):
         """Adds the move unless it is always free; `holds` marks a copy's alternatives with memory of their own."""
         record = self.graph.tensors[use.tensor]
         held, states, aim = way.held, way.states, way.aim
-        first, rows = distinct(held if held is states else np.concatenate([held, states], axis=1))
+        overlap = self.overlap(source, target, use.op)
+        narrow = self.narrow(source, target, use, overlap)
+        if narrow is not None and narrow.all():
+            overlap, narrow = AT_NARROW[overlap], None
+        at_source = self.nodes[source].kind == "op"
+        have = held if held is states else np.concatenate([held, states], axis=1)
         marks = np.ones((len(aim), 1), dtype=np.int64) if holds is None else holds[:, None].astype(np.int64)
+        if narrow is not None and at_source:
+            have = np.concatenate([have, narrow[:, None].astype(np.int64)], axis=1)
+        elif narrow is not None:
+            marks = np.concatenate([marks, narrow[:, None].astype(np.int64)], axis=1)
+        first, rows = distinct(have)
         first_aim, columns = distinct(np.concatenate([aim, marks], axis=1))
         itemsize = record.itemsize
         widened = self.collectives.widen_dtype(way.dtype)
         reduce_itemsize = 4 if widened != way.dtype else itemsize
         ends = (held[first], way.kept[first], tuple(way.factors), states[first], aim[first_aim])
         path = Path(record.shape, *ends, itemsize, reduce_itemsize, collected)
-        overlap = self.overlap(source, target, use.op)
+        seconds = self.seconds(path, overlap)
+        if narrow is not None:
+            apart = narrow[first][:, None] if at_source else narrow[first_aim][None, :]
+            seconds = _chosen(apart, self.seconds(path, AT_NARROW[overlap]), seconds)
         costs: dict[Channel, Seconds] = {
-            EXPOSED if what == EXPOSED[1] else (use.block, what): seconds
-            for what, seconds in self.seconds(path, overlap).items()
+            EXPOSED if what == EXPOSED[1] else (use.block, what): table for what, table in seconds.items()
         }
         forbidden = None
         if holds is not None and not holds.all():
@@ -292,8 +305,22 @@ class _Pricer(NodePricer):
                     costs,
                     forbidden,
                     path,
+                    narrow,
                 )
             )
+
+    def narrow(self, source: int, target: int, use: ValueUse, overlap: Overlap) -> NDArray[np.bool_] | None:
+        """For each alternative of the matmul at an end, whether it is too narrow to have a move pipelined into it."""
+        for number, is_result in ((source, True), (target, False)):
+            node = self.nodes[number]
+            if overlap in AT_NARROW and node.kind == "op" and node.ref == use.op:
+                op = self.graph.ops[use.op]
+                side = len(op.operands) if is_result else op.operands.index(use.tensor)
+                found = (
+                    columns_beside(op, side, node.states, self.axes) < self.collectives.calibration.pipelined_columns
+                )
+                return found if found.any() else None
+        return None
 
     def overlap(self, source: int, target: int, op: int) -> Overlap:
         """What a move may hide behind: it waits for parameters, feeds the optimizer, or stands at a matmul."""
@@ -318,3 +345,9 @@ class _Pricer(NodePricer):
         if key not in self.paths:
             self.paths[key] = self.path_prices.seconds(path, overlap)
         return self.paths[key]
+
+
+def _chosen(apart: NDArray[np.bool_], these: dict[str, Seconds], others: dict[str, Seconds]) -> dict[str, Seconds]:
+    """Tables of `these` where `apart` holds, and of `others` elsewhere."""
+    none = np.zeros(1)
+    return {what: np.where(apart, these.get(what, none), others.get(what, none)) for what in {**others, **these}}

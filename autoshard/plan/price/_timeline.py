@@ -8,8 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.plan.model._model import EXPOSED, Model, link_names
-from autoshard.plan.model._overlap import Overlap, lanes
-from autoshard.plan.price._predict import cluster_names, memory_events, relayout_seconds, reshard_cause, reshard_steps
+from autoshard.plan.model._overlap import lanes
+from autoshard.plan.price._predict import (
+    cluster_names,
+    memory_events,
+    relayout_seconds,
+    reshard_cause,
+    reshard_overlap,
+    reshard_steps,
+)
 from autoshard.plan.record._parts import Span, Timeline
 
 
@@ -97,8 +104,9 @@ def _collectives(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
             jobs.append(
                 (moment, 0, reshard.block, "compute", f"layout of {reshard_cause(model, reshard, named)}", again)
             )
+        overlap = reshard_overlap(model, reshard, choices)
         for kind, axes, size, seconds in reshard_steps(model, reshard, choices):
-            where = lanes(model.collectives, link_of, Overlap(reshard.overlap), kind, axes, size, reshard.block)
+            where = lanes(model.collectives, link_of, overlap, kind, axes, size, reshard.block)
             name = f"{kind} over {', '.join(axes)}: {reshard_cause(model, reshard, named)}"
             for (_, lane), share in sorted(where.items()):
                 jobs.append((moment, 0, reshard.block, lane, name, seconds * share * reshard.trips))

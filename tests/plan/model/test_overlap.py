@@ -1,10 +1,16 @@
 """What hides behind compute."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from autoshard.cost import Collectives, Topology, make_mesh
-from autoshard.plan.model._model import EXPOSED, link_names
-from autoshard.plan.model._overlap import Overlap, hidden_share, lanes
+from autoshard.plan.model._model import EXPOSED, Model, link_names
+from autoshard.plan.model._overlap import Overlap, columns_beside, hidden_share, lanes
+from autoshard.plan.price._predict import reshard_overlap
+from autoshard.plan.price._reading import build_model, read_program
+from autoshard.program import trace
 
 
 LARGE = 1e15
@@ -82,3 +88,52 @@ def test_an_axis_of_one_device_has_no_links() -> None:
     )
     assert both == split and len(both) == 2
     assert set(lanes(one, link_names(one.mesh), Overlap.PARAMETERS, "all-gather", ("data",), 8.0, 0)) <= {EXPOSED}
+
+
+@pytest.mark.parametrize(
+    ("topology", "sizes", "axes", "looped"),
+    [
+        ("v6e:2x4", {"data": 8}, ("data",), True),
+        ("v5p:2x2x2", {"data": 8}, ("data",), True),
+        ("v6e:4x4", {"data": 4, "model": 4}, ("data",), True),  # four in a line
+        ("v5p:2x2x1", {"data": 4}, ("data",), False),  # a square
+        ("v6e:2x4", {"data": 4, "model": 2}, ("model",), False),  # a pair
+    ],
+)
+def test_pairs_and_squares_are_not_walked_in_a_loop(topology: str, sizes: dict[str, int], axes, looped: bool) -> None:
+    prices = collectives(topology, **sizes)
+    share = hidden_share(prices, Overlap.MATMUL, "all-gather", axes, LARGE)
+    assert share == pytest.approx(prices.calibration.pipelined_overlap if looped else 0.0, rel=1e-6)
+
+
+def test_a_matmul_that_computes_little_for_what_is_sent_has_nothing_pipelined_into_it() -> None:
+    """A gradient [d, f] summed over the tokens of 8 devices: XLA makes a loop of it from so many tokens a device."""
+    least = collectives("v6e:2x4", data=8).calibration.pipelined_columns
+    for tokens, pipelined in ((1536, True), (1024, False)):
+        assert (tokens >= least) == pipelined
+        model = _gradient(tokens)
+        (op,) = (op for op in model.graph.ops if op.kind == "dot_general")
+        node = next(n for n, node in enumerate(model.nodes) if node.kind == "op" and node.ref == op.id)
+        states = model.nodes[node].states
+        contracted = next(f for f, size in enumerate(op.rule.sizes) if size == 8 * tokens)
+        (split,) = np.flatnonzero((states == contracted).all(axis=1))
+        assert columns_beside(op, len(op.operands), states, model.axis_sizes)[split] == tokens
+        (out,) = (r for r in model.reshards if r.source == node)
+        whole = np.flatnonzero((states != contracted).any(axis=1))
+        assert out.narrow is None or (bool(out.narrow[split]) != pipelined and not out.narrow[whole].any())
+        exposed = out.costs[EXPOSED][out.rows[split]]
+        everything = sum(table[out.rows[split]] for channel, table in out.costs.items() if channel[1] != "compute")
+        sent = everything > 0
+        assert sent.any() and ((exposed[sent] < everything[sent]).any() == pipelined)
+        # What is judged without tables says the same.
+        choices = np.zeros(len(model.nodes), dtype=np.int64)
+        choices[node] = split
+        assert reshard_overlap(model, out, choices) is (Overlap.MATMUL if pipelined else Overlap.NONE)
+
+
+def _gradient(tokens: int) -> Model:
+    given = [jax.ShapeDtypeStruct((8 * tokens, width), "bfloat16") for width in (2048, 4096)]
+    program = trace(lambda x, y: jnp.einsum("td,tf->df", x, y), tuple(given))
+    topology = Topology.parse("v6e:2x4")
+    mesh = make_mesh(topology, {"data": 8})
+    return build_model(program, read_program(program, "tpu"), mesh, topology.usable_bytes)
