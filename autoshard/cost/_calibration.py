@@ -67,6 +67,8 @@ class Calibration:
     """Vector-unit operations for each score of an attention kernel and matmul over the scores."""
     grid_step_s: float
     """What one step of a Pallas kernel's grid costs beside its work."""
+    row_copy_s: float
+    """Time to copy one row of a register's lanes where the rows of a tile go to different places; 0 without tiles."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
     def __hash__(self) -> int:
@@ -97,6 +99,7 @@ class Calibration:
             network_contention=0.0,
             network_latency_s=0.0,
             grid_step_s=0.0,
+            row_copy_s=0.0,
             sources={"all": "peaks of the chip file"},
         )
 

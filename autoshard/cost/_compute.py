@@ -7,6 +7,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from autoshard.cost._backend import Sorting
 from autoshard.cost._calibration import Calibration, load_calibration
+from autoshard.cost._memory import LANES
 from autoshard.cost._topology import Topology
 
 
@@ -102,6 +103,10 @@ class Compute:
     def step_seconds(self, steps: ArrayLike) -> NDArray[np.float64]:
         """What the steps of a kernel's grid cost beside their work: scalar code, waits for blocks, sums in memory."""
         return np.asarray(steps, dtype=np.float64) * self.calibration.grid_step_s
+
+    def row_passes(self, itemsize: int) -> float:
+        """As how many streams of its bytes a copy row by row counts (`Calibration.row_copy_s`)."""
+        return self.calibration.row_copy_s / float(self.memory_seconds(LANES * itemsize))
 
     @property
     def burst_bytes(self) -> int:

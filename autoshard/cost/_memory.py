@@ -7,7 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-_LANES, _ROWS = 128, 8
+LANES = 128
+"""Places of a row of a TPU's registers, along an array's minor dim."""
+_ROWS = 8
 
 
 def shard_bytes(shape: Sequence[int], itemsize: float, splits: Sequence[int] | None = None, tiled: bool = False) -> int:
@@ -19,7 +21,7 @@ def shard_bytes(shape: Sequence[int], itemsize: float, splits: Sequence[int] | N
     parts = [1] * len(shape) if splits is None else splits
     local = [-(-size // part) for size, part in zip(shape, parts, strict=True)]
     if tiled and local:
-        local[-1] = -(-local[-1] // 128) * 128
+        local[-1] = -(-local[-1] // LANES) * LANES
         if len(local) > 1:
             rows = min(8, 1 << max(0, math.ceil(math.log2(max(1, local[-2])))))
             local[-2] = -(-local[-2] // rows) * rows
@@ -38,6 +40,6 @@ def tile_padding(local: NDArray[np.float64], itemsize: int, outer: Collection[in
     lanes = [dim for dim in range(rank) if dim not in outer] or [rank - 1]
     rows = lanes if len(lanes) > 1 else [*lanes, max(dim for dim in range(rank) if dim != lanes[0])]
     tall = np.clip(2.0 ** np.ceil(np.log2(sizes)), max(1, 4 // max(1, itemsize)), _ROWS)
-    across, down = (np.ceil(sizes / tile) * tile / sizes for tile in (_LANES, tall))
+    across, down = (np.ceil(sizes / tile) * tile / sizes for tile in (LANES, tall))
     pairs = [across[:, lane] * down[:, row] for lane in lanes for row in rows if row != lane]
     return np.minimum.reduce(pairs)

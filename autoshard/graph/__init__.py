@@ -34,3 +34,4 @@ from autoshard.graph._softmax import Softmax as Softmax
 from autoshard.graph._softmax import SoftmaxForm as SoftmaxForm
 from autoshard.graph._softmax import find_softmaxes as find_softmaxes
 from autoshard.graph._softmax import is_batched as is_batched
+from autoshard.graph._turned import Passes as Passes

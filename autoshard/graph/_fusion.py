@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from autoshard.graph._hosted import INTO_STACKS, TO_DEVICE, TO_HOST, hosted
+from autoshard.graph._interleaved import interleaved_passes
 from autoshard.graph._manual import IN, OUT
 from autoshard.graph._records import Op, OpClass, OpGraph
 from autoshard.graph._softmax import Softmax, is_batched
@@ -153,7 +154,7 @@ def analyse(
     buffers = tuple(sorted((*buffers, *more)))
     passes = [Passes(tensor, loop, 2) for tensor, loop in copied]
     if fused_matmuls:
-        passes += turned_passes(graph)
+        passes += (*turned_passes(graph), *interleaved_passes(graph))
     return Liveness(tuple(fusions), frozenset(materialised), buffers, widths, away, softmaxes, tuple(passes))
 
 

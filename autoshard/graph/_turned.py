@@ -28,6 +28,8 @@ class Passes:
     """A loop's number; -1 outside of all."""
     count: int
     """How often its bytes go through memory: a copy reads and writes, which is twice."""
+    by_rows: bool = False
+    """Whether it goes row by row: a row of a register's lanes at a time, of which `count` copies are made."""
 
 
 def turned_passes(graph: OpGraph) -> tuple[Passes, ...]:
@@ -74,6 +76,13 @@ def _minor_moves(graph: OpGraph, op: Op) -> bool:
     return last[0] != last[1]
 
 
+def exchanges_outer(op: Op) -> bool:
+    """Whether a transpose of three dims exchanges the first two: the layers of a stack, and what lies beside them."""
+    assert op.rule is not None
+    source, turned = op.rule.operands[0], op.rule.results[0]
+    return len(source) == 3 and turned == (source[1], source[0], source[2])
+
+
 def _met(graph: OpGraph, consumers: list[list[Op]], stack: int) -> Iterator[int]:
     """Values that follow from a stack alone and of which an op takes another value of that size beside them."""
     own, todo = {stack}, [stack]
@@ -81,6 +90,9 @@ def _met(graph: OpGraph, consumers: list[list[Op]], stack: int) -> Iterator[int]
         tensor = todo.pop()
         meets = False
         for op in consumers[tensor]:
+            if op.kind == "transpose" and exchanges_outer(op):  # a layout, as the stack is kept layer by layer
+                own.add(op.results[0])
+                todo.append(op.results[0])
             if op.op_class is not OpClass.POINTWISE or not op.results:
                 continue
             shape = graph.tensors[tensor].shape

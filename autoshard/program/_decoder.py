@@ -99,6 +99,7 @@ def decoder_program(
     compute_dtype: str = "bfloat16",
     weights: str = "float32",
     offloads: Collection[str] = (),
+    stack_axis: int = 0,
 ) -> Program:
     """One training step of `batch` sequences of `seq` tokens: by default bf16 compute on f32 parameters and moments.
 
@@ -108,7 +109,7 @@ def decoder_program(
     `splash`, jax's kernel for TPUs; or `plain`, scores in full. `remat` is `none` or a key of `SAVED`, of which `saves`
     may say otherwise what a layer keeps beside its input; `blocks` are those of a `flash` kernel. `offloads` are values
     that a layer keeps in its host's memory: of `SAVABLE`, or `input`. `accumulation` microbatches are computed one
-    after the other, and their gradients summed.
+    after the other, and their gradients summed. `stack_axis` is the dim of stacked parameters that counts layers.
 
     `routing` of experts is `dropless`, all tokens sorted and multiplied by group (`jax.lax.ragged_dot`), or `capacity`:
     each expert has slots in every sequence for `capacity_factor` times the mean number of its tokens, and further ones
@@ -148,11 +149,13 @@ def decoder_program(
             f"decoder: {own} layers in groups of {dims.global_every}, {dims.heads} heads in groups of "
             f"{dims.kv_heads} key-value heads; both must divide"
         )
-    params = _parameters(dims, weights)
+    if stack_axis not in (0, 1):
+        raise UserError(f"stack_axis is {stack_axis}, expected 0 or 1: every stacked parameter has two dims")
+    params = _parameters(dims, weights, stack_axis)
     data = {key: jax.ShapeDtypeStruct((batch, seq), "int32") for key in ("input_ids", "labels")}
     rule = _train.make_optimizer(optimizer, moments)
     forward_flops = [0.0]
-    how = _How(kept, away, attention, blocks, routing, capacity_factor, compute_dtype)
+    how = _How(kept, away, attention, blocks, routing, capacity_factor, compute_dtype, stack_axis)
 
     def loss(p: Any, given: Any) -> Any:
         with _flops.counting() as scope:
@@ -184,11 +187,15 @@ class _How:
     routing: str
     capacity_factor: float
     compute_dtype: str
+    stack_axis: int
 
 
-def _parameters(dims: DecoderDims, dtype: str) -> dict[str, Any]:
-    """Parameters by name; those of a layer are stacked [groups, layers in a group, ...]."""
+def _parameters(dims: DecoderDims, dtype: str, axis: int) -> dict[str, Any]:
+    """Parameters by name; those of a layer are stacked along `axis`, one entry for each group of layers."""
     import jax
+
+    def stacked(count: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:axis], count, *shape[axis:])
 
     groups = (dims.layers - dims.dense_layers) // dims.global_every
     shapes: dict[str, tuple[int, ...]] = {
@@ -199,11 +206,11 @@ def _parameters(dims: DecoderDims, dtype: str) -> dict[str, Any]:
         shapes["lm_head.weight"] = (dims.width, dims.vocabulary)
     if dims.dense_layers:
         dense = _attention_shapes(dims) | _mlp_shapes(dims)
-        shapes |= {f"dense_layers.*.{key}": (dims.dense_layers, *shape) for key, shape in dense.items()}
+        shapes |= {f"dense_layers.*.{key}": stacked(dims.dense_layers, shape) for key, shape in dense.items()}
     layer = _attention_shapes(dims) | (_mlp_shapes(dims) if dims.experts == 1 else expert_shapes(dims))
     for offset in range(dims.global_every):
         prefix = "layers" if dims.global_every == 1 else f"layers.{offset}"
-        shapes |= {f"{prefix}.*.{key}": (groups, *shape) for key, shape in layer.items()}
+        shapes |= {f"{prefix}.*.{key}": stacked(groups, shape) for key, shape in layer.items()}
     return {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in shapes.items()}
 
 
@@ -253,6 +260,7 @@ def _scanned(
     dims: DecoderDims, hidden: Any, stacks: Sequence[Mapping[str, Any]], windows: Sequence[int | None], how: _How
 ) -> Any:
     import jax
+    import jax.numpy as jnp
 
     def layers(carried: Any, own: Sequence[Mapping[str, Any]]) -> tuple[Any, None]:
         for weights, window in zip(own, windows, strict=True):
@@ -260,6 +268,8 @@ def _scanned(
             carried = _kept(run, how)(carried, weights)
         return carried, None
 
+    if how.stack_axis:
+        stacks = [{key: jnp.moveaxis(value, how.stack_axis, 0) for key, value in own.items()} for own in stacks]
     with _flops.counting() as scope:
         hidden, _ = jax.lax.scan(layers, hidden, stacks)
     _flops.record(scope[0] * next(iter(stacks[0].values())).shape[0])

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from autoshard.cost import Calibration, Collectives, Compute, Mesh
-from autoshard.graph import TILED, Cluster, Fusion, Liveness, Op, OpClass, OpGraph, Softmax, Structure
+from autoshard.graph import TILED, Cluster, Fusion, Liveness, Op, OpClass, OpGraph, Passes, Softmax, Structure
 from autoshard.plan.model._axis_parts import AxisParts
 from autoshard.plan.model._demands import Demand, allowed_states, axis_numbers, free_of, program_demands
 from autoshard.plan.model._hand import by_hand, own_collectives
@@ -20,6 +20,12 @@ from autoshard.plan.xla._padding import Padding
 from autoshard.plan.xla._states import WHOLE, Seconds, States, enumerate_states, local_elements, relabel
 from autoshard.plan.xla._tables import padded_tables
 from autoshard.program import Program, Role
+
+
+def streams(each: Passes, graph: OpGraph, compute: Compute) -> float:
+    """How many streams of a tensor's bytes take as long in one step as what is read or written of it whole."""
+    once = compute.row_passes(graph.tensors[each.tensor].itemsize) if each.by_rows else 1.0
+    return each.count * once * graph.trips(each.block)
 
 
 class NodePricer:
@@ -77,7 +83,8 @@ class NodePricer:
         for each in self.liveness.passes:
             cluster = self.structure.cluster_of[each.tensor]
             if cluster >= 0:
-                traffic[cluster][each.block].append((each.tensor, each.count * self.graph.trips(each.block)))
+                times = streams(each, self.graph, self.compute)
+                traffic[cluster][each.block].append((each.tensor, times))
         buffers: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         for tensor, start, stop in self.liveness.buffers:
             if self.structure.cluster_of[tensor] >= 0:

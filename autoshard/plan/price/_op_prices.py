@@ -11,6 +11,7 @@ from autoshard.graph import OpClass
 from autoshard.plan.model._heavy import FOLDED_OPS
 from autoshard.plan.model._model import EXPOSED, HOST, Channel, Model, link_names
 from autoshard.plan.model._overlap import lanes
+from autoshard.plan.price._nodes import streams
 from autoshard.plan.price._predict import (
     ReshardStep,
     cluster_names,
@@ -91,7 +92,7 @@ def _traffic(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, Channe
             for tensor in (*fusion.moved, *fusion.reads):
                 note(("op", op.id), tensor, op.loop, model.graph.trips(op.loop))
     for each in model.liveness.passes:
-        note(("tensor", each.tensor), each.tensor, each.block, each.count * model.graph.trips(each.block))
+        note(("tensor", each.tensor), each.tensor, each.block, streams(each, model.graph, model.compute))
     return found
 
 

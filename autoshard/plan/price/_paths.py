@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import KINDS, Collectives, Compute, Kind, hidden_seconds, hiding_shares
+from autoshard.cost import KINDS, LANES, Collectives, Compute, Kind, hidden_seconds, hiding_shares
 from autoshard.plan.model._model import EXPOSED, Path
 from autoshard.plan.model._overlap import Overlap, hiding_figures
 from autoshard.plan.xla._states import (
-    LANES,
     PARTIAL,
     WHOLE,
     Emitted,

@@ -33,12 +33,10 @@ def _head(run: Run, value: Any) -> Run:
 
 
 def _scan_axis(run: Run, value: Any) -> Run:
-    """Stacks whose layers are not the first dim (MaxText's `param_scan_axis`) are sliced as cheaply, unless the layers
-    fill whole sublanes of registers: then XLA keeps them there, and reads all eight for each layer."""
-    layers = run.decoder.layers
-    if value == 0 or not (layers % 8 == 0 or layers in (2, 4)):
-        return run
-    raise IncompleteError(f"param_scan_axis={value} of {layers} layers, which fill sublanes, is not rebuilt")
+    """The dim of stacked parameters that counts layers, as MaxText calls it."""
+    if value not in (0, 1):
+        raise IncompleteError(f"param_scan_axis={value} is not rebuilt; 0 and 1 are")
+    return dataclasses.replace(run, stack_axis=int(value))
 
 
 def _routing(run: Run, value: Any) -> Run:

@@ -15,7 +15,7 @@ from typing import Any
 from autoshard.cost import Chip, Decoder, Topology, chip_names, load_chip, read_flags
 from autoshard.errors import UserError
 from autoshard.plan.published._pair_options import OPTIONS
-from autoshard.plan.published._published import LOCAL_WINDOWS, IncompleteError, Run, made_of, slice_shape
+from autoshard.plan.published._published import LOCAL_WINDOWS, IncompleteError, Run, made_of, slice_shape, stack_axis
 from autoshard.program import SAVABLE, SAVED, KernelBlocks
 from autoshard.units import GIB
 
@@ -203,7 +203,7 @@ def _run(group: Mapping[str, Any], plan: Mapping[str, Any]) -> Run:
     run = Run(
         decoder, topology, degrees["dp"], degrees["fsdp"], degrees["tp"], batch, seq, remat, saves, flash,
         _blocks(said, assumed), _flags(group, said), 0.0, tuple(assumed), **dtypes,
-        offloads=offloads,
+        offloads=offloads, stack_axis=stack_axis(str(said.get("framework", ""))),
     )  # fmt: skip
     for key, change in OPTIONS.items():
         if key in said:

@@ -74,6 +74,9 @@ class Run:
     head_on_width: bool = False
     """FSDP splits the head on its width, so that its weights are gathered; else on its vocabulary."""
 
+    stack_axis: int = 0
+    """The dim of stacked parameters that counts layers (MaxText's `param_scan_axis`)."""
+
     def flops(self, causal: bool) -> float:
         """Model FLOPs of a step: 6 per matmul parameter and token, and attention; causal counts half of it."""
         return self.decoder.train_flops(self.batch * self.seq, self.seq, causal)
@@ -255,8 +258,13 @@ def parse_run(row: Mapping[str, Any]) -> Run | MatmulRun:
     batch, step = _step(row, decoder, chip, chips, int(batch), assumed)
     return Run(
         decoder, topology, copies, spread, tensor, batch, int(row["seq"]), remat, saves, flash, blocks,
-        read_flags(row.get("xla_flags")), step, tuple(assumed),
+        read_flags(row.get("xla_flags")), step, tuple(assumed), stack_axis=stack_axis(str(row["source"])),
     )  # fmt: skip
+
+
+def stack_axis(framework: str) -> int:
+    """The dim of stacked parameters that counts layers where nothing is said: 1 in MaxText (`param_scan_axis`)."""
+    return int("maxtext" in framework.lower())
 
 
 def _chip(row: Mapping[str, Any]) -> Chip:

@@ -237,6 +237,7 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
         run.decoder, batch=run.batch, seq=run.seq, remat=run.remat, saves=run.saves, attention=attention,
         blocks=run.blocks, optimizer=run.optimizer, compute_dtype=run.compute, weights=run.weights, moments=run.state,
         accumulation=run.accumulation, offloads=run.offloads, routing="capacity", capacity_factor=run.capacity,
+        stack_axis=run.stack_axis,
     )  # fmt: skip
     reading = read_program(program, mesh.topology.backend)
     figures = with_flags(load_calibration(run.topology.chip), run.flags).calibration

@@ -15,14 +15,11 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import Collectives, Kind
+from autoshard.cost import LANES, Collectives, Kind
 
 
 WHOLE = -1
 PARTIAL = -2
-
-LANES = 128
-"""Elements of the last dim in one vector register of a TPU."""
 
 MAX_PADDING = 1.5
 """An uneven split may make the padded dim at most this much larger; more is wasted work."""

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoshard.cost import BACKENDS, shard_bytes
+from autoshard.cost import BACKENDS, LANES, shard_bytes
 from autoshard.graph import Op, OpGraph
 from autoshard.plan.xla._states import WHOLE, Seconds, States, local_elements, relabel
 
 
-LANES = 128
 AS_IT_IS = 32
 """Most columns of a table that is gathered from as it is stored: 32 were seen to be, 64 not."""
 
