@@ -17,7 +17,13 @@ class Decoder(DecoderDims):
 
     @property
     def attention_params(self) -> int:
-        """Weights of the four projections of one layer."""
+        """Weights of the projections of one layer's attention."""
+        if self.latent is not None:
+            own, heads = self.latent, self.heads
+            made = own.query_rank or self.width
+            query = (self.width * own.query_rank if own.query_rank else 0) + made * heads * own.head_size
+            keys = self.width * (own.key_rank + own.turned) + own.key_rank * heads * (own.plain + own.value)
+            return query + keys + heads * own.value * self.width
         return self.width * self.head_size * (2 * self.heads + 2 * self.kv_heads)
 
     @property
@@ -41,6 +47,8 @@ class Decoder(DecoderDims):
     def params(self) -> int:
         """All parameters; norms count one vector each, biases none."""
         norms = 2 * self.width + (2 * self.head_size if self.qk_norm else 0)
+        if self.latent is not None:
+            norms = 2 * self.width + self.latent.query_rank + self.latent.key_rank
         ends = (1 if self.tied else 2) * self.vocabulary * self.width + self.width
         return self._layer_params(self.experts, norms) + ends
 
@@ -54,7 +62,8 @@ class Decoder(DecoderDims):
 
         A layer with a window of w computes the scores of w tokens, of which causality takes half of the first w rows.
         """
-        whole = 4.0 * sequence * self.heads * self.head_size * (0.5 if causal else 1.0)
+        sizes = 2 * self.head_size if self.latent is None else self.latent.head_size + self.latent.value
+        whole = 2.0 * sequence * self.heads * sizes * (0.5 if causal else 1.0)
         if self.window is None or self.window >= sequence:
             return whole * self.layers
         seen = self.window / sequence * (2.0 - self.window / sequence if causal else 1.0)
@@ -69,7 +78,9 @@ class Decoder(DecoderDims):
         return tokens * (2.0 * self.matmul_params + self.attention_flops_per_token(sequence, causal))
 
     def kv_bytes(self, tokens: float, itemsize: float = 2) -> float:
-        """Key/value cache of that many tokens."""
+        """Key/value cache of that many tokens; of latent attention what keys and values are made from."""
+        if self.latent is not None:
+            return tokens * self.layers * (self.latent.key_rank + self.latent.turned) * itemsize
         return 2.0 * tokens * self.layers * self.kv_heads * self.head_size * itemsize
 
     def activation_widths(self) -> dict[str, int]:
@@ -87,6 +98,9 @@ class Decoder(DecoderDims):
             "up": self.mlp_width,
             "product": self.mlp_width,
         }
+        if self.latent is not None:
+            query, value = self.heads * self.latent.head_size, self.heads * self.latent.value
+            widths |= {"query": query, "key": query, "value": value, "attention": value}
         if not self.gated:
             del widths["gate"]
         return widths

@@ -100,7 +100,7 @@ def analyse(
     for op in reversed(graph.ops):
         if _widens(graph, op):  # who takes the wide value may as well take the narrow one
             consumers[op.operands[0]].extend(consumers[op.results[0]])
-    kernels = {op.id for op in graph.ops if _is_kernel(graph, op, fused_matmuls)}
+    kernels = {op.id for op in graph.ops if _is_kernel(graph, op, fused_matmuls)} | _copied_into_stacks(graph) - passing
     ends = _ends_of(graph, consumers, pinned, kernels)
     reach: dict[int, frozenset[int]] = {}
     bases: dict[int, frozenset[int]] = {}
@@ -199,6 +199,23 @@ def _takes_stored(graph: OpGraph, op: Op) -> bool:
             return False
         tensor = made.operands[0]
     return tensor in graph.arguments
+
+
+def _copied_into_stacks(graph: OpGraph) -> set[int]:
+    """Constraints whose results a loop puts into a stack: a collective's result, which is copied there."""
+    found = set()
+    for op in graph.ops:
+        if op.kind != "dynamic_update_slice":
+            continue
+        tensor = op.operands[1]
+        while (producer := graph.tensors[tensor].producer) >= 0:
+            maker = graph.ops[producer]
+            if maker.kind == "sharding_constraint":
+                found.add(maker.id)
+            if len(maker.operands) != 1 or maker.op_class is OpClass.HEAVY:
+                break
+            tensor = maker.operands[0]
+    return found
 
 
 def _is_written(

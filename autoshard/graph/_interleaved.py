@@ -35,7 +35,7 @@ def interleaved_passes(graph: OpGraph) -> tuple[Passes, ...]:
         if op.kind != "transpose" or op.loop >= 0 or not exchanges_outer(op):
             continue
         source, turned = graph.tensors[op.operands[0]], graph.tensors[op.results[0]]
-        if source.bytes < _LEAST:
+        if source.bytes < _LEAST or len(source.shape) != 3:
             continue
         if source.id in arguments and _fills_tiles(source.shape[1]):
             found.append(Passes(source.id, -1, 1, by_rows=True))

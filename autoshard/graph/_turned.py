@@ -77,10 +77,10 @@ def _minor_moves(graph: OpGraph, op: Op) -> bool:
 
 
 def exchanges_outer(op: Op) -> bool:
-    """Whether a transpose of three dims exchanges the first two: the layers of a stack, and what lies beside them."""
+    """Whether a transpose exchanges the first two of three or more dims: the layers of a stack, and the dim beside."""
     assert op.rule is not None
     source, turned = op.rule.operands[0], op.rule.results[0]
-    return len(source) == 3 and turned == (source[1], source[0], source[2])
+    return len(source) > 2 and turned == (source[1], source[0], *source[2:])
 
 
 def _met(graph: OpGraph, consumers: list[list[Op]], stack: int) -> Iterator[int]:

@@ -8,6 +8,7 @@ from autoshard.program._decoder import DecoderDims as DecoderDims
 from autoshard.program._decoder import decoder_program as decoder_program
 from autoshard.program._kernels import KernelBlocks as KernelBlocks
 from autoshard.program._kernels import flash_attention as flash_attention
+from autoshard.program._latent import LatentDims as LatentDims
 from autoshard.program._lean import import_lean as import_lean
 from autoshard.program._load import load_program as load_program
 from autoshard.program._load import load_rules as load_rules

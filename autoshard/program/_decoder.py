@@ -12,6 +12,7 @@ from autoshard.errors import UserError
 from autoshard.program import _flops, _train
 from autoshard.program._attention import attend
 from autoshard.program._kernels import KernelBlocks, flash_attention, splash_attention
+from autoshard.program._latent import LatentDims, latent_heads, latent_shapes
 from autoshard.program._program import Program, Role
 from autoshard.program._routed import expert_shapes, product, routed
 from autoshard.program._trace import trace
@@ -38,6 +39,9 @@ Where they are kept, on the device or on its host, changes no matmul. `none` kee
 
 SAVABLE = (*_PROJECTIONS, "context", "gate", "up", "down")
 """Values of a layer that rematerialisation may keep."""
+
+_WEIGHTS = "weights"
+"""Name of a layer's weights as its matmuls take them."""
 
 ATTENTIONS = ("flash", "splash", "plain")
 ROUTINGS = ("dropless", "capacity")
@@ -74,6 +78,8 @@ class DecoderDims:
     """First layers, of `layers`, whose MLP is one of `mlp_width`, without experts."""
     qk_norm: bool = False
     """Queries and keys are normed by head."""
+    latent: LatentDims | None = None
+    """Sizes of latent attention, which has as many key-value heads as query heads; None: plain attention."""
 
     @property
     def expert_inner(self) -> int:
@@ -100,6 +106,7 @@ def decoder_program(
     weights: str = "float32",
     offloads: Collection[str] = (),
     stack_axis: int = 0,
+    gathered_on: Any = None,
 ) -> Program:
     """One training step of `batch` sequences of `seq` tokens: by default bf16 compute on f32 parameters and moments.
 
@@ -110,6 +117,8 @@ def decoder_program(
     may say otherwise what a layer keeps beside its input; `blocks` are those of a `flash` kernel. `offloads` are values
     that a layer keeps in its host's memory: of `SAVABLE`, or `input`. `accumulation` microbatches are computed one
     after the other, and their gradients summed. `stack_axis` is the dim of stacked parameters that counts layers.
+    With a `jax.sharding.AbstractMesh` in `gathered_on`, the weights of a layer are gathered once, in `compute_dtype`,
+    and kept whole for the backward pass; on a mesh with an axis `model` they may stay split over that.
 
     `routing` of experts is `dropless`, all tokens sorted and multiplied by group (`jax.lax.ragged_dot`), or `capacity`:
     each expert has slots in every sequence for `capacity_factor` times the mean number of its tokens, and further ones
@@ -138,6 +147,8 @@ def decoder_program(
         raise UserError(f"a batch of {batch} sequences does not divide into {accumulation} microbatches")
     if routing not in ROUTINGS:
         raise UserError(f"routing {routing!r} is not known; known are {', '.join(ROUTINGS)}")
+    if dims.latent is not None and dims.kv_heads != dims.heads:
+        raise UserError(f"decoder: {dims.kv_heads} key-value heads for {dims.heads} heads of latent attention")
     if dims.active_experts > dims.experts or not 0 <= dims.dense_layers <= dims.layers:
         raise UserError(
             f"decoder: {dims.active_experts} of {dims.experts} experts, {dims.dense_layers} of {dims.layers} layers "
@@ -155,7 +166,7 @@ def decoder_program(
     data = {key: jax.ShapeDtypeStruct((batch, seq), "int32") for key in ("input_ids", "labels")}
     rule = _train.make_optimizer(optimizer, moments)
     forward_flops = [0.0]
-    how = _How(kept, away, attention, blocks, routing, capacity_factor, compute_dtype, stack_axis)
+    how = _How(kept, away, attention, blocks, routing, capacity_factor, compute_dtype, stack_axis, gathered_on)
 
     def loss(p: Any, given: Any) -> Any:
         with _flops.counting() as scope:
@@ -188,6 +199,7 @@ class _How:
     capacity_factor: float
     compute_dtype: str
     stack_axis: int
+    gathered_on: Any
 
 
 def _parameters(dims: DecoderDims, dtype: str, axis: int) -> dict[str, Any]:
@@ -216,17 +228,18 @@ def _parameters(dims: DecoderDims, dtype: str, axis: int) -> dict[str, Any]:
 
 def _attention_shapes(dims: DecoderDims) -> dict[str, tuple[int, ...]]:
     width, size, group = dims.width, dims.head_size, dims.heads // dims.kv_heads
+    norms = {"input_norm.weight": (width,), "mlp_norm.weight": (width,)}
+    if dims.latent is not None:
+        return norms | latent_shapes(dims, dims.latent)
     shapes: dict[str, tuple[int, ...]] = {
-        "input_norm.weight": (width,),
         "attn.q_proj.weight": (width, dims.kv_heads, group, size),
         "attn.k_proj.weight": (width, dims.kv_heads, size),
         "attn.v_proj.weight": (width, dims.kv_heads, size),
         "attn.o_proj.weight": (dims.kv_heads, group, size, width),
-        "mlp_norm.weight": (width,),
     }
     if dims.qk_norm:
         shapes |= {"attn.q_norm.weight": (size,), "attn.k_norm.weight": (size,)}
-    return shapes
+    return norms | shapes
 
 
 def _mlp_shapes(dims: DecoderDims) -> dict[str, tuple[int, ...]]:
@@ -282,10 +295,11 @@ def _kept(layer: Callable[..., Any], how: _How) -> Callable[..., Any]:
     if how.kept is None:
         return layer
     policies = jax.checkpoint_policies
+    kept = (*how.kept, _WEIGHTS) if how.gathered_on is not None else how.kept
     if not how.away:
-        return jax.checkpoint(layer, policy=policies.save_only_these_names(*how.kept))
+        return jax.checkpoint(layer, policy=policies.save_only_these_names(*kept))
     policy = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=list(how.kept),
+        names_which_can_be_saved=list(kept),
         names_which_can_be_offloaded=list(how.away),
         offload_src="device",
         offload_dst="pinned_host",
@@ -297,6 +311,8 @@ def _layer(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], *, window
     import jax
     from jax.ad_checkpoint import checkpoint_name
 
+    if how.gathered_on is not None:
+        weights = {key: _gathered(value, how) if value.ndim > 1 else value for key, value in weights.items()}
     if "input" in how.away:
         hidden = checkpoint_name(hidden, "input")
     hidden = hidden + checkpoint_name(_attended(dims, hidden, weights, window, how), "out")
@@ -312,16 +328,45 @@ def _layer(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], *, window
     return hidden + checkpoint_name(product("bsf,fd->bsd", inner, weights["mlp.down_proj.weight"]), "down")
 
 
+def _gathered(weight: Any, how: _How) -> Any:
+    """A weight in the compute dtype, whole on every device; its gradient may be split as the parameter is."""
+    import jax
+    from jax.ad_checkpoint import checkpoint_name
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    free = PartitionSpec.UNCONSTRAINED if "model" in how.gathered_on.axis_names else None
+    spec = NamedSharding(how.gathered_on, PartitionSpec(*[free] * weight.ndim))
+
+    @jax.custom_vjp  # the transpose of a sharding constraint asks the same of the gradient
+    def whole(value: Any) -> Any:
+        return jax.lax.with_sharding_constraint(value, spec)
+
+    whole.defvjp(lambda value: (whole(value), None), lambda _, gradient: (gradient,))
+    return checkpoint_name(whole(weight.astype(how.compute_dtype)), _WEIGHTS)
+
+
 def _attended(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], window: int | None, how: _How) -> Any:
     from jax.ad_checkpoint import checkpoint_name
 
     normed = _norm(hidden, weights["input_norm.weight"])
+    if dims.latent is not None:
+        query, key, value = latent_heads(dims.latent, normed, weights, _norm, _rotated)
+        query, key, value = (
+            checkpoint_name(each, name) for each, name in zip((query, key, value), _PROJECTIONS, strict=False)
+        )
+        return _mixed(query[:, :, None], key, value, weights, window, how)
     query = checkpoint_name(product("bsd,dkgh->bkgsh", normed, weights["attn.q_proj.weight"]), "query")
     key = checkpoint_name(product("bsd,dkh->bksh", normed, weights["attn.k_proj.weight"]), "key")
     value = checkpoint_name(product("bsd,dkh->bksh", normed, weights["attn.v_proj.weight"]), "value")
     if dims.qk_norm:
         query, key = _norm(query, weights["attn.q_norm.weight"]), _norm(key, weights["attn.k_norm.weight"])
-    query, key = _rotated(query), _rotated(key)
+    return _mixed(_rotated(query), _rotated(key), value, weights, window, how)
+
+
+def _mixed(query: Any, key: Any, value: Any, weights: Mapping[str, Any], window: int | None, how: _How) -> Any:
+    """Attention of heads [B, K, G, S, H], [B, K, S, H], [B, K, S, E], and its projection to [B, S, D]."""
+    from jax.ad_checkpoint import checkpoint_name
+
     if how.attention != "plain":
         kernel = functools.partial(flash_attention, blocks=how.blocks) if how.attention == "flash" else splash_attention
         mixed = kernel(query, key, value, causal=True, window=window)
@@ -329,7 +374,7 @@ def _attended(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], window
         shape = query.shape
         merged = query.reshape(shape[0], shape[1] * shape[2], *shape[3:])
         plain = attend(merged, key, value, causal=True, window=window)
-        mixed = plain.reshape(shape[0], shape[3], shape[1], shape[2], shape[4]).transpose(0, 2, 3, 1, 4)
+        mixed = plain.reshape(shape[0], shape[3], shape[1], shape[2], value.shape[3]).transpose(0, 2, 3, 1, 4)
     mixed = checkpoint_name(mixed, "context")
     return product("bkgsh,kghd->bsd", mixed, weights["attn.o_proj.weight"])
 

@@ -17,9 +17,7 @@ def _refused(key: str) -> Callable[[Run, Any], Run]:
     return change
 
 
-OPTIONS: dict[str, Callable[[Run, Any], Run]] = {
-    key: _refused(key) for key in ("keep_gathered_weights", "zero1", "offload", "cp_method")
-}
+OPTIONS: dict[str, Callable[[Run, Any], Run]] = {key: _refused(key) for key in ("zero1", "offload", "cp_method")}
 """What a plan may say beside its mesh, and how it changes the run."""
 
 
@@ -57,6 +55,13 @@ def _microbatches(run: Run, value: Any) -> Run:
     return dataclasses.replace(run, accumulation=value)
 
 
+def _gathered(run: Run, value: Any) -> Run:
+    if not isinstance(value, bool):
+        raise IncompleteError(f"keep_gathered_weights={value} is neither true nor false")
+    return dataclasses.replace(run, keeps_gathered=value)
+
+
+OPTIONS["keep_gathered_weights"] = _gathered
 OPTIONS["gradient_accumulation"] = _microbatches
 OPTIONS["lm_head"] = _head
 OPTIONS["moe"] = _routing

@@ -16,7 +16,7 @@ from autoshard.cost import Chip, Decoder, Topology, chip_names, load_chip, read_
 from autoshard.errors import UserError
 from autoshard.plan.published._pair_options import OPTIONS
 from autoshard.plan.published._published import LOCAL_WINDOWS, IncompleteError, Run, made_of, slice_shape, stack_axis
-from autoshard.program import SAVABLE, SAVED, KernelBlocks
+from autoshard.program import SAVABLE, SAVED, KernelBlocks, LatentDims
 from autoshard.units import GIB
 
 
@@ -248,9 +248,10 @@ def _decoder(model: Any, said: Mapping[str, Any]) -> Decoder:
         raise IncompleteError(f"the model family {dims['family']!r} is not known ({', '.join(_FAMILIES)} are)")
     if dims.get("parallel_block"):
         raise IncompleteError("attention and MLP side by side are not rebuilt")
-    if "MLA" in str(dims.get("attention", "")):
-        raise IncompleteError("latent attention is not rebuilt")
     sizes: dict[str, Any] = {}
+    latent = _latent(dims)
+    if latent is not None:
+        dims = {"kv_heads": dims.get("heads"), "head_dim": latent.head_size} | dims
     for key, name in _DIMS.items():
         value = dims.get(key)
         if key == "mlp" and value is None:
@@ -269,7 +270,32 @@ def _decoder(model: Any, said: Mapping[str, Any]) -> Decoder:
     if sizes["layers"] % every:
         raise IncompleteError(f"{sizes['layers']} layers are not whole groups of {every}")
     tied = bool(dims.get("tied_head", family.startswith("gemma")))
-    return Decoder(**sizes, **_experts(dims), tied=tied, window=window, global_every=every)
+    return Decoder(**sizes, **_experts(dims), tied=tied, window=window, global_every=every, latent=latent)
+
+
+_LATENT = {
+    "key_rank": ("kv_lora_rank", "kv_lora"),
+    "plain": ("qk_nope", "nope"),
+    "turned": ("qk_rope", "rope"),
+    "value": ("v_head", "v"),
+    "query_rank": ("q_lora_rank", "q_lora"),
+}
+"""Sizes of latent attention -> a row's key for it, and the word before it in a row's `attention`."""
+
+
+def _latent(dims: Mapping[str, Any]) -> LatentDims | None:
+    """Sizes of latent attention, stated each by itself or in a text; None for plain attention."""
+    text = str(dims.get("attention", ""))
+    if "MLA" not in text:
+        return None
+    found: dict[str, int] = {}
+    for name, (key, word) in _LATENT.items():
+        listed = re.search(rf"\b{word} (\d+)", text)
+        if dims.get(key) or listed:
+            found[name] = _number(dims, key) if dims.get(key) else int(listed[1])  # type: ignore[index]
+        elif name != "query_rank":
+            raise IncompleteError(f"the {key} of latent attention is not stated")
+    return LatentDims(**found)
 
 
 def _experts(dims: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,6 +77,9 @@ class Run:
     stack_axis: int = 0
     """The dim of stacked parameters that counts layers (MaxText's `param_scan_axis`)."""
 
+    keeps_gathered: bool = False
+    """Weights are gathered once a step, and kept whole in the compute dtype for the backward pass."""
+
     def flops(self, causal: bool) -> float:
         """Model FLOPs of a step: 6 per matmul parameter and token, and attention; causal counts half of it."""
         return self.decoder.train_flops(self.batch * self.seq, self.seq, causal)

@@ -231,6 +231,8 @@ def stated_plan(run: Run) -> tuple[Program, Plan]:
 
 
 def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
+    from jax.sharding import AbstractMesh
+
     sizes = {name: size for name, size in mesh_sizes(run).items() if size > 1} or {"data": 1}
     mesh = make_mesh(run.topology, sizes)
     program = decoder_program(
@@ -238,6 +240,7 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
         blocks=run.blocks, optimizer=run.optimizer, compute_dtype=run.compute, weights=run.weights, moments=run.state,
         accumulation=run.accumulation, offloads=run.offloads, routing="capacity", capacity_factor=run.capacity,
         stack_axis=run.stack_axis,
+        gathered_on=AbstractMesh(tuple(sizes.values()), tuple(sizes)) if run.keeps_gathered else None,
     )  # fmt: skip
     reading = read_program(program, mesh.topology.backend)
     figures = with_flags(load_calibration(run.topology.chip), run.flags).calibration

@@ -11,7 +11,7 @@ from autoshard.errors import UserError
 from autoshard.plan import PairGroup, PairRow, summarise_pairs, validate_pairs
 from autoshard.plan.model._baselines import _op_groups
 from autoshard.plan.published._pair_rows import PAIRS, read_groups
-from autoshard.plan.published._rebuild import _stated, rebuild
+from autoshard.plan.published._rebuild import _stated, rebuild, stated_plan
 from autoshard.program import Role
 
 
@@ -91,10 +91,12 @@ def test_dtypes_and_the_optimizer_are_those_of_the_row(tmp_path: pathlib.Path):
         ({}, {"plan": {"fsdp": 4, "emb": 512}}, "MLP's width at emb 512 is not stated"),
         ({}, {"plan": {"fsdp": 4, "tiles": 3}}, "tiles=3 is not rebuilt"),
         ({}, {"plan": {"fsdp": 4, "zero1": True}}, "zero1=True is not rebuilt"),
-        ({}, {"plan": {"fsdp": 4, "keep_gathered_weights": True}}, "keep_gathered_weights=True is not rebuilt"),
+        ({}, {"plan": {"fsdp": 4, "keep_gathered_weights": "some"}}, "keep_gathered_weights=some is neither"),
         ({}, {"plan": {"fsdp": 4, "lm_head": "on both"}}, "lm_head=on both is not rebuilt"),
         ({}, {"plan": {"fsdp": 4, "lm_head": "fsdp on vocab", "gradient_accumulation": 1, "zero1": False}}, ""),
         ({}, {"plan": {"fsdp": 4, "gradient_accumulation": 3}}, "gradient_accumulation=3 does not divide a batch of 4"),
+        ({"model": MODEL | {"attention": "MLA kv_lora 64 nope 32 rope 16 v 32"}}, {}, ""),
+        ({"model": MODEL | {"attention": "MLA", "kv_lora_rank": 64}}, {}, "the qk_nope of latent attention is not"),
         ({"model": MODEL | {"experts": 8}}, {}, "how many experts see a token is not stated"),
         ({"model": MODEL | {"experts": 8, "top_k": 2}}, {"plan": {"fsdp": 4, "moe": "tile 512"}}, "tiles of kernels"),
         ({"model": MODEL | {"experts": 8, "top_k": 2}}, {"plan": {"fsdp": 4, "moe": "dropping cf 1.5"}}, ""),
@@ -123,6 +125,20 @@ def test_a_head_on_its_width_is_gathered_and_one_on_the_vocabulary_is_not(tmp_pa
     on_width, on_vocabulary = found.rows
     assert on_width.predicted_s is not None and on_vocabulary.predicted_s is not None
     assert 0.8e-3 < on_width.predicted_s - on_vocabulary.predicted_s < 1.8e-3
+
+
+def test_weights_that_are_kept_gathered_are_gathered_once_and_held(tmp_path: pathlib.Path):
+    rows = [{"plan": {"fsdp": 4, "remat": "minimal", "keep_gathered_weights": keeps}} for keeps in (False, True)]
+    fixed = {"seq": 256, "per_device_batch": 1}
+    (found,) = read_groups(write(tmp_path, group(*rows, model=MODEL | {"emb": 512, "layers": 3}, fixed=fixed)))
+    runs = [row.run for row in found.rows]
+    assert runs[0] is not None and runs[1] is not None
+    (_, again), (_, kept) = (stated_plan(run) for run in (runs[0], runs[1]))
+    often, once = (sum(c.wire_bytes for c in p.prediction.collectives if c.kind == "all-gather") for p in (again, kept))
+    assert once < 0.7 * often  # forward and backward pass, and the head
+    decoder = runs[0].decoder
+    weights = 2 * decoder.layers * (decoder.attention_params + decoder.mlp_params)
+    assert kept.prediction.peak_bytes - again.prediction.peak_bytes == pytest.approx(0.75 * weights, rel=0.5)
 
 
 @pytest.mark.parametrize(
