@@ -122,7 +122,9 @@ def test_a_matmul_that_computes_little_for_what_is_sent_has_nothing_pipelined_in
         whole = np.flatnonzero((states != contracted).any(axis=1))
         assert out.narrow is None or (bool(out.narrow[split]) != pipelined and not out.narrow[whole].any())
         exposed = out.costs[EXPOSED][out.rows[split]]
-        everything = sum(table[out.rows[split]] for channel, table in out.costs.items() if channel[1] != "compute")
+        everything = np.sum(
+            [table[out.rows[split]] for channel, table in out.costs.items() if channel[1] != "compute"], axis=0
+        )
         sent = everything > 0
         assert sent.any() and ((exposed[sent] < everything[sent]).any() == pipelined)
         # What is judged without tables says the same.
