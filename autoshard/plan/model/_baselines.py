@@ -292,12 +292,16 @@ def stated(
     copies: Sequence[int],
     spread: Sequence[int],
     tensor: Sequence[int],
+    experts: Sequence[int] = (),
+    expert_count: int = 0,
     holds_head: bool = True,
 ) -> Baseline | None:
     """The sharding that a run's author states, by numbers of mesh axes; None if the program's sizes do not allow it.
 
     The batch is split over `copies` and `spread`, parameters are whole over `copies` (data parallelism), spread over
     `spread` (FSDP) and split over `tensor` (Megatron's choice of dims, the residual stream's sequence split as well).
+    Over `experts` the experts' parameters are split by expert, of which there are `expert_count`; for everything else
+    these axes are like those of `spread`, so that tokens go to their experts and back (expert parallelism).
 
     `holds_head`: matmuls outside of layers have their batch split too, so that the head's weights are gathered. Else it
     may be computed in parts of its vocabulary from gathered activations, which is cheaper where tokens are few.
@@ -306,21 +310,57 @@ def stated(
     chosen = _tensor_parallel_groups(model, groups, parts) if parts > 1 else set()
     if parts > 1 and not chosen:
         return None
-    split = {p: _split(model, groups, p, chosen, tensor) if chosen else {} for p in _parameters(model)}
-    parameters = {p: _spread(model, p, spread, taken) if spread else taken for p, taken in split.items()}
-    found = _restrict(model, groups, name, parameters, (*copies, *spread), tensor if parts > 1 else ())
+    by_expert = _expert_group(groups, expert_count) if experts else None
+    if experts and (by_expert is None or expert_count % math.prod(model.axis_sizes[a] for a in experts)):
+        return None
+    parameters = {}
+    for p in _parameters(model):
+        taken = _split(model, groups, p, chosen, tensor) if chosen else {}
+        own = () if by_expert is None else _split(model, groups, p, {by_expert}, experts)
+        over = spread if own else (*spread, *experts)
+        parameters[p] = _spread(model, p, over, taken | dict(own)) if over else taken | dict(own)
+    data = (*copies, *spread, *experts)
+    found = _restrict(model, groups, name, parameters, data, tensor if parts > 1 else ())
     if found is not None:
-        _hold_inner(model, groups, found.allowed, chosen, (*copies, *spread), tensor, holds_head)
+        held = _Held(chosen, by_expert, (*copies, *spread), tensor, experts)
+        _hold_inner(model, groups, found.allowed, held, holds_head)
     return found
+
+
+def _expert_group(groups: Groups, count: int) -> int | None:
+    """The dim group that counts experts."""
+    found = (g for g, name in groups.names.items() if name == "experts" and groups.sizes[g] == count)
+    return next(found, None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Held:
+    """Which dim groups of a stated run are split, and over what."""
+
+    chosen: set[int]
+    """Heads, ffn and vocabulary, over `tensor`."""
+    by_expert: int | None
+    """The experts, over `experts`, over which the batch is split where there are none."""
+    data: Sequence[int]
+    tensor: Sequence[int]
+    experts: Sequence[int]
+
+    def spec(self, batch: int, of: Mapping[int, int]) -> dict[int, Sequence[int]] | None:
+        """Factor -> axes, for dim groups -> factors; None where more than one dim would be split over `tensor`."""
+        inner = sorted(self.chosen & set(of))
+        if self.chosen and len(inner) != 1:
+            return None
+        spec = {of[batch]: (*self.data, *self.experts)} | {of[g]: self.tensor for g in inner}
+        if self.by_expert is not None and self.by_expert in of:
+            spec |= {of[batch]: self.data, of[self.by_expert]: self.experts}
+        return spec
 
 
 def _hold_inner(
     model: Model,
     groups: Groups,
     allowed: dict[int, NDArray[np.bool_]],
-    chosen: set[int],
-    data: Sequence[int],
-    tensor: Sequence[int],
+    run: _Held,
     holds_head: bool,
 ) -> None:
     """Every matmul (but the head's) computes, and every activation between two is held, with its batch split as the
@@ -331,18 +371,17 @@ def _hold_inner(
     """
     for cluster in model.structure.clusters:
         of = {groups.of_factor[(cluster.id, f)]: f for f in range(len(cluster.sizes)) if f not in cluster.blocked}
-        inner = sorted(chosen & set(of))
-        if groups.batch in of and (len(inner) == 1 or not chosen):
-            _allow_factors(model, allowed, cluster.id, {of[groups.batch]: data} | {of[g]: tensor for g in inner})
+        spec = run.spec(groups.batch, of) if groups.batch in of else None
+        if spec is not None:
+            _allow_factors(model, allowed, cluster.id, spec)
     for op_id, node in model.op_node.items():
         of = _op_groups(model, groups, op_id)
-        inner = sorted(chosen & set(of))
         held = holds_head or model.graph.ops[op_id].loop >= 0
-        if held and groups.batch in of and (len(inner) == 1 or not chosen):
+        spec = run.spec(groups.batch, of) if held and groups.batch in of else None
+        if spec is not None:
             state = np.full(len(model.axis_sizes), WHOLE, dtype=np.int64)
-            state[list(_wide(model, data))] = of[groups.batch]
-            for group in inner:
-                state[list(_wide(model, tensor))] = of[group]
+            for factor, axes in spec.items():
+                state[list(_wide(model, axes))] = factor
             mask = (model.nodes[node].states == state).all(axis=1)
             if mask.any():
                 allowed[node] = mask

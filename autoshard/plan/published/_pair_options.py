@@ -17,7 +17,7 @@ def _refused(key: str) -> Callable[[Run, Any], Run]:
     return change
 
 
-OPTIONS: dict[str, Callable[[Run, Any], Run]] = {key: _refused(key) for key in ("zero1", "offload", "cp_method")}
+OPTIONS: dict[str, Callable[[Run, Any], Run]] = {key: _refused(key) for key in ("zero1", "cp_method")}
 """What a plan may say beside its mesh, and how it changes the run."""
 
 
@@ -37,15 +37,23 @@ def _scan_axis(run: Run, value: Any) -> Run:
     return dataclasses.replace(run, stack_axis=int(value))
 
 
+_TILE_ROWS = 512
+"""Rows of a tile of MaxText's grouped matmuls where nothing is said."""
+
+
 def _routing(run: Run, value: Any) -> Run:
-    """Dropless kernels by their matmuls with balanced experts, dropping with its slots; tiles are not priced."""
+    """Dropping by its slots; dropless kernels with balanced experts, and tiles of their default number of rows.
+
+    Other tiles change how often weights and rows are read, which is not priced.
+    """
     slots = re.search(r"dropping.*?cf ([\d.]+)", str(value))
     if slots is not None:
         return dataclasses.replace(run, capacity=float(slots[1]))
-    if re.search(r"tile|gmm", str(value)):
+    if re.search(r"tile|gmm", str(value)) and "default tile" not in str(value):
         raise IncompleteError(f"moe={value}: tiles of kernels are not rebuilt")
     if run.decoder.experts == 1 or "dropless" in str(value) or "megablox" in str(value):
-        return dataclasses.replace(run, assumed=(*run.assumed, "experts that share the tokens evenly"))
+        assumed = (*run.assumed, "experts that share the tokens evenly")
+        return dataclasses.replace(run, tile_rows=_TILE_ROWS, assumed=assumed)
     raise IncompleteError(f"moe={value} is not rebuilt")
 
 
@@ -61,6 +69,17 @@ def _gathered(run: Run, value: Any) -> Run:
     return dataclasses.replace(run, keeps_gathered=value)
 
 
+_HIGHEST_CLOCK = 7
+
+
+def _clock(run: Run, value: Any) -> Run:
+    """The highest of a TPU's clocks is the one of its peak rates; how much slower the others are is not published."""
+    if value != _HIGHEST_CLOCK:
+        raise IncompleteError(f"dvfs={value}: rates at lower clocks are not known")
+    return run
+
+
+OPTIONS["dvfs"] = _clock
 OPTIONS["keep_gathered_weights"] = _gathered
 OPTIONS["gradient_accumulation"] = _microbatches
 OPTIONS["lm_head"] = _head

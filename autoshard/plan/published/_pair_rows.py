@@ -12,11 +12,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from autoshard.cost import Chip, Decoder, Topology, chip_names, load_chip, read_flags
+from autoshard.cost import Chip, Topology, chip_names, load_chip, read_flags
 from autoshard.errors import UserError
+from autoshard.plan.published._pair_dims import DIMS, stated_decoder, whole_number
 from autoshard.plan.published._pair_options import OPTIONS
-from autoshard.plan.published._published import LOCAL_WINDOWS, IncompleteError, Run, made_of, slice_shape, stack_axis
-from autoshard.program import SAVABLE, SAVED, KernelBlocks, LatentDims
+from autoshard.plan.published._published import IncompleteError, Run, made_of, slice_shape, stack_axis
+from autoshard.program import SAVABLE, SAVED, KernelBlocks
 from autoshard.units import GIB
 
 
@@ -24,23 +25,13 @@ PAIRS = pathlib.Path(__file__).with_name("pairs.json")
 """Groups shipped with the project; each names its source."""
 
 _GROUP_KEYS = {"group", "model", "hardware", "chips", "rows"}
-_FAMILIES = ("llama", "mistral", "mixtral", "qwen", "gemma", "deepseek", "hunyuan", "gpt3", "fuji", "palm", "grug")
-_DIMS = {
-    "layers": "layers",
-    "emb": "width",
-    "mlp": "mlp_width",
-    "heads": "heads",
-    "kv_heads": "kv_heads",
-    "head_dim": "head_size",
-    "vocab": "vocabulary",
-}
 _DEGREES = ("dp", "fsdp", "tp", "ep", "cp", "pp", "tp_transpose", "fsdp_or_dp")
 _HOW = {"trainer", "shard_mode", "deferred_grad_allreduce"}
 """Keys of a plan that say how one plan was written or driven."""
 _UNCHANGED = {
     *("shard_mode", "trainer", "scan_layers", "scan", "deferred_grad_allreduce", "model", "seq", "per_device_batch"),
     *("global_batch", "remat", "xla_flags", "xla", "attention", "fused_attention_bwd", "dtype", "execution"),
-    *("gradient_accumulation", "mesh", "optimizer"),
+    *("gradient_accumulation", "mesh", "optimizer", "offload"),
 }
 """Keys of a plan that are read by themselves, or that change nothing of what is priced."""
 _TORCHPRIME = {
@@ -113,12 +104,22 @@ def read_groups(path: str | pathlib.Path | None = None, only: Iterable[str] = ()
     groups = document.get("groups") if isinstance(document, dict) else document
     if not isinstance(groups, list) or not groups:
         raise UserError(f"pairs file {file} holds no list of groups")
-    found = tuple(_group(each, f"{file}, group {number}") for number, each in enumerate(groups))
+    found = tuple(_group(_whole(each, groups), f"{file}, group {number}") for number, each in enumerate(groups))
     wanted = tuple(only)
     kept = tuple(group for group in found if not wanted or any(text in group.group for text in wanted))
     if not kept:
         raise UserError(f"no group of {file} is called {' or '.join(wanted)}")
     return kept
+
+
+def _whole(given: Any, groups: list[Any]) -> Any:
+    """A group with the hardware of another one that its own text names: `TPU, 4 chips (see depth-and-scan-axis)`."""
+    named = re.search(r"\bsee ([\w-]+)", str(given.get("hardware", ""))) if isinstance(given, dict) else None
+    if named is None:
+        return given
+    others = [each for each in groups if isinstance(each, dict) and named[1] in str(each.get("group", ""))]
+    texts = {str(each.get("hardware", "")) for each in others if each is not given}
+    return given | {"hardware": texts.pop()} if len(texts) == 1 else given
 
 
 def _group(given: Any, origin: str) -> MeasuredGroup:
@@ -134,9 +135,19 @@ def _group(given: Any, origin: str) -> MeasuredGroup:
         source=str(given.get("source", "")),
         hardware=hardware,
         compares_plans=not str(given.get("kind", "plan")).startswith("workload"),
-        rows=tuple(_row(given, row, f"{origin}, row {number}") for number, row in enumerate(given["rows"])),
+        rows=tuple(_row(_shared(given), row, f"{origin}, row {number}") for number, row in enumerate(given["rows"])),
         on_tpu="tpu" in hardware.lower(),
     )
+
+
+def _shared(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A group whose rows that name no sequence have that of the others, where these all have one."""
+    plans = [row["plan"] for row in given["rows"] if isinstance(row["plan"], dict)]
+    lengths = {json.dumps(plan["seq"]) for plan in plans if "seq" in plan}
+    fixed = given["fixed"] if isinstance(given.get("fixed"), dict) else {}
+    if len(lengths) != 1 or "seq" in fixed:
+        return given
+    return {**given, "fixed": {**fixed, "seq": json.loads(lengths.pop())}}
 
 
 def _row(group: Mapping[str, Any], row: Mapping[str, Any], origin: str) -> MeasuredPlan:
@@ -181,20 +192,20 @@ def _run(group: Mapping[str, Any], plan: Mapping[str, Any]) -> Run:
     fixed = group.get("fixed") if isinstance(group.get("fixed"), dict) else {}
     assert isinstance(fixed, dict)
     said = {**fixed, **plan}
-    unknown = sorted(set(plan) - _UNCHANGED - set(_DEGREES) - set(_DIMS) - OPTIONS.keys())
+    unknown = sorted(set(plan) - _UNCHANGED - set(_DEGREES) - set(DIMS) - set(_SAVES) - OPTIONS.keys())
     if unknown:
         raise IncompleteError(f"{unknown[0]}={plan[unknown[0]]} is not rebuilt")
     assumed: list[str] = []
     topology = _topology(group, assumed)
-    decoder = _decoder(group["model"], said)
+    decoder = stated_decoder(group["model"], said)
     if isinstance(group["model"], dict) and group["model"].get("mtp_layers"):
-        further = _number(group["model"], "mtp_layers")
+        further = whole_number(group["model"], "mtp_layers")
         decoder = dataclasses.replace(decoder, layers=decoder.layers + further)
         assumed.append(f"{further} layer more for the tokens after next, without a head of its own")
     degrees = _degrees(said, topology)
     batch = _batch(plan if "per_device_batch" in plan or "global_batch" in plan else said, topology)
-    seq = _number(said, "seq")
-    remat, saves, offloads = _remat(said)
+    seq = whole_number(said, "seq")
+    remat, saves, offloads = _remat(said, plan)
     attention = str(said.get("attention", ""))
     flash = bool(re.search(r"splash|flash|auto", attention)) or not attention
     if flash and not attention:
@@ -203,7 +214,7 @@ def _run(group: Mapping[str, Any], plan: Mapping[str, Any]) -> Run:
     run = Run(
         decoder, topology, degrees["dp"], degrees["fsdp"], degrees["tp"], batch, seq, remat, saves, flash,
         _blocks(said, assumed), _flags(group, said), 0.0, tuple(assumed), **dtypes,
-        offloads=offloads, stack_axis=stack_axis(str(said.get("framework", ""))),
+        offloads=offloads, experts=degrees["ep"], stack_axis=stack_axis(str(said.get("framework", ""))),
     )  # fmt: skip
     for key, change in OPTIONS.items():
         if key in said:
@@ -239,93 +250,17 @@ def _chip(group: Mapping[str, Any]) -> Chip:
     return load_chip(found[-1] if "likely" in str(group["hardware"]) else found[0])
 
 
-def _decoder(model: Any, said: Mapping[str, Any]) -> Decoder:
-    if not isinstance(model, dict):
-        raise IncompleteError("the model's dims are not stated")
-    dims = {**model, **{key: said[key] for key in _DIMS if key in said}}
-    family = str(dims.get("family", "llama")).lower()
-    if not family.startswith(_FAMILIES):
-        raise IncompleteError(f"the model family {dims['family']!r} is not known ({', '.join(_FAMILIES)} are)")
-    if dims.get("parallel_block"):
-        raise IncompleteError("attention and MLP side by side are not rebuilt")
-    sizes: dict[str, Any] = {}
-    latent = _latent(dims)
-    if latent is not None:
-        dims = {"kv_heads": dims.get("heads"), "head_dim": latent.head_size} | dims
-    for key, name in _DIMS.items():
-        value = dims.get(key)
-        if key == "mlp" and value is None:
-            value = dims.get("moe_mlp")  # no layer is dense
-        if key == "head_dim" and value is None and {"emb", "heads"} <= dims.keys():
-            value = dims["emb"] // dims["heads"]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise IncompleteError(f"the model's {key} is not stated ({value})")
-        sizes[name] = value
-    if "emb" in said and "emb" in model and said["emb"] > model["emb"] and "mlp" not in said:
-        raise IncompleteError(f"the MLP's width at emb {said['emb']} is not stated")
-    name = next((each for each in LOCAL_WINDOWS if family.startswith(each)), None)
-    window, every = LOCAL_WINDOWS[name] if name else (None, 1)
-    if "pair" in str(model.get("note", "")) or model.get("layers_a_block") == 2:
-        sizes["layers"] *= 2  # a block of a local and a global layer counts as one there
-    if sizes["layers"] % every:
-        raise IncompleteError(f"{sizes['layers']} layers are not whole groups of {every}")
-    tied = bool(dims.get("tied_head", family.startswith("gemma")))
-    return Decoder(**sizes, **_experts(dims), tied=tied, window=window, global_every=every, latent=latent)
-
-
-_LATENT = {
-    "key_rank": ("kv_lora_rank", "kv_lora"),
-    "plain": ("qk_nope", "nope"),
-    "turned": ("qk_rope", "rope"),
-    "value": ("v_head", "v"),
-    "query_rank": ("q_lora_rank", "q_lora"),
-}
-"""Sizes of latent attention -> a row's key for it, and the word before it in a row's `attention`."""
-
-
-def _latent(dims: Mapping[str, Any]) -> LatentDims | None:
-    """Sizes of latent attention, stated each by itself or in a text; None for plain attention."""
-    text = str(dims.get("attention", ""))
-    if "MLA" not in text:
-        return None
-    found: dict[str, int] = {}
-    for name, (key, word) in _LATENT.items():
-        listed = re.search(rf"\b{word} (\d+)", text)
-        if dims.get(key) or listed:
-            found[name] = _number(dims, key) if dims.get(key) else int(listed[1])  # type: ignore[index]
-        elif name != "query_rank":
-            raise IncompleteError(f"the {key} of latent attention is not stated")
-    return LatentDims(**found)
-
-
-def _experts(dims: Mapping[str, Any]) -> dict[str, Any]:
-    """Dims of a mixture of experts; empty for a dense model."""
-    if _number(dims, "experts", 1) == 1:
-        return {}
-    if not dims.get("top_k"):
-        raise IncompleteError("how many experts see a token is not stated")
-    counts = {key: _number(dims, key) if dims.get(key) else 0 for key in ("shared_experts", "first_dense_layers")}
-    return {
-        "experts": _number(dims, "experts"),
-        "active_experts": _number(dims, "top_k"),
-        "expert_width": _number(dims, "moe_mlp" if dims.get("moe_mlp") else "mlp"),
-        "shared_experts": counts["shared_experts"],
-        "dense_layers": counts["first_dense_layers"],
-        "qk_norm": bool(dims.get("qk_norm")),
-    }
-
-
 def _degrees(said: Mapping[str, Any], topology: Topology) -> dict[str, int]:
     mesh = dict(re.findall(r"(\w+)=(\d+)", str(said.get("mesh", ""))))
-    found = {key: int(mesh.get(key) or _number(said, key, 1)) for key in _DEGREES}
+    found = {key: int(mesh.get(key) or whole_number(said, key, 1)) for key in _DEGREES}
     if found["fsdp_or_dp"] > 1:
         found["fsdp"] *= found["fsdp_or_dp"]
-    for key in ("cp", "pp", "ep", "tp_transpose"):
+    for key in ("cp", "pp", "tp_transpose"):
         if found[key] > 1:
             raise IncompleteError(f"{key}={found[key]} is not rebuilt")
-    product = found["dp"] * found["fsdp"] * found["tp"]
+    product = found["dp"] * found["fsdp"] * found["tp"] * found["ep"]
     if product != topology.num_devices:
-        stated = ", ".join(f"{key}={found[key]}" for key in ("dp", "fsdp", "tp") if found[key] > 1) or "no degree"
+        stated = ", ".join(f"{key}={found[key]}" for key in ("dp", "fsdp", "tp", "ep") if found[key] > 1) or "no degree"
         raise IncompleteError(f"{stated} make {product} devices, but {topology.name} has {topology.num_devices}")
     return found
 
@@ -334,7 +269,7 @@ def _batch(said: Mapping[str, Any], topology: Topology) -> int:
     """Sequences of a step."""
     if "per_device_batch" in said:
         return int(_positive(said, "per_device_batch") * topology.num_devices)
-    return _number(said, "global_batch")
+    return whole_number(said, "global_batch")
 
 
 def _positive(said: Mapping[str, Any], key: str) -> float:
@@ -344,31 +279,44 @@ def _positive(said: Mapping[str, Any], key: str) -> float:
     return float(value)
 
 
-def _number(said: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = said.get(key, default)
-    if isinstance(value, str) and value.isdigit():
-        value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise IncompleteError(f"{key} is not stated ({value})" if key not in said else f"{key} is {value!r}")
-    return value
+def _remat(said: Mapping[str, Any], plan: Mapping[str, Any]) -> tuple[str, tuple[str, ...] | None, tuple[str, ...]]:
+    """Rematerialisation by our name, what a layer keeps where a row lists it, and what of that on its host.
 
-
-def _remat(said: Mapping[str, Any]) -> tuple[str, tuple[str, ...] | None, tuple[str, ...]]:
-    """Rematerialisation by our name, what a layer keeps where a row lists it, and what of that on its host."""
+    A row's own plan may say of single values where they are kept (`out_proj=device`), or which go to the host
+    (`offload`), beside what its `remat` says.
+    """
     text = str(said.get("remat", "full")).strip()
     listed = dict(re.findall(r"(\w+)\s*=\s*(device|offload|remat)", text))
-    if listed:
-        here = tuple(str(_SAVES.get(key, key)) for key, where in listed.items() if where == "device")
-        away = tuple(str(_SAVES.get(key, key)) for key, where in listed.items() if where == "offload")
-        if not {*here, *away} <= {*SAVABLE, "input"}:
-            raise IncompleteError(f"remat {text!r} keeps a value that is not rebuilt")
-        return "full", tuple(name for name in (*here, *away) if name != "input"), away
-    word = re.split(r"[\s(,:]", text.lower())[0]
+    single = {key: str(plan[key]) for key in _SAVES if key in plan} | dict.fromkeys(_offloaded(plan), "offload")
+    word = "full" if listed else re.split(r"[\s(,:]", text.lower())[0]
     if word in ("checkpoint", "scan"):
-        return "full", None, ()  # each layer is recomputed from its input
+        word = "full"  # each layer is recomputed from its input
     if word not in SAVED and word != "none":
         raise IncompleteError(f"remat {text!r} is not known")
-    return word, None, ()
+    if not listed and not single:
+        return word, None, ()
+    if word == "none":
+        raise IncompleteError(f"remat {text!r} keeps everything where it is")
+    places = {name: "device" for name in SAVED[word]} | {_SAVES.get(k, k): v for k, v in (listed | single).items()}
+    unknown = sorted(name for name, where in places.items() if where != "remat" and name not in (*SAVABLE, "input"))
+    if unknown or not set(places.values()) <= {"device", "offload", "remat"}:
+        raise IncompleteError(f"remat {text!r} with {single or 'nothing'} beside it keeps a value that is not rebuilt")
+    away = tuple(name for name, where in places.items() if where == "offload")
+    kept = tuple(name for name, where in places.items() if where != "remat" and name != "input")
+    return "full", kept, away
+
+
+def _offloaded(plan: Mapping[str, Any]) -> list[str]:
+    """Values by MaxText's names that a row's plan sends to the host."""
+    text = str(plan.get("offload") or "none")
+    if text in ("none", "no"):
+        return []
+    if "layer input" in text:
+        return ["decoder_layer_input"]
+    found = {name: [k for k in _SAVES if k == name or k.startswith(f"{name}_")] for name in re.findall(r"\w+", text)}
+    if not all(found.values()):
+        raise IncompleteError(f"offload={text} is not rebuilt")
+    return [key for keys in found.values() for key in keys]
 
 
 def _dtypes(said: Mapping[str, Any], assumed: list[str]) -> dict[str, Any]:

@@ -71,14 +71,25 @@ class Run:
     """Values of a layer that are kept in the host's memory for the backward pass."""
     capacity: float = 1.0
     """Slots of an expert over the mean number of its tokens; 1 has the matmuls of balanced dropless routing."""
+    tile_rows: int = 0
+    """Rows of a tile of dropless experts' matmuls, which is computed for each expert that it has rows of; 0: slots."""
     head_on_width: bool = False
     """FSDP splits the head on its width, so that its weights are gathered; else on its vocabulary."""
 
+    experts: int = 1
+    """Devices over which experts are split (expert parallelism); for everything else they are as those of `spread`."""
     stack_axis: int = 0
     """The dim of stacked parameters that counts layers (MaxText's `param_scan_axis`)."""
 
     keeps_gathered: bool = False
     """Weights are gathered once a step, and kept whole in the compute dtype for the backward pass."""
+
+    @property
+    def slots(self) -> float:
+        """What an expert computes over the mean number of its tokens: slots, or rows and a tile for each expert."""
+        devices = self.copies * self.spread * self.experts
+        rows = self.batch * self.seq / devices * self.decoder.active_experts
+        return self.capacity + self.decoder.experts / self.experts * self.tile_rows / rows
 
     def flops(self, causal: bool) -> float:
         """Model FLOPs of a step: 6 per matmul parameter and token, and attention; causal counts half of it."""

@@ -203,8 +203,8 @@ def without_source(chip: str, source: str) -> Calibration:
 
 
 def mesh_sizes(run: Run) -> dict[str, int]:
-    """Mesh axes of a run, major first: copies (`data`), FSDP (`fsdp`) and tensor parallelism (`model`)."""
-    return {"data": run.copies, "fsdp": run.spread, "model": run.tensor}
+    """Mesh axes of a run, major first: copies, FSDP, experts (expert parallelism), tensor parallelism."""
+    return {"data": run.copies, "fsdp": run.spread, "expert": run.experts, "model": run.tensor}
 
 
 def rebuild(run: Run) -> tuple[Model, NDArray[np.int64]]:
@@ -238,7 +238,7 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
     program = decoder_program(
         run.decoder, batch=run.batch, seq=run.seq, remat=run.remat, saves=run.saves, attention=attention,
         blocks=run.blocks, optimizer=run.optimizer, compute_dtype=run.compute, weights=run.weights, moments=run.state,
-        accumulation=run.accumulation, offloads=run.offloads, routing="capacity", capacity_factor=run.capacity,
+        accumulation=run.accumulation, offloads=run.offloads, routing="capacity", capacity_factor=run.slots,
         stack_axis=run.stack_axis,
         gathered_on=AbstractMesh(tuple(sizes.values()), tuple(sizes)) if run.keeps_gathered else None,
     )  # fmt: skip
@@ -253,6 +253,8 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
         copies=axes.get("data", []),
         spread=axes.get("fsdp", []),
         tensor=axes.get("model", []),
+        experts=axes.get("expert", []),
+        expert_count=run.decoder.experts,
         holds_head=run.head_on_width or run.spread == 1,
     )
     if wanted is None:
