@@ -1,4 +1,4 @@
-"""Eight CPU devices for every test: set before anything imports jax."""
+"""Eight CPU devices and quick compilation for every test: set before anything imports jax."""
 
 import os
 
@@ -11,3 +11,5 @@ os.environ["AUTOSHARD_CACHE_DIR"] = ""  # nothing of an earlier run, nothing lef
 os.environ["AUTOSHARD_DATA_DIR"] = ""
 if _COUNT not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_COUNT}=8".strip()
+# Tests compile many programs and run each a few times. The partitioner and XLA's own passes are not changed by it.
+os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"

@@ -18,6 +18,7 @@ def run_checks(module: str, *names: str, path: str = "", **environment: str) -> 
     here: Mapping[str, str] = {
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": "8",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # each program runs a few times: see tests/conftest.py
         "PYTHONFAULTHANDLER": "1",
         "PYTHONPATH": os.pathsep.join([*([path] if path else []), str(ROOT)]),
     }

@@ -108,7 +108,7 @@ def test_a_plan_made_for_compiler_flags_is_priced_with_them_again() -> None:
 
 
 def test_a_set_of_flags_is_named_proposed_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = open_source("hf:llama-tiny", train=True, batch=64, seq=512)
+    program = wide_mlp(batch=16384, dim=1024, ffn=4096, layers=2)
     machine = {"topology": "v6e:2x4", "mesh": "data=4,model=2", "calibration": False}
     plain = make_plan(program, Options(**machine)).plan
     gains = plain.provenance["flag_sets"]
