@@ -84,8 +84,8 @@ def main() -> None:
         lines.append(f"| {constant.name} | {known} | {value:.3f} | {shipped(constant):.3f} |")
     lines += [
         "",
-        "Matmuls and attention are as this fit has them; overlaps and contention as they were fitted before the steps",
-        "of kernels' grids were told apart. The estimator's own error was measured with earlier matmuls and attention.",
+        "Where the last two columns differ, the shipped constant is of an earlier fit. The estimator's own error",
+        "was measured with earlier constants.",
     ]
     whole = [delta for case, delta in zip(cases, final, strict=True) if case.complete]
     lines += ["", "Errors of step times in percent, as shipped:", ""]
