@@ -14,10 +14,10 @@ from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan.forms._forms import Form, Rest, held_specs, maxtext_uses
 from autoshard.plan.forms._propagated import Propagation, needs_pins
 from autoshard.plan.model._asked import Required
-from autoshard.plan.model._baselines import stated
 from autoshard.plan.model._groups import Groups, tensor_groups
 from autoshard.plan.model._model import Model
 from autoshard.plan.model._options import Limits
+from autoshard.plan.model._stated import stated
 from autoshard.plan.price._again import price_again
 from autoshard.plan.price._predict import evaluate, predict, tensor_spec
 from autoshard.plan.price._reading import read_program

@@ -11,9 +11,10 @@ from autoshard.base.crew import Crew
 from autoshard.cost import Mesh
 from autoshard.plan.model._asked import Required
 from autoshard.plan.model._axis_parts import LEAST_GAIN, AxisParts
-from autoshard.plan.model._baselines import Baseline, baselines
+from autoshard.plan.model._baselines import baselines
 from autoshard.plan.model._model import Model
 from autoshard.plan.model._options import Limits
+from autoshard.plan.model._restrict import Baseline
 from autoshard.plan.price._task import Task
 from autoshard.plan.solve._search import Found, Infeasible, search
 

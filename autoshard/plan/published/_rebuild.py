@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from autoshard.cost import Calibration, Compute, chip_names, load_calibration, load_chip, make_mesh, with_flags
 from autoshard.errors import UserError
 from autoshard.plan.mesh._portfolio import Contender
-from autoshard.plan.model._baselines import stated
 from autoshard.plan.model._groups import Groups
 from autoshard.plan.model._model import Model
+from autoshard.plan.model._stated import stated
 from autoshard.plan.price._predict import evaluate
 from autoshard.plan.price._price import price
 from autoshard.plan.price._reading import build_model, read_program

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from autoshard.base.crew import Crew
 from autoshard.base.helper import Stopped
 from autoshard.plan.model._asked import Required
-from autoshard.plan.model._baselines import Baseline
 from autoshard.plan.model._model import Model
 from autoshard.plan.model._options import Limits
+from autoshard.plan.model._restrict import Baseline
 from autoshard.plan.price._headroom import roomy_bytes, tight_seconds
 from autoshard.plan.price._predict import Outcome, evaluate
 from autoshard.plan.solve._build import Weights, kept_of

@@ -7,8 +7,9 @@ import pytest
 
 from autoshard.graph import FactorKind
 from autoshard.plan import PlanResult
-from autoshard.plan.model._baselines import Baseline, baselines
+from autoshard.plan.model._baselines import baselines
 from autoshard.plan.model._model import Model
+from autoshard.plan.model._restrict import Baseline
 from autoshard.plan.price._predict import tensor_spec
 from autoshard.plan.xla._states import WHOLE
 from tests.plan import programs as made

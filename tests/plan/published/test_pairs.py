@@ -9,8 +9,9 @@ import pytest
 
 from autoshard.errors import UserError
 from autoshard.plan import PairGroup, PairRow, summarise_pairs, validate_pairs
-from autoshard.plan.model._baselines import _op_groups
+from autoshard.plan.model._stated import groups_of_op
 from autoshard.plan.published._pair_rows import PAIRS, read_groups
+from autoshard.plan.published._published import IncompleteError
 from autoshard.plan.published._rebuild import _stated, rebuild, stated_plan
 from autoshard.program import Role
 
@@ -104,6 +105,12 @@ def test_dtypes_and_the_optimizer_are_those_of_the_row(tmp_path: pathlib.Path):
         ({}, {"plan": {"fsdp": 4, "layers": 9, "param_scan_axis": 1}}, ""),
         ({}, {"plan": {"fsdp": 4, "layers": 8, "param_scan_axis": 0}}, ""),
         ({}, {"plan": {"fsdp": 4, "remat": "some"}}, "remat 'some' is not known"),
+        ({}, {"plan": {"fsdp": 4, "query_proj": "somewhere"}}, "keeps a value that is not rebuilt"),
+        ({}, {"plan": {"fsdp": 4, "remat": "none", "query_proj": "device"}}, "remat 'none' keeps everything"),
+        ({}, {"plan": {"fsdp": 4, "offload": "the moon"}}, "offload=the moon is not rebuilt"),
+        ({}, {"plan": {"fsdp": 4, "dvfs": 3}}, "dvfs=3: rates at lower clocks are not known"),
+        ({}, {"plan": {"fsdp": 4, "dvfs": 7}}, ""),
+        ({}, {"plan": {"fsdp": 4, "cp": 2}}, "cp=2 is not rebuilt"),
         ({"hardware": "a cluster"}, {}, "the chip of 'a cluster' is not known"),
         ({"chips": "many"}, {}, "number of chips is not stated (many)"),
         ({"topology": "2x2x2"}, {"plan": {"fsdp": 4}}, ""),
@@ -139,6 +146,73 @@ def test_weights_that_are_kept_gathered_are_gathered_once_and_held(tmp_path: pat
     decoder = runs[0].decoder
     weights = 2 * decoder.layers * (decoder.attention_params + decoder.mlp_params)
     assert kept.prediction.peak_bytes - again.prediction.peak_bytes == pytest.approx(0.75 * weights, rel=0.5)
+
+
+def test_single_values_are_kept_or_sent_to_the_host(tmp_path: pathlib.Path):
+    rows = [
+        {"plan": {"fsdp": 4, "query_proj": "device", "mlpwo": "offload"}},
+        {"plan": {"fsdp": 4, "remat": "save_qkv_proj", "key_proj": "remat"}},
+        {"plan": {"fsdp": 4, "offload": "layer inputs"}},
+        {"plan": {"fsdp": 4, "remat": "custom: context=device, decoder_layer_input=offload", "context": "remat"}},
+    ]
+    (found,) = read_groups(write(tmp_path, group(*rows)))
+    runs = [row.run for row in found.rows]
+    assert [run and (run.remat, run.saves, run.offloads) for run in runs] == [
+        ("full", ("query", "down"), ("down",)),
+        ("full", ("query", "value"), ()),
+        ("full", (), ("input",)),
+        ("full", (), ("input",)),
+    ]
+
+
+def test_a_group_may_name_anothers_hardware_and_its_rows_share_a_length(tmp_path: pathlib.Path):
+    first = group({"plan": {"fsdp": 4}, "step_time_s": 1.0})
+    fixed = {"per_device_batch": 1}
+    rows = [{"plan": {"fsdp": 4, "seq": 512}}, {"plan": {"fsdp": 2, "tp": 2}}]
+    second = group(*rows, group="other", hardware="TPU, 4 chips (see small)", fixed=fixed)
+    _, found = read_groups(write(tmp_path, first, second))
+    assert [row.run and (row.run.topology.chip.name, row.run.seq) for row in found.rows] == [("v5p", 512)] * 2
+    rows[1]["plan"]["seq"] = 256
+    two = group(*rows, {"plan": {"fsdp": 4}}, group="other", hardware="TPU (see nothing)", fixed=fixed)
+    _, found = read_groups(write(tmp_path, first, two))
+    assert "the chip of 'TPU (see nothing)' is not known" in found.rows[0].skipped
+    two["hardware"] = "TPU v5p"
+    _, found = read_groups(write(tmp_path, first, two))
+    assert [row.run is None for row in found.rows] == [False, False, True]  # two lengths are not one
+
+
+EXPERTS = MODEL | {"family": "mixtral", "emb": 512, "experts": 4, "top_k": 2, "moe_mlp": 512}
+
+
+def test_experts_are_split_over_devices_of_their_own(tmp_path: pathlib.Path):
+    rows = [{"plan": {"fsdp": 2, "ep": 2}, "step_time_s": 0.1}, {"plan": {"fsdp": 4}, "step_time_s": 0.1}]
+    odd = {"plan": {"fsdp": 1, "ep": 4}, "step_time_s": 0.1}
+    (found,) = read_groups(write(tmp_path, group(*rows, odd, model=EXPERTS | {"experts": 6})))
+    assert found.rows[2].run is not None
+    with pytest.raises(IncompleteError, match="do not allow the stated sharding .expert=4."):
+        rebuild(found.rows[2].run)
+    (found,) = read_groups(write(tmp_path, group(*rows, model=EXPERTS)))
+    runs = [row.run for row in found.rows]
+    assert runs[0] is not None and runs[1] is not None
+    (_, split), (_, spread) = (stated_plan(run) for run in (runs[0], runs[1]))
+    weights = {name: spec for name, spec in split.arguments.items() if name.startswith("layers.*.experts.")}
+    assert len(weights) == 3
+    for name, spec in weights.items():
+        assert spec.dims[1] == ("expert",), name  # layers, experts, in, out
+        assert ("fsdp",) in spec.dims[2:]
+    assert any("expert" in axes for name, spec in split.arguments.items() if "q_proj" in name for axes in spec.dims)
+    kinds = {plan: {c.kind for c in each.prediction.collectives} for plan, each in (("ep", split), ("fsdp", spread))}
+    assert "all-to-all" in kinds["ep"] and "all-to-all" not in kinds["fsdp"]
+
+
+def test_tiles_of_dropless_experts_are_rows_more(tmp_path: pathlib.Path):
+    rows = [{"plan": {"fsdp": 4, "moe": said}} for said in ("dropless megablox", "dropping cf 1.0", "dropping cf 1.25")]
+    (found,) = read_groups(
+        write(tmp_path, group(*rows, {"plan": {"fsdp": 2, "ep": 2, "moe": "dropless"}}, model=EXPERTS))
+    )
+    slots = [row.run and row.run.slots for row in found.rows]
+    # A device has 256 tokens that 2 experts each see: 512 rows. Its 4 experts have a tile of 512 rows more, each.
+    assert slots == [1 + 4 * 512 / 512, 1.0, 1.25, 1 + 2 * 512 / 512]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +291,7 @@ def test_fsdp_of_few_tokens_gathers_weights(tmp_path: pathlib.Path):
     _, model, groups, solved = _stated(found.rows[0].run, "flash")
     checked = 0
     for op_id, node in model.op_node.items():
-        of = _op_groups(model, groups, op_id)
+        of = groups_of_op(model, groups, op_id)
         if groups.batch in of:
             assert model.nodes[node].states[solved.choices[node]][0] == of[groups.batch]
             checked += 1
