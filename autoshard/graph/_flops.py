@@ -14,7 +14,7 @@ def op_flops(
     `dilation`: of a convolution's input, one element in so many is not an inserted zero (the gradient of a strided
     convolution); products with the zeros do not count.
     """
-    if kind in ("dot_general", "dot") and rule is not None:
+    if kind == "dot_general" and rule is not None:
         contracted = math.prod(s for s, k in zip(rule.sizes, rule.kinds, strict=True) if k is FactorKind.REDUCTION)
         return 2 * results[0].elements * contracted
     if kind == "convolution" and rule is not None:

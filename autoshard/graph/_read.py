@@ -27,6 +27,8 @@ from autoshard.graph._shardings import parse_mesh, parse_shardings
 
 
 _GENERATED = frozenset({"constant", "iota", "partition_id"})
+_OTHER_NAMES = {"dot": "dot_general"}
+"""Ops that are special cases of others: HLO files have products of two dims as their own op."""
 _ALIASES = frozenset({"optimization_barrier", "propagation_barrier"})
 _CUTS = {
     "slice": ("start_indices", "limit_indices", "strides"),
@@ -87,6 +89,7 @@ class _Reader(UseReading):
         number = self.number
         name = mlir.location_name(op.location)
         op_id = len(self.ops)
+        kind = _OTHER_NAMES.get(kind, kind)
         operands = tuple(self.ids[value] for value in op.operands)
         results = tuple(
             self.new_tensor(value, op_id, loop, (number, index), name) for index, value in enumerate(op.results)

@@ -278,10 +278,10 @@ class _Pricer(NodePricer):
         reduce_itemsize = 4 if widened != way.dtype else itemsize
         ends = (held[first], way.kept[first], tuple(way.factors), states[first], aim[first_aim])
         path = Path(record.shape, *ends, itemsize, reduce_itemsize, collected)
-        seconds = self.seconds(path, overlap)
+        apart = None
         if narrow is not None:
             apart = narrow[first][:, None] if at_source else narrow[first_aim][None, :]
-            seconds = _chosen(apart, self.seconds(path, AT_NARROW[overlap]), seconds)
+        seconds = self.seconds(path, overlap, apart)
         costs: dict[Channel, Seconds] = {
             EXPOSED if what == EXPOSED[1] else (use.block, what): table for what, table in seconds.items()
         }
@@ -338,12 +338,18 @@ class _Pricer(NodePricer):
             return Overlap.GRADIENTS_AT_MATMUL if at_matmul else Overlap.GRADIENTS
         return Overlap.MATMUL if at_matmul else Overlap.NONE
 
-    def seconds(self, path: Path, overlap: Overlap) -> dict[str, Seconds]:
-        """Time of one execution, exposed and by link; equal paths share their tables."""
-        fields = (getattr(path, field.name) for field in dataclasses.fields(path))
-        key = (overlap, *((f.shape, f.tobytes()) if isinstance(f, np.ndarray) else f for f in fields))
+    def seconds(self, path: Path, overlap: Overlap, apart: NDArray[np.bool_] | None = None) -> dict[str, Seconds]:
+        """Time of one execution, exposed and by link; equal paths share their tables.
+
+        `apart` says of which alternatives at one end the move is not pipelined into the matmul there: `AT_NARROW`.
+        """
+        fields = (overlap, *(getattr(path, field.name) for field in dataclasses.fields(path)), apart)
+        key = tuple((f.shape, f.tobytes()) if isinstance(f, np.ndarray) else f for f in fields)
         if key not in self.paths:
-            self.paths[key] = self.path_prices.seconds(path, overlap)
+            if apart is None:
+                self.paths[key] = self.path_prices.seconds(path, overlap)
+            else:
+                self.paths[key] = _chosen(apart, self.seconds(path, AT_NARROW[overlap]), self.seconds(path, overlap))
         return self.paths[key]
 
 

@@ -27,7 +27,7 @@ def pairs(tmp_path: pathlib.Path) -> pathlib.Path:
         {"plan": {"tp": 2, "fsdp": 2}, "step_time_s": 0.6},
         {"plan": {"dp": 4}, "oom": True, "needed_gib": 100.0},
         {"plan": {"fsdp": 4, "trainer": "other"}, "step_time_s": 0.51},
-        {"plan": {"ep": 4}, "step_time_s": 0.6},
+        {"plan": {"pp": 4}, "step_time_s": 0.6},
     ]
     file = tmp_path / "pairs.json"
     file.write_text(json.dumps([group("first-v5p", "TPU v5p", *rows), group("other", "H100", *rows)]))
@@ -49,13 +49,13 @@ def test_reports_become_rows(pairs: pathlib.Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "compile_plan", fake)
     said: list[str] = []
     (found,) = module.compile_pairs(pairs, said.append, time_limit=5.0)
-    first, slow, large, again, experts = found.rows
+    first, slow, large, again, staged = found.rows
     assert len(compiled) == 3, "one plan that was measured twice is compiled once"
     assert (first.predicted_s, first.predicted_bytes, first.fits, first.tokens) == (0.25, 9, True, 1024)
     assert again.predicted_s == 0.25 and again.choice == first.choice
     assert slow.skipped == "the compiler took longer than 5 s" and slow.predicted_s is None
     assert (large.fits, large.predicted_bytes, large.measured_fits) == (False, 7, False)
-    assert "ep=4 is not rebuilt" in experts.skipped
+    assert "pp=4 is not rebuilt" in staged.skipped
     assert said[0] == "first-v5p, row 1 of 5: fsdp=4"
 
 
