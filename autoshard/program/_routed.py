@@ -5,8 +5,8 @@ into which its tokens are gathered. Slots can be split by batch and by expert; t
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from autoshard.program import _flops
 
@@ -62,8 +62,9 @@ def routed(dims: ExpertDims, x: Any, weights: Mapping[str, Any], routing: str, f
             if dims.gated
             else None
         )
-        mixed = mixed + product("bsf,fd->bsd", _activated(gate, up), weights["shared.down_proj.weight"])
-    return checkpoint_name(mixed, "down")
+        own = product("bsf,fd->bsd", _activated(gate, up), weights["shared.down_proj.weight"])
+        mixed = mixed + checkpoint_name(own, "down")
+    return mixed
 
 
 def _sorted(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping[str, Any], factor: float) -> Any:
@@ -104,19 +105,60 @@ def _slotted(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping
     place = first[:, :-1, None] + jnp.arange(slots)
     used = place < first[:, 1:, None]
     pairs = jnp.take_along_axis(order, jnp.minimum(place, length * count - 1).reshape(batch, -1), axis=1)
-    tokens = jnp.take_along_axis(x, (pairs // count)[..., None], axis=1).reshape(batch, experts, slots, width)
-    moved = jnp.where(used[..., None], tokens, 0)
+    used = used.reshape(batch, -1)
+    rank = jnp.argsort(order, axis=1) - jnp.take_along_axis(first, flat, axis=1)
+    slot, kept = flat * slots + jnp.minimum(rank, slots - 1), rank < slots
+    to_slots, from_slots = _exchange(count, _Places(pairs, used), _Places(slot, kept))
+    moved = to_slots(x).reshape(batch, experts, slots, width)
     up = checkpoint_name(product("becd,edf->becf", moved, weights["experts.up_proj.weight"]), "up")
     gate = (
         checkpoint_name(product("becd,edf->becf", moved, weights["experts.gate_proj.weight"]), "gate")
         if dims.gated
         else None
     )
-    out = product("becf,efd->becd", _activated(gate, up), weights["experts.down_proj.weight"])
-    own = jnp.take_along_axis(share.reshape(batch, -1), pairs, axis=1).reshape(batch, experts, slots)
-    out = (out * jnp.where(used, own, 0)[..., None]).reshape(batch, experts * slots, width)
-    add = jax.vmap(lambda rows, at: jnp.zeros((length, width), x.dtype).at[at].add(rows))
-    return add(out, pairs // count)
+    out = checkpoint_name(product("becf,efd->becd", _activated(gate, up), weights["experts.down_proj.weight"]), "down")
+    back = from_slots(out.reshape(batch, experts * slots, width)).reshape(batch, length, count, width)
+    return jnp.einsum("bskd,bsk->bsd", back, share)
+
+
+class _Places(NamedTuple):
+    """For each row [B, N] the one of another order that it is, and whether it is one at all."""
+
+    of: Any
+    real: Any
+
+
+def _exchange(count: int, pairs: _Places, slots: _Places) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """How tokens [B, S, D] come into slots [B, N, D], and what slots hold to pairs of token and expert [B, S K, D].
+
+    `pairs`: for each slot its pair; `slots`: for each pair its slot. Each way is the gradient of the other, so that
+    nothing is added where it may meet, which TPUs do row by row.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    def taken(rows: Any, places: _Places, each: int = 1) -> Any:
+        found = jnp.take_along_axis(rows, (places.of // each)[..., None], axis=1)
+        return jnp.where(places.real[..., None], found, 0)
+
+    @jax.custom_vjp
+    def there(x: Any, pairs: _Places, slots: _Places) -> Any:
+        return taken(x, pairs, count)
+
+    @jax.custom_vjp
+    def back(rows: Any, pairs: _Places, slots: _Places) -> Any:
+        return taken(rows, slots)
+
+    def there_gradient(kept: tuple[_Places, _Places], of: Any) -> tuple[Any, None, None]:
+        found = taken(of, kept[1])
+        return found.reshape(found.shape[0], -1, count, found.shape[-1]).sum(2), None, None
+
+    there.defvjp(lambda x, pairs, slots: (there(x, pairs, slots), (pairs, slots)), there_gradient)
+    back.defvjp(
+        lambda rows, pairs, slots: (back(rows, pairs, slots), (pairs, slots)),
+        lambda kept, of: (taken(of, kept[0]), None, None),
+    )
+    return lambda x: there(x, pairs, slots), lambda rows: back(rows, pairs, slots)
 
 
 def _activated(gate: Any | None, up: Any) -> Any:
