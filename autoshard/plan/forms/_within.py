@@ -17,7 +17,7 @@ from autoshard.plan.model._asked import Required
 from autoshard.plan.model._groups import Groups, tensor_groups
 from autoshard.plan.model._model import Model
 from autoshard.plan.model._options import Limits
-from autoshard.plan.model._stated import stated
+from autoshard.plan.model._stated import Uses, stated
 from autoshard.plan.price._again import price_again
 from autoshard.plan.price._predict import evaluate, predict, tensor_spec
 from autoshard.plan.price._reading import read_program
@@ -130,9 +130,7 @@ def _maxtext(
     if not set(uses.values()) <= set(MAXTEXT_USES):
         return None
     axes = {use: [k for k, axis in enumerate(model.axis_names) if uses[axis] == use] for use in MAXTEXT_USES}
-    wanted = stated(
-        model, groups, "maxtext", copies=axes["data"], spread=axes["fsdp"], tensor=axes["tensor"]
-    )  # fmt: skip
+    wanted = stated(model, groups, "maxtext", Uses(axes["data"], axes["fsdp"], axes["tensor"]))
     if wanted is None:
         return None
     solved = solve_within(

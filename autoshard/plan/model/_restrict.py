@@ -137,18 +137,20 @@ def restricted(
     parameters: Mapping[int, Assignment],
     data: Sequence[int],
     sequence: Sequence[int],
+    updated: Mapping[int, Assignment] | None = None,
 ) -> Baseline | None:
     """A baseline from specs of the parameters, the axes of the batch, and those of the residual stream's sequence.
 
-    The residual stream is split as the batch is; everything else is left to the solver. None if the batch does not
-    divide.
+    New values are computed as `updated` says (as the arguments that they replace, without it). The residual stream is
+    split as the batch is; everything else is left to the solver. None if the batch does not divide.
     """
     allowed: dict[int, NDArray[np.bool_]] = {}
     structure = model.structure
     wanted = {model.graph.arguments[p]: spec for p, spec in parameters.items()}
+    new = wanted if updated is None else {model.graph.arguments[p]: spec for p, spec in updated.items()}
     for result, argument in structure.ties:
-        if argument in wanted:
-            wanted[result] = wanted[argument]
+        if argument in new:
+            wanted[result] = new[argument]
     for position, argument in enumerate(model.program.arguments):
         tensor = model.graph.arguments[position]
         if argument.role is Role.BATCH and structure.cluster_of[tensor] >= 0 and argument.shape:

@@ -20,36 +20,38 @@ from autoshard.plan.model._restrict import (
     wide_axes,
 )
 from autoshard.plan.xla._states import WHOLE
+from autoshard.program import Role
 
 
-def stated(
-    model: Model,
-    groups: Groups,
-    name: str,
-    *,
-    copies: Sequence[int],
-    spread: Sequence[int],
-    tensor: Sequence[int],
-    experts: Sequence[int] = (),
-    expert_count: int = 0,
-    holds_head: bool = True,
-) -> Baseline | None:
-    """The sharding that a run's author states, by numbers of mesh axes; None if the program's sizes do not allow it.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Uses:
+    """What a run's mesh axes, by number, are used for."""
 
-    The batch is split over `copies` and `spread`, parameters are whole over `copies` (data parallelism), spread over
-    `spread` (FSDP) and split over `tensor` (Megatron's choice of dims, the residual stream's sequence split as well).
-    Over `experts` the experts' parameters are split by expert, of which there are `expert_count`; for everything else
-    these axes are like those of `spread`, so that tokens go to their experts and back (expert parallelism).
+    copies: Sequence[int]
+    """Data parallelism: the batch is split, parameters are whole."""
+    spread: Sequence[int]
+    """FSDP: the batch is split, parameters are spread."""
+    tensor: Sequence[int]
+    """Megatron's tensor parallelism: heads, ffn and vocabulary are split, and the residual stream's sequence."""
+    experts: Sequence[int] = ()
+    """Expert parallelism: experts' parameters are split by expert; for everything else these are as `spread`."""
+    expert_count: int = 0
+    spreads_state: bool = False
+    """The optimizer's state is spread over `copies`, whose parameters are whole (ZeRO-1)."""
+    holds_head: bool = True
+    """Matmuls outside of layers have their batch split too, so that the head's weights are gathered. Else it may be
+    computed in parts of its vocabulary from gathered activations, which is cheaper where tokens are few."""
 
-    `holds_head`: matmuls outside of layers have their batch split too, so that the head's weights are gathered. Else it
-    may be computed in parts of its vocabulary from gathered activations, which is cheaper where tokens are few.
-    """
+
+def stated(model: Model, groups: Groups, name: str, uses: Uses) -> Baseline | None:
+    """The sharding that a run's author states; None if the program's sizes do not allow it."""
+    tensor, experts, spread, copies = uses.tensor, uses.experts, uses.spread, uses.copies
     parts = math.prod(model.axis_sizes[a] for a in tensor)
     chosen = tensor_parallel_groups(model, groups, parts) if parts > 1 else set()
     if parts > 1 and not chosen:
         return None
-    by_expert = _expert_group(groups, expert_count) if experts else None
-    if experts and (by_expert is None or expert_count % math.prod(model.axis_sizes[a] for a in experts)):
+    by_expert = _expert_group(groups, uses.expert_count) if experts else None
+    if experts and (by_expert is None or uses.expert_count % math.prod(model.axis_sizes[a] for a in experts)):
         return None
     parameters = {}
     for p in split_parameters(model):
@@ -57,11 +59,17 @@ def stated(
         own = () if by_expert is None else split_by_group(model, groups, p, {by_expert}, experts)
         over = spread if own else (*spread, *experts)
         parameters[p] = spread_over(model, p, over, taken | dict(own)) if over else taken | dict(own)
+    updated = None
+    if uses.spreads_state:
+        updated = {p: spread_over(model, p, copies, {}) for p in parameters}
+        for p, argument in enumerate(model.program.arguments):
+            if argument.role is Role.OPTIMIZER_STATE and model.structure.cluster_of[model.graph.arguments[p]] >= 0:
+                parameters[p] = updated[p] = spread_over(model, p, copies, {})
     data = (*copies, *spread, *experts)
-    found = restricted(model, groups, name, parameters, data, tensor if parts > 1 else ())
+    found = restricted(model, groups, name, parameters, data, tensor if parts > 1 else (), updated)
     if found is not None:
-        held = _Held(chosen, by_expert, (*copies, *spread), tensor, experts)
-        _hold_inner(model, groups, found.allowed, held, holds_head)
+        held = _Held(chosen, by_expert, uses)
+        _hold_inner(model, groups, found.allowed, held)
     return found
 
 
@@ -79,18 +87,17 @@ class _Held:
     """Heads, ffn and vocabulary, over `tensor`."""
     by_expert: int | None
     """The experts, over `experts`, over which the batch is split where there are none."""
-    data: Sequence[int]
-    tensor: Sequence[int]
-    experts: Sequence[int]
+    uses: Uses
 
     def spec(self, batch: int, of: Mapping[int, int]) -> dict[int, Sequence[int]] | None:
         """Factor -> axes, for dim groups -> factors; None where more than one dim would be split over `tensor`."""
         inner = sorted(self.chosen & set(of))
         if self.chosen and len(inner) != 1:
             return None
-        spec = {of[batch]: (*self.data, *self.experts)} | {of[g]: self.tensor for g in inner}
+        data = (*self.uses.copies, *self.uses.spread)
+        spec = {of[batch]: (*data, *self.uses.experts)} | {of[g]: self.uses.tensor for g in inner}
         if self.by_expert is not None and self.by_expert in of:
-            spec |= {of[batch]: self.data, of[self.by_expert]: self.experts}
+            spec |= {of[batch]: data, of[self.by_expert]: self.uses.experts}
         return spec
 
 
@@ -99,7 +106,6 @@ def _hold_inner(
     groups: Groups,
     allowed: dict[int, NDArray[np.bool_]],
     run: _Held,
-    holds_head: bool,
 ) -> None:
     """Every matmul (but the head's) computes, and every activation between two is held, with its batch split as the
     run's is, and its heads or ffn dim split where those are.
@@ -114,7 +120,7 @@ def _hold_inner(
             allow_factors(model, allowed, cluster.id, spec)
     for op_id, node in model.op_node.items():
         of = groups_of_op(model, groups, op_id)
-        held = holds_head or model.graph.ops[op_id].loop >= 0
+        held = run.uses.holds_head or model.graph.ops[op_id].loop >= 0
         spec = run.spec(groups.batch, of) if held and groups.batch in of else None
         if spec is not None:
             state = np.full(len(model.axis_sizes), WHOLE, dtype=np.int64)

@@ -17,7 +17,7 @@ def _refused(key: str) -> Callable[[Run, Any], Run]:
     return change
 
 
-OPTIONS: dict[str, Callable[[Run, Any], Run]] = {key: _refused(key) for key in ("zero1", "cp_method")}
+OPTIONS: dict[str, Callable[[Run, Any], Run]] = {key: _refused(key) for key in ("cp_method",)}
 """What a plan may say beside its mesh, and how it changes the run."""
 
 
@@ -69,6 +69,14 @@ def _gathered(run: Run, value: Any) -> Run:
     return dataclasses.replace(run, keeps_gathered=value)
 
 
+def _spread_state(run: Run, value: Any) -> Run:
+    if not isinstance(value, bool):
+        raise IncompleteError(f"zero1={value} is neither true nor false")
+    if value and (run.copies == 1 or run.spread * run.tensor * run.experts > 1):
+        raise IncompleteError("zero1 beside other degrees than data parallelism is not rebuilt")
+    return dataclasses.replace(run, spreads_state=value)
+
+
 _HIGHEST_CLOCK = 7
 
 
@@ -80,6 +88,7 @@ def _clock(run: Run, value: Any) -> Run:
 
 
 OPTIONS["dvfs"] = _clock
+OPTIONS["zero1"] = _spread_state
 OPTIONS["keep_gathered_weights"] = _gathered
 OPTIONS["gradient_accumulation"] = _microbatches
 OPTIONS["lm_head"] = _head

@@ -81,6 +81,8 @@ class Run:
     stack_axis: int = 0
     """The dim of stacked parameters that counts layers (MaxText's `param_scan_axis`)."""
 
+    spreads_state: bool = False
+    """The optimizer's state is spread over the devices that hold copies of the parameters (ZeRO-1)."""
     keeps_gathered: bool = False
     """Weights are gathered once a step, and kept whole in the compute dtype for the backward pass."""
 

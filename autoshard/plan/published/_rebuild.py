@@ -16,7 +16,7 @@ from autoshard.errors import UserError
 from autoshard.plan.mesh._portfolio import Contender
 from autoshard.plan.model._groups import Groups
 from autoshard.plan.model._model import Model
-from autoshard.plan.model._stated import stated
+from autoshard.plan.model._stated import Uses, stated
 from autoshard.plan.price._predict import evaluate
 from autoshard.plan.price._price import price
 from autoshard.plan.price._reading import build_model, read_program
@@ -246,17 +246,13 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
     figures = with_flags(load_calibration(run.topology.chip), run.flags).calibration
     model = build_model(program, reading, mesh, 1 << 62, figures)
     axes = {name: [k] for k, name in enumerate(sizes)}
-    wanted = stated(
-        model,
-        reading.groups,
-        "stated",
-        copies=axes.get("data", []),
-        spread=axes.get("fsdp", []),
-        tensor=axes.get("model", []),
-        experts=axes.get("expert", []),
+    uses = Uses(
+        *(axes.get(use, []) for use in ("data", "fsdp", "model", "expert")),
         expert_count=run.decoder.experts,
+        spreads_state=run.spreads_state,
         holds_head=run.head_on_width or run.spread == 1,
     )
+    wanted = stated(model, reading.groups, "stated", uses)
     if wanted is None:
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise IncompleteError(f"the model's sizes do not allow the stated sharding ({listed})")

@@ -91,7 +91,9 @@ def test_dtypes_and_the_optimizer_are_those_of_the_row(tmp_path: pathlib.Path):
         ({}, {"plan": {"fsdp": 4, "xla_flags": ["-x"]}}, "'-x' is not an XLA flag"),
         ({}, {"plan": {"fsdp": 4, "emb": 512}}, "MLP's width at emb 512 is not stated"),
         ({}, {"plan": {"fsdp": 4, "tiles": 3}}, "tiles=3 is not rebuilt"),
-        ({}, {"plan": {"fsdp": 4, "zero1": True}}, "zero1=True is not rebuilt"),
+        ({}, {"plan": {"fsdp": 4, "zero1": True}}, "zero1 beside other degrees than data parallelism is not rebuilt"),
+        ({}, {"plan": {"dp": 4, "zero1": "yes"}}, "zero1=yes is neither true nor false"),
+        ({}, {"plan": {"dp": 4, "zero1": True}}, ""),
         ({}, {"plan": {"fsdp": 4, "keep_gathered_weights": "some"}}, "keep_gathered_weights=some is neither"),
         ({}, {"plan": {"fsdp": 4, "lm_head": "on both"}}, "lm_head=on both is not rebuilt"),
         ({}, {"plan": {"fsdp": 4, "lm_head": "fsdp on vocab", "gradient_accumulation": 1, "zero1": False}}, ""),
@@ -179,6 +181,21 @@ def test_a_group_may_name_anothers_hardware_and_its_rows_share_a_length(tmp_path
     two["hardware"] = "TPU v5p"
     _, found = read_groups(write(tmp_path, first, two))
     assert [row.run is None for row in found.rows] == [False, False, True]  # two lengths are not one
+
+
+def test_state_that_is_spread_beside_whole_parameters(tmp_path: pathlib.Path):
+    rows = [{"plan": {"dp": 4, "zero1": zero}} for zero in (False, True)]
+    (found,) = read_groups(write(tmp_path, group(*rows)))
+    assert found.rows[0].run is not None and found.rows[1].run is not None
+    (_, whole), (_, spread) = (stated_plan(row.run) for row in found.rows if row.run is not None)
+    for name, spec in spread.arguments.items():
+        if not name.startswith("batch"):
+            assert any(spec.dims) == (name.startswith("optimizer.") and name != "optimizer.count"), name
+    assert not any(any(spec.dims) for name, spec in whole.arguments.items() if not name.startswith("batch"))
+    held = [plan.prediction.memory["optimizer_state"] for plan in (whole, spread)]
+    assert held[1] == pytest.approx(held[0] / 4, rel=0.01)
+    gathered = [sum(c.wire_bytes for c in p.prediction.collectives if c.kind == "all-gather") for p in (whole, spread)]
+    assert gathered[1] > gathered[0]  # new parameters, of which each device makes a part
 
 
 EXPERTS = MODEL | {"family": "mixtral", "emb": 512, "experts": 4, "top_k": 2, "moe_mlp": 512}
