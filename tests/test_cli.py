@@ -36,7 +36,7 @@ FLAGS = {
     "refine": {
         *("--compile-limit", "--debug", "--json", "--judge", "--out", "--plans", "--quiet", "--rounds", "--steps"),
         *PROGRAM,
-        *(PLANNING - {"--save-problem", "--xla-flags"}),
+        *(PLANNING - {"--save-problem"}),
     },
     "report": {
         *("--compare", "--compiled", "--debug", "--json", "--measured", "--out", "--perfetto", "--profile", "--quiet"),

@@ -165,7 +165,7 @@ def build_parser() -> argparse.ArgumentParser:
         PROGRAM_HELP,
     )
     _add_program(refine)
-    _add_planning(refine, required=True, problem=False, flags=False)
+    _add_planning(refine, required=True, problem=False)
     refine.add_argument(
         "--judge",
         choices=("compile", "measure"),
@@ -334,13 +334,12 @@ def _add_program(parser: argparse.ArgumentParser, several: bool = False, auto_re
     )
 
 
-def _add_planning(parser: argparse.ArgumentParser, required: bool, problem: bool = True, flags: bool = True) -> None:
-    """`problem`: the Problem can be written, there is one for each plan; `flags`: the compiler's can be said."""
+def _add_planning(parser: argparse.ArgumentParser, required: bool, problem: bool = True) -> None:
+    """`problem`: the Problem can be written, there is one for each plan."""
     group = parser.add_argument_group("planning")
     group.add_argument("--topology", required=required, metavar="CHIP:SHAPE", help="v5p:4x8x8, v6e:16x16*2, cpu:8 ...")
     _add_limits(group)
-    if flags:
-        _add_flags(group)
+    _add_flags(group)
     if problem:
         group.add_argument(
             "--save-problem", type=Path, metavar="P.json.gz", help="write the Problem, in the contest's format"

@@ -85,6 +85,8 @@ class Fit:
     """Median absolute error of what was seen with the shipped figures: in log time, or in the hidden share."""
     residual: float
     """The same with the fitted ones."""
+    flags: tuple[str, ...] = ()
+    """The compiler flags with which all was seen, and which the figures therefore contain."""
 
 
 def fit(base: Calibration, backend: str, observations: Sequence[Observation], fixed: Collection[str] = ()) -> Fit:

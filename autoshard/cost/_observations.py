@@ -5,7 +5,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,12 +62,14 @@ def content_hash(observations: Iterable[Observation]) -> str:
     return hashlib.sha256("\n".join(sorted(o.id for o in observations)).encode()).hexdigest()[:12]
 
 
-def compiler_version(topology: Topology) -> str:
-    """What makes programs for a topology, and what it stands on: TPU compilers are the same everywhere, CPU devices are
-    parts of this machine."""
+def compiler_version(topology: Topology, flags: Sequence[str] = ()) -> str:
+    """What makes programs for a topology, with which flags, and what it stands on: TPU compilers are the same
+    everywhere, CPU devices are parts of this machine."""
     made = [f"{package} {found}" for package in ("jaxlib", "libtpu") if (found := _version(package))]
     if not topology.traits.compiles_ahead:
         made = made[:1]
+    else:
+        made += sorted(set(flags))
     if topology.traits.shares_machine:
         made.append(f"{topology.host_cores} cores of {_processor()}")
     return ", ".join(made) or "unknown"

@@ -196,10 +196,16 @@ class _Figures:
 def _figures(options: Options, topology: Topology) -> _Figures:
     """The shipped figures, or those learned of the topology, with the compiler flags that the step will run with."""
     given = options.calibration
-    learned = given if isinstance(given, Fit) else learned_fit(topology) if given else None
     flags, origin = chosen_flags(options.xla_flags, topology.chip)
-    plain = learned.calibration if learned else load_calibration(topology.chip)
+    learned = given if isinstance(given, Fit) else learned_fit(topology, flags) if given else None
+    seen_so = learned is not None and bool(flags) and learned.flags == flags
+    plain = learned.calibration if learned and not seen_so else load_calibration(topology.chip)
     flagged = with_flags(plain, flags)
+    if learned is not None and seen_so:  # what was seen of steps with these flags stands above what they are said to do
+        fitted = {each.figure for each in learned.figures}
+        figures = {figure: value for figure, value in flagged.figures.items() if figure not in fitted}
+        priced = tuple(line for line in flagged.priced if line.split()[0] not in fitted)
+        flagged = dataclasses.replace(flagged, calibration=learned.calibration, figures=figures, priced=priced)
     said: dict[str, Any] = {}
     if learned is not None and learned.observations:
         said["learned"] = said_of_fit(learned)

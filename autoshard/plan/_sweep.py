@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 import autoshard
 from autoshard.base.files import write_whole
-from autoshard.cost import Topology, learned_fit, said_of_fit
+from autoshard.cost import Topology, chosen_flags, learned_fit, said_of_fit
 from autoshard.errors import UserError
 from autoshard.plan._make import check_request, make_plan
 from autoshard.plan.model._options import PlanOptions, read_options
@@ -117,7 +117,9 @@ class SweepTask:
         file = Path(self.source)
         content = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
         said = [self.source, content, self.entry, self.options, topology, self.planning, autoshard.__version__]
-        learned = learned_fit(Topology.parse(topology)) if dict(self.planning).get("calibration", True) else None
+        parsed, planning = Topology.parse(topology), dict(self.planning)
+        flags, _ = chosen_flags(planning.get("xla_flags"), parsed.chip)
+        learned = learned_fit(parsed, flags) if planning.get("calibration", True) else None
         if learned is not None and learned.observations:
             said.append(said_of_fit(learned))
         return json.dumps(said, sort_keys=True)

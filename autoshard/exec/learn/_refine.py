@@ -7,7 +7,7 @@ its first round with what others have seen and finds its own judgements in the d
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Unpack
 
 from autoshard.cost import (
@@ -18,6 +18,7 @@ from autoshard.cost import (
     Judge,
     Observation,
     Topology,
+    chosen_flags,
     compiler_version,
     fit_observations,
 )
@@ -98,7 +99,8 @@ def refine(
     topologies) or `"compile"` (the TPU compiler, at most `compile_limit` seconds for each plan). `plans` is how many
     plans that really differ are judged in a round, `rounds` how many rounds there are at most. What is seen is kept in
     the user's database and used by later plans of the topology; with `calibration=False` the database is neither read
-    nor written. The other `options` are those of `autoshard.plan`.
+    nor written. What is seen of steps with compiler flags (`xla_flags`) serves plans with the same
+    flags alone. The other `options` are those of `autoshard.plan`.
 
     A judge that fails on a plan drops that plan, and says why. Raises `UserError` if it fails on all of them or none
     fits, and as `autoshard.plan` does.
@@ -118,7 +120,9 @@ def refine(
     program = open_source(program) if isinstance(program, str) else program
     if read.ignore_constraints:  # here, as what is judged must be what is planned
         program, read = lift_constraints(program), dataclasses.replace(read, ignore_constraints=False)
-    memory = _Memory(parsed, judging.name, program.fingerprint, Database.of_user() if read.calibration else None)
+    flags, _ = chosen_flags(read.xla_flags, parsed.chip)
+    database = Database.of_user() if read.calibration else None
+    memory = _Memory(parsed, flags, judging.name, program.fingerprint, database)
     planning = dataclasses.replace(read, candidates=plans)
     return _Refiner(program, planning, judging, memory, progress or (lambda line: None)).run(rounds)
 
@@ -126,10 +130,12 @@ def refine(
 class _Memory:
     """What was seen: in the database, and by this run, which goes on where nothing can be kept."""
 
-    def __init__(self, topology: Topology, judge: Judge, program: str, database: Database | None) -> None:
-        self.topology, self.program, self.database = topology, program, database
+    def __init__(
+        self, topology: Topology, flags: Sequence[str], judge: Judge, program: str, database: Database | None
+    ) -> None:
+        self.topology, self.flags, self.program, self.database = topology, flags, program, database
         self.judge: Judge = judge
-        self.compiler = compiler_version(topology)
+        self.compiler = compiler_version(topology, flags)
         self.mine: list[Observation] = []
 
     def all(self) -> list[Observation]:
@@ -141,6 +147,9 @@ class _Memory:
         """What this run would know if it were the first on its program."""
         own = (self.judge, self.program)
         return [one for one in self.all() if (one.judge, one.about.get("program")) != own]
+
+    def fit(self, observations: Sequence[Observation]) -> Fit:
+        return fit_observations(self.topology, observations, self.flags)
 
     def judgements(self) -> dict[str, Seen]:
         """What this judge said of plans of this program earlier, by their digests; of several the first by id."""
@@ -186,7 +195,7 @@ class _Refiner:
         """By digest."""
 
     def run(self, rounds: int) -> Refinement:
-        first = fit = fit_observations(self.memory.topology, self.memory.of_others())
+        first = fit = self.memory.fit(self.memory.of_others())
         earlier: str | None = None
         settled, why, number = False, "", 0
         for number in range(1, rounds + 1):
@@ -194,7 +203,7 @@ class _Refiner:
             made = make_plan(self.program, dataclasses.replace(self.planning, calibration=fit))
             choice = plan_digest(made.plan)
             self.judge(self.offered(made, number), number)
-            fit = fit_observations(self.memory.topology, self.memory.all())
+            fit = self.memory.fit(self.memory.all())
             best = self.best()
             if best == choice:
                 settled, why = True, "the plan that was chosen is the one that was judged best"

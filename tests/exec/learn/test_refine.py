@@ -17,7 +17,7 @@ from autoshard.errors import UserError
 from autoshard.exec import Seen, Verdict, refine, refinement_figures
 from autoshard.exec.learn import _judge, _refine
 from autoshard.exec.learn._judge import CompileJudge, MeasureJudge, judge_of
-from autoshard.plan import Options, make_plan, plan_digest
+from autoshard.plan import Options, make_plan, plan_bills, plan_digest
 from tests.exec.learn.refine_checks import MadeUpJudge
 from tests.plan import programs
 
@@ -97,6 +97,24 @@ def test_without_calibration_the_database_is_left_alone(judged_by, database: Dat
         result = refine(programs.program("mlp"), **CPU, plans=2, rounds=2, calibration=False)
         assert result.fit.observations >= 2, "what this run has seen still counts for it"
     assert len(judge.asked) >= 4 and not database.folder.exists()
+
+
+def test_what_was_seen_with_compiler_flags_serves_plans_with_the_same_flags_alone(judged_by):
+    slow = dataclasses.replace(load_calibration("v5p"), memory_efficiency=0.4, gather_overlap=0.3)
+    judged_by(lambda bill: bill.seconds(slow))
+    case = {"topology": "v5p:2x2x1", "mesh": "data=4"}
+    result = refine(programs.program("mlp"), **case, plans=2, rounds=1, xla_flags="sparsecore")
+    assert result.fit.flags and result.fit.observations == len(result.judged)
+    assert result.plan.provenance["xla_flags"]["flags"] == list(result.fit.flags)
+    decoder = programs.program("decoder")
+    same = make_plan(decoder, Options(**case, xla_flags="sparsecore")).plan
+    assert same.provenance["learned"]["hash"] == result.fit.hash
+    fitted = {each.figure for each in result.fit.figures}
+    assert "gather_overlap" in fitted and not fitted & same.provenance["xla_flags"]["figures"].keys()
+    (bill,) = plan_bills(decoder, [same])  # raises where what the plan keeps does not price it again
+    assert bill.seconds(result.fit.calibration) == pytest.approx(same.prediction.step_time_s, rel=1e-6)
+    for other in (None, "async"):
+        assert "learned" not in make_plan(decoder, Options(**case, xla_flags=other)).plan.provenance
 
 
 def test_work_goes_on_where_nothing_can_be_kept(judged_by, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
