@@ -11,10 +11,11 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.program import _flops, _train
 from autoshard.program._attention import attend
+from autoshard.program._decoder_dims import DecoderDims, layer_groups, parameters_of
 from autoshard.program._kernels import KernelBlocks, flash_attention, splash_attention
-from autoshard.program._latent import LatentDims, latent_heads, latent_shapes
+from autoshard.program._latent import latent_heads
 from autoshard.program._program import Program, Role
-from autoshard.program._routed import expert_shapes, product, routed
+from autoshard.program._routed import product, routed
 from autoshard.program._trace import trace
 
 
@@ -47,46 +48,6 @@ ATTENTIONS = ("flash", "splash", "plain")
 ROUTINGS = ("dropless", "capacity")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecoderDims:
-    """What the model is: layers, width, MLP width, query heads, key/value heads, head size, vocabulary.
-
-    `gated` MLPs have three matrices, others two; `tied` models use one matrix for embedding and head. One layer in
-    `global_every` attends to everything, the others to the last `window` tokens (None: all to everything).
-    `autoshard.cost.Decoder` counts what such a model computes and holds.
-    """
-
-    layers: int
-    width: int
-    mlp_width: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    vocabulary: int
-    gated: bool = True
-    tied: bool = False
-    window: int | None = None
-    global_every: int = 1
-    experts: int = 1
-    """With more than one, a layer has that many MLPs and a router, of which `active_experts` see a token."""
-    active_experts: int = 1
-    expert_width: int | None = None
-    """Width of an expert's MLP; None: `mlp_width`."""
-    shared_experts: int = 0
-    """Experts that see every token: one more MLP of that many times an expert's width."""
-    dense_layers: int = 0
-    """First layers, of `layers`, whose MLP is one of `mlp_width`, without experts."""
-    qk_norm: bool = False
-    """Queries and keys are normed by head."""
-    latent: LatentDims | None = None
-    """Sizes of latent attention, which has as many key-value heads as query heads; None: plain attention."""
-
-    @property
-    def expert_inner(self) -> int:
-        """Width of one expert's MLP."""
-        return self.mlp_width if self.expert_width is None else self.expert_width
-
-
 def decoder_program(
     dims: DecoderDims,
     *,
@@ -106,7 +67,10 @@ def decoder_program(
     weights: str = "float32",
     offloads: Collection[str] = (),
     stack_axis: int = 0,
+    scanned: bool = True,
     gathered_on: Any = None,
+    summed_late: int = 1,
+    whole_on: Any = None,
 ) -> Program:
     """One training step of `batch` sequences of `seq` tokens: by default bf16 compute on f32 parameters and moments.
 
@@ -117,8 +81,11 @@ def decoder_program(
     may say otherwise what a layer keeps beside its input; `blocks` are those of a `flash` kernel. `offloads` are values
     that a layer keeps in its host's memory: of `SAVABLE`, or `input`. `accumulation` microbatches are computed one
     after the other, and their gradients summed. `stack_axis` is the dim of stacked parameters that counts layers.
+    Layers that are not `scanned` stand one after the other, each with parameters of its own.
     With a `jax.sharding.AbstractMesh` in `gathered_on`, the weights of a layer are gathered once, in `compute_dtype`,
-    and kept whole for the backward pass; on a mesh with an axis `model` they may stay split over that.
+    and kept whole for the backward pass; on a mesh with an axis `model` they may stay split over that. Each of
+    `summed_late` parts of a microbatch has gradients of its own until all microbatches are done; on an abstract mesh
+    in `whole_on` their sums are whole on every device.
 
     `routing` of experts is `dropless`, all tokens sorted and multiplied by group (`jax.lax.ragged_dot`), or `capacity`:
     each expert has slots in every sequence for `capacity_factor` times the mean number of its tokens, and further ones
@@ -145,6 +112,8 @@ def decoder_program(
         kept = tuple(key for key in kept if key not in away)
     if accumulation < 1 or batch % accumulation:
         raise UserError(f"a batch of {batch} sequences does not divide into {accumulation} microbatches")
+    if summed_late < 1 or batch // accumulation % summed_late:
+        raise UserError(f"a microbatch of {batch // accumulation} sequences does not divide into {summed_late} groups")
     if routing not in ROUTINGS:
         raise UserError(f"routing {routing!r} is not known; known are {', '.join(ROUTINGS)}")
     if dims.latent is not None and dims.kv_heads != dims.heads:
@@ -162,20 +131,20 @@ def decoder_program(
         )
     if stack_axis not in (0, 1):
         raise UserError(f"stack_axis is {stack_axis}, expected 0 or 1: every stacked parameter has two dims")
-    params = _parameters(dims, weights, stack_axis)
+    params = parameters_of(dims, weights, stack_axis, scanned)
     data = {key: jax.ShapeDtypeStruct((batch, seq), "int32") for key in ("input_ids", "labels")}
     rule = _train.make_optimizer(optimizer, moments)
     forward_flops = [0.0]
-    how = _How(kept, away, attention, blocks, routing, capacity_factor, compute_dtype, stack_axis, gathered_on)
+    how = _How(kept, away, attention, blocks, routing, capacity_factor, compute_dtype, stack_axis, scanned, gathered_on)
 
     def loss(p: Any, given: Any) -> Any:
         with _flops.counting() as scope:
             value = _train.token_loss(_forward(dims, p, given["input_ids"], how), given["labels"])
-        forward_flops[0] = scope[0] * accumulation
+        forward_flops[0] = scope[0] * accumulation * summed_late
         return value
 
     program = trace(
-        _train.training_step(loss, rule, accumulation=accumulation),
+        _train.training_step(loss, rule, accumulation=accumulation, summed_late=summed_late, whole_on=whole_on),
         (params, jax.eval_shape(rule.init, params), data),
         name=name,
         donate_argnums=(0, 1),
@@ -199,54 +168,8 @@ class _How:
     capacity_factor: float
     compute_dtype: str
     stack_axis: int
+    scanned: bool
     gathered_on: Any
-
-
-def _parameters(dims: DecoderDims, dtype: str, axis: int) -> dict[str, Any]:
-    """Parameters by name; those of a layer are stacked along `axis`, one entry for each group of layers."""
-    import jax
-
-    def stacked(count: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (*shape[:axis], count, *shape[axis:])
-
-    groups = (dims.layers - dims.dense_layers) // dims.global_every
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed_tokens.weight": (dims.vocabulary, dims.width),
-        "norm.weight": (dims.width,),
-    }
-    if not dims.tied:
-        shapes["lm_head.weight"] = (dims.width, dims.vocabulary)
-    if dims.dense_layers:
-        dense = _attention_shapes(dims) | _mlp_shapes(dims)
-        shapes |= {f"dense_layers.*.{key}": stacked(dims.dense_layers, shape) for key, shape in dense.items()}
-    layer = _attention_shapes(dims) | (_mlp_shapes(dims) if dims.experts == 1 else expert_shapes(dims))
-    for offset in range(dims.global_every):
-        prefix = "layers" if dims.global_every == 1 else f"layers.{offset}"
-        shapes |= {f"{prefix}.*.{key}": stacked(groups, shape) for key, shape in layer.items()}
-    return {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in shapes.items()}
-
-
-def _attention_shapes(dims: DecoderDims) -> dict[str, tuple[int, ...]]:
-    width, size, group = dims.width, dims.head_size, dims.heads // dims.kv_heads
-    norms = {"input_norm.weight": (width,), "mlp_norm.weight": (width,)}
-    if dims.latent is not None:
-        return norms | latent_shapes(dims, dims.latent)
-    shapes: dict[str, tuple[int, ...]] = {
-        "attn.q_proj.weight": (width, dims.kv_heads, group, size),
-        "attn.k_proj.weight": (width, dims.kv_heads, size),
-        "attn.v_proj.weight": (width, dims.kv_heads, size),
-        "attn.o_proj.weight": (dims.kv_heads, group, size, width),
-    }
-    if dims.qk_norm:
-        shapes |= {"attn.q_norm.weight": (size,), "attn.k_norm.weight": (size,)}
-    return norms | shapes
-
-
-def _mlp_shapes(dims: DecoderDims) -> dict[str, tuple[int, ...]]:
-    shapes = {"mlp.up_proj.weight": (dims.width, dims.mlp_width), "mlp.down_proj.weight": (dims.mlp_width, dims.width)}
-    if dims.gated:
-        shapes["mlp.gate_proj.weight"] = shapes["mlp.up_proj.weight"]
-    return shapes
 
 
 def _forward(dims: DecoderDims, params: Mapping[str, Any], ids: Any, how: _How) -> Any:
@@ -254,39 +177,44 @@ def _forward(dims: DecoderDims, params: Mapping[str, Any], ids: Any, how: _How) 
 
     hidden = jnp.take(params["embed_tokens.weight"].astype(how.compute_dtype), ids, axis=0)
     if dims.dense_layers:
-        hidden = _scanned(dims, hidden, [_stack(params, "dense_layers")], [None], how)
+        hidden = _layers(dims, hidden, params, ["dense_layers"], how)
     prefixes = ["layers"] if dims.global_every == 1 else [f"layers.{k}" for k in range(dims.global_every)]
-    # The last layer of a group is the one that sees everything.
-    windows = [dims.window if k < dims.global_every - 1 else None for k in range(dims.global_every)]
     if dims.layers > dims.dense_layers:
-        hidden = _scanned(dims, hidden, [_stack(params, prefix) for prefix in prefixes], windows, how)
+        hidden = _layers(dims, hidden, params, prefixes, how)
     hidden = _norm(hidden, params["norm.weight"])
     head = params["embed_tokens.weight"].T if dims.tied else params["lm_head.weight"]
     return product("bsd,dv->bsv", hidden, head)
 
 
-def _stack(params: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return {key.removeprefix(f"{prefix}.*."): v for key, v in params.items() if key.startswith(f"{prefix}.*.")}
-
-
-def _scanned(
-    dims: DecoderDims, hidden: Any, stacks: Sequence[Mapping[str, Any]], windows: Sequence[int | None], how: _How
-) -> Any:
+def _layers(dims: DecoderDims, hidden: Any, params: Mapping[str, Any], prefixes: Sequence[str], how: _How) -> Any:
+    """Groups of layers, one after the other: the layers of a group have each a prefix of their parameters' names."""
     import jax
     import jax.numpy as jnp
 
-    def layers(carried: Any, own: Sequence[Mapping[str, Any]]) -> tuple[Any, None]:
+    # The last layer of a group is the one that sees everything.
+    windows = [None if k == len(prefixes) - 1 else dims.window for k in range(len(prefixes))]
+
+    def group(carried: Any, own: Sequence[Mapping[str, Any]]) -> tuple[Any, None]:
         for weights, window in zip(own, windows, strict=True):
             run = functools.partial(_layer, dims, window=window, how=how)
             carried = _kept(run, how)(carried, weights)
         return carried, None
 
+    if not how.scanned:
+        for number in range(layer_groups(dims, prefixes[0])):
+            hidden, _ = group(hidden, [_own(params, f"{prefix}.{number}.") for prefix in prefixes])
+        return hidden
+    stacks = [_own(params, f"{prefix}.*.") for prefix in prefixes]
     if how.stack_axis:
         stacks = [{key: jnp.moveaxis(value, how.stack_axis, 0) for key, value in own.items()} for own in stacks]
     with _flops.counting() as scope:
-        hidden, _ = jax.lax.scan(layers, hidden, stacks)
-    _flops.record(scope[0] * next(iter(stacks[0].values())).shape[0])
+        hidden, _ = jax.lax.scan(group, hidden, stacks)
+    _flops.record(scope[0] * layer_groups(dims, prefixes[0]))
     return hidden
+
+
+def _own(params: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in params.items() if key.startswith(prefix)}
 
 
 def _kept(layer: Callable[..., Any], how: _How) -> Callable[..., Any]:

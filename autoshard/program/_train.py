@@ -46,19 +46,32 @@ def _stored_as(inner: Any, dtype: str) -> Any:
 
 
 def training_step(
-    loss_fn: Callable[..., Any], optimizer: Any, *, aux: bool = False, accumulation: int = 1
+    loss_fn: Callable[..., Any],
+    optimizer: Any,
+    *,
+    aux: bool = False,
+    accumulation: int = 1,
+    summed_late: int = 1,
+    whole_on: Any = None,
 ) -> Callable[..., Any]:
     """`step(params, opt_state, batch[, buffers]) -> (params, opt_state[, buffers], loss)`.
 
     `loss_fn(params, batch[, buffers])` gives the loss, or with `aux` the loss and the updated buffers. Without `aux`,
     `accumulation` microbatches may be computed one after the other: their gradients and losses are averaged.
+    With `summed_late` groups of examples, each has gradients of its own until the backward passes of all microbatches
+    are done, and only then are they averaged: devices that hold a group each send gradients once a step. On the
+    `jax.sharding.AbstractMesh` in `whole_on`, every device then has the averages whole.
     """
     import jax
     import optax
 
     gradient = jax.value_and_grad(loss_fn, has_aux=aux)
+    if summed_late > 1:
+        gradient = _by_group(gradient, summed_late)
     if accumulation > 1:
         gradient = _accumulated(gradient, accumulation)
+    if summed_late > 1:
+        gradient = _averaged(gradient, whole_on)
 
     def step(params: Any, opt_state: Any, batch: Any, *buffers: Any) -> Any:
         value, grads = gradient(params, batch, *buffers)
@@ -72,6 +85,31 @@ def training_step(
     return step
 
 
+def _by_group(gradient: Callable[..., Any], groups: int) -> Callable[..., Any]:
+    """What `gradient` gives for each of `groups` parts of the batch, which stand one after the other: a leading dim."""
+    import jax
+
+    def run(params: Any, batch: Any, *buffers: Any) -> Any:
+        parts = jax.tree.map(lambda x: x.reshape(groups, x.shape[0] // groups, *x.shape[1:]), batch)
+        return jax.vmap(lambda part: gradient(params, part, *buffers))(parts)
+
+    return run
+
+
+def _averaged(gradient: Callable[..., Any], whole_on: Any) -> Callable[..., Any]:
+    """Means over the leading dim of what `gradient` gives."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    def run(params: Any, batch: Any, *buffers: Any) -> Any:
+        means = jax.tree.map(lambda x: x.mean(0), gradient(params, batch, *buffers))
+        if whole_on is None:
+            return means
+        return jax.lax.with_sharding_constraint(means, NamedSharding(whole_on, PartitionSpec()))
+
+    return run
+
+
 def _accumulated(gradient: Callable[..., Any], count: int) -> Callable[..., Any]:
     """Means of what `gradient` gives for `count` microbatches, one after the other.
 
@@ -80,13 +118,14 @@ def _accumulated(gradient: Callable[..., Any], count: int) -> Callable[..., Any]
     import jax
     import jax.numpy as jnp
 
-    def run(params: Any, batch: Any) -> Any:
+    def run(params: Any, batch: Any, *buffers: Any) -> Any:
         parts = jax.tree.map(lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1), batch)
 
         def add(total: Any, part: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, gradient(params, part)), None
+            return jax.tree.map(jnp.add, total, gradient(params, part, *buffers)), None
 
-        zeros = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
+        like = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], parts), *buffers)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
         total, _ = jax.lax.scan(add, zeros, parts)
         return jax.tree.map(lambda x: x / count, total)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -122,3 +123,64 @@ def test_bad_settings_are_named() -> None:
         step(attention="dense")
     with pytest.raises(UserError, match="4 layers in groups of 3, 4 heads in groups of 2 key-value heads"):
         decoder_program(dataclasses.replace(DIMS, global_every=3), batch=2, seq=32)
+
+
+def values(program: Program) -> tuple:
+    """Random parameters, moments of zero and tokens, as the step takes them."""
+    random = np.random.default_rng(0)
+
+    def made(leaf):
+        if leaf.dtype == np.int32:
+            return random.integers(0, DIMS.vocabulary, leaf.shape, np.int32)
+        return (0.05 * random.standard_normal(leaf.shape)).astype(leaf.dtype)
+
+    params, state, batch = program.args
+    return (
+        jax.tree.map(made, params),
+        jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state),
+        jax.tree.map(made, batch),
+    )
+
+
+def stepped(program: Program, params: dict, state: object, batch: dict) -> tuple[dict, float]:
+    new, _, loss = jax.jit(program.fn)(params, state, batch)
+    return new, float(loss)
+
+
+def test_gradients_that_are_summed_late_are_the_same() -> None:
+    small = {"batch": 8, "attention": "plain", "optimizer": "sgd", "compute_dtype": "float32"}
+    at_once = decoder_program(DIMS, seq=32, **small)
+    given = values(at_once)
+    wanted, loss = stepped(at_once, *given)
+    late = decoder_program(DIMS, seq=32, **small, accumulation=2, summed_late=4)
+    found, same = stepped(late, *given)
+    assert same == pytest.approx(loss, rel=1e-6)
+    moved = 0.0
+    for name, value in wanted.items():
+        change = np.abs(value - given[0][name]).max()
+        moved = max(moved, change)
+        assert np.abs(found[name] - value).max() <= 1e-4 * change + 1e-9, name
+    assert moved > 1e-6
+    with pytest.raises(UserError, match="a microbatch of 4 sequences does not divide into 3 groups"):
+        decoder_program(DIMS, seq=32, **small, accumulation=2, summed_late=3)
+
+
+def test_layers_that_are_not_scanned_compute_the_same() -> None:
+    dims = dataclasses.replace(DIMS, window=8, global_every=2)
+    small = {"batch": 2, "seq": 32, "attention": "plain", "optimizer": "sgd", "compute_dtype": "float32"}
+    scanned, unrolled = decoder_program(dims, **small), decoder_program(dims, **small, scanned=False)
+    assert unrolled.model_flops == scanned.model_flops
+    params, state, batch = values(scanned)
+
+    def apart(tree: dict) -> dict:
+        found = {}
+        for name, value in tree.items():
+            for number in range(2 if "*" in name else 1):
+                found[name.replace("*", str(number))] = value[number] if "*" in name else value
+        return found
+
+    wanted, loss = stepped(scanned, params, state, batch)
+    found, same = stepped(unrolled, apart(params), state, batch)
+    assert same == pytest.approx(loss, rel=1e-6) and found.keys() == apart(params).keys()
+    for name, value in apart(wanted).items():
+        assert np.abs(found[name] - value).max() <= 1e-6, name

@@ -70,13 +70,14 @@ def test_a_step_has_the_parameters_and_flops_of_the_closed_form(query_rank: int,
 def test_a_plain_step_trains() -> None:
     """The loss of a step that can be run is finite, and its gradients reach what keys are made from."""
     from autoshard.program import _train
-    from autoshard.program._decoder import _forward, _How, _parameters
+    from autoshard.program._decoder import _forward, _How
+    from autoshard.program._decoder_dims import parameters_of
 
-    how = _How(None, (), "plain", None, "capacity", 1.0, "float32", 0, None)
+    how = _How(None, (), "plain", None, "capacity", 1.0, "float32", 0, True, None)
     keys = iter(jax.random.split(jax.random.key(0), 40))
     params = {
         name: 0.1 * jax.random.normal(next(keys), s.shape, s.dtype)
-        for name, s in _parameters(DIMS, "float32", 0).items()
+        for name, s in parameters_of(DIMS, "float32", 0).items()
     }
     ids = jnp.arange(2 * 16).reshape(2, 16) % DIMS.vocabulary
     value, gradients = jax.value_and_grad(lambda p: _train.token_loss(_forward(DIMS, p, ids, how), ids))(params)

@@ -37,6 +37,12 @@ def _scan_axis(run: Run, value: Any) -> Run:
     return dataclasses.replace(run, stack_axis=int(value))
 
 
+def _scanned(run: Run, value: Any) -> Run:
+    if not isinstance(value, bool):
+        raise IncompleteError(f"scan_layers={value} is neither true nor false")
+    return dataclasses.replace(run, scanned=value)
+
+
 _TILE_ROWS = 512
 """Rows of a tile of MaxText's grouped matmuls where nothing is said."""
 
@@ -77,6 +83,16 @@ def _spread_state(run: Run, value: Any) -> Run:
     return dataclasses.replace(run, spreads_state=value)
 
 
+def _summed_late(run: Run, value: Any) -> Run:
+    if not isinstance(value, bool):
+        raise IncompleteError(f"deferred_grad_allreduce={value} is neither true nor false")
+    if value and (run.copies == 1 or run.spread * run.tensor * run.experts > 1):
+        raise IncompleteError("deferred_grad_allreduce beside other degrees than data parallelism is not rebuilt")
+    if value and run.batch // run.accumulation % run.copies:
+        raise IncompleteError(f"a microbatch of {run.batch // run.accumulation} does not divide by dp={run.copies}")
+    return dataclasses.replace(run, sums_late=value)
+
+
 _HIGHEST_CLOCK = 7
 
 
@@ -94,3 +110,5 @@ OPTIONS["gradient_accumulation"] = _microbatches
 OPTIONS["lm_head"] = _head
 OPTIONS["moe"] = _routing
 OPTIONS["param_scan_axis"] = _scan_axis
+OPTIONS["scan_layers"] = _scanned
+OPTIONS["deferred_grad_allreduce"] = _summed_late  # after the number of microbatches, which it divides

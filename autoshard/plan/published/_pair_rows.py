@@ -26,10 +26,10 @@ PAIRS = pathlib.Path(__file__).with_name("pairs.json")
 
 _GROUP_KEYS = {"group", "model", "hardware", "chips", "rows"}
 _DEGREES = ("dp", "fsdp", "tp", "ep", "cp", "pp", "tp_transpose", "fsdp_or_dp")
-_HOW = {"trainer", "shard_mode", "deferred_grad_allreduce"}
+_HOW = {"trainer", "shard_mode"}
 """Keys of a plan that say how one plan was written or driven."""
 _UNCHANGED = {
-    *("shard_mode", "trainer", "scan_layers", "scan", "deferred_grad_allreduce", "model", "seq", "per_device_batch"),
+    *("shard_mode", "trainer", "scan", "model", "seq", "per_device_batch"),
     *("global_batch", "remat", "xla_flags", "xla", "attention", "fused_attention_bwd", "dtype", "execution"),
     *("gradient_accumulation", "mesh", "optimizer", "offload"),
 }

@@ -80,9 +80,13 @@ class Run:
     """Devices over which experts are split (expert parallelism); for everything else they are as those of `spread`."""
     stack_axis: int = 0
     """The dim of stacked parameters that counts layers (MaxText's `param_scan_axis`)."""
+    scanned: bool = True
+    """Layers are a loop over stacked parameters; else they stand one after the other."""
 
     spreads_state: bool = False
     """The optimizer's state is spread over the devices that hold copies of the parameters (ZeRO-1)."""
+    sums_late: bool = False
+    """Gradients are summed once, after the backward passes of all microbatches, and whole on every device."""
     keeps_gathered: bool = False
     """Weights are gathered once a step, and kept whole in the compute dtype for the backward pass."""
 

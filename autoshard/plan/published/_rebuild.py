@@ -235,12 +235,13 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
 
     sizes = {name: size for name, size in mesh_sizes(run).items() if size > 1} or {"data": 1}
     mesh = make_mesh(run.topology, sizes)
+    abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     program = decoder_program(
         run.decoder, batch=run.batch, seq=run.seq, remat=run.remat, saves=run.saves, attention=attention,
         blocks=run.blocks, optimizer=run.optimizer, compute_dtype=run.compute, weights=run.weights, moments=run.state,
         accumulation=run.accumulation, offloads=run.offloads, routing="capacity", capacity_factor=run.slots,
-        stack_axis=run.stack_axis,
-        gathered_on=AbstractMesh(tuple(sizes.values()), tuple(sizes)) if run.keeps_gathered else None,
+        stack_axis=run.stack_axis, scanned=run.scanned, summed_late=run.copies if run.sums_late else 1,
+        gathered_on=abstract if run.keeps_gathered else None, whole_on=abstract if run.sums_late else None,
     )  # fmt: skip
     reading = read_program(program, mesh.topology.backend)
     figures = with_flags(load_calibration(run.topology.chip), run.flags).calibration

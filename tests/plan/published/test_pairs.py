@@ -94,6 +94,15 @@ def test_dtypes_and_the_optimizer_are_those_of_the_row(tmp_path: pathlib.Path):
         ({}, {"plan": {"fsdp": 4, "zero1": True}}, "zero1 beside other degrees than data parallelism is not rebuilt"),
         ({}, {"plan": {"dp": 4, "zero1": "yes"}}, "zero1=yes is neither true nor false"),
         ({}, {"plan": {"dp": 4, "zero1": True}}, ""),
+        ({}, {"plan": {"fsdp": 4, "deferred_grad_allreduce": True}}, "deferred_grad_allreduce beside other degrees"),
+        ({}, {"plan": {"dp": 4, "deferred_grad_allreduce": 2}}, "deferred_grad_allreduce=2 is neither true nor false"),
+        (
+            {},
+            {"plan": {"dp": 4, "deferred_grad_allreduce": True, "gradient_accumulation": 2}},
+            "a microbatch of 2 does",
+        ),
+        ({}, {"plan": {"dp": 4, "deferred_grad_allreduce": True, "zero1": True}}, ""),
+        ({}, {"plan": {"fsdp": 4, "scan_layers": "some"}}, "scan_layers=some is neither true nor false"),
         ({}, {"plan": {"fsdp": 4, "keep_gathered_weights": "some"}}, "keep_gathered_weights=some is neither"),
         ({}, {"plan": {"fsdp": 4, "lm_head": "on both"}}, "lm_head=on both is not rebuilt"),
         ({}, {"plan": {"fsdp": 4, "lm_head": "fsdp on vocab", "gradient_accumulation": 1, "zero1": False}}, ""),
@@ -196,6 +205,19 @@ def test_state_that_is_spread_beside_whole_parameters(tmp_path: pathlib.Path):
     assert held[1] == pytest.approx(held[0] / 4, rel=0.01)
     gathered = [sum(c.wire_bytes for c in p.prediction.collectives if c.kind == "all-gather") for p in (whole, spread)]
     assert gathered[1] > gathered[0]  # new parameters, of which each device makes a part
+
+
+def test_gradients_that_are_summed_late_are_sent_once_and_whole(tmp_path: pathlib.Path):
+    often = {"plan": {"dp": 4, "gradient_accumulation": 2, "per_device_batch": 2}}
+    late = {"plan": often["plan"] | {"deferred_grad_allreduce": True}}
+    spread = {"plan": late["plan"] | {"zero1": True}}
+    fixed = {"seq": 256, "scan_layers": False, "dtype": "f32 compute and weights"}  # what is added up is f32 anyway
+    (found,) = read_groups(write(tmp_path, group(often, late, spread, fixed=fixed)))
+    plans = [stated_plan(row.run)[1] for row in found.rows if row.run is not None]
+    sent = [plan.prediction.wire_bytes["data"] for plan in plans]
+    assert sent[1] == pytest.approx(sent[0] / 2, rel=0.05)
+    assert sent[2] == pytest.approx(1.5 * sent[1], rel=0.05)  # and new parameters, of which each device makes a part
+    assert "layers.0.attn.q_proj.weight" in plans[0].arguments  # layers that are not scanned have their own
 
 
 EXPERTS = MODEL | {"family": "mixtral", "emb": 512, "experts": 4, "top_k": 2, "moe_mlp": 512}

@@ -1,0 +1,104 @@
+"""What a decoder is: its dims, and the shapes of its parameters."""
+
+import dataclasses
+from typing import Any
+
+from autoshard.program._latent import LatentDims, latent_shapes
+from autoshard.program._routed import expert_shapes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecoderDims:
+    """What the model is: layers, width, MLP width, query heads, key/value heads, head size, vocabulary.
+
+    `gated` MLPs have three matrices, others two; `tied` models use one matrix for embedding and head. One layer in
+    `global_every` attends to everything, the others to the last `window` tokens (None: all to everything).
+    `autoshard.cost.Decoder` counts what such a model computes and holds.
+    """
+
+    layers: int
+    width: int
+    mlp_width: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    gated: bool = True
+    tied: bool = False
+    window: int | None = None
+    global_every: int = 1
+    experts: int = 1
+    """With more than one, a layer has that many MLPs and a router, of which `active_experts` see a token."""
+    active_experts: int = 1
+    expert_width: int | None = None
+    """Width of an expert's MLP; None: `mlp_width`."""
+    shared_experts: int = 0
+    """Experts that see every token: one more MLP of that many times an expert's width."""
+    dense_layers: int = 0
+    """First layers, of `layers`, whose MLP is one of `mlp_width`, without experts."""
+    qk_norm: bool = False
+    """Queries and keys are normed by head."""
+    latent: LatentDims | None = None
+    """Sizes of latent attention, which has as many key-value heads as query heads; None: plain attention."""
+
+    @property
+    def expert_inner(self) -> int:
+        """Width of one expert's MLP."""
+        return self.mlp_width if self.expert_width is None else self.expert_width
+
+
+def layer_groups(dims: DecoderDims, prefix: str) -> int:
+    """How many groups of layers have parameters whose names start with `prefix`."""
+    return dims.dense_layers if prefix == "dense_layers" else (dims.layers - dims.dense_layers) // dims.global_every
+
+
+def parameters_of(dims: DecoderDims, dtype: str, axis: int, scanned: bool = True) -> dict[str, Any]:
+    """Parameters by name; those of a layer are stacked along `axis`, one entry for each group of layers.
+
+    Of layers that are not `scanned` each has its own, under its number.
+    """
+    import jax
+
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (dims.vocabulary, dims.width),
+        "norm.weight": (dims.width,),
+    }
+    if not dims.tied:
+        shapes["lm_head.weight"] = (dims.width, dims.vocabulary)
+    kinds = {}
+    if dims.dense_layers:
+        kinds["dense_layers"] = _attention_shapes(dims) | _mlp_shapes(dims)
+    for offset in range(dims.global_every):
+        prefix = "layers" if dims.global_every == 1 else f"layers.{offset}"
+        kinds[prefix] = _attention_shapes(dims) | (_mlp_shapes(dims) if dims.experts == 1 else expert_shapes(dims))
+    for prefix, layer in kinds.items():
+        count = layer_groups(dims, prefix)
+        for key, shape in layer.items():
+            if scanned:
+                shapes[f"{prefix}.*.{key}"] = (*shape[:axis], count, *shape[axis:])
+            else:
+                shapes |= {f"{prefix}.{number}.{key}": shape for number in range(count)}
+    return {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in shapes.items()}
+
+
+def _attention_shapes(dims: DecoderDims) -> dict[str, tuple[int, ...]]:
+    width, size, group = dims.width, dims.head_size, dims.heads // dims.kv_heads
+    norms = {"input_norm.weight": (width,), "mlp_norm.weight": (width,)}
+    if dims.latent is not None:
+        return norms | latent_shapes(dims, dims.latent)
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn.q_proj.weight": (width, dims.kv_heads, group, size),
+        "attn.k_proj.weight": (width, dims.kv_heads, size),
+        "attn.v_proj.weight": (width, dims.kv_heads, size),
+        "attn.o_proj.weight": (dims.kv_heads, group, size, width),
+    }
+    if dims.qk_norm:
+        shapes |= {"attn.q_norm.weight": (size,), "attn.k_norm.weight": (size,)}
+    return norms | shapes
+
+
+def _mlp_shapes(dims: DecoderDims) -> dict[str, tuple[int, ...]]:
+    shapes = {"mlp.up_proj.weight": (dims.width, dims.mlp_width), "mlp.down_proj.weight": (dims.mlp_width, dims.width)}
+    if dims.gated:
+        shapes["mlp.gate_proj.weight"] = shapes["mlp.up_proj.weight"]
+    return shapes
