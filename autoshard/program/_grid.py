@@ -269,14 +269,6 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
                 yield inner
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """All of them, those of inner jaxprs too."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in inner_jaxprs(equation):
-            yield from equations(inner)
-
-
 def table_along(lookups: Sequence[tuple[Any, ...] | None], dim: int, shape: Sequence[int], size: int) -> Along | None:
     """How a table follows a grid dim of that size; None if that is not known or not the same in every look-up."""
     found: set[int] = set()

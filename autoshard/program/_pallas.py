@@ -22,8 +22,8 @@ from autoshard.program._grid import (
     GridRange,
     Request,
     Tables,
-    equations,
     follow,
+    inner_jaxprs,
     kernel_asks,
     map_tables,
     reach,
@@ -356,15 +356,20 @@ def _shard(shape: Sequence[int], spec: Any, mesh: Any) -> tuple[int, ...]:
 
 
 def _products(jaxpr: Any) -> Counter[str]:
-    """Matrix flops of one step of the grid by the dtype that is multiplied; every branch counts."""
+    """Matrix flops of one step of the grid by the dtype that is multiplied; every branch, and every turn of a loop of
+    known length, counts."""
     total: Counter[str] = Counter()
-    for equation in equations(jaxpr):
+    for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             left, right = (v.aval for v in equation.invars[:2])
             wider = max(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
             sizes = math.prod(equation.outvars[0].aval.shape) * math.prod(left.shape[d] for d in contracted)
             total[wider.name] += 2 * sizes
+        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for inner in inner_jaxprs(equation):
+            for dtype, flops in _products(inner).items():
+                total[dtype] += turns * flops
     return total
 
 

@@ -96,6 +96,8 @@ def heavy_seconds(
     dtype = (op.opaque.dtype if op.opaque else "") or graph.tensors[op.operands[0]].dtype
     if op.kind == "dot_general":
         m, n, k, batch = _matmul_sizes(op.rule, states, axes)
+        if _is_sum(op.rule) and not compute.topology.traits.packs_blocks:
+            return compute.op_seconds(np.zeros(len(states)), size)
         return compute.dot_seconds(m, n, k, batch, dtype, size)
     factors = [max(1, n) for n in op.rule.sizes]  # a call may have empty results
     share = local_elements(states, factors, axes) / math.prod(factors)
@@ -179,6 +181,12 @@ def _matmul_sizes(rule: Rule, states: States, axes: Sequence[int]) -> tuple[Seco
         masked = [size if f in group else 1 for f, size in enumerate(rule.sizes)]
         sizes.append(local_elements(np.where(np.isin(states, list(group)), states, WHOLE), masked, axes))
     return tuple(sizes)
+
+
+def _is_sum(rule: Rule) -> bool:
+    """Whether a dot multiplies two tensors of the same dims: XLA makes a product and a sum of it, and no matmul."""
+    left, right = ({f for dim in dims for f in dim if rule.sizes[f] > 1} for dims in rule.operands[:2])
+    return left == right
 
 
 def factor_states(states: States, dims: Sequence[Sequence[int]]) -> States:

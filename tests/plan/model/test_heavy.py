@@ -62,6 +62,17 @@ def test_a_gather_of_rows_reads_them_and_one_of_elements_whole_bursts() -> None:
     assert single[0] == pytest.approx(float(compute.op_seconds(0, (512 + 4) * count)), rel=1e-6)
 
 
+@pytest.mark.parametrize("topology", ["v5e:2x2", "h100:4"])
+def test_a_dot_of_tensors_with_the_same_dims_is_a_product_and_a_sum(topology: str) -> None:
+    """As of attention's results and their gradients: no matrix unit takes part."""
+    rows, inner = 1 << 16, 128
+    args = shape(32, rows, inner), shape(32, rows, inner)
+    times = seconds(lambda a, b: jnp.einsum("hsd,hsd->hs", a, b), *args, topology=topology, kind="dot_general")
+    moved = 4 * 32 * rows * (2 * inner + 1)
+    assert times[0] == pytest.approx(float(Compute(Topology.parse(topology)).op_seconds(0, moved)), rel=0.02)
+    assert times.min() == pytest.approx(times[0] / 4, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("dtype", "topology", "faster"),
     [
