@@ -111,7 +111,7 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
     start_devices(topology)
     options = plan_options(arguments) if plan is None else None
     with show_progress(arguments) as progress:
-        program = open_program(arguments, progress)
+        program = open_program(arguments, progress, topology.name)
         if plan is None:
             assert options is not None
             plan = make_plan(program, options, save_problem=arguments.save_problem, progress=progress).plan

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autoshard.report import ProgressLine
 
 PROGRAM_OPTIONS = ("train", "batch", "seq", "image", "dtype", "param_dtype", "state_dtype", "remat", "optimizer")
-PROGRAM_OPTIONS += ("serve", "cache", "capacity_factor")
+PROGRAM_OPTIONS += ("serve", "cache", "capacity_factor", "attention", "microbatches")
 """What `hf:CONFIG` takes."""
 
 
@@ -40,6 +40,10 @@ def open_program(
         stand_in_devices(arguments.program, topology)
 
     options = {name: getattr(arguments, name) for name in PROGRAM_OPTIONS if getattr(arguments, name) is not None}
+    if topology is not None:
+        from autoshard.plan import settled_options
+
+        options = settled_options(options, topology)
     if arguments.rules is not None:
         load_rules(arguments.rules)
     program = open_source(arguments.program, entry=arguments.entry, roles=arguments.roles, kept=kept, **options)

@@ -324,6 +324,17 @@ def _add_program(parser: argparse.ArgumentParser, several: bool = False, auto_re
         parse = remat_or_auto if auto_remat else remat
         group.add_argument("--remat", type=parse, metavar="R", help=again + ("; auto: the fastest" * auto_remat))
     group.add_argument("--optimizer", metavar="NAME", help="adamw (default), sgd, momentum")
+    group.add_argument(
+        "--attention",
+        choices=("plain", "splash", "auto"),
+        help="scores in memory (plain), jax's splash kernel, or (auto) that kernel on TPUs wherever it can be",
+    )
+    group.add_argument(
+        "--microbatches",
+        type=positive,
+        metavar="N",
+        help="parts of the batch that are computed one after the other; their gradients are averaged",
+    )
     group.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
     group.add_argument("--cache", type=positive, metavar="N", help="tokens the cache holds (default: --seq)")
     group.add_argument(

@@ -81,6 +81,8 @@ class Backend:
     """Whether programs are compiled with no device of that kind present (libtpu)."""
     judge: str
     """Who judges plans unless asked otherwise: `measure`, the devices that are here, or `compile`."""
+    attention: str
+    """The kernel that computes attention where the planner may choose: `splash`, or `plain`, scores in memory."""
 
 
 BACKENDS = {
@@ -92,7 +94,7 @@ BACKENDS = {
             sums_in_two_phases=True, sum_dtype="", scatters=Scatters.BY_GROUP, stages=True, joins_sums=True,
             one_ring=False, packs_blocks=False, caches=False, burst_bytes=512, sorting=Sorting.BITONIC,
             tiled=True, fuses_into_matmuls=True, relays_shards=True, copies_shards=False, compiles_ahead=True,
-            judge="compile",
+            judge="compile", attention="splash",
         ),
         Backend(
             name="gpu", platform="cuda", noun="GPUs in an island",
@@ -100,7 +102,7 @@ BACKENDS = {
             sums_in_two_phases=True, sum_dtype="", scatters=Scatters.ALWAYS, stages=False, joins_sums=False,
             one_ring=True, packs_blocks=False, caches=False, burst_bytes=64, sorting=Sorting.RADIX,
             tiled=False, fuses_into_matmuls=False, relays_shards=False, copies_shards=False, compiles_ahead=False,
-            judge="compile",
+            judge="compile", attention="plain",
         ),
         Backend(
             name="cpu", platform="cpu", noun="devices of one machine",
@@ -108,7 +110,7 @@ BACKENDS = {
             sums_in_two_phases=False, sum_dtype="f32", scatters=Scatters.NEVER, stages=False, joins_sums=False,
             one_ring=False, packs_blocks=True, caches=True, burst_bytes=64, sorting=Sorting.COMPARISON,
             tiled=False, fuses_into_matmuls=False, relays_shards=False, copies_shards=True, compiles_ahead=False,
-            judge="measure",
+            judge="measure", attention="plain",
         ),
     )
 }  # fmt: skip

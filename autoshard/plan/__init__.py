@@ -10,6 +10,7 @@ import sys
 from types import ModuleType
 
 from autoshard.plan._call import plan as _plan
+from autoshard.plan._call import settled_options as settled_options
 from autoshard.plan._make import PlanResult as PlanResult
 from autoshard.plan._make import check_request as check_request
 from autoshard.plan._make import make_plan as make_plan

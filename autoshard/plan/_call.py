@@ -28,8 +28,9 @@ def plan(
 
     `program` is a `Program` (see `autoshard.trace`), or what the command takes (`"model.py"`, `"hf:gpt2"`): then
     `program_options` are that source's (`{"train": True, "batch": 64, "seq": 8192}`), with `"remat": "auto"` for what
-    is fastest within memory, layer by layer; or, for the same choice of any program, a function that takes a remat
-    policy (`"none"`, `"dots"`, `"full"`, or a mixture `"full:12+dots"`) and gives the `Program`.
+    is fastest within memory, layer by layer, and `"attention": "plain"` where jax's splash kernel, which TPUs take
+    wherever it can be, is not wanted; or, for the same choice of remat of any program, a function that takes a policy
+    (`"none"`, `"dots"`, `"full"`, or a mixture `"full:12+dots"`) and gives the `Program`.
     `topology` names chips and shape, such as `"v5p:4x8x8"` or `"cpu:8"`. `mesh` gives axes and sizes, such as
     `{"data": 32, "model": 8}` or `"data=32,model=8"`; without it `XLA_AUTO_SPMD_MESH` is read, then the program's
     own mesh is taken, and without either the best of all meshes of 1 to 4 axes is looked for (`"auto"` looks
@@ -62,20 +63,32 @@ def plan(
 
     read = read_options(topology, options)
     check_request(read)
-    make = _maker(program, dict(program_options or {}))
+    make = _maker(program, dict(program_options or {}), topology)
     with Crew(helpers_here(), "autoshard.plan._warm:ready", PATIENCE_S) as crew:
         if callable(make):
             return plan_remat(make, read, progress=progress, crew=crew).plan
         return make_plan(make, read, progress=progress, crew=crew).plan
 
 
+def settled_options(options: Mapping[str, Any], topology: str) -> dict[str, Any]:
+    """Options of a source for `open_source`, and what the topology decides: TPUs prefer a kernel for attention."""
+    from autoshard.cost import Topology
+
+    kernel = {"splash": "auto"}.get(Topology.parse(topology).traits.attention, "plain")
+    settled = {**options, "preferred": {"attention": kernel} if kernel != "plain" else {}}
+    if settled.get("attention") == "auto":
+        settled["attention"] = kernel
+    return settled
+
+
 def _maker(
-    program: "Program | str | Callable[[str], Program]", options: dict[str, Any]
+    program: "Program | str | Callable[[str], Program]", options: dict[str, Any], topology: str
 ) -> "Program | Callable[[str], Program]":
     """The program, or what makes it for a remat policy where that is to be chosen."""
     from autoshard.program import open_source
 
     if isinstance(program, str):
+        options = settled_options(options, topology)
         if options.get("remat") != "auto":
             return open_source(program, **options)
 

@@ -14,6 +14,7 @@ import autoshard
 from autoshard.base.files import write_whole
 from autoshard.cost import Topology, chosen_flags, learned_fit, said_of_fit
 from autoshard.errors import UserError
+from autoshard.plan._call import settled_options
 from autoshard.plan._make import check_request, make_plan
 from autoshard.plan.model._options import PlanOptions, read_options
 from autoshard.program import Program, load_rules, open_source
@@ -86,10 +87,19 @@ class SweepTask:
         try:
             if self.rules is not None:
                 load_rules(self.rules)
-            program = open_source(self.source, entry=self.entry, kept=self.kept and self.rules is None, **named)
+            settled = {each: settled_options(named, each) for each in self.topologies if not why[each]}
+            programs = {repr(own): self._open(own) for own in settled.values()}
         except UserError as error:
             return [dataclasses.replace(blank, topology=each, failed=str(error)) for each in self.topologies]
-        return [self._row(program, dataclasses.replace(blank, topology=each)) for each in self.topologies]
+        return [
+            dataclasses.replace(blank, topology=each, failed=why[each])
+            if why[each]
+            else self._row(programs[repr(settled[each])], dataclasses.replace(blank, topology=each))
+            for each in self.topologies
+        ]
+
+    def _open(self, options: Mapping[str, Any]) -> Program:
+        return open_source(self.source, entry=self.entry, kept=self.kept and self.rules is None, **options)
 
     def _planning(self) -> PlanOptions:
         said: Any = dict(self.planning)

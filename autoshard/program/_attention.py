@@ -6,7 +6,7 @@ another makes XLA's partitioner compute all heads everywhere. Masks are comparis
 
 from typing import Any
 
-from autoshard.program import _flops
+from autoshard.program import _flops, _splash
 from autoshard.program._cache import query_position
 from autoshard.program._environment import environment
 
@@ -30,13 +30,28 @@ def attend(
 
     `causal`: position s sees t <= s + T - S, or t <= s + `position` if that is given (queries after a cache);
     `window`: and only the last `window` of them. `padding` [B, T] is true where a key may be seen; `bias` broadcasts
-    to [B, H, S, T], booleans mask and floats are added. Softmax in fp32.
+    to [B, H, S, T], booleans mask and floats are added. Softmax in fp32. A kernel computes it where
+    `attention_kernel` says so.
     """
     import jax
     import jax.numpy as jnp
 
     batch, heads, length, dim = query.shape
     groups, keys = key.shape[1], key.shape[2]
+    refused = _splash.refusal(
+        query.shape,
+        key.shape,
+        bias=bias is not None,
+        padding=padding is not None,
+        position=position is not None,
+        causal=causal,
+    )
+    if _splash.takes_splash(refused):
+        grouped = query.reshape(batch, groups, heads // groups, length, dim)
+        mixed = _splash.splash_attention(
+            grouped, key, value, causal=causal, window=window, scale=scale, softcap=softcap
+        )
+        return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, value.shape[-1])
     factor = dim**-0.5 if scale is None else scale
     query = query.reshape(batch, groups, heads // groups, length, dim)
     scores = jnp.einsum("bkgsd,bktd->bkgst", query, key).astype(jnp.float32) * factor

@@ -12,10 +12,11 @@ from autoshard.errors import UserError
 from autoshard.program import _flops, _train
 from autoshard.program._attention import attend
 from autoshard.program._decoder_dims import DecoderDims, layer_groups, parameters_of
-from autoshard.program._kernels import KernelBlocks, flash_attention, splash_attention
+from autoshard.program._kernels import KernelBlocks, flash_attention
 from autoshard.program._latent import latent_heads
 from autoshard.program._program import Program, Role
 from autoshard.program._routed import product, routed
+from autoshard.program._splash import splash_attention
 from autoshard.program._trace import trace
 
 
@@ -296,7 +297,9 @@ def _mixed(query: Any, key: Any, value: Any, weights: Mapping[str, Any], window:
     from jax.ad_checkpoint import checkpoint_name
 
     if how.attention != "plain":
-        kernel = functools.partial(flash_attention, blocks=how.blocks) if how.attention == "flash" else splash_attention
+        side = min(512, query.shape[3], key.shape[2])  # MaxText's default
+        splash = functools.partial(splash_attention, block=side)
+        kernel = functools.partial(flash_attention, blocks=how.blocks) if how.attention == "flash" else splash
         mixed = kernel(query, key, value, causal=True, window=window)
     else:
         shape = query.shape

@@ -40,6 +40,8 @@ def from_config(
     serve: str | None = None,
     cache: int | None = None,
     scan: bool = True,
+    attention: str = "plain",
+    microbatches: int | None = None,
 ) -> Program:
     """One training step, or one forward pass, of the model that `config` names.
 
@@ -48,7 +50,9 @@ def from_config(
     float32 unless `param_dtype` or `state_dtype` say otherwise; inference stores parameters in `dtype`. `remat`:
     `none`, `dots` or `full`. `optimizer`: `adamw` or `sgd`. `capacity_factor`: slots of an expert over its mean number
     of tokens, for mixtures of experts (1.25). `serve`: `prefill` (of `seq` tokens) or `decode` (one token after up to
-    `seq`) with a key-value cache of `cache` tokens (`seq`) as donated state.
+    `seq`) with a key-value cache of `cache` tokens (`seq`) as donated state. `attention`: `plain` (scores in memory),
+    `splash` (jax's kernel for TPUs) or `auto` (that kernel wherever it can be). `microbatches` parts of the batch are
+    computed one after the other when training.
 
     Raises `UserError` for a configuration or an option that cannot be used.
     """
@@ -61,7 +65,11 @@ def from_config(
     moments = _dtype(state_dtype or "float32", "state_dtype")
     remat = remat or "none"
     parse_remat(remat)
-    for flag, value in (("--optimizer", optimizer), ("--state-dtype", state_dtype)):
+    for flag, value in (
+        ("--optimizer", optimizer),
+        ("--state-dtype", state_dtype),
+        ("--microbatches", microbatches),
+    ):
         if value is not None and not training:
             raise UserError(f"{flag} is for training steps; add --train, or leave it out.")
     if cache is not None and serve is None:
@@ -80,6 +88,7 @@ def from_config(
         scan=scan,
         frozen_apart=training,
         stateful=stateful,
+        attention=attention,
     )
     function.capacity_factor = capacity_factor
     if serve is not None:
@@ -116,7 +125,7 @@ def from_config(
         run,
         task.batch,
         name=f"{name} {'training' if training else 'inference'}",
-        train=TrainOptions(optimizer or "adamw", stored, moments) if training else None,
+        train=TrainOptions(optimizer or "adamw", stored, moments, microbatches or 1) if training else None,
         param_dtype=stored,
         id_limit=task.id_limit,
         tokens=task.tokens,

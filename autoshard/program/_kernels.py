@@ -68,34 +68,6 @@ class _Grid(NamedTuple):
     """Of the grid that compute something, for one head of one sequence."""
 
 
-def splash_attention(query: Any, key: Any, value: Any, *, causal: bool, window: int | None = None) -> Any:
-    """The same as `flash_attention` by jax's splash kernel, which runs on TPUs and compiles for them.
-
-    The kernel is one over heads of a group, mapped over batch and key-value heads, so both can be split.
-    """
-    import jax
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    length, keys = query.shape[3], key.shape[2]
-    _record_scores(query, key, value, seen_share(length, keys, causal, window))
-    block = min(_BLOCK, length, keys)
-    sizes = kernel.BlockSizes(
-        block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
-        block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
-    )  # fmt: skip
-    if not causal:
-        mask = masks.FullMask((length, keys))
-    elif window is None:
-        mask = masks.CausalMask((length, keys))
-    else:
-        mask = masks.LocalMask((length, keys), (window - 1, 0), 0)
-    heads = masks.MultiHeadMask([mask] * query.shape[2])
-    one = kernel.make_splash_mqa_single_device(heads, block_sizes=sizes)
-    scaled = query * query.shape[4] ** -0.5
-    return jax.vmap(jax.vmap(one))(scaled, key, value)
-
-
 def _record_scores(query: Any, key: Any, value: Any, share: float) -> None:
     scores = (*query.shape[:4], key.shape[2])
     _flops.record(2.0 * functools.reduce(lambda a, b: a * b, scores, share * (query.shape[4] + value.shape[3])))

@@ -20,29 +20,40 @@ from autoshard.rules import registrations
 
 
 def open_source(
-    text: str, *, entry: str = "program", roles: Roles | None = None, kept: bool = False, **options: Any
+    text: str,
+    *,
+    entry: str = "program",
+    roles: Roles | None = None,
+    kept: bool = False,
+    preferred: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Program:
     """The program that `text` names: `hf:CONFIG` (with its options), a Python file, or a module in a file.
 
     `roles` says what arguments of a file are for, by the start of their names, where that is guessed wrongly.
     The program remembers what it was opened from (`Program.source`). With `kept`, an `hf:` program or a module in a
-    file comes from the cache on disk where it is there: enough to plan it, not to run it.
+    file comes from the cache on disk where it is there: enough to plan it, not to run it. `preferred` are options that
+    hold where the source takes them and `options` say nothing else.
 
     Raises `UserError` if `text` names neither, or if `options` are given to a source that takes none.
     """
     said: dict[str, Any] = {key: value for key, value in sorted(options.items()) if value is not None}
-    program = _open(text, entry, roles, said, kept)
+    program = _open(text, entry, roles, said, kept, preferred or {})
     if callable(roles):
         return program  # nothing that a file could hold says it again
     if roles is not None:
         said["roles"] = {name: str(role) for name, role in roles.items()}
-    return dataclasses.replace(program, source={"program": text, "entry": entry, "options": said})
+    source = {"program": text, "entry": entry, "options": said}
+    return dataclasses.replace(program, source=source | ({"preferred": dict(preferred)} if preferred else {}))
 
 
-def _open(text: str, entry: str, roles: Roles | None, options: dict[str, Any], kept: bool) -> Program:
+def _open(
+    text: str, entry: str, roles: Roles | None, options: dict[str, Any], kept: bool, preferred: Mapping[str, Any]
+) -> Program:
     if text.startswith("hf:"):
         if roles is not None:
             raise UserError(f"`--roles` is for files; the roles of `{text}` are known, so leave it out.")
+        options = {**preferred, **options}
         trace_config = functools.partial(_trace_config, text[3:], options)
         return open_config(text[3:], options, trace_config) if kept else trace_config()
     path = Path(text)
@@ -52,7 +63,7 @@ def _open(text: str, entry: str, roles: Roles | None, options: dict[str, Any], k
         if own:
             raise UserError(f"{_flags(own)} only apply to `hf:CONFIG`; `{text}` says itself what it runs.")
         if path.suffix == ".py":
-            return load_program(path, entry, roles, {key: options[key] for key in given})
+            return load_program(path, entry, roles, {key: options[key] for key in given}, preferred)
         load = functools.partial(load_artifact, path, roles=roles)
         return load() if callable(roles) or not kept else open_file(path, roles, load)
     if path.is_dir():
@@ -60,7 +71,8 @@ def _open(text: str, entry: str, roles: Roles | None, options: dict[str, Any], k
     raise UserError(f"`{text}` is neither an existing file nor `hf:CONFIG`; check the path.")
 
 
-_MODULE_OPTIONS = ("train", "optimizer", "dtype", "param_dtype", "state_dtype", "remat")
+_MODULE_OPTIONS = ("train", "optimizer", "dtype", "param_dtype", "state_dtype", "remat", "attention")
+_MODULE_OPTIONS += ("microbatches",)
 """What a torch module in a Python file takes."""
 
 
@@ -109,6 +121,7 @@ def load_program(
     entry: str = "program",
     roles: Roles | None = None,
     options: Mapping[str, Any] | None = None,
+    preferred: Mapping[str, Any] | None = None,
 ) -> Program:
     """Run a Python file and take the program it offers under the name `entry`.
 
@@ -116,7 +129,8 @@ def load_program(
     `(module, example_inputs)` for torch with an optional third dict of keyword inputs. A torch module may also stand
     alone, as `entry` or as `model`, beside its example `inputs`. The file may import its neighbours. `roles` are those
     of `trace`, for `(fn, args)` only; `options` those of `from_torch`, for torch modules only: with `train` the step
-    minimises the file's `loss`, a function of the output, and of its `targets` if it has any.
+    minimises the file's `loss`, a function of the output, and of its `targets` if it has any. `preferred` are those
+    of `open_source`.
 
     Raises `UserError` if the file is missing, raises, or offers something else.
     """
@@ -129,7 +143,7 @@ def load_program(
         pair = _module_and_inputs(offered, module, file)
         if pair is not None:
             _no_roles(roles, file, entry)
-            return _from_torch(pair, module, file, dict(options or {}))
+            return _from_torch(pair, module, file, {**(preferred or {}), **(options or {})})
         if options:
             raise UserError(
                 f"{_flags(list(options))} only apply to `hf:CONFIG` and to torch modules; `{entry}` in `{file}` says "
@@ -206,7 +220,7 @@ def _from_torch(pair: tuple[Any, Any, Any], module: ModuleType, file: Path, opti
 
     loss, targets = getattr(module, "loss", None), getattr(module, "targets", None)
     if not options.get("train"):
-        training = [key for key in ("optimizer", "state_dtype", "remat") if key in options]
+        training = [key for key in ("optimizer", "state_dtype", "remat", "microbatches") if key in options]
         if training:
             raise UserError(f"{_flags(training)} only apply to training; add `--train`, or leave them out.")
         return from_torch(*pair, name=file.stem, **options)

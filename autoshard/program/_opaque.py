@@ -18,6 +18,7 @@ from autoshard import mlir
 from autoshard.program._pallas import PallasCall
 from autoshard.program._ragged import RaggedDot
 from autoshard.program._register import Partition
+from autoshard.program._splash import kernels_as_they_are
 from autoshard.rules import bind
 
 
@@ -64,7 +65,10 @@ def lower_on_shards(
 
     if not by_hand:
         flat = jax.shard_map(flat, mesh=mesh, in_specs=tuple(into), out_specs=tuple(out), check_vma=False)
-    lowered = jax.jit(flat, keep_unused=True).trace(*call.operands).lower(lowering_platforms=(platform,))
+    rules = (kernels_as_they_are(),) if platform == "tpu" and "jax._src.pallas.pallas_call" in sys.modules else ()
+    parameters = _private("jax._src.interpreters.mlir").LoweringParameters(override_lowering_rules=rules)
+    traced = jax.jit(flat, keep_unused=True).trace(*call.operands)
+    lowered = traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
     return mlir.to_bytes(lowered.compiler_ir("stablehlo")), lowered
 
 

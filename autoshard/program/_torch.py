@@ -20,6 +20,8 @@ class TrainOptions:
     optimizer: str = "adamw"
     param_dtype: str = "float32"
     state_dtype: str = "float32"
+    microbatches: int = 1
+    """Parts of the batch that are computed one after the other; their gradients and losses are averaged."""
 
 
 def from_torch(
@@ -39,6 +41,8 @@ def from_torch(
     scan: bool = True,
     batch_statistics: bool | None = None,
     cast_inputs: bool = True,
+    attention: str = "plain",
+    microbatches: int = 1,
     make_args: Callable[[int], tuple[Any, ...]] | None = None,
 ) -> Program:
     """A `Program` from any `torch.nn.Module`, on the meta device or with real weights.
@@ -52,7 +56,10 @@ def from_torch(
     dtype: parameters are cast to it where they are used, and so are inputs of floats, unless `cast_inputs` is False,
     when torch promotes what they meet to their own; targets stay as they are. `param_dtype` is that of the stored
     parameters, `state_dtype` that of the optimizer's moments. `remat` is `none`, `dots` or `full`, or one for the
-    first layers and one for the others, such as `full:20+none`.
+    first layers and one for the others, such as `full:20+none`. `attention` computes what
+    `scaled_dot_product_attention` does: `plain` (scores in memory), `splash` (jax's kernel for TPUs) or `auto` (that
+    kernel wherever it can be; a note says where not). `microbatches` parts of the batch are computed one after the
+    other when training, and their gradients and losses averaged.
 
     Raises `UserError` if an operation has no lowering or the call fails.
     """
@@ -65,7 +72,9 @@ def from_torch(
     inputs = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
     notes = [] if not _has_dropout(module) else ["Dropout is off: the module runs in evaluation mode."]
     stateful = evaluation_mode(module, train if batch_statistics is None else batch_statistics)
-    function = TorchFunction(module, compute_dtype=dtype, remat=remat, scan=scan, frozen_apart=train, stateful=stateful)
+    function = TorchFunction(
+        module, compute_dtype=dtype, remat=remat, scan=scan, frozen_apart=train, stateful=stateful, attention=attention
+    )
     batch, rebuild = _split_inputs(module, inputs, dict(kwargs or {}), targets)
     if train and loss is None:
         notes.append("No loss was given: the step minimises the mean of squares of the first output.")
@@ -102,7 +111,7 @@ def from_torch(
         loss_of if train else forward,
         batch,
         name=label,
-        train=TrainOptions(optimizer, param_dtype or "", state_dtype or "float32") if train else None,
+        train=TrainOptions(optimizer, param_dtype or "", state_dtype or "float32", microbatches) if train else None,
         param_dtype=param_dtype,
         make_args=make_args,
         values=own,
@@ -151,10 +160,11 @@ def torch_program(
         factor = 1.0
     else:
         optimizer = _train.make_optimizer(train.optimizer, train.state_dtype)
-        fn = _train.training_step(counted, optimizer, aux=updates)
+        _check_microbatches(train.microbatches, batch, updates, name)
+        fn = _train.training_step(counted, optimizer, aux=updates, accumulation=train.microbatches)
         args = (params, jax.eval_shape(optimizer.init, params), batch, *extra)
         names, donate = ("", "optimizer", "batch", ""), ((0, 1, 3) if updates else (0, 1))
-        factor = 3.0
+        factor = 3.0 * train.microbatches
     shown = [key for key in function.buffers]
     program = trace(
         fn,
@@ -176,6 +186,21 @@ def torch_program(
     return dataclasses.replace(
         program, model_flops=factor * forward_flops[0] or None, layers=len(function.layers), make_args=make_args
     )
+
+
+def _check_microbatches(count: int, batch: Mapping[str, Any], updates: bool, name: str) -> None:
+    """Raises `UserError` if the batch of a training step cannot be computed in so many parts."""
+    if count < 1:
+        raise UserError(f"{count} microbatches cannot be; 1 is the whole batch at once.")
+    if count > 1 and updates:
+        raise UserError(
+            f"`{name}` has batch norms that learn from the whole batch, so {count} microbatches would train another "
+            "model; use 1, or `batch_statistics=False`."
+        )
+    for key, leaf in batch.items() if count > 1 else ():
+        if not leaf.shape or leaf.shape[0] % count:
+            size = leaf.shape[0] if leaf.shape else "no dim"
+            raise UserError(f"{count} microbatches do not divide the batch: `{key}` has {size} examples.")
 
 
 def _with_values(

@@ -12,6 +12,7 @@ from autoshard.program._layers import Block, find_blocks
 from autoshard.program._lowering_error import lowering_error
 from autoshard.program._remat import numbered_layers, parse_remat, split_blocks
 from autoshard.program._scan import LayerWeights, NotRepeatedError, checkpointed_lists, scanned
+from autoshard.program._splash import attention_kernel, check_kernel
 from autoshard.program._torch_env import canonical_modules, lowered_environment
 
 
@@ -34,11 +35,13 @@ class TorchFunction:
         scan: bool = True,
         frozen_apart: bool = False,
         stateful: bool = False,
+        attention: str = "plain",
     ) -> None:
         """`frozen_apart` keeps parameters that need no gradient out of `params`, among the buffers; `stateful` lets
         the module update its buffers (running statistics), which `updated_buffers` then holds after a call."""
         self.module, self.compute_dtype, self.remat = module, compute_dtype, parse_remat(remat)
         self.frozen_apart, self.stateful = frozen_apart, stateful
+        self.attention = check_kernel(attention)
         self.updated_buffers: dict[str, Any] = {}
         self.cache: Any = None
         blocks = find_blocks(module) if scan else ()
@@ -150,6 +153,7 @@ class TorchFunction:
             warnings.filterwarnings("ignore", message="Explicitly requested dtype .*int64")  # torch's ids are 64-bit
             stack.enter_context(canonical_modules())
             stack.enter_context(capacity(self.capacity_factor, self.notes))
+            stack.enter_context(attention_kernel(self.attention, self.notes))
             stack.enter_context(scanned(self.module, self.blocks, layers, prepare, self._remat_of, env))
             stack.enter_context(checkpointed_lists(self.module, self.blocks, self._remat_of, env))
             stack.enter_context(env)

@@ -13,7 +13,7 @@ from autoshard.errors import UserError
 from autoshard.graph import read_graph
 from autoshard.program import SAVED, DecoderDims, Program, Role, decoder_program
 from autoshard.program._attention import attend
-from autoshard.program._kernels import splash_attention
+from autoshard.program._splash import splash_attention
 
 
 DIMS = DecoderDims(4, 64, 160, 4, 2, 16, 128)

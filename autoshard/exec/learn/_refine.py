@@ -34,6 +34,7 @@ from autoshard.plan import (
     plan_bills,
     plan_digest,
     read_options,
+    settled_options,
 )
 from autoshard.program import Program, lift_constraints, open_source
 from autoshard.units import format_seconds
@@ -117,7 +118,7 @@ def refine(
         from autoshard.exec.devices._devices import ensure_devices
 
         ensure_devices(parsed.num_devices)
-    program = open_source(program) if isinstance(program, str) else program
+    program = open_source(program, **settled_options({}, topology)) if isinstance(program, str) else program
     if read.ignore_constraints:  # here, as what is judged must be what is planned
         program, read = lift_constraints(program), dataclasses.replace(read, ignore_constraints=False)
     flags, _ = chosen_flags(read.xla_flags, parsed.chip)

@@ -1,0 +1,170 @@
+"""jax's splash attention for TPUs: a kernel that never writes its scores to memory, where a program may choose it.
+
+Every attention of a torch module or a Hugging Face model asks `chosen_kernel` (through `attend`) which kernel it is
+computed by; `attention_kernel` says so for what is traced inside of it.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import importlib
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.program import _flops
+
+
+KERNELS = ("plain", "splash", "auto")
+"""How attention may be computed: scores in full, jax's splash kernel, or that kernel wherever it can be."""
+
+LANES = 128
+"""Elements of a TPU register's row: blocks of scores are multiples of it."""
+
+_BLOCKS = (1024, 512, 256, 128)
+_STEP = 5.2e8
+"""FLOPs that a TPU's core multiplies in the 0.7 us that a step of the kernel's grid takes by itself (docs/costs.md)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Chosen:
+    kernel: str
+    notes: list[str]
+
+
+_chosen: contextvars.ContextVar[_Chosen | None] = contextvars.ContextVar("attention kernel", default=None)
+
+
+def check_kernel(kernel: str) -> str:
+    """The kernel's name. Raises `UserError` for one that there is not."""
+    if kernel not in KERNELS:
+        raise UserError(f"attention `{kernel}` is not known; use {', '.join(KERNELS[:-1])} or {KERNELS[-1]}.")
+    return kernel
+
+
+@contextlib.contextmanager
+def attention_kernel(kernel: str, notes: list[str]) -> Iterator[None]:
+    """While inside, attention is computed by `kernel` of `KERNELS`; `notes` say where `auto` cannot take splash."""
+    token = _chosen.set(_Chosen(kernel, notes))
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def takes_splash(refused: str) -> bool:
+    """Whether attention that the kernel cannot compute for the reason `refused` (empty: it can) is computed by it.
+
+    Raises `UserError` where the kernel was asked for by name.
+    """
+    chosen = _chosen.get()
+    if chosen is None or chosen.kernel == "plain":
+        return False
+    if not refused:
+        return True
+    if chosen.kernel == "splash":
+        raise UserError(f"attention `splash` cannot be: {refused}; use `auto` or `plain`.")
+    note = f"An attention stays plain: {refused}."
+    if note not in chosen.notes:
+        chosen.notes.append(note)
+    return False
+
+
+def refusal(
+    query: Sequence[int], key: Sequence[int], *, bias: bool, padding: bool, position: bool, causal: bool
+) -> str:
+    """Why the kernel cannot compute attention of `query` [B, H, S, D] over `key` [B, K, T, D]; empty if it can."""
+    length, keys = query[2], key[2]
+    if position:
+        return "its queries come after a cache of keys, which the kernel has no mask for"
+    if bias:
+        return "its scores have a bias or a mask of their own, which the kernel does not take"
+    if padding:
+        return "it is told which keys are padding, and a query that sees none has no result in the kernel"
+    if length % LANES or keys % LANES:
+        return f"{length} queries of {keys} keys are no multiples of {LANES}"
+    if causal and length > keys:
+        return f"{length} causal queries of {keys} keys leave some without any"
+    return ""
+
+
+def block_of(length: int, keys: int, causal: bool, window: int | None, size: int) -> int:
+    """Queries, and keys, in one block: large ones take fewer steps, small ones compute less of what is masked."""
+    from autoshard.program._attention import computed_share, grid_steps
+
+    def work(block: int) -> float:
+        share = computed_share(length, keys, causal, window, (block, block))
+        return share * 4.0 * length * keys * size + _STEP * grid_steps(length, keys, causal, window, (block, block))
+
+    return min((b for b in _BLOCKS if length % b == 0 and keys % b == 0), key=work)
+
+
+def splash_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    causal: bool,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    block: int | None = None,
+) -> Any:
+    """Softmax attention: `query` [B, K, G, S, D], `key` [B, K, T, D], `value` [B, K, T, E] give [B, K, G, S, E].
+
+    Each of the K key-value heads serves G query heads. The kernel is one over the heads of a group, mapped over batch
+    and key-value heads, so all three can be split. It runs on TPUs and compiles for them; where JAX has started
+    without any it is interpreted. `block` is the number of queries, and keys, in a block of scores (`block_of`).
+    """
+    import jax
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    from autoshard.program._attention import seen_share
+
+    length, keys, size = query.shape[3], key.shape[2], query.shape[4]
+    scores = math.prod(query.shape[:4]) * keys * seen_share(length, keys, causal, window)
+    _flops.record(2.0 * scores * (size + value.shape[3]))
+    side = block_of(length, keys, causal, window, size) if block is None else block
+    part = min(side, 512)
+    sizes = kernel.BlockSizes(
+        block_q=side, block_kv=side, block_kv_compute=part, block_q_dkv=side, block_kv_dkv=side,
+        block_kv_dkv_compute=part, block_q_dq=side, block_kv_dq=side,
+    )  # fmt: skip
+    late = keys - length  # the last query sees the last key
+    if window is not None:
+        mask: Any = masks.LocalMask((length, keys), (window - 1, 0 if causal else window - 1), late if causal else 0)
+    else:
+        mask = masks.CausalMask((length, keys), late) if causal else masks.FullMask((length, keys))
+    one = kernel.make_splash_mqa_single_device(
+        masks.MultiHeadMask([mask] * query.shape[2]),
+        block_sizes=sizes,
+        attn_logits_soft_cap=softcap,
+        interpret=_interpreted(),
+    )
+    scaled = query * (size**-0.5 if scale is None else scale)
+    return jax.vmap(jax.vmap(one))(scaled.astype(query.dtype), key, value)
+
+
+def _interpreted() -> bool:
+    """Whether kernels are interpreted: where no TPU is. What is compiled for TPUs holds the kernel all the same."""
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    started = getattr(bridge, "backends_are_initialized", None)
+    if started is None or not started():
+        return True  # asking would start a backend, and nothing runs yet
+    import jax
+
+    return jax.default_backend() != "tpu"
+
+
+def kernels_as_they_are() -> tuple[Any, Any]:
+    """Pallas' primitive, and a lowering of it that makes kernels also of those that are interpreted here."""
+    pallas = importlib.import_module("jax._src.pallas.pallas_call")
+
+    def lower(ctx: Any, *values: Any, **params: Any) -> Any:
+        interpret = params["interpret"] if params["interpret"] is not True else False
+        return pallas._pallas_call_lowering(ctx, *values, **(params | {"interpret": interpret}))
+
+    return (pallas.pallas_call_p, lower)
