@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autoshard.program import Argument as Argument
     from autoshard.program import Program as Program
     from autoshard.program import Role as Role
+    from autoshard.program import choices as choices
     from autoshard.program import register_rule as register_rule
     from autoshard.program import trace as trace
 
@@ -35,6 +36,7 @@ _HOMES = {
     "Program": ("autoshard.program", "Program"),
     "Role": ("autoshard.program", "Role"),
     "Spec": ("autoshard.plan", "Spec"),
+    "choices": ("autoshard.program", "choices"),
     "auto_policy": ("autoshard.exec.torch_xla_hook", "plan_first_step"),
     "load": ("autoshard.plan", "load_plan"),
     "refine": ("autoshard.exec", "refine"),

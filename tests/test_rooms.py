@@ -29,7 +29,7 @@ SHELVES = {
         ("mesh", "forms"),
         ("write",),
         ("published", "_make", "_warm"),
-        ("_variants",),
+        ("_recipes",),
         ("_call", "_sweep"),
     ),
     "exec": (("devices", "hlo"), ("torch_xla_hook",), ("apply",), ("run",), ("tpu",), ("learn",)),

@@ -5,7 +5,7 @@ import contextlib
 import io
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from autoshard.cli._input import (
     check_writable,
@@ -72,25 +72,33 @@ def _planned(arguments: argparse.Namespace, progress: "ProgressLine", crew: "Cre
     """The plan, and the seconds that tracing took."""
     traced = 0.0
 
-    def traced_with(remat: str | None) -> "Program":
+    def traced_with(**recipe: Any) -> "Program":
         nonlocal traced
         began = time.perf_counter()
-        arguments.remat = remat
+        for name in left:
+            setattr(arguments, name, recipe[name])
         program = open_program(
-            arguments, progress, arguments.topology, kept=arguments.cached and arguments.rules is None
+            arguments,
+            progress,
+            arguments.topology,
+            kept=arguments.cached and arguments.rules is None,
+            recipe={name: value for name, value in recipe.items() if name not in left},
         )
         traced += time.perf_counter() - began
         return program
 
-    from autoshard.plan import make_plan, plan_remat
+    from autoshard.plan import make_plan, plan_recipes, source_choices
+    from autoshard.program import read_choices
 
     options = plan_options(arguments)
+    left = source_choices(vars(arguments), arguments.topology)
+    own = read_choices(arguments.program, arguments.entry)
     running = {
         "progress": progress, "crew": crew, "kept": arguments.cached, "save_problem": arguments.save_problem,
     }  # fmt: skip
-    if arguments.remat == "auto":
-        return plan_remat(traced_with, options, **running), traced
-    return make_plan(traced_with(arguments.remat), options, **running), traced
+    if left or own:
+        return plan_recipes(traced_with, {**left, **own}, options, of_source=not own, **running)[1], traced
+    return make_plan(traced_with(), options, **running), traced
 
 
 def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
@@ -111,7 +119,7 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
     start_devices(topology)
     options = plan_options(arguments) if plan is None else None
     with show_progress(arguments) as progress:
-        program = open_program(arguments, progress, topology.name)
+        program = open_program(arguments, progress, topology.name, plan=plan)
         if plan is None:
             assert options is not None
             plan = make_plan(program, options, save_problem=arguments.save_problem, progress=progress).plan
@@ -139,7 +147,7 @@ def run_compile(arguments: argparse.Namespace, answer: TextIO) -> int:
 
     plan = load_plan(arguments.plan)
     with show_progress(arguments) as progress:
-        program = open_program(arguments, progress, plan.topology)
+        program = open_program(arguments, progress, plan.topology, plan=plan)
         progress(f"Compiling for {plan.topology} (a minute or two for a large model)")
         result = compile_plan(program, plan, time_limit=arguments.time_limit)
     if arguments.hlo is not None:

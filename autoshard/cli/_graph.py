@@ -19,7 +19,7 @@ def run_graph(arguments: argparse.Namespace, answer: TextIO) -> int:
         raise UserError("--whole is for the picture; name it with --out graph.svg.")
     plan = load_plan(arguments.plan) if arguments.plan is not None else None
     with show_progress(arguments) as progress:
-        program = open_program(arguments, progress, plan.topology if plan is not None else None)
+        program = open_program(arguments, progress, plan.topology if plan is not None else None, plan=plan)
         progress("Reading its ops" if plan is None else f"Pricing {arguments.plan} op by op")
         graph = program.graph(plan)
         figures = graph_figures(graph)

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from autoshard.errors import UserError
 
 if TYPE_CHECKING:
     from autoshard.cost import Topology
-    from autoshard.plan import Options, PlanOptions
+    from autoshard.plan import Options, Plan, PlanOptions
     from autoshard.program import Program
     from autoshard.report import ProgressLine
 
@@ -29,9 +30,17 @@ def need_no_accelerator() -> None:
 
 
 def open_program(
-    arguments: argparse.Namespace, progress: "ProgressLine", topology: str | None = None, kept: bool = False
+    arguments: argparse.Namespace,
+    progress: "ProgressLine",
+    topology: str | None = None,
+    kept: bool = False,
+    recipe: Mapping[str, Any] | None = None,
+    plan: "Plan | None" = None,
 ) -> "Program":
-    """The program; the mesh that a Python file may make finds a CPU device for each of the topology's."""
+    """The program; the mesh that a Python file may make finds a CPU device for each of the topology's.
+
+    What no flag says of a program that a `plan` is for is as that plan has it.
+    """
     progress(f"Tracing {arguments.program}")
     from autoshard.program import lift_constraints, load_rules, open_source
 
@@ -40,13 +49,19 @@ def open_program(
         stand_in_devices(arguments.program, topology)
 
     options = {name: getattr(arguments, name) for name in PROGRAM_OPTIONS if getattr(arguments, name) is not None}
+    source = plan.provenance.get("source") if plan is not None else None
+    if source and source["program"] == arguments.program:
+        options = {name: value for name, value in source["options"].items() if name in PROGRAM_OPTIONS} | options
+        recipe = source.get("recipe")
     if topology is not None:
         from autoshard.plan import settled_options
 
         options = settled_options(options, topology)
     if arguments.rules is not None:
         load_rules(arguments.rules)
-    program = open_source(arguments.program, entry=arguments.entry, roles=arguments.roles, kept=kept, **options)
+    program = open_source(
+        arguments.program, entry=arguments.entry, roles=arguments.roles, kept=kept, recipe=recipe, **options
+    )
     return lift_constraints(program) if getattr(arguments, "ignore_constraints", False) else program
 
 

@@ -17,11 +17,11 @@ from autoshard.cli._values import (
     factor,
     gib,
     numbers,
+    or_auto,
     pair,
     positive,
     prices,
     remat,
-    remat_or_auto,
     remats,
     roles,
     seconds,
@@ -89,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
 
     plan = _command(commands, "plan", _commands.run_plan, "choose a sharding for every tensor", PROGRAM_HELP)
-    _add_program(plan, auto_remat=True)
+    _add_program(plan, auto=True)
     _add_planning(plan, required=True)
     _add_candidates(plan)
     plan.add_argument("--out", metavar="PLAN.json", type=Path, help="write the plan here, candidates beside it")
@@ -290,8 +290,10 @@ def _command(
     return parser
 
 
-def _add_program(parser: argparse.ArgumentParser, several: bool = False, auto_remat: bool = False) -> None:
-    """`several`: batches and remat variants are lists; `auto_remat`: the latter may be chosen for the user."""
+def _add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bool = False) -> None:
+    """`several`: batches and remat variants are lists; `auto`: these and microbatches may be left to the planner."""
+    chosen = or_auto if auto else lambda parse: parse
+    best = "; auto: the fastest" if auto else ""
     parser.add_argument("program", metavar="PROGRAM", help="model.py, step.mlir or hf:CONFIG, see below")
     parser.add_argument("--entry", default="program", metavar="NAME", help="name in model.py (default: program)")
     parser.add_argument(
@@ -311,7 +313,9 @@ def _add_program(parser: argparse.ArgumentParser, several: bool = False, auto_re
     if several:
         group.add_argument("--batch", type=numbers, metavar="N,N,...", help="sequences in one step, over all devices")
     else:
-        group.add_argument("--batch", type=positive, metavar="N", help="sequences in one step, over all devices")
+        group.add_argument(
+            "--batch", type=chosen(positive), metavar="N", help="sequences in one step, over all devices" + best
+        )
     group.add_argument("--seq", type=positive, metavar="N", help="tokens of one sequence")
     group.add_argument("--image", type=positive, metavar="N", help="pixels of one side, for models of images")
     group.add_argument("--dtype", metavar="DTYPE", help="to compute in (default: bfloat16)")
@@ -321,8 +325,7 @@ def _add_program(parser: argparse.ArgumentParser, several: bool = False, auto_re
     if several:
         group.add_argument("--remat", type=remats, metavar="R,R,...", help=again)
     else:
-        parse = remat_or_auto if auto_remat else remat
-        group.add_argument("--remat", type=parse, metavar="R", help=again + ("; auto: the fastest" * auto_remat))
+        group.add_argument("--remat", type=chosen(remat), metavar="R", help=again + best)
     group.add_argument("--optimizer", metavar="NAME", help="adamw (default), sgd, momentum")
     group.add_argument(
         "--attention",
@@ -331,9 +334,9 @@ def _add_program(parser: argparse.ArgumentParser, several: bool = False, auto_re
     )
     group.add_argument(
         "--microbatches",
-        type=positive,
+        type=chosen(positive),
         metavar="N",
-        help="parts of the batch that are computed one after the other; their gradients are averaged",
+        help="parts of the batch that are computed one after the other; their gradients are averaged" + best,
     )
     group.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
     group.add_argument("--cache", type=positive, metavar="N", help="tokens the cache holds (default: --seq)")

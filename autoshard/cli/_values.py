@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import re
 from collections.abc import Callable
+from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.units import GIB
@@ -49,8 +50,13 @@ def xla_flags(text: str) -> tuple[str, ...] | str:
         raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
 
 
-def remat_or_auto(text: str) -> str:
-    return text if text == "auto" else remat(text)
+def or_auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The same, or `auto`, which leaves the choice to the planner."""
+
+    def parse_or_auto(text: str) -> Any:
+        return text if text == "auto" else parse(text)
+
+    return parse_or_auto
 
 
 def remats(text: str) -> list[str]:

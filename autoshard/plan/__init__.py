@@ -10,15 +10,17 @@ import sys
 from types import ModuleType
 
 from autoshard.plan._call import plan as _plan
-from autoshard.plan._call import settled_options as settled_options
 from autoshard.plan._make import PlanResult as PlanResult
 from autoshard.plan._make import check_request as check_request
 from autoshard.plan._make import make_plan as make_plan
+from autoshard.plan._recipes import Recipe as Recipe
+from autoshard.plan._recipes import plan_recipes as plan_recipes
+from autoshard.plan._recipes import plan_remat as plan_remat
+from autoshard.plan._recipes import settled_options as settled_options
+from autoshard.plan._recipes import source_choices as source_choices
 from autoshard.plan._sweep import SweepRow as SweepRow
 from autoshard.plan._sweep import SweepTask as SweepTask
 from autoshard.plan._sweep import sweep as sweep
-from autoshard.plan._variants import plan_remat as plan_remat
-from autoshard.plan._variants import plan_variants as plan_variants
 from autoshard.plan.forms._forms import FORMS as FORMS
 from autoshard.plan.forms._forms import Form as Form
 from autoshard.plan.forms._forms import Rest as Rest

@@ -27,10 +27,11 @@ def plan(
     """Choose a sharding for every tensor of `program` on `topology`.
 
     `program` is a `Program` (see `autoshard.trace`), or what the command takes (`"model.py"`, `"hf:gpt2"`): then
-    `program_options` are that source's (`{"train": True, "batch": 64, "seq": 8192}`), with `"remat": "auto"` for what
-    is fastest within memory, layer by layer, and `"attention": "plain"` where jax's splash kernel, which TPUs take
-    wherever it can be, is not wanted; or, for the same choice of remat of any program, a function that takes a policy
-    (`"none"`, `"dots"`, `"full"`, or a mixture `"full:12+dots"`) and gives the `Program`.
+    `program_options` are that source's (`{"train": True, "batch": 64, "seq": 8192}`), where `"remat"`, `"microbatches"`
+    and `"batch"` may be `"auto"`, for what is fastest for each token within memory, and `"attention": "plain"` where
+    jax's splash kernel, which TPUs take wherever it can be, is not wanted. It may also be a function that gives a
+    `Program`: one with `autoshard.choices` is planned for all of them; any other takes a remat policy (`"none"`,
+    `"dots"`, `"full"`, or a mixture `"full:12+dots"`). What was tried is in the plan's provenance (`recipe`).
     `topology` names chips and shape, such as `"v5p:4x8x8"` or `"cpu:8"`. `mesh` gives axes and sizes, such as
     `{"data": 32, "model": 8}` or `"data=32,model=8"`; without it `XLA_AUTO_SPMD_MESH` is read, then the program's
     own mesh is taken, and without either the best of all meshes of 1 to 4 axes is looked for (`"auto"` looks
@@ -58,46 +59,35 @@ def plan(
     """
     from autoshard.base.crew import Crew, helpers_here
     from autoshard.plan._make import check_request, make_plan
-    from autoshard.plan._variants import plan_remat
+    from autoshard.plan._recipes import plan_recipes, plan_remat, settled_options, source_choices
     from autoshard.plan.model._options import read_options
+    from autoshard.program import choices_of, open_source, read_choices
 
     read = read_options(topology, options)
     check_request(read)
-    make = _maker(program, dict(program_options or {}), topology)
+    given = dict(program_options or {})
     with Crew(helpers_here(), "autoshard.plan._warm:ready", PATIENCE_S) as crew:
-        if callable(make):
-            return plan_remat(make, read, progress=progress, crew=crew).plan
-        return make_plan(make, read, progress=progress, crew=crew).plan
+        running = {"progress": progress, "crew": crew}
+        if isinstance(program, str):
+            settled, own = settled_options(given, topology), read_choices(program, given.get("entry", "program"))
+            left = source_choices(given, topology)
 
+            def make(**recipe: Any) -> "Program":
+                options = settled | {name: value for name, value in recipe.items() if name in left}
+                return open_source(
+                    program, recipe={name: value for name, value in recipe.items() if name in own}, **options
+                )
 
-def settled_options(options: Mapping[str, Any], topology: str) -> dict[str, Any]:
-    """Options of a source for `open_source`, and what the topology decides: TPUs prefer a kernel for attention."""
-    from autoshard.cost import Topology
-
-    kernel = {"splash": "auto"}.get(Topology.parse(topology).traits.attention, "plain")
-    settled = {**options, "preferred": {"attention": kernel} if kernel != "plain" else {}}
-    if settled.get("attention") == "auto":
-        settled["attention"] = kernel
-    return settled
-
-
-def _maker(
-    program: "Program | str | Callable[[str], Program]", options: dict[str, Any], topology: str
-) -> "Program | Callable[[str], Program]":
-    """The program, or what makes it for a remat policy where that is to be chosen."""
-    from autoshard.program import open_source
-
-    if isinstance(program, str):
-        options = settled_options(options, topology)
-        if options.get("remat") != "auto":
-            return open_source(program, **options)
-
-        def make(remat: str) -> "Program":
-            own: dict[str, Any] = {**options, "remat": remat}
-            return open_source(program, **own)
-
-        return make
-    if options:
-        names = ", ".join(options)
-        raise UserError(f"program_options ({names}) are for a source such as 'hf:gpt2'; trace the program with them.")
-    return program
+            if left or own:
+                return plan_recipes(make, {**left, **own}, read, of_source=not own, **running)[1].plan
+            return make_plan(make(), read, **running).plan
+        if given:
+            names = ", ".join(given)
+            raise UserError(
+                f"program_options ({names}) are for a source such as 'hf:gpt2'; trace the program with them."
+            )
+        if not callable(program):
+            return make_plan(program, read, **running).plan
+        if choices_of(program):
+            return plan_recipes(program, choices_of(program), read, **running)[1].plan
+        return plan_remat(program, read, **running).plan

@@ -1,6 +1,9 @@
 """Sources: whatever a user brings becomes one `Program`."""
 
 from autoshard.program._artifact import load_artifact as load_artifact
+from autoshard.program._choices import Choices as Choices
+from autoshard.program._choices import choices as choices
+from autoshard.program._choices import choices_of as choices_of
 from autoshard.program._constraints import lift_constraints as lift_constraints
 from autoshard.program._decoder import SAVABLE as SAVABLE
 from autoshard.program._decoder import SAVED as SAVED
@@ -13,6 +16,7 @@ from autoshard.program._lean import import_lean as import_lean
 from autoshard.program._load import load_program as load_program
 from autoshard.program._load import load_rules as load_rules
 from autoshard.program._load import open_source as open_source
+from autoshard.program._load import read_choices as read_choices
 from autoshard.program._modules import Functional as Functional
 from autoshard.program._modules import arrays_of as arrays_of
 from autoshard.program._modules import functional as functional

@@ -9,7 +9,7 @@ import functools
 from typing import Any, NamedTuple
 
 from autoshard.program import _flops
-from autoshard.program._attention import computed_share, grid_steps, seen_share
+from autoshard.program._masks import computed_share, grid_steps, seen_share
 
 
 FORWARD = "autoshard_attention"

@@ -12,6 +12,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.program._artifact import SUFFIXES, load_artifact
+from autoshard.program._choices import Choices, checked_choices, choices_of
 from autoshard.program._program import Program
 from autoshard.program._roles import Roles
 from autoshard.program._trace import trace
@@ -26,6 +27,7 @@ def open_source(
     roles: Roles | None = None,
     kept: bool = False,
     preferred: Mapping[str, Any] | None = None,
+    recipe: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Program:
     """The program that `text` names: `hf:CONFIG` (with its options), a Python file, or a module in a file.
@@ -33,22 +35,48 @@ def open_source(
     `roles` says what arguments of a file are for, by the start of their names, where that is guessed wrongly.
     The program remembers what it was opened from (`Program.source`). With `kept`, an `hf:` program or a module in a
     file comes from the cache on disk where it is there: enough to plan it, not to run it. `preferred` are options that
-    hold where the source takes them and `options` say nothing else.
+    hold where the source takes them and `options` say nothing else. `recipe` are the arguments of the function in a
+    Python file, of those that it leaves to the planner (`read_choices`).
 
     Raises `UserError` if `text` names neither, or if `options` are given to a source that takes none.
     """
     said: dict[str, Any] = {key: value for key, value in sorted(options.items()) if value is not None}
-    program = _open(text, entry, roles, said, kept, preferred or {})
+    program = _open(text, entry, roles, said, kept, preferred or {}, recipe or {})
     if callable(roles):
         return program  # nothing that a file could hold says it again
     if roles is not None:
         said["roles"] = {name: str(role) for name, role in roles.items()}
-    source = {"program": text, "entry": entry, "options": said}
-    return dataclasses.replace(program, source=source | ({"preferred": dict(preferred)} if preferred else {}))
+    more = {"preferred": dict(preferred or {}), "recipe": dict(recipe or {})}
+    source = {"program": text, "entry": entry, "options": said} | {key: value for key, value in more.items() if value}
+    return dataclasses.replace(program, source=source)
+
+
+def read_choices(text: str, entry: str = "program") -> Choices:
+    """What a Python file leaves to the planner: its `choices`, or those that `autoshard.choices` says of its `entry`.
+
+    Nothing for any other source. The file is run, unless it says nothing of choices. Raises `UserError` as `choices`
+    does, and if the file raises.
+    """
+    file = Path(text)
+    if file.suffix != ".py" or not file.is_file() or "choices" not in file.read_text(errors="replace"):
+        return {}
+    with _beside(file):
+        module = _run(file)
+        function = getattr(module, entry, None)
+        listed = getattr(module, "choices", None)
+        if isinstance(listed, Mapping):
+            return checked_choices(listed, function, f"`{entry}` in `{file}`")
+        return choices_of(function)
 
 
 def _open(
-    text: str, entry: str, roles: Roles | None, options: dict[str, Any], kept: bool, preferred: Mapping[str, Any]
+    text: str,
+    entry: str,
+    roles: Roles | None,
+    options: dict[str, Any],
+    kept: bool,
+    preferred: Mapping[str, Any],
+    recipe: Mapping[str, Any],
 ) -> Program:
     if text.startswith("hf:"):
         if roles is not None:
@@ -63,7 +91,7 @@ def _open(
         if own:
             raise UserError(f"{_flags(own)} only apply to `hf:CONFIG`; `{text}` says itself what it runs.")
         if path.suffix == ".py":
-            return load_program(path, entry, roles, {key: options[key] for key in given}, preferred)
+            return load_program(path, entry, roles, {key: options[key] for key in given}, preferred, recipe)
         load = functools.partial(load_artifact, path, roles=roles)
         return load() if callable(roles) or not kept else open_file(path, roles, load)
     if path.is_dir():
@@ -122,6 +150,7 @@ def load_program(
     roles: Roles | None = None,
     options: Mapping[str, Any] | None = None,
     preferred: Mapping[str, Any] | None = None,
+    recipe: Mapping[str, Any] | None = None,
 ) -> Program:
     """Run a Python file and take the program it offers under the name `entry`.
 
@@ -129,8 +158,8 @@ def load_program(
     `(module, example_inputs)` for torch with an optional third dict of keyword inputs. A torch module may also stand
     alone, as `entry` or as `model`, beside its example `inputs`. The file may import its neighbours. `roles` are those
     of `trace`, for `(fn, args)` only; `options` those of `from_torch`, for torch modules only: with `train` the step
-    minimises the file's `loss`, a function of the output, and of its `targets` if it has any. `preferred` are those
-    of `open_source`.
+    minimises the file's `loss`, a function of the output, and of its `targets` if it has any. `preferred` and
+    `recipe` are those of `open_source`.
 
     Raises `UserError` if the file is missing, raises, or offers something else.
     """
@@ -139,7 +168,7 @@ def load_program(
         raise UserError(f"there is no file `{path}`; give the path of a Python file that offers `{entry}`.")
     with _beside(file):
         module = _run(file)
-        offered = _called(_offered(module, file, entry), file, entry)
+        offered = _called(_offered(module, file, entry), file, entry, recipe or {})
         pair = _module_and_inputs(offered, module, file)
         if pair is not None:
             _no_roles(roles, file, entry)
@@ -183,12 +212,12 @@ def _offered(module: ModuleType, file: Path, entry: str) -> Any:
     )
 
 
-def _called(offered: Any, file: Path, entry: str) -> Any:
+def _called(offered: Any, file: Path, entry: str, recipe: Mapping[str, Any]) -> Any:
     """What a function in the file returns; anything else as it is."""
     if not callable(offered) or isinstance(offered, Program) or _is_module(offered):
         return offered
     try:
-        return offered()
+        return offered(**recipe)
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # the user's own code runs here

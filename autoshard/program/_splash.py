@@ -15,6 +15,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.program import _flops
+from autoshard.program._masks import computed_share, grid_steps, seen_share
 
 
 KERNELS = ("plain", "splash", "auto")
@@ -92,7 +93,6 @@ def refusal(
 
 def block_of(length: int, keys: int, causal: bool, window: int | None, size: int) -> int:
     """Queries, and keys, in one block: large ones take fewer steps, small ones compute less of what is masked."""
-    from autoshard.program._attention import computed_share, grid_steps
 
     def work(block: int) -> float:
         share = computed_share(length, keys, causal, window, (block, block))
@@ -121,8 +121,6 @@ def splash_attention(
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    from autoshard.program._attention import seen_share
 
     length, keys, size = query.shape[3], key.shape[2], query.shape[4]
     scores = math.prod(query.shape[:4]) * keys * seen_share(length, keys, causal, window)

@@ -29,6 +29,7 @@ def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[
         "words": list(plan.words),
         "fixed": list(fixed_lines(plan)),
         "baselines": {name: prediction_figures(baseline) for name, baseline in plan.baselines.items()},
+        "recipe": plan.provenance.get("recipe"),
         "meshes": [dataclasses.asdict(each) for each in plan.meshes],
         "warnings": list(plan.warnings),
         "unruled": [dataclasses.asdict(each) for each in plan.unruled],

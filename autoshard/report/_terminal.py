@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan import Collective, Plan, Prediction, Spec, axis_words, mesh_words, spec_text
+from autoshard.plan import Collective, Plan, Prediction, Recipe, Spec, axis_words, mesh_words, spec_text
 from autoshard.report._binding import what_binds
 from autoshard.report._figures import best_baseline, tensor_bytes
 from autoshard.report._fixed import fixed_lines
@@ -23,7 +23,7 @@ BAR = 46
 
 PARAMETERS = 8
 COLLECTIVES = 6
-MESHES = 6
+MESHES = RECIPES = 6
 """Rows that are shown; the rest is summed up."""
 
 
@@ -50,6 +50,7 @@ class _Report:
         yield from _section("Step time", _time(plan.prediction))
         yield from _section("Memory of one device at the peak", _memory(plan))
         yield from _section("Against plans that people write", _baselines(plan))
+        yield from _section("Other recipes", _recipes(plan))
         yield from _section("Other meshes", _meshes(plan))
         yield from _section("Collectives that cost most", _collectives(plan.prediction, options.max_width))
         yield from _section("What binds", _bullets(what_binds(plan)))
@@ -222,6 +223,30 @@ def _baselines(plan: Plan) -> RenderableType | None:
             style="" if row.fits else "dim",
         )
     return Padding(table, (0, 0, 0, 2))
+
+
+def _recipes(plan: Plan) -> RenderableType | None:
+    """What the planner could have chosen beside mesh and sharding, and the frontier of memory against time."""
+    tried = plan.provenance.get("recipe", {}).get("tried", [])
+    if len(tried) < 2:
+        return None
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("recipe")
+    for name in ("step", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("why not")
+    for row in tried[: RECIPES + 1]:
+        mark = " *" if row["frontier"] else ""
+        table.add_row(
+            Text(clean(str(Recipe(tuple(row["choices"].items()))))),
+            "" if row["step_time_s"] is None else format_seconds(row["step_time_s"]),
+            "" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"]) + mark,
+            Text(clean(row["verdict"] or "chosen")),
+        )
+    body: list[RenderableType] = [Padding(table, (0, 0, 0, 2))]
+    left = len(tried) - RECIPES - 1
+    body.append(Text(f"  {f'and {left} more; ' if left > 0 else ''}* none is both faster and smaller", style="dim"))
+    return Group(*body)
 
 
 def _meshes(plan: Plan) -> RenderableType | None:

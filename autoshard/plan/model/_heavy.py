@@ -96,7 +96,7 @@ def heavy_seconds(
     dtype = (op.opaque.dtype if op.opaque else "") or graph.tensors[op.operands[0]].dtype
     if op.kind == "dot_general":
         m, n, k, batch = _matmul_sizes(op.rule, states, axes)
-        if _is_sum(op.rule) and not compute.topology.traits.packs_blocks:
+        if is_sum(op.rule) and not compute.topology.traits.packs_blocks:
             return compute.op_seconds(np.zeros(len(states)), size)
         return compute.dot_seconds(m, n, k, batch, dtype, size)
     factors = [max(1, n) for n in op.rule.sizes]  # a call may have empty results
@@ -183,7 +183,7 @@ def _matmul_sizes(rule: Rule, states: States, axes: Sequence[int]) -> tuple[Seco
     return tuple(sizes)
 
 
-def _is_sum(rule: Rule) -> bool:
+def is_sum(rule: Rule) -> bool:
     """Whether a dot multiplies two tensors of the same dims: XLA makes a product and a sum of it, and no matmul."""
     left, right = ({f for dim in dims for f in dim if rule.sizes[f] > 1} for dims in rule.operands[:2])
     return left == right

@@ -113,7 +113,13 @@ def reopen(plan: Plan, program: str | None = None, entry: str | None = None) -> 
             f"the plan of {plan.program_name} does not say where its program is: name it with --program "
             "(in Python, pass the program)."
         )
-    return open_source(source["program"], entry=source["entry"], preferred=source.get("preferred"), **source["options"])
+    return open_source(
+        source["program"],
+        entry=source["entry"],
+        preferred=source.get("preferred"),
+        recipe=source.get("recipe"),
+        **source["options"],
+    )
 
 
 def _rebuild(plan: Plan, program: Program) -> tuple[Model, NDArray[np.int64], Required]:

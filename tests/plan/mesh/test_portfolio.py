@@ -8,7 +8,7 @@ import pytest
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
-from autoshard.plan import Options, PlanResult, load_plan, make_plan, plan_variants, read_asked
+from autoshard.plan import Options, PlanResult, load_plan, make_plan, plan_recipes, read_asked
 from autoshard.plan.mesh._portfolio import DIFFERENCE, MEMORY_TARGETS, SLOWEST, differ
 from autoshard.plan.price._predict import Outcome, evaluate
 from autoshard.plan.price._reading import build_model, read_program
@@ -120,8 +120,9 @@ def test_no_candidates_are_refused():
         portfolio(candidates=0)
 
 
-def test_candidates_of_variants_say_which_variant_they_are():
-    _, result = plan_variants({"none": lambda: made.program("wide mlp")}, Options(**ON, candidates=3))
+def test_candidates_of_recipes_say_which_recipe_they_are():
+    choices = {"remat": ("none",)}
+    _, result = plan_recipes(lambda remat: made.program("wide mlp"), choices, Options(**ON, candidates=3))
     assert len(result.candidates) == 3
     assert result.candidates[0].plan == result.plan
     assert all(each.plan.words[-1] == "remat none" for each in result.candidates)

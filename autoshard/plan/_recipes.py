@@ -1,0 +1,385 @@
+"""What a person decides beside mesh and sharding, decided with them: a program in several recipes, the best taken."""
+
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from autoshard.cost import Topology, load_calibration
+from autoshard.errors import InfeasibleError, UserError
+from autoshard.plan._make import PlanResult, make_plan
+from autoshard.plan.model._options import Options
+from autoshard.plan.price._least import least_seconds
+from autoshard.plan.price._reading import read_program
+from autoshard.plan.record._plan import Plan
+from autoshard.program import Choices, Program, Role
+from autoshard.units import format_seconds
+
+
+FINENESS = 16
+"""A mixture is looked for to within one part in so many of the layers."""
+
+REMATS = ("none", "dots", "full")
+"""What may be computed again in the backward pass, what computes least first."""
+
+MICROBATCHES = (1, 2, 4, 8)
+"""In how many parts a batch may be computed, where that is left to the planner."""
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+"""Examples for each device, where the batch is left to the planner; halves of one are tried if one does not fit."""
+
+LEAST_GAIN = 0.01
+"""A batch twice as large that is not faster by this share for each element ends the search for a larger one."""
+
+TIGHT = 0.8
+"""Share of the memory limit from which a plan may be slower for lack of memory: more microbatches are then tried."""
+
+AUTO = "auto"
+"""The value of an option that leaves the choice to the planner."""
+
+_LESS_MEMORY = {"remat": 1, "microbatches": 1, "batch": -1}
+"""Options of a source that the planner may choose: 1 if values that come later need less memory, -1 if more."""
+
+Make = Callable[..., Program]
+"""From the choices of a recipe, by name, to its program."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recipe:
+    """One value of each choice."""
+
+    choices: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.choices)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The values by name."""
+        return dict(self.choices)
+
+    def but(self, **instead: Any) -> "Recipe":
+        """The same with other values."""
+        return Recipe(tuple((self.arguments | instead).items()))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecipeTried:
+    """A recipe, and what came of it."""
+
+    recipe: Recipe
+    verdict: str
+    """Empty for the chosen one; else why it was not."""
+    step_time_s: float | None = None
+    """Of its best plan; None if none was made."""
+    elements: int | None = None
+    """Of the batch: tokens of a language model."""
+    peak_bytes: int | None = None
+    bound_s: float | None = None
+    """A step takes no less, as was known before planning."""
+    expected_s: float | None = None
+    """The step with what nearly full memory is expected to cost: what recipes are ranked by, for each element."""
+
+    @property
+    def per_element_s(self) -> float:
+        """What recipes are compared by; infinite without a plan."""
+        if self.expected_s is None:
+            return math.inf
+        return self.expected_s / (self.elements or 1)
+
+
+def source_choices(options: Mapping[str, Any], topology: str) -> Choices:
+    """The values of those options of a source that are left to the planner (`auto`).
+
+    Raises `UserError` where a batch that is not known would have to be divided.
+    """
+    found: dict[str, tuple[Any, ...]] = {}
+    if options.get("remat") == AUTO:
+        found["remat"] = REMATS
+    if options.get("batch") == AUTO:
+        devices = Topology.parse(topology).num_devices
+        halves = [devices >> n for n in range(1, devices.bit_length()) if devices % (1 << n) == 0]
+        found["batch"] = (*(devices * each for each in BATCHES), *halves)
+    if options.get("microbatches") == AUTO:
+        batch = options.get("batch")
+        found["microbatches"] = tuple(n for n in MICROBATCHES if not isinstance(batch, int) or batch % n == 0)
+    return found
+
+
+def settled_options(options: Mapping[str, Any], topology: str) -> dict[str, Any]:
+    """Options of a source for `open_source`, and what the topology decides: TPUs prefer a kernel for attention."""
+    kernel = {"splash": "auto"}.get(Topology.parse(topology).traits.attention, "plain")
+    settled = {**options, "preferred": {"attention": kernel} if kernel != "plain" else {}}
+    if settled.get("attention") == "auto":
+        settled["attention"] = kernel
+    return settled
+
+
+def plan_remat(make: Callable[[str], Program], options: Options, **running: Any) -> PlanResult:
+    """The plan of the program that computes as much again as is fastest within memory.
+
+    `make` gives the program for a remat policy, or a mixture of two (`full:12+dots`: the first 12 layers, and the
+    rest). `running` is what `make_plan` takes beside the options. Raises `InfeasibleError` if none fits.
+    """
+    return plan_recipes(lambda remat: make(remat), {"remat": REMATS}, options, of_source=True, **running)[1]
+
+
+def plan_recipes(
+    make: Make, choices: Choices, options: Options, *, of_source: bool = False, **running: Any
+) -> tuple[Recipe, PlanResult]:
+    """The recipe with the least expected time for each element of the batch that fits, and its plan.
+
+    `make` gives the program of a recipe; `choices` has the values of each choice, of which those that compute less
+    should come first: of equal times the earlier is taken. `running` is what `make_plan` takes beside the options.
+    Every recipe is planned with its own mesh and sharding, but for one whose arithmetic alone takes longer on all
+    devices than the best one yet. With `of_source` choices are those of `source_choices`, of which more is known: what
+    needs more memory than a recipe that does not fit is not tried; neither are more microbatches where memory does not
+    bind, nor larger batches when twice as much gains less than `LEAST_GAIN`; and a remat policy is mixed with each that
+    computes less and does not fit, in as few layers as are still faster for it. The plan says in its words what others
+    came to, and in its provenance (`recipe`) all of them; wall times are those of all.
+
+    Raises the `InfeasibleError` of the last recipe if none fits.
+    """
+    tried = _Search(make, options, running, of_source)
+    for recipe in _in_order(choices, tried):
+        tried.consider(recipe)
+    if tried.best is None:
+        assert tried.refused is not None
+        raise tried.refused
+    if of_source:
+        tried.mix(choices.get("remat", ()))
+    return tried.told()
+
+
+def _in_order(choices: Choices, tried: "_Search") -> Iterator[Recipe]:
+    """All recipes; batches grow as long as that pays, and get smaller only if none fits."""
+    names = [name for name in choices if name != "batch" or not tried.of_source]
+    others = list(itertools.product(*(choices[name] for name in names)))
+
+    def recipes(**batch: Any) -> Iterator[Recipe]:
+        for values in others:
+            yield Recipe((*batch.items(), *zip(names, values, strict=True)))
+
+    if len(names) == len(choices):
+        yield from recipes()
+        return
+    batches = choices["batch"]
+    growing = [b for b in batches if b >= batches[0]]
+    before = math.inf
+    for batch in growing:
+        yield from recipes(batch=batch)
+        now = tried.least(batch=batch)
+        if now > before * (1 - LEAST_GAIN) or math.isinf(now):
+            break
+        before = now
+    for batch in sorted((b for b in batches if b < batches[0]), reverse=True):
+        if tried.best is not None:
+            return
+        yield from recipes(batch=batch)
+
+
+class _Search:
+    """The recipes considered so far."""
+
+    def __init__(self, make: Make, options: Options, running: Mapping[str, Any], of_source: bool) -> None:
+        self.make, self.options, self.running, self.of_source = make, options, dict(running), of_source
+        self.topology = Topology.parse(options.topology)
+        self.best: tuple[RecipeTried, PlanResult] | None = None
+        self.layers: int | None = None
+        self.tried: list[RecipeTried] = []
+        self.wall: dict[str, float] = {}
+        self.refused: InfeasibleError | None = None
+        problem = self.running.pop("save_problem", None)
+        self.problem = None if problem is None else Path(problem)
+
+    def least(self, **some: Any) -> float:
+        """Seconds of an element in the best recipe with these choices."""
+        return min(
+            (each.per_element_s for each in self.tried if some.items() <= each.recipe.arguments.items()),
+            default=math.inf,
+        )
+
+    def consider(self, recipe: Recipe) -> None:
+        """Plan it, unless it is known already that it is not the best."""
+        why = self._known(recipe) if self.of_source else ""
+        if why:
+            self.tried.append(RecipeTried(recipe, why))
+        else:
+            self.plan(recipe)
+
+    def _known(self, recipe: Recipe) -> str:
+        """Why it need not be planned; empty if it must."""
+        for other in self.tried:
+            if other.verdict.startswith("does not fit") and _needs_no_less(recipe, other.recipe):
+                return f"does not fit: {_difference(other.recipe, recipe)} does not"
+        count = recipe.arguments.get("microbatches", 1)
+        for other in self.tried:
+            fewer = recipe.but(microbatches=other.recipe.arguments.get("microbatches"))
+            if count == 1 or other.recipe != fewer or other.peak_bytes is None or self.limit is None:
+                continue
+            if other.peak_bytes < TIGHT * self.limit:
+                return f"not planned: memory does not bind with {_difference(other.recipe, recipe)}"
+        return ""
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes of a device."""
+        return self.topology.usable_bytes if self.options.memory_limit is None else self.options.memory_limit
+
+    def plan(self, recipe: Recipe, **instead: Any) -> bool:
+        """Whether it is the best so far."""
+        try:
+            program = self.make(**recipe.arguments)
+        except InfeasibleError:
+            raise
+        except UserError as error:
+            if not self.of_source or not self.tried:
+                raise
+            self.tried.append(RecipeTried(recipe, f"cannot be: {error}"))
+            return False
+        self.layers = program.layers
+        elements = _elements(program)
+        bound = self._bound(program)
+        if self.best is not None and bound / elements >= self.best[0].per_element_s:
+            self.tried.append(
+                RecipeTried(recipe, "not planned: slower by its arithmetic alone", None, elements, None, bound)
+            )
+            return False
+        problem = None if self.problem is None else self.problem.with_name(f".{self.problem.name}")
+        try:
+            made = make_plan(
+                program, dataclasses.replace(self.options, **instead), save_problem=problem, **self.running
+            )
+        except InfeasibleError as error:
+            self.refused = error
+            self.tried.append(RecipeTried(recipe, "does not fit", None, elements, None, bound))
+            return False
+        for phase, seconds in made.wall_s.items():
+            self.wall[phase] = self.wall.get(phase, 0.0) + seconds
+        found = made.plan.prediction
+        row = RecipeTried(recipe, "", found.step_time_s, elements, found.peak_bytes, bound, found.expected_s)
+        self.tried.append(row)
+        better = self.best is None or row.per_element_s < self.best[0].per_element_s
+        if better:
+            self.best = row, made
+        if problem is not None and self.problem is not None:
+            if better:
+                os.replace(problem, self.problem)
+            else:
+                problem.unlink(missing_ok=True)
+        return better
+
+    def _bound(self, program: Program) -> float:
+        kept = bool(self.running.get("kept"))
+        reading = read_program(program, self.topology.backend, kept)
+        return least_seconds(reading.graph, self.topology, load_calibration(self.topology.chip))
+
+    def mix(self, remats: Sequence[str]) -> None:
+        """Adds mixtures of the best recipe's remat policy with those that compute less and do not fit, on its mesh.
+
+        Fewer layers that compute again are faster until memory is so short that tensors must be split otherwise.
+        """
+        assert self.best is not None
+        row, made = self.best
+        slow = row.recipe.arguments.get("remat")
+        if slow not in remats or self.layers is None:
+            return
+        mesh, layers = dict(made.plan.mesh), self.layers
+        for fast in remats[: remats.index(slow)]:
+            (other,) = (each for each in self.tried if each.recipe == row.recipe.but(remat=fast))
+            if not other.verdict.startswith("does not fit"):
+                continue
+            least, most = 0, layers
+            while most - least > max(1, layers // FINENESS):
+                count = (least + most) // 2
+                if self.plan(row.recipe.but(remat=f"{slow}:{count}+{fast}"), mesh=mesh):
+                    most = count
+                else:
+                    least = count
+
+    def told(self) -> tuple[Recipe, PlanResult]:
+        """The best one, which says what the others came to."""
+        assert self.best is not None
+        row, made = self.best
+        rows = sorted(self.tried, key=lambda each: (each is not row, each.per_element_s, each.bound_s or math.inf))
+        rows = [dataclasses.replace(each, verdict=_verdict(each, row)) for each in rows]
+        varied = len({each.elements for each in rows if each.step_time_s is not None}) > 1
+        line = _line(row.recipe, rows)
+        figures = [_figures(each, rows, varied) for each in rows]
+
+        def told(plan: Plan) -> Plan:
+            said = {"recipe": {"chosen": row.recipe.arguments, "tried": figures}}
+            return dataclasses.replace(plan, words=(*plan.words, line), provenance=plan.provenance | said)
+
+        offered = tuple(dataclasses.replace(each, plan=told(each.plan)) for each in made.candidates)
+        return row.recipe, dataclasses.replace(made, plan=told(made.plan), candidates=offered, wall_s=self.wall)
+
+
+def _elements(program: Program) -> int:
+    """Elements of the batch's largest argument, or tokens where the program says how many."""
+    sizes = (math.prod(a.shape) for a in program.arguments if a.role is Role.BATCH)
+    return program.tokens or max(sizes, default=1) or 1
+
+
+def _needs_no_less(recipe: Recipe, other: Recipe) -> bool:
+    """Whether a recipe of a source needs at least the memory of another."""
+    mine, theirs = recipe.arguments, other.arguments
+    for name, value in mine.items():
+        if value == theirs[name]:
+            continue
+        order = (REMATS.index if name == "remat" else int) if name in _LESS_MEMORY else None
+        if order is None or (order(value) - order(theirs[name])) * _LESS_MEMORY[name] > 0:
+            return False
+    return True
+
+
+def _difference(recipe: Recipe, other: Recipe) -> str:
+    """What one recipe has otherwise than another."""
+    theirs = other.arguments
+    return ", ".join(f"{name} {value}" for name, value in recipe.choices if theirs.get(name) != value)
+
+
+def _verdict(row: RecipeTried, best: RecipeTried) -> str:
+    if row.verdict or row is best or row.step_time_s is None:
+        return row.verdict
+    more = row.per_element_s / best.per_element_s - 1
+    each = "" if row.elements == best.elements else " for each element of the batch"
+    return f"{more:.1%} slower{each}"
+
+
+def _line(chosen: Recipe, rows: Sequence[RecipeTried]) -> str:
+    """One sentence of the plan's words: what was chosen, and of one choice what each other value would take."""
+    if len(chosen.choices) > 1:
+        planned = [row for row in rows if row.step_time_s is not None]
+        next_best = f"; next best: {planned[1].recipe}, {planned[1].verdict}" if len(planned) > 1 else ""
+        return f"recipe {chosen} (of {len(rows)}{next_best})"
+    others = ", ".join(
+        f"{row.recipe.choices[0][1]} {row.verdict if row.step_time_s is None else format_seconds(row.step_time_s)}"
+        for row in rows[1:]
+    )
+    return f"{chosen}" + (f" (instead: {others})" if others else "")
+
+
+def _figures(row: RecipeTried, rows: Sequence[RecipeTried], varied: bool) -> dict[str, Any]:
+    """A row for the plan file; `frontier`: no other recipe is both faster and smaller."""
+    figures = {
+        "choices": row.recipe.arguments,
+        "verdict": row.verdict,
+        "step_time_s": row.step_time_s,
+        "peak_bytes": row.peak_bytes,
+        "bound_s": row.bound_s,
+        "frontier": row.peak_bytes is not None
+        and not any(
+            other.peak_bytes is not None
+            and (other.peak_bytes, other.per_element_s) != (row.peak_bytes, row.per_element_s)
+            and other.peak_bytes <= row.peak_bytes
+            and other.per_element_s <= row.per_element_s
+            for other in rows
+        ),
+    }
+    if varied and row.step_time_s is not None and row.elements:
+        figures["seconds_per_element"] = row.step_time_s / row.elements
+    return figures
