@@ -212,6 +212,13 @@ def plan(f, w, size, inside):
         w.at[k + 1] = w.at[k] + f.node_at[node + 1] - f.node_at[node]
         if w.fate[k] == 2:
             w.mark[node] = inside - 1
+    # A member may keep its choice after others were eliminated into it: it then stays as what is outside does.
+    for step in range(done):
+        if w.up[step, 1] >= 0 and w.fate[w.up[step, 1]] == 2:
+            w.up[step, 1] = -1
+        if w.up[step, 0] >= 0 and w.fate[w.up[step, 0]] == 2:
+            w.up[step, 0] = w.up[step, 1]
+            w.up[step, 1] = -1
     return done, slots
 
 

@@ -15,6 +15,8 @@ _LARGEST = 200
 _STEPS = 12
 _MOVES = 50
 """Block moves between two looks at the price of memory."""
+_HIGHEST = 1e30
+"""Largest price of a byte for one time, where no choices keep memory however long the search goes on."""
 _PAUSE_S = 0.2
 """Seconds after which a timed run wants to be asked whether it is due: fewer moves are then made at a time."""
 
@@ -81,4 +83,4 @@ class Climber:
             self._largest, _STEPS, slack, self.best, self._state,
         )  # fmt: skip
         self.moves += moves
-        self.penalty *= 1.15 if self._state[1] > 0 else 0.98
+        self.penalty = min(self.penalty * (1.15 if self._state[1] > 0 else 0.98), _HIGHEST)

@@ -289,7 +289,7 @@ def improve(f, w, prices, chosen, used, seed, moves, penalty, largest, steps, sl
             stride = pace * (max(target - bound, 0.0) + 1e-3 * abs(target) / (step + 1)) / square
             for k in range(kept):
                 w.price[k] = min(max(w.price[k] + stride * w.load[k], 0.0), penalty)
-        if new_merit > allowed:
+        if not new_merit <= allowed:  # nothing was found, or what was is not known to be better
             continue
         w.gain[kind] += max(old_merit - new_merit, 0.0)
         for step in range(done):

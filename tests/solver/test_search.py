@@ -7,6 +7,7 @@ from random_problems import brute_force, make_problem, problems
 
 from autoshard.solver import FORBIDDEN, Problem, Status, evaluate, solve
 from autoshard.solver import _solve as module
+from autoshard.solver._block import minimise, plan
 from autoshard.solver._climb import Climber
 from autoshard.solver._dual import Dual
 from autoshard.solver._eliminate import Elimination
@@ -14,6 +15,7 @@ from autoshard.solver._flat import flatten
 from autoshard.solver._graph import InfeasibleGraph, OverLimit, build
 from autoshard.solver._mip import usage_profile
 from autoshard.solver._reduce import reduce
+from autoshard.solver._search import _block_cost, _residual
 
 
 def hard_problem(nodes: int, seed: int, hops: tuple[int, ...] = (1, 2, 7), alternatives: int = 4) -> Problem:
@@ -106,6 +108,33 @@ def test_the_climber_keeps_its_books():
     assert climber._state[1] == pytest.approx(excess)
     over = usage_profile(graph, dict(zip(names, now.tolist(), strict=True))) - graph.capacity
     assert over[over > 0].sum() == excess
+
+
+def test_a_block_is_minimised_exactly_whatever_members_keep_their_choice():
+    """Dense graphs, where some keep it after others were eliminated into them: the minimum is that of the choices."""
+    late = 0
+    for seed in range(12):
+        graph = build(hard_problem(40, seed, hops=(1, 2, 3, 5, 11)))
+        names, flat = flatten(graph)
+        count = len(names)
+        climber = Climber(flat, seed)
+        climber.start(np.random.default_rng(seed).integers(0, np.diff(flat.node_at)))
+        work = climber._work
+        for inside in range(3, 43, 2):
+            work.mark[:] = inside
+            work.spot[:] = work.members[:] = np.arange(count)
+            done, slots = plan(flat, work, count, inside)
+            kept = set(np.flatnonzero(work.fate == 2).tolist())
+            assert 0 < done == count - len(kept)
+            late += len(kept) > 0
+            assert not kept & set(work.up[:done].ravel().tolist())
+            prices = np.zeros(len(flat.capacity))
+            _residual(flat, work, climber.chosen, climber._used, prices, 0.0, done, inside)
+            work.value[:] = work.base
+            work.trial[:] = 10**6  # what an earlier block has left there
+            least = minimise(flat, work, done, slots, False)
+            assert least == pytest.approx(_block_cost(flat, work, work.trial, done, inside), rel=1e-9)
+    assert late > 100
 
 
 @pytest.fixture
