@@ -78,7 +78,7 @@ def dm(data: int, model: int, slices: int = 1) -> dict[str, int]:
     return ({"slice": slices} if slices > 1 else {}) | {"data": data, "model": model}
 
 
-def _train(config: Any, batch: int, seq: int, remat: str = "full", **options: Any) -> "Callable[[], Program]":
+def train(config: Any, batch: int, seq: int, remat: str = "full", **options: Any) -> "Callable[[], Program]":
     return hf(config, train=True, batch=batch, seq=seq, remat=remat, **options)
 
 
@@ -93,14 +93,14 @@ EXPERTS = mixtral(4, 2048, 7168, 16, 8, 8, 32000)
 
 ROWS = (
     # One slice, room to spare.
-    Row("llama-fsdp-v5e", _train(SMALL, 64, 1024), "v5e:4x4", {"data": 16}, "fsdp"),
-    Row("llama-tp-v5e", _train(SMALL, 32, 1024), "v5e:4x4", dm(4, 4), "tensor_parallel"),
-    Row("llama-fsdp_tp-v5p", _train(WIDE, 64, 2048, "dots"), "v5p:2x4x4", dm(8, 4), "fsdp_tp"),
-    Row("llama-ours-v5p", _train(WIDE, 128, 2048), "v5p:4x4x4", dm(16, 4)),
-    Row("llama-tp_sp-v6e", _train(WIDE, 32, 2048), "v6e:4x8", dm(4, 8), "tensor_parallel_sp"),
-    Row("llama-ours-tpu7x", _train(WIDE, 64, 2048), "tpu7x:2x2x4", dm(8, 4)),
-    Row("llama-fsdp-v4", _train(SMALL, 128, 1024), "v4:4x4x4", {"data": 64}, "fsdp"),
-    Row("experts-ours-v5p", _train(EXPERTS, 32, 1024), "v5p:2x2x4", dm(4, 4)),
+    Row("llama-fsdp-v5e", train(SMALL, 64, 1024), "v5e:4x4", {"data": 16}, "fsdp"),
+    Row("llama-tp-v5e", train(SMALL, 32, 1024), "v5e:4x4", dm(4, 4), "tensor_parallel"),
+    Row("llama-fsdp_tp-v5p", train(WIDE, 64, 2048, "dots"), "v5p:2x4x4", dm(8, 4), "fsdp_tp"),
+    Row("llama-ours-v5p", train(WIDE, 128, 2048), "v5p:4x4x4", dm(16, 4)),
+    Row("llama-tp_sp-v6e", train(WIDE, 32, 2048), "v6e:4x8", dm(4, 8), "tensor_parallel_sp"),
+    Row("llama-ours-tpu7x", train(WIDE, 64, 2048), "tpu7x:2x2x4", dm(8, 4)),
+    Row("llama-fsdp-v4", train(SMALL, 128, 1024), "v4:4x4x4", {"data": 64}, "fsdp"),
+    Row("experts-ours-v5p", train(EXPERTS, 32, 1024), "v5p:2x2x4", dm(4, 4)),
     Row("vit-dp-v6e", hf("vit-l16", train=True, batch=256), "v6e:4x4", {"data": 16}, "data_parallel"),
     Row("llama-infer-v5e", hf(WIDE, infer=True, batch=16, seq=2048), "v5e:2x4", dm(2, 4)),
     Row("jax-decoder-v4", jax_decoder(8, 2048, 8192, 16, 32000, 64, 1024), "v4:2x2x4", dm(4, 4)),
@@ -109,19 +109,19 @@ ROWS = (
     Row("rwkv-v5e", jax_rwkv(2, 1024, 16, 64, 64), "v5e:2x4", {"data": 8}, "data_parallel"),
     Row("table-v5e", jax_table(1 << 20, 64, 4, 256, 65536), "v5e:4x4", {"data": 16}),
     # One slice, near full.
-    Row("llama-fsdp-v5e-full", _train(SMALL, 128, 1024, "none"), "v5e:4x4", {"data": 16}, "fsdp", 1.3),
+    Row("llama-fsdp-v5e-full", train(SMALL, 128, 1024, "none"), "v5e:4x4", {"data": 16}, "fsdp", 1.3),
     Row("jax-mlp-v5e-full", jax_mlp(12, 4096, 524288), "v5e:2x4", {"data": 8}, "fsdp", 1.3),
-    Row("gpt2-xl-v6e-full", _train("gpt2-xl", 256, 1024, "dots"), "v6e:4x4", dm(4, 4), "ours", 1.3),
-    Row("llama-tp-v4-full", _train(WIDE, 32, 2048, "none"), "v4:2x2x4", dm(4, 4), "fsdp_tp", 1.3),
+    Row("gpt2-xl-v6e-full", train("gpt2-xl", 256, 1024, "dots"), "v6e:4x4", dm(4, 4), "ours", 1.3),
+    Row("llama-tp-v4-full", train(WIDE, 32, 2048, "none"), "v4:2x2x4", dm(4, 4), "fsdp_tp", 1.3),
     Row("jax-decoder-v5e-full", jax_decoder(8, 2048, 8192, 16, 32000, 768, 1024), "v5e:4x4", dm(4, 4), "ours", 1.3),
-    Row("llama-fsdp-v5p-full", _train(WIDE, 384, 4096), "v5p:2x2x4", {"data": 16}, "fsdp", 1.3),
-    Row("llama-tpu7x-full", _train(WIDE, 40, 4096, "none"), "tpu7x:2x2x2", dm(8, 2), "fsdp_tp_sp", 1.3),
+    Row("llama-fsdp-v5p-full", train(WIDE, 384, 4096), "v5p:2x2x4", {"data": 16}, "fsdp", 1.3),
+    Row("llama-tpu7x-full", train(WIDE, 40, 4096, "none"), "tpu7x:2x2x2", dm(8, 2), "fsdp_tp_sp", 1.3),
     # Several slices.
-    Row("llama-ours-v5e*2", _train(SMALL, 64, 1024), "v5e:4x4*2", dm(4, 4, 2)),
-    Row("llama-fsdp-v6e*2", _train(SMALL, 64, 1024), "v6e:4x4*2", {"slice": 2, "data": 16}, "fsdp"),
-    Row("llama-ours-v5p*2", _train(WIDE, 64, 2048), "v5p:2x2x4*2", {"slice": 2, "data": 16}),
-    Row("llama-ours-v4*2", _train(SMALL, 64, 1024), "v4:2x2x4*2", {"slice": 2, "data": 16}),
-    Row("llama-fsdp_tp-tpu7x*2", _train(WIDE, 64, 2048), "tpu7x:2x2x1*2", {"slice": 2, "model": 8}, "fsdp_tp"),
+    Row("llama-ours-v5e*2", train(SMALL, 64, 1024), "v5e:4x4*2", dm(4, 4, 2)),
+    Row("llama-fsdp-v6e*2", train(SMALL, 64, 1024), "v6e:4x4*2", {"slice": 2, "data": 16}, "fsdp"),
+    Row("llama-ours-v5p*2", train(WIDE, 64, 2048), "v5p:2x2x4*2", {"slice": 2, "data": 16}),
+    Row("llama-ours-v4*2", train(SMALL, 64, 1024), "v4:2x2x4*2", {"slice": 2, "data": 16}),
+    Row("llama-fsdp_tp-tpu7x*2", train(WIDE, 64, 2048), "tpu7x:2x2x1*2", {"slice": 2, "model": 8}, "fsdp_tp"),
     # Serving.
     Row("prefill-8b-v6e", serve("llama3-8b", "prefill", 8, 8192), "v6e:2x4", dm(2, 4)),
     Row("prefill-70b-v5p", serve("llama3-70b", "prefill", 16, 4096), "v5p:2x2x4", dm(4, 4)),
@@ -132,7 +132,7 @@ ROWS = (
     Row("decode-70b-v6e-full", serve("llama3-70b", "decode", 96, 8192), "v6e:4x4", dm(8, 2)),
     Row("decode-experts-v6e", serve("mixtral-8x7b", "decode", 64, 4096), "v6e:4x4", dm(4, 4)),
     # A whole model.
-    Row("llama3-8b-v5p", _train("llama3-8b", 64, 8192), "v5p:4x8x8", dm(32, 8)),
+    Row("llama3-8b-v5p", train("llama3-8b", 64, 8192), "v5p:4x8x8", dm(32, 8)),
 )
 
 MATRIX = Matrix("compile_fidelity", "Plans predicted against the TPU compiler", ROWS)

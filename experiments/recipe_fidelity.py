@@ -1,0 +1,42 @@
+"""Recipes of training steps (attention's kernel, what is computed again, microbatches) against the real TPU compiler.
+
+    python experiments/recipe_fidelity.py [ROW ...] [--predict] [--time-limit S]
+
+Runs rows as `compile_fidelity.py` does and shares its compiled programs; results are kept by row in
+`experiments/results/recipe_fidelity.json`.
+"""
+
+import sys
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from compile_fidelity import EXPERTS, WIDE, Matrix, Row, dm, main, train  # noqa: E402
+from compile_programs import hf  # noqa: E402
+
+
+PARTS = {"attention": "splash", "microbatches": 4}
+
+MATRIX = Matrix(
+    "recipe_fidelity",
+    "Recipes predicted against the TPU compiler",
+    (
+        Row("llama-splash-v5p", train(WIDE, 64, 4096, attention="splash"), "v5p:2x2x4", dm(4, 4)),
+        Row("llama-splash-dots-v6e", train(WIDE, 32, 2048, "dots", attention="splash"), "v6e:4x4", dm(4, 4)),
+        Row("llama-splash-parts-v5p", train(WIDE, 64, 2048, "none", **PARTS), "v5p:2x2x4", dm(8, 2)),
+        Row("gpt2-xl-splash-v5e", train("gpt2-xl", 64, 1024, attention="splash"), "v5e:4x4", dm(16, 1)),
+        Row("gpt2-xl-parts-v6e", train("gpt2-xl", 128, 1024, "dots", microbatches=4), "v6e:4x4", dm(8, 2)),
+        Row("experts-splash-v5p", train(EXPERTS, 32, 2048, attention="splash"), "v5p:2x2x4", dm(4, 4)),
+        Row("experts-splash-parts-v6e", train(EXPERTS, 32, 1024, **PARTS), "v6e:4x4", dm(4, 4)),
+        Row("gemma2-splash-v6e", train("gemma2-9b", 16, 8192, attention="splash"), "v6e:4x4", dm(4, 4)),
+        Row("gemma2-parts-v5p", train("gemma2-9b", 32, 2048, microbatches=2), "v5p:2x2x4", dm(8, 2)),
+        Row("bert-splash-v5e", train("bert-large", 64, 512, "none", attention="splash"), "v5e:2x4", dm(8, 1)),
+        Row("bert-parts-v5e", train("bert-large", 128, 512, "dots", microbatches=2), "v5e:2x4", dm(4, 2)),
+        Row("vit-parts-v6e", hf("vit-l16", train=True, batch=256, microbatches=4), "v6e:4x4", dm(16, 1)),
+    ),
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main(MATRIX, __doc__))
