@@ -150,7 +150,7 @@ def analyse(
     buffers, copied = _buffers(graph, fusions, materialised, free, reach, bases, kept, updates or {}, overwritten)
     away_or_apart = away.union(*(softmax.tensors for softmax in softmaxes))
     buffers = tuple(buffer for buffer in buffers if buffer[0] not in away_or_apart)
-    more, widths = stored(graph, buffers, wide)
+    more, widths = stored(graph, buffers, wide, (updates or {}) if fused_matmuls else ())
     buffers = tuple(sorted((*buffers, *more)))
     passes = [Passes(tensor, loop, 2) for tensor, loop in copied]
     if fused_matmuls:

@@ -3,10 +3,10 @@
 A matmul's kernel goes on with the elementwise ops that follow it one by one, and stores what the last of them
 makes: attention scores that are widened and masked are stored wide, logits that are only widened are not. And a stack
 of layers is converted once, before the loop that takes a slice of it and narrows that (both seen in every decoder that
-was compiled for TPUs, v4 to v6e, libtpu 0.0.51).
+was compiled for TPUs, v4 to v6e, libtpu 0.0.51), and copied for a loop within a loop.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from autoshard.graph._records import Op, OpClass, OpGraph
 
@@ -19,19 +19,21 @@ _VIEWS = frozenset({"reshape", "transpose", "broadcast_in_dim", "sharding_constr
 
 
 def stored(
-    graph: OpGraph, buffers: Iterable[Buffer], wide: Mapping[int, int]
+    graph: OpGraph, buffers: Iterable[Buffer], wide: Mapping[int, int], updated: Collection[int] = ()
 ) -> tuple[tuple[Buffer, ...], Mapping[Buffer, int]]:
-    """Buffers of converted stacks, and the bytes of an element of every buffer whose dtype is not its tensor's.
+    """Buffers of copied stacks, and the bytes of an element of every buffer whose dtype is not its tensor's.
 
-    `wide`: what `widened` gives.
+    `wide`: what `widened` gives. `updated`: arguments that are written over, whose stacks loops within loops copy.
     """
     widths: dict[Buffer, int] = {}
     for buffer in buffers:
         if buffer[0] in wide:
             widths[buffer] = wide[buffer[0]]
-    converted = _converted(graph)
-    widths |= converted
-    return tuple(sorted(converted)), widths
+    copied = _converted(graph)
+    for buffer, width in _copied(graph, updated).items():
+        copied[buffer] = copied.get(buffer, 0) + width
+    widths |= copied
+    return tuple(sorted(copied)), widths
 
 
 def _itemsize(graph: OpGraph, tensor: int) -> int:
@@ -61,6 +63,29 @@ def widened(graph: OpGraph) -> dict[int, int]:
     return found
 
 
+def _copied(graph: OpGraph, updated: Collection[int]) -> dict[Buffer, int]:
+    """Stacks that a loop within a loop (layers of each microbatch) takes apart, and that are then written over.
+
+    The compiler cannot tell that the outer loop leaves them alone, and gives it copies of its own (seen in training
+    steps of a Llama, Gemma 2 and ViT in microbatches, v5p and v6e, libtpu 0.0.51).
+    """
+    found = {}
+    for op in graph.ops:
+        if op.kind != "dynamic_slice" or op.op_class is not OpClass.LAYER or op.operands[0] not in updated:
+            continue
+        outer = _outermost(graph, op.loop)
+        if outer != op.loop:
+            loop = graph.loops[outer]
+            found[op.operands[0], loop.start, loop.stop] = _itemsize(graph, op.operands[0])
+    return found
+
+
+def _outermost(graph: OpGraph, loop: int) -> int:
+    while graph.loops[loop].parent >= 0:
+        loop = graph.loops[loop].parent
+    return loop
+
+
 def _converted(graph: OpGraph) -> dict[Buffer, int]:
     """A stack that loops narrow slice by slice: its narrow copy, from the first of these loops to the last."""
     makers = {tensor: op for op in graph.ops for tensor in op.results}
@@ -80,9 +105,7 @@ def _converted(graph: OpGraph) -> dict[Buffer, int]:
         stack = maker.operands[0]
         if stack not in graph.arguments:
             continue
-        outer = op.loop
-        while graph.loops[outer].parent >= 0:
-            outer = graph.loops[outer].parent
+        outer = _outermost(graph, op.loop)
         start, stop = graph.loops[outer].start, graph.loops[outer].stop
         before = spans.get((stack, width), (start, stop))
         spans[(stack, width)] = (min(before[0], start), max(before[1], stop))

@@ -164,3 +164,23 @@ def test_a_stack_that_a_loop_narrows_is_narrowed_once_before_it() -> None:
     assert [(b, liveness.itemsize(graph, b)) for b in liveness.buffers if b[0] == stack and b[1]] == [
         ((stack, loop.start, loop.stop), 2)
     ]
+
+
+def test_a_stack_that_loops_in_a_loop_take_apart_is_copied_for_them_if_it_is_written_over() -> None:
+    def fn(stack: Any, parts: Any) -> Any:
+        def layers(x: Any) -> Any:
+            return lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, stack)[0].sum()
+
+        total = lax.scan(lambda t, x: (t + layers(x), None), jnp.zeros(()), parts)[0]
+        return stack - total
+
+    graph = graph_of(fn, f32(4, 8, 8), f32(3, 16, 8))
+    stack, (result,) = graph.arguments[0], graph.results
+    outer = next(loop for loop in graph.loops if loop.parent < 0)
+
+    def copies(**options: Any) -> list[tuple[tuple[int, int, int], int]]:
+        liveness = analyse(graph, **options)
+        return [(b, liveness.itemsize(graph, b)) for b in liveness.buffers if b[0] == stack and b[1]]
+
+    assert copies(updates={stack: result}, fused_matmuls=True) == [((stack, outer.start, outer.stop), 4)]
+    assert copies(fused_matmuls=True) == copies(updates={stack: result}) == []
