@@ -195,7 +195,7 @@ def _check_microbatches(count: int, batch: Mapping[str, Any], updates: bool, nam
     if count > 1 and updates:
         raise UserError(
             f"`{name}` has batch norms that learn from the whole batch, so {count} microbatches would train another "
-            "model; use 1, or `batch_statistics=False`."
+            "model; use 1, or in Python keep their statistics as they are (`from_torch(..., batch_statistics=False)`)."
         )
     for key, leaf in batch.items() if count > 1 else ():
         if not leaf.shape or leaf.shape[0] % count:
