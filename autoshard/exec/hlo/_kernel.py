@@ -2,8 +2,9 @@
 
 import dataclasses
 import re
+from collections.abc import Sequence
 
-from autoshard.exec.hlo._hlo import Computation, Instruction
+from autoshard.exec.hlo._hlo import Computation, Instruction, Shape
 
 
 _IDLE = frozenset({"AllocateBuffer", "AssumeGatherIndicesInBound", "Sharding", "annotate_device_placement"})
@@ -14,7 +15,7 @@ _ATTENTION = re.compile(r"flash_attention|splash_m[hq]a")
 _FLOPS = {"fwd": 4, "dkv": 8, "dq": 6}
 """Of jax's attention kernels, for each pair of positions and head channel: two matmuls, four, three."""
 _BLOCK = 512
-"""Queries, and keys, in one block of scores, which the text does not tell: what jax's kernels take by default."""
+"""Queries, and keys, in one block of scores, where the text does not tell: what jax's kernels take by default."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,9 +60,21 @@ def read_kernel(owner: Computation, op: Instruction) -> Kernel | None:
         flops = _flops_of(name) * elements * keys.dims[-2]
     steps = 0.0
     if head and len(floats) > 1:
-        block = min(_BLOCK, floats[0].dims[-2]) * min(_BLOCK, floats[1].dims[-2])
+        side = _side(operands, floats[0].dims[-2], floats[1].dims[-2])
+        block = min(side, floats[0].dims[-2]) * min(side, floats[1].dims[-2])
         steps = flops / (_flops_of(name) * head * block)
     return Kernel(name, flops, traffic or sum(s.bytes for s in operands) + op.bytes, head, steps)
+
+
+def _side(operands: Sequence[Shape], queries: int, keys: int) -> int:
+    """Queries, and keys, of a block: splash attention's tables `[heads, rows, columns]` have an entry for each.
+
+    A window leaves fewer rows or columns than there are blocks, so the smaller one of the two is taken.
+    """
+    for shape in operands:
+        if shape.dtype in ("s8", "s16", "s32") and len(shape.dims) == 3 and min(shape.dims) > 0:
+            return min(queries // shape.dims[1], keys // shape.dims[2]) or _BLOCK
+    return _BLOCK
 
 
 def _flops_of(name: str) -> int:

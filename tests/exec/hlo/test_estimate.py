@@ -318,6 +318,7 @@ def test_the_timeline_adds_up_and_shows_links_beside_compute():
 
 def kernel(name: str, cost: str, operands: str = "%q, %k, %k") -> str:
     shapes = "  %q = bf16[2,4,1,1024,128] parameter(0)\n  %k = bf16[2,4,1024,128] parameter(1)\n"
+    shapes += "  %whole = s8[1,1,1] parameter(2)\n  %window = s8[1,4,2] parameter(3)\n"
     call = (
         f'  ROOT %c = bf16[2,4,1,1024,128] custom-call({operands}), custom_call_target="tpu_custom_call", '
         'frontend_attributes={kernel_metadata={\n"block":"512"\n}}, '
@@ -334,6 +335,15 @@ def test_a_kernel_takes_what_it_says_of_itself():
     attention = estimate(kernel("splash_mqa_fwd", cost), MESH)
     steps = 5e9 / (4 * 128) / 512**2  # two matmuls over each block of 512 x 512 scores
     busy = COMPUTE.attention_seconds(5e9 / 256, 128, 128, 1, "bf16", 1000) + COMPUTE.step_seconds(steps)
+    assert attention.by_kind["kernel"] == pytest.approx(float(busy))
+
+
+@pytest.mark.parametrize(("table", "side"), [("%whole", 1024), ("%window", 256)])
+def test_the_blocks_of_splash_attention_are_told_by_its_tables(table: str, side: int):
+    cost = '"cost_estimate":{"bytes_accessed":"1000","flops":"5000000000","transcendentals":"0"}'
+    attention = estimate(kernel("splash_mqa_fwd", cost, f"{table}, %q, %k, %k"), MESH)
+    busy = COMPUTE.attention_seconds(5e9 / 256, 128, 128, 1, "bf16", 1000)
+    busy += COMPUTE.step_seconds(5e9 / (4 * 128) / side**2)
     assert attention.by_kind["kernel"] == pytest.approx(float(busy))
 
 
