@@ -32,20 +32,26 @@ SHORTEST = 1e-5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EstimatorError:
-    """How far estimates were from published step times, as shares of those."""
+    """How far estimates were from measured step times, as shares of those."""
 
     mean: float
     within: float
-    """Nine of ten runs were nearer than this."""
-    pairs: float
-    """The same for the ratio of two runs on chips of one generation, where what is wrong with both cancels; as a
-    share of the longer step. Those are runs of different models: plans of one model have more in common."""
+    """Nine of ten published runs were nearer than this."""
     source: str
+    """The published runs that `mean` and `within` are of."""
+    pairs: float
+    """Nine of ten ratios of two measured plans of one model on one set of chips were less wrong than this share of the
+    longer step; what is wrong with both plans cancels."""
+    pairs_source: str
+    """The measured plans that `pairs` is of."""
 
 
 @functools.cache
 def estimator_error() -> EstimatorError:
-    """The estimator's error, as it was measured on published runs (`experiments/published_runs.py`)."""
+    """The estimator's error, as it was measured on published runs and on plans of one model.
+
+    `experiments/published_runs.py` and `experiments/pair_estimates.py` measure it.
+    """
     return EstimatorError(**json.loads(_ERROR_FILE.read_text()))
 
 
@@ -125,7 +131,7 @@ def decided(a: float, b: float, error: float) -> bool:
 
 def pair_error(a: Mapping[str, float], b: Mapping[str, float], longer_s: float) -> float:
     """Share of the longer of two estimated steps, `longer_s`, by which their difference may be wrong: as measured on
-    pairs of published runs, and on top by how much the two differ in what took next to no time in any of them.
+    pairs of plans of one model, and on top by how much the two differ in what took next to no time in published runs.
 
     `a`, `b`: seconds by kind, as in `Estimate.by_kind`.
     """

@@ -290,7 +290,7 @@ def test_higher_precision_takes_more_passes():
 
 def test_plans_that_differ_by_less_than_the_error_are_undecided():
     error = estimator_error()
-    assert 0 < error.mean < error.within < 0.5 and 0 < error.pairs < 0.5 and error.source
+    assert 0 < error.mean < error.within < 0.5 and 0 < error.pairs < 0.5 and error.source and error.pairs_source
     same = {"matmul": 0.9, "vector": 0.1}
     assert pair_error(same, same | {"matmul": 0.5}, 1.0) == error.pairs
     assert pair_error(same, same | {"vector": 0.3}, 2.0) == pytest.approx(error.pairs + 0.1)
