@@ -79,7 +79,7 @@ def decoder_program(
 
     `attention` is `flash`, one kernel that can be planned and priced but neither run nor compiled (`flash_attention`);
     `splash`, jax's kernel for TPUs; or `plain`, scores in full. `remat` is `none` or a key of `SAVED`, of which `saves`
-    may say otherwise what a layer keeps beside its input; `blocks` are those of a `flash` kernel. `offloads` are values
+    may say otherwise what a layer keeps beside its input; `blocks` are those of the kernels. `offloads` are values
     that a layer keeps in its host's memory: of `SAVABLE`, or `input`. `accumulation` microbatches are computed one
     after the other, and their gradients summed. `stack_axis` is the dim of stacked parameters that counts layers.
     Layers that are not `scanned` stand one after the other, each with parameters of its own.
@@ -297,10 +297,8 @@ def _mixed(query: Any, key: Any, value: Any, weights: Mapping[str, Any], window:
     from jax.ad_checkpoint import checkpoint_name
 
     if how.attention != "plain":
-        side = min(512, query.shape[3], key.shape[2])  # MaxText's default
-        splash = functools.partial(splash_attention, block=side)
-        kernel = functools.partial(flash_attention, blocks=how.blocks) if how.attention == "flash" else splash
-        mixed = kernel(query, key, value, causal=True, window=window)
+        kernel = flash_attention if how.attention == "flash" else splash_attention
+        mixed = kernel(query, key, value, causal=True, window=window, blocks=how.blocks or KernelBlocks())
     else:
         shape = query.shape
         merged = query.reshape(shape[0], shape[1] * shape[2], *shape[3:])

@@ -15,6 +15,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.program import _flops
+from autoshard.program._kernels import KernelBlocks
 from autoshard.program._masks import computed_share, grid_steps, seen_share
 
 
@@ -25,6 +26,8 @@ LANES = 128
 """Elements of a TPU register's row: blocks of scores are multiples of it."""
 
 _BLOCKS = (1024, 512, 256, 128)
+_PART = 512
+"""Keys of a block that a kernel multiplies at once."""
 _STEP = 5.2e8
 """FLOPs that a TPU's core multiplies in the 0.7 us that a step of the kernel's grid takes by itself (docs/costs.md)."""
 
@@ -110,13 +113,13 @@ def splash_attention(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    block: int | None = None,
+    blocks: KernelBlocks | None = None,
 ) -> Any:
     """Softmax attention: `query` [B, K, G, S, D], `key` [B, K, T, D], `value` [B, K, T, E] give [B, K, G, S, E].
 
     Each of the K key-value heads serves G query heads. The kernel is one over the heads of a group, mapped over batch
     and key-value heads, so all three can be split. It runs on TPUs and compiles for them; where JAX has started
-    without any it is interpreted. `block` is the number of queries, and keys, in a block of scores (`block_of`).
+    without any it is interpreted. `blocks` are those of its kernels, by default the squares that `block_of` finds best.
     """
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
@@ -125,12 +128,23 @@ def splash_attention(
     length, keys, size = query.shape[3], key.shape[2], query.shape[4]
     scores = math.prod(query.shape[:4]) * keys * seen_share(length, keys, causal, window)
     _flops.record(2.0 * scores * (size + value.shape[3]))
-    side = block_of(length, keys, causal, window, size) if block is None else block
-    part = min(side, 512)
+    if blocks is None:
+        square = (block_of(length, keys, causal, window, size),) * 2
+        blocks = KernelBlocks(square, square, square)
+    forward, of_keys, of_queries = (
+        (min(q, length), min(k, keys)) for q, k in (blocks.forward, blocks.keys, blocks.queries)
+    )
     sizes = kernel.BlockSizes(
-        block_q=side, block_kv=side, block_kv_compute=part, block_q_dkv=side, block_kv_dkv=side,
-        block_kv_dkv_compute=part, block_q_dq=side, block_kv_dq=side,
-    )  # fmt: skip
+        block_q=forward[0],
+        block_kv=forward[1],
+        block_kv_compute=min(forward[1], _PART),
+        block_q_dkv=of_keys[0],
+        block_kv_dkv=of_keys[1],
+        block_kv_dkv_compute=min(of_keys[1], _PART),
+        block_q_dq=None if blocks.fused else of_queries[0],
+        block_kv_dq=None if blocks.fused else of_queries[1],
+        use_fused_bwd_kernel=blocks.fused,
+    )
     late = keys - length  # the last query sees the last key
     if window is not None:
         mask: Any = masks.LocalMask((length, keys), (window - 1, 0 if causal else window - 1), late if causal else 0)

@@ -13,6 +13,7 @@ from autoshard.errors import UserError
 from autoshard.graph import read_graph
 from autoshard.program import SAVED, DecoderDims, Program, Role, decoder_program
 from autoshard.program._attention import attend
+from autoshard.program._kernels import KernelBlocks
 from autoshard.program._splash import splash_attention
 
 
@@ -82,6 +83,21 @@ def test_splash_attention_skips_what_is_masked() -> None:
     # Of 4 x 4 blocks of 512 those up to the diagonal: 10; two, four and three matmuls over them.
     scores = 2 * 4 * 2048 * 2048 * 10 / 16
     assert sum(op.flops for op in kernels) == pytest.approx((2 + 4 + 3) * 2 * 128 * scores)
+
+
+def test_splash_attention_takes_the_blocks_it_is_given() -> None:
+    dims = dataclasses.replace(DIMS, head_size=128)
+    blocks = KernelBlocks((2048, 1024), (1024, 2048), (512, 512), fused=True)
+    program = decoder_program(dims, batch=2, seq=2048, remat="none", attention="splash", blocks=blocks)
+    kernels = [op for op in read_graph(program.module).ops if op.opaque is not None]
+    assert sorted(op.opaque.target.partition("_no_")[0] for op in kernels if op.opaque) == [
+        "splash_mqa_dkv",
+        "splash_mqa_fwd_residuals",
+    ]
+    forward, backward = sorted(op.flops for op in kernels)
+    # Two matmuls over both blocks forward; one backward kernel makes five over both of its own.
+    assert forward == pytest.approx(2 * 2 * 128 * 2 * 4 * 2048 * 2048)
+    assert backward == pytest.approx(2.5 * forward)
 
 
 def test_splash_attention_is_attention(monkeypatch: pytest.MonkeyPatch) -> None:
