@@ -129,8 +129,8 @@ def splash_attention(
     scores = math.prod(query.shape[:4]) * keys * seen_share(length, keys, causal, window)
     _flops.record(2.0 * scores * (size + value.shape[3]))
     if blocks is None:
-        square = (block_of(length, keys, causal, window, size),) * 2
-        blocks = KernelBlocks(square, square, square)
+        side = block_of(length, keys, causal, window, size)
+        blocks = KernelBlocks((side, side), (side, side), (side, side))
     forward, of_keys, of_queries = (
         (min(q, length), min(k, keys)) for q, k in (blocks.forward, blocks.keys, blocks.queries)
     )
