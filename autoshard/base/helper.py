@@ -44,7 +44,7 @@ class Shared:
     name: str
     thing: object
     sent: object
-    """Until it is pickled."""
+    """What helpers are given in its place; None once it has been pickled."""
     data: bytes | None = None
     """The message that tells a helper of it."""
 

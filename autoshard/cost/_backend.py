@@ -34,7 +34,7 @@ class Backend:
     platform: str
     """XLA's name of the platform that programs are lowered for."""
     noun: str
-    """What a shape counts, for people."""
+    """What the numbers of a shape count, as people say it."""
 
     # The machine.
     torus: bool

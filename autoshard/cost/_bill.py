@@ -36,14 +36,15 @@ class Charge:
     op: str
     """A name in `WORK`, or a kind of collective."""
     said: Said
-    """What is not an amount: dtype, head sizes, mesh axes."""
+    """Whatever else the price depends on and is not an amount: dtype, head sizes, mesh axes."""
     amounts: tuple[float, ...]
-    """Of one execution on one device, in the order that `WORK` gives; of a collective its bytes."""
+    """Amounts of one execution on one device, in the order that `WORK` gives; a collective has its bytes alone."""
     block: int
     count: float
     """How often it is executed in one step."""
     hides: tuple[str, ...] = ()
-    """Of a collective: figures of which the largest is the share that runs beside compute; none of it without any."""
+    """For a collective, figures of which the largest is the share that runs beside compute; where there are none, all
+    of it is waited for."""
 
 
 Price = Callable[..., NDArray[np.float64]]

@@ -42,7 +42,7 @@ class Calibration:
     """Fixed time of one collective phase."""
     network_efficiency: float
     network_contention: float
-    """By how much every further slice slows a transfer between slices: shared switches, and the slowest slice."""
+    """How much every further slice slows a transfer between slices: shared switches, and the slowest slice."""
     network_latency_s: float
     """Least time of one step between slices or islands."""
     shared_memory_traffic: float

@@ -75,16 +75,16 @@ class Fit:
     """Figures of a topology, and how sure they are."""
 
     calibration: Calibration
-    """With what was fitted in place."""
+    """The figures of the topology's chip, with what was fitted in the place of what was shipped."""
     figures: tuple[Fitted, ...]
     """The figures that the fit changed, by name."""
     observations: int
     hash: str
-    """Of the observations, whatever their order."""
+    """A hash of the observations that does not depend on their order."""
     residual_before: float
     """Median absolute error of what was seen with the shipped figures: in log time, or in the hidden share."""
     residual: float
-    """The same with the fitted ones."""
+    """Median absolute error of what was seen with the fitted figures."""
     flags: tuple[str, ...] = ()
     """The compiler flags with which all was seen, and which the figures therefore contain."""
 
@@ -116,7 +116,7 @@ class _Case:
     sigma: float
     free: tuple[Free, ...]
     traffic: str = ""
-    """Of a schedule: the class of communication whose hidden share was seen; of all if empty."""
+    """The class of communication whose hidden share a schedule showed; empty for all of it."""
 
     def error(self, calibration: Calibration) -> float:
         parts = self.observation.bill.parts(calibration)

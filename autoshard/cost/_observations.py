@@ -34,9 +34,9 @@ class Observation:
     about: Mapping[str, str]
     """`program` and `plan` (hashes), and `name`, for people."""
     bill: Bill
-    """What it was seen of, ready to be priced: the whole step, or one op shape."""
+    """The work that was seen, ready to be priced: a whole step, or one op of one shape."""
     seen: Mapping[str, Any]
-    """What the judge says; `seconds` if it is a time. JSON."""
+    """JSON of what the judge says; if that is a time, it stands under `seconds`."""
 
     def to_json(self) -> str:
         """Canonical: equal observations have equal text."""

@@ -17,7 +17,7 @@ class Cluster:
 
     id: int
     sizes: tuple[int, ...]
-    """Size of each factor."""
+    """The size of each factor of the cluster."""
     blocked: frozenset[int]
     """Factors that must stay whole (the layer dim of a stack)."""
     tensors: tuple[int, ...]
@@ -28,7 +28,7 @@ class Edge:
     """A value that goes from one decision to another, where a reshard may be needed."""
 
     tensor: int
-    """The value that moves."""
+    """The tensor whose value moves along the edge."""
     op: int
     """The op between them; -1 for a tie between an updated result and the argument it replaces."""
     operand: int

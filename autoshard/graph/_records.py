@@ -91,13 +91,13 @@ class Opaque:
     fixed: bool = False
     """True if it holds code for whole tensors, so that no device can run it on a shard."""
     dtype: str = ""
-    """Of what most of its flops multiply; empty if it is not known."""
+    """The dtype in which most of its FLOPs multiply; empty if it is not known."""
     head: int = 0
-    """Of jax's attention kernels, the head dim over which they multiply; 0 for any other call."""
+    """The head dim over which one of jax's attention kernels multiplies; 0 for any other call."""
     sloping: tuple[tuple[int, int], ...] = ()
     """(factor, blocks): the work grows evenly along it from next to none, so that parts of it are not alike."""
     steps: int = 0
-    """Of a Pallas kernel, steps of its grid, without those that a mask skips."""
+    """Steps of a Pallas kernel's grid, without those that a mask skips."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,22 +120,22 @@ class Op:
     operand_numbers: tuple[int, ...]
     """Position of each of `operands` among the op's operands in the module."""
     groups: tuple[tuple[int, ...], ...] = ()
-    """Of a collective that the program itself does: groups of devices, or (source, target) pairs."""
+    """Groups of devices of a collective that the program itself does, or (source, target) pairs."""
     manual: tuple[str, ...] = ()
     """Axes that the program itself has split the op over: they may split `fixed` factors only."""
     fixed: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """(factor, axes that split it and nothing else) where a region by hand begins or ends."""
     seats: tuple[tuple[int, int], ...] = ()
-    """Of an op made of several: (number of the op in the module, operand) of every use of its one operand."""
+    """Every use of the one operand of an op made of several: (number of the op in the module, operand)."""
     shift: int = 0
-    """Of a `rotate`: by how many places."""
+    """The number of places by which a `rotate` shifts."""
     opaque: Opaque | None = None
     """For a custom call, what is known of it."""
 
     halos: tuple[Halo, ...] = ()
     """Factors along which windows reach into neighbouring shards, in the order in which halos are exchanged."""
     offsets: tuple[tuple[int, int], ...] = ()
-    """Of a slice or pad: (factor, where the result begins in the operand) for dims that it cuts or lengthens."""
+    """Dims that a slice or pad cuts or lengthens: (factor, where the result begins in the operand)."""
     grouped: bool = False
     """True for a convolution of groups (of features or of the batch), which the partitioner may split wrongly."""
     line: str = ""
@@ -143,7 +143,7 @@ class Op:
     strided: tuple[int, ...] = ()
     """Dims of which a slice takes elements that lie apart, or in which a pad puts places between elements."""
     steps: int = 0
-    """Of a kernel, steps of its grid, without those that a mask skips."""
+    """Steps of a kernel's grid, without those that a mask skips."""
 
     @property
     def sides(self) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
@@ -208,7 +208,7 @@ class Sharding:
     open: tuple[bool, ...]
     """Dims that may be split further."""
     whole: tuple[AxisUse, ...] = ()
-    """Axes that split nothing."""
+    """Axes that are known to split nothing of the tensor."""
     unreduced: tuple[AxisUse, ...] = ()
     """Axes over which the value is still to be summed."""
     mesh: tuple[tuple[str, int], ...] = ()

@@ -53,9 +53,9 @@ class Softmax:
     rows: tuple[int, ...]
     """The dims of `scores` that the softmax sums over."""
     whole: SoftmaxForm
-    """With one kernel for the whole softmax."""
+    """What is held where one kernel computes the whole softmax."""
     again: SoftmaxForm
-    """With probabilities that every kernel computes again."""
+    """What is held where every kernel computes the probabilities again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

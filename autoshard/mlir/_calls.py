@@ -24,7 +24,7 @@ class CallWork:
     traffic: int = 0
     """Bytes from and to main memory."""
     dtype: str = ""
-    """Of what most of the flops multiply."""
+    """The dtype in which most of the FLOPs multiply."""
     sloping: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """Factor of the call's rule along which the work grows evenly from next to none -> blocks of it."""
     steps: int = 0

@@ -23,7 +23,7 @@ class Entry:
     results: tuple[Aval, ...]
     """Shapes and numpy names of dtypes."""
     names: tuple[str, ...] | None
-    """Of the arguments, as their locations have them (`params['w']`); None if one has none or two share one."""
+    """Names of the arguments, as their locations have them (`params['w']`); None if one has none or two share one."""
     aliases: dict[int, int]
     """Argument -> result that takes its buffer."""
     dropped: int

@@ -21,9 +21,9 @@ class Flow:
     operands: Sequence[tuple[Value | None, ...]]
     """None for what is made inside of a region by no op. What only ends a region takes nothing."""
     alike: Sequence[tuple[Value | None, ...]]
-    """The same if the op works element by element, nothing of others."""
+    """As `operands`, for ops that work element by element; the other ops have nothing here."""
     products: frozenset[int]
-    """Ops that contract dims."""
+    """The ops that contract dims, by their numbers."""
     lookups: frozenset[int]
     """Ops that look up in dims, or write there."""
     views: frozenset[int]

@@ -185,10 +185,10 @@ class _Figures:
     """The figures that prices are made of, and what is said of them."""
 
     plain: Calibration
-    """Those without compiler flags."""
+    """The figures that hold for steps without compiler flags."""
     calibration: Calibration
     said: Mapping[str, Any]
-    """For the provenance: what was learned, and the compiler flags."""
+    """What the provenance says: what was learned, and the compiler flags."""
     notes: tuple[str, ...]
     """Warnings about flags that are not in the price."""
 

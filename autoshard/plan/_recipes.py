@@ -74,9 +74,9 @@ class RecipeTried:
     verdict: str
     """Empty for the chosen one; else why it was not."""
     step_time_s: float | None = None
-    """Of its best plan; None if none was made."""
+    """Step time of the best plan for it; None if none was made."""
     elements: int | None = None
-    """Of the batch: tokens of a language model."""
+    """Size of the batch in what the model counts: tokens of a language model."""
     peak_bytes: int | None = None
     bound_s: float | None = None
     """A step takes no less, as was known before planning."""

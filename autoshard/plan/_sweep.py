@@ -29,7 +29,7 @@ class SweepRow:
 
     topology: str
     batch: int | None
-    """As it was asked for; None where the program says it itself."""
+    """The batch that was asked for; None where the program says it itself."""
     remat: str | None
     failed: str = ""
     """Why there is no plan; empty if there is one."""
@@ -40,7 +40,7 @@ class SweepRow:
     memory_limit_bytes: int | None = None
     chips: int | None = None
     tokens: int | None = None
-    """Of one step; None where the program does not say."""
+    """Tokens of one step; None where the program does not say."""
     words: tuple[str, ...] = ()
 
     @property

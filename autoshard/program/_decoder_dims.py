@@ -28,7 +28,7 @@ class DecoderDims:
     window: int | None = None
     global_every: int = 1
     experts: int = 1
-    """With more than one, a layer has that many MLPs and a router, of which `active_experts` see a token."""
+    """Where it is more than one, a layer has that many MLPs and a router, of which `active_experts` see a token."""
     active_experts: int = 1
     expert_width: int | None = None
     """Width of an expert's MLP; None: `mlp_width`."""

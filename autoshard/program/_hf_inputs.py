@@ -14,9 +14,9 @@ class HfTask:
     batch: dict[str, Any]
     """Name -> `jax.ShapeDtypeStruct`, with `labels` when training."""
     call: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """From a batch to the keyword arguments of the module."""
+    """Makes the keyword arguments of the module from a batch."""
     seq: int | None
-    """Tokens of one sequence."""
+    """The number of tokens in one sequence."""
     tokens: int | None
     """Tokens of a step; None where a model has none (images)."""
     id_limit: int

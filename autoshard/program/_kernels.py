@@ -63,9 +63,9 @@ def flash_attention(
 
 class _Grid(NamedTuple):
     share: float
-    """Of the scores, what is computed."""
+    """The share of the scores that is computed."""
     steps: int
-    """Of the grid that compute something, for one head of one sequence."""
+    """Steps of the grid that compute something, for one head of one sequence."""
 
 
 def _record_scores(query: Any, key: Any, value: Any, share: float) -> None:

@@ -69,7 +69,7 @@ class PallasCall:
     flops: int
     traffic: int
     dtype: str
-    """Of what most of its flops multiply; empty if it has no matmul."""
+    """The dtype in which most of its FLOPs multiply; empty if it has no matmul."""
     steps: int
     """Steps of the grid, without those that a mask skips."""
 

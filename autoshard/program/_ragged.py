@@ -23,7 +23,7 @@ class RaggedDot:
     params: dict[str, Any]
     sizes: tuple[int, int, int, int]
     left: tuple[int, ...]
-    """Factor of each dim."""
+    """The factor of each dim of the left operand."""
     right: tuple[int, ...]
     result: tuple[int, ...]
 

@@ -38,9 +38,9 @@ class Export:
     form: str
     text: str
     prediction: Prediction | None
-    """Of a step with what the form holds; None if that could not be told."""
+    """The prediction of a step with what the form holds; None if that could not be told."""
     sentence: str
-    """The same in words, beside the plan's own."""
+    """That prediction in words, beside the plan's own."""
 
 
 def export_plan(plan: Plan, form: str, program: Program | None = None, *, force: bool = False) -> str:

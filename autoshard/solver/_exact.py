@@ -22,7 +22,7 @@ class Exact:
 
     graph: Graph
     deadline: float
-    """By `clock`."""
+    """When the solve has to end, in seconds of `clock`."""
     clock: Clock
     seed: int
     cutoff: float | None

@@ -38,9 +38,9 @@ class Minimum:
     """No values cost less; minus infinity when nothing is known."""
     infeasible: bool
     finished: bool
-    """The bound was closed."""
+    """Whether the bound met the best values."""
     stopped: bool
-    """The process goes on with it: it should be ended."""
+    """Whether the run goes on in the background, so that its process should be ended."""
 
 
 class IntegerProgram:

@@ -24,11 +24,11 @@ class MipResult:
     bound: float
     """No choices of the graph cost less (its offset excluded); infinite when proven infeasible."""
     finished: bool
-    """The bound was closed, within the solver's tolerance."""
+    """Whether the bound was closed, within the solver's tolerance."""
     exact: bool = True
-    """That tolerance is less than a unit of cost, as far as costs go that plans have."""
+    """Whether that tolerance is less than a unit of cost, as far as costs go that plans have."""
     stopped: bool = False
-    """The process goes on with it: it should be ended."""
+    """Whether the run goes on in the background, so that its process should be ended."""
 
 
 _EXACT = 1e15

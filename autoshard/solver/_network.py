@@ -72,4 +72,4 @@ class Narrowed:
     complete: bool
     """Everything left out costs more than `choices`; False when more had to go to keep the rest small."""
     messages: Messages | None = None
-    """To begin with on a network with the same links."""
+    """Messages to begin with on a network that has the same links."""

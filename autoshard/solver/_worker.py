@@ -31,7 +31,7 @@ class PartJob:
     """What it may take where it proves the optimum of the whole."""
     nodes: int | None
     clock: Clock
-    """What seconds are counted by."""
+    """The clock that counts the seconds of all limits."""
     seed: int
 
 
@@ -40,7 +40,7 @@ class Answer:
     chosen: Ints | None
     """Flat choices, better than the best given; None when none were found."""
     bound: float
-    """With `proves`: no choices cost less (offset of the graph excluded)."""
+    """A bound where `proves` says so: no choices cost less, the offset of the graph excluded."""
     finished: bool
     exact: bool
     proves: bool

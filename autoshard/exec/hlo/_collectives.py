@@ -59,7 +59,7 @@ class CompiledCollective:
     members: tuple[int, ...] = ()
     """Devices of one group, as numbers in the topology."""
     pairs: tuple[tuple[int, int], ...] = ()
-    """Of a collective-permute: who sends to whom."""
+    """For a collective-permute, the pairs of devices of which the first sends to the second."""
 
     @property
     def wire_bytes(self) -> float:

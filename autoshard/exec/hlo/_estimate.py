@@ -72,7 +72,7 @@ class Estimate:
     by_kind: dict[str, float]
     """Seconds by what the time went to: matmul, kernel, memory, vector, overhead, and the kinds of collectives."""
     traffic: dict[tuple[str, bool], Traffic]
-    """The same of communication, by kind of collective and whether it goes between slices: sent, and waited for."""
+    """Seconds of communication by kind of collective and whether it goes between slices: sent, and waited for."""
     unknown_trips: int
     """Loops whose trip count the text does not tell; counted once."""
     spans: tuple[Busy, ...]

@@ -16,12 +16,12 @@ class FlopCheck:
     """Matrix flops of one step over all devices."""
 
     program: float
-    """Of the program as traced, its own rematerialisation included."""
+    """FLOPs of the program as it was traced, the rematerialisation that it asks for included."""
     compiled: float
     remat: float
     """What of the compiled ones the compiler's own rematerialisation may have added."""
     model: float | None
-    """Of the model: nothing computed twice, masked scores left out."""
+    """FLOPs of the model itself: nothing is computed twice, and masked scores are left out."""
 
     @property
     def ratio(self) -> float:

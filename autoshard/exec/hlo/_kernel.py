@@ -27,9 +27,9 @@ class Kernel:
     traffic: float
     """Bytes from and to main memory."""
     head: int = 0
-    """Of an attention kernel, the head dim over which it multiplies; 0 for any other kernel."""
+    """The head dim over which an attention kernel multiplies; 0 for any other kernel."""
     steps: float = 0.0
-    """Of an attention kernel, blocks of scores that it computes."""
+    """How many blocks of scores an attention kernel computes."""
 
     @property
     def score_passes(self) -> float:

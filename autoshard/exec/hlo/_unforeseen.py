@@ -34,7 +34,7 @@ class Unforeseen:
     wire_bytes: int
     """Bytes on the wire of one device in one step."""
     share: float
-    """Of all bytes on the wire in the step."""
+    """Its share of all bytes that the step puts on the wire."""
     count: int
     op: str
     """The source's name for the op."""

@@ -56,7 +56,7 @@ class InstructionWork:
     """Read and written, padding of tiles included: it is moved like the elements."""
     vmem_bytes: int
     elements: float
-    """Elementwise operations."""
+    """How many elementwise operations one execution does."""
     kernel: Kernel | None = None
     """A Pallas kernel, whose work is all in here."""
 

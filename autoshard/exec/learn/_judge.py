@@ -25,11 +25,11 @@ class Seen:
     distance of its quartiles."""
     verdict: str = ""
     peak_bytes: int | None = None
-    """Of one device, where the judge says it."""
+    """Peak memory of one device, where the judge says it."""
     hidden_share: float | None = None
     """Share of the communication that the compiler's schedule hides behind compute."""
     hidden: dict[str, float] | None = None
-    """The same by class of communication (`cost.traffic_class`)."""
+    """The hidden share of each class of communication (`cost.traffic_class`)."""
     failed: str = ""
 
     @property
@@ -59,7 +59,7 @@ class CompileJudge:
     schedule."""
 
     time_limit: float = 600.0
-    """Seconds for each plan."""
+    """Seconds that the compiler may take for each plan."""
     name: Judge = "compile"
 
     def judge(

@@ -49,7 +49,7 @@ class Judged:
     """One plan that a judge was asked about."""
 
     name: str
-    """As `PlanCandidate.name`, with the round where two would have one name."""
+    """The name that `PlanCandidate` has, with the round where two would have one name."""
     why: str
     """How the plan was found."""
     plan: Plan
@@ -60,7 +60,7 @@ class Judged:
     predicted_before_s: float
     """Step time with the figures of the first round."""
     predicted_after_s: float
-    """The same with all that was learned."""
+    """Step time with the figures of all that was learned."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ class CollectiveTime:
     kind: str
     axes: tuple[str, ...]
     seconds: float
-    """Of one device, mean over the devices of this process, median over the profiled steps; waiting for the other
-    devices included."""
+    """Seconds of one device, waiting for other devices included: the mean over the devices of this process, and the
+    median over the profiled steps."""
     count: int
 
 

@@ -25,7 +25,7 @@ class Pins:
     """Where recorded values are made: in the user's script, and in the captured graph."""
 
     values: Sequence[tuple[Place, tuple[int, ...], Value | None]]
-    """In the script, its shape, and in the graph; None if that does not make it."""
+    """Place of each value in the script, its shape, and its place in the graph; None if that does not make it."""
     flow: Flow
 
     def of(self, plan: Plan) -> Pinned:

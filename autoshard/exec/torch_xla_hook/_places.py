@@ -19,9 +19,9 @@ class LazyOp(NamedTuple):
     module: str
     call: int
     node: int
-    """Of autograd, as `nodes_between` numbers them; -1 in the forward pass."""
+    """The node of autograd that made it, as `nodes_between` numbers them; -1 in the forward pass."""
     kind: str
-    """Such as `aten.bmm.default`."""
+    """The name that the lazy graph has for the op, such as `aten.bmm.default`."""
     turn: int
     """How many of this kind came before."""
 

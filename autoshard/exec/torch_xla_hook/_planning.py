@@ -17,7 +17,7 @@ class Decision:
 
     plan: Plan
     specs: tuple[Spec | None, ...]
-    """By argument; None for what stays as it is: the user's own marks, and scalars."""
+    """The spec of each argument; None for what stays as it is: the user's own marks, and scalars."""
     notes: tuple[str, ...]
     """What was decided otherwise than the planner alone would have; also among the plan's warnings."""
 

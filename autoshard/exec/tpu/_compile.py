@@ -32,7 +32,7 @@ class CompileReport:
 
     verdict: Verdict
     over_bytes: int
-    """By how much it does not fit; 0 if it fits."""
+    """Bytes by which the program exceeds the memory of a device; 0 if it fits."""
     available_bytes: int | None
     """The compiler's limit, if it does not fit."""
     peak_predicted: int
@@ -43,7 +43,7 @@ class CompileReport:
     memory_compiled: dict[str, int]
     """Arguments, results, temporaries, donated, peak."""
     memory_at_peak: dict[str, int]
-    """By kind what is there at the peak, as far as the compiler's live ranges tell; empty if it left none."""
+    """Bytes of each kind at the peak, as far as the compiler's live ranges tell; empty if it left none."""
     wire_predicted: dict[str, int]
     wire_compiled: dict[str, int]
     collectives: tuple[CompiledCollective, ...]

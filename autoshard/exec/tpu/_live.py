@@ -30,7 +30,7 @@ class _Buffer:
     size: int
     kind: str
     carried: bool
-    """By a loop, or written in place: what there was before is handed on to it."""
+    """Whether a loop carries it, or it is written in place: what was there before is handed on to it."""
 
 
 def memory_at_peak(compiled: Compiled, plan: Plan) -> dict[str, int]:

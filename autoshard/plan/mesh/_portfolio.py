@@ -58,7 +58,7 @@ class Contender:
     model: Callable[[], Model]
     """Its mesh priced, which takes a while where it was priced before and not kept."""
     solution: Solution
-    """Of the Problem whose bound is `bound_s`."""
+    """The answer of the Problem whose bound is `bound_s`."""
     bound_s: float
     weightings: int
     """Rounds of the search that found it."""

@@ -48,7 +48,7 @@ class MeshBest:
     tight_s: float
     """What nearly full memory is expected to add to its step."""
     solution: Solution
-    """Of the weighting whose bound is `bound_s`."""
+    """The answer for the weighting whose bound is `bound_s`."""
     bound_s: float
     weightings: int
     """Rounds of the search on it."""
@@ -84,7 +84,7 @@ class Trial:
     """Bytes above the limit of the nearest choices, where none fit; of what no choice can go below, where none were
     looked for."""
     weights: Weights | None = None
-    """Those with the highest bound."""
+    """The weights whose bound is the highest so far."""
     model: Model | None = None
     """It priced, and below what is required: of a mesh that beats its rival or has none."""
     required: Required | None = None
@@ -234,9 +234,9 @@ class _Begun:
     model: Model
     required: Required
     rival: Rival | None = None
-    """What it was held against."""
+    """The contender that the mesh was held against."""
     climb: Climb | None = None
-    """With its bound; None if that is still to be found."""
+    """The rounds so far, with the bound that they give; None if that is still to be found."""
 
 
 def _beaten_by_s(rival: Rival | None, mesh: Mesh) -> float:

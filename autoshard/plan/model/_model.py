@@ -58,7 +58,7 @@ class Node:
     inner: tuple[Inner, ...] = ()
     """Collectives of one execution inside an op; their time is in `time`, exposed."""
     launches: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    """Of a cluster: by block how many fusions write its tensors in one step; what starting them costs is in `time`."""
+    """How many fusions write a cluster's tensors in one step, by block; what starting them costs is in `time`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Path:
     held: States
     """States over these dims in which the source has it."""
     kept: States
-    """The same without the axes that the op between cannot pass on; gathering them comes first."""
+    """States of the source without the axes that the op between cannot pass on; gathering them comes first."""
     factors: tuple[int, ...]
     """Sizes of what the op passes on."""
     source: States

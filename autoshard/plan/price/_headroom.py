@@ -36,7 +36,7 @@ class Headroom:
     unhidden: float
     """Share of hidden communication that is then waited for."""
     error_mean: float
-    """Of (compiled - predicted) peaks of programs that need much of the memory, as shares of it."""
+    """Mean of (compiled - predicted) peaks of programs that need much of the memory, as shares of it."""
     error_deviation: float
     source: str
 

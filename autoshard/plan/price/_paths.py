@@ -170,7 +170,7 @@ class Relayouts:
     """What laying out anew takes in one execution of a path: single figures, or [rows, columns] of them."""
 
     ops: NDArray[np.int64]
-    """Ops of their own."""
+    """How many ops of their own the relayouts are."""
     size: NDArray[np.float64]
     """Bytes written in another order of dims."""
 

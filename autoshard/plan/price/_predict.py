@@ -183,7 +183,7 @@ class ReshardTime:
     steps: tuple[ReshardStep, ...]
     """(kind, axes, bytes, seconds) of its collectives."""
     relayouts: Relayouts
-    """What laying out anew takes beside them."""
+    """The relayouts that it makes beside its collectives."""
 
 
 def reshard_steps(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> tuple[ReshardStep, ...]:

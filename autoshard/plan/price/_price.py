@@ -72,7 +72,7 @@ class Way:
     kept: States
     """What of them stays as it is on the way, over `factors`."""
     states: States
-    """The same alternatives over `factors`."""
+    """The alternatives of the source, over `factors`."""
     aim: States
     """Alternatives of the target, over `factors`."""
     factors: Sequence[int]

@@ -17,7 +17,7 @@ class Task:
     reading: Reading
     asked: Asked
     memory_limit: int
-    """Bytes of one device."""
+    """Bytes of one device that no plan may pass."""
     seed: int
     calibration: Calibration
 

@@ -60,7 +60,8 @@ class MeasuredPlan:
     plan: str
     """The row's choices, as `key=value` in the order of the source."""
     choice: str
-    """The same without how it was said or measured (`trainer`, `shard_mode`): rows that share it are one plan."""
+    """The choices without how they were said or measured (`trainer`, `shard_mode`): rows that share it are one
+    plan."""
     run: Run | None
     """What ran, to be rebuilt; None if that is not possible."""
     skipped: str = ""

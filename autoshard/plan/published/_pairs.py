@@ -33,7 +33,7 @@ class PairRow:
     predicted_s: float | None = None
     """Our seconds of a step; None where the row is skipped."""
     unseen_s: float | None = None
-    """The same with figures that were fitted without the row's source."""
+    """Our seconds of a step with figures that were fitted without the row's source."""
     tokens: int | None = None
     """Tokens of a step, by which plans of different batches compare."""
     measured_bytes: int | None = None

@@ -55,7 +55,7 @@ class PublishedRow:
     """The simplest prediction: the median MFU of complete runs of other sources on the same chip, or on all chips if
     there are none."""
     by_other_rows: float | None = None
-    """The same with all other runs on the same chip, those of the row's own source too."""
+    """The median MFU of all other runs on the same chip, those of the row's own source too."""
     flags: tuple[str, ...] = ()
     """Compiler flags with which the step was priced."""
     assumed: tuple[str, ...] = ()

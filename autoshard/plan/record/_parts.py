@@ -99,7 +99,7 @@ class Unruled:
     seconds: float
     """What these ops take of the predicted step, in seconds."""
     share: float
-    """The same as a share of the predicted step."""
+    """Their share of the predicted step."""
     example: str
     """The source's name for the costliest of them, may be empty."""
 
@@ -142,7 +142,7 @@ class Timeline:
     end_s: float
     spans: tuple[Span, ...]
     moments_s: tuple[float, ...]
-    """In program order; several moments may have one time."""
+    """Seconds from the start of the step to each moment, in program order; several moments may have one time."""
     memory: dict[str, tuple[int, ...]]
     """Bytes by kind at every moment."""
 
@@ -152,11 +152,11 @@ class MeshTried:
     """One mesh that the search for the best one looked at."""
 
     mesh: str
-    """As `--mesh` takes it, major first."""
+    """The mesh as `--mesh` takes it, the major axis first."""
     layout: str
     """The physical axes that each axis is made of."""
     step_time_s: float | None
-    """Of the best plan found on it; None where none was, or none was looked for."""
+    """Step time of the best plan found on it; None where none was, or none was looked for."""
     bound_s: float | None
     """No plan on it takes less; None if that was not computed."""
     verdict: str

@@ -47,7 +47,7 @@ class Candidate:
     tight_s: float = 0.0
     """Seconds that nearly full memory is expected to add, see `tight_seconds`."""
     weights: Weights | None = None
-    """It was solved with."""
+    """The weights under which the candidate was found."""
 
     @property
     def expected_s(self) -> float:
@@ -61,13 +61,13 @@ class Found:
     best: Candidate
     problem: Problem
     solution: Solution
-    """Of the weighting whose bound is the certified one."""
+    """The answer for the weighting whose bound is the certified one."""
     bound_s: float
     """No choice within the memory limit has a shorter true step time."""
     baselines: dict[str, Candidate]
     rounds: int
     weights: Weights
-    """Those of the certified bound."""
+    """The weights that give the certified bound."""
     seen: tuple[Candidate, ...]
     """What every weighting found that fits, the best included."""
 
@@ -136,10 +136,10 @@ class Climb:
     weighing: Weighing
     best: "Candidate | None" = None
     messages: Messages | None = None
-    """Of `repeats`, if there are any."""
+    """Messages of `repeats` to begin the next solve with, if there are any."""
     repeats: Repeats | None = None
     certified: "Solved | None" = None
-    """Of the weighting with the highest bound."""
+    """The answer for the weighting with the highest bound."""
     rounds: int = 0
     seen: "list[Candidate]" = dataclasses.field(default_factory=list)
     """What every weighting found that fits."""
@@ -258,7 +258,7 @@ class Completing:
     memory_limit: int
     seed: int
     messages: Messages | None
-    """To begin with, of `repeats` if there are any."""
+    """Messages of `repeats` to begin the first solve with, if there are any."""
     repeats: Repeats | None
 
     def complete(self, baseline: Baseline, time_limit: float) -> Candidate | None:

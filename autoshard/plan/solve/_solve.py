@@ -30,7 +30,7 @@ class Solved:
     limited: bool
     """The memory limit was in the way."""
     messages: Messages | None = None
-    """To begin the next weighting with, where there are any."""
+    """Messages to begin the next weighting with, where there are any."""
     of: NDArray[np.int64] | None = None
     """[nodes of the model] the node of `problem` that decides it; None if each decides for itself."""
 
@@ -78,7 +78,7 @@ class Terms:
     """Choices to begin from, for every node of the model."""
     allowed: Allowed | None = None
     messages: Messages | None = None
-    """To begin with in a large model."""
+    """Messages to begin with in a large model."""
     free_first: bool = True
     """Whether it is solved without the memory limit first: an optimum that fits is one with it."""
     stop: threading.Event | None = None

@@ -65,7 +65,7 @@ class Weighing:
     """The best weights so far, and what is known of other ones."""
 
     weights: Weights
-    """Those with the highest bound."""
+    """The weights whose bound is the highest so far."""
     bound_s: float = -1.0
     cuts: list[tuple[float, NDArray[np.float64]]] = dataclasses.field(default_factory=list)
     """Exposed seconds and seconds by channel of every known choice."""

@@ -49,7 +49,7 @@ class Writer:
     said: Mapping[str, Any]
     """What the provenance of every plan says besides."""
     baselines: Mapping[str, Prediction] = dataclasses.field(default_factory=dict)
-    """What stands beside every plan."""
+    """The baselines that stand beside every plan."""
     notes: tuple[str, ...] = ()
     """Warnings of every plan, after its own."""
 
