@@ -299,11 +299,40 @@ def test_third_parties_are_declared_and_used():
 
 
 def test_a_class_name_means_one_thing():
-    """Classes that only their own module uses begin with an underscore and may be called alike."""
+    """Also of classes that only their own module uses: a traceback and a search show the name alone."""
     homes: dict[str, list[str]] = {}
     for path, module, _ in package_modules():
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(module)
     twice = {name: modules for name, modules in homes.items() if len(modules) > 1}
     assert not twice
+
+
+def long_signatures(source: str) -> list[str]:
+    """Functions that take more than 8 parameters, but for compiled ones, which can take no objects.
+
+    The object of a method and `**options`, a record that is handed on, do not count.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            given = node.args
+            names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+            compiled = any("njit" in ast.unparse(decorator) for decorator in node.decorator_list)
+            if len(names) - (names[:1] in (["self"], ["cls"])) > 8 and not compiled:
+                found.append(f"{node.name} takes {len(names)}")
+    return found
+
+
+def test_a_long_signature_is_found():
+    many = ", ".join("abcdefghi")
+    assert long_signatures(f"def f({many}): ...") and long_signatures(f"class A:\n    def f(self, {many}): ...")
+    assert not long_signatures(f"@njit(cache=True)\ndef f({many}): ...\nclass A:\n    def g(self, b, **c): ...")
+
+
+def test_files_and_signatures_of_the_planner_are_short():
+    sources = {module: path.read_text() for path, module, _ in package_modules() if room_of(module) == "plan"}
+    assert len(sources) > 60
+    assert [module for module, source in sources.items() if source.count("\n") > 400] == []
+    assert [f"{module}: {one}" for module, source in sources.items() for one in long_signatures(source)] == []

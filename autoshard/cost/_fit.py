@@ -108,7 +108,7 @@ def fit(base: Calibration, backend: str, observations: Sequence[Observation], fi
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Case:
+class _Sight:
     """What was seen of one thing, however often."""
 
     observation: Observation
@@ -134,7 +134,7 @@ def hidden_share(parts: Parts) -> float:
     return 1.0 - sum(parts.waits.values()) / sent if sent > 0 else 0.0
 
 
-def _cases(base: Calibration, observations: Iterable[Observation], backend: str) -> list[_Case]:
+def _cases(base: Calibration, observations: Iterable[Observation], backend: str) -> list[_Sight]:
     """One case for everything that was seen, several sights of it as their median."""
     groups: dict[tuple[str, ...], list[Observation]] = {}
     for one in sorted(observations, key=lambda o: o.id):
@@ -149,27 +149,27 @@ def _cases(base: Calibration, observations: Iterable[Observation], backend: str)
         else:
             seen = statistics.median(one.seen["seconds"] for one in same)
             sigma = STEP_SIGMA if first.op == STEP else OP_SIGMA
-            cases.append(_Case(first, seen, sigma, MEASURED[backend]))
+            cases.append(_Sight(first, seen, sigma, MEASURED[backend]))
     return cases
 
 
-def _shares(base: Calibration, same: Sequence[Observation]) -> Iterator[_Case]:
+def _shares(base: Calibration, same: Sequence[Observation]) -> Iterator[_Sight]:
     """What schedules of one plan hide: by class of communication, or as a whole where no more was kept."""
     first = same[0]
     classes = [one.seen["hidden"] for one in same if one.seen.get("hidden")]
     if len(classes) < len(same):
         seen = statistics.median(one.seen["hidden_share"] for one in same)
-        yield _Case(first, seen, SHARE_SIGMA, COMPILED)
+        yield _Sight(first, seen, SHARE_SIGMA, COMPILED)
         return
     planned = hidden_shares(first.bill.parts(base).traffic)
     for name in sorted(set(planned).intersection(*classes)):
-        yield _Case(first, statistics.median(each[name] for each in classes), SHARE_SIGMA, COMPILED, name)
+        yield _Sight(first, statistics.median(each[name] for each in classes), SHARE_SIGMA, COMPILED, name)
 
 
 class _Problem:
     """Errors of all cases as a function of the free figures, each on its own scale."""
 
-    def __init__(self, base: Calibration, cases: Sequence[_Case], fixed: Collection[str]) -> None:
+    def __init__(self, base: Calibration, cases: Sequence[_Sight], fixed: Collection[str]) -> None:
         self.base, self.cases = base, cases
         known = {free.figure: free for case in cases for free in case.free if free.figure not in fixed}
         # A figure of nothing (a launch of 0 s, a rate that is not used) has no logarithm, and no use.

@@ -53,7 +53,7 @@ class Structure:
     """(result tensor, argument tensor) pairs that must end with one spec but are in different clusters."""
 
 
-class _Union:
+class _Merged:
     """Clusters while they grow: factors are numbered within each cluster, the smaller joins the larger."""
 
     def __init__(self, shapes: list[tuple[int, ...] | None]) -> None:
@@ -136,7 +136,7 @@ def build_structure(
     # A generated value that starts a loop is held like any other once the loop changes it.
     started = {c.init for loop in graph.loops for c in loop.carries}
     skip = (free - started) | trivial
-    union = _Union([None if t.id in skip else t.shape for t in graph.tensors])
+    union = _Merged([None if t.id in skip else t.shape for t in graph.tensors])
     stored = set(parameters)
     asked = {c.tensor: c.sharding for c in graph.constraints}
     unmerged: list[tuple[int, int, int]] = []
@@ -175,7 +175,7 @@ def _writes_in_layer(graph: OpGraph, op: Op) -> bool:
 
 
 def _tie_carries(
-    graph: OpGraph, union: _Union, skip: set[int], stored: set[int], asked: Mapping[int, Sharding]
+    graph: OpGraph, union: _Merged, skip: set[int], stored: set[int], asked: Mapping[int, Sharding]
 ) -> None:
     """One spec for the four tensors of every carried value; factors that cannot be matched must stay whole.
 
@@ -200,12 +200,12 @@ def _tie_carries(
                 union.block(b, d)
 
 
-def _all_dims(union: _Union, tensor: int) -> list[tuple[int, int]]:
+def _all_dims(union: _Merged, tensor: int) -> list[tuple[int, int]]:
     return [(d, d) for d in range(len(union.dims[tensor]))]
 
 
 def _merge_op(
-    union: _Union, op: Op, result: int, skip: set[int], stored: set[int], asked: Mapping[int, Sharding]
+    union: _Merged, op: Op, result: int, skip: set[int], stored: set[int], asked: Mapping[int, Sharding]
 ) -> list[tuple[int, int, int]]:
     """Merges an op's operands with one of its results where that is sound; returns the operands left apart.
 
@@ -242,7 +242,7 @@ def _same_dims(op: Op, operand: int, result: int) -> list[tuple[int, int]]:
     return [(d, where[f[0]]) for d, f in enumerate(op.rule.results[result]) if len(f) == 1 and f[0] in where]
 
 
-def _trivial_reshape(op: Op, operand: int, result: int, pairs: list[tuple[int, int]], union: _Union) -> bool:
+def _trivial_reshape(op: Op, operand: int, result: int, pairs: list[tuple[int, int]], union: _Merged) -> bool:
     """True for a reshape or broadcast that only adds or drops dims of one."""
     if op.kind not in ("reshape", "broadcast_in_dim"):
         return False
@@ -253,7 +253,7 @@ def _trivial_reshape(op: Op, operand: int, result: int, pairs: list[tuple[int, i
 
 
 def _freeze(
-    graph: OpGraph, union: _Union, skip: set[int], unmerged: list[tuple[int, int, int]], apart: list[tuple[int, int]]
+    graph: OpGraph, union: _Merged, skip: set[int], unmerged: list[tuple[int, int, int]], apart: list[tuple[int, int]]
 ) -> Structure:
     numbers: dict[int, int] = {}
     clusters = []

@@ -43,7 +43,7 @@ def read_graph(module: bytes) -> OpGraph:
     with mlir.new_context() as context:
         parsed = mlir.parse_module(module, context)
         mlir.inline_calls(parsed)
-        reader = _Reader()
+        reader = _ModuleReader()
         reader.hash = mlir.structure_hash(parsed)
         mlir.populate_rules(parsed)
         meshes = mlir.mesh_texts(parsed)
@@ -53,7 +53,7 @@ def read_graph(module: bytes) -> OpGraph:
         return reader.graph()
 
 
-class _Reader(UseReading):
+class _ModuleReader(UseReading):
     def read_main(self, block: Any, shardings: dict[int, str]) -> None:
         for position, value in enumerate(block.arguments):
             self.arguments.append(self.new_tensor(value, -1, -1, (-1, position)))

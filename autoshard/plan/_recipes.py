@@ -143,7 +143,7 @@ def plan_recipes(
 
     Raises the `InfeasibleError` of the last recipe if none fits.
     """
-    tried = _Search(make, options, running, of_source)
+    tried = _RecipeSearch(make, options, running, of_source)
     for recipe in _in_order(choices, tried):
         tried.consider(recipe)
     if tried.best is None:
@@ -154,7 +154,7 @@ def plan_recipes(
     return tried.told()
 
 
-def _in_order(choices: Choices, tried: "_Search") -> Iterator[Recipe]:
+def _in_order(choices: Choices, tried: "_RecipeSearch") -> Iterator[Recipe]:
     """All recipes; batches grow as long as that pays, and get smaller only if none fits."""
     names = [name for name in choices if name != "batch" or not tried.of_source]
     others = list(itertools.product(*(choices[name] for name in names)))
@@ -181,7 +181,7 @@ def _in_order(choices: Choices, tried: "_Search") -> Iterator[Recipe]:
         yield from recipes(batch=batch)
 
 
-class _Search:
+class _RecipeSearch:
     """The recipes considered so far."""
 
     def __init__(self, make: Make, options: Options, running: Mapping[str, Any], of_source: bool) -> None:

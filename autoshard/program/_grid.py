@@ -140,13 +140,13 @@ def kernel_asks(jaxpr: Any, own: Sequence[int], grid: Sequence[Any], tables: int
 
     `own`: grid dim of each of the kernel's own axes, which does not count the dims that vmap added.
     """
-    reader = _Reader(own, grid, {each: number for number, each in enumerate(jaxpr.invars[:tables])}, found)
+    reader = _IndexReader(own, grid, {each: number for number, each in enumerate(jaxpr.invars[:tables])}, found)
     reader.read(jaxpr, {}, True)
     frozen = [{dim: frozenset(each) for dim, each in held.items()} for held in (reader.periods, reader.ends)]
     return Request(frozenset(reader.steps), *frozen)
 
 
-class _Reader:
+class _IndexReader:
     """Follows a kernel's places in the grid to where they are used."""
 
     def __init__(self, own: Sequence[int], grid: Sequence[Any], tables: dict[Any, int], found: Tables) -> None:

@@ -18,7 +18,7 @@ from ._problem import FORBIDDEN
 
 
 @dataclasses.dataclass(slots=True)
-class _Step:
+class _Eliminated:
     node: int
     scope: tuple[int, ...]
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class _Step:
 class Elimination:
     """A plan to minimise over some nodes of a graph; None of `plan` when some table would be too large."""
 
-    def __init__(self, steps: list[_Step], work: int):
+    def __init__(self, steps: list[_Eliminated], work: int):
         self._steps = steps
         self.work = work
         """Table entries touched by one `solve`."""
@@ -48,7 +48,7 @@ class Elimination:
         heap = [(weight(node), node) for node in near]
         current = {node: value for value, node in heap}
         heapq.heapify(heap)
-        steps: list[_Step] = []
+        steps: list[_Eliminated] = []
         made: dict[int, list[int]] = {node: [] for node in near}
         position: dict[int, int] = {}
         total = 0
@@ -74,7 +74,7 @@ class Elimination:
                 source = steps[step].scope
                 messages.append((step, *_fit(source, axes, sizes)))
             position[node] = len(steps)
-            steps.append(_Step(node, scope, tuple(sizes[other] for other in scope), edges, messages))
+            steps.append(_Eliminated(node, scope, tuple(sizes[other] for other in scope), edges, messages))
             if scope:
                 # The message belongs to whichever of its nodes goes first; every one may claim it, the first takes it.
                 for other in scope:

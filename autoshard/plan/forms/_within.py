@@ -88,7 +88,7 @@ def plan_within(
     if form.rest is Rest.MAXTEXT:
         best, said = _best_maxtext(model, groups, required, limits.memory_bytes, limits.seed)
     else:
-        search = _Search(form, model, groups, required, limits, progress)
+        search = _FormSearch(form, model, groups, required, limits, progress)
         best, said = search.run(found), {}
     if best is None or not best.fits:
         least = "" if best is None else f": the least found is {format_bytes(best.outcome.peak_bytes)}"
@@ -163,7 +163,7 @@ def _best_maxtext(
 # Specs of arguments
 
 
-class _Search:
+class _FormSearch:
     """From specs that are known to the next better ones: one argument and its like, or one dim group, at a time."""
 
     def __init__(
@@ -207,7 +207,7 @@ class _Search:
         """The best specs if ops went forward one by one, which is told sooner than what XLA makes of them."""
         quick = dataclasses.replace(self.form, rest=Rest.DTENSOR)
         half = dataclasses.replace(self.limits, seconds=(self.until - processor_seconds()) / 2)
-        other = _Search(quick, self.model, self.groups, self.required, half, self.progress)
+        other = _FormSearch(quick, self.model, self.groups, self.required, half, self.progress)
         for specs in starts:
             other.take(specs)
         other.climb()

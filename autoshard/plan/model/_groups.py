@@ -38,7 +38,7 @@ class Groups:
     """Groups of the batch's dims along which windows move (height, width), in their order."""
 
 
-class _Union(dict[tuple[str, int, int], tuple[str, int, int]]):
+class _Ties(dict[tuple[str, int, int], tuple[str, int, int]]):
     def find(self, key: tuple[str, int, int]) -> tuple[str, int, int]:
         self.setdefault(key, key)
         while self[key] != key:
@@ -53,7 +53,7 @@ class _Union(dict[tuple[str, int, int], tuple[str, int, int]]):
 
 def find_groups(program: Program, graph: OpGraph, structure: Structure) -> Groups:
     """Dim groups of a program: factors tied by ops, the major factor standing for a merged dim."""
-    union = _Union()
+    union = _Ties()
     for cluster in structure.clusters:
         for factor in range(len(cluster.sizes)):
             union.find(("cluster", cluster.id, factor))

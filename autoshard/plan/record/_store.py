@@ -115,7 +115,7 @@ def plan_from_json(text: str, path: str = "the plan") -> Plan:
         raise UserError(
             f"{path} has schema {schema}, but this version of autoshard reads up to {SCHEMA}: update autoshard."
         )
-    reader = _Reader(path)
+    reader = _PlanReader(path)
     arguments = reader.records(data, "arguments", ("name", "spec", "shape", "dtype", "role"))
     results = reader.records(data, "results", ("name", "spec"))
     mesh = reader.records(data, "mesh", ("axis", "size"))
@@ -141,7 +141,7 @@ def plan_from_json(text: str, path: str = "the plan") -> Plan:
     return plan
 
 
-class _Reader:
+class _PlanReader:
     """Turns JSON values into the types that the records declare, or says what is damaged."""
 
     def __init__(self, path: str):
