@@ -97,6 +97,10 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         ("validate --pairs --only zzz", "is called zzz"),
         ("validate --plot p.png", "--plot is for measured pairs: write `validate --pairs --plot p.png`."),
         ("plan x.py --topology cpu:8 --tpology v", "`autoshard plan` has no flag --tpology; did you mean --topology?"),
+        (
+            "--quiet plan x.py --topology cpu:8",
+            "--quiet stands before the command; write `autoshard COMMAND ... --quiet`.",
+        ),
         ("plan x.py --topology cpu:8 --mem 3", "`autoshard plan` has no flag --mem; did you mean --memory-limit?"),
         ("plan x.py --topology cpu:8 --zzz", "`autoshard plan` has no flag --zzz; see `autoshard plan --help`."),
         ("plan x.py y.py --topology cpu:8", "`autoshard plan` has no argument y.py; see `autoshard plan --help`."),

@@ -55,6 +55,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if not argv:
         parser.print_help(sys.stderr)
         raise UserError("no command given; start with `autoshard plan PROGRAM --topology TOPOLOGY`.")
+    if argv[0].startswith("--") and argv[0] not in parser._option_string_actions:
+        raise UserError(f"{argv[0]} stands before the command; write `autoshard COMMAND ... {argv[0]}`.")
     arguments, unknown = parser.parse_known_args(_joined(argv))
     if unknown:
         command = parser_of(parser, arguments.command)

@@ -19,6 +19,15 @@ _SCHEMA = 1
 
 OWN_FILE = "AUTOSHARD_CALIBRATION"
 """Environment variable that names a user's own calibration file."""
+_RANGES = {
+    "efficiency": (1e-3, 20.0),
+    "overlap": (0.0, 1.0),
+    "vector_flops_per_s": (1e6, 1e18),
+    "_s": (0.0, 1.0),
+    "": (0.0, 2.0**40),
+}
+"""End of a figure's name -> its least and most. They are wide, since peaks of a chip file may be nominal and a fit may
+move a figure far, but leave out what no price can be made with, and milliseconds where seconds are meant."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,7 +123,7 @@ def load_calibration(chip: str | Chip, path: str | pathlib.Path | None = None) -
 
     That file is `path`, else the one that the environment variable `AUTOSHARD_CALIBRATION` names, if it is set.
 
-    Raises: UserError for an unreadable file, an unknown chip or figure, or a value that is not a number.
+    Raises: UserError for an unreadable file, an unknown chip or figure, or a value that no chip has.
     """
     name = (chip if isinstance(chip, Chip) else load_chip(chip)).name
     figures = _read(_FILE).get(name, {}) | _own(name, path)
@@ -186,6 +195,8 @@ def _check(document: Any, origin: str) -> dict[str, dict[str, dict[str, Any]]]:
                     f"calibration file {origin}: {chip}.{key} must have exactly the keys value, source and date"
                 )
             value = figure["value"]
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-                raise UserError(f"calibration file {origin}: {chip}.{key} is {value!r}, expected a number >= 0")
+            least, most = next(limits for end, limits in _RANGES.items() if key.endswith(end))
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+                expected = f"a number from {least:g} to {most:g}"
+                raise UserError(f"calibration file {origin}: {chip}.{key} is {value!r}, expected {expected}")
     return document["chips"]

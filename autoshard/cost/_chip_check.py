@@ -140,6 +140,7 @@ def _check_shapes(data: Mapping[str, Any], origin: str) -> None:
         _expect(_is_shape(shape, dims), origin, "a shape of small_shapes", shape, of_dims)
     host = data["host_shape"]
     _expect(_is_shape(host, dims) or (host == [] and not tpu), origin, "host_shape", host, of_dims)
+    _expect(math.prod(host) <= 128, origin, "host_shape", host, "at most 128 chips, those of one machine")
     if not tpu:
         return
     _expect(dims in (2, 3), origin, "torus_dims", dims, "2 or 3 on a TPU")

@@ -66,7 +66,19 @@ FIGURE = {"value": 1, "source": "s", "date": "2026-01-01"}
         ),
         (
             {"schema": 1, "chips": {"v5e": {"hop_s": {**FIGURE, "value": -1}}}},
-            "v5e.hop_s is -1, expected a number >= 0",
+            "v5e.hop_s is -1, expected a number from 0 to 1",
+        ),
+        (
+            {"schema": 1, "chips": {"v5e": {"matmul_efficiency": {**FIGURE, "value": 0}}}},
+            "v5e.matmul_efficiency is 0, expected a number from 0.001 to 20",
+        ),
+        (
+            {"schema": 1, "chips": {"v5e": {"gather_max_group": {**FIGURE, "value": float("inf")}}}},
+            "v5e.gather_max_group is inf, expected a number from 0 to 1.09951e",
+        ),
+        (
+            {"schema": 1, "chips": {"v5e": {"gather_overlap": {**FIGURE, "value": 85}}}},
+            "v5e.gather_overlap is 85, expected a number from 0 to 1",
         ),
         (
             {"schema": 1, "chips": {"v5e": {"hop_s": {**FIGURE, "value": "1us"}}}},

@@ -91,6 +91,7 @@ def test_a_file_of_ones_own(tmp_path: pathlib.Path) -> None:
         ({"device_kinds": []}, "", "device_kinds is .., expected what JAX's device_kind says of a TPU"),
         ({"small_shapes": [[4, 4], [4, 4, 4]]}, "", r"small_shapes is \[4, 4, 4\], expected 2 whole numbers >= 1"),
         ({"host_shape": []}, "", "host_shape is .., expected 2 whole numbers"),
+        ({"host_shape": [300, 2]}, "", "host_shape is .300, 2., expected at most 128 chips"),
         ({"wrap_rule": "cubes of 4"}, "", "wrap_rule is 'cubes of 4', expected 'length N, for axes of N chips'"),
         ({"cube_edge": 4}, "", "cube_edge is 4, expected 0 on a torus of 2 dims"),
         ({"small_shapes": [[8, 4]]}, "", r"small_shapes is \[8, 4\], expected \[4, 8\], as it is looked up"),
