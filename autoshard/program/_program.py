@@ -66,7 +66,7 @@ class Program:
     donate_argnums: tuple[int, ...]
     arguments: tuple[Argument, ...]
     results: tuple[Result, ...]
-    module: bytes
+    module: bytes = dataclasses.field(repr=False)
     """StableHLO as MLIR bytecode, lowered without shardings, `keep_unused=True`: its arguments are `arguments`."""
     fingerprint: str
     """The sha256 (hex) over the module without locations, and over names and roles of the arguments."""

@@ -49,8 +49,8 @@ class ProgramGraph:
     """
 
     program: Program
-    reading: Reading
-    priced: Priced | None = None
+    reading: Reading = dataclasses.field(repr=False)
+    priced: Priced | None = dataclasses.field(default=None, repr=False)
 
     def to_networkx(self, next_trips: bool = False) -> "networkx.MultiDiGraph":
         """A new `networkx.MultiDiGraph`: ops are nodes, tensors are edges.

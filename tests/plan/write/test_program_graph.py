@@ -177,3 +177,10 @@ def test_a_plan_of_another_program_is_refused(planned: tuple[Program, Plan], pro
         program.graph(planned[1])
     with pytest.raises(UserError, match="does not hold the choices that explain it; plan it again"):
         planned[0].graph(dataclasses.replace(planned[1], choices=""))
+
+
+def test_a_graph_that_is_shown_does_not_fill_the_screen():
+    """What a session prints of a graph and of its program names them: their modules may have megabytes."""
+    program = programs.program("decoder")
+    shown = repr(program.graph())
+    assert shown.startswith("ProgramGraph(program=Program(name=") and "OpGraph" not in shown and "MLIR" not in shown
