@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 
 FORBIDDEN = 10**18
-"""A cost that marks an alternative, or a pair of alternatives, as not allowed."""
+"""A cost that marks an alternative, or a pair of alternatives, as not allowed. Costs whose sum reaches it cannot be
+told from these: give them in larger units."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -228,6 +228,7 @@ class _Solve:
     def infeasible(self, proven: bool) -> Solution:
         """No choices found: looks for those with the smallest excess by bisection on the limit, costs set aside."""
         apart = spread(self.problem)
+        dearest = max(apart, apart + self.least)
         # Of costs that are not negative, whatever lies so far above the least is itself forbidden.
         blind = self.least < 0 and apart >= FORBIDDEN
         if self.best is not None:
@@ -235,11 +236,12 @@ class _Solve:
                 raise RuntimeError("the problem was found infeasible although the hint is feasible")
             self.bound = self.least
             return self.finish(Status.FEASIBLE)
-        if proven and blind:
+        said = f"lie up to {apart} apart" if blind else f"add up to as much as {dearest}"
+        if proven and (blind or (dearest >= FORBIDDEN and self.only_dear())):
             raise UserError(
-                f"the costs of the problem lie up to {apart} apart, and no choices were found whose cost is less than "
-                f"{FORBIDDEN} above the least that may be: such sums cannot be told from forbidden ones; "
-                f"divide all costs by {apart // FORBIDDEN + 1}"
+                f"the costs of the problem {said}, and no choices were found whose cost is less than {FORBIDDEN}"
+                f"{' above the least that may be' if blind else ''}: such sums cannot be told from forbidden ones; "
+                f"divide all costs by {dearest // FORBIDDEN + 1}"
             )
         if self.nearest is not None:
             return self.without(self.nearest, proven)
@@ -268,6 +270,11 @@ class _Solve:
             if self.best is not None:
                 return self.finish(Status.FEASIBLE)
         return self.without(choices, proven)
+
+    def only_dear(self) -> bool:
+        """Whether choices keep the limit and avoid what is forbidden, and only their sum reaches `FORBIDDEN`."""
+        allowed = _without_costs(self.problem, self.problem.usage_limit)
+        return _any(allowed, max(self.deadline, self.clock() + 1.0), self.clock, self.seed, self.threads) is not None
 
     def without(self, choices: Ints, proven: bool) -> Solution:
         """The answer when there are no feasible choices: those nearest to it."""

@@ -162,6 +162,18 @@ def test_usages_that_no_64_bits_hold_are_refused():
     )
 
 
+def test_allowed_costs_that_only_add_up_to_what_is_forbidden_are_refused():
+    """Not called impossible: every choice and every pair is allowed."""
+    dear = make_problem([[9 * 10**17], [2 * 10**17, 3 * 10**17]], [])
+    with pytest.raises(UserError, match=r"add up to as much as 12\d+, and no choices.*divide all costs by 2$"):
+        solve(dear)
+    assert solve(make_problem([[9 * 10**17], [10**16, 3 * 10**17]], [])).cost == 91 * 10**16
+    never = make_problem([[9 * 10**17], [2 * 10**17, 3 * 10**17]], [(0, 1, [FORBIDDEN, FORBIDDEN])])
+    assert solve(never).status is Status.INFEASIBLE
+    full = make_problem([[9 * 10**17], [2 * 10**17, 3 * 10**17]], [], [(0, 0, 2, [5])], 4)
+    assert solve(full).status is Status.INFEASIBLE
+
+
 def test_costs_too_far_apart_are_refused():
     problem = make_problem([[6 * 10**17], [6 * 10**17], [-(2**63)]], [(0, 1, [7 * 10**17])])
     assert solve(problem).cost == 19 * 10**17 - 2**63
