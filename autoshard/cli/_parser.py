@@ -323,7 +323,8 @@ def _add_program(parser: argparse.ArgumentParser, several: bool = False, auto: b
     group.add_argument("--dtype", metavar="DTYPE", help="to compute in (default: bfloat16)")
     group.add_argument("--param-dtype", metavar="DTYPE", help="of parameters (default: float32 in training)")
     group.add_argument("--state-dtype", metavar="DTYPE", help="of the optimizer's state (default: float32)")
-    again = "what the backward pass computes again: none, dots, full, or full:20+none for the first 20 layers alone"
+    again = "what the backward pass computes again: none, dots, full, full,keep=q_proj,offload=input (by value), "
+    again += "or full:20+none for the first 20 layers alone"
     if several:
         group.add_argument("--remat", type=remats, metavar="R,R,...", help=again)
     else:

@@ -60,7 +60,16 @@ def or_auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def remats(text: str) -> list[str]:
-    return [remat(part) for part in texts(text)]
+    """`none,full,keep=q_proj`: what keeps or offloads belongs to the one before."""
+    joined: list[str] = []
+    for part in text.split(","):
+        if joined and part.strip().startswith(("keep=", "offload=")):
+            joined[-1] += f",{part.strip()}"
+        else:
+            joined.append(part.strip())
+    if not all(joined):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list A,B,...")
+    return [remat(part) for part in dict.fromkeys(joined)]
 
 
 def prices(text: str) -> dict[str, float]:

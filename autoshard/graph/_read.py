@@ -71,6 +71,8 @@ class _ModuleReader(UseReading):
             kind = op.name.rpartition(".")[2]
             if kind == "return":
                 return [self.ids[value] for value in op.operands]
+            if mlir.is_idle_call(op):
+                continue  # a kernel in what is computed again, whose results were kept
             if kind == "while":
                 read_while(self, op, loop, self.read_block)
             elif kind in BRANCHING:

@@ -73,6 +73,7 @@ from autoshard.mlir._regions import insert_regions as insert_regions
 from autoshard.mlir._regions import regions_of as regions_of
 from autoshard.mlir._regions import shift_pairs as shift_pairs
 from autoshard.mlir._results import cut_results as cut_results
+from autoshard.mlir._results import is_idle_call as is_idle_call
 from autoshard.mlir._results import to_hlo_proto as to_hlo_proto
 from autoshard.mlir._rules import populate_rules as populate_rules
 from autoshard.mlir._shardings import SpecLike as SpecLike

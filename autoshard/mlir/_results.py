@@ -48,6 +48,14 @@ def _unused(block: Any) -> dict[Any, None]:
     return {op: None for op in ops if op in found}
 
 
+def is_idle_call(op: Any) -> bool:
+    """Whether it is a custom call that does nothing but give values, and nobody uses any: compilers leave it out."""
+    if op.name != "stablehlo.custom_call" or any(True for result in op.results for _ in result.uses):
+        return False
+    effect = str(op.attributes["has_side_effect"]) if "has_side_effect" in op.attributes else "false"
+    return len(op.results) > 0 and effect == "false"
+
+
 def place_of(value: Any, numbers: dict[Any, int]) -> tuple[int, int] | None:
     """Where a value is made, by the numbers of ops; None for what a region is given, and for ops without a number."""
     from jaxlib.mlir import ir

@@ -9,6 +9,7 @@ from typing import Any
 from autoshard.program import _flops, _splash
 from autoshard.program._cache import query_position
 from autoshard.program._environment import environment
+from autoshard.program._marks import CONTEXT, mark
 from autoshard.program._masks import seen_share
 
 
@@ -74,7 +75,7 @@ def attend(
     seen = seen_share(length, keys, causal, window) if position is None else 1.0
     _flops.record_matmul((batch, heads, length, keys), dim * seen)
     _flops.record_matmul((batch, heads, length, value.shape[-1]), keys * seen)
-    mixed = jnp.einsum("bkgst,bktd->bskgd", weights, value)
+    mixed = mark(jnp.einsum("bkgst,bktd->bskgd", weights, value), CONTEXT)
     return mixed.reshape(batch, length, heads, value.shape[-1])
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from autoshard.program import _flops
 from autoshard.program._environment import environment
+from autoshard.program._marks import mark
 
 
 GROUP = 512
@@ -108,8 +109,8 @@ def _mix(
     dispatch = (place[..., None] == slot) & mask[..., None]
     moved = jnp.einsum("bnsec,bnsd->ebncd", dispatch.astype(x.dtype), x)
     inner = down.shape[-1]
-    gate, up = _halves(moved, gate_up, inner, one)
-    out = jnp.einsum("ebnci,edi->ebncd", activation(gate) * up, down)
+    gate, up = (mark(half, "experts.gate_up_proj") for half in _halves(moved, gate_up, inner, one))
+    out = mark(jnp.einsum("ebnci,edi->ebncd", activation(gate) * up, down), "experts.down_proj")
     _flops.record(6.0 * batch * length * active * dim * inner)
     combine = (dispatch * weights[..., None]).astype(x.dtype)
     mixed = jnp.einsum("bnsec,ebncd->bnsd", combine, out)

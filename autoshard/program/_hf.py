@@ -48,11 +48,12 @@ def from_config(
     `batch` examples (8): sequences of `seq` tokens (the model's context, at most 1024 if not given), or images of
     `image` pixels a side. `dtype` is the compute dtype (bfloat16). Training stores parameters and optimizer moments in
     float32 unless `param_dtype` or `state_dtype` say otherwise; inference stores parameters in `dtype`. `remat`:
-    `none`, `dots` or `full`. `optimizer`: `adamw` or `sgd`. `capacity_factor`: slots of an expert over its mean number
-    of tokens, for mixtures of experts (1.25). `serve`: `prefill` (of `seq` tokens) or `decode` (one token after up to
-    `seq`) with a key-value cache of `cache` tokens (`seq`) as donated state. `attention`: `plain` (scores in memory),
-    `splash` (jax's kernel for TPUs) or `auto` (that kernel wherever it can be). `microbatches` parts of the batch are
-    computed one after the other when training.
+    `none`, `dots` or `full`, with values that are kept or sent to the host (`full,keep=q_proj,offload=input`), or one
+    for the first layers and one for the others (`full:20+none`). `optimizer`: `adamw` or `sgd`. `capacity_factor`:
+    slots of an expert over its mean number of tokens, for mixtures of experts (1.25). `serve`: `prefill` (of `seq`
+    tokens) or `decode` (one token after up to `seq`) with a key-value cache of `cache` tokens (`seq`) as donated state.
+    `attention`: `plain` (scores in memory), `splash` (jax's kernel for TPUs) or `auto` (that kernel wherever it can
+    be). `microbatches` parts of the batch are computed one after the other when training.
 
     Raises `UserError` for a configuration or an option that cannot be used.
     """

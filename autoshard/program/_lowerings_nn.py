@@ -11,6 +11,7 @@ from autoshard.program import _flops
 from autoshard.program._attention import attend
 from autoshard.program._environment import environment
 from autoshard.program._lowerings import linear
+from autoshard.program._marks import mark
 
 
 def table() -> dict[Any, Callable[..., Any]]:
@@ -94,7 +95,7 @@ def multi_head_attention(
     biases = (None, None, None) if in_proj_bias is None else tuple(in_proj_bias.reshape(3, width))
 
     def heads(x: Any, weight: Any, bias: Any) -> Any:
-        projected = linear(x, weight, bias)
+        projected = mark(linear(x, weight, bias), "in_proj")
         return jnp.transpose(projected.reshape(*projected.shape[:2], num_heads, -1), (1, 2, 0, 3))
 
     q, k, v = (heads(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
@@ -112,7 +113,7 @@ def multi_head_attention(
             mask = extra if mask is None else mask + extra
     mixed = attend(q, k, v, causal=is_causal and attn_mask is None, bias=mask, padding=padding)
     joined = jnp.transpose(mixed.reshape(*mixed.shape[:2], width), (1, 0, 2))
-    return linear(joined, out_proj_weight, out_proj_bias), None
+    return mark(linear(joined, out_proj_weight, out_proj_bias), "out_proj"), None
 
 
 def cross_entropy(

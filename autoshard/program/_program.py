@@ -77,6 +77,8 @@ class Program:
     tokens: int | None = None
     layers: int | None = None
     """Layers whose rematerialisation can be chosen apart; None if the source has no such choice."""
+    savable: tuple[str, ...] = ()
+    """Values of its layers that a remat policy may name: `self_attn.q_proj`, `context`, `input`."""
     make_args: Callable[[int], tuple[Any, ...]] | None = None
     """`make_args(seed)` gives concrete host arrays for `args`: plausible initial values, valid ids."""
     notes: tuple[str, ...] = ()

@@ -6,9 +6,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.program._layers import Block, is_list
-
-
-CHOICES = ("none", "dots", "full")
+from autoshard.program._policy import BASES, Policy, read_policy, unknown_remat
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,13 +16,18 @@ class Remat:
     parts: tuple[tuple[str, int], ...]
     """Choices, and how many layers have them; the last holds for all that are left, whatever its number."""
 
-    def of(self, number: int) -> str:
+    def of(self, number: int) -> Policy:
         """The choice for a layer, counted from 0."""
         for choice, count in self.parts[:-1]:
             if number < count:
-                return choice
+                return read_policy(choice)
             number -= count
-        return self.parts[-1][0]
+        return read_policy(self.parts[-1][0])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The values that its choices name, each once."""
+        return tuple(dict.fromkeys(name for choice, _ in self.parts for name in read_policy(choice).names))
 
     @property
     def named(self) -> int:
@@ -47,23 +50,23 @@ def remat_text(parts: Sequence[tuple[str, int]]) -> str:
 
 def parse_remat(text: str) -> Remat:
     """Raises `UserError` for what is no choice."""
-    *first, last = text.split("+")
+    *first, last = (part.strip() for part in text.split("+"))
     parts = []
     for part in first:
-        choice, _, count = part.partition(":")
-        if choice not in CHOICES or not count.isdecimal() or int(count) < 1:
-            raise _unknown(text)
+        choice, _, count = part.rpartition(":")
+        if not count.isdecimal() or int(count) < 1:
+            raise unknown_remat(text)
         parts.append((choice, int(count)))
-    if last not in CHOICES:
-        raise _unknown(text)
-    return Remat((*parts, (last, 0)))
+    parts.append((last, 0))
+    return Remat(tuple((_checked(choice, text), count) for choice, count in parts))
 
 
-def _unknown(text: str) -> UserError:
-    return UserError(
-        f"remat `{text}` does not exist; use `none`, `dots` or `full`, or a choice for the first layers and one for "
-        "the others, such as `full:20+none`."
-    )
+def _checked(choice: str, text: str) -> str:
+    """One choice of a text as it is always written."""
+    base, _, _ = choice.partition(",")
+    if base.strip() not in BASES:
+        raise unknown_remat(text)
+    return str(read_policy(choice))
 
 
 def numbered_layers(module: Any, blocks: Sequence[Block]) -> dict[str, int]:

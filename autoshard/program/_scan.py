@@ -7,6 +7,8 @@ from typing import Any, cast
 
 from autoshard.program import _flops
 from autoshard.program._layers import Block
+from autoshard.program._marks import INPUT, mark_torch, marking
+from autoshard.program._policy import Policy, jax_policy
 from autoshard.program._remat import listed_layers
 
 
@@ -16,6 +18,16 @@ class NotRepeatedError(Exception):
     def __init__(self, block: Block, reason: str) -> None:
         super().__init__(reason)
         self.block = block
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerRemat:
+    """What layers compute again in the backward pass."""
+
+    of: Callable[[str], Policy]
+    """From a layer's name."""
+    found: dict[str, None]
+    """Every value of a layer that a policy may name, noted as layers are traced."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,19 +59,19 @@ def scanned(
     blocks: Sequence[Block],
     weights: dict[Block, LayerWeights],
     prepare: Callable[[Any], Any],
-    remat_of: Callable[[str], str],
+    remat: "LayerRemat",
     env: Any,
 ) -> Iterator[None]:
     """While inside, the layers of every block run as one scan.
 
     `prepare` is applied to one layer's parameters inside the body (casts to the compute dtype there, so that no full
-    copy exists); `remat_of` gives the choice for a layer's name: `none`, `dots` or `full`, one for every block.
+    copy exists); `remat` is the same for all layers of a block.
     """
     replaced: list[Any] = []
     runs: list[_BlockRun] = []
     try:
         for block in blocks:
-            run = _BlockRun(module, block, weights[block], prepare, remat_of(block.layer(0)), env)
+            run = _BlockRun(module, block, weights[block], prepare, remat, env)
             for index in range(block.period * block.repeats):
                 layer = run.layers[index]
                 layer.__dict__["forward"] = run.stand_in(index)
@@ -89,12 +101,13 @@ class _BlockRun:
         block: Block,
         weights: LayerWeights,
         prepare: Callable[[Any], Any],
-        remat: str,
+        remat: LayerRemat,
         env: Any,
     ) -> None:
         count = block.period * block.repeats
         self.block, self.weights = block, weights
-        self.prepare, self.remat, self.env = prepare, remat, env
+        self.prepare, self.env = prepare, env
+        self.policy, self.found = remat.of(block.layer(0)), remat.found
         self.layers = [module.get_submodule(block.layer(i % block.period, i // block.period)) for i in range(count)]
         self.calls: list[tuple[Any, Any, Any]] = []
         self.hidden: Any = None
@@ -156,14 +169,18 @@ class _BlockRun:
         params, buffers = slices
         state = self.env.j2t_iso({**self.prepare(params), **buffers, **self.weights.fixed[offset]})
         args, kwargs, place = self.calls[offset]
-        if place == 0:
-            args = (hidden, *args[1:])
-        else:
-            kwargs = {**kwargs, place: hidden}
         layer = self.layers[offset]
         stand_in = layer.__dict__.pop("forward")
         try:
-            with self.weights.cache.layer(cached, index) if cached else contextlib.nullcontext({}) as written:
+            with (
+                self.weights.cache.layer(cached, index) if cached else contextlib.nullcontext({}) as written,
+                marking(layer, self.policy.names, self.found),
+            ):
+                hidden = mark_torch(hidden, INPUT)
+                if place == 0:
+                    args = (hidden, *args[1:])
+                else:
+                    kwargs = {**kwargs, place: hidden}
                 out = torch.func.functional_call(layer, state, args, kwargs)
             return out, ({key: self.env.t2j_iso(state[key]) for key in buffers}, dict(written))
         finally:
@@ -240,7 +257,7 @@ class _BlockRun:
             counted[0] = scope[0]
             return self.env.t2j_iso(value), after, written
 
-        policy = checkpoint_policy(self.remat)
+        policy = jax_policy(self.policy)
         run = body if policy is None else jax.checkpoint(body, policy=policy, prevent_cse=False)
 
         def step(h: Any, slices: Any) -> Any:
@@ -268,18 +285,8 @@ class _BlockRun:
         return self.env.j2t_iso(final)
 
 
-def checkpoint_policy(remat: str) -> Any:
-    """The `jax.checkpoint` policy of a remat choice; None for `none`."""
-    import jax
-
-    policies = jax.checkpoint_policies
-    return {"none": None, "dots": policies.dots_with_no_batch_dims_saveable, "full": policies.nothing_saveable}[remat]
-
-
 @contextlib.contextmanager
-def checkpointed_lists(
-    module: Any, blocks: Sequence[Block], remat_of: Callable[[str], str], env: Any
-) -> Iterator[None]:
+def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: LayerRemat, env: Any) -> Iterator[None]:
     """Rematerialise layers of module lists that are not scanned, one by one."""
     import jax
     import torch
@@ -287,7 +294,9 @@ def checkpointed_lists(
 
     replaced: list[Any] = []
 
-    def wrap(layer: Any, policy: Any) -> Callable[..., Any]:
+    def wrap(layer: Any, choice: Policy) -> Callable[..., Any]:
+        policy = jax_policy(choice)
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             own = layer.__dict__.pop("forward")
             try:
@@ -301,7 +310,12 @@ def checkpointed_lists(
                     for i, array in zip(where, env.j2t_iso(arrays), strict=True):
                         given[i] = array
                     w, a, k = _pytree.tree_unflatten(given, tree)
-                    out = torch.func.functional_call(layer, w, a, k)
+                    with marking(layer, choice.names, remat.found):
+                        if a:
+                            a = (mark_torch(a[0], INPUT), *a[1:])
+                        elif "hidden_states" in k:
+                            k = {**k, "hidden_states": mark_torch(k["hidden_states"], INPUT)}
+                        out = torch.func.functional_call(layer, w, a, k)
                     return env.t2j_iso((out, {key: w[key] for key in buffers}))
 
                 run = jax.checkpoint(pure, policy=policy)
@@ -316,10 +330,10 @@ def checkpointed_lists(
 
     try:
         for name in listed_layers(module, blocks):
-            policy = checkpoint_policy(remat_of(name))
-            if policy is not None:
+            choice = remat.of(name)
+            if choice.base != "none":
                 layer = module.get_submodule(name)
-                layer.__dict__["forward"] = wrap(layer, policy)
+                layer.__dict__["forward"] = wrap(layer, choice)
                 replaced.append(layer)
         yield
     finally:

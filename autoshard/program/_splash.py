@@ -16,6 +16,7 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.program import _flops
 from autoshard.program._kernels import KernelBlocks
+from autoshard.program._marks import CONTEXT, mark_of
 from autoshard.program._masks import computed_share, grid_steps, seen_share
 
 
@@ -155,6 +156,7 @@ def splash_attention(
         block_sizes=sizes,
         attn_logits_soft_cap=softcap,
         interpret=_interpreted(),
+        residual_checkpoint_name=mark_of(CONTEXT),  # with it its row sums: without these it would run again
     )
     scaled = query * (size**-0.5 if scale is None else scale)
     return jax.vmap(jax.vmap(one))(scaled.astype(query.dtype), key, value)

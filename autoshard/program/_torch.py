@@ -55,7 +55,8 @@ def from_torch(
     `(params, opt_state, batch, buffers) -> (params, opt_state, buffers, loss)`. `dtype` is the compute
     dtype: parameters are cast to it where they are used, and so are inputs of floats, unless `cast_inputs` is False,
     when torch promotes what they meet to their own; targets stay as they are. `param_dtype` is that of the stored
-    parameters, `state_dtype` that of the optimizer's moments. `remat` is `none`, `dots` or `full`, or one for the
+    parameters, `state_dtype` that of the optimizer's moments. `remat` is `none`, `dots` or `full`, values beside it
+    (`full,keep=q_proj/k_proj,offload=input`: kept on the device, and sent to the host's memory), or one for the
     first layers and one for the others, such as `full:20+none`. `attention` computes what
     `scaled_dot_product_attention` does: `plain` (scores in memory), `splash` (jax's kernel for TPUs) or `auto` (that
     kernel wherever it can be; a note says where not). `microbatches` parts of the batch are computed one after the
@@ -184,7 +185,11 @@ def torch_program(
         )
         make_args = fill if values is None else _with_values(fill, function, values, train is not None, params)
     return dataclasses.replace(
-        program, model_flops=factor * forward_flops[0] or None, layers=len(function.layers), make_args=make_args
+        program,
+        model_flops=factor * forward_flops[0] or None,
+        layers=len(function.layers),
+        savable=tuple(function.savable),
+        make_args=make_args,
     )
 
 

@@ -10,8 +10,10 @@ from autoshard.program import _flops
 from autoshard.program._experts import capacity
 from autoshard.program._layers import Block, find_blocks
 from autoshard.program._lowering_error import lowering_error
-from autoshard.program._remat import numbered_layers, parse_remat, split_blocks
-from autoshard.program._scan import LayerWeights, NotRepeatedError, checkpointed_lists, scanned
+from autoshard.program._marks import check_names
+from autoshard.program._policy import Policy
+from autoshard.program._remat import numbered_layers, parse_remat, remat_text, split_blocks
+from autoshard.program._scan import LayerRemat, LayerWeights, NotRepeatedError, checkpointed_lists, scanned
 from autoshard.program._splash import attention_kernel, check_kernel
 from autoshard.program._torch_env import canonical_modules, lowered_environment
 
@@ -42,6 +44,8 @@ class TorchFunction:
         self.module, self.compute_dtype, self.remat = module, compute_dtype, parse_remat(remat)
         self.frozen_apart, self.stateful = frozen_apart, stateful
         self.attention = check_kernel(attention)
+        self.savable: dict[str, None] = {}
+        """Paths of the values of its layers that a remat policy may name, as far as it has been run."""
         self.updated_buffers: dict[str, Any] = {}
         self.cache: Any = None
         blocks = find_blocks(module) if scan else ()
@@ -154,8 +158,9 @@ class TorchFunction:
             stack.enter_context(canonical_modules())
             stack.enter_context(capacity(self.capacity_factor, self.notes))
             stack.enter_context(attention_kernel(self.attention, self.notes))
-            stack.enter_context(scanned(self.module, self.blocks, layers, prepare, self._remat_of, env))
-            stack.enter_context(checkpointed_lists(self.module, self.blocks, self._remat_of, env))
+            remat = LayerRemat(self._remat_of, self.savable)
+            stack.enter_context(scanned(self.module, self.blocks, layers, prepare, remat, env))
+            stack.enter_context(checkpointed_lists(self.module, self.blocks, remat, env))
             stack.enter_context(env)
             given = jax.tree.map(
                 lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, tuple(args), dict(kwargs))
@@ -166,7 +171,7 @@ class TorchFunction:
                 self.updated_buffers = {name: self._after(name, state, layers, env) for name in buffers}
             return result
 
-    def _remat_of(self, layer: str) -> str:
+    def _remat_of(self, layer: str) -> Policy:
         return self.remat.of(self.layers.get(layer, 0))
 
     def _after(self, name: str, state: Any, layers: dict[Block, LayerWeights], env: Any) -> Any:
@@ -178,7 +183,7 @@ class TorchFunction:
     def settle(self, run: Callable[..., Any], batch: Any, label: str) -> None:
         """Trace `run(params, batch[, buffers])` abstractly until the blocks that are scanned are those that can be.
 
-        Raises `UserError` if the module does not lower at all.
+        Raises `UserError` if the module does not lower at all, and if its remat policy names a value that it lacks.
         """
         import jax
 
@@ -186,6 +191,7 @@ class TorchFunction:
             extra = (self.buffers,) if self.buffers else ()
             try:
                 jax.eval_shape(run, self.params, batch, *extra)
+                check_names(remat_text(self.remat.parts), self.remat.names, self.savable, label)
                 return
             except UserError:
                 raise

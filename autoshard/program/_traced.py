@@ -63,6 +63,7 @@ def _encode(program: Program) -> bytes:
             "model_flops",
             "tokens",
             "layers",
+            "savable",
             "notes",
             "lifted",
         )
@@ -90,6 +91,7 @@ def _decode(body: bytes, trace: Callable[[], Program]) -> Program:
         training=head["training"],
         model_flops=head["model_flops"],
         layers=head["layers"],
+        savable=tuple(head["savable"]),
         tokens=head["tokens"],
         notes=tuple(head["notes"]),
         lifted=Lifted(head["lifted"]),

@@ -1,6 +1,7 @@
 """Values that the program itself keeps on its host: their memory, their traffic, and that such plans run."""
 
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,9 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from autoshard.cost import Compute, Topology, make_mesh
+from autoshard.errors import UserError
+from autoshard.exec.apply import _apply
+from autoshard.exec.apply._apply import check_host_memory
 from autoshard.graph import analyse, read_graph
 from autoshard.plan import Options, make_plan
 from autoshard.plan.model._model import HOST
@@ -102,3 +106,30 @@ def test_a_file_that_places_values_on_the_host_is_understood() -> None:
     text = jax.jit(step(True)).trace(*shapes()).lower(lowering_platforms=("tpu",)).as_text()
     assert re.search("annotate_device_placement", text)
     assert analyse(read_graph(text.encode())).hosted
+
+
+class Device:
+    device_kind = "toy"
+
+    def __init__(self, *kinds: str) -> None:
+        self.kinds = kinds
+
+    def addressable_memories(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(kind=kind) for kind in self.kinds]
+
+
+def test_devices_whose_host_holds_nothing_are_refused() -> None:
+    check_host_memory(jax.devices()[0])
+    with pytest.raises(UserError, match="toy devices have no memory there .* only device; plan it with a recipe that"):
+        check_host_memory(Device("device"))
+
+
+def test_a_plan_that_offloads_is_refused_where_nothing_can_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(program(True), Options(topology="cpu:8", mesh="data=4,model=2")).plan
+
+    def refuse(device: object) -> None:
+        raise UserError(f"no host memory beside {device}")
+
+    monkeypatch.setattr(_apply, "check_host_memory", refuse)
+    with pytest.raises(UserError, match="no host memory"):
+        plan.jit(step(True))(*arguments(np.random.default_rng(1)))

@@ -31,6 +31,12 @@ def loss(program: Program) -> tuple[Any, float]:
     ("config", "recipe"),
     [
         ("llama-tiny", {"attention": "splash", "microbatches": 2, "remat": "dots"}),
+        ("llama-tiny", {"remat": "full,keep=q_proj/context,offload=up_proj/input", "microbatches": 2}),
+        pytest.param("llama-tiny", {"attention": "splash", "remat": "full,keep=input,offload=context"}, marks=FULL),
+        pytest.param("gpt2-tiny", {"remat": "dots,offload=c_attn/input"}, marks=FULL),
+        pytest.param("gpt2-tiny", {"remat": "full,offload=context/c_fc:2+full,keep=c_attn"}, marks=FULL),
+        pytest.param("t5-tiny", {"remat": "full,keep=EncDecAttention.q,offload=wi/input"}, marks=FULL),
+        pytest.param("deepseek-v3-tiny", {"remat": "full,keep=experts.gate_up_proj,offload=input"}, marks=FULL),
         pytest.param("gpt2-tiny", {"microbatches": 4}, marks=FULL),
         pytest.param("gemma2-tiny", {"attention": "splash", "remat": "full"}, marks=FULL),
         pytest.param("mixtral-tiny", {"attention": "splash", "microbatches": 2}, marks=FULL),

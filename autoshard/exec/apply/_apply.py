@@ -243,11 +243,32 @@ def _insert_choices(application: Application, ir: Any, lowered: Any) -> None:
     if application.mesh.devices.flat[0].platform != "tpu":
         mlir.unfold_pooling(ir)
         mlir.drop_layouts(ir)
-    present = lowered.as_text().count("sdy.sharding_constraint")
+    text = lowered.as_text()
+    if PLACEMENT in text:
+        check_host_memory(application.mesh.devices.flat[0])
+    present = text.count("sdy.sharding_constraint")
     if present != before + inserted:
         raise RuntimeError(
             f"{inserted} pins were inserted but the module to be compiled has {present - before}: "
             "this version of jax no longer compiles the module that compiler_ir() returns"
+        )
+
+
+PLACEMENT = "annotate_device_placement"
+"""The call in a module that sends a value to a host, or fetches it."""
+
+
+def check_host_memory(device: Any) -> None:
+    """Raises `UserError` if nothing can wait in the memory of the host of `device`; chips that are not here have it."""
+    try:
+        kinds = [memory.kind for memory in device.addressable_memories()]
+    except Exception:  # a device of a topology, which no runtime stands behind
+        return
+    if "pinned_host" not in kinds:
+        raise UserError(
+            f"the step sends values to its host, and {device.device_kind} devices have no memory there "
+            f"(`pinned_host`) with this version of jax, only {', '.join(kinds) or 'none'}; plan it with a recipe that "
+            "offloads nothing."
         )
 
 

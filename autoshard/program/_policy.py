@@ -1,0 +1,113 @@
+"""What the backward pass computes again in a layer, value by value: read from text, and as jax's policy.
+
+`full,keep=q_proj/k_proj,offload=input` computes everything again but for the results of the two matmuls, which stay on
+the device, and the layer's input, which waits in the host's memory.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autoshard.errors import UserError
+
+
+BASES = ("none", "dots", "full")
+"""What holds for the values of a layer that a policy does not name."""
+
+_LISTS = ("keep", "offload")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Policy:
+    """What one layer computes again, keeps and sends to its host."""
+
+    base: str
+    """Of `BASES`."""
+    keep: tuple[str, ...] = ()
+    """Names of values that stay on the device."""
+    offload: tuple[str, ...] = ()
+    """Names of values that wait in the host's memory."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The values that it names."""
+        return (*self.keep, *self.offload)
+
+    def __str__(self) -> str:
+        lists = [f"{key}={'/'.join(getattr(self, key))}" for key in _LISTS if getattr(self, key)]
+        return ",".join([self.base, *lists])
+
+
+@functools.cache
+def read_policy(text: str) -> Policy:
+    """`full`, `dots,keep=context` or `full,keep=up_proj/gate_proj,offload=input`.
+
+    Raises `UserError` for anything else, for a value that is named twice, and for names beside `none`, which computes
+    nothing again.
+    """
+    base, *lists = (part.strip() for part in text.split(","))
+    if base not in BASES:
+        raise unknown_remat(text)
+    found: dict[str, tuple[str, ...]] = {}
+    for part in lists:
+        key, equals, names = part.partition("=")
+        listed = tuple(name.strip() for name in names.split("/"))
+        if key.strip() not in _LISTS or key.strip() in found or not equals or not all(listed):
+            raise unknown_remat(text)
+        found[key.strip()] = listed
+    named = [name for listed in found.values() for name in listed]
+    twice = next((name for name in named if named.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"remat `{text}` names `{twice}` twice; a value is kept or sent to the host, once.")
+    if base == "none" and named:
+        raise UserError(
+            f"remat `{text}`: with `none` nothing is computed again and every value stays on the device; write `full` "
+            "or `dots` before what is kept or sent to the host."
+        )
+    return Policy(base, **found)
+
+
+def unknown_remat(text: str) -> UserError:
+    """The error for a text that is no choice of what is computed again."""
+    return UserError(
+        f"remat `{text}` does not exist; use `none`, `dots` or `full`, values beside them as in "
+        "`full,keep=q_proj/k_proj,offload=input`, or a choice for the first layers and one for the others, such as "
+        "`full:20+none`."
+    )
+
+
+def jax_policy(policy: Policy, names: Mapping[str, Sequence[str]] | None = None) -> Callable[..., Any] | None:
+    """The policy for `jax.checkpoint`; None for `none`.
+
+    `names` gives for a value the names that a program marks it with by `checkpoint_name`, by default its own.
+    """
+    import jax
+
+    policies = jax.checkpoint_policies
+    if policy.base == "none":
+        return None
+    rest = policies.dots_with_no_batch_dims_saveable if policy.base == "dots" else policies.nothing_saveable
+    if not policy.names:
+        return rest
+    marks = names or {}
+    kept, away = (
+        [mark for name in each for mark in marks.get(name, (name,))] for each in (policy.keep, policy.offload)
+    )
+    if away:
+        named = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=kept,
+            names_which_can_be_offloaded=away,
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    else:
+        named = policies.save_only_these_names(*kept)
+    if policy.base == "full":
+        return named
+
+    def both(primitive: Any, *values: Any, **params: Any) -> Any:
+        mine = named if params.get("name") in {*kept, *away} and primitive.name == "name" else rest
+        return mine(primitive, *values, **params)
+
+    return both
