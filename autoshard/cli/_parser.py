@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TextIO
 from autoshard import __version__
 from autoshard.cli import _commands, _graph, _refine, _sweep
 from autoshard.cli._values import (
+    experts,
     factor,
     gib,
     numbers,
@@ -344,10 +345,17 @@ def _add_program(parser: argparse.ArgumentParser, several: bool = False, auto: b
     group.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
     group.add_argument("--cache", type=positive, metavar="N", help="tokens the cache holds (default: --seq)")
     group.add_argument(
+        "--experts",
+        type=chosen(experts),
+        metavar="E",
+        help="how tokens reach experts: einsums into slots (the default; slots:all drops none), sorted, or sorted:8 "
+        "for experts in 8 groups" + ("; auto: the fastest that drops none" if auto else ""),
+    )
+    group.add_argument(
         "--capacity-factor",
         type=factor,
         metavar="X",
-        help="slots of an expert over its mean number of tokens (default: 1.25)",
+        help="slots of an expert over its mean number of tokens (default: 1.25), or rows of a group (default: for all)",
     )
 
 

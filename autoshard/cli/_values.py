@@ -41,6 +41,16 @@ def remat(text: str) -> str:
     return text
 
 
+def experts(text: str) -> str:
+    from autoshard.program import parse_experts
+
+    try:
+        parse_experts(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
+    return text
+
+
 def xla_flags(text: str) -> tuple[str, ...] | str:
     from autoshard.cost import FLAG_SETS, read_flags
 

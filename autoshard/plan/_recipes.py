@@ -15,7 +15,7 @@ from autoshard.plan.model._options import Options
 from autoshard.plan.price._least import least_seconds
 from autoshard.plan.price._reading import read_program
 from autoshard.plan.record._plan import Plan
-from autoshard.program import Choices, Program, Role
+from autoshard.program import LOSSLESS, Choices, Program, Role
 from autoshard.units import format_seconds
 
 
@@ -99,6 +99,13 @@ def source_choices(options: Mapping[str, Any], topology: str) -> Choices:
     found: dict[str, tuple[Any, ...]] = {}
     if options.get("remat") == AUTO:
         found["remat"] = REMATS
+    if options.get("experts") == AUTO:
+        if options.get("capacity_factor") is not None:
+            raise UserError(
+                "--experts auto chooses among forms that drop no token, and --capacity-factor says how many may be "
+                "sent; give --experts slots or sorted:8 with it, or leave it out."
+            )
+        found["experts"] = LOSSLESS
     if options.get("batch") == AUTO:
         devices = Topology.parse(topology).num_devices
         halves = [devices >> n for n in range(1, devices.bit_length()) if devices % (1 << n) == 0]

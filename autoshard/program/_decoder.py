@@ -12,6 +12,7 @@ from autoshard.errors import UserError
 from autoshard.program import _flops, _train
 from autoshard.program._attention import attend
 from autoshard.program._decoder_dims import DecoderDims, layer_groups, parameters_of
+from autoshard.program._experts import parse_experts
 from autoshard.program._kernels import KernelBlocks, flash_attention
 from autoshard.program._latent import latent_heads
 from autoshard.program._program import Program, Role
@@ -90,7 +91,8 @@ def decoder_program(
 
     `routing` of experts is `dropless`, all tokens sorted and multiplied by group (`jax.lax.ragged_dot`), or `capacity`:
     each expert has slots in every sequence for `capacity_factor` times the mean number of its tokens, and further ones
-    are dropped. With a factor of 1 it has the matmuls of a dropless run whose devices sort their own tokens.
+    are dropped. With a factor of 1 it has the matmuls of a dropless run whose devices sort their own tokens. With
+    `sorted` the tokens of each sequence are sorted, with `sorted:8` into 8 groups of experts, and none is dropped.
     Raises: UserError for an unknown `remat`, value to save, `attention` or `routing`, or sizes that do not divide.
     """
     import jax
@@ -116,7 +118,7 @@ def decoder_program(
     if summed_late < 1 or batch // accumulation % summed_late:
         raise UserError(f"a microbatch of {batch // accumulation} sequences does not divide into {summed_late} groups")
     if routing not in ROUTINGS:
-        raise UserError(f"routing {routing!r} is not known; known are {', '.join(ROUTINGS)}")
+        _check_groups(routing, dims.experts)
     if dims.latent is not None and dims.kv_heads != dims.heads:
         raise UserError(f"decoder: {dims.kv_heads} key-value heads for {dims.heads} heads of latent attention")
     if dims.active_experts > dims.experts or not 0 <= dims.dense_layers <= dims.layers:
@@ -155,6 +157,16 @@ def decoder_program(
         tokens=batch * seq,
     )
     return dataclasses.replace(program, model_flops=3.0 * forward_flops[0])
+
+
+def _check_groups(routing: str, experts: int) -> None:
+    """Raises `UserError` for a routing that is none, or whose groups do not divide the experts."""
+    known = routing.startswith("sorted")
+    form = parse_experts(routing) if known else None
+    if form is None:
+        raise UserError(f"routing {routing!r} is not known; known are {', '.join(ROUTINGS)}, sorted and sorted:8")
+    if experts % form.groups:
+        raise UserError(f"decoder: {experts} experts do not divide into the {form.groups} groups of {routing!r}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,19 +1,25 @@
-"""Mixtures of experts as einsums: dispatch to a fixed number of slots for each expert, compute, combine.
+"""Mixtures of experts: how tokens reach their experts, by einsums into slots or by sorting.
 
-Gathering expert weights for each token cannot scale, and sorting tokens cannot be split. Here tokens are cut into
-groups along the sequence; within a group every expert has `capacity` slots, and one-hot matrices move tokens to slots
-and back, as in GShard (Lepikhin et al. 2020, section 3.2). Each dim can be split: batch, group, expert, slot, features.
+Gathering expert weights for each token cannot scale. With `slots` tokens are cut into groups along the sequence; within
+a group every expert has `capacity` slots, and one-hot matrices move tokens to slots and back, as in GShard (Lepikhin et
+al. 2020, section 3.2). Each dim can be split: batch, group, expert, slot, features. With `sorted` the tokens of each
+sequence are sorted by expert, which costs no matmul and drops none; what a mesh can split then is batch, groups of
+experts, and features.
 """
 
 import contextlib
 import contextvars
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from autoshard.errors import UserError
 from autoshard.program import _flops
+from autoshard.program._dispatch import dispatch, rows_of
 from autoshard.program._environment import environment
 from autoshard.program._marks import mark
+from autoshard.program._grouped import grouped_matmul
 
 
 GROUP = 512
@@ -22,19 +28,77 @@ GROUP = 512
 CAPACITY_FACTOR = 1.25
 """Slots over the mean number of tokens an expert receives; what does not fit is dropped."""
 
-_factor: contextvars.ContextVar[float] = contextvars.ContextVar("capacity_factor", default=CAPACITY_FACTOR)
-_used: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("notes", default=None)
+EXPERTS = ("slots", "sorted", "auto")
+"""How tokens may reach their experts; `auto` is the fastest form that drops none."""
+
+LOSSLESS = ("sorted", "sorted:2", "sorted:4", "slots:all")
+"""The forms among which `auto` chooses: they compute the same thing."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertForm:
+    """How tokens reach their experts."""
+
+    kind: str = "slots"
+    groups: int = 1
+    """Of sorted tokens: groups of experts, which can lie on different devices."""
+    all_slots: bool = False
+    """As many slots for each expert as there may be tokens."""
+
+    @property
+    def limited(self) -> bool:
+        """Whether a capacity factor has a meaning."""
+        return self.groups > 1 if self.kind == "sorted" else not self.all_slots
+
+
+def parse_experts(text: str) -> ExpertForm:
+    """`slots`, `slots:all`, `sorted` or `sorted:8`. Raises `UserError` for what is none of these."""
+    kind, _, more = text.partition(":")
+    if kind == "slots" and more in ("", "all"):
+        return ExpertForm(all_slots=more == "all")
+    if kind == "sorted" and (not more and ":" not in text or more.isdecimal() and int(more) > 0):
+        return ExpertForm(kind, int(more or 1))
+    raise UserError(
+        f"experts `{text}` is not known; use slots, slots:all (none is dropped), sorted, or sorted:8 for experts in "
+        "8 groups that may lie on different devices."
+    )
+
+
+def check_experts(text: str | None, factor: float | None, module: Any, label: str) -> ExpertForm:
+    """The form, `slots` by default.
+
+    Raises `UserError` for one that is not, or that takes no capacity factor, and for a torch module without experts.
+    """
+    for flag, value in (("--experts", text), ("--capacity-factor", factor)):
+        if value is not None and not any(hasattr(each, "experts") for each in module.modules()):
+            raise UserError(f"{flag} is for mixtures of experts; `{label}` has none, so leave it out.")
+    form = parse_experts(text or "slots")
+    if factor is not None and not form.limited:
+        raise UserError(
+            f"--capacity-factor limits what an expert may be sent, but experts `{text}` drop no token; use slots or "
+            "sorted:8, or leave it out."
+        )
+    return form
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _How:
+    form: ExpertForm
+    factor: float | None
+    notes: list[str] | None
+
+
+_how: contextvars.ContextVar[_How | None] = contextvars.ContextVar("experts", default=None)
 
 
 @contextlib.contextmanager
-def capacity(factor: float | None, notes: list[str]) -> Iterator[None]:
-    """Use `factor` inside, and tell in `notes` that experts were dispatched so."""
-    first, second = _factor.set(CAPACITY_FACTOR if factor is None else factor), _used.set(notes)
+def capacity(factor: float | None, notes: list[str], form: ExpertForm | None = None) -> Iterator[None]:
+    """Inside, tokens reach experts by `form` (slots) with the capacity `factor`, and `notes` tell that."""
+    token = _how.set(_How(form or ExpertForm(), factor, notes))
     try:
         yield
     finally:
-        _factor.reset(first)
-        _used.reset(second)
+        _how.reset(token)
 
 
 def group_size(length: int) -> int:
@@ -71,13 +135,54 @@ def mix(x: Any, weights: Any, mask: Any, gate_up: Any, down: Any, activation: Ca
     import jax.numpy as jnp
 
     one = x.shape[1] == 1
+    made = _sorted if (_how.get() or _How(ExpertForm(), None, None)).form.kind == "sorted" else _slotted
     if one and x.shape[0] > 1:  # one token for each sequence: the sequences share the slots
         x, weights, mask = (jnp.swapaxes(value, 0, 1) for value in (x, weights, mask))
-        return jnp.swapaxes(_mix(x, weights, mask, gate_up, down, activation, active, one), 0, 1)
-    return _mix(x, weights, mask, gate_up, down, activation, active, one)
+        return jnp.swapaxes(made(x, weights, mask, gate_up, down, activation, active, one), 0, 1)
+    return made(x, weights, mask, gate_up, down, activation, active, one)
 
 
-def _mix(
+def _tell(text: str) -> None:
+    how = _how.get()
+    if how is not None and how.notes is not None and text not in how.notes:
+        how.notes.append(text)
+
+
+def _sorted(
+    x: Any, weights: Any, mask: Any, gate_up: Any, down: Any, activation: Callable[[Any], Any], active: int, one: bool
+) -> Any:
+    """`mix` of the tokens [B, S, D] of each sequence, sorted by expert."""
+    import jax
+    import jax.numpy as jnp
+
+    how = _how.get()
+    assert how is not None
+    (batch, length, dim), experts, groups = x.shape, mask.shape[-1], how.form.groups
+    if experts % groups:
+        raise UserError(f"experts `sorted:{groups}` cannot be: {experts} experts do not divide into {groups} groups.")
+    rows = rows_of(length, active, experts, groups, how.factor)
+    lossless = rows == rows_of(length, active, experts, groups, None)
+    _tell(
+        "Experts get the tokens of each sequence sorted"
+        + (f", in {groups} groups of experts with {rows} rows each" if groups > 1 else "")
+        + (" (no token is ever dropped)." if lossless else "; tokens beyond the rows are dropped.")
+    )
+    index = jax.lax.broadcasted_iota(jnp.int32, mask.shape, 2)
+    hot = choose(mask.astype(jnp.float32), active)
+    chosen = jnp.stack([jnp.where(each, index, 0).sum(-1) for each in hot], -1)
+    share = jnp.stack([jnp.where(each, weights, 0.0).sum(-1) for each in hot], -1)
+    to_groups, from_groups, sizes = dispatch(chosen, experts, groups, rows)
+    moved = to_groups(x).swapaxes(0, 1)  # group before sequence, which is split first
+    inner, counts = down.shape[-1], sizes().swapaxes(0, 1)
+    real = batch * min(groups * rows, length * active)
+    halves = gate_up.reshape(experts, 2, inner, dim)
+    gate, up = (grouped_matmul(moved, halves[:, half], counts, real) for half in range(2))
+    out = grouped_matmul(activation(gate) * up, down, counts, real)
+    _flops.record(6.0 * batch * length * active * dim * inner)
+    return jnp.einsum("bskd,bsk->bsd", from_groups(out.swapaxes(0, 1)), share.astype(x.dtype))
+
+
+def _slotted(
     x: Any, weights: Any, mask: Any, gate_up: Any, down: Any, activation: Callable[[Any], Any], active: int, one: bool
 ) -> Any:
     """`mix` of tokens along the second dim; `one`: of a step that decodes one token a sequence."""
@@ -87,16 +192,15 @@ def _mix(
     batch, length, dim = x.shape
     experts = mask.shape[-1]
     size = group_size(length)
-    factor = _factor.get()
+    how = _how.get()
+    factor = CAPACITY_FACTOR if how is None or how.factor is None else how.factor
     slots = min(size, max(1, math.ceil(size * active * factor / experts)))
-    notes = _used.get()
-    if notes is not None:
-        text = (
-            f"Experts are dispatched by einsum: groups of {size} tokens, {slots} slots for each of {experts} experts"
-            + (" (no token is ever dropped)." if slots == size else "; tokens beyond the slots are dropped.")
-        )
-        if text not in notes:
-            notes.append(text)
+    if how is not None and how.form.all_slots:
+        slots = size
+    _tell(
+        f"Experts are dispatched by einsum: groups of {size} tokens, {slots} slots for each of {experts} experts"
+        + (" (no token is ever dropped)." if slots == size else "; tokens beyond the slots are dropped.")
+    )
     groups = (batch, length // size, size)
     x = x.reshape(*groups, dim)
     mask, weights = mask.reshape(*groups, experts), weights.reshape(*groups, experts)

@@ -6,6 +6,7 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.program import _meta, _train
 from autoshard.program._config import read_config
+from autoshard.program._experts import check_experts
 from autoshard.program._hf_inputs import task_of
 from autoshard.program._hf_serving import serving_program
 from autoshard.program._lean import import_model_code
@@ -36,6 +37,7 @@ def from_config(
     state_dtype: str | None = None,
     remat: str | None = None,
     optimizer: str | None = None,
+    experts: str | None = None,
     capacity_factor: float | None = None,
     serve: str | None = None,
     cache: int | None = None,
@@ -49,11 +51,13 @@ def from_config(
     `image` pixels a side. `dtype` is the compute dtype (bfloat16). Training stores parameters and optimizer moments in
     float32 unless `param_dtype` or `state_dtype` say otherwise; inference stores parameters in `dtype`. `remat`:
     `none`, `dots` or `full`, with values that are kept or sent to the host (`full,keep=q_proj,offload=input`), or one
-    for the first layers and one for the others (`full:20+none`). `optimizer`: `adamw` or `sgd`. `capacity_factor`:
-    slots of an expert over its mean number of tokens, for mixtures of experts (1.25). `serve`: `prefill` (of `seq`
-    tokens) or `decode` (one token after up to `seq`) with a key-value cache of `cache` tokens (`seq`) as donated state.
-    `attention`: `plain` (scores in memory), `splash` (jax's kernel for TPUs) or `auto` (that kernel wherever it can
-    be). `microbatches` parts of the batch are computed one after the other when training.
+    for the first layers and one for the others (`full:20+none`). `optimizer`: `adamw` or `sgd`. `experts`: how tokens
+    reach the experts of a mixture, by einsums into `slots` (`slots:all`: for every token), or `sorted` (`sorted:8`: in
+    8 groups of experts); `capacity_factor`: slots of an expert, or rows of a group, over the mean number of its tokens
+    (1.25 of slots; all that may be needed of groups). `serve`: `prefill` (of `seq` tokens) or `decode` (one token after
+    up to `seq`) with a key-value cache of `cache` tokens (`seq`) as donated state. `attention`: `plain` (scores in
+    memory), `splash` (jax's kernel for TPUs) or `auto` (that kernel wherever it can be). `microbatches` parts of the
+    batch are computed one after the other when training.
 
     Raises `UserError` for a configuration or an option that cannot be used.
     """
@@ -76,8 +80,7 @@ def from_config(
     if cache is not None and serve is None:
         raise UserError("--cache is for serving; add --serve prefill or --serve decode, or leave it out.")
     model = build_model(name, fields, compute)
-    if capacity_factor is not None and not any(hasattr(module, "experts") for module in model.modules()):
-        raise UserError(f"--capacity-factor is for mixtures of experts; `{name}` has none, so leave it out.")
+    form = check_experts(experts, capacity_factor, model, name)
     task = task_of(
         model, name, batch=8 if batch is None else batch, seq=seq, image=image, train=training, dtype=compute
     )
@@ -90,8 +93,9 @@ def from_config(
         frozen_apart=training,
         stateful=stateful,
         attention=attention,
+        experts=form,
+        capacity_factor=capacity_factor,
     )
-    function.capacity_factor = capacity_factor
     if serve is not None:
         if training or task.seq is None:
             raise UserError("--serve is for the inference of models of tokens; leave --train and --image out.")

@@ -1,14 +1,18 @@
 """The experts' part of a decoder that is made from its dims: a router, experts, and experts that see every token.
 
 Either all tokens of the batch are sorted by expert and multiplied by group, or each sequence has slots for each expert,
-into which its tokens are gathered. Slots can be split by batch and by expert; the groups of sorted tokens by rows.
+into which its tokens are gathered, or the tokens of each sequence are sorted into groups of experts. Slots and groups
+can be split by batch and by expert; what is sorted over the batch by rows alone.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from autoshard.program import _flops
+from autoshard.program._dispatch import dispatch, rows_of
+from autoshard.program._experts import parse_experts
+from autoshard.program._grouped import grouped_matmul
 
 
 class ExpertDims(Protocol):
@@ -53,8 +57,11 @@ def routed(dims: ExpertDims, x: Any, weights: Mapping[str, Any], routing: str, f
     scores = jnp.einsum("bsd,de->bse", wide, weights["router.weight"])
     best, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), dims.active_experts)
     share = (best / best.sum(-1, keepdims=True)).astype(x.dtype)
-    mix = _sorted if routing == "dropless" else _slotted
-    mixed = mix(dims, x, share, chosen, weights, factor)
+    if routing in ("dropless", "capacity"):
+        mix = _sorted if routing == "dropless" else _slotted
+        mixed = mix(dims, x, share, chosen, weights, factor)
+    else:
+        mixed = _by_groups(dims, x, share, chosen, weights, parse_experts(routing).groups)
     if dims.shared_experts:
         up = checkpoint_name(product("bsd,df->bsf", x, weights["shared.up_proj.weight"]), "up")
         gate = (
@@ -93,23 +100,13 @@ def _sorted(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping[
 
 def _slotted(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping[str, Any], factor: float) -> Any:
     """Every sequence has slots [E, C] for its tokens, the first ones of each expert; tokens beyond are dropped."""
-    import jax
     import jax.numpy as jnp
     from jax.ad_checkpoint import checkpoint_name
 
-    (batch, length, width), count, experts = x.shape, dims.active_experts, dims.experts
+    length, count, experts = x.shape[1], dims.active_experts, dims.experts
     slots = min(length, max(1, math.ceil(length * count * factor / experts)))
-    flat = chosen.reshape(batch, length * count)
-    order = jnp.argsort(flat, axis=1, stable=True)
-    first = jax.vmap(lambda row: jnp.searchsorted(jnp.take(row[0], row[1]), jnp.arange(experts + 1)))((flat, order))
-    place = first[:, :-1, None] + jnp.arange(slots)
-    used = place < first[:, 1:, None]
-    pairs = jnp.take_along_axis(order, jnp.minimum(place, length * count - 1).reshape(batch, -1), axis=1)
-    used = used.reshape(batch, -1)
-    rank = jnp.argsort(order, axis=1) - jnp.take_along_axis(first, flat, axis=1)
-    slot, kept = flat * slots + jnp.minimum(rank, slots - 1), rank < slots
-    to_slots, from_slots = _exchange(count, _Places(pairs, used), _Places(slot, kept))
-    moved = to_slots(x).reshape(batch, experts, slots, width)
+    to_slots, from_slots, _ = dispatch(chosen, experts, experts, slots)
+    moved = to_slots(x)
     up = checkpoint_name(product("becd,edf->becf", moved, weights["experts.up_proj.weight"]), "up")
     gate = (
         checkpoint_name(product("becd,edf->becf", moved, weights["experts.gate_proj.weight"]), "gate")
@@ -117,48 +114,28 @@ def _slotted(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping
         else None
     )
     out = checkpoint_name(product("becf,efd->becd", _activated(gate, up), weights["experts.down_proj.weight"]), "down")
-    back = from_slots(out.reshape(batch, experts * slots, width)).reshape(batch, length, count, width)
-    return jnp.einsum("bskd,bsk->bsd", back, share)
+    return jnp.einsum("bskd,bsk->bsd", from_slots(out), share)
 
 
-class _Places(NamedTuple):
-    """For each row [B, N] the one of another order that it is, and whether it is one at all."""
-
-    of: Any
-    real: Any
-
-
-def _exchange(count: int, pairs: _Places, slots: _Places) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """How tokens [B, S, D] come into slots [B, N, D], and what slots hold to pairs of token and expert [B, S K, D].
-
-    `pairs`: for each slot its pair; `slots`: for each pair its slot. Each way is the gradient of the other, so that
-    nothing is added where it may meet, which TPUs do row by row.
-    """
-    import jax
+def _by_groups(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping[str, Any], groups: int) -> Any:
+    """The tokens of each sequence sorted by expert, in groups [G, B, R, D] of experts; none is dropped."""
     import jax.numpy as jnp
+    from jax.ad_checkpoint import checkpoint_name
 
-    def taken(rows: Any, places: _Places, each: int = 1) -> Any:
-        found = jnp.take_along_axis(rows, (places.of // each)[..., None], axis=1)
-        return jnp.where(places.real[..., None], found, 0)
+    (batch, length), count = x.shape[:2], dims.active_experts
+    rows = rows_of(length, count, dims.experts, groups, None)
+    to_groups, from_groups, sizes = dispatch(chosen, dims.experts, groups, rows)
+    moved, counts = to_groups(x).swapaxes(0, 1), sizes().swapaxes(0, 1)
 
-    @jax.custom_vjp
-    def there(x: Any, pairs: _Places, slots: _Places) -> Any:
-        return taken(x, pairs, count)
+    def grouped(left: Any, name: str) -> Any:
+        weight = weights[f"experts.{name}.weight"].astype(x.dtype).swapaxes(1, 2)
+        _flops.record_matmul((batch * length * count, weight.shape[1]), weight.shape[2])
+        return grouped_matmul(left, weight, counts, batch * length * count)
 
-    @jax.custom_vjp
-    def back(rows: Any, pairs: _Places, slots: _Places) -> Any:
-        return taken(rows, slots)
-
-    def there_gradient(kept: tuple[_Places, _Places], of: Any) -> tuple[Any, None, None]:
-        found = taken(of, kept[1])
-        return found.reshape(found.shape[0], -1, count, found.shape[-1]).sum(2), None, None
-
-    there.defvjp(lambda x, pairs, slots: (there(x, pairs, slots), (pairs, slots)), there_gradient)
-    back.defvjp(
-        lambda rows, pairs, slots: (back(rows, pairs, slots), (pairs, slots)),
-        lambda kept, of: (taken(of, kept[0]), None, None),
-    )
-    return lambda x: there(x, pairs, slots), lambda rows: back(rows, pairs, slots)
+    up = checkpoint_name(grouped(moved, "up_proj"), "up")
+    gate = checkpoint_name(grouped(moved, "gate_proj"), "gate") if dims.gated else None
+    out = checkpoint_name(grouped(_activated(gate, up), "down_proj"), "down")
+    return jnp.einsum("bskd,bsk->bsd", from_groups(out.swapaxes(0, 1)), share)
 
 
 def _activated(gate: Any | None, up: Any) -> Any:

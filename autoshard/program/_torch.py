@@ -6,6 +6,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.program import _flops, _train, _values
+from autoshard.program._experts import check_experts
 from autoshard.program._program import Program, Role
 from autoshard.program._remat import parse_remat
 from autoshard.program._torch_env import lowered_environment
@@ -43,6 +44,8 @@ def from_torch(
     cast_inputs: bool = True,
     attention: str = "plain",
     microbatches: int = 1,
+    experts: str | None = None,
+    capacity_factor: float | None = None,
     make_args: Callable[[int], tuple[Any, ...]] | None = None,
 ) -> Program:
     """A `Program` from any `torch.nn.Module`, on the meta device or with real weights.
@@ -60,7 +63,8 @@ def from_torch(
     first layers and one for the others, such as `full:20+none`. `attention` computes what
     `scaled_dot_product_attention` does: `plain` (scores in memory), `splash` (jax's kernel for TPUs) or `auto` (that
     kernel wherever it can be; a note says where not). `microbatches` parts of the batch are computed one after the
-    other when training, and their gradients and losses averaged.
+    other when training, and their gradients and losses averaged. `experts` and `capacity_factor`: how tokens reach
+    their experts in the blocks of transformers' Mixtral and DeepSeek-V3, as in `hf:` sources.
 
     Raises `UserError` if an operation has no lowering or the call fails.
     """
@@ -74,7 +78,15 @@ def from_torch(
     notes = [] if not _has_dropout(module) else ["Dropout is off: the module runs in evaluation mode."]
     stateful = evaluation_mode(module, train if batch_statistics is None else batch_statistics)
     function = TorchFunction(
-        module, compute_dtype=dtype, remat=remat, scan=scan, frozen_apart=train, stateful=stateful, attention=attention
+        module,
+        compute_dtype=dtype,
+        remat=remat,
+        scan=scan,
+        frozen_apart=train,
+        stateful=stateful,
+        attention=attention,
+        experts=check_experts(experts, capacity_factor, module, label),
+        capacity_factor=capacity_factor,
     )
     batch, rebuild = _split_inputs(module, inputs, dict(kwargs or {}), targets)
     if train and loss is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.program import _flops
-from autoshard.program._experts import capacity
+from autoshard.program._experts import ExpertForm, capacity
 from autoshard.program._layers import Block, find_blocks
 from autoshard.program._lowering_error import lowering_error
 from autoshard.program._marks import check_names
@@ -38,6 +38,8 @@ class TorchFunction:
         frozen_apart: bool = False,
         stateful: bool = False,
         attention: str = "plain",
+        experts: ExpertForm | None = None,
+        capacity_factor: float | None = None,
     ) -> None:
         """`frozen_apart` keeps parameters that need no gradient out of `params`, among the buffers; `stateful` lets
         the module update its buffers (running statistics), which `updated_buffers` then holds after a call."""
@@ -58,7 +60,7 @@ class TorchFunction:
                 f"remat `{remat}` changes nothing: no layers were found in `{type(module).__name__}`. They are "
                 "looked for in a ModuleList, a ModuleDict numbered in order, and where a Sequential repeats them."
             )
-        self.capacity_factor: float | None = None
+        self.experts, self.capacity_factor = experts, capacity_factor
         self._describe()
 
     def _describe(self) -> None:
@@ -156,7 +158,7 @@ class TorchFunction:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Explicitly requested dtype .*int64")  # torch's ids are 64-bit
             stack.enter_context(canonical_modules())
-            stack.enter_context(capacity(self.capacity_factor, self.notes))
+            stack.enter_context(capacity(self.capacity_factor, self.notes, self.experts))
             stack.enter_context(attention_kernel(self.attention, self.notes))
             remat = LayerRemat(self._remat_of, self.savable)
             stack.enter_context(scanned(self.module, self.blocks, layers, prepare, remat, env))

@@ -1,12 +1,16 @@
-"""Experts by einsum: a step of one token a sequence beside a pass over the same tokens."""
+"""Experts by einsum and by sorting: values beside a plain mixture, what is dropped, and what is said."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from autoshard.program._experts import mix
+from autoshard.errors import UserError
+from autoshard.plan import source_choices
+from autoshard.program import from_torch, open_source, parse_experts
+from autoshard.program._experts import LOSSLESS, capacity, mix
 
 
 BATCH, DIM, INNER, EXPERTS = 6, 8, 5, 4
@@ -28,10 +32,79 @@ def experts(*values: Any) -> Any:
     return mix(*values, jax.nn.silu, EXPERTS)  # as many slots as tokens: none is dropped
 
 
+def plain(x: Any, weights: Any, gate_up: Any, down: Any) -> Any:
+    gate, up = (jnp.einsum("bsd,eid->bsei", x, half) for half in jnp.split(gate_up, 2, axis=1))
+    return jnp.einsum("bse,bsei,edi->bsd", weights, jax.nn.silu(gate) * up, down)
+
+
+@pytest.mark.parametrize("form", LOSSLESS)
+def test_forms_that_drop_no_token_compute_the_same(form: str) -> None:
+    x, weights, mask, gate_up, down = arguments()
+
+    def mixed(x: Any, weights: Any, gate_up: Any, down: Any) -> Any:
+        with capacity(None, notes, parse_experts(form)):
+            return mix(x, weights, mask, gate_up, down, jax.nn.silu, 2)
+
+    def total(made: Any) -> Any:
+        return jax.value_and_grad(lambda *given: (made(*given) * jnp.cos(jnp.arange(float(DIM)))).sum(), (0, 1, 2, 3))
+
+    notes: list[str] = []
+    for turn in (lambda value: value, lambda value: jnp.swapaxes(value, 0, 1)):  # decoded, and along a sequence
+        mask = turn(arguments()[2])
+        given = (turn(x), turn(weights), gate_up, down)
+        (value, grads), (wanted, theirs) = jax.jit(total(mixed))(*given), total(plain)(*given)
+        np.testing.assert_allclose(value, wanted, rtol=1e-5)
+        theirs = (theirs[0], theirs[1] * mask, *theirs[2:])  # a weight counts only where its expert is chosen
+        for mine, other in zip((grads[0], grads[1] * mask, *grads[2:]), theirs, strict=True):
+            np.testing.assert_allclose(mine, other, rtol=0, atol=1e-5 * np.abs(other).max())
+    assert all(note.endswith("(no token is ever dropped).") for note in notes) and notes
+
+
+def test_rows_beyond_those_of_a_group_are_dropped_and_said() -> None:
+    x = jnp.broadcast_to(arguments()[0][:1], (1, 8, DIM))  # eight times the same token, which wants experts 0 and 2
+    mask = jnp.zeros((1, 8, EXPERTS), bool).at[..., jnp.array([0, 2])].set(True)
+    weights, (_, _, _, gate_up, down) = mask / 2, arguments()
+    with capacity(0.5, notes := [], parse_experts("sorted:2")):
+        found = mix(x, weights, mask, gate_up, down, jax.nn.silu, 2)
+    assert notes == [
+        "Experts get the tokens of each sequence sorted, in 2 groups of experts with 4 rows each; "
+        "tokens beyond the rows are dropped."
+    ]
+    np.testing.assert_allclose(found[:, :4], plain(x, weights, gate_up, down)[:, :4], rtol=1e-5, atol=1e-6)
+    assert not found[:, 4:].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"experts": "some"}, "experts `some` is not known; use slots, slots:all"),
+        ({"experts": "sorted:0"}, "experts `sorted:0` is not known"),
+        ({"experts": "sorted:3"}, "experts `sorted:3` cannot be: 4 experts do not divide into 3 groups."),
+        ({"experts": "sorted", "capacity_factor": 2.0}, "but experts `sorted` drop no token; use slots or sorted:8"),
+    ],
+)
+def test_bad_forms_are_named(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        open_source("hf:mixtral-tiny", batch=2, seq=16, **options)
+
+
+def test_a_module_without_experts_takes_no_form_of_them() -> None:
+    import torch
+
+    with pytest.raises(UserError, match="--experts is for mixtures of experts; `Linear` has none, so leave it out"):
+        from_torch(torch.nn.Linear(2, 2), torch.empty(2, 2), experts="sorted")
+
+
+def test_the_planner_chooses_among_forms_that_drop_no_token() -> None:
+    assert source_choices({"experts": "auto"}, "v5e:2x4") == {"experts": LOSSLESS}
+    assert source_choices({"experts": "slots"}, "v5e:2x4") == {}
+    with pytest.raises(UserError, match="--experts auto chooses among forms that drop no token"):
+        source_choices({"experts": "auto", "capacity_factor": 1.5}, "v5e:2x4")
+
+
 def test_a_token_of_each_sequence_gets_what_its_experts_make_of_it() -> None:
     x, weights, mask, gate_up, down = arguments()
-    gate, up = (jnp.einsum("bsd,eid->bsei", x, half) for half in jnp.split(gate_up, 2, axis=1))
-    expected = jnp.einsum("bse,bsei,edi->bsd", weights, jax.nn.silu(gate) * up, down)
+    expected = plain(x, weights, gate_up, down)
     np.testing.assert_allclose(experts(x, weights, mask, gate_up, down), expected, rtol=1e-5, atol=1e-5)
     along = experts(*(jnp.swapaxes(value, 0, 1) for value in (x, weights, mask)), gate_up, down)
     np.testing.assert_allclose(jnp.swapaxes(along, 0, 1), expected, rtol=1e-5, atol=1e-5)

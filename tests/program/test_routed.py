@@ -25,7 +25,7 @@ def step(**options: Any) -> Program:
 
 
 @pytest.mark.parametrize("changes", [{}, {"gated": False}, {"shared_experts": 0, "dense_layers": 0}])
-@pytest.mark.parametrize("routing", ["dropless", "capacity"])
+@pytest.mark.parametrize("routing", ["dropless", "capacity", "sorted", "sorted:2"])
 def test_parameters_and_model_flops_are_those_of_the_closed_form(changes: dict, routing: str) -> None:
     dims = dataclasses.replace(DIMS, **changes)
     program = decoder_program(dims, batch=4, seq=16, routing=routing)
@@ -61,7 +61,10 @@ def plain(weights: dict[str, Any], x: Any) -> Any:
     return out + shared @ weights["shared.down_proj.weight"]
 
 
-@pytest.mark.parametrize(("routing", "factor"), [("dropless", 1.0), ("capacity", 2.0)])
+@pytest.mark.parametrize(
+    ("routing", "factor"),
+    [("dropless", 1.0), ("capacity", 2.0), ("sorted", 1.0), ("sorted:2", 1.0), ("sorted:4", 1.0)],
+)
 def test_values_and_gradients_are_those_of_a_plain_mixture(routing: str, factor: float) -> None:
     weights, x = values()
 
@@ -120,8 +123,10 @@ def test_moments_and_offloads() -> None:
 
 
 def test_bad_settings_are_named() -> None:
-    with pytest.raises(UserError, match="routing 'some' is not known; known are dropless, capacity"):
+    with pytest.raises(UserError, match="routing 'some' is not known; known are dropless, capacity, sorted and"):
         step(routing="some")
+    with pytest.raises(UserError, match="4 experts do not divide into the 3 groups of 'sorted:3'"):
+        step(routing="sorted:3")
     with pytest.raises(UserError, match="a batch of 4 sequences does not divide into 3 microbatches"):
         step(accumulation=3)
     with pytest.raises(UserError, match="a decoder layer has no value 'heads' to offload"):
