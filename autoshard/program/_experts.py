@@ -18,8 +18,8 @@ from autoshard.errors import UserError
 from autoshard.program import _flops
 from autoshard.program._dispatch import dispatch, rows_of
 from autoshard.program._environment import environment
-from autoshard.program._marks import mark
 from autoshard.program._grouped import grouped_matmul
+from autoshard.program._marks import mark
 
 
 GROUP = 512
