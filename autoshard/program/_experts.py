@@ -82,19 +82,19 @@ def check_experts(text: str | None, factor: float | None, module: Any, label: st
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _How:
+class _Dispatching:
     form: ExpertForm
     factor: float | None
     notes: list[str] | None
 
 
-_how: contextvars.ContextVar[_How | None] = contextvars.ContextVar("experts", default=None)
+_how: contextvars.ContextVar[_Dispatching | None] = contextvars.ContextVar("experts", default=None)
 
 
 @contextlib.contextmanager
 def capacity(factor: float | None, notes: list[str], form: ExpertForm | None = None) -> Iterator[None]:
     """Inside, tokens reach experts by `form` (slots) with the capacity `factor`, and `notes` tell that."""
-    token = _how.set(_How(form or ExpertForm(), factor, notes))
+    token = _how.set(_Dispatching(form or ExpertForm(), factor, notes))
     try:
         yield
     finally:
@@ -135,7 +135,7 @@ def mix(x: Any, weights: Any, mask: Any, gate_up: Any, down: Any, activation: Ca
     import jax.numpy as jnp
 
     one = x.shape[1] == 1
-    made = _sorted if (_how.get() or _How(ExpertForm(), None, None)).form.kind == "sorted" else _slotted
+    made = _sorted if (_how.get() or _Dispatching(ExpertForm(), None, None)).form.kind == "sorted" else _slotted
     if one and x.shape[0] > 1:  # one token for each sequence: the sequences share the slots
         x, weights, mask = (jnp.swapaxes(value, 0, 1) for value in (x, weights, mask))
         return jnp.swapaxes(made(x, weights, mask, gate_up, down, activation, active, one), 0, 1)
