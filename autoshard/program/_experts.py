@@ -41,7 +41,7 @@ class ExpertForm:
 
     kind: str = "slots"
     groups: int = 1
-    """Of sorted tokens: groups of experts, which can lie on different devices."""
+    """The number of groups of experts that tokens are sorted into; groups can lie on different devices."""
     all_slots: bool = False
     """As many slots for each expert as there may be tokens."""
 

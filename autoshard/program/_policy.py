@@ -23,7 +23,7 @@ class Policy:
     """What one layer computes again, keeps and sends to its host."""
 
     base: str
-    """Of `BASES`."""
+    """What becomes of values that are not named: one of `BASES`."""
     keep: tuple[str, ...] = ()
     """Names of values that stay on the device."""
     offload: tuple[str, ...] = ()
