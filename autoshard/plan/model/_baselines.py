@@ -61,10 +61,13 @@ def left_out(model: Model, found: Sequence[str]) -> list[str]:
     batch = [a for a in model.program.arguments if a.role is Role.BATCH and a.shape]
     devices = math.prod(model.axis_sizes)
     why = {}
+    looped = _looped_batch(model)
     for name in ("data_parallel", "fsdp"):
         uneven = next((a for a in batch if a.shape[0] % devices), None)
         if uneven is not None:
             why[name] = f"the batch of {uneven.shape[0]} ({uneven.name}) does not divide by {devices} devices"
+        elif looped:
+            why[name] = f"the first dim of {looped}, the batch, cannot be split: a loop runs through it, say"
         else:
             why[name] = f"no parameter has a dim that {devices} devices divide"
     last = f"{model.axis_names[wide[-1]]}={model.axis_sizes[wide[-1]]}"
@@ -77,6 +80,16 @@ def left_out(model: Model, found: Sequence[str]) -> list[str]:
             reasons.setdefault(reason, []).append(name)
     own = ", or the specs that the program fixes exclude it" if model.graph.constraints or model.graph.regions else ""
     return [f"not compared with {', '.join(names)}: {reason}{own}." for reason, names in reasons.items()]
+
+
+def _looped_batch(model: Model) -> str:
+    """Name of a batch argument whose first dim no axis may split, as where a loop takes one slice in each trip."""
+    structure = model.structure
+    for argument, tensor in zip(model.program.arguments, model.graph.arguments, strict=True):
+        if argument.role is Role.BATCH and argument.shape and structure.cluster_of[tensor] >= 0:
+            if structure.dims_of[tensor][0] in structure.clusters[structure.cluster_of[tensor]].blocked:
+                return argument.name
+    return ""
 
 
 def _append(found: list[Baseline], baseline: Baseline | None) -> None:

@@ -1,10 +1,14 @@
 """Baselines: what an expert would write, completed by the solver, and never better than the plan."""
 
 import math
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import autoshard
 from autoshard.graph import FactorKind
 from autoshard.plan import PlanResult
 from autoshard.plan.model._baselines import baselines
@@ -139,6 +143,22 @@ def test_with_one_axis_all_of_it_is_tensor_parallel() -> None:
 def test_with_three_axes_the_last_is_tensor_parallel() -> None:
     found = specs(made.planned("wide mlp", "v5p:2x2x2", "a=2,b=2,c=2"), "fsdp_tp")
     assert (found["params.0.up"], found["params.0.down"], found["x"]) == ("[axb, c]", "[c, axb]", "[axb, -]")
+
+
+def test_a_batch_that_a_loop_runs_through_is_said_to_be_one() -> None:
+    """Steps that a program does one after the other: no spec of the parameter is to blame."""
+
+    def steps(w: Any, x: Any) -> Any:
+        def step(w: Any, x: Any) -> Any:
+            return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w), None
+
+        return jax.lax.scan(step, w, x)[0]
+
+    shape = jax.ShapeDtypeStruct
+    program = autoshard.trace(steps, (shape((256, 256), "float32"), shape((8, 64, 256), "float32")))
+    plan = autoshard.plan(program, topology="v5e:2x4", mesh="data=8")
+    (line,) = (line for line in plan.warnings if "data_parallel" in line)
+    assert "the first dim of x, the batch, cannot be split: a loop runs through it" in line
 
 
 def test_a_program_without_parameters_has_data_parallelism_only() -> None:
