@@ -11,19 +11,23 @@ def sharding_notes(said: mlir.SaidCounts, lifted: bool = False) -> tuple[str, ..
     """What a plan has to respect, and what it does not; with `lifted`, what is taken out on the user's word."""
     notes: list[str] = []
     if said.constraints:
-        kept = "they are lifted, as you asked" if lifted else "they are respected"
-        notes.append(f"The program itself holds {said.constraints} sharding constraints; {kept}.")
+        one = said.constraints == 1
+        held = "1 sharding constraint; it is" if one else f"{said.constraints} sharding constraints; they are"
+        notes.append(f"The program itself holds {held} {'lifted, as you asked' if lifted else 'respected'}.")
     if said.regions:
-        notes.append(
-            f"The program itself holds {said.regions} regions sharded by hand (shard_map); they are respected."
-        )
+        held = "1 region" if said.regions == 1 else f"{said.regions} regions"
+        kept = "it is" if said.regions == 1 else "they are"
+        notes.append(f"The program itself holds {held} sharded by hand (shard_map); {kept} respected.")
     if said.arguments:
         kept = "this is lifted, as you asked" if lifted else "this is respected"
-        notes.append(f"The program itself says how {said.arguments} arguments are split; {kept}.")
+        split = "1 argument is" if said.arguments == 1 else f"{said.arguments} arguments are"
+        notes.append(f"The program itself says how {split} split; {kept}.")
     if said.idle:
+        one = said.idle == 1
+        held, kept = ("1 sharding", "it is") if one else (f"{said.idle} shardings", "they are")
         notes.append(
-            f"The program holds {said.idle} shardings on a mesh of one device, which say nothing of how to split: they "
-            "are left out. Trace it under a mesh of the size that you plan for (an AbstractMesh will do) to keep them."
+            f"The program holds {held} on a mesh of one device, which says nothing of how to split: {kept} left out. "
+            "Trace it under a mesh of the size that you plan for (an AbstractMesh will do) to keep what it says."
         )
     return tuple(notes)
 

@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+import re
 from typing import Any
 
 import jax
@@ -185,7 +186,7 @@ def test_the_constrained_value_has_the_spec_it_asks_for() -> None:
 def test_shardings_of_arguments_hold() -> None:
     own = NamedSharding(abstract(), P(None, "data"))
     program = trace(lambda x, w: jnp.tanh(x @ w), (f32(16, 32, sharding=own), f32(32, 64)))
-    assert program.notes == ("The program itself says how 1 arguments are split; this is respected.",)
+    assert program.notes == ("The program itself says how 1 argument is split; this is respected.",)
     plan = make_plan(program, Options(topology="cpu:8")).plan
     assert plan.arguments["x"] == Spec(((), ("data",)))
 
@@ -341,8 +342,10 @@ def test_constraints_are_lifted_where_the_user_asks_for_it(kind: str, tmp_path: 
     said = plan.provenance["said_by_program"]
     assert any("with_sharding_constraint" in line for line in kept.provenance["said_by_program"])
     assert all("shard_map" in line for line in said) and said
-    assert any("sharding constraints; they are lifted" in line for line in plan.warnings), plan.warnings
-    assert any("how 1 arguments are split; this is lifted" in line for line in plan.warnings), plan.warnings
+    assert any(re.search("sharding constraints?; (it is|they are) lifted", line) for line in plan.warnings), (
+        plan.warnings
+    )
+    assert any("how 1 argument is split; this is lifted" in line for line in plan.warnings), plan.warnings
     assert plan.prediction.step_time_s < kept.prediction.step_time_s
     assert plan.program_fingerprint != kept.program_fingerprint
     values = program.make_args(0)  # type: ignore[misc]

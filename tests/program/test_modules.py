@@ -191,14 +191,14 @@ def test_shardings_in_the_program_are_noted():
         return jax.lax.with_sharding_constraint(x * 2, NamedSharding(mesh, PartitionSpec("data")))
 
     program = trace(constrained, (S((8, 4), F),))
-    assert program.notes == ("The program itself holds 1 sharding constraints; they are respected.",)
+    assert program.notes == ("The program itself holds 1 sharding constraint; it is respected.",)
 
     def mapped(x):
         spec = PartitionSpec("data")
         return jax.shard_map(lambda v: v * 2, mesh=mesh, in_specs=spec, out_specs=spec)(x)
 
     notes = trace(mapped, (S((8, 4), F),)).notes
-    assert notes == ("The program itself holds 1 regions sharded by hand (shard_map); they are respected.",)
+    assert notes == ("The program itself holds 1 region sharded by hand (shard_map); it is respected.",)
 
 
 def test_errors_inside_modules_are_one_sentence():
