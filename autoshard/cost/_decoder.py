@@ -40,8 +40,9 @@ class Decoder(DecoderDims):
         """All layers, of which those with experts count so many routed ones."""
         router = self.width * self.experts
         sparse = self.mlp_params if self.experts == 1 else (experts + self.shared_experts) * self.expert_params + router
-        mlps = self.dense_layers * self.mlp_params + (self.layers - self.dense_layers) * sparse
-        return self.layers * (self.attention_params + norms) + mlps
+        mlps = self.dense_layers * self.mlp_params + (self.layers + self.ahead - self.dense_layers) * sparse
+        joined = self.ahead * 2 * self.width**2
+        return (self.layers + self.ahead) * (self.attention_params + norms) + mlps + joined
 
     @property
     def params(self) -> int:
@@ -49,13 +50,13 @@ class Decoder(DecoderDims):
         norms = 2 * self.width + (2 * self.head_size if self.qk_norm else 0)
         if self.latent is not None:
             norms = 2 * self.width + self.latent.query_rank + self.latent.key_rank
-        ends = (1 if self.tied else 2) * self.vocabulary * self.width + self.width
+        ends = (1 if self.tied else 2) * self.vocabulary * self.width + (1 + 2 * self.ahead) * self.width
         return self._layer_params(self.experts, norms) + ends
 
     @property
     def matmul_params(self) -> int:
         """Parameters that multiply every token: active experts, head, no embedding lookup, no norms."""
-        return self._layer_params(self.active_experts, 0) + self.vocabulary * self.width
+        return self._layer_params(self.active_experts, 0) + (1 + self.ahead) * self.vocabulary * self.width
 
     def attention_flops_per_token(self, sequence: float, causal: bool = True) -> float:
         """Forward FLOPs of scores and weighted sums for one token of a sequence; causal attention does half.
@@ -63,11 +64,11 @@ class Decoder(DecoderDims):
         A layer with a window of w computes the scores of w tokens, of which causality takes half of the first w rows.
         """
         sizes = 2 * self.head_size if self.latent is None else self.latent.head_size + self.latent.value
-        whole = 2.0 * sequence * self.heads * sizes * (0.5 if causal else 1.0)
+        whole, layers = 2.0 * sequence * self.heads * sizes * (0.5 if causal else 1.0), self.layers + self.ahead
         if self.window is None or self.window >= sequence:
-            return whole * self.layers
+            return whole * layers
         seen = self.window / sequence * (2.0 - self.window / sequence if causal else 1.0)
-        return whole * self.layers * (1.0 + (self.global_every - 1) * seen) / self.global_every
+        return whole * layers * (1.0 + (self.global_every - 1) * seen) / self.global_every
 
     def train_flops(self, tokens: float, sequence: float = 0, causal: bool = True) -> float:
         """Model FLOPs of one training step: 6 per matmul parameter and token, and three times forward attention."""

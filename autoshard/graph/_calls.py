@@ -1,9 +1,12 @@
 """Custom calls whose meaning is known: what their factors are, and how much they compute.
 
-Attention kernels take query [b, k, g, s, d], key [b, k, t, d] and value [b, k, t, e]. Batch, key-value heads and
-groups of query heads are independent; a kernel wants sequence and head dims whole. Scores never reach memory.
+Kernels for rows in groups take rows [b, e, c, k] and matrices [e, k, n], or the transposes of these, and make
+[b, e, c, n]; or they take rows and the gradients of what was made, and make those of the matrices. Attention kernels
+take query [b, k, g, s, d], key [b, k, t, d] and value [b, k, t, e]. Batch, key-value heads and groups of query heads
+are independent; a kernel wants sequence and head dims whole. Scores never reach memory.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -14,12 +17,16 @@ from autoshard.graph._records import FactorKind, Rule, Tensor
 ATTENTION = "attention"
 ATTENTION_BACKWARD = "attention_backward"
 ATTENTION_FUSED = "attention_backward_fused"
+GROUPED = "grouped_matmul"
+GROUPED_GRADIENT = "grouped_matmul_gradient"
 """Kinds that these calls have as ops of a graph."""
 
 _TARGETS = {
     "autoshard_attention": ATTENTION,
     "autoshard_attention_backward": ATTENTION_BACKWARD,
     "autoshard_attention_backward_fused": ATTENTION_FUSED,
+    "autoshard_grouped": GROUPED,
+    "autoshard_grouped_gradient": GROUPED_GRADIENT,
 }
 
 MATMULS: Mapping[str, int] = {ATTENTION: 2, ATTENTION_BACKWARD: 7, ATTENTION_FUSED: 5}
@@ -30,22 +37,61 @@ _QUERY, _KEY, _VALUE, _MIXED, _ROWS = (0, 1, 2, 3, 5), (0, 1, 4, 5), (0, 1, 4, 6
 """Factors of each tensor's dims, in the order b, k, g, s, t, d, e."""
 
 
-def known_call(
-    target: str, attributes: str, operands: Sequence[Tensor], results: Sequence[Tensor]
-) -> tuple[str, Rule, int, int] | None:
-    """Kind, rule, FLOPs and steps of its grid of a custom call by its target; None for a call that is not known."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnownCall:
+    """What is known of one call, over all devices."""
+
+    kind: str
+    rule: Rule
+    flops: int
+    steps: int
+    """Of its grid, that compute something."""
+    traffic: int = 0
+    """Bytes that it reads and writes; 0: each operand and result once."""
+
+
+def known_call(target: str, attributes: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> KnownCall | None:
+    """A custom call by its target; None for one that is not known."""
     kind = _TARGETS.get(target)
     if kind is None:
         return None
+    if kind in (GROUPED, GROUPED_GRADIENT):
+        return _grouped(kind, attributes, operands, results)
     backward = kind != ATTENTION
     ins = (_QUERY, _KEY, _VALUE, *((_MIXED, _ROWS, _MIXED) if backward else ()))
     outs = (_QUERY, _KEY, _VALUE) if backward else (_MIXED, _ROWS)
     sizes = (*operands[0].shape[:4], operands[1].shape[2], operands[0].shape[4], operands[2].shape[3])
     kinds = (FactorKind.PARALLEL,) * 3 + (FactorKind.NEED_REPLICATION,) * 4
     rule = Rule(sizes, kinds, *(tuple(tuple((f,) for f in dims) for dims in side) for side in (ins, outs)))
-    share, steps = (
-        float(match[1]) if (match := re.search(rf"{name}\s*=\s*([0-9.eE+-]+)", attributes)) else without
-        for name, without in (("seen_share", 1.0), ("grid_steps", 0.0))
-    )
+    share, steps = _told(attributes, "seen_share", 1.0), _told(attributes, "grid_steps", 0.0)
     flops = MATMULS[kind] * (sizes[5] + sizes[6]) * math.prod(sizes[:5]) * share
-    return kind, rule, int(flops), int(steps) * math.prod(sizes[:3])
+    return KnownCall(kind, rule, int(flops), int(steps) * math.prod(sizes[:3]))
+
+
+def _told(attributes: str, name: str, without: float) -> float:
+    found = re.search(rf"\b{name}\s*=\s*([0-9.eE+-]+)", attributes)
+    return float(found[1]) if found else without
+
+
+_BATCH, _GROUP, _COUNT, _DEEP, _WIDE = range(5)
+"""Factors of a kernel for rows in groups: sequences, groups, rows of one, what is contracted, columns."""
+
+
+def _grouped(kind: str, attributes: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> KnownCall:
+    """Rows of one group stay together. A gradient of matrices is a sum over sequences."""
+    rows, made = (_BATCH, _GROUP, _COUNT, _DEEP), (_BATCH, _GROUP, _COUNT, _WIDE)
+    whole, summed = FactorKind.NEED_REPLICATION, FactorKind.REDUCTION
+    if kind == GROUPED:
+        turned = _told(attributes, "turned", 0.0) > 0
+        matrix = (_GROUP, _WIDE, _DEEP) if turned else (_GROUP, _DEEP, _WIDE)
+        sizes = (*operands[0].shape, results[0].shape[3])
+        kinds = (FactorKind.PARALLEL, FactorKind.PARALLEL, whole, summed, FactorKind.PARALLEL)
+        sides = (rows, matrix), (made,)
+    else:
+        sizes = (*operands[0].shape, operands[1].shape[3])
+        kinds = (summed, FactorKind.PARALLEL, whole, FactorKind.PARALLEL, FactorKind.PARALLEL)
+        sides = (rows, made), ((_GROUP, _DEEP, _WIDE),)
+    rule = Rule(sizes, kinds, *(tuple(tuple((f,) for f in dims) for dims in side) for side in sides))
+    flops = 2.0 * math.prod(sizes) * _told(attributes, "computed", 1.0)
+    steps, traffic = _told(attributes, "steps", 0.0), _told(attributes, "traffic", 0.0)
+    return KnownCall(kind, rule, int(flops), int(steps), int(traffic))

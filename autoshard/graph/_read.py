@@ -19,7 +19,7 @@ from autoshard.graph._manual import COLLECTIVES, same_rule
 from autoshard.graph._offsets import offsets
 from autoshard.graph._opaque import read_opaque
 from autoshard.graph._reading import UseReading
-from autoshard.graph._records import Constraint, Halo, Op, OpClass, OpGraph
+from autoshard.graph._records import Constraint, Halo, Op, Opaque, OpClass, OpGraph
 from autoshard.graph._rotate import strided_dims
 from autoshard.graph._rules import parse_rule, updating_rule
 from autoshard.graph._said import CONSTRAINTS, called, read_constraint, read_manual
@@ -121,7 +121,8 @@ class _ModuleReader(UseReading):
         if opaque is not None and "mhlo.backend_config" in op.attributes:
             known = known_call(opaque.target, str(op.attributes["mhlo.backend_config"]), takes, gives)
         if known is not None:
-            (kind, rule, *_), opaque = known, None
+            kind, rule = known.kind, known.rule
+            opaque = Opaque(opaque.target, rule, known.flops, known.traffic) if known.traffic and opaque else None
         if kind in _GENERATED or (operands and all(t in self.free for t in operands) and rule is not None):
             self.free.update(results)
             op_class = OpClass.FREE
@@ -140,7 +141,7 @@ class _ModuleReader(UseReading):
         flops = opaque.flops if opaque else op_flops(kind, rule, takes, gives, dilation)
         numbers = tuple(range(len(operands)))
         steps = opaque.steps if opaque else 0
-        flops, steps = known[2:] if known is not None else (flops, steps)
+        flops, steps = (known.flops, known.steps) if known is not None else (flops, steps)
         self.ops.append(
             Op(
                 op_id, number, kind, op_class, operands, results, rule, loop, flops, name, numbers, groups,

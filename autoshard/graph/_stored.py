@@ -103,7 +103,9 @@ def _converted(graph: OpGraph) -> dict[Buffer, int]:
         if maker is None or maker.op_class is not OpClass.LAYER or maker.kind != "dynamic_slice":
             continue
         stack = maker.operands[0]
-        if stack not in graph.arguments:
+        turned = makers.get(stack)  # stacked along another dim than the first, it comes transposed
+        given = turned.operands[0] if turned is not None and turned.kind == "transpose" else stack
+        if given not in graph.arguments:
             continue
         outer = _outermost(graph, op.loop)
         start, stop = graph.loops[outer].start, graph.loops[outer].stop

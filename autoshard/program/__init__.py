@@ -11,6 +11,8 @@ from autoshard.program._decoder import DecoderDims as DecoderDims
 from autoshard.program._decoder import decoder_program as decoder_program
 from autoshard.program._experts import LOSSLESS as LOSSLESS
 from autoshard.program._experts import parse_experts as parse_experts
+from autoshard.program._grouped_kernels import GroupedKernels as GroupedKernels
+from autoshard.program._grouped_kernels import GroupedTiles as GroupedTiles
 from autoshard.program._kernels import KernelBlocks as KernelBlocks
 from autoshard.program._kernels import flash_attention as flash_attention
 from autoshard.program._latent import LatentDims as LatentDims

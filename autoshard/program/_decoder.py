@@ -13,10 +13,11 @@ from autoshard.program import _flops, _train
 from autoshard.program._attention import attend
 from autoshard.program._decoder_dims import DecoderDims, layer_groups, parameters_of
 from autoshard.program._experts import parse_experts
+from autoshard.program._grouped_kernels import GroupedKernels
 from autoshard.program._kernels import KernelBlocks, flash_attention
 from autoshard.program._latent import latent_heads
 from autoshard.program._program import Program, Role
-from autoshard.program._routed import product, routed
+from autoshard.program._routed import Routing, product, routed
 from autoshard.program._splash import splash_attention
 from autoshard.program._trace import trace
 
@@ -47,7 +48,7 @@ _WEIGHTS = "weights"
 """Name of a layer's weights as its matmuls take them."""
 
 ATTENTIONS = ("flash", "splash", "plain")
-ROUTINGS = ("dropless", "capacity")
+ROUTINGS = ("dropless", "capacity", "kernels")
 
 
 def decoder_program(
@@ -63,10 +64,12 @@ def decoder_program(
     name: str = "decoder",
     routing: str = "dropless",
     capacity_factor: float = 1.0,
+    expert_kernels: GroupedKernels | None = None,
     accumulation: int = 1,
-    moments: str = "float32",
+    moments: str | tuple[str, str] = "float32",
     compute_dtype: str = "bfloat16",
     weights: str = "float32",
+    gradients: str | None = None,
     offloads: Collection[str] = (),
     stack_axis: int = 0,
     scanned: bool = True,
@@ -76,7 +79,8 @@ def decoder_program(
 ) -> Program:
     """One training step of `batch` sequences of `seq` tokens: by default bf16 compute on f32 parameters and moments.
 
-    `compute_dtype` is what layers compute in, `weights` the dtype of parameters, `moments` that of the optimizer's.
+    `compute_dtype` is what layers compute in, `weights` the dtype of parameters, `moments` that of the optimizer's, or
+    those of its first and its second ones, `gradients` that in which the optimizer gets them.
 
     `attention` is `flash`, one kernel that can be planned and priced but neither run nor compiled (`flash_attention`);
     `splash`, jax's kernel for TPUs; or `plain`, scores in full. `remat` is `none` or a key of `SAVED`, of which `saves`
@@ -89,10 +93,11 @@ def decoder_program(
     `summed_late` parts of a microbatch has gradients of its own until all microbatches are done; on an abstract mesh
     in `whole_on` their sums are whole on every device.
 
-    `routing` of experts is `dropless`, all tokens sorted and multiplied by group (`jax.lax.ragged_dot`), or `capacity`:
-    each expert has slots in every sequence for `capacity_factor` times the mean number of its tokens, and further ones
-    are dropped. With a factor of 1 it has the matmuls of a dropless run whose devices sort their own tokens. With
-    `sorted` the tokens of each sequence are sorted, with `sorted:8` into 8 groups of experts, and none is dropped.
+    `routing` of experts is `dropless`, all tokens sorted and multiplied by group (`jax.lax.ragged_dot`); `kernels`,
+    each sequence's tokens sorted, and grouped matmuls by `expert_kernels` that can be planned and priced only; or
+    `capacity`: each expert has slots in every sequence for `capacity_factor` times the mean number of its tokens, and
+    further ones are dropped. With a factor of 1 it has the matmuls of a dropless run whose devices sort their own.
+    With `sorted` the tokens of each sequence are sorted, with `sorted:8` into 8 groups of experts; none is dropped.
     Raises: UserError for an unknown `remat`, value to save, `attention` or `routing`, or sizes that do not divide.
     """
     import jax
@@ -138,16 +143,19 @@ def decoder_program(
     data = {key: jax.ShapeDtypeStruct((batch, seq), "int32") for key in ("input_ids", "labels")}
     rule = _train.make_optimizer(optimizer, moments)
     forward_flops = [0.0]
-    how = _How(kept, away, attention, blocks, routing, capacity_factor, compute_dtype, stack_axis, scanned, gathered_on)
+    mix = Routing(routing, capacity_factor, expert_kernels or GroupedKernels())
+    how = _How(kept, away, attention, blocks, mix, compute_dtype, stack_axis, scanned, gathered_on)
 
     def loss(p: Any, given: Any) -> Any:
         with _flops.counting() as scope:
-            value = _train.token_loss(_forward(dims, p, given["input_ids"], how), given["labels"])
+            value = _loss(dims, p, given, how)
         forward_flops[0] = scope[0] * accumulation * summed_late
         return value
 
     program = trace(
-        _train.training_step(loss, rule, accumulation=accumulation, summed_late=summed_late, whole_on=whole_on),
+        _train.training_step(
+            loss, rule, accumulation=accumulation, summed_late=summed_late, whole_on=whole_on, gradients=gradients
+        ),
         (params, jax.eval_shape(rule.init, params), data),
         name=name,
         donate_argnums=(0, 1),
@@ -177,15 +185,49 @@ class _How:
     away: tuple[str, ...]
     attention: str
     blocks: KernelBlocks | None
-    routing: str
-    capacity_factor: float
+    routing: Routing
     compute_dtype: str
     stack_axis: int
     scanned: bool
     gathered_on: Any
 
 
-def _forward(dims: DecoderDims, params: Mapping[str, Any], ids: Any, how: _How) -> Any:
+_AHEAD = 0.1
+"""Weight of the losses of tokens after the next one beside that of the next."""
+
+
+def _loss(dims: DecoderDims, params: Mapping[str, Any], given: Mapping[str, Any], how: _How) -> Any:
+    import jax.numpy as jnp
+
+    hidden, labels = _hidden(dims, params, given["input_ids"], how), given["labels"]
+    value = _train.token_loss(_logits(dims, params, hidden), labels)
+    for number in range(dims.ahead):
+        hidden = _joined(dims, hidden, labels, params, f"ahead.{number}.", how)
+        labels = jnp.roll(labels, -1, axis=1)
+        value = value + _AHEAD / dims.ahead * _train.token_loss(_logits(dims, params, hidden), labels)
+    return value
+
+
+def _joined(dims: DecoderDims, hidden: Any, ids: Any, params: Mapping[str, Any], prefix: str, how: _How) -> Any:
+    """Hidden states of a layer that looks ahead, from those before it and the tokens that they are to predict.
+
+    As MaxText has it, nothing of such a layer is computed again.
+    """
+    import jax.numpy as jnp
+
+    weights = _own(params, prefix)
+    embedded = jnp.take(params["embed_tokens.weight"].astype(how.compute_dtype), ids, axis=0)
+    both = [_norm(embedded, weights["embed_norm.weight"]), _norm(hidden, weights["hidden_norm.weight"])]
+    mixed = product("bsd,dw->bsw", jnp.concatenate(both, axis=-1), weights["join_proj.weight"])
+    return _layer(dims, mixed, weights, window=None, how=dataclasses.replace(how, away=()))
+
+
+def _logits(dims: DecoderDims, params: Mapping[str, Any], hidden: Any) -> Any:
+    head = params["embed_tokens.weight"].T if dims.tied else params["lm_head.weight"]
+    return product("bsd,dv->bsv", _norm(hidden, params["norm.weight"]), head)
+
+
+def _hidden(dims: DecoderDims, params: Mapping[str, Any], ids: Any, how: _How) -> Any:
     import jax.numpy as jnp
 
     hidden = jnp.take(params["embed_tokens.weight"].astype(how.compute_dtype), ids, axis=0)
@@ -194,9 +236,7 @@ def _forward(dims: DecoderDims, params: Mapping[str, Any], ids: Any, how: _How) 
     prefixes = ["layers"] if dims.global_every == 1 else [f"layers.{k}" for k in range(dims.global_every)]
     if dims.layers > dims.dense_layers:
         hidden = _layers(dims, hidden, params, prefixes, how)
-    hidden = _norm(hidden, params["norm.weight"])
-    head = params["embed_tokens.weight"].T if dims.tied else params["lm_head.weight"]
-    return product("bsd,dv->bsv", hidden, head)
+    return hidden
 
 
 def _layers(dims: DecoderDims, hidden: Any, params: Mapping[str, Any], prefixes: Sequence[str], how: _How) -> Any:
@@ -259,7 +299,7 @@ def _layer(dims: DecoderDims, hidden: Any, weights: Mapping[str, Any], *, window
     hidden = hidden + checkpoint_name(_attended(dims, hidden, weights, window, how), "out")
     normed = _norm(hidden, weights["mlp_norm.weight"])
     if "router.weight" in weights:
-        return hidden + routed(dims, normed, weights, how.routing, how.capacity_factor)
+        return hidden + routed(dims, normed, weights, how.routing)
     up = checkpoint_name(product("bsd,df->bsf", normed, weights["mlp.up_proj.weight"]), "up")
     if dims.gated:
         gate = checkpoint_name(product("bsd,df->bsf", normed, weights["mlp.gate_proj.weight"]), "gate")

@@ -38,6 +38,9 @@ class DecoderDims:
     """First layers, of `layers`, whose MLP is one of `mlp_width`, without experts."""
     qk_norm: bool = False
     """Queries and keys are normed by head."""
+    ahead: int = 0
+    """Further layers, each of which predicts the token after those before it from their hidden states and the next
+    token's embedding (multi-token prediction): a projection of both, a layer as the last ones are, the head again."""
     latent: LatentDims | None = None
     """Sizes of latent attention, which has as many key-value heads as query heads; None: plain attention."""
 
@@ -71,6 +74,11 @@ def parameters_of(dims: DecoderDims, dtype: str, axis: int, scanned: bool = True
     for offset in range(dims.global_every):
         prefix = "layers" if dims.global_every == 1 else f"layers.{offset}"
         kinds[prefix] = _attention_shapes(dims) | (_mlp_shapes(dims) if dims.experts == 1 else expert_shapes(dims))
+    last = kinds[next(reversed(kinds))]
+    for number in range(dims.ahead):
+        joined = {"join_proj.weight": (2 * dims.width, dims.width)}
+        joined |= dict.fromkeys(("hidden_norm.weight", "embed_norm.weight"), (dims.width,))
+        shapes |= {f"ahead.{number}.{key}": shape for key, shape in (joined | last).items()}
     for prefix, layer in kinds.items():
         count = layer_groups(dims, prefix)
         for key, shape in layer.items():

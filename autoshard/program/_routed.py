@@ -2,17 +2,19 @@
 
 Either all tokens of the batch are sorted by expert and multiplied by group, or each sequence has slots for each expert,
 into which its tokens are gathered, or the tokens of each sequence are sorted into groups of experts. Slots and groups
-can be split by batch and by expert; what is sorted over the batch by rows alone.
+can be split by batch and by expert; what is sorted over the batch by rows alone. Kernels of published runs, which can
+be planned and priced only, multiply each sequence's sorted tokens.
 """
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from autoshard.program import _flops
 from autoshard.program._dispatch import dispatch, rows_of
 from autoshard.program._experts import parse_experts
 from autoshard.program._grouped import grouped_matmul
+from autoshard.program._grouped_kernels import GroupedKernels, kernel_matmul
 
 
 class ExpertDims(Protocol):
@@ -46,7 +48,17 @@ def expert_shapes(dims: ExpertDims) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def routed(dims: ExpertDims, x: Any, weights: Mapping[str, Any], routing: str, factor: float) -> Any:
+class Routing(NamedTuple):
+    """How tokens come to their experts."""
+
+    kind: str
+    factor: float = 1.0
+    """Of `capacity`, slots over the mean number of tokens."""
+    kernels: GroupedKernels = GroupedKernels()
+    """Of `kernels`, how they run."""
+
+
+def routed(dims: ExpertDims, x: Any, weights: Mapping[str, Any], routing: Routing) -> Any:
     """What the experts make of tokens `x` [B, S, D]: the largest softmax weights (f32), rescaled to sum to 1."""
     import jax
     import jax.numpy as jnp
@@ -57,11 +69,8 @@ def routed(dims: ExpertDims, x: Any, weights: Mapping[str, Any], routing: str, f
     scores = jnp.einsum("bsd,de->bse", wide, weights["router.weight"])
     best, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), dims.active_experts)
     share = (best / best.sum(-1, keepdims=True)).astype(x.dtype)
-    if routing in ("dropless", "capacity"):
-        mix = _sorted if routing == "dropless" else _slotted
-        mixed = mix(dims, x, share, chosen, weights, factor)
-    else:
-        mixed = _by_groups(dims, x, share, chosen, weights, parse_experts(routing).groups)
+    mix = {"dropless": _sorted, "kernels": _in_kernels, "capacity": _slotted}.get(routing.kind, _by_groups)
+    mixed = mix(dims, x, share, chosen, weights, routing)
     if dims.shared_experts:
         up = checkpoint_name(product("bsd,df->bsf", x, weights["shared.up_proj.weight"]), "up")
         gate = (
@@ -74,7 +83,7 @@ def routed(dims: ExpertDims, x: Any, weights: Mapping[str, Any], routing: str, f
     return mixed
 
 
-def _sorted(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping[str, Any], factor: float) -> Any:
+def _sorted(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping[str, Any], routing: Routing) -> Any:
     """Every token by all of its experts: rows [B S K, D] sorted by expert, a grouped matmul, and back."""
     import jax
     import jax.numpy as jnp
@@ -98,13 +107,59 @@ def _sorted(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping[
     return jnp.einsum("bskd,bsk->bsd", back, share)
 
 
-def _slotted(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping[str, Any], factor: float) -> Any:
+def _in_kernels(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping[str, Any], routing: Routing) -> Any:
+    """As MaxText's sparse matmuls have it: every token once for each of its experts, these rows sorted by expert, three
+    kernels, the rows sorted back, and their weighted sum in f32. Experts have as many rows each.
+
+    Every step makes rows anew, in both directions: the gradient of an order of rows is the opposite order.
+    """
+    import jax.numpy as jnp
+    from jax.ad_checkpoint import checkpoint_name
+
+    (batch, length, width), count, experts = x.shape, dims.active_experts, dims.experts
+    each = math.ceil(length * count / experts)
+    flat = chosen.reshape(batch, length * count)
+    order = jnp.argsort(flat, axis=1, stable=True)
+    there = jnp.pad(order, ((0, 0), (0, experts * each - length * count)))
+    back = jnp.argsort(order, axis=1)
+    repeated = jnp.broadcast_to(x[:, :, None], (batch, length, count, width)).reshape(batch, length * count, width)
+    rows = _reordered(repeated, there, back).reshape(batch, experts, each, width)
+
+    def grouped(left: Any, name: str) -> Any:
+        weight = weights[f"experts.{name}.weight"].astype(x.dtype)
+        return kernel_matmul(left, weight, routing.kernels, dims.expert_inner)
+
+    gate = checkpoint_name(grouped(rows, "gate_proj"), "gate") if dims.gated else None
+    up = checkpoint_name(grouped(rows, "up_proj"), "up")
+    out = checkpoint_name(grouped(_activated(gate, up), "down_proj"), "down")
+    found = _reordered(out.reshape(batch, experts * each, width), back, there).reshape(batch, length, count, width)
+    mixed = (found.astype(jnp.float32) * share.astype(jnp.float32)[..., None]).sum(2)
+    return mixed.astype(x.dtype)
+
+
+def _reordered(rows: Any, places: Any, opposite: Any) -> Any:
+    """`rows` [B, N, D] at `places` [B, M], whose gradient is at the `opposite` places [B, N]."""
+    import jax
+    import jax.numpy as jnp
+
+    @jax.custom_vjp
+    def taken(rows: Any, places: Any, opposite: Any) -> Any:
+        return jnp.take_along_axis(rows, places[..., None], axis=1)
+
+    taken.defvjp(
+        lambda rows, places, opposite: (taken(rows, places, opposite), (places, opposite)),
+        lambda kept, of: (taken(of, kept[1], kept[0]), None, None),
+    )
+    return taken(rows, places, opposite)
+
+
+def _slotted(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping[str, Any], routing: Routing) -> Any:
     """Every sequence has slots [E, C] for its tokens, the first ones of each expert; tokens beyond are dropped."""
     import jax.numpy as jnp
     from jax.ad_checkpoint import checkpoint_name
 
     length, count, experts = x.shape[1], dims.active_experts, dims.experts
-    slots = min(length, max(1, math.ceil(length * count * factor / experts)))
+    slots = min(length, max(1, math.ceil(length * count * routing.factor / experts)))
     to_slots, from_slots, _ = dispatch(chosen, experts, experts, slots)
     moved = to_slots(x)
     up = checkpoint_name(product("becd,edf->becf", moved, weights["experts.up_proj.weight"]), "up")
@@ -117,12 +172,12 @@ def _slotted(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping
     return jnp.einsum("bskd,bsk->bsd", from_slots(out), share)
 
 
-def _by_groups(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping[str, Any], groups: int) -> Any:
+def _by_groups(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mapping[str, Any], routing: Routing) -> Any:
     """The tokens of each sequence sorted by expert, in groups [G, B, R, D] of experts; none is dropped."""
     import jax.numpy as jnp
     from jax.ad_checkpoint import checkpoint_name
 
-    (batch, length), count = x.shape[:2], dims.active_experts
+    (batch, length), count, groups = x.shape[:2], dims.active_experts, parse_experts(routing.kind).groups
     rows = rows_of(length, count, dims.experts, groups, None)
     to_groups, from_groups, sizes = dispatch(chosen, dims.experts, groups, rows)
     moved, counts = to_groups(x).swapaxes(0, 1), sizes().swapaxes(0, 1)

@@ -9,15 +9,20 @@ from autoshard.errors import UserError
 LEARNING_RATE = 3e-4
 
 
-def make_optimizer(name: str, state_dtype: str | None = None) -> Any:
+def make_optimizer(name: str, state_dtype: str | tuple[str, str] | None = None) -> Any:
     """`adamw`, `sgd` or `momentum` (SGD whose state keeps the gradients) of optax.
 
-    Moments are stored in `state_dtype` and updated in fp32. Raises `UserError` for another name.
+    Moments are stored in `state_dtype` and updated in fp32; of a pair, the first is that of AdamW's first moments, and
+    second ones are fp32. Raises `UserError` for another name.
     """
     import optax
 
+    first = None
+    if isinstance(state_dtype, tuple):
+        first, state_dtype = state_dtype
+
     makers: dict[str, Callable[[], Any]] = {
-        "adamw": lambda: optax.adamw(LEARNING_RATE, b1=0.9, b2=0.95, weight_decay=0.1),
+        "adamw": lambda: optax.adamw(LEARNING_RATE, b1=0.9, b2=0.95, weight_decay=0.1, mu_dtype=first),
         "sgd": lambda: optax.sgd(LEARNING_RATE),
         "momentum": lambda: optax.sgd(LEARNING_RATE, momentum=0.9),
     }
@@ -53,6 +58,7 @@ def training_step(
     accumulation: int = 1,
     summed_late: int = 1,
     whole_on: Any = None,
+    gradients: str | None = None,
 ) -> Callable[..., Any]:
     """`step(params, opt_state, batch[, buffers]) -> (params, opt_state[, buffers], loss)`.
 
@@ -60,7 +66,8 @@ def training_step(
     `accumulation` microbatches may be computed one after the other: their gradients and losses are averaged.
     With `summed_late` groups of examples, each has gradients of its own until the backward passes of all microbatches
     are done, and only then are they averaged: devices that hold a group each send gradients once a step. On the
-    `jax.sharding.AbstractMesh` in `whole_on`, every device then has the averages whole.
+    `jax.sharding.AbstractMesh` in `whole_on`, every device then has the averages whole. With `gradients`, they are
+    rounded to that dtype before the optimizer gets them.
     """
     import jax
     import optax
@@ -75,6 +82,8 @@ def training_step(
 
     def step(params: Any, opt_state: Any, batch: Any, *buffers: Any) -> Any:
         value, grads = gradient(params, batch, *buffers)
+        if gradients is not None:
+            grads = jax.tree.map(lambda x: x.astype(gradients), grads)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         if aux:

@@ -5,6 +5,7 @@ import pytest
 
 from autoshard.graph import MATMULS, FactorKind, OpClass, read_graph
 from autoshard.program import trace
+from autoshard.program._grouped_kernels import GroupedKernels, GroupedTiles, kernel_matmul
 from autoshard.program._kernels import KernelBlocks, flash_attention
 
 
@@ -54,3 +55,23 @@ def test_blocks_of_a_kernel_are_its_own_and_a_fused_one_computes_scores_once() -
     assert list(fused) == ["attention", "attention_backward_fused"]
     assert fused["attention_backward_fused"].flops == pytest.approx(5 * 0.75 * scores * 32, rel=1e-6)
     assert fused["attention_backward_fused"].steps == 2 * 4 * 3 * 3
+
+
+def test_factors_and_work_of_rows_in_groups() -> None:
+    def loss(rows, weight):
+        kernels = GroupedKernels(GroupedTiles(32, 64, 48), row_parts=2)
+        return kernel_matmul(rows, weight, kernels, 96).astype("float32").sum()
+
+    shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((2, 4, 16, 128), (4, 128, 96))]
+    graph = read_graph(trace(jax.value_and_grad(loss, (0, 1)), shapes, name="grouped").module)
+    forward, of_rows, of_weight = (op for op in graph.ops if op.kind.startswith("kernel_matmul"))
+    parallel, whole, summed = FactorKind.PARALLEL, FactorKind.NEED_REPLICATION, FactorKind.REDUCTION
+    assert forward.rule.kinds == of_rows.rule.kinds == (parallel, parallel, whole, summed, parallel)
+    assert (forward.rule.sizes, of_rows.rule.sizes) == ((2, 4, 16, 128, 96), (2, 4, 16, 96, 128))
+    assert of_weight.rule.kinds == (summed, parallel, whole, parallel, parallel)
+    for op in (forward, of_rows, of_weight):
+        assert op.op_class is OpClass.HEAVY
+        # 64 rows on a device are 2 tiles, and one more for each of 4 groups: 6 of 32 rows where 2 are needed.
+        assert op.flops == 2 * (2 * 4 * 16) * 128 * 96 * 3
+        assert op.steps == 2 * 6 * 2 * 2
+        assert op.opaque is not None and op.opaque.traffic > 2 * (2 * 4 * 16) * (128 + 96)

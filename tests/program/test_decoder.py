@@ -30,7 +30,9 @@ def matmul_flops(program: Program) -> float:
     return read_graph(program.module).flops
 
 
-@pytest.mark.parametrize("changes", [{}, {"gated": False}, {"tied": True}, {"gated": False, "tied": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"gated": False}, {"tied": True}, {"tied": True, "gated": False}, {"ahead": 2}]
+)
 def test_parameters_and_model_flops_are_those_of_the_closed_form(changes: dict) -> None:
     program = decoder_program(dataclasses.replace(DIMS, **changes), batch=2, seq=32)
     closed = dataclasses.replace(CLOSED, **changes)

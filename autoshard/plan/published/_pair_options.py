@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autoshard.plan.published._published import IncompleteError, Run
+from autoshard.program import GroupedTiles
 
 
 def _refused(key: str) -> Callable[[Run, Any], Run]:
@@ -43,24 +44,37 @@ def _scanned(run: Run, value: Any) -> Run:
     return dataclasses.replace(run, scanned=value)
 
 
-_TILE_ROWS = 512
-"""Rows of a tile of MaxText's grouped matmuls where nothing is said."""
-
-
 def _routing(run: Run, value: Any) -> Run:
-    """Dropping by its slots; dropless kernels with balanced experts, and tiles of their default number of rows.
+    """Dropping by its slots; dropless kernels with balanced experts, by their tiles (MaxText's where none are named).
 
-    Other tiles change how often weights and rows are read, which is not priced.
+    Other kernels than megablox and tokamax's tiled ones are not known.
     """
-    slots = re.search(r"dropping.*?cf ([\d.]+)", str(value))
+    text = str(value)
+    slots = re.search(r"dropping.*?cf ([\d.]+)", text)
     if slots is not None:
         return dataclasses.replace(run, capacity=float(slots[1]))
-    if re.search(r"tile|gmm", str(value)) and "default tile" not in str(value):
+    named = re.search(r"tile \(?(\d+)[,/] ?(\d+)[,/] ?(\d+)", text)
+    if named is None and re.search(r"tile|gmm", text) and "default tile" not in text:
         raise IncompleteError(f"moe={value}: tiles of kernels are not rebuilt")
-    if run.decoder.experts == 1 or "dropless" in str(value) or "megablox" in str(value):
+    if named is not None or run.decoder.experts == 1 or "dropless" in text or "megablox" in text:
         assumed = (*run.assumed, "experts that share the tokens evenly")
-        return dataclasses.replace(run, tile_rows=_TILE_ROWS, assumed=assumed)
+        tiles = GroupedTiles() if named is None else GroupedTiles(*map(int, named.groups()))
+        return dataclasses.replace(run, tiles=tiles, assumed=assumed)
     raise IncompleteError(f"moe={value} is not rebuilt")
+
+
+def _tiles(run: Run, value: Any) -> Run:
+    """One triple for all kernels."""
+    named = re.fullmatch(r"(\d+)/(\d+)/(\d+)( x 6 paths)?", str(value))
+    if named is None:
+        raise IncompleteError(f"moe_tiles={value} is not rebuilt")
+    return dataclasses.replace(run, tiles=GroupedTiles(*map(int, named.groups()[:3])))
+
+
+def _inner_tile(run: Run, value: Any) -> Run:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise IncompleteError(f"moe_tile_mlp={value} is not a whole number above 0")
+    return dataclasses.replace(run, tiles=dataclasses.replace(run.tiles or GroupedTiles(), inner=value))
 
 
 def _microbatches(run: Run, value: Any) -> Run:
@@ -109,6 +123,8 @@ OPTIONS["keep_gathered_weights"] = _gathered
 OPTIONS["gradient_accumulation"] = _microbatches
 OPTIONS["lm_head"] = _head
 OPTIONS["moe"] = _routing
+OPTIONS["moe_tiles"] = _tiles  # after the kernels
+OPTIONS["moe_tile_mlp"] = _inner_tile  # of which it changes one dim
 OPTIONS["param_scan_axis"] = _scan_axis
 OPTIONS["scan_layers"] = _scanned
 OPTIONS["deferred_grad_allreduce"] = _summed_late  # after the number of microbatches, which it divides

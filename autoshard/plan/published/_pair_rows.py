@@ -200,9 +200,7 @@ def _run(group: Mapping[str, Any], plan: Mapping[str, Any]) -> Run:
     topology = _topology(group, assumed)
     decoder = stated_decoder(group["model"], said)
     if isinstance(group["model"], dict) and group["model"].get("mtp_layers"):
-        further = whole_number(group["model"], "mtp_layers")
-        decoder = dataclasses.replace(decoder, layers=decoder.layers + further)
-        assumed.append(f"{further} layer more for the tokens after next, without a head of its own")
+        decoder = dataclasses.replace(decoder, ahead=whole_number(group["model"], "mtp_layers"))
     degrees = _degrees(said, topology)
     batch = _batch(plan if "per_device_batch" in plan or "global_batch" in plan else said, topology)
     seq = whole_number(said, "seq")
@@ -325,13 +323,17 @@ def _dtypes(said: Mapping[str, Any], assumed: list[str]) -> dict[str, Any]:
     text, rule = (str(said.get(key, "")).lower() for key in ("dtype", "optimizer"))
     if re.search(r"fp8|float8|int8|nvfp4|mxfp", text):
         raise IncompleteError(f"dtype {text!r} is not rebuilt")
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     if re.match(r"(f32|fp32|float32) compute", text):
         found["compute"] = "float32"
     if re.search(r"bf16 (parameters|weights|params)", text):
         found["weights"] = "bfloat16"
-    if re.search(r"(mu|moments?|state)\b.*bf16|bf16 (moments?|state)", rule):
+    if re.search(r"(moments?|state)\b.*bf16|bf16 (moments?|state)", rule):
         found["state"] = "bfloat16"
+    elif re.search(r"\bmu\b.*bf16", rule):
+        found["state"] = ("bfloat16", "float32")  # MaxText's mu_dtype is that of the first moments alone
+    if re.search(r"\bgrad(ient)?s?\b.*bf16", rule):
+        found["gradients"] = "bfloat16"
     name = re.split(r"[\s,(]", rule)[0] or "adamw"
     if name not in ("adamw", "adam", "mu", "adafactor", "sgd"):
         raise IncompleteError(f"the optimizer {name!r} is not rebuilt")

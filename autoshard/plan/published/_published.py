@@ -13,7 +13,7 @@ from typing import Any
 
 from autoshard.cost import Chip, Decoder, Topology, chip_names, load_chip, read_flags, slice_names
 from autoshard.errors import UserError
-from autoshard.program import SAVABLE, SAVED, KernelBlocks
+from autoshard.program import SAVABLE, SAVED, GroupedKernels, GroupedTiles, KernelBlocks
 
 
 FILE = pathlib.Path(__file__).with_name("published.json")
@@ -63,16 +63,18 @@ class Run:
     """The dtype that layers compute in."""
     weights: str = "float32"
     """The dtype in which parameters are held."""
-    state: str = "float32"
-    """The dtype of the optimizer's moments."""
+    state: str | tuple[str, str] = "float32"
+    """The dtype of the optimizer's moments, or those of its first and its second ones."""
+    gradients: str | None = None
+    """The dtype in which the optimizer gets gradients; None: as they come."""
     accumulation: int = 1
     """Microbatches that are computed one after the other."""
     offloads: tuple[str, ...] = ()
     """Values of a layer that are kept in the host's memory for the backward pass."""
     capacity: float = 1.0
     """Slots of an expert over the mean number of its tokens; 1 has the matmuls of balanced dropless routing."""
-    tile_rows: int = 0
-    """Rows of a tile of dropless experts' matmuls, which is computed for each expert that it has rows of; 0: slots."""
+    tiles: GroupedTiles | None = None
+    """Tiles of dropless experts' kernels; None: experts have slots."""
     head_on_width: bool = False
     """FSDP splits the head on its width, so that its weights are gathered; else on its vocabulary."""
 
@@ -91,11 +93,13 @@ class Run:
     """Weights are gathered once a step, and kept whole in the compute dtype for the backward pass."""
 
     @property
-    def slots(self) -> float:
-        """What an expert computes over the mean number of its tokens: slots, or rows and a tile for each expert."""
-        devices = self.copies * self.spread * self.experts
-        rows = self.batch * self.seq / devices * self.decoder.active_experts
-        return self.capacity + self.decoder.experts / self.experts * self.tile_rows / rows
+    def kernels(self) -> GroupedKernels | None:
+        """How dropless experts' kernels run on the devices."""
+        if self.tiles is None or self.decoder.experts == 1:
+            return None
+        chip = self.topology.chip
+        cores = max(1, chip.cores_per_chip // chip.devices_per_chip)
+        return GroupedKernels(self.tiles, self.copies * self.spread, self.experts, cores)
 
     def flops(self, causal: bool) -> float:
         """Model FLOPs of a step: 6 per matmul parameter and token, and attention; causal counts half of it."""

@@ -189,7 +189,10 @@ def _step(bare: PublishedRow, run: Run) -> PublishedRow:
 def unseen_seconds(model: Model, choices: NDArray[np.int64], run: Run, source: str) -> float:
     """Seconds of a run's step, priced with figures that were fitted without the runs of one source."""
     figures = with_flags(without_source(run.topology.chip.name, source), run.flags).calibration
-    again = price(model.program, model.graph, model.structure, model.liveness, model.mesh, 1 << 62, calibration=figures)
+    again = price(
+        model.program, model.graph, model.structure, model.liveness, model.mesh, run.topology.usable_bytes,
+        calibration=figures,
+    )  # fmt: skip
     return evaluate(again, choices).step_time_s
 
 
@@ -236,16 +239,18 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
     sizes = {name: size for name, size in mesh_sizes(run).items() if size > 1} or {"data": 1}
     mesh = make_mesh(run.topology, sizes)
     abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    kernels = None if attention == "splash" else run.kernels  # what is compiled has slots in their place
     program = decoder_program(
         run.decoder, batch=run.batch, seq=run.seq, remat=run.remat, saves=run.saves, attention=attention,
         blocks=run.blocks, optimizer=run.optimizer, compute_dtype=run.compute, weights=run.weights, moments=run.state,
-        accumulation=run.accumulation, offloads=run.offloads, routing="capacity", capacity_factor=run.slots,
+        gradients=run.gradients, accumulation=run.accumulation, offloads=run.offloads,
+        routing="kernels" if kernels else "capacity", expert_kernels=kernels, capacity_factor=run.capacity,
         stack_axis=run.stack_axis, scanned=run.scanned, summed_late=run.copies if run.sums_late else 1,
         gathered_on=abstract if run.keeps_gathered else None, whole_on=abstract if run.sums_late else None,
     )  # fmt: skip
     reading = read_program(program, mesh.topology.backend)
     figures = with_flags(load_calibration(run.topology.chip), run.flags).calibration
-    model = build_model(program, reading, mesh, 1 << 62, figures)
+    model = build_model(program, reading, mesh, run.topology.usable_bytes, figures)
     axes = {name: [k] for k, name in enumerate(sizes)}
     uses = Uses(
         *(axes.get(use, []) for use in ("data", "fsdp", "model", "expert")),

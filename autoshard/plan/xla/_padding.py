@@ -8,6 +8,11 @@ twice their bytes, however many steps there are. Read from programs that were co
 they are given, with up to five dims, in f32, bf16 and int8; recurrences with states of 16 x 16 to 128 x 64;
 attention over 49 to 512 tokens; convolutions of 64 features. A stack whose slices no matmul takes may also lie with its
 steps along the lanes, and is then smaller than this.
+
+A kernel takes and makes matrices in their order, with the last dim along the lanes. Where they come from a stack, or go
+into one, the stack of their shards lies so too, since a gather or scatter changes no layout: shards of 32 columns take
+four times their bytes (seen in a mixture with experts in kernels whose width was split over 128 devices, compiled for
+tpu7x; the parameter itself lies otherwise, what is narrowed of it before the loop does not).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +20,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autoshard.cost import BACKENDS, tile_padding
-from autoshard.graph import Op, OpClass, OpGraph, is_batched
+from autoshard.graph import GROUPED, GROUPED_GRADIENT, Op, OpClass, OpGraph, is_batched
 from autoshard.plan.xla._states import Seconds, States, local_sizes
 
 
@@ -25,6 +30,7 @@ class Padding:
     def __init__(self, graph: OpGraph, backend: str) -> None:
         self.graph, self.tiled = graph, BACKENDS[backend].tiled
         self.outer = _outer_dims(graph) if self.tiled else {}
+        self.in_order = _in_order(graph) if self.tiled else frozenset()
         self._known: dict[object, Seconds] = {}
 
     def ratio(self, tensor: int, states: States, axes: Sequence[int]) -> Seconds:
@@ -32,11 +38,11 @@ class Padding:
         record = self.graph.tensors[tensor]
         if not self.tiled or len(record.shape) < 2:
             return np.ones(len(states))
-        outer = self.outer.get(tensor, ())
-        key = (record.shape, self._itemsize(tensor), outer, tuple(axes), states.shape, states.tobytes())
+        outer, in_order = self.outer.get(tensor, ()), tensor in self.in_order
+        key = (record.shape, self._itemsize(tensor), outer, in_order, tuple(axes), states.shape, states.tobytes())
         if key not in self._known:
             local = local_sizes(states, record.shape, axes)
-            self._known[key] = tile_padding(local, self._itemsize(tensor), outer)
+            self._known[key] = tile_padding(local, self._itemsize(tensor), outer, in_order)
         return self._known[key]
 
     def held(self, tensor: int, local: Sequence[int], itemsize: int) -> int:
@@ -44,7 +50,8 @@ class Padding:
         size = float(np.prod(local, dtype=np.float64)) * itemsize
         if self.tiled and len(local) > 1:
             dims = np.asarray([local], dtype=np.float64)
-            size *= float(tile_padding(dims, self._itemsize(tensor), self.outer.get(tensor, ()))[0])
+            outer, in_order = self.outer.get(tensor, ()), tensor in self.in_order
+            size *= float(tile_padding(dims, self._itemsize(tensor), outer, in_order)[0])
         return int(np.rint(size))
 
     def _itemsize(self, tensor: int) -> int:
@@ -75,6 +82,38 @@ def _outer_dims(graph: OpGraph) -> Mapping[int, tuple[int, ...]]:
                 for tensor in (carry.init, carry.body, carry.update, carry.result):
                     found.setdefault(tensor, set()).update(dims)
     return {tensor: tuple(sorted(dims)) for tensor, dims in found.items() if dims}
+
+
+def _in_order(graph: OpGraph) -> frozenset[int]:
+    """Stacks of matrices that kernels take or make; parameters are laid out by themselves."""
+    makers = {tensor: op for op in graph.ops for tensor in op.results}
+    users: dict[int, list[Op]] = {}
+    for op in graph.ops:
+        for tensor in op.operands:
+            users.setdefault(tensor, []).append(op)
+    found: set[int] = set()
+    for op in graph.ops:
+        if op.kind == GROUPED:
+            maker = makers.get(op.operands[1])
+            while maker is not None and maker.kind in _ALONG:
+                maker = makers.get(maker.operands[0])
+            if maker is not None and maker.op_class is OpClass.LAYER:
+                found.add(maker.operands[0])
+        elif op.kind == GROUPED_GRADIENT:
+            last = users.get(op.results[0], [])
+            while len(last) == 1 and last[0].kind in _ALONG:
+                last = users.get(last[0].results[0], [])
+            found |= {t for user in last if user.op_class is OpClass.LAYER for t in (user.operands[0], *user.results)}
+    for loop in graph.loops:
+        for carry in loop.carries:
+            parts = {carry.init, carry.body, carry.update, carry.result}
+            if parts & found:
+                found |= parts
+    return frozenset(found - set(graph.arguments))
+
+
+_ALONG = frozenset({"convert", "reshape", "broadcast_in_dim", "sharding_constraint"})
+"""What a matrix of a stack passes without another order of its dims."""
 
 
 def _multiplies_matrices(op: Op) -> bool:

@@ -13,7 +13,7 @@ from autoshard.plan.model._stated import groups_of_op
 from autoshard.plan.published._pair_rows import PAIRS, read_groups
 from autoshard.plan.published._published import IncompleteError
 from autoshard.plan.published._rebuild import _stated, rebuild, stated_plan
-from autoshard.program import Role
+from autoshard.program import GroupedKernels, GroupedTiles, Role
 
 
 MODEL = {
@@ -244,14 +244,40 @@ def test_experts_are_split_over_devices_of_their_own(tmp_path: pathlib.Path):
     assert "all-to-all" in kinds["ep"] and "all-to-all" not in kinds["fsdp"]
 
 
-def test_tiles_of_dropless_experts_are_rows_more(tmp_path: pathlib.Path):
-    rows = [{"plan": {"fsdp": 4, "moe": said}} for said in ("dropless megablox", "dropping cf 1.0", "dropping cf 1.25")]
-    (found,) = read_groups(
-        write(tmp_path, group(*rows, {"plan": {"fsdp": 2, "ep": 2, "moe": "dropless"}}, model=EXPERTS))
-    )
-    slots = [row.run and row.run.slots for row in found.rows]
-    # A device has 256 tokens that 2 experts each see: 512 rows. Its 4 experts have a tile of 512 rows more, each.
-    assert slots == [1 + 4 * 512 / 512, 1.0, 1.25, 1 + 2 * 512 / 512]
+def test_dropless_experts_have_kernels_with_tiles(tmp_path: pathlib.Path):
+    said = ("dropless megablox", "dropping cf 1.25", "megablox tile 512/2048/1536", "tokamax tile (256,128,64)")
+    rows = [{"plan": {"fsdp": 4, "moe": each}} for each in said]
+    rows += [{"plan": {"fsdp": 2, "ep": 2, "moe": "dropless"}}, {"plan": {"fsdp": 4, "moe_tile_mlp": 512}}]
+    fixed = {"seq": 256, "per_device_batch": 1, "moe": "dropless", "moe_tiles": "256/1024/1024 x 6 paths"}
+    (found,) = read_groups(write(tmp_path, group(*rows[:5], model=EXPERTS)))
+    (tiled,) = read_groups(write(tmp_path, group(rows[5], model=EXPERTS, fixed=fixed)))
+    runs = [row.run for row in (*found.rows, *tiled.rows)]
+    assert all(run is not None for run in runs)
+    kernels = [run.kernels for run in runs if run is not None]
+    assert kernels[0] == GroupedKernels(GroupedTiles(512, 1024, 1024), row_parts=4, cores=2)
+    assert kernels[1] is None and runs[1] is not None and runs[1].capacity == 1.25
+    assert [each.tiles for each in kernels[2:4] if each] == [GroupedTiles(512, 2048, 1536), GroupedTiles(256, 128, 64)]
+    assert kernels[4] == GroupedKernels(row_parts=2, group_parts=2, cores=2)
+    assert kernels[5] is not None and kernels[5].tiles == GroupedTiles(256, 1024, 512)
+    assert runs[0] is not None
+    model, _ = rebuild(runs[0])
+    kinds = [op.kind for op in model.graph.ops]
+    # Three products forward, again, and for the gradients of rows; three more for those of weights.
+    assert (kinds.count("grouped_matmul"), kinds.count("grouped_matmul_gradient")) == (9, 3)
+    assert any(term.kind == "gathered" for node in model.nodes for term in node.memory) is False  # small ones
+
+
+def test_moments_gradients_and_layers_that_look_ahead(tmp_path: pathlib.Path):
+    fixed = {"seq": 256, "per_device_batch": 1, "optimizer": "adamw, mu and grad bf16"}
+    (found,) = read_groups(write(tmp_path, group({"plan": {"fsdp": 4}}, fixed=fixed, model=MODEL | {"mtp_layers": 1})))
+    (row,) = found.rows
+    assert row.run is not None
+    assert (row.run.state, row.run.gradients, row.run.decoder.ahead) == (("bfloat16", "float32"), "bfloat16", 1)
+    program = rebuild(row.run)[0].program
+    dtypes = {a.name: str(a.dtype) for a in program.arguments if a.role is Role.OPTIMIZER_STATE and len(a.shape) > 1}
+    assert {dtype for name, dtype in dtypes.items() if ".mu." in name} == {"bfloat16"}
+    assert {dtype for name, dtype in dtypes.items() if ".nu." in name} == {"float32"}
+    assert any("ahead.0.join_proj" in a.name for a in program.arguments)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from autoshard.cost import Topology, make_mesh, tile_padding
 from autoshard.plan.model._model import Model
 from autoshard.plan.price._predict import evaluate
 from autoshard.plan.price._reading import build_model, read_program
-from autoshard.program import trace
+from autoshard.program import DecoderDims, decoder_program, trace
 from tests.graph.programs import f32
 
 
@@ -55,6 +55,30 @@ def test_padding_is_the_compilers(shape: tuple[int, ...], itemsize: int, outer: 
 def test_what_is_left_of_a_split_dim_is_padded() -> None:
     local = np.array([[64, 128, 16], [64, 16, 16]], dtype=float)
     assert tile_padding(local, 4, (0,)).tolist() == [1.0, 8.0]
+
+
+def test_in_order_the_last_dim_lies_along_the_lanes() -> None:
+    local = np.array([[79, 192, 1536, 32], [79, 192, 32, 1536]], dtype=float)
+    assert tile_padding(local, 2, (0,)).tolist() == [1.0, 1.0]
+    assert tile_padding(local, 2, (0,), in_order=True).tolist() == [4.0, 1.0]  # as compiled for tpu7x
+
+
+def test_stacks_of_matrices_that_kernels_take_lie_in_order() -> None:
+    """What is narrowed of a parameter before the loop, and its gradients' stack, not the parameter."""
+    program = decoder_program(
+        DecoderDims(4, 128, 256, 2, 2, 64, 256, experts=4, active_experts=2), batch=2, seq=128, routing="kernels",
+        stack_axis=1,
+    )  # fmt: skip
+    parsed = Topology.parse("v5p:2x2x1")
+    model = build_model(
+        program, read_program(program, parsed.backend), make_mesh(parsed, {"data": 4}), parsed.usable_bytes
+    )
+    padding, graph = model.padding, model.graph
+    found = {(graph.tensors[t].shape, graph.tensors[t].dtype.startswith("bf")) for t in padding.in_order}
+    assert {shape for shape, _ in found} == {(4, 4, 128, 256), (4, 4, 256, 128)}
+    assert not padding.in_order & set(graph.arguments)
+    narrow = [buffer for buffer in model.liveness.widths if buffer[0] in padding.in_order]
+    assert len(narrow) >= 3
 
 
 STEPS, HEADS, WIDTH = 256, 4, 64
