@@ -64,7 +64,7 @@ def test_factors_and_work_of_rows_in_groups() -> None:
 
     shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((2, 4, 16, 128), (4, 128, 96))]
     graph = read_graph(trace(jax.value_and_grad(loss, (0, 1)), shapes, name="grouped").module)
-    forward, of_rows, of_weight = (op for op in graph.ops if op.kind.startswith("kernel_matmul"))
+    forward, of_rows, of_weight = (op for op in graph.ops if op.kind.startswith("grouped_matmul"))
     parallel, whole, summed = FactorKind.PARALLEL, FactorKind.NEED_REPLICATION, FactorKind.REDUCTION
     assert forward.rule.kinds == of_rows.rule.kinds == (parallel, parallel, whole, summed, parallel)
     assert (forward.rule.sizes, of_rows.rule.sizes) == ((2, 4, 16, 128, 96), (2, 4, 16, 96, 128))
