@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autoshard.report import ProgressLine
 
 PROGRAM_OPTIONS = ("train", "batch", "seq", "image", "dtype", "param_dtype", "state_dtype", "remat", "optimizer")
-PROGRAM_OPTIONS += ("serve", "cache", "experts", "capacity_factor", "attention", "microbatches")
+PROGRAM_OPTIONS += ("serve", "cache", "experts", "capacity_factor", "attention", "exchange", "microbatches")
 """What `hf:CONFIG` takes."""
 
 

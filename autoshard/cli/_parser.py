@@ -337,6 +337,11 @@ def _add_program(parser: argparse.ArgumentParser, several: bool = False, auto: b
         help="scores in memory (plain), jax's splash kernel, or (auto) that kernel on TPUs wherever it can be",
     )
     group.add_argument(
+        "--exchange",
+        choices=("auto", "gather", "heads", "ring"),
+        help="how queries meet keys and values where the sequence is split (default: as is fastest)",
+    )
+    group.add_argument(
         "--microbatches",
         type=chosen(positive),
         metavar="N",

@@ -1,8 +1,11 @@
 """What a program does: ops, tensors, loops, sharding rules. Knows no meshes and no chips."""
 
+from autoshard.graph._attentions import Attention as Attention
+from autoshard.graph._attentions import find_attentions as find_attentions
 from autoshard.graph._calls import GROUPED as GROUPED
 from autoshard.graph._calls import GROUPED_GRADIENT as GROUPED_GRADIENT
 from autoshard.graph._calls import MATMULS as MATMULS
+from autoshard.graph._calls import RING as RING
 from autoshard.graph._clusters import Cluster as Cluster
 from autoshard.graph._clusters import Edge as Edge
 from autoshard.graph._clusters import Structure as Structure

@@ -3,7 +3,8 @@
 Kernels for rows in groups take rows [b, e, c, k] and matrices [e, k, n], or the transposes of these, and make
 [b, e, c, n]; or they take rows and the gradients of what was made, and make those of the matrices. Attention kernels
 take query [b, k, g, s, d], key [b, k, t, d] and value [b, k, t, e]. Batch, key-value heads and groups of query heads
-are independent; a kernel wants sequence and head dims whole. Scores never reach memory.
+are independent, and queries share nothing but keys; a kernel wants keys and head dims whole. In a ring queries and keys
+share their sequence. Scores never reach memory.
 """
 
 import dataclasses
@@ -19,6 +20,9 @@ ATTENTION_BACKWARD = "attention_backward"
 ATTENTION_FUSED = "attention_backward_fused"
 GROUPED = "grouped_matmul"
 GROUPED_GRADIENT = "grouped_matmul_gradient"
+RING = "ring_attention"
+"""Beginning of the names of calls that send keys and values around a ring of devices (`program/_ring.py`)."""
+RING_ATTENTION, RING_BACKWARD, RING_FUSED = RING, f"{RING}_backward", f"{RING}_backward_fused"
 """Kinds that these calls have as ops of a graph."""
 
 _TARGETS = {
@@ -27,14 +31,22 @@ _TARGETS = {
     "autoshard_attention_backward_fused": ATTENTION_FUSED,
     "autoshard_grouped": GROUPED,
     "autoshard_grouped_gradient": GROUPED_GRADIENT,
+    "autoshard_ring_attention": RING_ATTENTION,
+    "autoshard_ring_attention_backward": RING_BACKWARD,
+    "autoshard_ring_attention_backward_fused": RING_FUSED,
 }
 
-MATMULS: Mapping[str, int] = {ATTENTION: 2, ATTENTION_BACKWARD: 7, ATTENTION_FUSED: 5}
+MATMULS: Mapping[str, int] = {
+    **{ATTENTION: 2, ATTENTION_BACKWARD: 7, ATTENTION_FUSED: 5},
+    **{RING_ATTENTION: 2, RING_BACKWARD: 7, RING_FUSED: 5},
+}
 """Matmuls over the scores: q k and p v; backward one kernel for dk and dv and one for dq, each of which computes the
 scores and dp again (jax's splash attention, as MaxText sets it), or one for all, which computes them once."""
 
 _QUERY, _KEY, _VALUE, _MIXED, _ROWS = (0, 1, 2, 3, 5), (0, 1, 4, 5), (0, 1, 4, 6), (0, 1, 2, 3, 6), (0, 1, 2, 3)
 """Factors of each tensor's dims, in the order b, k, g, s, t, d, e."""
+_SEQUENCE = 3
+"""The factor of the queries' sequence."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,9 +57,11 @@ class KnownCall:
     rule: Rule
     flops: int
     steps: int
-    """Of its grid, that compute something."""
+    """Steps of its grid that compute something."""
     traffic: int = 0
     """Bytes that it reads and writes; 0: each operand and result once."""
+    sloping: tuple[tuple[int, int], ...] = ()
+    """The (factor, blocks) along which the work grows evenly from next to none."""
 
 
 def known_call(target: str, attributes: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> KnownCall | None:
@@ -57,15 +71,20 @@ def known_call(target: str, attributes: str, operands: Sequence[Tensor], results
         return None
     if kind in (GROUPED, GROUPED_GRADIENT):
         return _grouped(kind, attributes, operands, results)
-    backward = kind != ATTENTION
-    ins = (_QUERY, _KEY, _VALUE, *((_MIXED, _ROWS, _MIXED) if backward else ()))
-    outs = (_QUERY, _KEY, _VALUE) if backward else (_MIXED, _ROWS)
+    backward, ring = kind not in (ATTENTION, RING_ATTENTION), kind.startswith(RING)
+    key, value = ((0, 1, 3, 5), (0, 1, 3, 6)) if ring else (_KEY, _VALUE)
+    ins = (_QUERY, key, value, *((_MIXED, _ROWS, _MIXED) if backward else ()))
+    outs = (_QUERY, key, value) if backward else (_MIXED, _ROWS)
     sizes = (*operands[0].shape[:4], operands[1].shape[2], operands[0].shape[4], operands[2].shape[3])
-    kinds = (FactorKind.PARALLEL,) * 3 + (FactorKind.NEED_REPLICATION,) * 4
+    # In parts of the queries' sequence the gradients of keys are sums, but in a ring, where these keep their place.
+    along = FactorKind.REDUCTION if backward and not ring else FactorKind.PARALLEL
+    kinds = (*(FactorKind.PARALLEL,) * 3, along, *(FactorKind.NEED_REPLICATION,) * 3)
     rule = Rule(sizes, kinds, *(tuple(tuple((f,) for f in dims) for dims in side) for side in (ins, outs)))
     share, steps = _told(attributes, "seen_share", 1.0), _told(attributes, "grid_steps", 0.0)
     flops = MATMULS[kind] * (sizes[5] + sizes[6]) * math.prod(sizes[:5]) * share
-    return KnownCall(kind, rule, int(flops), int(steps) * math.prod(sizes[:3]))
+    sloping = int(_told(attributes, "sloping_blocks", 0.0))
+    slope = ((_SEQUENCE, sloping),) if sloping else ()
+    return KnownCall(kind, rule, int(flops), int(steps) * math.prod(sizes[:3]), sloping=slope)
 
 
 def _told(attributes: str, name: str, without: float) -> float:

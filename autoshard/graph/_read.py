@@ -148,6 +148,7 @@ class _ModuleReader(UseReading):
                 self.manual, opaque=opaque, halos=halos, grouped=grouped, offsets=moved,
                 line="" if op_class is OpClass.FREE else mlir.code_line(op),
                 strided=strided_dims(kind, self.cuts.get(op_id, ())), steps=steps,
+                sloping=known.sloping if known is not None else opaque.sloping if opaque is not None else (),
             )
         )  # fmt: skip
 

@@ -144,6 +144,8 @@ class Op:
     """Dims of which a slice takes elements that lie apart, or in which a pad puts places between elements."""
     steps: int = 0
     """Steps of a kernel's grid, without those that a mask skips."""
+    sloping: tuple[tuple[int, int], ...] = ()
+    """The (factor, blocks) of a call along which its work grows evenly from next to none: its parts are not alike."""
 
     @property
     def sides(self) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:

@@ -33,6 +33,7 @@ from autoshard.plan.mesh._trial import MeshBest, Trials, splits_batch
 from autoshard.plan.model._asked import check_axes
 from autoshard.plan.model._axis_parts import find_axis_parts
 from autoshard.plan.model._demands import check_regions, program_mesh
+from autoshard.plan.model._exchange import check_exchange
 from autoshard.plan.model._options import Limits, Options
 from autoshard.plan.price._flag_gains import flag_gains
 from autoshard.plan.price._predict import predict
@@ -262,6 +263,7 @@ def _search(
     task, phases = search_on.task, search_on.phases
     reading = task.reading
     graph = reading.graph
+    check_exchange(task.program, graph, given)
     if given is None:
         phases.start("meshes", f"looking for the mesh of {topology.num_devices} devices")
         looked = MeshSearch(Trials(task, time_limit), phases.progress).run(topology, search_on.crew)

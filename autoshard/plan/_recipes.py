@@ -11,6 +11,7 @@ from typing import Any
 from autoshard.cost import Topology, load_calibration
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan._make import PlanResult, make_plan
+from autoshard.plan.model._exchange import splits_sequence
 from autoshard.plan.model._options import Options
 from autoshard.plan.price._least import least_seconds
 from autoshard.plan.price._reading import read_program
@@ -24,6 +25,9 @@ FINENESS = 16
 
 REMATS = ("none", "dots", "full")
 """What may be computed again in the backward pass, what computes least first."""
+
+RINGS = ("auto", "ring")
+"""How queries meet keys and values where that is left to the planner: by what the solver chooses, or around a ring."""
 
 MICROBATCHES = (1, 2, 4, 8)
 """In how many parts a batch may be computed, where that is left to the planner."""
@@ -110,6 +114,8 @@ def source_choices(options: Mapping[str, Any], topology: str) -> Choices:
         devices = Topology.parse(topology).num_devices
         halves = [devices >> n for n in range(1, devices.bit_length()) if devices % (1 << n) == 0]
         found["batch"] = (*(devices * each for each in BATCHES), *halves)
+    if options.get("exchange") == AUTO:
+        found["exchange"] = RINGS
     if options.get("microbatches") == AUTO:
         batch = options.get("batch")
         found["microbatches"] = tuple(n for n in MICROBATCHES if not isinstance(batch, int) or batch % n == 0)
@@ -144,9 +150,10 @@ def plan_recipes(
     Every recipe is planned with its own mesh and sharding, but for one whose arithmetic alone takes longer on all
     devices than the best one yet. With `of_source` choices are those of `source_choices`, of which more is known: what
     needs more memory than a recipe that does not fit is not tried; neither are more microbatches where memory does not
-    bind, nor larger batches when twice as much gains less than `LEAST_GAIN`; and a remat policy is mixed with each that
-    computes less and does not fit, in as few layers as are still faster for it. The plan says in its words what others
-    came to, and in its provenance (`recipe`) all of them; wall times are those of all.
+    bind, larger batches when twice as much gains less than `LEAST_GAIN`, nor a ring where the plan without splits no
+    sequence; and a remat policy is mixed with each that computes less and does not fit, in as few layers as are still
+    faster for it. The plan says in its words what others came to, and in its provenance (`recipe`) all of them; wall
+    times are those of all.
 
     Raises the `InfeasibleError` of the last recipe if none fits.
     """
@@ -198,6 +205,8 @@ class _RecipeSearch:
         self.layers: int | None = None
         self.tried: list[RecipeTried] = []
         self.wall: dict[str, float] = {}
+        self.splits: dict[Recipe, bool] = {}
+        """Of recipes that were planned, whether an attention's sequence is split."""
         self.refused: InfeasibleError | None = None
         problem = self.running.pop("save_problem", None)
         self.problem = None if problem is None else Path(problem)
@@ -222,6 +231,8 @@ class _RecipeSearch:
         for other in self.tried:
             if other.verdict.startswith("does not fit") and _needs_no_less(recipe, other.recipe):
                 return f"does not fit: {_difference(other.recipe, recipe)} does not"
+        if recipe.arguments.get("exchange") == "ring" and self.splits.get(recipe.but(exchange=AUTO)) is False:
+            return "not planned: the best plan without it splits no sequence"
         count = recipe.arguments.get("microbatches", 1)
         for other in self.tried:
             fewer = recipe.but(microbatches=other.recipe.arguments.get("microbatches"))
@@ -264,8 +275,14 @@ class _RecipeSearch:
             self.refused = error
             self.tried.append(RecipeTried(recipe, "does not fit", None, elements, None, bound))
             return False
+        except UserError as error:
+            if not self.of_source or not self.tried:
+                raise
+            self.tried.append(RecipeTried(recipe, f"cannot be: {error}", None, elements, None, bound))
+            return False
         for phase, seconds in made.wall_s.items():
             self.wall[phase] = self.wall.get(phase, 0.0) + seconds
+        self.splits[recipe] = splits_sequence(made.plan.words)
         found = made.plan.prediction
         row = RecipeTried(recipe, "", found.step_time_s, elements, found.peak_bytes, bound, found.expected_s)
         self.tried.append(row)

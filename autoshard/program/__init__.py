@@ -9,6 +9,7 @@ from autoshard.program._decoder import SAVABLE as SAVABLE
 from autoshard.program._decoder import SAVED as SAVED
 from autoshard.program._decoder import DecoderDims as DecoderDims
 from autoshard.program._decoder import decoder_program as decoder_program
+from autoshard.program._exchange import EXCHANGES as EXCHANGES
 from autoshard.program._experts import LOSSLESS as LOSSLESS
 from autoshard.program._experts import parse_experts as parse_experts
 from autoshard.program._grouped_kernels import GroupedKernels as GroupedKernels
@@ -34,5 +35,7 @@ from autoshard.program._program import Result as Result
 from autoshard.program._program import Role as Role
 from autoshard.program._register import register_rule as register_rule
 from autoshard.program._remat import parse_remat as parse_remat
+from autoshard.program._ring import ring_attention as ring_attention
+from autoshard.program._ring_pieces import ring_side as ring_side
 from autoshard.program._torch import from_torch as from_torch
 from autoshard.program._trace import trace as trace

@@ -11,6 +11,7 @@ from autoshard.program._cache import query_position
 from autoshard.program._environment import environment
 from autoshard.program._marks import CONTEXT, mark
 from autoshard.program._masks import seen_share
+from autoshard.program._ring import ring_attention, ring_refusal
 
 
 def attend(
@@ -32,8 +33,8 @@ def attend(
 
     `causal`: position s sees t <= s + T - S, or t <= s + `position` if that is given (queries after a cache);
     `window`: and only the last `window` of them. `padding` [B, T] is true where a key may be seen; `bias` broadcasts
-    to [B, H, S, T], booleans mask and floats are added. Softmax in fp32. A kernel computes it where
-    `attention_kernel` says so.
+    to [B, H, S, T], booleans mask and floats are added. Softmax in fp32. A kernel computes it, and keys and values go
+    around a ring, where `attention_kernel` says so.
     """
     import jax
     import jax.numpy as jnp
@@ -48,6 +49,13 @@ def attend(
         position=position is not None,
         causal=causal,
     )
+    masked = _splash.mask_refusal(bias=bias is not None, padding=padding is not None, position=position is not None)
+    no_ring = masked or ring_refusal(query.shape, key.shape, window=window is not None, softcap=softcap is not None)
+    if _splash.takes_ring(no_ring):
+        grouped = query.reshape(batch, groups, heads // groups, length, dim)
+        kernel = _splash.prefers_splash() and not refused
+        mixed = ring_attention(grouped, key, value, causal=causal, scale=scale, kernel=kernel)
+        return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, value.shape[-1])
     if _splash.takes_splash(refused):
         grouped = query.reshape(batch, groups, heads // groups, length, dim)
         mixed = _splash.splash_attention(

@@ -12,11 +12,13 @@ from autoshard.errors import UserError
 from autoshard.program import _flops, _train
 from autoshard.program._attention import attend
 from autoshard.program._decoder_dims import DecoderDims, layer_groups, parameters_of
+from autoshard.program._exchange import check_exchange_name
 from autoshard.program._experts import parse_experts
 from autoshard.program._grouped_kernels import GroupedKernels
 from autoshard.program._kernels import KernelBlocks, flash_attention
 from autoshard.program._latent import latent_heads
 from autoshard.program._program import Program, Role
+from autoshard.program._ring import ring_attention
 from autoshard.program._routed import Routing, product, routed
 from autoshard.program._splash import splash_attention
 from autoshard.program._trace import trace
@@ -59,6 +61,8 @@ def decoder_program(
     remat: str = "full",
     saves: Collection[str] | None = None,
     attention: str = "flash",
+    exchange: str = "auto",
+    balanced: bool = False,
     blocks: KernelBlocks | None = None,
     optimizer: str = "adamw",
     name: str = "decoder",
@@ -84,7 +88,9 @@ def decoder_program(
 
     `attention` is `flash`, one kernel that can be planned and priced but neither run nor compiled (`flash_attention`);
     `splash`, jax's kernel for TPUs; or `plain`, scores in full. `remat` is `none` or a key of `SAVED`, of which `saves`
-    may say otherwise what a layer keeps beside its input; `blocks` are those of the kernels. `offloads` are values
+    may say otherwise what a layer keeps beside its input; `blocks` are those of the kernels. `exchange` is how
+    queries meet keys and values where a plan splits the sequence, of `EXCHANGES`; `balanced`: tokens come in an order
+    in which all parts of a sequence see as many (zig-zag), as a `flash` kernel is then priced. `offloads` are values
     that a layer keeps in its host's memory: of `SAVABLE`, or `input`. `accumulation` microbatches are computed one
     after the other, and their gradients summed. `stack_axis` is the dim of stacked parameters that counts layers.
     Layers that are not `scanned` stand one after the other, each with parameters of its own.
@@ -144,7 +150,10 @@ def decoder_program(
     rule = _train.make_optimizer(optimizer, moments)
     forward_flops = [0.0]
     mix = Routing(routing, capacity_factor, expert_kernels or GroupedKernels())
-    how = _How(kept, away, attention, blocks, mix, compute_dtype, stack_axis, scanned, gathered_on)
+    how = _How(
+        kept, away, attention, check_exchange_name(exchange), balanced, blocks, mix, compute_dtype, stack_axis, scanned,
+        gathered_on,
+    )  # fmt: skip
 
     def loss(p: Any, given: Any) -> Any:
         with _flops.counting() as scope:
@@ -164,7 +173,7 @@ def decoder_program(
         arg_names=("", "optimizer", "batch"),
         tokens=batch * seq,
     )
-    return dataclasses.replace(program, model_flops=3.0 * forward_flops[0])
+    return dataclasses.replace(program, model_flops=3.0 * forward_flops[0], exchange=exchange)
 
 
 def _check_groups(routing: str, experts: int) -> None:
@@ -184,6 +193,8 @@ class _How:
     kept: tuple[str, ...] | None
     away: tuple[str, ...]
     attention: str
+    exchange: str
+    balanced: bool
     blocks: KernelBlocks | None
     routing: Routing
     compute_dtype: str
@@ -348,9 +359,15 @@ def _mixed(query: Any, key: Any, value: Any, weights: Mapping[str, Any], window:
     """Attention of heads [B, K, G, S, H], [B, K, S, H], [B, K, S, E], and its projection to [B, S, D]."""
     from jax.ad_checkpoint import checkpoint_name
 
-    if how.attention != "plain":
-        kernel = flash_attention if how.attention == "flash" else splash_attention
-        mixed = kernel(query, key, value, causal=True, window=window, blocks=how.blocks or KernelBlocks())
+    ring, blocks = how.exchange == "ring" and window is None, how.blocks or KernelBlocks()
+    if ring and how.attention != "flash":
+        mixed = ring_attention(query, key, value, causal=True, kernel=how.attention == "splash")
+    elif how.attention == "flash":
+        mixed = flash_attention(
+            query, key, value, causal=True, window=window, blocks=blocks, ring=ring, balanced=how.balanced
+        )
+    elif how.attention == "splash":
+        mixed = splash_attention(query, key, value, causal=True, window=window, blocks=blocks)
     else:
         shape = query.shape
         merged = query.reshape(shape[0], shape[1] * shape[2], *shape[3:])

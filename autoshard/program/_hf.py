@@ -43,6 +43,7 @@ def from_config(
     cache: int | None = None,
     scan: bool = True,
     attention: str = "plain",
+    exchange: str = "auto",
     microbatches: int | None = None,
 ) -> Program:
     """One training step, or one forward pass, of the model that `config` names.
@@ -56,8 +57,9 @@ def from_config(
     8 groups of experts); `capacity_factor`: slots of an expert, or rows of a group, over the mean number of its tokens
     (1.25 of slots; all that may be needed of groups). `serve`: `prefill` (of `seq` tokens) or `decode` (one token after
     up to `seq`) with a key-value cache of `cache` tokens (`seq`) as donated state. `attention`: `plain` (scores in
-    memory), `splash` (jax's kernel for TPUs) or `auto` (that kernel wherever it can be). `microbatches` parts of the
-    batch are computed one after the other when training.
+    memory), `splash` (jax's kernel for TPUs) or `auto` (that kernel wherever it can be). `exchange`: how queries meet
+    keys and values where a plan splits the sequence, of `EXCHANGES`. `microbatches` parts of the batch are computed one
+    after the other when training.
 
     Raises `UserError` for a configuration or an option that cannot be used.
     """
@@ -95,6 +97,7 @@ def from_config(
         attention=attention,
         experts=form,
         capacity_factor=capacity_factor,
+        exchange=exchange,
     )
     if serve is not None:
         if training or task.seq is None:

@@ -18,6 +18,7 @@ from autoshard import mlir
 from autoshard.program._pallas import PallasCall
 from autoshard.program._ragged import RaggedDot
 from autoshard.program._register import Partition
+from autoshard.program._ring import RingCall, RingCalls
 from autoshard.program._splash import kernels_as_they_are
 from autoshard.rules import bind
 
@@ -147,6 +148,8 @@ def _emit_ruled(found: Found, values: Sequence[Any], params: dict[str, Any]) -> 
 
     call, partition, static = params["call"], params["partition"], params["static_args"]
     operands, results = _shapes(call.in_avals), _shapes(call.out_avals)
+    if isinstance(partition, RingCalls):
+        return _emit_ring(found, values, partition.of(operands), operands, results)
     flops = 0
     if isinstance(partition, Partition):
         name = partition.rule.name
@@ -174,6 +177,16 @@ def _emit_ruled(found: Found, values: Sequence[Any], params: dict[str, Any]) -> 
     found[f"{name}#{digest}"] = OpaqueCall(name, operands, on_shards)
     rule = _mlir_rule(params["sharding_rule"], static, operands, results)
     return mlir.emit_call(values, [(r.shape, r.dtype) for r in results], name, digest, rule, mlir.CallWork(flops))
+
+
+def _emit_ring(
+    found: Found, values: Sequence[Any], ring: RingCall, operands: tuple[Any, ...], results: Sequence[Any]
+) -> list[Any]:
+    digest = _digest(ring, operands)
+    found[f"{ring.name}#{digest}"] = OpaqueCall(ring.name, operands, ring.on_shards)
+    work = mlir.CallWork(ring.flops, dtype=ring.dtype, steps=ring.steps)
+    shapes = [(r.shape, r.dtype) for r in results]
+    return mlir.emit_call(values, shapes, ring.name, digest, mlir.rule_attribute(*ring.rule), work)
 
 
 def _mlir_rule(rule: Any, static: Sequence[Any], operands: Sequence[Any], results: Sequence[Any]) -> Any:

@@ -83,6 +83,8 @@ class Program:
     """`make_args(seed)` gives concrete host arrays for `args`: plausible initial values, valid ids."""
     notes: tuple[str, ...] = ()
     """Sentences about what the source changed or assumed; shown in reports."""
+    exchange: str = "auto"
+    """How queries meet keys and values where the sequence is split, of `EXCHANGES`; `auto`: as is fastest."""
     lifted: Lifted = Lifted.NONE
     """Which of the constraints that `fn` holds are not in what is planned and run."""
     source: dict[str, Any] | None = None

@@ -37,6 +37,7 @@ _STEP = 5.2e8
 class _Chosen:
     kernel: str
     notes: list[str]
+    exchange: str
 
 
 _chosen: contextvars.ContextVar[_Chosen | None] = contextvars.ContextVar("attention kernel", default=None)
@@ -50,9 +51,12 @@ def check_kernel(kernel: str) -> str:
 
 
 @contextlib.contextmanager
-def attention_kernel(kernel: str, notes: list[str]) -> Iterator[None]:
-    """While inside, attention is computed by `kernel` of `KERNELS`; `notes` say where `auto` cannot take splash."""
-    token = _chosen.set(_Chosen(kernel, notes))
+def attention_kernel(kernel: str, notes: list[str], exchange: str = "auto") -> Iterator[None]:
+    """While inside, attention is computed by `kernel` of `KERNELS`; `notes` say where `auto` cannot take splash.
+
+    With the `exchange` `ring` its keys and values go around a ring; `notes` say where they cannot.
+    """
+    token = _chosen.set(_Chosen(kernel, notes, exchange))
     try:
         yield
     finally:
@@ -71,10 +75,29 @@ def takes_splash(refused: str) -> bool:
         return True
     if chosen.kernel == "splash":
         raise UserError(f"attention `splash` cannot be: {refused}; use `auto` or `plain`.")
-    note = f"An attention stays plain: {refused}."
+    _note(chosen, f"An attention stays plain: {refused}.")
+    return False
+
+
+def takes_ring(refused: str) -> bool:
+    """Whether attention whose keys and values cannot go around a ring for the reason `refused` does so."""
+    chosen = _chosen.get()
+    if chosen is None or chosen.exchange != "ring":
+        return False
+    if refused:
+        _note(chosen, f"An attention goes around no ring: {refused}.")
+    return not refused
+
+
+def prefers_splash() -> bool:
+    """Whether the kernel is wanted wherever it can be."""
+    chosen = _chosen.get()
+    return chosen is not None and chosen.kernel != "plain"
+
+
+def _note(chosen: _Chosen, note: str) -> None:
     if note not in chosen.notes:
         chosen.notes.append(note)
-    return False
 
 
 def refusal(
@@ -82,16 +105,24 @@ def refusal(
 ) -> str:
     """Why the kernel cannot compute attention of `query` [B, H, S, D] over `key` [B, K, T, D]; empty if it can."""
     length, keys = query[2], key[2]
+    masked = mask_refusal(bias=bias, padding=padding, position=position)
+    if masked:
+        return masked
+    if length % LANES or keys % LANES:
+        return f"{length} queries of {keys} keys are no multiples of {LANES}"
+    if causal and length > keys:
+        return f"{length} causal queries of {keys} keys leave some without any"
+    return ""
+
+
+def mask_refusal(*, bias: bool, padding: bool, position: bool) -> str:
+    """Why masks that a model brings keep attention from a kernel; empty if they do not."""
     if position:
         return "its queries come after a cache of keys, which the kernel has no mask for"
     if bias:
         return "its scores have a bias or a mask of their own, which the kernel does not take"
     if padding:
         return "it is told which keys are padding, and a query that sees none has no result in the kernel"
-    if length % LANES or keys % LANES:
-        return f"{length} queries of {keys} keys are no multiples of {LANES}"
-    if causal and length > keys:
-        return f"{length} causal queries of {keys} keys leave some without any"
     return ""
 
 
@@ -155,14 +186,14 @@ def splash_attention(
         masks.MultiHeadMask([mask] * query.shape[2]),
         block_sizes=sizes,
         attn_logits_soft_cap=softcap,
-        interpret=_interpreted(),
+        interpret=interpreted(),
         residual_checkpoint_name=mark_of(CONTEXT),  # with it its row sums: without these it would run again
     )
     scaled = query * (size**-0.5 if scale is None else scale)
     return jax.vmap(jax.vmap(one))(scaled.astype(query.dtype), key, value)
 
 
-def _interpreted() -> bool:
+def interpreted() -> bool:
     """Whether kernels are interpreted: where no TPU is. What is compiled for TPUs holds the kernel all the same."""
     bridge = sys.modules.get("jax._src.xla_bridge")
     started = getattr(bridge, "backends_are_initialized", None)

@@ -43,6 +43,7 @@ def from_torch(
     batch_statistics: bool | None = None,
     cast_inputs: bool = True,
     attention: str = "plain",
+    exchange: str = "auto",
     microbatches: int = 1,
     experts: str | None = None,
     capacity_factor: float | None = None,
@@ -62,7 +63,9 @@ def from_torch(
     (`full,keep=q_proj/k_proj,offload=input`: kept on the device, and sent to the host's memory), or one for the
     first layers and one for the others, such as `full:20+none`. `attention` computes what
     `scaled_dot_product_attention` does: `plain` (scores in memory), `splash` (jax's kernel for TPUs) or `auto` (that
-    kernel wherever it can be; a note says where not). `microbatches` parts of the batch are computed one after the
+    kernel wherever it can be; a note says where not). `exchange` is how queries meet keys and values where a plan
+    splits the sequence: `gather` (keys and values), `heads` (exchanged for the sequence, and back), `ring` (around
+    which keys and values go) or `auto`, as is fastest. `microbatches` parts of the batch are computed one after the
     other when training, and their gradients and losses averaged. `experts` and `capacity_factor`: how tokens reach
     their experts in the blocks of transformers' Mixtral and DeepSeek-V3, as in `hf:` sources.
 
@@ -85,6 +88,7 @@ def from_torch(
         frozen_apart=train,
         stateful=stateful,
         attention=attention,
+        exchange=exchange,
         experts=check_experts(experts, capacity_factor, module, label),
         capacity_factor=capacity_factor,
     )
@@ -202,6 +206,7 @@ def torch_program(
         layers=len(function.layers),
         savable=tuple(function.savable),
         make_args=make_args,
+        exchange=function.exchange,
     )
 
 

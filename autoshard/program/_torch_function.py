@@ -7,6 +7,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.program import _flops
+from autoshard.program._exchange import check_exchange_name
 from autoshard.program._experts import ExpertForm, capacity
 from autoshard.program._layers import Block, find_blocks
 from autoshard.program._lowering_error import lowering_error
@@ -38,6 +39,7 @@ class TorchFunction:
         frozen_apart: bool = False,
         stateful: bool = False,
         attention: str = "plain",
+        exchange: str = "auto",
         experts: ExpertForm | None = None,
         capacity_factor: float | None = None,
     ) -> None:
@@ -46,6 +48,7 @@ class TorchFunction:
         self.module, self.compute_dtype, self.remat = module, compute_dtype, parse_remat(remat)
         self.frozen_apart, self.stateful = frozen_apart, stateful
         self.attention = check_kernel(attention)
+        self.exchange = check_exchange_name(exchange)
         self.savable: dict[str, None] = {}
         """Paths of the values of its layers that a remat policy may name, as far as it has been run."""
         self.updated_buffers: dict[str, Any] = {}
@@ -159,7 +162,7 @@ class TorchFunction:
             warnings.filterwarnings("ignore", message="Explicitly requested dtype .*int64")  # torch's ids are 64-bit
             stack.enter_context(canonical_modules())
             stack.enter_context(capacity(self.capacity_factor, self.notes, self.experts))
-            stack.enter_context(attention_kernel(self.attention, self.notes))
+            stack.enter_context(attention_kernel(self.attention, self.notes, self.exchange))
             remat = LayerRemat(self._remat_of, self.savable)
             stack.enter_context(scanned(self.module, self.blocks, layers, prepare, remat, env))
             stack.enter_context(checkpointed_lists(self.module, self.blocks, remat, env))

@@ -65,6 +65,7 @@ def _encode(program: Program) -> bytes:
             "layers",
             "savable",
             "notes",
+            "exchange",
             "lifted",
         )
     }
@@ -94,6 +95,7 @@ def _decode(body: bytes, trace: Callable[[], Program]) -> Program:
         savable=tuple(head["savable"]),
         tokens=head["tokens"],
         notes=tuple(head["notes"]),
+        exchange=head["exchange"],
         lifted=Lifted(head["lifted"]),
     )
 

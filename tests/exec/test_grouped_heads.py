@@ -12,7 +12,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 from autoshard.graph import FactorKind, Op, read_graph
 from autoshard.plan import Call, Options, PlanResult, Spec, make_plan
-from autoshard.plan.model._heavy import factor_states, heavy_strategies, result_states
+from autoshard.plan.model._factors import factor_states
+from autoshard.plan.model._heavy import heavy_strategies, result_states
 from autoshard.plan.xla._states import WHOLE
 from autoshard.program import Program, trace
 

@@ -25,7 +25,10 @@ def test_factors_of_attention() -> None:
     for op in ops.values():
         assert op.op_class is OpClass.HEAVY
         assert op.rule.sizes == (2, 4, 3, 64, 64, 16, 16)
-        assert op.rule.kinds == (FactorKind.PARALLEL,) * 3 + (FactorKind.NEED_REPLICATION,) * 4
+        # Gradients of keys and values are sums over parts of the queries.
+        along = FactorKind.REDUCTION if op.kind == "attention_backward" else FactorKind.PARALLEL
+        assert op.rule.kinds == (*(FactorKind.PARALLEL,) * 3, along, *(FactorKind.NEED_REPLICATION,) * 3)
+        assert op.sloping == ((3, 1),), "one block of queries"
         assert len(op.rule.operands) == len(op.operands) and len(op.rule.results) == len(op.results)
 
 

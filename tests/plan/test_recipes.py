@@ -14,11 +14,11 @@ import pytest
 import autoshard
 from autoshard.cost import Topology, load_calibration
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.plan import Options, PlanResult, make_plan, plan_recipes, settled_options, source_choices
+from autoshard.plan import Options, PlanResult, make_plan, plan_recipes, read_asked, settled_options, source_choices
 from autoshard.plan._recipes import Recipe, _needs_no_less
 from autoshard.plan.price._least import least_seconds
 from autoshard.plan.price._reading import read_program
-from autoshard.program import Program, open_source, read_choices, trace
+from autoshard.program import DecoderDims, Program, decoder_program, open_source, read_choices, trace
 from tests.graph.programs import f32
 from tests.plan import programs as made
 
@@ -123,6 +123,28 @@ def test_what_a_source_leaves_open() -> None:
     assert source_choices({"remat": "auto"}, "v5e:2x4") == {"remat": ("none", "dots", "full")}
     assert source_choices({"microbatches": "auto", "batch": 12}, "v5e:2x4")["microbatches"] == (1, 2, 4)
     assert source_choices({"batch": "auto"}, "v5e:2x4")["batch"] == (8, 16, 32, 64, 128, 256, 4, 2, 1)
+
+
+def test_a_ring_is_tried_where_a_sequence_is_split_and_taken_where_it_is_long() -> None:
+    dims = DecoderDims(layers=2, width=512, mlp_width=1024, heads=8, kv_heads=8, head_size=64, vocabulary=512)
+
+    def make(exchange: str, batch: int = 2) -> Program:
+        return decoder_program(dims, batch=batch, seq=65536, exchange=exchange, optimizer="sgd")
+
+    split = Options(
+        topology="v5p:2x2x2", mesh="context=8", refine_axes=False, calibration=False,
+        asked=read_asked(axis_only={"context": "sequence"}),
+    )  # fmt: skip
+    left = source_choices({"exchange": "auto"}, "v5p:2x2x2")
+    assert left == {"exchange": ("auto", "ring")}
+    recipe, result = plan_recipes(make, left, split, of_source=True)
+    assert recipe.arguments == {"exchange": "ring"}
+    assert "ring over context" in result.plan.words
+    assert "slower" in tried(result)["exchange auto"]["verdict"]
+    whole = dataclasses.replace(split, asked=read_asked(axis_only={"context": "batch"}))
+    recipe, result = plan_recipes(functools.partial(make, batch=8), left, whole, of_source=True)
+    assert recipe.arguments == {"exchange": "auto"}
+    assert "splits no sequence" in tried(result)["exchange ring"]["verdict"]
 
 
 def test_more_memory_is_not_tried_where_less_did_not_fit() -> None:

@@ -139,7 +139,7 @@ def test_a_program_for_tpus_holds_the_kernel_itself(monkeypatch: pytest.MonkeyPa
     plan = make_plan(program, Options(topology="v5e:2x2", mesh="data=2,model=2", time_limit=20)).plan
     assert any(call.name.startswith("splash_mqa_fwd") for call in plan.calls)
     assert b"tpu_custom_call" in jax_export(plan, program)
-    monkeypatch.setattr(_splash, "_interpreted", lambda: False)  # as it is traced where TPUs are
+    monkeypatch.setattr(_splash, "interpreted", lambda: False)  # as it is traced where TPUs are
     assert open_source("hf:llama-tiny", **options).fingerprint == program.fingerprint
 
 

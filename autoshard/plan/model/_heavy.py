@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Compute
 from autoshard.graph import IN, MATMULS, OUT, FactorKind, Op, OpGraph, Rule
+from autoshard.plan.model._factors import factor_states
 from autoshard.plan.model._residency import Residency
+from autoshard.plan.model._ring import is_ring, ring_seconds, ring_work
 from autoshard.plan.xla._halos import even_halos, extended_elements, near_shifts
 from autoshard.plan.xla._handling import whole_factors
 from autoshard.plan.xla._padding import Padding
@@ -101,19 +103,23 @@ def heavy_seconds(
         return compute.dot_seconds(m, n, k, batch, dtype, size)
     factors = [max(1, n) for n in op.rule.sizes]  # a call may have empty results
     share = local_elements(states, factors, axes) / math.prod(factors)
+    steps = op.steps * share
+    for factor, blocks in op.sloping:
+        share = share * _most_of_slope(states, factor, axes, blocks)
     if op.kind in MATMULS:
         head, value_head = op.rule.sizes[5:7]
         scores = op.flops / (MATMULS[op.kind] * (head + value_head)) * share
         busy = compute.attention_seconds(scores, head, value_head, MATMULS[op.kind], dtype, size)
-        return busy + compute.step_seconds(op.steps * share)
-    steps = op.steps * share
+        added = ring_seconds(graph, op, states, axes, compute) if is_ring(op) else 0.0
+        return busy + compute.step_seconds(steps) + added
     if op.opaque is not None:
-        for factor, blocks in op.opaque.sloping:
-            share = share * _most_of_slope(states, factor, axes, blocks)
+        if is_ring(op):
+            share, steps = ring_work(graph, op, states, axes)
         if op.opaque.head:
             passes = op.flops / (2.0 * op.opaque.head) * share
             busy = compute.attention_seconds(passes, op.opaque.head, op.opaque.head, 1, dtype, size)
-            return busy + compute.step_seconds(steps)
+            added = ring_seconds(graph, op, states, axes, compute) if is_ring(op) else 0.0
+            return busy + compute.step_seconds(steps) + added
     efficiency = _convolution_efficiency(graph, op, states, axes, compute) if op.kind == "convolution" else None
     busy = compute.op_seconds(op.flops * share, size, dtype, efficiency)
     return busy + compute.step_seconds(steps) if op.steps else busy
@@ -187,16 +193,6 @@ def is_sum(rule: Rule) -> bool:
     """Whether a dot multiplies two tensors of the same dims: XLA makes a product and a sum of it, and no matmul."""
     left, right = ({f for dim in dims for f in dim if rule.sizes[f] > 1} for dims in rule.operands[:2])
     return left == right
-
-
-def factor_states(states: States, dims: Sequence[Sequence[int]]) -> States:
-    """States over an op's factors as states over the dims of one of its tensors; other factors are dropped."""
-    count = int(states.max(initial=0)) + 1
-    mapping = [WHOLE] * max(count, max((f + 1 for dim in dims for f in dim), default=0))
-    for dim, factors in enumerate(dims):
-        for factor in factors:
-            mapping[factor] = dim
-    return relabel(states, mapping)
 
 
 def result_states(op: Op, states: States, result: int) -> States:

@@ -138,10 +138,12 @@ def restricted(
     data: Sequence[int],
     sequence: Sequence[int],
     updated: Mapping[int, Assignment] | None = None,
+    context: Sequence[int] = (),
 ) -> Baseline | None:
     """A baseline from specs of the parameters, the axes of the batch, and those of the residual stream's sequence.
 
-    New values are computed as `updated` says (as the arguments that they replace, without it). The residual stream is
+    New values are computed as `updated` says (as the arguments that they replace, without it). `context` are axes of
+    the sequence that split it in the batch's arguments as well. The residual stream is
     split as the batch is; everything else is left to the solver. None if the batch does not divide.
     """
     allowed: dict[int, NDArray[np.bool_]] = {}
@@ -157,7 +159,8 @@ def restricted(
             parts = math.prod(model.axis_sizes[a] for a in data)
             if argument.shape[0] % parts:
                 return None
-            wanted[tensor] = {0: tuple(data)} if data else {}
+            spec: dict[int, Sequence[int]] = {0: tuple(data)} if data else {}
+            wanted[tensor] = spec | ({1: tuple(context)} if context and len(argument.shape) > 1 else {})
     for tensor, spec in wanted.items():
         if not _allow(model, allowed, tensor, spec):
             return None
@@ -166,10 +169,10 @@ def restricted(
             of = {groups.of_factor[(cluster.id, f)]: f for f in range(len(cluster.sizes)) if f not in cluster.blocked}
             if groups.batch is None or not {groups.batch, groups.hidden} <= set(of) or len(of) > 3:
                 continue
-            spec = {of[groups.batch]: data}
+            stream = {of[groups.batch]: data}
             if groups.sequence in of:
-                spec[of[groups.sequence]] = sequence  # type: ignore[index]
-            allow_factors(model, allowed, cluster.id, spec)
+                stream[of[groups.sequence]] = sequence  # type: ignore[index]
+            allow_factors(model, allowed, cluster.id, stream)
     return Baseline(name, allowed)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.graph import Attention, find_attentions
 from autoshard.plan.model._groups import Groups
 from autoshard.plan.model._model import Model
 from autoshard.plan.model._restrict import (
@@ -35,9 +36,13 @@ class Uses:
     """Megatron's tensor parallelism: heads, ffn and vocabulary are split, and the residual stream's sequence."""
     experts: Sequence[int] = ()
     """Expert parallelism: experts' parameters are split by expert; for everything else these are as `spread`."""
+    context: Sequence[int] = ()
+    """Context parallelism: sequences are split, parameters are spread."""
     expert_count: int = 0
     spreads_state: bool = False
     """The optimizer's state is spread over `copies`, whose parameters are whole (ZeRO-1)."""
+    exchange: str = "auto"
+    """How queries meet keys and values of other devices of `context`: with `heads`, heads are split in attention."""
     holds_head: bool = True
     """Matmuls outside of layers have their batch split too, so that the head's weights are gathered. Else it may be
     computed in parts of its vocabulary from gathered activations, which is cheaper where tokens are few."""
@@ -57,7 +62,7 @@ def stated(model: Model, groups: Groups, name: str, uses: Uses) -> Baseline | No
     for p in split_parameters(model):
         taken = split_by_group(model, groups, p, chosen, tensor) if chosen else {}
         own = () if by_expert is None else split_by_group(model, groups, p, {by_expert}, experts)
-        over = spread if own else (*spread, *experts)
+        over = (*spread, *uses.context) if own else (*spread, *experts, *uses.context)
         parameters[p] = spread_over(model, p, over, taken | dict(own)) if over else taken | dict(own)
     updated = None
     if uses.spreads_state:
@@ -66,10 +71,12 @@ def stated(model: Model, groups: Groups, name: str, uses: Uses) -> Baseline | No
             if argument.role is Role.OPTIMIZER_STATE and model.structure.cluster_of[model.graph.arguments[p]] >= 0:
                 parameters[p] = updated[p] = spread_over(model, p, copies, {})
     data = (*copies, *spread, *experts)
-    found = restricted(model, groups, name, parameters, data, tensor if parts > 1 else (), updated)
+    along = (*uses.context, *(tensor if parts > 1 else ()))
+    found = restricted(model, groups, name, parameters, data, along, updated, uses.context)
     if found is not None:
-        held = _Held(chosen, by_expert, uses)
-        _hold_inner(model, groups, found.allowed, held)
+        held = _Held(chosen, by_expert, uses, groups.sequence)
+        if not _hold_inner(model, groups, found.allowed, held):
+            return None
     return found
 
 
@@ -88,6 +95,7 @@ class _Held:
     by_expert: int | None
     """The experts, over `experts`, over which the batch is split where there are none."""
     uses: Uses
+    sequence: int | None
 
     def spec(self, batch: int, of: Mapping[int, int]) -> dict[int, Sequence[int]] | None:
         """Factor -> axes, for dim groups -> factors; None where more than one dim would be split over `tensor`."""
@@ -96,9 +104,17 @@ class _Held:
             return None
         data = (*self.uses.copies, *self.uses.spread)
         spec = {of[batch]: (*data, *self.uses.experts)} | {of[g]: self.uses.tensor for g in inner}
+        if self.uses.context and self.sequence in of:
+            spec |= {of[self.sequence]: self.uses.context}  # type: ignore[index]
         if self.by_expert is not None and self.by_expert in of:
             spec |= {of[batch]: data, of[self.by_expert]: self.uses.experts}
         return spec
+
+    def by_heads(self, attention: Attention, spec: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
+        """The same of an attention whose heads of keys are split over `context`, and its sequence nowhere."""
+        found = {factor: axes for factor, axes in spec.items() if factor not in attention.sequence}
+        heads = attention.of_heads
+        return found | {heads: (*self.uses.context, *found.get(heads, ()))}
 
 
 def _hold_inner(
@@ -106,22 +122,30 @@ def _hold_inner(
     groups: Groups,
     allowed: dict[int, NDArray[np.bool_]],
     run: _Held,
-) -> None:
+) -> bool:
     """Every matmul (but the head's) computes, and every activation between two is held, with its batch split as the
     run's is, and its heads or ffn dim split where those are.
 
     Else another strategy than what was stated may look cheaper to the solver: gathering weights where a run has tensor
     parallelism; where it has FSDP and few tokens, gathering activations instead of the weights.
+    Where heads are exchanged for the sequence, attention has them split, and what leads to it may change on the way;
+    False where they do not divide.
     """
+    attentions = {each.op: each for each in find_attentions(model.graph)} if run.uses.context else {}
+    exchanged = run.uses.exchange == "heads"
+    between = {t for each in attentions.values() for t in each.values} if exchanged else set()
+    free = {model.structure.cluster_of[t] for t in between}
     for cluster in model.structure.clusters:
         of = {groups.of_factor[(cluster.id, f)]: f for f in range(len(cluster.sizes)) if f not in cluster.blocked}
-        spec = run.spec(groups.batch, of) if groups.batch in of else None
+        spec = run.spec(groups.batch, of) if groups.batch in of and cluster.id not in free else None
         if spec is not None:
             allow_factors(model, allowed, cluster.id, spec)
     for op_id, node in model.op_node.items():
         of = groups_of_op(model, groups, op_id)
         held = run.uses.holds_head or model.graph.ops[op_id].loop >= 0
         spec = run.spec(groups.batch, of) if held and groups.batch in of else None
+        if spec is not None and exchanged and op_id in attentions:
+            spec = run.by_heads(attentions[op_id], spec)
         if spec is not None:
             state = np.full(len(model.axis_sizes), WHOLE, dtype=np.int64)
             for factor, axes in spec.items():
@@ -129,6 +153,9 @@ def _hold_inner(
             mask = (model.nodes[node].states == state).all(axis=1)
             if mask.any():
                 allowed[node] = mask
+            elif op_id in attentions:
+                return False
+    return True
 
 
 def groups_of_op(model: Model, groups: Groups, op_id: int) -> dict[int, int]:

@@ -59,7 +59,9 @@ def _communication(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]
             if inner.size[choice] > 0:
                 axes = tuple(model.axis_names[a] for a in inner.axes)
                 loop = model.graph.ops[node.ref].loop
-                yield Charge(inner.kind, (("axes", axes),), (float(inner.size[choice]),), loop, model.graph.trips(loop))
+                waited = 1.0 if inner.hidden is None else 1.0 - float(inner.hidden[choice])
+                times = model.graph.trips(loop) * inner.count * waited
+                yield Charge(inner.as_kind or inner.kind, (("axes", axes),), (float(inner.size[choice]),), loop, times)
 
 
 class _Notes:

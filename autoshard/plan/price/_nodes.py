@@ -11,10 +11,12 @@ from autoshard.cost import Calibration, Collectives, Compute, Mesh
 from autoshard.graph import TILED, Cluster, Fusion, Liveness, Op, OpClass, OpGraph, Passes, Softmax, Structure
 from autoshard.plan.model._axis_parts import AxisParts
 from autoshard.plan.model._demands import Demand, allowed_states, axis_numbers, free_of, program_demands
+from autoshard.plan.model._exchange import ExchangeAsked
 from autoshard.plan.model._hand import by_hand, own_collectives
 from autoshard.plan.model._heavy import FOLDED_OPS, heavy_seconds, heavy_strategies
 from autoshard.plan.model._model import EXPOSED, HOST, Channel, MemoryTerm, Node, link_names
 from autoshard.plan.model._residency import Residency
+from autoshard.plan.model._ring import is_ring, ring_memory, ring_permutes
 from autoshard.plan.xla._handling import inner_collectives
 from autoshard.plan.xla._padding import Padding
 from autoshard.plan.xla._states import WHOLE, Seconds, States, enumerate_states, local_elements, relabel
@@ -52,6 +54,7 @@ class NodePricer:
         self.axes = list(mesh.axes.values())
         self.names = list(mesh.axes)
         self.link_of = link_names(mesh)
+        self.exchange = ExchangeAsked(program, graph)
         self.nodes: list[Node] = []
         roles = {t: a.role for t, a in zip(graph.arguments, program.arguments, strict=True)}
         self.roles = roles
@@ -253,20 +256,22 @@ class NodePricer:
     def add_heavy(self, op: Op) -> None:
         backend = self.mesh.topology.backend
         states = heavy_strategies(self.graph, op, self.axes, backend)
-        states = states[by_hand(op, states, self.mesh.axes)]
+        states = states[by_hand(op, states, self.mesh.axes) & self.exchange.strategies(op.id, states)]
         if self.axis_parts is not None and op.rule is not None:
             states = states[self.axis_parts.apart(states, self.factor_group_sizes(op))]
         trips = self.graph.trips(op.loop)
         seconds = heavy_seconds(self.graph, op, states, self.axes, self.compute, self.residency, self.padding)
-        seconds = seconds * trips
-        time: dict[Channel, Seconds] = {(op.loop, "compute"): seconds}
         inner = tuple(inner_collectives(self.graph, op, states, self.axes, backend))
         inner += own_collectives(self.graph, op, states, self.collectives)
+        if is_ring(op):
+            inner += tuple(ring_permutes(self.graph, op, states, self.axes, seconds, self.collectives))
+        time: dict[Channel, Seconds] = {(op.loop, "compute"): seconds * trips}
         if inner:
-            waits = [self.collectives.time(i.kind, tuple(self.names[a] for a in i.axes), i.size) for i in inner]
-            needed = zip(inner, waits, strict=True)
-            time[EXPOSED] = sum((np.where(i.size > 0, w, 0.0) for i, w in needed), np.zeros(len(states))) * trips
+            waits = (each.times(self.collectives)[1] for each in inner)
+            time[EXPOSED] = sum(waits, np.zeros(len(states))) * trips
         held = np.ones(len(states), dtype=bool)
         padded = padded_tables(self.graph, op, states, self.axes, backend).astype(np.int64)
+        if is_ring(op):
+            padded = padded + ring_memory(self.graph, op, states, self.axes)
         memory = (MemoryTerm("temporaries", op.id, op.id + 1, padded),) if padded.any() else ()
         self.nodes.append(Node("op", op.id, states, held, time, memory, op.name or op.kind, inner))

@@ -108,9 +108,10 @@ def _collectives(
             if size > 0:
                 op = model.graph.ops[node.ref]
                 axes = tuple(model.axis_names[a] for a in inner.axes)
-                seconds = float(model.collectives.time(inner.kind, axes, size))
+                seconds, exposed = (float(each[0]) / inner.count for each in inner.times(model.collectives, choice))
                 step = (inner.kind, axes, size * inner.senders, seconds)
-                inside[op.id].append(_collective(model, step, model.graph.trips(op.loop), 1.0, node.name, op.line))
+                trips, waited = model.graph.trips(op.loop) * inner.count, exposed / seconds if seconds else 1.0
+                inside[op.id].append(_collective(model, step, trips, waited, node.name, op.line))
     for (tensor, op_id), collectives in _reshards(model, choices).items():
         if op_id >= 0 and tensor in model.graph.ops[op_id].results:
             inside[op_id] += collectives

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Collectives
-from autoshard.plan.model._heavy import factor_states
+from autoshard.plan.model._factors import factor_states
 from autoshard.plan.model._model import EXPOSED, Channel, Model, Path, Reshard, link_names
 from autoshard.plan.model._overlap import AT_NARROW, Overlap, lanes
+from autoshard.plan.model._ring import is_ring, ring_memory
 from autoshard.plan.price._headroom import tight_seconds
 from autoshard.plan.price._paths import Relayouts, path_steps, relayouts
 from autoshard.plan.record._parts import Collective, Prediction
@@ -125,14 +126,14 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
             if size > 0:
                 axes = tuple(model.axis_names[a] for a in inner.axes)
                 trips = model.graph.trips(model.graph.ops[node.ref].loop)
-                key = (inner.kind, axes, False, node.name)
+                seconds, exposed = (float(each[0]) * trips for each in inner.times(model.collectives, int(choice)))
+                key = (inner.kind, axes, exposed < 0.5 * seconds, node.name)
                 lines[key] = model.graph.ops[node.ref].line
                 entry = gathered[key]
-                entry[0] += trips
-                entry[1] += size * inner.senders * trips
-                seconds = float(model.collectives.time(inner.kind, axes, size)) * trips
+                entry[0] += trips * inner.count
+                entry[1] += size * inner.senders * inner.count * trips
                 entry[2] += seconds
-                entry[3] += seconds
+                entry[3] += exposed
     collectives = []
     for key, (count, size, seconds, exposed) in gathered.items():
         kind, axes, hidden, cause = key
@@ -271,6 +272,9 @@ def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, i
         events += [(node.memory[0].start, size, "gathered"), (node.memory[0].stop, -size, "gathered")]
     for op_id, number in model.op_node.items():
         op, node = model.graph.ops[op_id], model.nodes[number]
+        if is_ring(op):
+            (size,) = ring_memory(model.graph, op, node.states[[int(choices[number])]], model.axis_sizes).tolist()
+            events += [(op_id, size, "temporaries"), (op_id + 1, -size, "temporaries")]
         table = table_of(model.graph, op, model.mesh.topology.backend)
         if table is None or op.rule is None:
             continue

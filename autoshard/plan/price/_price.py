@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from autoshard.cost import Calibration, Mesh
 from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure
 from autoshard.plan.model._axis_parts import AxisParts
-from autoshard.plan.model._heavy import factor_states, result_states
+from autoshard.plan.model._factors import factor_states
+from autoshard.plan.model._heavy import result_states
 from autoshard.plan.model._model import EXPOSED, Channel, MemoryTerm, Model, Node, Path, Reshard
 from autoshard.plan.model._overlap import AT_NARROW, Overlap, columns_beside
 from autoshard.plan.price._nodes import NodePricer
@@ -290,6 +291,9 @@ class _Pricer(NodePricer):
             same = (path.source[:, None, :] == path.target[None, :, :]).all(axis=2)
             alias = ~holds[first_aim]
             forbidden = np.where(alias[None, :], ~same, same)
+        unasked = self.exchange.forbids(use.tensor, use.op, path.source, path.target)
+        if unasked is not None:
+            forbidden = unasked if forbidden is None else forbidden | unasked
         if costs or forbidden is not None:
             self.reshards.append(
                 Reshard(

@@ -9,17 +9,23 @@ from autoshard.plan.published._published import IncompleteError, Run
 from autoshard.program import GroupedTiles
 
 
-def _refused(key: str) -> Callable[[Run, Any], Run]:
-    def change(run: Run, value: Any) -> Run:
-        if value is None or value is False or value in ("none", "no") or (value == 1 and value is not True):
-            return run
-        raise IncompleteError(f"{key}={value} is not rebuilt")
-
-    return change
-
-
-OPTIONS: dict[str, Callable[[Run, Any], Run]] = {key: _refused(key) for key in ("cp_method",)}
+OPTIONS: dict[str, Callable[[Run, Any], Run]] = {}
 """What a plan may say beside its mesh, and how it changes the run."""
+
+METHODS = {"all-gather": "gather", "ulysses": "heads", "ring": "ring"}
+"""Context parallelism by MaxText's names -> the exchange."""
+
+
+def _context_method(run: Run, value: Any) -> Run:
+    if value not in METHODS:
+        raise IncompleteError(f"cp_method={value} is not rebuilt; {', '.join(METHODS)} are")
+    return dataclasses.replace(run, exchange=METHODS[value]) if run.context > 1 else run
+
+
+def _balanced(run: Run, value: Any) -> Run:
+    if not isinstance(value, bool):
+        raise IncompleteError(f"load_balanced={value} is neither true nor false")
+    return dataclasses.replace(run, balanced=value)
 
 
 def _head(run: Run, value: Any) -> Run:
@@ -117,6 +123,8 @@ def _clock(run: Run, value: Any) -> Run:
     return run
 
 
+OPTIONS["cp_method"] = _context_method
+OPTIONS["load_balanced"] = _balanced
 OPTIONS["dvfs"] = _clock
 OPTIONS["zero1"] = _spread_state
 OPTIONS["keep_gathered_weights"] = _gathered

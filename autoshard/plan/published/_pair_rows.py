@@ -213,7 +213,8 @@ def _run(group: Mapping[str, Any], plan: Mapping[str, Any]) -> Run:
     run = Run(
         decoder, topology, degrees["dp"], degrees["fsdp"], degrees["tp"], batch, seq, remat, saves, flash,
         _blocks(said, assumed), _flags(group, said), 0.0, tuple(assumed), **dtypes,
-        offloads=offloads, experts=degrees["ep"], stack_axis=stack_axis(str(said.get("framework", ""))),
+        offloads=offloads, experts=degrees["ep"], context=degrees["cp"],
+        stack_axis=stack_axis(str(said.get("framework", ""))),
     )  # fmt: skip
     for key, change in OPTIONS.items():
         if key in said:
@@ -254,12 +255,13 @@ def _degrees(said: Mapping[str, Any], topology: Topology) -> dict[str, int]:
     found = {key: int(mesh.get(key) or whole_number(said, key, 1)) for key in _DEGREES}
     if found["fsdp_or_dp"] > 1:
         found["fsdp"] *= found["fsdp_or_dp"]
-    for key in ("cp", "pp", "tp_transpose"):
+    for key in ("pp", "tp_transpose"):
         if found[key] > 1:
             raise IncompleteError(f"{key}={found[key]} is not rebuilt")
-    product = found["dp"] * found["fsdp"] * found["tp"] * found["ep"]
+    used = ("dp", "fsdp", "tp", "ep", "cp")
+    product = math.prod(found[key] for key in used)
     if product != topology.num_devices:
-        stated = ", ".join(f"{key}={found[key]}" for key in ("dp", "fsdp", "tp", "ep") if found[key] > 1) or "no degree"
+        stated = ", ".join(f"{key}={found[key]}" for key in used if found[key] > 1) or "no degree"
         raise IncompleteError(f"{stated} make {product} devices, but {topology.name} has {topology.num_devices}")
     return found
 
@@ -348,8 +350,11 @@ def _blocks(said: Mapping[str, Any], assumed: list[str]) -> KernelBlocks:
     if "torch_xla" in str(said.get("framework", "")) and "blocks" not in str(said.get("attention", "")):
         assumed.append("the blocks that torchprime gives its kernels")
         return _TORCHPRIME["splash" if "splash" in str(said.get("attention", "")) else "flash"]
-    sizes = re.search(r"blocks (\d+)", str(said.get("attention", "")) + " " + str(said.get("attention_blocks", "")))
-    fused = bool(said.get("fused_attention_bwd"))
+    text = str(said.get("attention", "")) + " " + str(said.get("attention_blocks", ""))
+    own = (size for size, methods in re.findall(r"(\d+) \(([\w, -]+)\)", text) if str(said.get("cp_method")) in methods)
+    sizes = re.search(r"blocks (\d+)", next((f"blocks {size}" for size in own), text))
+    # Tokamax has one backward kernel only, which makes all gradients.
+    fused = bool(said.get("fused_attention_bwd")) or "tokamax" in text
     if sizes is None:
         return KernelBlocks(fused=fused)
     pair = (int(sizes[1]), int(sizes[1]))

@@ -80,6 +80,12 @@ class Run:
 
     experts: int = 1
     """Devices over which experts are split (expert parallelism); for everything else they are as those of `spread`."""
+    context: int = 1
+    """Devices over which sequences are split (context parallelism); parameters are spread over them too."""
+    exchange: str = "auto"
+    """How queries meet keys and values of other devices of `context`, of `EXCHANGES`."""
+    balanced: bool = False
+    """Tokens come in an order in which all parts of a sequence see as many."""
     stack_axis: int = 0
     """The dim of stacked parameters that counts layers (MaxText's `param_scan_axis`)."""
     scanned: bool = True
@@ -99,7 +105,7 @@ class Run:
             return None
         chip = self.topology.chip
         cores = max(1, chip.cores_per_chip // chip.devices_per_chip)
-        return GroupedKernels(self.tiles, self.copies * self.spread, self.experts, cores)
+        return GroupedKernels(self.tiles, self.copies * self.spread * self.context, self.experts, cores)
 
     def flops(self, causal: bool) -> float:
         """Model FLOPs of a step: 6 per matmul parameter and token, and attention; causal counts half of it."""

@@ -206,8 +206,14 @@ def without_source(chip: str, source: str) -> Calibration:
 
 
 def mesh_sizes(run: Run) -> dict[str, int]:
-    """Mesh axes of a run, major first: copies, FSDP, experts (expert parallelism), tensor parallelism."""
-    return {"data": run.copies, "fsdp": run.spread, "expert": run.experts, "model": run.tensor}
+    """Mesh axes of a run, major first: copies, FSDP, experts, sequences (context parallelism), tensor parallelism."""
+    return {
+        "data": run.copies,
+        "fsdp": run.spread,
+        "expert": run.experts,
+        "context": run.context,
+        "model": run.tensor,
+    }
 
 
 def rebuild(run: Run) -> tuple[Model, NDArray[np.int64]]:
@@ -242,6 +248,7 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
     kernels = None if attention == "splash" else run.kernels  # what is compiled has slots in their place
     program = decoder_program(
         run.decoder, batch=run.batch, seq=run.seq, remat=run.remat, saves=run.saves, attention=attention,
+        exchange=run.exchange, balanced=run.balanced,
         blocks=run.blocks, optimizer=run.optimizer, compute_dtype=run.compute, weights=run.weights, moments=run.state,
         gradients=run.gradients, accumulation=run.accumulation, offloads=run.offloads,
         routing="kernels" if kernels else "capacity", expert_kernels=kernels, capacity_factor=run.capacity,
@@ -253,7 +260,8 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
     model = build_model(program, reading, mesh, run.topology.usable_bytes, figures)
     axes = {name: [k] for k, name in enumerate(sizes)}
     uses = Uses(
-        *(axes.get(use, []) for use in ("data", "fsdp", "model", "expert")),
+        *(axes.get(use, []) for use in ("data", "fsdp", "model", "expert", "context")),
+        exchange=run.exchange,
         expert_count=run.decoder.experts,
         spreads_state=run.spreads_state,
         holds_head=run.head_on_width or run.spread == 1,

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from autoshard.cost import Collectives
 from autoshard.graph import FactorKind, OpClass
 from autoshard.mlir import WINDOWED
-from autoshard.plan.model._heavy import factor_states, result_states
+from autoshard.plan.model._factors import factor_states
+from autoshard.plan.model._heavy import result_states
 from autoshard.plan.model._model import Model
 from autoshard.plan.price._predict import spec_of, tensor_spec
 from autoshard.plan.record._parts import Call, Pin

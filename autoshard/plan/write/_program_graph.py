@@ -12,8 +12,8 @@ from autoshard.base.providers import provides
 from autoshard.cost import Topology
 from autoshard.errors import UserError
 from autoshard.graph import Op, OpClass, OpGraph, Tensor
+from autoshard.plan.model._factors import factor_states
 from autoshard.plan.model._groups import tensor_groups
-from autoshard.plan.model._heavy import factor_states
 from autoshard.plan.model._model import Model
 from autoshard.plan.price._again import price_again
 from autoshard.plan.price._op_prices import OpPrices, Place, price_ops

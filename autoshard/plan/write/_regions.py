@@ -4,7 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.graph import Op, OpGraph
-from autoshard.plan.model._heavy import factor_states, result_states
+from autoshard.plan.model._factors import factor_states
+from autoshard.plan.model._heavy import result_states
 from autoshard.plan.model._model import Model
 from autoshard.plan.record._parts import Region
 from autoshard.plan.record._spec import Spec

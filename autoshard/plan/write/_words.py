@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.plan.model._exchange import exchange_words
 from autoshard.plan.model._groups import Groups, tensor_groups
 from autoshard.plan.model._model import Model
 from autoshard.plan.price._predict import tensor_spec
@@ -32,6 +33,7 @@ def describe(model: Model, groups: Groups, choices: NDArray[np.int64]) -> tuple[
     for axes, names in by_axes.items():
         if names:
             lines.append(f"{_join(_ranked(names))} over {_over(axes)}")
+    lines.extend(exchange_words(model, choices))
     explained = {(g, a) for (g, a), share in activations.items() if share > 0.5}
     for what, shares in (("parameters", parameters), ("optimizer state", state)):
         extra = _extra_axes(model, shares, explained)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import Kind
+from autoshard.cost import Collectives, Kind
 from autoshard.graph import Op, OpGraph
 from autoshard.plan.xla._states import Seconds, States, local_elements
 
@@ -22,6 +22,19 @@ class Inner:
     """Bytes as `Collectives.time` counts them; 0 in states that do not need it."""
     senders: float = 1.0
     """Share of the devices that send: the last shard of a row has nobody to send its halo to."""
+    count: int = 1
+    """How often it runs in one execution of the op."""
+    hidden: Seconds | None = None
+    """Share of it that runs beside the op's own compute; None: all of it is waited for."""
+    as_kind: Kind | None = None
+    """The kind that takes as long, where shards do not go to their neighbours."""
+
+    def times(self, collectives: Collectives, state: int | None = None) -> tuple[Seconds, Seconds]:
+        """Seconds in one execution of the op, and those of them that are waited for: in every state, or in one."""
+        at = slice(None) if state is None else slice(state, state + 1)
+        names, size = tuple(collectives.mesh.names[a] for a in self.axes), self.size[at]
+        each = np.where(size > 0, collectives.time(self.as_kind or self.kind, names, size), 0.0) * self.count
+        return each, each if self.hidden is None else each * (1.0 - self.hidden[at])
 
 
 def even_halos(op: Op, states: States, axes: Sequence[int]) -> NDArray[np.bool_]:

@@ -14,7 +14,8 @@ from autoshard.cost import Collectives, Topology, make_mesh
 from autoshard.exec import Application, read_collectives, wire_by_axis
 from autoshard.graph import FactorKind, Op, OpGraph, read_graph
 from autoshard.plan import Options, Pin, Plan, Spec, make_plan
-from autoshard.plan.model._heavy import factor_states, heavy_strategies, result_states
+from autoshard.plan.model._factors import factor_states
+from autoshard.plan.model._heavy import heavy_strategies, result_states
 from autoshard.plan.model._model import Path
 from autoshard.plan.price._paths import path_steps
 from autoshard.plan.xla._handling import TABLE, Handling, handling, inner_collectives, whole_factors

@@ -1,0 +1,193 @@
+"""How queries meet keys and values where the sequence is split: what a program asks for, and what a plan does.
+
+Where a mesh axis splits the sequence outside of an attention, there are these ways: every device keeps its queries and
+gathers keys and values (`gather`); queries, keys and values go from a split of the sequence to one of the heads, and
+the result goes back (`heads`); or keys and values go around a ring of the devices (`ring`, a call of its own). The
+first two are reshards around a kernel, which the solver chooses among; a program may ask for one of them.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost import Mesh
+from autoshard.errors import UserError
+from autoshard.graph import Attention, OpClass, OpGraph, find_attentions
+from autoshard.plan.model._demands import mesh_text
+from autoshard.plan.model._model import Model, Reshard
+from autoshard.plan.record._spec import axis_words
+from autoshard.plan.xla._states import WHOLE, States
+from autoshard.program import Program
+
+
+_WAYS = ("keys and values gathered", "queries gathered", "ring", "heads exchanged")
+"""What words say of an attention whose sequence is split."""
+
+STAYS = ("gather", "ring")
+"""Exchanges in which every device keeps its queries."""
+
+
+class ExchangeAsked:
+    """What a program's exchange leaves of the decisions around its attentions; everything, if it asks for none."""
+
+    def __init__(self, program: Program, graph: OpGraph) -> None:
+        self.exchange = program.exchange
+        found = find_attentions(graph) if self.exchange != "auto" else ()
+        self.by_op = {each.op: each for each in found}
+        self.between: dict[int, int] = {}
+        self.stays: set[int] = set()
+        if self.exchange in STAYS:
+            for each in found:
+                self.between |= each.values
+                self.stays |= each.of_queries
+        self.graph = graph
+
+    def strategies(self, op: int, states: States) -> NDArray[np.bool_]:
+        """Those of an op that may be: with an exchange of heads no device has a part of the sequence in a kernel."""
+        attention = self.by_op.get(op)
+        if attention is None or self.exchange != "heads":
+            return np.ones(len(states), dtype=bool)
+        split: NDArray[np.bool_] = np.any(np.isin(states, sorted(attention.sequence)), axis=1)
+        return ~split
+
+    def forbids(self, tensor: int, op: int, source: States, target: States) -> NDArray[np.bool_] | None:
+        """Pairs of states, over what a value of an attention is moved in, between which its sequence goes to heads.
+
+        What has the queries' sequence keeps it where it is: gathered, it could be split by heads next.
+        """
+        if tensor not in self.between:
+            return None
+        along = sequence_of(self.graph, tensor, op, self.between)
+        found: NDArray[np.bool_] = moved_axes(source, target, along)
+        if tensor in self.stays:
+            found = np.isin(source, along)[:, None, :] != np.isin(target, along)[None, :, :]
+        pairs: NDArray[np.bool_] = np.any(found, axis=2)
+        return pairs if pairs.any() else None
+
+
+def sequence_of(graph: OpGraph, tensor: int, op: int, between: Mapping[int, int]) -> tuple[int, ...]:
+    """What of a move's states is the sequence of its value: a dim, or factors of the light op that takes it."""
+    dim = between[tensor]
+    if op < 0 or graph.ops[op].op_class is OpClass.HEAVY:
+        return (dim,)
+    taker = graph.ops[op]
+    assert taker.rule is not None
+    return tuple(f for t, dims in taker.sides if t == tensor for f in dims[dim])
+
+
+def moved_axes(source: States, target: States, sequence: Sequence[int]) -> NDArray[np.bool_]:
+    """[source states, target states, axes]: which axes split the sequence on one side and another dim on the other."""
+    before, after = source[:, None, :], target[None, :, :]
+    here, there = np.isin(before, sequence), np.isin(after, sequence)
+    return (here & ~there & (after >= 0)) | (there & ~here & (before >= 0))
+
+
+def check_exchange(program: Program, graph: OpGraph, mesh: Mesh | None) -> None:
+    """Refuse an exchange that no attention of the program can have, on a mesh where one is given.
+
+    Raises `UserError` for one of heads where no axis divides them, for a ring where none divides the sequence, and for
+    either where no kernel computes the attention.
+    """
+    if program.exchange == "auto":
+        return
+    found = [each for each in find_attentions(graph) if each.forward]
+    if program.exchange == "ring" and not any(each.ring for each in found):
+        raise UserError(
+            "no attention of the program can go around a ring, as its notes say: exchange by `gather` or `heads`, or "
+            f"leave the exchange out. {' '.join(note for note in program.notes if 'ring' in note)}".rstrip()
+        )
+    if not found:
+        raise UserError(
+            f"exchange `{program.exchange}` is for attention that a kernel computes, and the program has none: plan it "
+            "with `--attention splash`, or leave the exchange out."
+        )
+    if mesh is None:
+        return
+    axes = {name: size for name, size in mesh.axes.items() if size > 1}
+    listed = mesh_text(axes) or "one device"
+    if program.exchange == "heads":
+        wide = next((each for each in found if not _divides(axes, (*each.heads, math.prod(each.heads)))), None)
+        if wide is not None:
+            keys, shared = wide.heads
+            raise UserError(
+                f"an exchange of heads needs a mesh axis that divides the {keys} key-value heads of an attention"
+                f"{f', or the {shared} query heads of each' if shared > 1 else ''}, and the mesh has {listed}: take a "
+                "smaller axis, repeat keys and values for more heads, or exchange by `gather` or `ring`."
+            )
+    if program.exchange == "ring":
+        rings = [graph.ops[each.op] for each in found if each.ring]
+        parts = [op.rule.sizes[op.rule.operands[0][-2][0]] for op in rings if op.rule is not None]
+        if not any(_divides(axes, (count,)) for count in parts):
+            raise UserError(
+                f"a ring needs a mesh axis that divides the {max(parts)} parts of its sequence, and the mesh has "
+                f"{listed}: plan with a --mesh that has one, or exchange by `gather`."
+            )
+
+
+def _divides(axes: Mapping[str, int], sizes: Sequence[int]) -> bool:
+    return any(size % parts == 0 for parts in axes.values() for size in sizes)
+
+
+def exchange_words(model: Model, choices: NDArray[np.int64]) -> tuple[str, ...]:
+    """A sentence for every way in which attentions of a plan bring queries, keys and values together.
+
+    Such as `keys and values gathered over model`; none where no axis splits the sequence. Of ways that not every
+    attention has, it says of how many.
+    """
+    found: dict[tuple[str, ...], int] = {}
+    attentions = [each for each in find_attentions(model.graph) if each.forward and each.op in model.op_node]
+    by_tensor: dict[int, list[Reshard]] = {}
+    for reshard in model.reshards:
+        by_tensor.setdefault(reshard.tensor, []).append(reshard)
+    for each in attentions:
+        ways = _ways(model, choices, each, by_tensor)
+        found[ways] = found.get(ways, 0) + 1
+    lines = []
+    for ways, count in found.items():
+        some = f" in {count} of {len(attentions)} attentions" if count < len(attentions) else ""
+        lines += [f"{way}{some}" for way in ways]
+    return tuple(dict.fromkeys(lines))
+
+
+def splits_sequence(words: Iterable[str]) -> bool:
+    """Whether words of a plan say that it splits the sequence of an attention."""
+    return any(line.startswith(tuple(f"{way} over" for way in _WAYS)) for line in words)
+
+
+def _ways(
+    model: Model, choices: NDArray[np.int64], each: Attention, by_tensor: Mapping[int, Sequence[Reshard]]
+) -> tuple[str, ...]:
+    node = model.op_node[each.op]
+    state = model.nodes[node].states[int(choices[node])]
+    exchanged = np.zeros(len(state), dtype=bool)
+    for tensor in each.values:
+        for reshard in by_tensor.get(tensor, ()):
+            row = reshard.path.source[int(reshard.rows[int(choices[reshard.source])])][None, :]
+            column = reshard.path.target[int(reshard.columns[int(choices[reshard.target])])][None, :]
+            along = sequence_of(model.graph, tensor, reshard.op, each.values)
+            exchanged |= moved_axes(row, column, along)[0, 0]
+    on_queries = np.isin(state, sorted(each.queries - each.keys))
+    kinds = dict(
+        zip(
+            _WAYS,
+            (
+                on_queries,
+                np.isin(state, sorted(each.keys - each.queries)),
+                np.isin(state, sorted(each.queries & each.keys)),
+                exchanged & np.isin(state, sorted(each.leading)) & (state != WHOLE),
+            ),
+            strict=True,
+        )
+    )
+    names = np.array(model.axis_names)
+    return tuple(
+        f"{kind} over {_listed(axis_words([str(name) for name in names[mask]]))}"
+        for kind, mask in kinds.items()
+        if mask.any()
+    )
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
