@@ -35,9 +35,9 @@ class Attention:
     queries: frozenset[int]
     """Factors of the op along the sequence of queries."""
     keys: frozenset[int]
-    """Those along the sequence of keys and values; in a ring they are those of the queries."""
+    """The factors along the sequence of keys and values; in a ring they are those of the queries."""
     leading: frozenset[int]
-    """Those of batch, heads and groups of heads."""
+    """The factors of batch, heads and groups of heads."""
     heads: tuple[int, int]
     """Heads of keys and values, and query heads that share one (1 where the kernel does not keep them apart)."""
     of_heads: int
@@ -47,7 +47,7 @@ class Attention:
     values: Mapping[int, int]
     """Tensors from the projections to the op, and from it to the next one -> the dim that is their sequence."""
     of_queries: frozenset[int]
-    """Those of `values` whose sequence is the queries', with their heads: no tables of positions."""
+    """The members of `values` whose sequence is the queries', with their heads: no tables of positions."""
 
     @property
     def sequence(self) -> frozenset[int]:

@@ -52,7 +52,7 @@ class _Work:
     share: float
     """What is computed, over what the rows need."""
     steps: float
-    """Of the kernel's grid, on the core that has most."""
+    """Steps of the kernel's grid, on the core that has most."""
     traffic: float
     """Bytes read and written."""
 

@@ -106,7 +106,7 @@ class RingCall:
     settings: _Settings
     back: bool
     shapes: tuple[tuple[int, ...], ...]
-    """Of its operands."""
+    """Shapes of its operands."""
     dtype: str
 
     @property

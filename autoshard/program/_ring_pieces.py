@@ -22,7 +22,7 @@ class How(NamedTuple):
     """What a piece is computed by."""
 
     kernel: bool
-    """By jax's splash kernel; else by blocks of keys, whose scores are in memory one after the other."""
+    """Whether jax's splash kernel computes it; else blocks of keys do, whose scores are in memory one after the other."""
 
 
 def ring_side(*lengths: int) -> int:

@@ -53,9 +53,9 @@ class Routing(NamedTuple):
 
     kind: str
     factor: float = 1.0
-    """Of `capacity`, slots over the mean number of tokens."""
+    """Slots of an expert over the mean number of its tokens, for `capacity`."""
     kernels: GroupedKernels = GroupedKernels()
-    """Of `kernels`, how they run."""
+    """How the kernels run, for `kernels`."""
 
 
 def routed(dims: ExpertDims, x: Any, weights: Mapping[str, Any], routing: Routing) -> Any:
