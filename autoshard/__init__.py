@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autoshard.plan import Plan as Plan
     from autoshard.plan import Spec as Spec
     from autoshard.plan import load_plan
+    from autoshard.plan import remat_policy as remat_policy
     from autoshard.plan import sweep as sweep
     from autoshard.plan._call import plan as plan
     from autoshard.program import Argument as Argument
@@ -40,6 +41,7 @@ _HOMES = {
     "auto_policy": ("autoshard.exec.torch_xla_hook", "plan_first_step"),
     "load": ("autoshard.plan", "load_plan"),
     "refine": ("autoshard.exec", "refine"),
+    "remat_policy": ("autoshard.plan", "remat_policy"),
     "sweep": ("autoshard.plan", "sweep"),
     "register_rule": ("autoshard.program", "register_rule"),
     "trace": ("autoshard.program", "trace"),

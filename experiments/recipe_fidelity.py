@@ -1,4 +1,5 @@
-"""Recipes of training steps (attention's kernel, what is computed again, microbatches) against the real TPU compiler.
+"""Recipes of training steps (attention's kernel, what is kept, computed again or offloaded, microbatches) against the
+real TPU compiler.
 
     python experiments/recipe_fidelity.py [ROW ...] [--predict] [--time-limit S]
 
@@ -7,16 +8,29 @@ Runs rows as `compile_fidelity.py` does and shares its compiled programs; result
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+
+if TYPE_CHECKING:
+    from autoshard.program import Program
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from compile_fidelity import EXPERTS, WIDE, Matrix, Row, dm, main, train  # noqa: E402
-from compile_programs import hf  # noqa: E402
+from compile_programs import hf, llama  # noqa: E402
 
 
 PARTS = {"attention": "splash", "microbatches": 4}
+FEW = llama(4, 4096, 11008, 32, 8, 32000)
+QKV = "q_proj/k_proj/v_proj"
+
+
+def value(config: Any, batch: int, seq: int, policy: str) -> "Callable[[], Program]":
+    """A training step that keeps or offloads single values of its layers, with splash attention."""
+    return train(config, batch, seq, f"full,{policy}", attention="splash")
+
 
 MATRIX = Matrix(
     "recipe_fidelity",
@@ -33,6 +47,10 @@ MATRIX = Matrix(
         Row("gemma2-parts-v5p", train("gemma2-9b", 32, 2048, microbatches=2), "v5p:2x2x4", dm(8, 2)),
         Row("bert-splash-v5e", train("bert-large", 64, 512, "none", attention="splash"), "v5e:2x4", dm(8, 1)),
         Row("bert-parts-v5e", train("bert-large", 128, 512, "dots", microbatches=2), "v5e:2x4", dm(4, 2)),
+        Row("llama-keep-v6e", value(FEW, 32, 2048, f"keep={QKV}/context"), "v6e:4x4", dm(16, 1)),
+        Row("llama-input-v5p", value(FEW, 64, 4096, "offload=input"), "v5p:2x2x4", dm(16, 1)),
+        Row("llama-offload-v5p", value(FEW, 64, 4096, "keep=gate_proj,offload=context/input"), "v5p:2x2x4", dm(8, 2)),
+        Row("gpt2-xl-offload-v5e", value("gpt2-xl", 64, 1024, "keep=c_attn,offload=c_fc"), "v5e:4x4", dm(16, 1)),
         Row("vit-parts-v6e", hf("vit-l16", train=True, batch=256, microbatches=4), "v6e:4x4", dm(16, 1)),
     ),
 )

@@ -11,13 +11,15 @@ from typing import Any
 from autoshard.cost import Topology, load_calibration
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan._make import PlanResult, make_plan
+from autoshard.plan._recipe import Recipe, RecipeTried, figures_of, line_of, verdict
 from autoshard.plan.model._exchange import splits_sequence
 from autoshard.plan.model._options import Options
+from autoshard.plan.price._again import price_again
+from autoshard.plan.price._foresee import Foreseen, foresee
 from autoshard.plan.price._least import least_seconds
 from autoshard.plan.price._reading import read_program
 from autoshard.plan.record._plan import Plan
-from autoshard.program import LOSSLESS, Choices, Program, Role
-from autoshard.units import format_seconds
+from autoshard.program import INPUT, LOSSLESS, Choices, Program, Role
 
 
 FINENESS = 16
@@ -41,58 +43,27 @@ LEAST_GAIN = 0.01
 TIGHT = 0.8
 """Share of the memory limit from which a plan may be slower for lack of memory: more microbatches are then tried."""
 
+FULL = "full"
+"""What computes everything again."""
+
 AUTO = "auto"
 """The value of an option that leaves the choice to the planner."""
+
+RETRIES = 2
+"""How often a policy by value is planned: one that was foreseen to fit and does not is chosen anew with less room."""
+
+WORTH_PLANNING = 0.005
+"""A policy by value is planned if it is foreseen to be faster than the best recipe by this share: about what foreseen
+times err by."""
+
+LESS_ROOM = 0.93
+"""Share of the memory that the next one may take."""
 
 _LESS_MEMORY = {"remat": 1, "microbatches": 1, "batch": -1}
 """Options of a source that the planner may choose: 1 if values that come later need less memory, -1 if more."""
 
 Make = Callable[..., Program]
 """From the choices of a recipe, by name, to its program."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Recipe:
-    """One value of each choice."""
-
-    choices: tuple[tuple[str, Any], ...]
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in self.choices)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The values by name."""
-        return dict(self.choices)
-
-    def but(self, **instead: Any) -> "Recipe":
-        """The same with other values."""
-        return Recipe(tuple((self.arguments | instead).items()))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RecipeTried:
-    """A recipe, and what came of it."""
-
-    recipe: Recipe
-    verdict: str
-    """Empty for the chosen one; else why it was not."""
-    step_time_s: float | None = None
-    """Step time of the best plan for it; None if none was made."""
-    elements: int | None = None
-    """Size of the batch in what the model counts: tokens of a language model."""
-    peak_bytes: int | None = None
-    bound_s: float | None = None
-    """A step takes no less, as was known before planning."""
-    expected_s: float | None = None
-    """The step with what nearly full memory is expected to cost: what recipes are ranked by, for each element."""
-
-    @property
-    def per_element_s(self) -> float:
-        """What recipes are compared by; infinite without a plan."""
-        if self.expected_s is None:
-            return math.inf
-        return self.expected_s / (self.elements or 1)
 
 
 def source_choices(options: Mapping[str, Any], topology: str) -> Choices:
@@ -151,19 +122,21 @@ def plan_recipes(
     devices than the best one yet. With `of_source` choices are those of `source_choices`, of which more is known: what
     needs more memory than a recipe that does not fit is not tried; neither are more microbatches where memory does not
     bind, larger batches when twice as much gains less than `LEAST_GAIN`, nor a ring where the plan without splits no
-    sequence; and a remat policy is mixed with each that computes less and does not fit, in as few layers as are still
-    faster for it. The plan says in its words what others came to, and in its provenance (`recipe`) all of them; wall
-    times are those of all.
+    sequence. What layers keep or send to their hosts is chosen value by value, foreseen from the plan of `full` and
+    then planned. Where that is not faster, a remat policy is mixed with each that computes less and does not fit, in as
+    few layers as are still faster for it. The plan says in its words what others came to, and in its provenance
+    (`recipe`) all of them; wall times are those of all.
 
-    Raises the `InfeasibleError` of the last recipe if none fits.
+    Raises the `InfeasibleError` of the last recipe if none fits, not even with the inputs of layers on their hosts.
     """
     tried = _RecipeSearch(make, options, running, of_source)
     for recipe in _in_order(choices, tried):
         tried.consider(recipe)
     if tried.best is None:
         assert tried.refused is not None
-        raise tried.refused
-    if of_source:
+        if not of_source or not tried.offload_inputs(choices.get("remat", ())):
+            raise tried.refused
+    if of_source and not tried.by_value(choices.get("remat", ())):
         tried.mix(choices.get("remat", ()))
     return tried.told()
 
@@ -203,11 +176,14 @@ class _RecipeSearch:
         self.topology = Topology.parse(options.topology)
         self.best: tuple[RecipeTried, PlanResult] | None = None
         self.layers: int | None = None
+        self.savable: tuple[str, ...] = ()
         self.tried: list[RecipeTried] = []
         self.wall: dict[str, float] = {}
         self.splits: dict[Recipe, bool] = {}
         """Of recipes that were planned, whether an attention's sequence is split."""
         self.refused: InfeasibleError | None = None
+        self.full: dict[Recipe, tuple[Program, Plan]] = {}
+        """Programs whose layers compute everything again, and their plans."""
         problem = self.running.pop("save_problem", None)
         self.problem = None if problem is None else Path(problem)
 
@@ -247,7 +223,7 @@ class _RecipeSearch:
         """Bytes of a device."""
         return self.topology.usable_bytes if self.options.memory_limit is None else self.options.memory_limit
 
-    def plan(self, recipe: Recipe, **instead: Any) -> bool:
+    def plan(self, recipe: Recipe, foreseen: Foreseen | None = None, **instead: Any) -> bool:
         """Whether it is the best so far."""
         try:
             program = self.make(**recipe.arguments)
@@ -258,7 +234,7 @@ class _RecipeSearch:
                 raise
             self.tried.append(RecipeTried(recipe, f"cannot be: {error}"))
             return False
-        self.layers = program.layers
+        self.layers, self.savable = program.layers, program.savable
         elements = _elements(program)
         bound = self._bound(program)
         if self.best is not None and bound / elements >= self.best[0].per_element_s:
@@ -273,7 +249,7 @@ class _RecipeSearch:
             )
         except InfeasibleError as error:
             self.refused = error
-            self.tried.append(RecipeTried(recipe, "does not fit", None, elements, None, bound))
+            self.tried.append(RecipeTried(recipe, "does not fit", None, elements, None, bound, None, foreseen))
             return False
         except UserError as error:
             if not self.of_source or not self.tried:
@@ -284,8 +260,10 @@ class _RecipeSearch:
             self.wall[phase] = self.wall.get(phase, 0.0) + seconds
         self.splits[recipe] = splits_sequence(made.plan.words)
         found = made.plan.prediction
-        row = RecipeTried(recipe, "", found.step_time_s, elements, found.peak_bytes, bound, found.expected_s)
+        row = RecipeTried(recipe, "", found.step_time_s, elements, found.peak_bytes, bound, found.expected_s, foreseen)
         self.tried.append(row)
+        if self.of_source and recipe.arguments.get("remat") == FULL:
+            self.full[recipe] = program, made.plan
         better = self.best is None or row.per_element_s < self.best[0].per_element_s
         if better:
             self.best = row, made
@@ -324,15 +302,49 @@ class _RecipeSearch:
                 else:
                     least = count
 
+    def by_value(self, remats: Sequence[str]) -> bool:
+        """Adds what is foreseen to be best of the values that layers may keep or send to their hosts; whether it is.
+
+        It is foreseen from the plan of the best recipe with everything computed again, and planned on that one's mesh.
+        """
+        assert self.best is not None
+        base = self.best[0].recipe.but(remat=FULL)
+        if FULL not in remats or base not in self.full:
+            return False
+        program, plan = self.full[base]
+        if not program.savable:
+            return False
+        kept = bool(self.running.get("kept"))
+        model, choices = price_again(plan, program, read_program(program, self.topology.backend, kept))
+        room = plan.memory_limit_bytes
+        for _ in range(RETRIES):
+            foreseen = foresee(model, choices, room)
+            enough = (1 - WORTH_PLANNING) * self.best[0].per_element_s
+            if foreseen is None or foreseen.expected_s / _elements(program) >= enough:
+                return False
+            better = self.plan(base.but(remat=str(foreseen.policy)), foreseen, mesh=dict(plan.mesh), refine_axes=False)
+            if self.tried[-1].step_time_s is not None:
+                return better
+            room = int(min(room, foreseen.peak_bytes) * LESS_ROOM)
+        return False
+
+    def offload_inputs(self, remats: Sequence[str]) -> bool:
+        """Adds the recipe of least memory with the inputs of layers on their hosts, where no recipe fits; whether it
+        does."""
+        last = self.tried[-1].recipe
+        if FULL not in remats or INPUT not in self.savable or not self.topology.traits.compiles_ahead:
+            return False
+        return self.plan(last.but(remat=f"{FULL},offload={INPUT}"))
+
     def told(self) -> tuple[Recipe, PlanResult]:
         """The best one, which says what the others came to."""
         assert self.best is not None
         row, made = self.best
         rows = sorted(self.tried, key=lambda each: (each is not row, each.per_element_s, each.bound_s or math.inf))
-        rows = [dataclasses.replace(each, verdict=_verdict(each, row)) for each in rows]
+        rows = [dataclasses.replace(each, verdict=verdict(each, row)) for each in rows]
         varied = len({each.elements for each in rows if each.step_time_s is not None}) > 1
-        line = _line(row.recipe, rows)
-        figures = [_figures(each, rows, varied) for each in rows]
+        line = line_of(row.recipe, rows)
+        figures = [figures_of(each, rows, varied) for each in rows]
 
         def told(plan: Plan) -> Plan:
             said = {"recipe": {"chosen": row.recipe.arguments, "tried": figures}}
@@ -364,46 +376,3 @@ def _difference(recipe: Recipe, other: Recipe) -> str:
     """What one recipe has otherwise than another."""
     theirs = other.arguments
     return ", ".join(f"{name} {value}" for name, value in recipe.choices if theirs.get(name) != value)
-
-
-def _verdict(row: RecipeTried, best: RecipeTried) -> str:
-    if row.verdict or row is best or row.step_time_s is None:
-        return row.verdict
-    more = row.per_element_s / best.per_element_s - 1
-    each = "" if row.elements == best.elements else " for each element of the batch"
-    return f"{more:.1%} slower{each}"
-
-
-def _line(chosen: Recipe, rows: Sequence[RecipeTried]) -> str:
-    """One sentence of the plan's words: what was chosen, and of one choice what each other value would take."""
-    if len(chosen.choices) > 1:
-        planned = [row for row in rows if row.step_time_s is not None]
-        next_best = f"; next best: {planned[1].recipe}, {planned[1].verdict}" if len(planned) > 1 else ""
-        return f"recipe {chosen} (of {len(rows)}{next_best})"
-    others = ", ".join(
-        f"{row.recipe.choices[0][1]} {row.verdict if row.step_time_s is None else format_seconds(row.step_time_s)}"
-        for row in rows[1:]
-    )
-    return f"{chosen}" + (f" (instead: {others})" if others else "")
-
-
-def _figures(row: RecipeTried, rows: Sequence[RecipeTried], varied: bool) -> dict[str, Any]:
-    """A row for the plan file; `frontier`: no other recipe is both faster and smaller."""
-    figures = {
-        "choices": row.recipe.arguments,
-        "verdict": row.verdict,
-        "step_time_s": row.step_time_s,
-        "peak_bytes": row.peak_bytes,
-        "bound_s": row.bound_s,
-        "frontier": row.peak_bytes is not None
-        and not any(
-            other.peak_bytes is not None
-            and (other.peak_bytes, other.per_element_s) != (row.peak_bytes, row.per_element_s)
-            and other.peak_bytes <= row.peak_bytes
-            and other.per_element_s <= row.per_element_s
-            for other in rows
-        ),
-    }
-    if varied and row.step_time_s is not None and row.elements:
-        figures["seconds_per_element"] = row.step_time_s / row.elements
-    return figures

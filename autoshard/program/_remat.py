@@ -34,6 +34,9 @@ class Remat:
         """Layers that are counted out."""
         return sum(count for _, count in self.parts[:-1])
 
+    def __str__(self) -> str:
+        return remat_text(self.parts)
+
     def check(self, layers: int) -> None:
         """Raises `UserError` if the model has too few layers for it."""
         if len(self.parts) > 1 and self.named >= layers:

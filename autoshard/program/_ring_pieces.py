@@ -22,7 +22,7 @@ class How(NamedTuple):
     """What a piece is computed by."""
 
     kernel: bool
-    """Whether jax's splash kernel computes it; else blocks of keys do, whose scores are in memory one after the other."""
+    """Whether jax's splash kernel computes it; else blocks of keys do, one after the other, with scores in memory."""
 
 
 def ring_side(*lengths: int) -> int:

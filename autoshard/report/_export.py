@@ -26,6 +26,7 @@ from autoshard.plan import (
 )
 from autoshard.program import Program
 from autoshard.report._export_parts import head, order_text, table, unpinned
+from autoshard.report._export_remat import maxtext_remat
 from autoshard.report._export_torch import dtensor_text, torch_xla_text
 from autoshard.report._names import clean
 from autoshard.units import format_bytes, format_seconds
@@ -223,12 +224,14 @@ def _maxtext(plan: Plan, sentence: str) -> str:
             if part > 1:
                 key = f"{prefix}_{use}_parallelism"
                 settings[key] = settings.get(key, 1) * part
+    again, missing = maxtext_remat(plan)
     lacks = (
         *unpinned(plan),
         "single tensors that are split in another way than the rest; MaxText's own rules split by kind of dim.",
         "the device order.",
+        *missing,
     )
-    body = "".join(f"{key}: {value}\n" for key, value in settings.items())
+    body = "".join(f"{key}: {value}\n" for key, value in settings.items()) + again
     return head(plan, lacks, sentence) + "".join(f"# {note}\n" for note in notes) + body
 
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ import autoshard
 from autoshard.cost import Topology, load_calibration
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan import Options, PlanResult, make_plan, plan_recipes, read_asked, settled_options, source_choices
-from autoshard.plan._recipes import Recipe, _needs_no_less
+from autoshard.plan._recipe import Recipe
+from autoshard.plan._recipes import REMATS, _needs_no_less
 from autoshard.plan.price._least import least_seconds
 from autoshard.plan.price._reading import read_program
 from autoshard.program import DecoderDims, Program, decoder_program, open_source, read_choices, trace
@@ -325,3 +328,64 @@ def test_a_mixture_that_fits_is_faster_than_what_computes_everything_again() -> 
     count = int(name.removeprefix("full:").removesuffix("+none"))
     less = tried(mixed).get(f"remat full:{count - 1}+none", {"step_time_s": None})["step_time_s"]
     assert less is None or less > mixed.plan.prediction.step_time_s
+
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+}
+FULLY: dict[str, Any] = {"topology": "v5e:2x4", "mesh": "data=8", "time_limit": 20, "refine_axes": False}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Program]:
+    """Steps of a small decoder, by what its layers compute again."""
+    file = tmp_path_factory.mktemp("model") / "config.json"
+    file.write_text(json.dumps(LLAMA))
+
+    @functools.cache
+    def make(remat: str) -> Program:
+        return open_source(f"hf:{file}", train=True, batch=32, seq=512, remat=remat, attention="splash")
+
+    return make
+
+
+def test_values_are_kept_and_offloaded_as_memory_allows(llama: Callable[..., Program]) -> None:
+    full = make_plan(llama("full"), Options(**FULLY)).plan.prediction
+    limit = int(1.1 * full.peak_bytes)
+    recipe, result = plan_recipes(llama, {"remat": REMATS}, Options(**FULLY, memory_limit=limit), of_source=True)
+    remat = recipe.arguments["remat"]
+    assert remat.startswith("full,"), remat
+    rows = tried(result)
+    assert len(rows) <= 5 and rows["remat none"]["verdict"] == "does not fit"
+    row, plain = rows[str(recipe)], rows["remat full"]
+    assert row["step_time_s"] < plain["step_time_s"] == full.step_time_s
+    assert row["peak_bytes"] <= limit
+    assert row["foreseen"]["step_time_s"] == pytest.approx(row["step_time_s"], rel=0.03)
+    assert row["foreseen"]["peak_bytes"] == pytest.approx(row["peak_bytes"], rel=0.05)
+    assert "foreseen" not in plain
+    assert make_plan(llama(remat), Options(**FULLY, memory_limit=limit)).plan.prediction == result.plan.prediction
+
+
+def test_nothing_goes_to_the_host_where_everything_fits(llama: Callable[..., Program]) -> None:
+    recipe, result = plan_recipes(llama, {"remat": REMATS}, Options(**FULLY), of_source=True)
+    rows = tried(result)
+    assert "offload" not in str(recipe) and len(rows) <= 4
+    assert all(row["step_time_s"] >= result.plan.prediction.step_time_s for row in rows.values())
+
+
+def test_inputs_of_layers_go_to_the_host_where_nothing_fits_otherwise(llama: Callable[..., Program]) -> None:
+    away = make_plan(llama("full,offload=input"), Options(**FULLY)).plan.prediction
+    assert away.host_bytes > 0
+    options = Options(**FULLY, memory_limit=away.peak_bytes)
+    recipe, result = plan_recipes(llama, {"remat": ("full",)}, options, of_source=True)
+    assert "offload=" in recipe.arguments["remat"] and result.plan.prediction.peak_bytes <= away.peak_bytes
+    assert tried(result)["remat full"]["verdict"] == "does not fit"
+    with pytest.raises(InfeasibleError):
+        plan_recipes(llama, {"remat": ("full",)}, Options(**FULLY, memory_limit=away.peak_bytes // 4), of_source=True)

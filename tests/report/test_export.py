@@ -280,6 +280,40 @@ def test_maxtext_names_what_an_axis_does(plan: Plan, words: tuple[str, ...], use
     assert f"# model=8 is used as {use} parallelism." in text
 
 
+def recomputing(plan: Plan, remat: str) -> dict[str, str]:
+    """MaxText's settings for a plan whose layers compute so much again."""
+    made = dataclasses.replace(plan, provenance=plan.provenance | {"recipe": {"chosen": {"remat": remat}}})
+    text = export_plan(made, "maxtext")
+    found = dict(re.findall(r"^(\w+): (\w+)$", text, re.MULTILINE))
+    return {key: value for key, value in found.items() if "parallelism" not in key} | {
+        "lacks": " ".join(re.findall(r"^# Not expressed here: (.*(?:layers|wait).*)$", text, re.MULTILINE))
+    }
+
+
+def test_maxtext_places_every_tensor(plan: Plan):
+    found = recomputing(plan, "full,keep=q_proj/gate_proj,offload=context/input/self_attn.o_proj")
+    places = {name: place for name, place in found.items() if place in ("device", "offload")}
+    assert found["remat_policy"] == "custom" and not found["lacks"]
+    assert places == {
+        "query_proj": "device",
+        "mlpwi_0": "device",
+        "context": "offload",
+        "decoder_layer_input": "offload",
+        "out_proj": "offload",
+    }
+    assert {"key_proj", "value_proj", "mlpwi_1", "mlpwo"} <= {name for name in found if found[name] == "remat"}
+    dots = recomputing(plan, "dots,offload=v_proj")
+    assert (dots["value_proj"], dots["mlpwo"], dots["context"]) == ("offload", "device", "remat")
+
+
+def test_maxtext_says_what_it_cannot_place(plan: Plan):
+    assert recomputing(plan, "full") == {"remat_policy": "full", "lacks": ""}
+    mixed = recomputing(plan, "full,keep=k_proj:3+dots")
+    assert mixed["key_proj"] == "device" and "only the first layers do" in mixed["lacks"]
+    assert "experts.down_proj2 wait" in recomputing(plan, "full,keep=experts.down_proj2")["lacks"]
+    assert "remat_policy" not in recomputing(plan, "half of it"), "a choice of the program's own"
+
+
 @pytest.mark.parametrize("form", EXPORT_FORMS)
 @pytest.mark.parametrize("name", ["a'b\"c", "x\nimport os", "{}", "\\"])
 def test_a_hostile_name_stays_a_string(small: Plan, form: str, name: str):

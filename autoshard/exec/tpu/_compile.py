@@ -41,7 +41,9 @@ class CompileReport:
     not fit; None if the compiler did not say."""
     memory_predicted: dict[str, int]
     memory_compiled: dict[str, int]
-    """Arguments, results, temporaries, donated, peak."""
+    """Arguments, results, temporaries, donated, peak; and `host`, bytes in the host's memory."""
+    host_predicted: int
+    """Bytes of one device that the program keeps in its host's memory."""
     memory_at_peak: dict[str, int]
     """Bytes of each kind at the peak, as far as the compiler's live ranges tell; empty if it left none."""
     wire_predicted: dict[str, int]
@@ -74,6 +76,7 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
     common = {
         "peak_predicted": prediction.peak_bytes,
         "memory_predicted": dict(prediction.memory),
+        "host_predicted": prediction.host_bytes,
         "memory_compiled": dict(compiled.memory),
         "wire_predicted": dict(prediction.wire_bytes),
         "step_time_predicted_s": prediction.step_time_s,
@@ -136,6 +139,7 @@ def compile_figures(result: CompileReport) -> dict[str, Any]:
         "verdict": result.verdict.value,
         "over_bytes": result.over_bytes,
         "peak_bytes": {"predicted": result.peak_predicted, "compiled": result.peak_compiled},
+        "host_bytes": {"predicted": result.host_predicted, "compiled": result.memory_compiled.get("host")},
         "memory": {
             "predicted": result.memory_predicted,
             "compiled": result.memory_compiled,
@@ -207,6 +211,12 @@ def compile_lines(result: CompileReport) -> list[str]:
         lines.append(
             f"  {kind.replace('_', ' ')}: predicted {format_bytes(result.memory_predicted.get(kind, 0))}, "
             f"compiled {format_bytes(result.memory_at_peak.get(kind, 0))}"
+        )
+    host = result.memory_compiled.get("host", 0)
+    if result.host_predicted or host:
+        lines.append(
+            f"Memory of the host for a device: predicted {format_bytes(result.host_predicted)}, "
+            f"compiled {format_bytes(host)}"
         )
     for axis in sorted({*result.wire_predicted, *result.wire_compiled}):
         lines.append(

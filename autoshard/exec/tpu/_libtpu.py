@@ -49,7 +49,7 @@ class Compiled:
     text: str
     """Scheduled HLO; empty if the program does not fit."""
     memory: dict[str, int]
-    """Bytes of one device: arguments, results, temporaries, donated, peak."""
+    """Bytes of one device: arguments, results, temporaries, donated, peak; and in its host's memory, `host`."""
     compile_s: float
     needed_bytes: int | None
     """What the program needed, if it does not fit."""

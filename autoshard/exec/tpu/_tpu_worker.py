@@ -80,6 +80,8 @@ def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
         "temporaries": stats.temp_size_in_bytes,
         "donated": stats.alias_size_in_bytes,
         "peak": getattr(stats, "peak_memory_in_bytes", 0),
+        "host": sum(getattr(stats, f"host_{what}_size_in_bytes", 0) for what in ("argument", "temp", "output"))
+        - getattr(stats, "host_alias_size_in_bytes", 0),
     }
     return {"status": "done", "memory": {key: int(size) for key, size in memory.items()}, "compile_s": seconds}
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Collectives
+from autoshard.graph import TO_HOST
 from autoshard.plan.model._factors import factor_states
 from autoshard.plan.model._model import EXPOSED, Channel, Model, Path, Reshard, link_names
 from autoshard.plan.model._overlap import AT_NARROW, Overlap, lanes
@@ -38,6 +39,7 @@ class Outcome:
     peak_bytes: int
     peak_time: int
     memory: dict[str, int]
+    host_bytes: int = 0
 
     @property
     def blocks(self) -> list[int]:
@@ -143,7 +145,22 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
         )
     collectives.sort(key=lambda c: (-c.seconds, c.kind, c.axes, c.cause))
     peak, when, memory = _memory(model, choices)
-    return Outcome(dict(channels), tuple(collectives), peak, when, memory)
+    return Outcome(dict(channels), tuple(collectives), peak, when, memory, host_bytes(model, choices))
+
+
+def host_bytes(model: Model, choices: NDArray[np.int64]) -> int:
+    """Bytes that wait in the host's memory for one device: stacks that loops fill, and what is sent outside of them."""
+    graph, away = model.graph, model.liveness.hosted
+    if not away:
+        return 0
+    filled = {c.body for loop in graph.loops for c in loop.carries if c.body in away and c.update != c.body}
+    single = {t for op in graph.ops if op.kind == TO_HOST and op.loop < 0 for t in op.results}
+    sizes, total = dict(model.mesh.axes), 0
+    for tensor in filled | single:
+        record = graph.tensors[tensor]
+        local = tensor_spec(model, choices, tensor).local_shape(record.shape, sizes)
+        total += math.prod(local) * record.itemsize
+    return total
 
 
 def cluster_names(model: Model) -> dict[int, str]:
@@ -321,6 +338,7 @@ def predict(model: Model, outcome: Outcome, memory_limit: int) -> Prediction:
         collectives=outcome.collectives,
         peak_at=_op_name(model, outcome.peak_time),
         tight_s=tight_seconds(model.mesh.topology, outcome.peak_bytes, compute, outcome.hidden_s),
+        host_bytes=outcome.host_bytes,
     )
 
 

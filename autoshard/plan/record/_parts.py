@@ -51,6 +51,8 @@ class Prediction:
     """The op at which memory peaks."""
     tight_s: float = 0.0
     """Seconds beyond `step_time_s` that nearly full memory is expected to add: plans are ranked by both together."""
+    host_bytes: int = dataclasses.field(default=0, metadata={"absent": 0})
+    """Bytes that the program keeps in its host's memory for one device; not in a plan's file where there are none."""
 
     @property
     def expected_s(self) -> float:

@@ -88,7 +88,8 @@ def _encode(value: Any) -> Any:
     if isinstance(value, Spec):
         return value.to_json()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        held = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return {field.name: _encode(own) for field, own in held if field.metadata.get("absent", value) != own}
     if isinstance(value, dict):
         return {str(key): _encode(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,0 +1,101 @@
+"""A recipe, what came of planning it, and how a plan says so."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from autoshard.plan.price._foresee import Foreseen
+from autoshard.units import format_seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recipe:
+    """One value of each choice."""
+
+    choices: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.choices)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The values by name."""
+        return dict(self.choices)
+
+    def but(self, **instead: Any) -> "Recipe":
+        """The same with other values."""
+        return Recipe(tuple((self.arguments | instead).items()))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecipeTried:
+    """A recipe, and what came of it."""
+
+    recipe: Recipe
+    verdict: str
+    """Empty for the chosen one; else why it was not."""
+    step_time_s: float | None = None
+    """Step time of the best plan for it; None if none was made."""
+    elements: int | None = None
+    """Size of the batch in what the model counts: tokens of a language model."""
+    peak_bytes: int | None = None
+    bound_s: float | None = None
+    """A step takes no less, as was known before planning."""
+    expected_s: float | None = None
+    """The step with what nearly full memory is expected to cost: what recipes are ranked by, for each element."""
+    foreseen: Foreseen | None = None
+    """What it was expected to come to before it was planned, of a policy that the planner made value by value."""
+
+    @property
+    def per_element_s(self) -> float:
+        """What recipes are compared by; infinite without a plan."""
+        if self.expected_s is None:
+            return math.inf
+        return self.expected_s / (self.elements or 1)
+
+
+def verdict(row: RecipeTried, best: RecipeTried) -> str:
+    """Why a recipe was not taken; empty for the best."""
+    if row.verdict or row is best or row.step_time_s is None:
+        return row.verdict
+    more = row.per_element_s / best.per_element_s - 1
+    each = "" if row.elements == best.elements else " for each element of the batch"
+    return f"{more:.1%} slower{each}"
+
+
+def line_of(chosen: Recipe, rows: Sequence[RecipeTried]) -> str:
+    """One sentence of the plan's words: what was chosen, and of one choice what each other value would take."""
+    if len(chosen.choices) > 1:
+        planned = [row for row in rows if row.step_time_s is not None]
+        next_best = f"; next best: {planned[1].recipe}, {planned[1].verdict}" if len(planned) > 1 else ""
+        return f"recipe {chosen} (of {len(rows)}{next_best})"
+    others = ", ".join(
+        f"{row.recipe.choices[0][1]} {row.verdict if row.step_time_s is None else format_seconds(row.step_time_s)}"
+        for row in rows[1:]
+    )
+    return f"{chosen}" + (f" (instead: {others})" if others else "")
+
+
+def figures_of(row: RecipeTried, rows: Sequence[RecipeTried], varied: bool) -> dict[str, Any]:
+    """A row for the plan file; `frontier`: no other recipe is both faster and smaller."""
+    figures = {
+        "choices": row.recipe.arguments,
+        "verdict": row.verdict,
+        "step_time_s": row.step_time_s,
+        "peak_bytes": row.peak_bytes,
+        "bound_s": row.bound_s,
+        "frontier": row.peak_bytes is not None
+        and not any(
+            other.peak_bytes is not None
+            and (other.peak_bytes, other.per_element_s) != (row.peak_bytes, row.per_element_s)
+            and other.peak_bytes <= row.peak_bytes
+            and other.per_element_s <= row.per_element_s
+            for other in rows
+        ),
+    }
+    if row.foreseen is not None:
+        figures["foreseen"] = {"step_time_s": row.foreseen.step_time_s, "peak_bytes": row.foreseen.peak_bytes}
+    if varied and row.step_time_s is not None and row.elements:
+        figures["seconds_per_element"] = row.step_time_s / row.elements
+    return figures
