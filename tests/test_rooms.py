@@ -28,9 +28,9 @@ SHELVES = {
         ("solve",),
         ("mesh", "forms"),
         ("write",),
-        ("published", "_make", "_recipe", "_warm"),
+        ("published", "_make", "_warm"),
         ("_recipes",),
-        ("_call", "_sweep", "_remat_policy"),
+        ("_call", "_sweep"),
     ),
     "exec": (("devices", "hlo"), ("torch_xla_hook",), ("apply",), ("run",), ("tpu",), ("learn",)),
 }

@@ -13,13 +13,10 @@ from autoshard.plan._call import plan as _plan
 from autoshard.plan._make import PlanResult as PlanResult
 from autoshard.plan._make import check_request as check_request
 from autoshard.plan._make import make_plan as make_plan
-from autoshard.plan._recipe import Recipe as Recipe
 from autoshard.plan._recipes import plan_recipes as plan_recipes
 from autoshard.plan._recipes import plan_remat as plan_remat
 from autoshard.plan._recipes import settled_options as settled_options
 from autoshard.plan._recipes import source_choices as source_choices
-from autoshard.plan._remat_policy import planned_remat as planned_remat
-from autoshard.plan._remat_policy import remat_policy as remat_policy
 from autoshard.plan._sweep import SweepRow as SweepRow
 from autoshard.plan._sweep import SweepTask as SweepTask
 from autoshard.plan._sweep import sweep as sweep
@@ -88,6 +85,9 @@ from autoshard.plan.write._explain import explanation_figures as explanation_fig
 from autoshard.plan.write._explain import reopen as reopen
 from autoshard.plan.write._program_graph import ProgramGraph as ProgramGraph
 from autoshard.plan.write._program_graph import program_graph as program_graph
+from autoshard.plan.write._recipe import Recipe as Recipe
+from autoshard.plan.write._remat_policy import planned_remat as planned_remat
+from autoshard.plan.write._remat_policy import remat_policy as remat_policy
 
 
 class _Room(ModuleType):

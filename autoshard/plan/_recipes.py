@@ -11,7 +11,6 @@ from typing import Any
 from autoshard.cost import Topology, load_calibration
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan._make import PlanResult, make_plan
-from autoshard.plan._recipe import Recipe, RecipeTried, figures_of, line_of, verdict
 from autoshard.plan.model._exchange import splits_sequence
 from autoshard.plan.model._options import Options
 from autoshard.plan.price._again import price_again
@@ -19,6 +18,7 @@ from autoshard.plan.price._foresee import Foreseen, foresee
 from autoshard.plan.price._least import least_seconds
 from autoshard.plan.price._reading import read_program
 from autoshard.plan.record._plan import Plan
+from autoshard.plan.write._recipe import Recipe, RecipeTried, figures_of, line_of, verdict
 from autoshard.program import INPUT, LOSSLESS, Choices, Program, Role
 
 

@@ -17,10 +17,10 @@ import autoshard
 from autoshard.cost import Topology, load_calibration
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan import Options, PlanResult, make_plan, plan_recipes, read_asked, settled_options, source_choices
-from autoshard.plan._recipe import Recipe
 from autoshard.plan._recipes import REMATS, _needs_no_less
 from autoshard.plan.price._least import least_seconds
 from autoshard.plan.price._reading import read_program
+from autoshard.plan.write._recipe import Recipe
 from autoshard.program import DecoderDims, Program, decoder_program, open_source, read_choices, trace
 from tests.graph.programs import f32
 from tests.plan import programs as made

@@ -26,7 +26,7 @@ from autoshard.plan.price._predict import (
     reshard_steps,
     tensor_spec,
 )
-from autoshard.plan.price._savable import AGAIN, Place, find_values
+from autoshard.plan.price._savable import AGAIN, Occurrence, find_values
 from autoshard.program import INPUT, Policy, short_names
 
 
@@ -68,7 +68,7 @@ class _Values:
         self.model, self.choices = model, choices
         self.outcome = evaluate(model, choices)
         self.seconds = _op_seconds(model, choices)
-        places: dict[str, list[Place]] = defaultdict(list)
+        places: dict[str, list[Occurrence]] = defaultdict(list)
         for place in find_values(model.program, model.graph):
             places[place.path].append(place)
         cost = {path: sum(self.alone(place) for place in found) for path, found in places.items()}
@@ -81,7 +81,7 @@ class _Values:
         """Whether a host's memory is another one than the devices'."""
         return self.model.mesh.topology.backend != "cpu"
 
-    def alone(self, place: Place) -> float:
+    def alone(self, place: Occurrence) -> float:
         """Seconds of the op that computes a value again."""
         producers = {self.model.graph.tensors[t].producer for t in place.again}
         return sum(sum(self.seconds.get(op, {}).values()) for op in producers)
@@ -191,18 +191,18 @@ class _Values:
         ]
         return np.maximum.reduce([np.broadcast_to(np.asarray(each, dtype=np.int64), len(kept)) for each in held])
 
-    def layers(self, place: Place) -> int:
+    def layers(self, place: Occurrence) -> int:
         """How many of a value are held together: one of each trip of its loop."""
         return 1 if place.loop < 0 else self.model.graph.loops[place.loop].trips
 
-    def span(self, place: Place) -> tuple[int, int]:
+    def span(self, place: Occurrence) -> tuple[int, int]:
         """The ops between which a saved value is held."""
         graph = self.model.graph
         first = graph.tensors[place.made].producer if place.loop < 0 else graph.loops[place.loop].start
         last = max((graph.tensors[t].producer for t in place.again), default=len(graph.ops))
         return max(first, 0), last if place.loop_again < 0 else graph.loops[place.loop_again].stop
 
-    def local_bytes(self, place: Place, tensor: int | None = None) -> int:
+    def local_bytes(self, place: Occurrence, tensor: int | None = None) -> int:
         """Bytes of one layer's value in a device, or of a tensor that is computed again for it."""
         model, tensor = self.model, place.made if tensor is None else tensor
         record = model.graph.tensors[tensor]

@@ -27,7 +27,7 @@ _SAME = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class Occurrence:
     """One value of a layer of one loop, or of one layer by itself."""
 
     path: str
@@ -41,7 +41,7 @@ class Place:
     """Loop of the backward pass that needs it."""
 
 
-def find_values(program: Program, graph: OpGraph) -> tuple[Place, ...]:
+def find_values(program: Program, graph: OpGraph) -> tuple[Occurrence, ...]:
     """The values of `Program.savable` that the backward pass computes again, and the inputs that stay for it."""
     return tuple([*_Finder(program, graph).computed(), *_inputs(graph)])
 
@@ -56,7 +56,7 @@ class _Finder:
             for tensor in set(op.operands):
                 self.users[tensor].append(op.id)
 
-    def computed(self) -> Iterable[Place]:
+    def computed(self) -> Iterable[Occurrence]:
         """Of every value that is computed again: where it is made first, and where again."""
         heavy = [op for op in self.graph.ops if op.op_class is OpClass.HEAVY and op.kind in _PRODUCTS]
         known: dict[object, list[tuple[str, Op]]] = defaultdict(list)
@@ -76,7 +76,7 @@ class _Finder:
                 # Layers by themselves are computed again in the opposite order.
                 path, made = found[-1 if op.loop < 0 else 0]
                 known[self.alike(op)].remove((path, made))
-                yield Place(path, self.value(made), made.loop, op.results, op.loop)
+                yield Occurrence(path, self.value(made), made.loop, op.results, op.loop)
 
     def alike(self, op: Op) -> object:
         """Equal for an op of the forward pass and the same one computed again."""
@@ -144,7 +144,7 @@ def _tail(name: str) -> str:
     return "/".join(re.sub(r"^(?:\w+\()*|\)*$", "", part) for part in name.split("/")[-2:])
 
 
-def _inputs(graph: OpGraph) -> Iterable[Place]:
+def _inputs(graph: OpGraph) -> Iterable[Occurrence]:
     """What loops of the forward pass carry and put into a stack, from which a loop of the backward pass takes it."""
     carries = {c.body: c for loop in graph.loops for c in loop.carries}
     slices: Mapping[int, list[Op]] = defaultdict(list)
@@ -162,4 +162,4 @@ def _inputs(graph: OpGraph) -> Iterable[Place]:
         stack = carries[op.operands[0]].result
         takers = [taker for taker in slices[stack] if _BACKWARD in taker.name]
         if takers:
-            yield Place(INPUT, value, op.loop, (), takers[0].loop)
+            yield Occurrence(INPUT, value, op.loop, (), takers[0].loop)
