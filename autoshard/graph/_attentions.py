@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from autoshard.graph._calls import ATTENTION, MATMULS, RING, RING_ATTENTION
-from autoshard.graph._records import Op, OpGraph, Tensor
+from autoshard.graph._records import FactorKind, Op, OpGraph, Tensor
 
 
 _FORWARD = re.compile(rf"_fwd|^_flash_attention_kernel|^{RING}_(causal|full)$")
@@ -42,6 +42,11 @@ class Attention:
     """Heads of keys and values, and query heads that share one (1 where the kernel does not keep them apart)."""
     of_heads: int
     """The factor of the heads of keys and values."""
+    of_sequence: int
+    """The factor of the queries' sequence that may be split: of blocks, where a kernel has some."""
+    splits: bool
+    """Whether a device may take a part of the queries; splash attention's kernel of the gradients of keys looks its
+    queries up in a table, and takes the whole of them."""
     operand: int
     """The tensor of its queries."""
     values: Mapping[int, int]
@@ -79,6 +84,8 @@ def _attention(graph: OpGraph, op: Op, uses: Mapping[int, list[int]]) -> Attenti
     shape = graph.tensors[op.operands[query]].shape
     heads = shape[-4:-2] if shared and rank > 3 else (graph.tensors[op.operands[key]].shape[-3], 1)
     sequence = queries | keys
+    of_heads, of_sequence = op.rule.operands[key][-3][0], op.rule.operands[query][-2][0]
+    splits = op.rule.kinds[of_sequence] is not FactorKind.NEED_REPLICATION
     values: dict[int, int] = {}
     of_queries: set[int] = set()
     for tensor, dims in op.sides:
@@ -87,15 +94,14 @@ def _attention(graph: OpGraph, op: Op, uses: Mapping[int, list[int]]) -> Attenti
         if along and _is_float(record):
             found = _between(graph, tensor, along[0], uses)
             values |= found
-            if queries & set(dims[along[0]]):
+            if splits and queries & set(dims[along[0]]):
                 of_queries |= {t for t in found if 2 * graph.tensors[t].elements >= record.elements}
     target = op.opaque.target if op.opaque is not None else ""
     forward = op.kind in (ATTENTION, RING_ATTENTION) or bool(_FORWARD.search(target))
     ring = target.startswith(RING) or op.kind.startswith(RING)
-    of_heads = op.rule.operands[key][-3][0]
     return Attention(
-        op.id, forward, ring, queries, keys, leading, heads, of_heads, op.operands[query], values,  # type: ignore[arg-type]
-        frozenset(of_queries),
+        op.id, forward, ring, queries, keys, leading, heads, of_heads, of_sequence, splits,  # type: ignore[arg-type]
+        op.operands[query], values, frozenset(of_queries),
     )  # fmt: skip
 
 

@@ -261,26 +261,29 @@ def _turns(query: Any, key: Any, value: Any, *, settings: _Settings, ring: _Ring
     if causal:
         query, key, value = ring.zigzag(query, 3), ring.zigzag(key, 2), ring.zigzag(value, 2)
     place = ring.place()
-    low, high = functools.partial(_over_low, how), functools.partial(_of_high, how)
     found = piece(query, key, value, causal, how)
     moving = ring.on(key, value)
+
+    def either(number: Any, given: tuple[Any, ...]) -> Any:
+        """At a turn under a causal mask: keys of a device before, or of one after."""
+        return jax.lax.cond(number <= place, lambda: _over_low(how, *given), lambda: _of_high(how, *given))
 
     def turn(carried: Any, number: Any) -> tuple[Any, None]:
         found, (keys, values) = carried
         coming = ring.on(keys, values)
         if causal:
-            found = jax.lax.cond(number <= place, low, high, query, keys, values, *found)
+            found = either(number, (query, keys, values, *found))
         else:
-            found = added(*found, *piece(query, keys, values, False, how))
+            found = added(found[0], found[1], *piece(query, keys, values, False, how))
         return (found, coming), None
 
     numbers = jax.numpy.arange(1, ring.count - 1)
     (found, moving), _ = jax.lax.scan(turn, (found, moving), numbers)
     # The last keys are sent no further.
     if causal:
-        out, total = jax.lax.cond(ring.count - 1 <= place, low, high, query, *moving, *found)
+        out, total = either(ring.count - 1, (query, *moving, *found))
         return ring.straight(out.astype(value.dtype), 3), ring.straight(total, 3)
-    out, total = added(*found, *piece(query, *moving, False, how))
+    out, total = added(found[0], found[1], *piece(query, moving[0], moving[1], False, how))
     return out.astype(value.dtype), total
 
 
@@ -338,7 +341,7 @@ def _turns_back(
         """Gradients with those of the keys that have come; the sums of theirs come after them."""
         of_keys = ring.on(*of_keys)
         if causal:
-            mine, *theirs = jax.lax.cond(number <= place, over_low, of_high, *moving)
+            mine, *theirs = jax.lax.cond(number <= place, lambda: over_low(*moving), lambda: of_high(*moving))
         else:
             mine, *theirs = back(rows, *moving)
         return of_query + mine, tuple(a + b for a, b in zip(of_keys, theirs, strict=True))

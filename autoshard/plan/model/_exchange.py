@@ -49,19 +49,21 @@ class ExchangeAsked:
         attention = self.by_op.get(op)
         if attention is None or self.exchange != "heads":
             return np.ones(len(states), dtype=bool)
-        split: NDArray[np.bool_] = np.any(np.isin(states, sorted(attention.sequence)), axis=1)
-        return ~split
+        kept: NDArray[np.bool_] = np.all((states < 0) | np.isin(states, sorted(attention.leading)), axis=1)
+        return kept
 
     def forbids(self, tensor: int, op: int, source: States, target: States) -> NDArray[np.bool_] | None:
         """Pairs of states, over what a value of an attention is moved in, between which its sequence goes to heads.
 
-        What has the queries' sequence keeps it where it is: gathered, it could be split by heads next.
+        What has the queries' sequence keeps it where it is, but for a kernel that takes the whole of it: gathered, it
+        could be split by heads next.
         """
         if tensor not in self.between:
             return None
         along = sequence_of(self.graph, tensor, op, self.between)
         found: NDArray[np.bool_] = moved_axes(source, target, along)
-        if tensor in self.stays:
+        taker = self.by_op.get(op)
+        if tensor in self.stays and (taker is None or taker.splits):
             found = np.isin(source, along)[:, None, :] != np.isin(target, along)[None, :, :]
         pairs: NDArray[np.bool_] = np.any(found, axis=2)
         return pairs if pairs.any() else None
@@ -117,8 +119,8 @@ def check_exchange(program: Program, graph: OpGraph, mesh: Mesh | None) -> None:
                 "smaller axis, repeat keys and values for more heads, or exchange by `gather` or `ring`."
             )
     if program.exchange == "ring":
-        rings = [graph.ops[each.op] for each in found if each.ring]
-        parts = [op.rule.sizes[op.rule.operands[0][-2][0]] for op in rings if op.rule is not None]
+        rings = [(each, graph.ops[each.op]) for each in found if each.ring]
+        parts = [op.rule.sizes[each.of_sequence] for each, op in rings if op.rule is not None]
         if not any(_divides(axes, (count,)) for count in parts):
             raise UserError(
                 f"a ring needs a mesh axis that divides the {max(parts)} parts of its sequence, and the mesh has "

@@ -161,8 +161,8 @@ def restricted(
                 return None
             spec: dict[int, Sequence[int]] = {0: tuple(data)} if data else {}
             wanted[tensor] = spec | ({1: tuple(context)} if context and len(argument.shape) > 1 else {})
-    for tensor, spec in wanted.items():
-        if not _allow(model, allowed, tensor, spec):
+    for tensor, asked in wanted.items():
+        if not _allow(model, allowed, tensor, asked):
             return None
     if groups.hidden is not None:
         for cluster in structure.clusters:

@@ -74,7 +74,7 @@ def stated(model: Model, groups: Groups, name: str, uses: Uses) -> Baseline | No
     along = (*uses.context, *(tensor if parts > 1 else ()))
     found = restricted(model, groups, name, parameters, data, along, updated, uses.context)
     if found is not None:
-        held = _Held(chosen, by_expert, uses, groups.sequence)
+        held = _Held(chosen, by_expert, uses, -1 if groups.batch is None else groups.batch, groups.sequence)
         if not _hold_inner(model, groups, found.allowed, held):
             return None
     return found
@@ -95,6 +95,7 @@ class _Held:
     by_expert: int | None
     """The experts, over `experts`, over which the batch is split where there are none."""
     uses: Uses
+    batch: int
     sequence: int | None
 
     def spec(self, batch: int, of: Mapping[int, int]) -> dict[int, Sequence[int]] | None:
@@ -110,11 +111,13 @@ class _Held:
             spec |= {of[batch]: data, of[self.by_expert]: self.uses.experts}
         return spec
 
-    def by_heads(self, attention: Attention, spec: Mapping[int, Sequence[int]]) -> dict[int, Sequence[int]]:
-        """The same of an attention whose heads of keys are split over `context`, and its sequence nowhere."""
-        found = {factor: axes for factor, axes in spec.items() if factor not in attention.sequence}
-        heads = attention.of_heads
-        return found | {heads: (*self.uses.context, *found.get(heads, ()))}
+    def attending(self, attention: Attention, of: Mapping[int, int]) -> dict[int, Sequence[int]] | None:
+        """The same of an attention: over `context` its queries are split, or its heads of keys instead."""
+        found = self.spec(self.batch, {group: factor for group, factor in of.items() if group != self.sequence})
+        if found is None:
+            return None
+        factor = attention.of_heads if self.uses.exchange == "heads" else attention.of_sequence
+        return found | {factor: (*self.uses.context, *found.get(factor, ()))}
 
 
 def _hold_inner(
@@ -144,8 +147,8 @@ def _hold_inner(
         of = groups_of_op(model, groups, op_id)
         held = run.uses.holds_head or model.graph.ops[op_id].loop >= 0
         spec = run.spec(groups.batch, of) if held and groups.batch in of else None
-        if spec is not None and exchanged and op_id in attentions:
-            spec = run.by_heads(attentions[op_id], spec)
+        if spec is not None and op_id in attentions:
+            spec = run.attending(attentions[op_id], of)
         if spec is not None:
             state = np.full(len(model.axis_sizes), WHOLE, dtype=np.int64)
             for factor, axes in spec.items():
@@ -153,7 +156,7 @@ def _hold_inner(
             mask = (model.nodes[node].states == state).all(axis=1)
             if mask.any():
                 allowed[node] = mask
-            elif op_id in attentions:
+            elif op_id in attentions and exchanged:
                 return False
     return True
 

@@ -179,6 +179,34 @@ def test_single_values_are_kept_or_sent_to_the_host(tmp_path: pathlib.Path):
     ]
 
 
+def test_context_parallelism_by_its_method(tmp_path: pathlib.Path):
+    rows = [{"plan": {"cp": 2, "cp_method": name, "fsdp": 2}} for name in ("all-gather", "ulysses", "ring")]
+    attention = "tokamax splash; blocks 256 (ulysses), 128 (ring, all-gather)"
+    fixed = {"seq": 1024, "global_batch": 4, "remat": "custom, context=device", "attention": attention}
+    given = group(*rows, fixed=fixed | {"load_balanced": True})
+    (read,) = read_groups(write(tmp_path, given))
+    runs = [row.run for row in read.rows]
+    assert [run and (run.context, run.spread, run.exchange, run.balanced) for run in runs] == [
+        (2, 2, "gather", True), (2, 2, "heads", True), (2, 2, "ring", True)
+    ]  # fmt: skip
+    assert [run and (run.blocks.forward[0], run.blocks.fused) for run in runs] == [
+        (128, True), (256, True), (128, True)
+    ]  # fmt: skip
+    words = []
+    for run in runs:
+        assert run is not None
+        words += [line for line in stated_plan(run)[1].words if line.endswith(" over context")]
+    ways = ("keys and values gathered over context", "heads exchanged over context", "ring over context")
+    assert words == [line for way in ways for line in ("sequence over context", way)]
+    (found,) = validate_pairs(write(tmp_path, given))
+    assert all(row.predicted_s for row in found.rows), [row.skipped for row in found.rows]
+    odd = group({"plan": {"cp": 4, "cp_method": "ulysses"}}, fixed=fixed)
+    (found,) = validate_pairs(write(tmp_path, odd | {"model": odd["model"] | {"heads": 2, "kv_heads": 2}}))
+    assert "do not allow" in found.rows[0].skipped
+    (read,) = read_groups(write(tmp_path, group(rows[0], fixed=fixed | {"load_balanced": "yes"})))
+    assert "load_balanced=yes is neither true nor false" in read.rows[0].skipped
+
+
 def test_a_group_may_name_anothers_hardware_and_its_rows_share_a_length(tmp_path: pathlib.Path):
     first = group({"plan": {"fsdp": 4}, "step_time_s": 1.0})
     fixed = {"per_device_batch": 1}
