@@ -29,6 +29,8 @@ def stored(
     for buffer in buffers:
         if buffer[0] in wide:
             widths[buffer] = wide[buffer[0]]
+    narrow = _filled_narrow(graph)
+    widths |= {buffer: narrow[buffer[0]] for buffer in buffers if buffer[0] in narrow}
     copied = _converted(graph)
     for buffer, width in _copied(graph, updated).items():
         copied[buffer] = copied.get(buffer, 0) + width
@@ -78,6 +80,44 @@ def _copied(graph: OpGraph, updated: Collection[int]) -> dict[Buffer, int]:
             loop = graph.loops[outer]
             found[op.operands[0], loop.start, loop.stop] = _itemsize(graph, op.operands[0])
     return found
+
+
+def _filled_narrow(graph: OpGraph) -> dict[int, int]:
+    """Carried stacks of values that are widened before they are put in, and narrowed wherever the whole is taken: bytes
+    of an element, by the tensor inside the loop's body."""
+    makers = {tensor: op for op in graph.ops for tensor in op.results}
+    users: dict[int, list[Op]] = {}
+    for op in graph.ops:
+        for tensor in set(op.operands):
+            users.setdefault(tensor, []).append(op)
+    found = {}
+    for loop in graph.loops:
+        for carry in loop.carries:
+            inside = users.get(carry.body, [])
+            if len(inside) != 1 or inside[0].kind != "dynamic_update_slice" or inside[0].op_class is not OpClass.LAYER:
+                continue
+            maker = makers.get(inside[0].operands[1])
+            while maker is not None and maker.kind in _VIEWS and maker.loop == inside[0].loop:
+                maker = makers.get(maker.operands[0])
+            if maker is None or maker.kind != "convert":
+                continue
+            width = _itemsize(graph, maker.operands[0])
+            wide = width < _itemsize(graph, carry.body) and carry.result not in graph.results
+            if wide and _narrows(graph, users, carry.result, width):
+                found[carry.body] = width
+    return found
+
+
+def _narrows(graph: OpGraph, users: Mapping[int, list[Op]], tensor: int, width: int) -> bool:
+    """Whether all that takes a tensor, or a view of it, makes elements of so many bytes of it."""
+    taken = users.get(tensor, [])
+    for op in taken:
+        if op.kind in _VIEWS and op.results[0] not in graph.results:
+            if not _narrows(graph, users, op.results[0], width):
+                return False
+        elif op.kind != "convert" or _itemsize(graph, op.results[0]) > width:
+            return False
+    return bool(taken)
 
 
 def _outermost(graph: OpGraph, loop: int) -> int:

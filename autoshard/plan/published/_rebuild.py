@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Compute, chip_names, load_calibration, load_chip, make_mesh, with_flags
 from autoshard.errors import UserError
+from autoshard.graph import made_late
 from autoshard.plan.mesh._portfolio import Contender
 from autoshard.plan.model._groups import Groups
 from autoshard.plan.model._model import Model
@@ -239,6 +240,12 @@ def stated_plan(run: Run) -> tuple[Program, Plan]:
     return program, Writer(program, groups, run.topology.usable_bytes, 0, [], {}).write(chosen)
 
 
+def _makes_late(chip: str, figures: Calibration) -> bool:
+    """Whether the compiler was seen to make the head's gradient after the backward pass (`made_late`): that for tpu7x
+    with any flags, that for v5p where sums are synchronous. Others were not seen to, or nobody looked."""
+    return chip == "tpu7x" or (chip == "v5p" and figures.reduction_overlap == 0.0)
+
+
 def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
     from jax.sharding import AbstractMesh
 
@@ -257,6 +264,8 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
     )  # fmt: skip
     reading = read_program(program, mesh.topology.backend)
     figures = with_flags(load_calibration(run.topology.chip), run.flags).calibration
+    if run.topology.num_devices > 1 and _makes_late(run.topology.chip.name, figures):
+        reading = dataclasses.replace(reading, liveness=made_late(reading.graph, reading.liveness))
     model = build_model(program, reading, mesh, run.topology.usable_bytes, figures)
     axes = {name: [k] for k, name in enumerate(sizes)}
     uses = Uses(

@@ -1,0 +1,45 @@
+"""Stacks that lie in another dtype than the program types them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard.graph import analyse, read_graph
+from autoshard.program import trace
+
+
+LAYERS, WIDTH = 4, 128
+
+
+def step(axis: int, gradients: str):
+    def run(params, x):
+        def loss(stack):
+            layers = jnp.moveaxis(stack, axis, 0)
+            layer = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w.astype(h.dtype)), None))
+            hidden, _ = jax.lax.scan(layer, x, layers)
+            return hidden.astype("float32").mean()
+
+        return params - 1e-3 * jax.grad(loss)(params).astype(gradients)
+
+    return run
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_stack_is_narrowed_before_the_loop_along_whatever_dim_it_counts_layers(axis: int) -> None:
+    shape = (LAYERS, WIDTH, WIDTH) if axis == 0 else (WIDTH, LAYERS, WIDTH)
+    given = (jax.ShapeDtypeStruct(shape, "float32"), jax.ShapeDtypeStruct((64, WIDTH), "bfloat16"))
+    graph = read_graph(trace(step(axis, "float32"), given, name="stack", donate_argnums=(0,)).module)
+    liveness = analyse(graph, (), {}, fused_matmuls=True)
+    stacks = {b: w for b, w in liveness.widths.items() if graph.tensors[b[0]].shape == (LAYERS, WIDTH, WIDTH)}
+    assert list(stacks.values()) == [2]
+    ((_, start, stop),) = stacks
+    assert start == min(loop.start for loop in graph.loops) and stop == max(loop.stop for loop in graph.loops)
+
+
+@pytest.mark.parametrize(("gradients", "widths"), [("float32", []), ("bfloat16", [2])])
+def test_a_stack_of_gradients_that_is_narrowed_afterwards_is_narrow(gradients: str, widths: list[int]) -> None:
+    given = (jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), "float32"), jax.ShapeDtypeStruct((64, WIDTH), "bfloat16"))
+    graph = read_graph(trace(step(0, gradients), given, name="stack", donate_argnums=(0,)).module)
+    liveness = analyse(graph, (), {}, fused_matmuls=True)
+    carried = {carry.body for loop in graph.loops for carry in loop.carries}
+    assert [w for (t, *_), w in liveness.widths.items() if t in carried and t not in graph.arguments] == widths
