@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from autoshard.report import ProgressLine
 
 PROGRAM_OPTIONS = ("train", "batch", "seq", "image", "dtype", "param_dtype", "state_dtype", "remat", "optimizer")
-PROGRAM_OPTIONS += ("serve", "cache", "experts", "capacity_factor", "attention", "exchange", "microbatches")
+PROGRAM_OPTIONS += ("serve", "cache", "experts", "capacity_factor", "imbalance", "attention", "exchange")
+PROGRAM_OPTIONS += ("microbatches",)
 """What `hf:CONFIG` takes."""
 
 

@@ -362,6 +362,12 @@ def _add_program(parser: argparse.ArgumentParser, several: bool = False, auto: b
         metavar="X",
         help="slots of an expert over its mean number of tokens (default: 1.25), or rows of a group (default: for all)",
     )
+    group.add_argument(
+        "--imbalance",
+        type=factor,
+        metavar="X",
+        help="the busiest device has X times the mean number of tokens for its experts (default: 1; for sorted:8)",
+    )
 
 
 def _add_planning(parser: argparse.ArgumentParser, required: bool, problem: bool = True) -> None:

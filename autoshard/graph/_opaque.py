@@ -47,7 +47,8 @@ def read_opaque(op: Any, operands: Sequence[Tensor], results: Sequence[Tensor], 
     text = str(op.attributes["sdy.sharding_rule"]) if "sdy.sharding_rule" in op.attributes else ""
     if text:
         rule, sloping = whole_where_untied(parse_rule(text)), tuple(work.sloping.items())
-        return Opaque(target, rule, work.flops, work.traffic, own, fixed, work.dtype, head, sloping, work.steps)
+        uneven = tuple(work.uneven.items())
+        return Opaque(target, rule, work.flops, work.traffic, own, fixed, work.dtype, head, sloping, work.steps, uneven)
     for beginning, each in _KERNELS.items():
         if target.startswith(beginning):
             rule, count = _attention(operands, results, each)

@@ -98,6 +98,8 @@ class Opaque:
     """(factor, blocks): the work grows evenly along it from next to none, so that parts of it are not alike."""
     steps: int = 0
     """Steps of a Pallas kernel's grid, without those that a mask skips."""
+    uneven: tuple[tuple[int, float], ...] = ()
+    """The (factor, times): where the factor is split, the busiest part has so many times the mean work."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ class CallWork:
     """Factor of the call's rule along which the work grows evenly from next to none -> blocks of it."""
     steps: int = 0
     """Steps of a kernel's grid that compute something."""
+    uneven: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    """Factor of the call's rule -> times the mean work that the busiest part of it has, where it is split."""
 
 
 FIXED_SHAPES = ("tpu_custom_call", "__cudnn$", "__gpu$xla.gpu.triton", "mosaic_gpu", "CustomSPMDPartitioning")
@@ -65,6 +67,7 @@ def emit_call(
     sloping = ",".join(f"{factor}:{blocks}" for factor, blocks in work.sloping.items())
     told = {"flops": str(work.flops), "traffic": str(work.traffic), "dtype": work.dtype, "sloping": sloping}
     told["steps"] = str(work.steps or "")
+    told["uneven"] = ",".join(f"{factor}:{times}" for factor, times in work.uneven.items())
     for key, text in told.items():
         if text:
             call.operation.attributes[f"autoshard.{key}"] = ir.StringAttr.get(text)
@@ -147,7 +150,10 @@ def call_work(op: Any) -> CallWork:
 
     sloping = (entry.split(":") for entry in told("sloping").split(",") if entry)
     along = {int(f): int(n) for f, n in sloping}
-    return CallWork(int(told("flops") or 0), int(told("traffic") or 0), told("dtype"), along, int(told("steps") or 0))
+    busiest = (entry.split(":") for entry in told("uneven").split(",") if entry)
+    uneven = {int(f): float(times) for f, times in busiest}
+    flops, traffic, steps = (int(told(key) or 0) for key in ("flops", "traffic", "steps"))
+    return CallWork(flops, traffic, told("dtype"), along, steps, uneven)
 
 
 def call_shapes(op: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

@@ -64,12 +64,15 @@ def parse_experts(text: str) -> ExpertForm:
     )
 
 
-def check_experts(text: str | None, factor: float | None, module: Any, label: str) -> ExpertForm:
+def check_experts(
+    text: str | None, factor: float | None, module: Any, label: str, imbalance: float | None = None
+) -> ExpertForm:
     """The form, `slots` by default.
 
-    Raises `UserError` for one that is not, or that takes no capacity factor, and for a torch module without experts.
+    Raises `UserError` for one that is not, or that takes no capacity factor or imbalance, and for a torch module
+    without experts.
     """
-    for flag, value in (("--experts", text), ("--capacity-factor", factor)):
+    for flag, value in (("--experts", text), ("--capacity-factor", factor), ("--imbalance", imbalance)):
         if value is not None and not any(hasattr(each, "experts") for each in module.modules()):
             raise UserError(f"{flag} is for mixtures of experts; `{label}` has none, so leave it out.")
     form = parse_experts(text or "slots")
@@ -78,6 +81,16 @@ def check_experts(text: str | None, factor: float | None, module: Any, label: st
             f"--capacity-factor limits what an expert may be sent, but experts `{text}` drop no token; use slots or "
             "sorted:8, or leave it out."
         )
+    if imbalance is not None:
+        if imbalance < 1:
+            raise UserError(
+                f"--imbalance is {imbalance:g}, but the busiest device has no less than the mean: give 1 or more."
+            )
+        if form.kind != "sorted" or form.groups == 1:
+            raise UserError(
+                f"--imbalance is for experts in groups, such as sorted:8: `{text or 'slots'}` takes the same however "
+                "tokens are spread, so leave it out."
+            )
     return form
 
 
@@ -86,15 +99,21 @@ class _Dispatching:
     form: ExpertForm
     factor: float | None
     notes: list[str] | None
+    imbalance: float = 1.0
 
 
 _how: contextvars.ContextVar[_Dispatching | None] = contextvars.ContextVar("experts", default=None)
 
 
 @contextlib.contextmanager
-def capacity(factor: float | None, notes: list[str], form: ExpertForm | None = None) -> Iterator[None]:
-    """Inside, tokens reach experts by `form` (slots) with the capacity `factor`, and `notes` tell that."""
-    token = _how.set(_Dispatching(form or ExpertForm(), factor, notes))
+def capacity(
+    factor: float | None, notes: list[str], form: ExpertForm | None = None, imbalance: float = 1.0
+) -> Iterator[None]:
+    """Inside, tokens reach experts by `form` (slots) with the capacity `factor`, and `notes` tell that.
+
+    `imbalance`: the busiest device of experts has so many times the mean number of tokens.
+    """
+    token = _how.set(_Dispatching(form or ExpertForm(), factor, notes, imbalance))
     try:
         yield
     finally:
@@ -176,8 +195,14 @@ def _sorted(
     inner, counts = down.shape[-1], sizes().swapaxes(0, 1)
     real = batch * min(groups * rows, length * active)
     halves = gate_up.reshape(experts, 2, inner, dim)
-    gate, up = (grouped_matmul(moved, halves[:, half], counts, real) for half in range(2))
-    out = grouped_matmul(activation(gate) * up, down, counts, real)
+    busiest = min(how.imbalance, max(1.0, groups * rows / (length * active)))  # no more than there are rows for
+    if busiest > 1 and experts > groups:
+        _tell(
+            f"The busiest device is held to have {busiest:g} times the mean number of tokens for its experts: their "
+            "matmuls take as much longer where groups of experts are split; the exchange is padded, and takes the same."
+        )
+    gate, up = (grouped_matmul(moved, halves[:, half], counts, real, busiest) for half in range(2))
+    out = grouped_matmul(activation(gate) * up, down, counts, real, busiest)
     _flops.record(6.0 * batch * length * active * dim * inner)
     return jnp.einsum("bskd,bsk->bsd", from_groups(out.swapaxes(0, 1)), share.astype(x.dtype))
 

@@ -15,12 +15,13 @@ NAME = "grouped_matmul"
 """What the op is called in a program, and in a profile."""
 
 
-def grouped_matmul(rows: Any, weight: Any, sizes: Any, real: int) -> Any:
+def grouped_matmul(rows: Any, weight: Any, sizes: Any, real: int, busiest: float = 1.0) -> Any:
     """Rows [G, P, R, D] times the weights [E, F, D] of their experts: [G, P, R, F].
 
     `sizes` [G, P, E / G] (int32) counts the rows of each expert, which follow one another from the first row of a part
     on; rows beyond them give zeros. `real` is how many rows there are in all, beside those that only fill up: what
-    matmuls are counted for. With an expert in each group this is an einsum, of all rows.
+    matmuls are counted for. `busiest`: where groups are split, the busiest device has so many times their mean. With
+    an expert in each group this is an einsum, of all rows.
     """
     import jax
     import jax.numpy as jnp
@@ -32,18 +33,22 @@ def grouped_matmul(rows: Any, weight: Any, sizes: Any, real: int) -> Any:
 
     @jax.custom_vjp
     def times(rows: Any, weight: Any, sizes: Any) -> Any:
-        return _forward(real, owned)(rows, weight, sizes)
+        return _forward(real, owned, busiest)(rows, weight, sizes)
 
     def gradient(kept: tuple[Any, Any, Any], of: Any) -> tuple[Any, Any, None]:
         rows, weight, sizes = kept
-        return _backward(real, owned)(of, weight, sizes), _of_weight(real, owned)(rows, of, sizes), None
+        return (
+            _backward(real, owned, busiest)(of, weight, sizes),
+            _of_weight(real, owned, busiest)(rows, of, sizes),
+            None,
+        )
 
     times.defvjp(lambda rows, weight, sizes: (times(rows, weight, sizes), (rows, weight, sizes)), gradient)
     return times(rows, weight, sizes)
 
 
 @functools.cache
-def _forward(real: int, owned: str) -> RuledFunction:
+def _forward(real: int, owned: str, busiest: float) -> RuledFunction:
     def fn(rows: Any, weight: Any, sizes: Any) -> Any:
         return _products(rows, weight.swapaxes(1, 2), sizes)
 
@@ -54,11 +59,11 @@ def _forward(real: int, owned: str) -> RuledFunction:
         need_replication="r e",
         flops=f"{2 * real} d f",
     )
-    return RuledFunction(fn, rule, ())
+    return RuledFunction(fn, rule, (), _uneven(busiest))
 
 
 @functools.cache
-def _backward(real: int, owned: str) -> RuledFunction:
+def _backward(real: int, owned: str, busiest: float) -> RuledFunction:
     """The gradient of the rows."""
     rule = parse_call_rule(
         NAME,
@@ -67,11 +72,11 @@ def _backward(real: int, owned: str) -> RuledFunction:
         need_replication="r e",
         flops=f"{2 * real} d f",
     )
-    return RuledFunction(_products, rule, ())
+    return RuledFunction(_products, rule, (), _uneven(busiest))
 
 
 @functools.cache
-def _of_weight(real: int, owned: str) -> RuledFunction:
+def _of_weight(real: int, owned: str, busiest: float) -> RuledFunction:
     """The gradient of the weights, in their dtype, summed in f32 over parts."""
 
     def fn(rows: Any, of: Any, sizes: Any) -> Any:
@@ -99,7 +104,12 @@ def _of_weight(real: int, owned: str) -> RuledFunction:
         need_replication="r e",
         flops=f"{2 * real} d f",
     )
-    return RuledFunction(fn, rule, ())
+    return RuledFunction(fn, rule, (), _uneven(busiest))
+
+
+def _uneven(busiest: float) -> dict[int, float]:
+    """Of the first factor of each rule: the groups."""
+    return {0: busiest} if busiest > 1 else {}
 
 
 def _products(rows: Any, weight: Any, sizes: Any) -> Any:

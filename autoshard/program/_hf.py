@@ -39,6 +39,7 @@ def from_config(
     optimizer: str | None = None,
     experts: str | None = None,
     capacity_factor: float | None = None,
+    imbalance: float | None = None,
     serve: str | None = None,
     cache: int | None = None,
     scan: bool = True,
@@ -55,11 +56,12 @@ def from_config(
     for the first layers and one for the others (`full:20+none`). `optimizer`: `adamw` or `sgd`. `experts`: how tokens
     reach the experts of a mixture, by einsums into `slots` (`slots:all`: for every token), or `sorted` (`sorted:8`: in
     8 groups of experts); `capacity_factor`: slots of an expert, or rows of a group, over the mean number of its tokens
-    (1.25 of slots; all that may be needed of groups). `serve`: `prefill` (of `seq` tokens) or `decode` (one token after
-    up to `seq`) with a key-value cache of `cache` tokens (`seq`) as donated state. `attention`: `plain` (scores in
-    memory), `splash` (jax's kernel for TPUs) or `auto` (that kernel wherever it can be). `exchange`: how queries meet
-    keys and values where a plan splits the sequence, of `EXCHANGES`. `microbatches` parts of the batch are computed one
-    after the other when training.
+    (1.25 of slots; all that may be needed of groups); `imbalance`: the busiest device has so many times the mean number
+    of tokens for its experts, in prices alone. `serve`: `prefill` (of `seq` tokens) or `decode` (one token after up to
+    `seq`) with a key-value cache of `cache` tokens (`seq`) as donated state. `attention`: `plain` (scores in memory),
+    `splash` (jax's kernel for TPUs) or `auto` (that kernel wherever it can be). `exchange`: how queries meet keys and
+    values where a plan splits the sequence, of `EXCHANGES`. `microbatches` parts of the batch are computed one after
+    the other when training.
 
     Raises `UserError` for a configuration or an option that cannot be used.
     """
@@ -82,7 +84,7 @@ def from_config(
     if cache is not None and serve is None:
         raise UserError("--cache is for serving; add --serve prefill or --serve decode, or leave it out.")
     model = build_model(name, fields, compute)
-    form = check_experts(experts, capacity_factor, model, name)
+    form = check_experts(experts, capacity_factor, model, name, imbalance)
     task = task_of(
         model, name, batch=8 if batch is None else batch, seq=seq, image=image, train=training, dtype=compute
     )
@@ -98,6 +100,7 @@ def from_config(
         experts=form,
         capacity_factor=capacity_factor,
         exchange=exchange,
+        imbalance=imbalance or 1.0,
     )
     if serve is not None:
         if training or task.seq is None:

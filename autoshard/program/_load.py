@@ -100,7 +100,7 @@ def _open(
 
 
 _MODULE_OPTIONS = ("train", "optimizer", "dtype", "param_dtype", "state_dtype", "remat", "attention")
-_MODULE_OPTIONS += ("exchange", "microbatches", "experts", "capacity_factor")
+_MODULE_OPTIONS += ("exchange", "microbatches", "experts", "capacity_factor", "imbalance")
 """What a torch module in a Python file takes."""
 
 

@@ -150,10 +150,11 @@ def _emit_ruled(found: Found, values: Sequence[Any], params: dict[str, Any]) -> 
     operands, results = _shapes(call.in_avals), _shapes(call.out_avals)
     if isinstance(partition, RingCalls):
         return _emit_ring(found, values, partition.of(operands), operands, results)
-    flops = 0
+    work = mlir.CallWork()
     if isinstance(partition, Partition):
         name = partition.rule.name
         flops = bind(partition.rule, [a.shape for a in operands], [r.shape for r in results], f"of `{name}`").flops
+        work = mlir.CallWork(flops, uneven=partition.uneven)
     else:
         name = getattr(call.jaxpr.debug_info, "func_name", "") or "custom_partitioning"
 
@@ -176,7 +177,7 @@ def _emit_ruled(found: Found, values: Sequence[Any], params: dict[str, Any]) -> 
     digest = _digest(call.jaxpr, static)
     found[f"{name}#{digest}"] = OpaqueCall(name, operands, on_shards)
     rule = _mlir_rule(params["sharding_rule"], static, operands, results)
-    return mlir.emit_call(values, [(r.shape, r.dtype) for r in results], name, digest, rule, mlir.CallWork(flops))
+    return mlir.emit_call(values, [(r.shape, r.dtype) for r in results], name, digest, rule, work)
 
 
 def _emit_ring(

@@ -68,8 +68,15 @@ def _decorate(fn: Callable[..., Any], text: str, static_argnums: tuple[int, ...]
 class RuledFunction:
     """A function that is one call with a sharding rule; call it like the function."""
 
-    def __init__(self, fn: Callable[..., Any], rule: CallRule, static_argnums: tuple[int, ...]) -> None:
-        self.fn, self.rule, self.static_argnums = fn, rule, static_argnums
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        rule: CallRule,
+        static_argnums: tuple[int, ...],
+        uneven: Mapping[int, float] | None = None,
+    ) -> None:
+        """`uneven`: factors by their number in the rule, and how many times the mean work the busiest part has."""
+        self.fn, self.rule, self.static_argnums, self.uneven = fn, rule, static_argnums, uneven or {}
         functools.update_wrapper(self, fn, updated=())
 
     @functools.cached_property
@@ -77,7 +84,7 @@ class RuledFunction:
         from jax.experimental.custom_partitioning import custom_partitioning
 
         call = custom_partitioning(self.fn, static_argnums=self.static_argnums)
-        partition = Partition(self.fn, self.rule, self.static_argnums)
+        partition = Partition(self.fn, self.rule, self.static_argnums, self.uneven)
         call.def_partition(partition, sharding_rule=partition.mlir_rule)
         return call
 
@@ -88,8 +95,10 @@ class RuledFunction:
 class Partition:
     """What `custom_partitioning` asks for: the function on shards, and the specs it takes and gives."""
 
-    def __init__(self, fn: Callable[..., Any], rule: CallRule, static_argnums: tuple[int, ...]) -> None:
-        self.fn, self.rule, self.static_argnums = fn, rule, static_argnums
+    def __init__(
+        self, fn: Callable[..., Any], rule: CallRule, static_argnums: tuple[int, ...], uneven: Mapping[int, float]
+    ) -> None:
+        self.fn, self.rule, self.static_argnums, self.uneven = fn, rule, static_argnums, uneven
 
     def __call__(self, *given: Any) -> tuple[Any, Callable[..., Any], Any, Any]:
         """`(*static, mesh, operands, results)`, the last two pytrees of shapes with shardings."""

@@ -47,6 +47,7 @@ def from_torch(
     microbatches: int = 1,
     experts: str | None = None,
     capacity_factor: float | None = None,
+    imbalance: float | None = None,
     make_args: Callable[[int], tuple[Any, ...]] | None = None,
 ) -> Program:
     """A `Program` from any `torch.nn.Module`, on the meta device or with real weights.
@@ -66,8 +67,8 @@ def from_torch(
     kernel wherever it can be; a note says where not). `exchange` is how queries meet keys and values where a plan
     splits the sequence: `gather` (keys and values), `heads` (exchanged for the sequence, and back), `ring` (around
     which keys and values go) or `auto`, as is fastest. `microbatches` parts of the batch are computed one after the
-    other when training, and their gradients and losses averaged. `experts` and `capacity_factor`: how tokens reach
-    their experts in the blocks of transformers' Mixtral and DeepSeek-V3, as in `hf:` sources.
+    other when training, and their gradients and losses averaged. `experts`, `capacity_factor` and `imbalance`: how
+    tokens reach their experts in the blocks of transformers' Mixtral and DeepSeek-V3, as in `hf:` sources.
 
     Raises `UserError` if an operation has no lowering or the call fails.
     """
@@ -89,8 +90,9 @@ def from_torch(
         stateful=stateful,
         attention=attention,
         exchange=exchange,
-        experts=check_experts(experts, capacity_factor, module, label),
+        experts=check_experts(experts, capacity_factor, module, label, imbalance),
         capacity_factor=capacity_factor,
+        imbalance=imbalance or 1.0,
     )
     batch, rebuild = _split_inputs(module, inputs, dict(kwargs or {}), targets)
     if train and loss is None:

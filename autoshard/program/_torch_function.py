@@ -42,6 +42,7 @@ class TorchFunction:
         exchange: str = "auto",
         experts: ExpertForm | None = None,
         capacity_factor: float | None = None,
+        imbalance: float = 1.0,
     ) -> None:
         """`frozen_apart` keeps parameters that need no gradient out of `params`, among the buffers; `stateful` lets
         the module update its buffers (running statistics), which `updated_buffers` then holds after a call."""
@@ -63,7 +64,7 @@ class TorchFunction:
                 f"remat `{remat}` changes nothing: no layers were found in `{type(module).__name__}`. They are "
                 "looked for in a ModuleList, a ModuleDict numbered in order, and where a Sequential repeats them."
             )
-        self.experts, self.capacity_factor = experts, capacity_factor
+        self.experts, self.capacity_factor, self.imbalance = experts, capacity_factor, imbalance
         self._describe()
 
     def _describe(self) -> None:
@@ -161,7 +162,7 @@ class TorchFunction:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Explicitly requested dtype .*int64")  # torch's ids are 64-bit
             stack.enter_context(canonical_modules())
-            stack.enter_context(capacity(self.capacity_factor, self.notes, self.experts))
+            stack.enter_context(capacity(self.capacity_factor, self.notes, self.experts, self.imbalance))
             stack.enter_context(attention_kernel(self.attention, self.notes, self.exchange))
             remat = LayerRemat(self._remat_of, self.savable)
             stack.enter_context(scanned(self.module, self.blocks, layers, prepare, remat, env))

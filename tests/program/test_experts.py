@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
 from autoshard.plan import source_choices
-from autoshard.program import from_torch, open_source, parse_experts
+from autoshard.plan.price._reading import build_model, read_program
+from autoshard.program import from_torch, open_source, parse_experts, trace
 from autoshard.program._experts import LOSSLESS, capacity, mix
+from autoshard.program._grouped import grouped_matmul
 
 
 BATCH, DIM, INNER, EXPERTS = 6, 8, 5, 4
@@ -80,12 +83,38 @@ def test_rows_beyond_those_of_a_group_are_dropped_and_said() -> None:
         ({"experts": "some"}, "experts `some` is not known; use slots, slots:all"),
         ({"experts": "sorted:0"}, "experts `sorted:0` is not known"),
         ({"experts": "sorted:3"}, "experts `sorted:3` cannot be: 4 experts do not divide into 3 groups."),
+        ({"imbalance": 1.2}, "--imbalance is for experts in groups, such as sorted:8: `slots` takes the same"),
+        ({"experts": "sorted:2", "imbalance": 0.5}, "--imbalance is 0.5, but the busiest device has no less"),
         ({"experts": "sorted", "capacity_factor": 2.0}, "but experts `sorted` drop no token; use slots or sorted:8"),
     ],
 )
 def test_bad_forms_are_named(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         open_source("hf:mixtral-tiny", batch=2, seq=16, **options)
+
+
+def test_the_busiest_device_takes_longer_where_groups_are_split() -> None:
+    topology, times = Topology.parse("v5e:2x2"), []
+    for busiest in (1.0, 1.5):
+        shapes = [(2, 4, 2048, 2048), (8, 2048, 2048), (2, 4, 4)]  # rows, weights, and rows of each expert
+        dtypes = ("bfloat16", "bfloat16", "int32")
+        given = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+        program = trace(lambda *args, busiest=busiest: grouped_matmul(*args, 8192, busiest), given, name="grouped")
+        model = build_model(
+            program, read_program(program, "tpu"), make_mesh(topology, {"data": 2, "model": 2}), 1 << 40
+        )
+        (node,) = (n for n in model.nodes if n.kind == "op" and model.graph.ops[n.ref].opaque is not None)
+        times.append(next(iter(node.time.values())))
+    split = (node.states == 0).any(axis=1)
+    np.testing.assert_allclose(times[1][split] / times[0][split], 1.5, rtol=0.05)
+    assert split.any() and (times[1][~split] == times[0][~split]).all()
+
+
+def test_imbalance_is_said() -> None:
+    options = {"batch": 2, "seq": 16, "imbalance": 1.5}
+    said = [open_source("hf:mixtral-tiny", experts=f"sorted:{n}", **options).notes[1:] for n in (2, 4)]
+    assert said[0][0].startswith("The busiest device is held to have 1.5 times the mean number of tokens")
+    assert not said[1], "with an expert in each group all rows are multiplied"
 
 
 def test_a_module_without_experts_takes_no_form_of_them() -> None:

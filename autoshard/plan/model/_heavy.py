@@ -115,6 +115,8 @@ def heavy_seconds(
     if op.opaque is not None:
         if is_ring(op):
             share, steps = ring_work(graph, op, states, axes)
+        for factor, times in op.opaque.uneven:
+            share = np.where((states == factor).any(axis=1), share * times, share)
         if op.opaque.head:
             passes = op.flops / (2.0 * op.opaque.head) * share
             busy = compute.attention_seconds(passes, op.opaque.head, op.opaque.head, 1, dtype, size)
