@@ -164,9 +164,15 @@ def host_bytes(model: Model, choices: NDArray[np.int64]) -> int:
 
 
 def cluster_names(model: Model) -> dict[int, str]:
-    """Of every cluster with arguments in it, the name of the first."""
+    """Of every cluster with arguments in it, the name of the first, also of those that loops begin with."""
     arguments = {model.graph.arguments[i]: a.name for i, a in enumerate(model.program.arguments)}
-    return {
+    carried = {
+        model.structure.cluster_of[carry.body]: arguments[carry.init]
+        for loop in model.graph.loops
+        for carry in reversed(loop.carries)
+        if carry.init in arguments
+    }
+    return carried | {
         number: arguments[tensor]
         for number, cluster in enumerate(model.structure.clusters)
         if (tensor := next((t for t in cluster.tensors if t in arguments), None)) is not None

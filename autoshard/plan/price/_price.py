@@ -59,7 +59,7 @@ class ValueUse:
 
     tensor: int
     op: int
-    """-1 where a result becomes the argument of the next step."""
+    """-1 where a result becomes the argument of the next step, and where a loop begins with a value."""
     block: int
     trips: float
 
@@ -129,7 +129,11 @@ class _Pricer(NodePricer):
             for op_id, operand in uses:
                 self.add_heavy_operand(self.graph.ops[op_id], operand, tensor, source, op_node[op_id])
         for result, argument in self.structure.ties:
-            self.add_tie(result, argument, cluster_node)
+            self.add_tie(result, argument, -1, cluster_node)
+        for loop in self.graph.loops:
+            for carry in loop.carries:
+                if -1 != self.structure.cluster_of[carry.init] != self.structure.cluster_of[carry.body] != -1:
+                    self.add_tie(carry.init, carry.body, loop.parent, cluster_node)
         return copies
 
     def block_trips(self, tensor: int, op: Op) -> tuple[int, float]:
@@ -240,14 +244,14 @@ class _Pricer(NodePricer):
         self.add_reshard(source, node, ValueUse(tensor, op.id, block, trips), way, held)
         return node
 
-    def add_tie(self, result: int, argument: int, cluster_node: Sequence[int]) -> None:
-        source = cluster_node[self.structure.cluster_of[result]]
-        target = cluster_node[self.structure.cluster_of[argument]]
-        record = self.graph.tensors[result]
-        held, aim = self.held_states(source, result), self.held_states(target, argument)
-        self.add_reshard(
-            source, target, ValueUse(result, -1, -1, 1), Way(held, held, held, aim, record.shape, record.dtype)
-        )
+    def add_tie(self, value: int, heir: int, block: int, cluster_node: Sequence[int]) -> None:
+        """A result that is the next step's argument, or a parameter that a loop begins with, once in each `block`."""
+        source = cluster_node[self.structure.cluster_of[value]]
+        target = cluster_node[self.structure.cluster_of[heir]]
+        record = self.graph.tensors[value]
+        held, aim = self.held_states(source, value), self.held_states(target, heir)
+        use = ValueUse(value, -1, block, self.graph.trips(block))
+        self.add_reshard(source, target, use, Way(held, held, held, aim, record.shape, record.dtype))
 
     def add_reshard(
         self,
