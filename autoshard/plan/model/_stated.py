@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.graph import Attention, find_attentions
-from autoshard.plan.model._groups import Groups
+from autoshard.plan.model._groups import Groups, tensor_groups
 from autoshard.plan.model._model import Model
 from autoshard.plan.model._restrict import (
     Baseline,
@@ -55,13 +55,13 @@ def stated(model: Model, groups: Groups, name: str, uses: Uses) -> Baseline | No
     chosen = tensor_parallel_groups(model, groups, parts) if parts > 1 else set()
     if parts > 1 and not chosen:
         return None
-    by_expert = _expert_group(groups, uses.expert_count) if experts else None
-    if experts and (by_expert is None or uses.expert_count % math.prod(model.axis_sizes[a] for a in experts)):
+    by_expert = _expert_groups(model, groups, uses.expert_count) if experts else set()
+    if experts and (not by_expert or uses.expert_count % math.prod(model.axis_sizes[a] for a in experts)):
         return None
     parameters = {}
     for p in split_parameters(model):
         taken = split_by_group(model, groups, p, chosen, tensor) if chosen else {}
-        own = () if by_expert is None else split_by_group(model, groups, p, {by_expert}, experts)
+        own = split_by_group(model, groups, p, by_expert, experts) if by_expert else ()
         over = (*spread, *uses.context) if own else (*spread, *experts, *uses.context)
         parameters[p] = spread_over(model, p, over, taken | dict(own)) if over else taken | dict(own)
     updated = None
@@ -80,10 +80,14 @@ def stated(model: Model, groups: Groups, name: str, uses: Uses) -> Baseline | No
     return found
 
 
-def _expert_group(groups: Groups, count: int) -> int | None:
-    """The dim group that counts experts."""
-    found = (g for g, name in groups.names.items() if name == "experts" and groups.sizes[g] == count)
-    return next(found, None)
+def _expert_groups(model: Model, groups: Groups, count: int) -> set[int]:
+    """The dim groups that count experts: those of dims of so many in their parameters."""
+    found = set()
+    for tensor, argument in zip(model.graph.arguments, model.program.arguments, strict=True):
+        if argument.role is Role.PARAMETER and ".experts." in argument.name:
+            dims = tensor_groups(model.structure, groups.of_factor, tensor)
+            found |= {g for g, size in zip(dims, argument.shape, strict=True) if g is not None and size == count}
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,8 +96,8 @@ class _Held:
 
     chosen: set[int]
     """Heads, ffn and vocabulary, over `tensor`."""
-    by_expert: int | None
-    """The experts, over `experts`, over which the batch is split where there are none."""
+    by_expert: set[int]
+    """Experts, over `experts`, over which the batch is split where there are none."""
     uses: Uses
     batch: int
     sequence: int | None
@@ -107,8 +111,9 @@ class _Held:
         spec = {of[batch]: (*data, *self.uses.experts)} | {of[g]: self.uses.tensor for g in inner}
         if self.uses.context and self.sequence in of:
             spec |= {of[self.sequence]: self.uses.context}  # type: ignore[index]
-        if self.by_expert is not None and self.by_expert in of:
-            spec |= {of[batch]: data, of[self.by_expert]: self.uses.experts}
+        own = sorted(self.by_expert & set(of))
+        if own:
+            spec |= {of[batch]: data, of[own[0]]: self.uses.experts}
         return spec
 
     def attending(self, attention: Attention, of: Mapping[int, int]) -> dict[int, Sequence[int]] | None:
