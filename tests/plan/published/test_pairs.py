@@ -10,6 +10,7 @@ import pytest
 from autoshard.errors import UserError
 from autoshard.plan import PairGroup, PairRow, summarise_pairs, validate_pairs
 from autoshard.plan.model._stated import groups_of_op
+from autoshard.plan.price._predict import tensor_spec
 from autoshard.plan.published._pair_rows import PAIRS, read_groups
 from autoshard.plan.published._published import IncompleteError
 from autoshard.plan.published._rebuild import _stated, rebuild, stated_plan
@@ -309,6 +310,20 @@ def test_moments_gradients_and_layers_that_look_ahead(tmp_path: pathlib.Path):
     assert {dtype for name, dtype in dtypes.items() if ".mu." in name} == {"bfloat16"}
     assert {dtype for name, dtype in dtypes.items() if ".nu." in name} == {"float32"}
     assert any("ahead.0.join_proj" in a.name for a in program.arguments)
+
+
+def test_experts_of_layers_that_look_ahead_are_split_as_well(tmp_path: pathlib.Path):
+    plan = {"fsdp": 2, "ep": 2, "moe": "dropless"}
+    (found,) = read_groups(write(tmp_path, group({"plan": plan}, model=EXPERTS | {"mtp_layers": 1})))
+    assert found.rows[0].run is not None
+    model, choices = rebuild(found.rows[0].run)
+    split = {
+        argument.name: [axes for axes in tensor_spec(model, choices, tensor).dims if "expert" in axes]
+        for tensor, argument in zip(model.graph.arguments, model.program.arguments, strict=True)
+        if argument.role is Role.PARAMETER and ".experts." in argument.name
+    }
+    assert {name.split(".")[0] for name in split} == {"layers", "ahead"}
+    assert all(axes == [("expert",)] for axes in split.values()), split
 
 
 @pytest.mark.parametrize(
