@@ -339,7 +339,8 @@ def _add_program(parser: argparse.ArgumentParser, several: bool = False, auto: b
     group.add_argument(
         "--exchange",
         choices=("auto", "gather", "heads", "ring"),
-        help="how queries meet keys and values where the sequence is split (default: as is fastest)",
+        help="how queries meet keys and values where the sequence is split: gathered, by heads, or around a ring"
+        + best,
     )
     group.add_argument(
         "--microbatches",

@@ -29,7 +29,7 @@ REMATS = ("none", "dots", "full")
 """What may be computed again in the backward pass, what computes least first."""
 
 RINGS = ("auto", "ring")
-"""How queries meet keys and values where that is left to the planner: by what the solver chooses, or around a ring."""
+"""How queries meet keys and values, where that is left to the planner: as the solver chooses, or around a ring."""
 
 MICROBATCHES = (1, 2, 4, 8)
 """In how many parts a batch may be computed, where that is left to the planner."""
