@@ -15,8 +15,6 @@ from autoshard.plan._make import check_request as check_request
 from autoshard.plan._make import make_plan as make_plan
 from autoshard.plan._recipes import plan_recipes as plan_recipes
 from autoshard.plan._recipes import plan_remat as plan_remat
-from autoshard.plan._recipes import settled_options as settled_options
-from autoshard.plan._recipes import source_choices as source_choices
 from autoshard.plan._sweep import SweepRow as SweepRow
 from autoshard.plan._sweep import SweepTask as SweepTask
 from autoshard.plan._sweep import sweep as sweep
@@ -33,6 +31,8 @@ from autoshard.plan.forms._within import price_form as price_form
 from autoshard.plan.mesh._portfolio import PlanCandidate as PlanCandidate
 from autoshard.plan.model._asked import Asked as Asked
 from autoshard.plan.model._asked import read_asked as read_asked
+from autoshard.plan.model._choices import settled_options as settled_options
+from autoshard.plan.model._choices import source_choices as source_choices
 from autoshard.plan.model._options import Options as Options
 from autoshard.plan.model._options import PlanOptions as PlanOptions
 from autoshard.plan.model._options import read_options as read_options

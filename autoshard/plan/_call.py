@@ -60,7 +60,8 @@ def plan(
     """
     from autoshard.base.crew import Crew, helpers_here
     from autoshard.plan._make import check_request, make_plan
-    from autoshard.plan._recipes import plan_recipes, plan_remat, settled_options, source_choices
+    from autoshard.plan._recipes import plan_recipes, plan_remat
+    from autoshard.plan.model._choices import settled_options, source_choices
     from autoshard.plan.model._options import read_options
     from autoshard.program import choices_of, open_source, read_choices
 

@@ -29,18 +29,20 @@ from autoshard.plan.forms._within import held_plan, plan_within
 from autoshard.plan.mesh._meshes import MeshSearch
 from autoshard.plan.mesh._portfolio import PlanCandidate, contender, elsewhere, further, met, pick
 from autoshard.plan.mesh._searcher import MeshOutcome, Phases, Searcher
-from autoshard.plan.mesh._trial import MeshBest, Trials, splits_batch
+from autoshard.plan.mesh._trial import MeshBest, Rival, Trials, splits_batch
 from autoshard.plan.model._asked import check_axes
 from autoshard.plan.model._axis_parts import find_axis_parts
 from autoshard.plan.model._demands import check_regions, program_mesh
 from autoshard.plan.model._exchange import check_exchange
 from autoshard.plan.model._options import Limits, Options
 from autoshard.plan.price._flag_gains import flag_gains
+from autoshard.plan.price._path_tables import PathTables
 from autoshard.plan.price._predict import predict
 from autoshard.plan.price._reading import Reading, read_program
 from autoshard.plan.price._task import Task
 from autoshard.plan.record._parts import MeshTried
 from autoshard.plan.record._plan import Plan
+from autoshard.plan.solve._build import Weights
 from autoshard.plan.solve._infeasible import explain_infeasible
 from autoshard.plan.solve._search import Found, Infeasible
 from autoshard.plan.write._write import WhenAsked, Writer
@@ -59,6 +61,17 @@ class PlanResult:
     when it is asked for."""
     candidates: tuple[PlanCandidate, ...]
     """The plan, and as many others that really differ as were asked for and found, by predicted time."""
+    weights: Weights
+    """The weights with the highest bound, a good start for another recipe of the program."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Before:
+    """What other recipes of a program have shown, planned with the same options."""
+
+    rival: Rival | None
+    """What a plan must beat to be of any use, if the mesh is to be searched for."""
+    tables: PathTables
 
 
 def given_mesh(
@@ -96,16 +109,17 @@ def make_plan(
     save_problem: str | os.PathLike[str] | None = None,
     kept: bool = False,
     crew: Crew | None = None,
+    before: Before | None = None,
 ) -> PlanResult:
     """Choose a sharding for every tensor, as the options say; see `autoshard.plan` for what they mean.
 
     `save_problem` writes the Problem whose bound is certified, in the contest's format. Of several candidates ours is
     the first; each further one must differ from the others in what it spends its time on. With `kept` the program's
     ops come from the cache on disk where they are there. With a `crew` its helpers take part; the plan is the same
-    without.
+    without. `before` is what other recipes have shown.
 
-    Raises `UserError` for options that no plan can have, and `InfeasibleError` if no plan keeps within the memory
-    limit.
+    Raises `UserError` for options that no plan can have, `InfeasibleError` if no plan keeps within the memory
+    limit, and `Beaten` if none beats the rival there is.
     """
     wanted = None if options.form is None else _limiting(options.form, options.candidates)
     phases = Phases(progress)
@@ -113,7 +127,7 @@ def make_plan(
     limits = _limits(options, parsed)
     if options.candidates < 1:
         raise UserError(f"{options.candidates} candidates are asked for; the plan itself is one.")
-    figures = _figures(options, parsed)
+    figures = priced_with(options, parsed)
     phases.start("extract", "reading the program's ops and their sharding rules")
     program = lift_constraints(program) if options.ignore_constraints else program
     reading = read_program(program, parsed.backend, kept)
@@ -121,9 +135,12 @@ def make_plan(
     crew.progress = phases.progress
     _share(crew, program, reading)
     task = Task(program, reading, options.asked, limits.memory_bytes, limits.seed, figures.calibration)
-    search_on = Searcher(task, phases, crew)
+    if before is not None:
+        task = dataclasses.replace(task, tables=before.tables)
+    search_on = Searcher(task, phases, crew, parsed)
     given = given_mesh(parsed, options.mesh, program_mesh(reading.graph, parsed.num_devices))
-    searched = _search(search_on, parsed, given, limits.seconds, options.refine_axes)
+    rival = before.rival if before is not None else None
+    searched = _search(search_on, given, limits.seconds, options.refine_axes, rival)
     best, found = searched.best, searched.best.found
     if isinstance(found, Infeasible):
         said = explain_infeasible(
@@ -170,7 +187,7 @@ def make_plan(
         others += [elsewhere(other, search_on.price) for other in searched.elsewhere]
         offered = pick(first, plan, others, options.candidates, writer.write)
     phases.stop()
-    return PlanResult(plan, phases.wall, written, offered)
+    return PlanResult(plan, phases.wall, written, offered, found.weights)
 
 
 def _limits(options: Options, topology: Topology) -> Limits:
@@ -182,7 +199,7 @@ def _limits(options: Options, topology: Topology) -> Limits:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Figures:
+class PricedWith:
     """The figures that prices are made of, and what is said of them."""
 
     plain: Calibration
@@ -194,7 +211,7 @@ class _Figures:
     """Warnings about flags that are not in the price."""
 
 
-def _figures(options: Options, topology: Topology) -> _Figures:
+def priced_with(options: Options, topology: Topology) -> PricedWith:
     """The shipped figures, or those learned of the topology, with the compiler flags that the step will run with."""
     given = options.calibration
     flags, origin = chosen_flags(options.xla_flags, topology.chip)
@@ -216,7 +233,7 @@ def _figures(options: Options, topology: Topology) -> _Figures:
             "figures": dict(flagged.figures),
             "priced": list(flagged.priced),
         } | ({"from": origin} if origin else {})
-    return _Figures(plain, flagged.calibration, said, tuple(flagged.notes))
+    return PricedWith(plain, flagged.calibration, said, tuple(flagged.notes))
 
 
 def _limiting(name: str, candidates: int) -> Form:
@@ -257,16 +274,21 @@ class _Searched:
 
 
 def _search(
-    search_on: Searcher, topology: Topology, given: Mesh | None, time_limit: float, refine_axes: bool
+    search_on: Searcher, given: Mesh | None, time_limit: float, refine_axes: bool, rival: Rival | None
 ) -> _Searched:
-    """On the mesh that is given, else on the best one, and on the same with an axis cut where dims ask for that."""
-    task, phases = search_on.task, search_on.phases
+    """On the mesh that is given, else on the best one, and on the same with an axis cut where dims ask for that.
+
+    Raises `Beaten` if a mesh is looked for and none beats the `rival`.
+    """
+    task, phases, topology = search_on.task, search_on.phases, search_on.topology
     reading = task.reading
     graph = reading.graph
     check_exchange(task.program, graph, given)
     if given is None:
         phases.start("meshes", f"looking for the mesh of {topology.num_devices} devices")
-        looked = MeshSearch(Trials(task, time_limit), phases.progress).run(topology, search_on.crew)
+        looked = MeshSearch(Trials(task, time_limit, rival is not None), phases.progress, rival).run(
+            topology, search_on.crew
+        )
         chosen = looked.model.mesh
     else:
         looked, chosen = None, given

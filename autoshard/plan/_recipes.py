@@ -4,38 +4,46 @@ import dataclasses
 import itertools
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autoshard.cost import Topology, load_calibration
+from autoshard.cost import Topology, candidate_meshes
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.plan._make import PlanResult, make_plan
+from autoshard.plan._make import Before, PlanResult, given_mesh, make_plan, priced_with
+from autoshard.plan.mesh._meshes import Beaten
+from autoshard.plan.mesh._trial import Rival, unusable
+from autoshard.plan.model._axis_parts import find_axis_parts
+from autoshard.plan.model._choices import AUTO, FULL, REMATS
+from autoshard.plan.model._demands import program_mesh
 from autoshard.plan.model._exchange import splits_sequence
 from autoshard.plan.model._options import Options
 from autoshard.plan.price._again import price_again
 from autoshard.plan.price._foresee import Foreseen, foresee
 from autoshard.plan.price._least import least_seconds
+from autoshard.plan.price._path_tables import PathTables
 from autoshard.plan.price._reading import read_program
 from autoshard.plan.record._plan import Plan
-from autoshard.plan.write._recipe import Recipe, RecipeTried, figures_of, line_of, verdict
-from autoshard.program import INPUT, LOSSLESS, Choices, Program, Role
+from autoshard.plan.solve._floors import Floors, floors
+from autoshard.plan.write._recipe import (
+    ARITHMETIC,
+    SLOWER,
+    UNMOVED,
+    Recipe,
+    RecipeTried,
+    beaten,
+    difference,
+    figures_of,
+    line_of,
+    needs_no_less,
+    verdict_of,
+)
+from autoshard.program import INPUT, Choices, Program, Role
 
 
 FINENESS = 16
 """A mixture is looked for to within one part in so many of the layers."""
-
-REMATS = ("none", "dots", "full")
-"""What may be computed again in the backward pass, what computes least first."""
-
-RINGS = ("auto", "ring")
-"""How queries meet keys and values, where that is left to the planner: as the solver chooses, or around a ring."""
-
-MICROBATCHES = (1, 2, 4, 8)
-"""In how many parts a batch may be computed, where that is left to the planner."""
-
-BATCHES = (1, 2, 4, 8, 16, 32)
-"""Examples for each device, where the batch is left to the planner; halves of one are tried if one does not fit."""
 
 LEAST_GAIN = 0.01
 """A batch twice as large that is not faster by this share for each element ends the search for a larger one."""
@@ -43,11 +51,8 @@ LEAST_GAIN = 0.01
 TIGHT = 0.8
 """Share of the memory limit from which a plan may be slower for lack of memory: more microbatches are then tried."""
 
-FULL = "full"
-"""What computes everything again."""
-
-AUTO = "auto"
-"""The value of an option that leaves the choice to the planner."""
+TABLES = 400_000_000
+"""Bytes of tables of paths that are kept from one recipe to the next."""
 
 RETRIES = 2
 """How often a policy by value is planned: one that was foreseen to fit and does not is chosen anew with less room."""
@@ -59,47 +64,8 @@ times err by."""
 LESS_ROOM = 0.93
 """Share of the memory that the next one may take."""
 
-_LESS_MEMORY = {"remat": 1, "microbatches": 1, "batch": -1}
-"""Options of a source that the planner may choose: 1 if values that come later need less memory, -1 if more."""
-
 Make = Callable[..., Program]
 """From the choices of a recipe, by name, to its program."""
-
-
-def source_choices(options: Mapping[str, Any], topology: str) -> Choices:
-    """The values of those options of a source that are left to the planner (`auto`).
-
-    Raises `UserError` where a batch that is not known would have to be divided.
-    """
-    found: dict[str, tuple[Any, ...]] = {}
-    if options.get("remat") == AUTO:
-        found["remat"] = REMATS
-    if options.get("experts") == AUTO:
-        if options.get("capacity_factor") is not None:
-            raise UserError(
-                "--experts auto chooses among forms that drop no token, and --capacity-factor says how many may be "
-                "sent; give --experts slots or sorted:8 with it, or leave it out."
-            )
-        found["experts"] = LOSSLESS
-    if options.get("batch") == AUTO:
-        devices = Topology.parse(topology).num_devices
-        halves = [devices >> n for n in range(1, devices.bit_length()) if devices % (1 << n) == 0]
-        found["batch"] = (*(devices * each for each in BATCHES), *halves)
-    if options.get("exchange") == AUTO:
-        found["exchange"] = RINGS
-    if options.get("microbatches") == AUTO:
-        batch = options.get("batch")
-        found["microbatches"] = tuple(n for n in MICROBATCHES if not isinstance(batch, int) or batch % n == 0)
-    return found
-
-
-def settled_options(options: Mapping[str, Any], topology: str) -> dict[str, Any]:
-    """Options of a source for `open_source`, and what the topology decides: TPUs prefer a kernel for attention."""
-    kernel = {"splash": "auto"}.get(Topology.parse(topology).traits.attention, "plain")
-    settled = {**options, "preferred": {"attention": kernel} if kernel != "plain" else {}}
-    if settled.get("attention") == "auto":
-        settled["attention"] = kernel
-    return settled
 
 
 def plan_remat(make: Callable[[str], Program], options: Options, **running: Any) -> PlanResult:
@@ -118,14 +84,17 @@ def plan_recipes(
 
     `make` gives the program of a recipe; `choices` has the values of each choice, of which those that compute less
     should come first: of equal times the earlier is taken. `running` is what `make_plan` takes beside the options.
-    Every recipe is planned with its own mesh and sharding, but for one whose arithmetic alone takes longer on all
-    devices than the best one yet. With `of_source` choices are those of `source_choices`, of which more is known: what
-    needs more memory than a recipe that does not fit is not tried; neither are more microbatches where memory does not
-    bind, larger batches when twice as much gains less than `LEAST_GAIN`, nor a ring where the plan without splits no
-    sequence. What layers keep or send to their hosts is chosen value by value, foreseen from the plan of `full` and
-    then planned. Where that is not faster, a remat policy is mixed with each that computes less and does not fit, in as
-    few layers as are still faster for it. The plan says in its words what others came to, and in its provenance
-    (`recipe`) all of them; wall times are those of all.
+    Every recipe is planned with its own mesh and sharding, but for one whose arithmetic alone, or whose ops with
+    nothing moved between them, take longer on every mesh than the best one yet, and one whose values fit on no mesh,
+    however they are split. Where meshes are looked for, those that cannot beat the best recipe are not solved, nor is
+    an axis cut in two on them.
+    With `of_source` choices are those of `source_choices`, of which more is known: what needs more memory than a recipe
+    that does not fit is not tried; neither are more microbatches where memory does not bind, larger batches when twice
+    as much gains less than `LEAST_GAIN`, nor a ring where the plan without splits no sequence. What layers keep or send
+    to their hosts is chosen value by value, foreseen from the plan of `full` and then planned. Where that is not
+    faster, a remat policy is mixed with each that computes less and does not fit, in as few layers as are still faster
+    for it. The plan says in its words what others came to, and in its provenance (`recipe`) all of them; wall times are
+    those of all.
 
     Raises the `InfeasibleError` of the last recipe if none fits, not even with the inputs of layers on their hosts.
     """
@@ -133,6 +102,8 @@ def plan_recipes(
     for recipe in _in_order(choices, tried):
         tried.consider(recipe)
     if tried.best is None:
+        if tried.refused is None:  # nothing was planned: the last one says what would help
+            tried.plan(tried.tried[-1].recipe, whatever=True)
         assert tried.refused is not None
         if not of_source or not tried.offload_inputs(choices.get("remat", ())):
             raise tried.refused
@@ -142,9 +113,12 @@ def plan_recipes(
 
 
 def _in_order(choices: Choices, tried: "_RecipeSearch") -> Iterator[Recipe]:
-    """All recipes; batches grow as long as that pays, and get smaller only if none fits."""
+    """All recipes, fewer microbatches first; batches grow as long as that pays, and get smaller only if none fits."""
     names = [name for name in choices if name != "batch" or not tried.of_source]
     others = list(itertools.product(*(choices[name] for name in names)))
+    if tried.of_source and "microbatches" in names:  # the first of them is what others are held against
+        place = names.index("microbatches")
+        others.sort(key=lambda values: choices["microbatches"].index(values[place]))
 
     def recipes(**batch: Any) -> Iterator[Recipe]:
         for values in others:
@@ -181,11 +155,12 @@ class _RecipeSearch:
         self.wall: dict[str, float] = {}
         self.splits: dict[Recipe, bool] = {}
         """Of recipes that were planned, whether an attention's sequence is split."""
-        self.refused: InfeasibleError | None = None
         self.full: dict[Recipe, tuple[Program, Plan]] = {}
         """Programs whose layers compute everything again, and their plans."""
+        self.refused: InfeasibleError | None = None
         problem = self.running.pop("save_problem", None)
         self.problem = None if problem is None else Path(problem)
+        self.tables = PathTables(TABLES)
 
     def least(self, **some: Any) -> float:
         """Seconds of an element in the best recipe with these choices."""
@@ -205,26 +180,29 @@ class _RecipeSearch:
     def _known(self, recipe: Recipe) -> str:
         """Why it need not be planned; empty if it must."""
         for other in self.tried:
-            if other.verdict.startswith("does not fit") and _needs_no_less(recipe, other.recipe):
-                return f"does not fit: {_difference(other.recipe, recipe)} does not"
+            if other.verdict.startswith("does not fit") and needs_no_less(recipe, other.recipe):
+                return f"does not fit: {difference(other.recipe, recipe)} does not"
         if recipe.arguments.get("exchange") == "ring" and self.splits.get(recipe.but(exchange=AUTO)) is False:
             return "not planned: the best plan without it splits no sequence"
         count = recipe.arguments.get("microbatches", 1)
         for other in self.tried:
             fewer = recipe.but(microbatches=other.recipe.arguments.get("microbatches"))
-            if count == 1 or other.recipe != fewer or other.peak_bytes is None or self.limit is None:
+            if count == 1 or other.recipe != fewer:
                 continue
-            if other.peak_bytes < TIGHT * self.limit:
-                return f"not planned: memory does not bind with {_difference(other.recipe, recipe)}"
+            held = other.held_bytes if other.peak_bytes is None else other.peak_bytes
+            if other.verdict in SLOWER:
+                return f"not planned: {difference(other.recipe, recipe)} is slower whatever fits"
+            if held is not None and held < TIGHT * self.limit:
+                return f"not planned: memory does not bind with {difference(other.recipe, recipe)}"
         return ""
 
     @property
-    def limit(self) -> int | None:
+    def limit(self) -> int:
         """Bytes of a device."""
         return self.topology.usable_bytes if self.options.memory_limit is None else self.options.memory_limit
 
-    def plan(self, recipe: Recipe, foreseen: Foreseen | None = None, **instead: Any) -> bool:
-        """Whether it is the best so far."""
+    def plan(self, recipe: Recipe, foreseen: Foreseen | None = None, *, whatever: bool = False, **instead: Any) -> bool:
+        """Whether it is the best so far; `whatever` is known of it, it is planned."""
         try:
             program = self.make(**recipe.arguments)
         except InfeasibleError:
@@ -236,20 +214,21 @@ class _RecipeSearch:
             return False
         self.layers, self.savable = program.layers, program.savable
         elements = _elements(program)
-        bound = self._bound(program)
-        if self.best is not None and bound / elements >= self.best[0].per_element_s:
-            self.tried.append(
-                RecipeTried(recipe, "not planned: slower by its arithmetic alone", None, elements, None, bound)
-            )
+        options = dataclasses.replace(self.options, **instead)
+        bound, least, verdict = self._bound(program, options, self._beaten_by_s(recipe) * elements)
+        if verdict and not whatever:
+            self.tried.append(RecipeTried(recipe, verdict, None, elements, None, bound))
             return False
         problem = None if self.problem is None else self.problem.with_name(f".{self.problem.name}")
+        before = Before(None if whatever else self._rival(recipe, elements), self.tables)
         try:
-            made = make_plan(
-                program, dataclasses.replace(self.options, **instead), save_problem=problem, **self.running
-            )
+            made = make_plan(program, options, save_problem=problem, before=before, **self.running)
+        except Beaten as error:
+            self.tried.append(beaten(recipe, error.bound_s, elements, least))
+            return False
         except InfeasibleError as error:
             self.refused = error
-            self.tried.append(RecipeTried(recipe, "does not fit", None, elements, None, bound, None, foreseen))
+            self.tried.append(RecipeTried(recipe, "does not fit", None, elements, None, bound, None, None, foreseen))
             return False
         except UserError as error:
             if not self.of_source or not self.tried:
@@ -260,11 +239,13 @@ class _RecipeSearch:
             self.wall[phase] = self.wall.get(phase, 0.0) + seconds
         self.splits[recipe] = splits_sequence(made.plan.words)
         found = made.plan.prediction
-        row = RecipeTried(recipe, "", found.step_time_s, elements, found.peak_bytes, bound, found.expected_s, foreseen)
+        row = RecipeTried(
+            recipe, "", found.step_time_s, elements, found.peak_bytes, bound, found.expected_s, None, foreseen
+        )
         self.tried.append(row)
         if self.of_source and recipe.arguments.get("remat") == FULL:
             self.full[recipe] = program, made.plan
-        better = self.best is None or row.per_element_s < self.best[0].per_element_s
+        better = row.per_element_s < self._beaten_by_s(recipe)
         if better:
             self.best = row, made
         if problem is not None and self.problem is not None:
@@ -274,10 +255,45 @@ class _RecipeSearch:
                 problem.unlink(missing_ok=True)
         return better
 
-    def _bound(self, program: Program) -> float:
-        kept = bool(self.running.get("kept"))
-        reading = read_program(program, self.topology.backend, kept)
-        return least_seconds(reading.graph, self.topology, load_calibration(self.topology.chip))
+    def _rival(self, recipe: Recipe, elements: int) -> Rival | None:
+        """What a step of so many elements must beat, with whatever number of axes."""
+        if self.best is None:
+            return None
+        return Rival(self._beaten_by_s(recipe) * elements, sys.maxsize, self.best[1].weights)
+
+    def _beaten_by_s(self, recipe: Recipe) -> float:
+        """Seconds of an element that a recipe must stay below to be the best; a larger batch must gain something."""
+        if self.best is None:
+            return math.inf
+        row = self.best[0]
+        batch, other = (each.arguments.get("batch", 0) for each in (recipe, row.recipe))
+        return row.per_element_s * (1 - LEAST_GAIN if self.of_source and batch > other else 1)
+
+    def _bound(self, program: Program, options: Options, beat_s: float) -> tuple[float, int, str]:
+        """Seconds and bytes that no plan goes below, and why it need not be planned for that; empty if it must."""
+        reading = read_program(program, self.topology.backend, bool(self.running.get("kept")))
+        figures = priced_with(options, self.topology).calibration
+        bound = least_seconds(reading.graph, self.topology, figures)
+        if bound >= beat_s:
+            return bound, 0, ARITHMETIC
+        if reading.graph.regions or reading.graph.constraints:  # not every mesh serves them
+            return bound, 0, ""
+        given = given_mesh(self.topology, options.mesh, program_mesh(reading.graph, self.topology.num_devices))
+        found: list[Floors] = []
+        for mesh in candidate_meshes(self.topology) if given is None else (given,):
+            if given is None and unusable(program, reading, mesh):
+                continue
+            found.append(floors(program, reading, mesh, self.limit, figures))
+            parts = find_axis_parts(reading.graph, reading.structure, reading.groups, mesh)
+            if parts is not None and options.refine_axes:
+                found.append(floors(program, reading, parts.mesh, self.limit, figures))
+        if not found:
+            return bound, 0, ""
+        bound = max(bound, min(each.seconds for each in found))
+        least = min(each.bytes for each in found)
+        if least > self.limit:
+            return bound, least, "does not fit"
+        return bound, least, UNMOVED if bound >= beat_s else ""
 
     def mix(self, remats: Sequence[str]) -> None:
         """Adds mixtures of the best recipe's remat policy with those that compute less and do not fit, on its mesh.
@@ -308,8 +324,13 @@ class _RecipeSearch:
         It is foreseen from the plan of the best recipe with everything computed again, and planned on that one's mesh.
         """
         assert self.best is not None
-        base = self.best[0].recipe.but(remat=FULL)
-        if FULL not in remats or base not in self.full:
+        best, base = self.best[0].recipe, self.best[0].recipe.but(remat=FULL)
+        if FULL not in remats or best.arguments["remat"] == REMATS[0]:
+            return False  # nothing is computed again
+        if base not in self.full:  # it was known to be slower: what its layers may keep was not looked at
+            self.tried = [each for each in self.tried if each.recipe != base]
+            self.plan(base, whatever=True, mesh=dict(self.best[1].plan.mesh), refine_axes=False)
+        if base not in self.full:
             return False
         program, plan = self.full[base]
         if not program.savable:
@@ -341,7 +362,7 @@ class _RecipeSearch:
         assert self.best is not None
         row, made = self.best
         rows = sorted(self.tried, key=lambda each: (each is not row, each.per_element_s, each.bound_s or math.inf))
-        rows = [dataclasses.replace(each, verdict=verdict(each, row)) for each in rows]
+        rows = [dataclasses.replace(each, verdict=verdict_of(each, row)) for each in rows]
         varied = len({each.elements for each in rows if each.step_time_s is not None}) > 1
         line = line_of(row.recipe, rows)
         figures = [figures_of(each, rows, varied) for each in rows]
@@ -358,21 +379,3 @@ def _elements(program: Program) -> int:
     """Elements of the batch's largest argument, or tokens where the program says how many."""
     sizes = (math.prod(a.shape) for a in program.arguments if a.role is Role.BATCH)
     return program.tokens or max(sizes, default=1) or 1
-
-
-def _needs_no_less(recipe: Recipe, other: Recipe) -> bool:
-    """Whether a recipe of a source needs at least the memory of another."""
-    mine, theirs = recipe.arguments, other.arguments
-    for name, value in mine.items():
-        if value == theirs[name]:
-            continue
-        order = (REMATS.index if name == "remat" else int) if name in _LESS_MEMORY else None
-        if order is None or (order(value) - order(theirs[name])) * _LESS_MEMORY[name] > 0:
-            return False
-    return True
-
-
-def _difference(recipe: Recipe, other: Recipe) -> str:
-    """What one recipe has otherwise than another."""
-    theirs = other.arguments
-    return ", ".join(f"{name} {value}" for name, value in recipe.choices if theirs.get(name) != value)

@@ -15,7 +15,7 @@ from autoshard.base.files import write_whole
 from autoshard.cost import Topology, chosen_flags, learned_fit, said_of_fit
 from autoshard.errors import UserError
 from autoshard.plan._make import check_request, make_plan
-from autoshard.plan._recipes import settled_options
+from autoshard.plan.model._choices import settled_options
 from autoshard.plan.model._options import PlanOptions, read_options
 from autoshard.program import Program, load_rules, open_source
 

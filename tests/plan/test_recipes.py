@@ -17,10 +17,10 @@ import autoshard
 from autoshard.cost import Topology, load_calibration
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan import Options, PlanResult, make_plan, plan_recipes, read_asked, settled_options, source_choices
-from autoshard.plan._recipes import REMATS, _needs_no_less
+from autoshard.plan.model._choices import REMATS
 from autoshard.plan.price._least import least_seconds
 from autoshard.plan.price._reading import read_program
-from autoshard.plan.write._recipe import Recipe
+from autoshard.plan.write._recipe import Recipe, needs_no_less
 from autoshard.program import DecoderDims, Program, decoder_program, open_source, read_choices, trace
 from tests.graph.programs import f32
 from tests.plan import programs as made
@@ -66,8 +66,46 @@ def test_one_that_does_not_fit_is_passed_over() -> None:
     assert tried(result)["size large"]["step_time_s"] is None
 
 
+def test_what_fits_on_no_mesh_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoshard.plan._recipes.make_plan", recorded := Recorded())
+    make = {"large": lambda: trace(lambda w, x: x @ w, (f32(4096, 4096), f32(4096, 4096)), name="large")}
+    make["small"] = lambda: made.program("mlp")
+    limit = 4096 * 4096 * 4 * 2 // 8
+    options = Options(**ON | {"mesh": "auto"}, memory_limit=limit)
+    recipe, result = plan_recipes(lambda size: make[size](), {"size": ("large", "small")}, options)
+    assert str(recipe) == "size small" and recorded.names == ["mlp"]
+    assert result.plan.words[-1] == "size small (instead: large does not fit)"
+
+
+class Recorded:
+    """`make_plan`, and the programs that it planned."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, program: Program, *given: Any, **options: Any) -> PlanResult:
+        self.names.append(program.name)
+        return make_plan(program, *given, **options)
+
+
+def test_meshes_are_held_against_the_best_recipe() -> None:
+    kinds = ("wide mlp", "mlp", "two matmuls")
+    options = Options(**ON | {"mesh": "auto"}, refine_axes=False)
+    recipe, result = plan_recipes(lambda kind: made.program(kind), {"kind": kinds}, options)
+    plans = {kind: make_plan(made.program(kind), options).plan for kind in kinds}
+    rate = {kind: plan.prediction.expected_s / elements(kind) for kind, plan in plans.items()}
+    (chosen,) = recipe.arguments.values()
+    assert rate[chosen] == min(rate.values()) and result.plan.prediction == plans[chosen].prediction
+    for kind in kinds:
+        row = tried(result)[f"kind {kind}"]
+        assert row["bound_s"] <= plans[kind].prediction.step_time_s
+        if row["step_time_s"] is None:
+            assert row["verdict"].startswith(("not planned", "at least", "no faster on any mesh"))
+    assert any(tried(result)[f"kind {kind}"]["step_time_s"] is None for kind in kinds)
+
+
 def test_when_none_fits_the_last_says_what_would_help() -> None:
-    with pytest.raises(InfeasibleError, match="the least found is"):
+    with pytest.raises(InfeasibleError, match="the least found is"):  # although it is known before it is planned
         plan_recipes(lambda remat: made.program("two matmuls"), {"remat": ("none",)}, Options(**ON, memory_limit=200))
 
 
@@ -155,11 +193,13 @@ def test_more_memory_is_not_tried_where_less_did_not_fit() -> None:
         return Recipe((("batch", batch), ("remat", remat), ("microbatches", microbatches)))
 
     failed = recipe(64, "dots", 2)
-    assert _needs_no_less(recipe(64, "none", 2), failed)
-    assert _needs_no_less(recipe(128, "dots", 1), failed)
-    assert not _needs_no_less(recipe(32, "none", 2), failed)
-    assert not _needs_no_less(recipe(64, "none", 4), failed)
-    assert not _needs_no_less(recipe(64, "full", 1), failed)
+    assert needs_no_less(recipe(64, "none", 2), failed)
+    assert needs_no_less(recipe(128, "dots", 1), failed)
+    assert not needs_no_less(recipe(32, "none", 2), failed)
+    assert not needs_no_less(recipe(64, "none", 4), failed)
+    assert not needs_no_less(recipe(64, "full", 1), failed)
+    assert needs_no_less(recipe(128, "dots", 4), failed), "as much at once, and of more"
+    assert not needs_no_less(recipe(128, "dots", 8), failed) and not needs_no_less(recipe(32, "dots", 1), failed)
 
 
 def rows_kept(kept: int, **recipe: int) -> Program:

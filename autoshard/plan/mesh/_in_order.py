@@ -38,8 +38,15 @@ class InOrder:
     """
 
     def __init__(
-        self, trials: Trials, meshes: Sequence[Mesh], accept: Callable[[Trial], None], ahead: bool = True
+        self,
+        trials: Trials,
+        meshes: Sequence[Mesh],
+        accept: Callable[[Trial], None],
+        ahead: bool = True,
+        first: Rival | None = None,
     ) -> None:
+        """`first` is what the first mesh is held against, if there is anything."""
+        self.first = first
         self.trials, self.meshes, self.accept, self.ahead = trials, meshes, accept, ahead
         self.next = 0
         """Number of the mesh to be taken next."""
@@ -106,7 +113,7 @@ class InOrder:
             self.accept(trial)
 
     def _against(self, key: _Key) -> Rival | None:
-        return None if key.rival is None else self.rivals[key.rival]
+        return self.first if key.rival is None else self.rivals[key.rival]
 
     def _chain(self) -> Iterator[tuple[_Key, bool]]:
         """What is left to be done and how it is guessed to be, in order, and whether it is sure."""
@@ -136,7 +143,7 @@ class InOrder:
         if sure:
             if not bounding and not guessing:
                 yield _Step.WHOLE
-        elif key.rival is None:
+        elif key.rival is None and self.first is None:
             yield _Step.PRICES  # no bound without a rival, and the first one found changes all
         elif key in self.undecided:
             yield _Step.GUESSED

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from autoshard.base.crew import Crew
 from autoshard.cost import Topology, candidate_meshes
-from autoshard.errors import UserError
+from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan.mesh._in_order import InOrder
-from autoshard.plan.mesh._trial import MeshBest, Trial, Trials
+from autoshard.plan.mesh._trial import MeshBest, Rival, Trial, Trials
 from autoshard.plan.model._asked import Required
 from autoshard.plan.model._axis_parts import LEAST_GAIN
 from autoshard.plan.model._demands import mesh_text
@@ -38,6 +38,15 @@ class Chosen:
     """The best found on every other mesh."""
 
 
+class Beaten(Exception):
+    """No plan on any mesh is faster than what had to be beaten."""
+
+    def __init__(self, bound_s: float) -> None:
+        super().__init__(f"no plan on any mesh takes less than {format_seconds(bound_s)}")
+        self.bound_s = bound_s
+        """A step takes no less on any mesh where something fits."""
+
+
 class MeshSearch:
     """Looks for the best mesh of one topology for one program.
 
@@ -45,8 +54,9 @@ class MeshSearch:
     whatever turns out to have been held against another one is tried again, so that the answer is the same.
     """
 
-    def __init__(self, trials: Trials, progress: Callable[[str], None]) -> None:
-        self.trials, self.progress = trials, progress
+    def __init__(self, trials: Trials, progress: Callable[[str], None], rival: Rival | None = None) -> None:
+        """`rival`: what a plan must beat to be of any use."""
+        self.trials, self.progress, self.rival = trials, progress, rival
         self.done: list[Trial] = []
         """Without prices."""
         self.refusals: list[UserError] = []
@@ -55,12 +65,19 @@ class MeshSearch:
         """To fitting, where nothing fits."""
 
     def run(self, topology: Topology, crew: Crew) -> Chosen:
-        """The best of all candidates. Raises `UserError` if what is asked for can hold on none of them."""
+        """The best of all candidates.
+
+        Raises `UserError` if what is asked for can hold on none of them, `Beaten` if none beats the rival that was
+        given, and `InfeasibleError` if there was one and nothing fits.
+        """
         crew.share("trials", self.trials)
-        work = InOrder(self.trials, candidate_meshes(topology), self.take, ahead=not crew.alone)
+        meshes = candidate_meshes(topology)
+        work = InOrder(self.trials, meshes, self.take, ahead=not crew.alone, first=self.rival)
         crew.run(work)
         crew.drop("trials")
         self.trials.forget()
+        if self.best is None and self.rival is not None:
+            raise self.beaten(topology)
         chosen = self.best or self.nearest
         if chosen is None or chosen.model is None or chosen.required is None:
             raise self.refused(topology)
@@ -75,12 +92,23 @@ class MeshSearch:
                 raise trial.refusal  # it is not the mesh
             self.refusals.append(trial.refusal)
         self.done.append(dataclasses.replace(trial, model=None, required=None))
-        self.progress(f"mesh {mesh_text(trial.mesh)}: {_so_far(trial, self.best)}")
-        if trial.beats(None if self.best is None else self.best.rival()):
+        rival = self.rival if self.best is None else self.best.rival()
+        self.progress(f"mesh {mesh_text(trial.mesh)}: {_so_far(trial, rival)}")
+        if trial.beats(rival):
             self.best = trial
         elif self.best is None and trial.model is not None:
             if self.nearest is None or trial.excess < self.nearest.excess:
                 self.nearest = trial
+
+    def beaten(self, topology: Topology) -> Exception:
+        """Why no mesh beats the rival that was given."""
+        assert self.rival is not None
+        held = [trial.bound_s for trial in self.done if trial.bound_s is not None and not _without_room(trial)]
+        if held:
+            return Beaten(min(held))
+        if len(self.refusals) == len(self.done):
+            return self.refused(topology)
+        return InfeasibleError("no plan fits on any mesh")
 
     def refused(self, topology: Topology) -> UserError:
         """Why there is no mesh."""
@@ -96,13 +124,18 @@ class MeshSearch:
         )
 
 
-def _so_far(trial: Trial, best: Trial | None) -> str:
+def _without_room(trial: Trial) -> bool:
+    """Whether it was solved, or bounded, and nothing fits."""
+    return trial.best is None and trial.excess < math.inf
+
+
+def _so_far(trial: Trial, rival: Rival | None) -> str:
     """A line of progress."""
     if trial.excluded:
         return trial.excluded
     if trial.outcome is not None:
         return format_seconds(trial.step_s)
-    return _without_plan(trial, math.inf if best is None else best.step_s)
+    return _without_plan(trial, math.inf if rival is None else rival.step_s)
 
 
 def _without_plan(trial: Trial, best_s: float) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.base.crew import Crew
-from autoshard.cost import Mesh
+from autoshard.cost import Mesh, Topology
 from autoshard.plan.model._asked import Required
 from autoshard.plan.model._axis_parts import LEAST_GAIN, AxisParts
 from autoshard.plan.model._baselines import baselines
@@ -55,8 +55,8 @@ class MeshOutcome:
 class Searcher:
     """Searches the plans of one program, mesh by mesh."""
 
-    def __init__(self, task: Task, phases: Phases, crew: Crew) -> None:
-        self.task, self.phases, self.crew = task, phases, crew
+    def __init__(self, task: Task, phases: Phases, crew: Crew, topology: Topology) -> None:
+        self.task, self.phases, self.crew, self.topology = task, phases, crew, topology
 
     def mesh(self, mesh: Mesh, time_limit: float) -> MeshOutcome:
         """On a mesh as it was asked for, with baselines."""

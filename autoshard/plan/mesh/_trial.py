@@ -34,6 +34,8 @@ MOST_PAIRS = 30_000_000
 """Pairs of alternatives up to which a mesh is solved."""
 MOST_AHEAD = 6
 """Meshes whose prices a process keeps until they are needed, with no more than so many pairs in all."""
+BOUNDS = 8
+"""Weights with which a mesh is bounded that most likely is not better."""
 GOOD_ENOUGH = 3e-3
 """Plan gap at which a mesh is solved well enough to be compared."""
 
@@ -117,18 +119,19 @@ class Trial:
 class Trials:
     """Tries meshes for one program. Pickled, it is the same without what it has priced."""
 
-    def __init__(self, task: Task, time_limit: float) -> None:
-        self.task, self.time_limit = task, time_limit
+    def __init__(self, task: Task, time_limit: float, hopeless: bool = False) -> None:
+        """`hopeless`: most likely no mesh is better than the first rival, so that bounds are worth more work."""
+        self.task, self.time_limit, self.hopeless = task, time_limit, hopeless
         self._ahead: dict[Mesh, _Begun] = {}
         self._pairs: dict[Mesh, int] = {}
         self._floors: dict[Mesh, float] = {}
 
     def __reduce__(self) -> tuple[type["Trials"], tuple[object, ...]]:
-        return Trials, (self.task, self.time_limit)
+        return Trials, (self.task, self.time_limit, self.hopeless)
 
     def price_ahead(self, mesh: Mesh) -> None:
         """What there is to be known of a mesh without others, if it is going to be tried here and can be kept."""
-        if mesh in self._ahead or _unusable(self.task, mesh):
+        if mesh in self._ahead or unusable(self.task.program, self.task.reading, mesh):
             return
         if self._size(mesh) > MOST_PAIRS:
             self._floor(mesh)
@@ -165,7 +168,7 @@ class Trials:
 
     def _looked_at(self, mesh: Mesh, rival: Rival | None, keep: bool) -> Trial | None:
         """What is known of a mesh without solving it; None if it must be, and then it is kept for that."""
-        excluded = _unusable(self.task, mesh)
+        excluded = unusable(self.task.program, self.task.reading, mesh)
         if excluded:
             return Trial(mesh, excluded)
         begun = self._ahead.pop(mesh, None)
@@ -182,7 +185,7 @@ class Trials:
             least = least_bytes(model, kept_of(model, required.allowed))
             if least > self.task.memory_limit:
                 return Trial(mesh, excess=least - self.task.memory_limit, model=model, required=required)
-            climb = _bounded(model, required, rival)
+            climb = _bounded(model, required, rival, BOUNDS if self.hopeless else 1)
         solve = climb.weighing.bound_s < _beaten_by_s(rival, mesh)
         if solve or keep:
             self._keep(dataclasses.replace(begun, rival=rival, climb=climb if solve else None))
@@ -243,12 +246,12 @@ def _beaten_by_s(rival: Rival | None, mesh: Mesh) -> float:
     return math.inf if rival is None else rival.beaten_by_s(len(mesh.sizes))
 
 
-def _bounded(model: Model, required: Required, rival: Rival | None) -> Climb:
+def _bounded(model: Model, required: Required, rival: Rival | None, rounds: int) -> Climb:
     """The beginning of a search, with a bound where there is a rival to be held against."""
     weights = normalise(even_weights(model)) if rival is None else carried_weights(model, rival.weights)
     climb = Climb(model, Weighing(weights), repeats=find_repeats(model))
     if rival is not None:
-        climb.bound_without_limit(required, _beaten_by_s(rival, model.mesh))
+        climb.bound_first(required, _beaten_by_s(rival, model.mesh), rounds)
     return climb
 
 
@@ -278,13 +281,13 @@ def _tried(climb: Climb, required: Required, rival: Rival | None) -> Trial:
     return dataclasses.replace(trial, model=climb.model, required=required) if needed else trial
 
 
-def _unusable(task: Task, mesh: Mesh) -> str:
+def unusable(program: Program, reading: Reading, mesh: Mesh) -> str:
     """Why a mesh cannot serve the program at all; empty if it may, as any may that has nothing to split."""
-    sizes = [size for size in task.reading.groups.sizes.values() if size > 1]
+    sizes = [size for size in reading.groups.sizes.values() if size > 1]
     for name, count in mesh.axes.items():
         if count > 1 and sizes and not any(size % count == 0 for size in sizes):
             return f"no dim of the program divides by {name}={count}"
-    return "" if splits_batch(task.program, mesh) else "none of its axes divides a dim of the batch"
+    return "" if splits_batch(program, mesh) else "none of its axes divides a dim of the batch"
 
 
 def splits_batch(program: Program, mesh: Mesh) -> bool:

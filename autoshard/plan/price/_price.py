@@ -16,6 +16,7 @@ from autoshard.plan.model._heavy import result_states
 from autoshard.plan.model._model import EXPOSED, Channel, MemoryTerm, Model, Node, Path, Reshard
 from autoshard.plan.model._overlap import AT_NARROW, Overlap, columns_beside
 from autoshard.plan.price._nodes import NodePricer
+from autoshard.plan.price._path_tables import PathTables
 from autoshard.plan.price._paths import PathPrices
 from autoshard.plan.xla._handling import Handling, handling
 from autoshard.plan.xla._states import (
@@ -41,16 +42,20 @@ def price(
     graph: OpGraph,
     structure: Structure,
     liveness: Liveness,
-    mesh: Mesh,
+    mesh: Mesh | AxisParts,
     memory_limit: int,
-    axis_parts: AxisParts | None = None,
     calibration: Calibration | None = None,
+    tables: PathTables | None = None,
 ) -> Model:
-    """All nodes, reshards and memory of `program` on `mesh`, which is that of `axis_parts` if there are any.
+    """All nodes, reshards and memory of `program` on `mesh`, or on that of axes cut into parts.
 
-    `calibration`: by default that of the mesh's chip.
+    `calibration`: by default that of the mesh's chip. `tables` are those of other programs priced with it.
     """
-    return _Pricer(program, graph, structure, liveness, mesh, memory_limit, axis_parts, calibration).model()
+    parts, whole = (mesh, mesh.mesh) if isinstance(mesh, AxisParts) else (None, mesh)
+    found = _Pricer(tables, program, graph, structure, liveness, whole, memory_limit, parts, calibration).model()
+    if tables is not None:
+        tables.trim()
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,10 +89,10 @@ class Way:
 class _Pricer(NodePricer):
     """The nodes, and the reshards between them."""
 
-    def __init__(self, *what: Any) -> None:
+    def __init__(self, tables: PathTables | None, *what: Any) -> None:
         super().__init__(*what)
         self.reshards: list[Reshard] = []
-        self.paths: dict[tuple[object, ...], dict[str, Seconds]] = {}
+        self.paths: dict[tuple[object, ...], dict[str, Seconds]] = {} if tables is None else tables.of(self.mesh)
         self.path_prices = PathPrices(self.collectives, self.link_of)
 
     def model(self) -> Model:

@@ -17,6 +17,7 @@ from autoshard.graph import (
 from autoshard.plan.model._axis_parts import axis_parts_of
 from autoshard.plan.model._groups import Groups, find_groups, tensor_groups
 from autoshard.plan.model._model import Model
+from autoshard.plan.price._path_tables import PathTables
 from autoshard.plan.price._price import price
 from autoshard.plan.record._plan import Plan
 from autoshard.program import Lifted, Program, Role, lift_constraints
@@ -87,12 +88,17 @@ def batch_dims(program: Program) -> tuple[int, list[tuple[int, ...]], list[tuple
 
 
 def build_model(
-    program: Program, reading: Reading, mesh: Mesh, memory_limit: int, calibration: Calibration | None = None
+    program: Program,
+    reading: Reading,
+    mesh: Mesh,
+    memory_limit: int,
+    calibration: Calibration | None = None,
+    tables: PathTables | None = None,
 ) -> Model:
     """Every decision of a program on a mesh, priced; axes that are parts of another go apart where they may.
 
-    `calibration`: by default that of the mesh's chip, with nothing learned.
+    `calibration`: by default that of the mesh's chip, with nothing learned. `tables`: those of other programs.
     """
     axis_parts = axis_parts_of(reading.groups, mesh)
     graph, structure, liveness = reading.graph, reading.structure, reading.liveness
-    return price(program, graph, structure, liveness, mesh, memory_limit, axis_parts, calibration)
+    return price(program, graph, structure, liveness, axis_parts or mesh, memory_limit, calibration, tables)

@@ -43,10 +43,10 @@ class Occurrence:
 
 def find_values(program: Program, graph: OpGraph) -> tuple[Occurrence, ...]:
     """The values of `Program.savable` that the backward pass computes again, and the inputs that stay for it."""
-    return tuple([*_Finder(program, graph).computed(), *_inputs(graph)])
+    return tuple([*_ValueFinder(program, graph).computed(), *_inputs(graph)])
 
 
-class _Finder:
+class _ValueFinder:
     def __init__(self, program: Program, graph: OpGraph) -> None:
         self.program, self.graph = program, graph
         self.names = {t: a.name for t, a in zip(graph.arguments, program.arguments, strict=True)}

@@ -5,6 +5,7 @@ import dataclasses
 from autoshard.cost import Calibration, Mesh
 from autoshard.plan.model._asked import Asked, Required, require
 from autoshard.plan.model._model import Model
+from autoshard.plan.price._path_tables import PathTables
 from autoshard.plan.price._reading import Reading, build_model
 from autoshard.program import Program
 
@@ -20,10 +21,12 @@ class Task:
     """Bytes of one device that no plan may pass."""
     seed: int
     calibration: Calibration
+    tables: PathTables | None = None
+    """Tables of the paths of other programs, priced with the same figures."""
 
     def priced(self, mesh: Mesh) -> Model:
         """Its decisions on a mesh, with their prices."""
-        return build_model(self.program, self.reading, mesh, self.memory_limit, self.calibration)
+        return build_model(self.program, self.reading, mesh, self.memory_limit, self.calibration, self.tables)
 
     def required(self, model: Model) -> Required:
         """What is asked for on a mesh. Raises `UserError` if it cannot hold there."""

@@ -144,13 +144,30 @@ class Climb:
     seen: "list[Candidate]" = dataclasses.field(default_factory=list)
     """What every weighting found that fits."""
 
-    def bound_without_limit(self, required: Required, enough_s: float) -> None:
-        """Raises the bound of a large model, up to `enough_s`, by what holds whatever fits in memory."""
-        weights = self.weighing.weights
-        found = first_bound(self.model, self.repeats, weights, required.allowed, enough_s * 1e12)
-        if found is not None:
-            bound, self.messages = found
-            self.weighing.add_bound(weights, bound * 1e-12)
+    def bound_first(self, required: Required, enough_s: float, rounds: int = 1) -> None:
+        """Raises the bound of a large model, up to `enough_s`, by what holds whatever fits in memory.
+
+        With more `rounds` that of a small one too, and weights are chosen anew by what choices without a memory limit
+        take. These are not kept: within the limit the bound may be higher than they allow.
+        """
+        weights, tried = self.weighing.weights, Weighing(self.weighing.weights)
+        for _ in range(rounds):
+            enough = enough_s * 1e12
+            found = first_bound(self.model, self.repeats, weights, required.allowed, enough, small=rounds > 1)
+            if found is None:
+                return
+            bound_s = found.picoseconds * 1e-12
+            if bound_s > self.weighing.bound_s:
+                self.messages = found.messages
+            tried.add_bound(weights, bound_s)
+            self.weighing.add_bound(weights, bound_s)
+            if bound_s >= enough_s or found.choices is None:
+                return
+            tried.add_choice(evaluate(self.model, found.choices))
+            following = tried.following(GOOD_ENOUGH * enough_s, enough_s)
+            if following is None:
+                return
+            weights = following
 
     def roomier(self, limits: Limits, required: Required, known: Sequence[Candidate]) -> None:
         """Takes the best plan within the limits, which leave more room than must be, if it is expected to be faster."""

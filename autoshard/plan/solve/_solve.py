@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,13 +50,27 @@ def first_messages(model: Decisions, weights: Weights) -> Messages | None:
     return narrow(build_network(model, weights, None, kept)).messages if entries(model, kept) > LARGE else None
 
 
+class FirstBound(NamedTuple):
+    """What is known of a large model before it is solved."""
+
+    picoseconds: float
+    messages: Messages | None
+    """As `solve_within` takes them."""
+    choices: NDArray[np.int64] | None
+    """The best ones met."""
+
+
 def first_bound(
-    model: Model, repeats: Repeats | None, weights: Weights, allowed: Allowed | None, enough: float
-) -> tuple[float, Messages | None] | None:
-    """A bound of a large model in picoseconds, up to `enough`, without a memory limit, and messages as
-    `solve_within` takes them."""
+    model: Model,
+    repeats: Repeats | None,
+    weights: Weights,
+    allowed: Allowed | None,
+    enough: float,
+    small: bool = False,
+) -> FirstBound | None:
+    """A bound of a model, up to `enough`, without a memory limit; None for a small one, unless that is wanted too."""
     kept = kept_of(model, allowed)
-    if entries(model, kept) <= LARGE:
+    if entries(model, kept) <= LARGE and not small:
         return None
     shared = None if repeats is None else repeats.allowed(allowed)
     start = first = None
@@ -63,7 +78,7 @@ def first_bound(
         first = narrow(build_network(repeats, weights, None, kept_of(repeats, shared))).messages
         start = repeats.lift(model, weights, first)
     found = narrow(build_network(model, weights, None, kept), start=start, enough=enough)
-    return found.bound, found.messages if repeats is None else first
+    return FirstBound(found.bound, found.messages if repeats is None else first, found.choices)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

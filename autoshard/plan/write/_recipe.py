@@ -1,12 +1,23 @@
-"""A recipe, what came of planning it, and how a plan says so."""
+"""Recipes, what came of each that was considered, and how a plan tells it."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
+from autoshard.plan.model._choices import REMATS
 from autoshard.plan.price._foresee import Foreseen
 from autoshard.units import format_seconds
+
+
+ARITHMETIC = "not planned: slower by its arithmetic alone"
+UNMOVED = "not planned: slower even if nothing had to be moved"
+BEATEN = "slower on every mesh"
+SLOWER = (ARITHMETIC, UNMOVED)
+"""Verdicts of what is slower than the best yet by a bound that holds whatever fits into memory."""
+
+_LESS_MEMORY = {"remat": 1, "microbatches": 1, "batch": -1}
+"""Options of a source that the planner may choose: 1 if values that come later need less memory, -1 if more."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +55,8 @@ class RecipeTried:
     """A step takes no less, as was known before planning."""
     expected_s: float | None = None
     """The step with what nearly full memory is expected to cost: what recipes are ranked by, for each element."""
+    held_bytes: int | None = None
+    """What tells whether memory binds where there is no peak."""
     foreseen: Foreseen | None = None
     """What it was expected to come to before it was planned, of a policy that the planner made value by value."""
 
@@ -55,8 +68,40 @@ class RecipeTried:
         return self.expected_s / (self.elements or 1)
 
 
-def verdict(row: RecipeTried, best: RecipeTried) -> str:
+def beaten(recipe: Recipe, bound_s: float, elements: int, least_bytes: int) -> RecipeTried:
+    """A recipe that is not faster than the best one on any mesh: how much slower is only bounded.
+
+    `least_bytes` is what none of its plans goes below, and held to be its peak.
+    """
+    return RecipeTried(recipe, BEATEN, None, elements, None, bound_s, held_bytes=least_bytes)
+
+
+def needs_no_less(recipe: Recipe, other: Recipe) -> bool:
+    """Whether a recipe of a source needs at least the memory of another."""
+    mine, theirs = recipe.arguments, other.arguments
+    batches, parts = ([choices.get(name, 1) for choices in (mine, theirs)] for name in ("batch", "microbatches"))
+    # A larger batch in more parts, of which each is no smaller, holds as much at once.
+    as_much = batches[0] >= batches[1] and batches[0] * parts[1] >= batches[1] * parts[0]
+    for name, value in mine.items():
+        if value == theirs[name] or as_much and name in ("batch", "microbatches"):
+            continue
+        order = (REMATS.index if name == "remat" else int) if name in _LESS_MEMORY else None
+        if order is None or (order(value) - order(theirs[name])) * _LESS_MEMORY[name] > 0:
+            return False
+    return True
+
+
+def difference(recipe: Recipe, other: Recipe) -> str:
+    """What one recipe has otherwise than another."""
+    theirs = other.arguments
+    return ", ".join(f"{name} {value}" for name, value in recipe.choices if theirs.get(name) != value)
+
+
+def verdict_of(row: RecipeTried, best: RecipeTried) -> str:
     """Why a recipe was not taken; empty for the best."""
+    if row.verdict == BEATEN and row.bound_s is not None and row.elements:
+        more = row.bound_s / row.elements / best.per_element_s - 1
+        return f"at least {more:.1%} {BEATEN}" if more >= 5e-4 else "no faster on any mesh"
     if row.verdict or row is best or row.step_time_s is None:
         return row.verdict
     more = row.per_element_s / best.per_element_s - 1
