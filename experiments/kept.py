@@ -35,6 +35,8 @@ def digest(program: "Program", plan: "Plan") -> str:
     found = hashlib.sha256(program.fingerprint.encode())
     what = (plan.topology, plan.mesh, plan.device_order, plan.arguments, plan.results, plan.pins, plan.regions)
     found.update(repr(what).encode())
+    for flag in plan.provenance.get("xla_flags", {}).get("flags", []):
+        found.update(flag.encode())
     return found.hexdigest()[:12]
 
 

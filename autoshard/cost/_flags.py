@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from autoshard.cost._calibration import Calibration, load_calibration, own_figures
 from autoshard.cost._chip import Chip, load_chip
@@ -80,6 +81,10 @@ class Flagged:
     """A sentence for each change."""
     notes: tuple[str, ...]
     """A sentence for each flag whose effect is not in the price, or that does nothing on the chip."""
+
+    def said(self, flags: Iterable[str]) -> dict[str, Any]:
+        """What the provenance of a plan made for `flags` says of them: its program is compiled with them."""
+        return {"flags": list(flags), "figures": dict(self.figures), "priced": list(self.priced)}
 
 
 def read_flags(given: str | Iterable[str] | None) -> tuple[str, ...]:

@@ -228,11 +228,7 @@ def priced_with(options: Options, topology: Topology) -> PricedWith:
     if learned is not None and learned.observations:
         said["learned"] = said_of_fit(learned)
     if flags:
-        said["xla_flags"] = {
-            "flags": list(flags),
-            "figures": dict(flagged.figures),
-            "priced": list(flagged.priced),
-        } | ({"from": origin} if origin else {})
+        said["xla_flags"] = flagged.said(flags) | ({"from": origin} if origin else {})
     return PricedWith(plain, flagged.calibration, said, tuple(flagged.notes))
 
 

@@ -69,18 +69,18 @@ def test_a_step_has_the_parameters_and_flops_of_the_closed_form(query_rank: int,
 
 def test_a_plain_step_trains() -> None:
     """The loss of a step that can be run is finite, and its gradients reach what keys are made from."""
-    from autoshard.program import _train
-    from autoshard.program._decoder import _forward, _How
+    from autoshard.program._decoder import _How, _loss
     from autoshard.program._decoder_dims import parameters_of
+    from autoshard.program._routed import Routing
 
-    how = _How(None, (), "plain", None, "capacity", 1.0, "float32", 0, True, None)
+    how = _How(None, (), "plain", "auto", False, None, Routing("capacity"), "float32", 0, True, None)
     keys = iter(jax.random.split(jax.random.key(0), 40))
     params = {
         name: 0.1 * jax.random.normal(next(keys), s.shape, s.dtype)
         for name, s in parameters_of(DIMS, "float32", 0).items()
     }
     ids = jnp.arange(2 * 16).reshape(2, 16) % DIMS.vocabulary
-    value, gradients = jax.value_and_grad(lambda p: _train.token_loss(_forward(DIMS, p, ids, how), ids))(params)
+    value, gradients = jax.value_and_grad(lambda p: _loss(DIMS, p, {"input_ids": ids, "labels": ids}, how))(params)
     assert np.isfinite(float(value))
     assert float(jnp.abs(gradients["layers.*.attn.kv_down.weight"]).max()) > 0
 

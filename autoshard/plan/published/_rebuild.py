@@ -229,7 +229,7 @@ def rebuild(run: Run) -> tuple[Model, NDArray[np.int64]]:
 def stated_plan(run: Run) -> tuple[Program, Plan]:
     """A run as a program that compiles for TPUs, attention by jax's splash kernel, and its stated sharding as a plan.
 
-    Raises `IncompleteError` as `rebuild` does.
+    The plan names the run's compiler flags, and is compiled with them. Raises `IncompleteError` as `rebuild` does.
     """
     program, model, groups, solved = _stated(run, "splash" if run.flash else "plain")
     outcome = evaluate(model, solved.choices)
@@ -237,7 +237,11 @@ def stated_plan(run: Run) -> tuple[Program, Plan]:
         "stated", "as its source says", solved.choices, outcome, tight_s=0.0, model=lambda: model,
         solution=solved.solution, bound_s=0.0, weightings=0,
     )  # fmt: skip
-    return program, Writer(program, groups, run.topology.usable_bytes, 0, [], {}).write(chosen)
+    plan = Writer(program, groups, run.topology.usable_bytes, 0, [], {}).write(chosen)
+    if run.flags:
+        said = with_flags(load_calibration(run.topology.chip), run.flags).said(run.flags)
+        plan = dataclasses.replace(plan, provenance=plan.provenance | {"xla_flags": said})
+    return program, plan
 
 
 def _makes_late(chip: str, figures: Calibration) -> bool:

@@ -409,6 +409,14 @@ def test_fsdp_of_few_tokens_gathers_weights(tmp_path: pathlib.Path):
     assert checked >= 15
 
 
+def test_a_stated_plan_is_compiled_with_the_flags_that_its_row_states(tmp_path: pathlib.Path):
+    flag = "--xla_tpu_enable_async_collective_fusion=true"
+    rows = [{"plan": {"fsdp": 4, "xla_flags": [flag]}, "step_time_s": 1.0}, {"plan": {"fsdp": 4}, "step_time_s": 1.0}]
+    (found,) = read_groups(write(tmp_path, group(*rows)))
+    plans = [stated_plan(row.run)[1] for row in found.rows if row.run is not None]
+    assert [plan.provenance.get("xla_flags", {}).get("flags") for plan in plans] == [[flag], None]
+
+
 def test_shipped_groups_are_read():
     found = read_groups(PAIRS)
     assert len(found) == 40 and sum(len(each.rows) for each in found) == 195
