@@ -1,6 +1,7 @@
 """What a custom call of a compiled TPU program does: a Pallas kernel's flops and traffic, or nothing at all."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ _ATTENTION = re.compile(r"flash_attention|splash_m[hq]a")
 
 _FLOPS = {"fwd": 4, "dkv": 8, "dq": 6}
 """Of jax's attention kernels, for each pair of positions and head channel: two matmuls, four, three."""
+_LANES = 128
 _BLOCK = 512
 """Queries, and keys, in one block of scores, where the text does not tell: what jax's kernels take by default."""
 
@@ -54,27 +56,32 @@ def read_kernel(owner: Computation, op: Instruction) -> Kernel | None:
     flops, traffic = (_figure(op, key) for key in ("flops", "bytes_accessed"))
     if not flops and head and len(floats) > 1:
         queries, keys = floats[:2]
-        elements = 1
-        for size in queries.dims:
-            elements *= size
-        flops = _flops_of(name) * elements * keys.dims[-2]
+        flops = _flops_of(name) * math.prod(queries.dims) * keys.dims[-2]
     steps = 0.0
     if head and len(floats) > 1:
-        side = _side(operands, floats[0].dims[-2], floats[1].dims[-2])
-        block = min(side, floats[0].dims[-2]) * min(side, floats[1].dims[-2])
-        steps = flops / (_flops_of(name) * head * block)
+        scores = flops / (_flops_of(name) * head)
+        steps = scores / math.prod(_block(operands, floats[0], floats[1].dims[-2], scores))
     return Kernel(name, flops, traffic or sum(s.bytes for s in operands) + op.bytes, head, steps)
 
 
-def _side(operands: Sequence[Shape], queries: int, keys: int) -> int:
-    """Queries, and keys, of a block: splash attention's tables `[heads, rows, columns]` have an entry for each.
+def _block(operands: Sequence[Shape], queries: Shape, keys: int, scores: float) -> tuple[int, int]:
+    """Queries and keys of a block: splash attention's tables `[heads, rows, columns]` have an entry for each.
 
-    A window leaves fewer rows or columns than there are blocks, so the smaller one of the two is taken.
+    A window leaves fewer rows or columns than there are blocks, and then nearly every entry is computed: sides of which
+    less than half of the entries would be are too long, and the smaller one is taken for both, as is one that is no
+    multiple of a register's lanes. Without a mask that leaves blocks out, half of them and more are computed.
     """
+    length = queries.dims[-2]
     for shape in operands:
         if shape.dtype in ("s8", "s16", "s32") and len(shape.dims) == 3 and min(shape.dims) > 0:
-            return min(queries // shape.dims[1], keys // shape.dims[2]) or _BLOCK
-    return _BLOCK
+            rows, columns = shape.dims[1:]
+            sides = length // rows, keys // columns
+            entries = math.prod(queries.dims[:-2]) * rows * columns
+            whole = all(side and side % _LANES == 0 for side in sides)
+            if not whole or scores < 0.5 * entries * math.prod(sides):
+                sides = (min(sides) or _BLOCK,) * 2
+            return min(sides[0], length), min(sides[1], keys)
+    return min(_BLOCK, length), min(_BLOCK, keys)
 
 
 def _flops_of(name: str) -> int:

@@ -1,5 +1,7 @@
 """Times from schedules: flops, traffic, collectives hidden and exposed, loops, transfers between slices."""
 
+import math
+
 import pytest
 
 from autoshard.cost import Collectives, Compute, Topology, make_mesh
@@ -319,6 +321,7 @@ def test_the_timeline_adds_up_and_shows_links_beside_compute():
 def kernel(name: str, cost: str, operands: str = "%q, %k, %k") -> str:
     shapes = "  %q = bf16[2,4,1,1024,128] parameter(0)\n  %k = bf16[2,4,1024,128] parameter(1)\n"
     shapes += "  %whole = s8[1,1,1] parameter(2)\n  %window = s8[1,4,2] parameter(3)\n"
+    shapes += "  %flat = s8[1,2,8] parameter(4)\n"
     call = (
         f'  ROOT %c = bf16[2,4,1,1024,128] custom-call({operands}), custom_call_target="tpu_custom_call", '
         'frontend_attributes={kernel_metadata={\n"block":"512"\n}}, '
@@ -338,12 +341,17 @@ def test_a_kernel_takes_what_it_says_of_itself():
     assert attention.by_kind["kernel"] == pytest.approx(float(busy))
 
 
-@pytest.mark.parametrize(("table", "side"), [("%whole", 1024), ("%window", 256)])
-def test_the_blocks_of_splash_attention_are_told_by_its_tables(table: str, side: int):
-    cost = '"cost_estimate":{"bytes_accessed":"1000","flops":"5000000000","transcendentals":"0"}'
+@pytest.mark.parametrize(("table", "blocks", "sides"), [
+    ("%whole", 1, (1024, 1024)),
+    ("%window", 7, (256, 256)),  # of 4 x 4 blocks, none of which is beyond the two columns of the table
+    ("%flat", 12, (512, 128)),  # causal: 4 and 8 of 8 blocks of keys
+])  # fmt: skip
+def test_the_blocks_of_splash_attention_are_told_by_its_tables(table: str, blocks: int, sides: tuple[int, int]):
+    scores = 8.0 * blocks * math.prod(sides)
+    cost = f'"cost_estimate":{{"bytes_accessed":"1000","flops":"{scores * 4 * 128:.0f}","transcendentals":"0"}}'
     attention = estimate(kernel("splash_mqa_fwd", cost, f"{table}, %q, %k, %k"), MESH)
-    busy = COMPUTE.attention_seconds(5e9 / 256, 128, 128, 1, "bf16", 1000)
-    busy += COMPUTE.step_seconds(5e9 / (4 * 128) / side**2)
+    busy = COMPUTE.attention_seconds(2.0 * scores, 128, 128, 1, "bf16", 1000)
+    busy += COMPUTE.step_seconds(8.0 * blocks)
     assert attention.by_kind["kernel"] == pytest.approx(float(busy))
 
 
