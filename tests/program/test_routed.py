@@ -12,7 +12,7 @@ from autoshard.cost import Decoder
 from autoshard.errors import UserError
 from autoshard.graph import read_graph
 from autoshard.program import Program, Role, decoder_program
-from autoshard.program._routed import expert_shapes, routed
+from autoshard.program._routed import Routing, expert_shapes, routed
 
 
 DIMS = Decoder(
@@ -71,7 +71,9 @@ def test_values_and_gradients_are_those_of_a_plain_mixture(routing: str, factor:
     def total(made: Any, *given: Any) -> Any:
         return (made(*given) * jnp.cos(jnp.arange(32.0))).sum()
 
-    found = jax.value_and_grad(lambda w, v: total(lambda *a: routed(DIMS, a[1], a[0], routing, factor), w, v), (0, 1))
+    found = jax.value_and_grad(
+        lambda w, v: total(lambda *a: routed(DIMS, a[1], a[0], Routing(routing, factor)), w, v), (0, 1)
+    )
     wanted = jax.value_and_grad(lambda w, v: total(plain, w, v), (0, 1))
     for mine, theirs in zip(jax.tree.leaves(found(weights, x)), jax.tree.leaves(wanted(weights, x)), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=2e-4)
@@ -81,7 +83,7 @@ def test_tokens_beyond_the_slots_are_dropped() -> None:
     weights, x = values()
     same = jnp.broadcast_to(x[:1, :1], x.shape)  # one sequence's tokens all choose the same two experts: 8 slots each
     lone = {k: jnp.zeros_like(v) if k.startswith("shared") else v for k, v in weights.items()}
-    found = np.asarray(routed(DIMS, same, lone, "capacity", 1.0))
+    found = np.asarray(routed(DIMS, same, lone, Routing("capacity")))
     np.testing.assert_allclose(found[:, :8], plain(lone, same)[:, :8], rtol=1e-4, atol=1e-5)
     assert not found[:, 8:].any() and found[:, :8].any()
 
@@ -123,7 +125,9 @@ def test_moments_and_offloads() -> None:
 
 
 def test_bad_settings_are_named() -> None:
-    with pytest.raises(UserError, match="routing 'some' is not known; known are dropless, capacity, sorted and"):
+    with pytest.raises(
+        UserError, match="routing 'some' is not known; known are dropless, capacity, kernels, sorted and"
+    ):
         step(routing="some")
     with pytest.raises(UserError, match="4 experts do not divide into the 3 groups of 'sorted:3'"):
         step(routing="sorted:3")

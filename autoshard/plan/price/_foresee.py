@@ -79,7 +79,7 @@ class _Values:
     @property
     def can_offload(self) -> bool:
         """Whether a host's memory is another one than the devices'."""
-        return self.model.mesh.topology.backend != "cpu"
+        return not self.model.mesh.topology.traits.shares_machine
 
     def alone(self, place: Occurrence) -> float:
         """Seconds of the op that computes a value again."""
