@@ -324,9 +324,9 @@ class _RecipeSearch:
         It is foreseen from the plan of the best recipe with everything computed again, and planned on that one's mesh.
         """
         assert self.best is not None
-        best, base = self.best[0].recipe, self.best[0].recipe.but(remat=FULL)
-        if FULL not in remats or best.arguments["remat"] == REMATS[0]:
-            return False  # nothing is computed again
+        base = self.best[0].recipe.but(remat=FULL)
+        if FULL not in remats:
+            return False
         if base not in self.full:  # it was known to be slower: what its layers may keep was not looked at
             self.tried = [each for each in self.tried if each.recipe != base]
             self.plan(base, whatever=True, mesh=dict(self.best[1].plan.mesh), refine_axes=False)
