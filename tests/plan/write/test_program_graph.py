@@ -180,7 +180,7 @@ def test_a_plan_of_another_program_is_refused(planned: tuple[Program, Plan], pro
 
 
 def test_a_graph_that_is_shown_does_not_fill_the_screen():
-    """What a session prints of a graph and of its program names them: their modules may have megabytes."""
+    """What an interpreter prints of a graph and of its program names them: their modules may have megabytes."""
     program = programs.program("decoder")
     shown = repr(program.graph())
     assert shown.startswith("ProgramGraph(program=Program(name=") and "OpGraph" not in shown and "MLIR" not in shown
