@@ -8,7 +8,7 @@ import functools
 from typing import Any
 
 from autoshard.program._register import RuledFunction
-from autoshard.rules import parse_call_rule
+from autoshard.rules import CallRule, parse_call_rule
 
 
 NAME = "grouped_matmul"
@@ -52,27 +52,19 @@ def _forward(real: int, owned: str, busiest: float) -> RuledFunction:
     def fn(rows: Any, weight: Any, sizes: Any) -> Any:
         return _products(rows, weight.swapaxes(1, 2), sizes)
 
-    rule = parse_call_rule(
-        NAME,
-        f"g p r d, {owned} f d, g p e -> g p r f",
-        reduction="d",
-        need_replication="r e",
-        flops=f"{2 * real} d f",
-    )
-    return RuledFunction(fn, rule, (), _uneven(busiest))
+    return RuledFunction(fn, _rule(real, f"g p r d, {owned} f d, g p e -> g p r f", "d"), (), _uneven(busiest))
 
 
 @functools.cache
 def _backward(real: int, owned: str, busiest: float) -> RuledFunction:
     """The gradient of the rows."""
-    rule = parse_call_rule(
-        NAME,
-        f"g p r f, {owned} f d, g p e -> g p r d",
-        reduction="f",
-        need_replication="r e",
-        flops=f"{2 * real} d f",
-    )
+    rule = _rule(real, f"g p r f, {owned} f d, g p e -> g p r d", "f")
     return RuledFunction(_products, rule, (), _uneven(busiest))
+
+
+def _rule(real: int, text: str, summed: str) -> CallRule:
+    """The rule of a product of rows, which is summed over one factor; rows and experts of a group stay whole."""
+    return parse_call_rule(NAME, text, reduction=summed, need_replication="r e", flops=f"{2 * real} d f")
 
 
 @functools.cache
