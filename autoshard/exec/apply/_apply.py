@@ -259,11 +259,8 @@ PLACEMENT = "annotate_device_placement"
 
 
 def check_host_memory(device: Any) -> None:
-    """Raises `UserError` if nothing can wait in the memory of the host of `device`; chips that are not here have it."""
-    try:
-        kinds = [memory.kind for memory in device.addressable_memories()]
-    except Exception:  # a device of a topology, which no runtime stands behind
-        return
+    """Raises `UserError` if nothing can wait in the host memory of `device`, which may be a chip of a topology."""
+    kinds = [memory.kind for memory in device.addressable_memories()]
     if "pinned_host" not in kinds:
         raise UserError(
             f"the step sends values to its host, and {device.device_kind} devices have no memory there "
