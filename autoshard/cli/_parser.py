@@ -13,24 +13,8 @@ from typing import Any, NoReturn, TextIO
 
 from autoshard import __version__
 from autoshard.cli import _commands, _graph, _refine, _sweep
-from autoshard.cli._values import (
-    experts,
-    factor,
-    gib,
-    numbers,
-    or_auto,
-    pair,
-    positive,
-    prices,
-    remat,
-    remats,
-    roles,
-    seconds,
-    seconds_or_none,
-    texts,
-    tolerance,
-    xla_flags,
-)
+from autoshard.cli._groups import add_cache, add_candidates, add_flags, add_limits, add_planning, add_program
+from autoshard.cli._values import positive, prices, seconds, texts, tolerance
 from autoshard.errors import UserError
 
 
@@ -92,9 +76,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
 
     plan = _command(commands, "plan", _commands.run_plan, "choose a sharding for every tensor", PROGRAM_HELP)
-    _add_program(plan, auto=True)
-    _add_planning(plan, required=True)
-    _add_candidates(plan)
+    add_program(plan, auto=True)
+    add_planning(plan, required=True)
+    add_candidates(plan)
     plan.add_argument("--out", metavar="PLAN.json", type=Path, help="write the plan here, candidates beside it")
     plan.add_argument(
         "--for",
@@ -102,12 +86,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FORM",
         help="only what this form of export can hold: dtensor, flax ...",
     )
-    _add_cache(plan)
+    add_cache(plan)
 
     measure = _command(
         commands, "measure", _commands.run_measure, "run a planned program on the devices that are here", PROGRAM_HELP
     )
-    _add_program(measure)
+    add_program(measure)
     measure.add_argument("--plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
     measure.add_argument(
         "--check", action="store_true", help="compare with the unplanned run; exit code 1 if it differs"
@@ -117,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     measure.add_argument("--profile", metavar="P.json.gz", type=Path, help="write a trace of one more step here")
     measure.add_argument("--steps", type=positive, default=10, metavar="N", help="steps to time (default: 10)")
-    _add_planning(measure, required=False)
+    add_planning(measure, required=False)
 
     compile_ = _command(
         commands,
@@ -126,7 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
         "compile a planned program for TPUs, without a TPU",
         PROGRAM_HELP,
     )
-    _add_program(compile_)
+    add_program(compile_)
     compile_.add_argument("--plan", required=True, metavar="PLAN.json", type=Path, help="from `autoshard plan --out`")
     compile_.add_argument("--hlo", metavar="OUT.txt", type=Path, help="write the compiled program here")
     compile_.add_argument("--time-limit", type=seconds, default=600.0, metavar="S", help="in all (default: 600)")
@@ -134,20 +118,20 @@ def build_parser() -> argparse.ArgumentParser:
     compare = _command(
         commands, "compare", _commands.run_compare, "set the plan beside every plan that people write", PROGRAM_HELP
     )
-    _add_program(compare)
-    _add_candidates(compare)
+    add_program(compare)
+    add_candidates(compare)
     compare.add_argument("--compile", action="store_true", help="compile each for its TPUs, without a TPU")
     compare.add_argument("--measure", action="store_true", help="run each on the devices that are here")
     compare.add_argument("--steps", type=positive, default=10, metavar="N", help="steps to time (default: 10)")
-    _add_planning(compare, required=True)
+    add_planning(compare, required=True)
 
     sweep = _command(
         commands, "sweep", _sweep.run_sweep, "plan for several topologies, batches and remat variants", PROGRAM_HELP
     )
-    _add_program(sweep, several=True)
+    add_program(sweep, several=True)
     sweep.add_argument("--topology", required=True, type=texts, metavar="T,T,...", help="v5e:16x16,v5p:4x4x8 ...")
-    _add_limits(sweep)
-    _add_flags(sweep)
+    add_limits(sweep)
+    add_flags(sweep)
     sweep.add_argument(
         "--price",
         type=prices,
@@ -157,7 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sweep.add_argument("--jobs", type=positive, metavar="N", help="processes that plan (default: one for each core)")
     sweep.add_argument("--out", metavar="SWEEP.json", type=Path, help="keep rows here; rows it has are not made again")
-    _add_cache(sweep)
+    add_cache(sweep)
     sweep.add_argument("--plot", metavar="SWEEP.png", type=Path, help="draw step time, MFU and headroom here")
 
     refine = _command(
@@ -167,8 +151,8 @@ def build_parser() -> argparse.ArgumentParser:
         "plan, have the best plans judged, learn from it, and plan again until the choice stands",
         PROGRAM_HELP,
     )
-    _add_program(refine)
-    _add_planning(refine, required=True, problem=False)
+    add_program(refine)
+    add_planning(refine, required=True, problem=False)
     refine.add_argument(
         "--judge",
         choices=("compile", "measure"),
@@ -224,7 +208,7 @@ def build_parser() -> argparse.ArgumentParser:
     graph = _command(
         commands, "graph", _graph.run_graph, "write a program's ops and tensors as a graph, or draw them", PROGRAM_HELP
     )
-    _add_program(graph)
+    add_program(graph)
     graph.add_argument(
         "--plan", metavar="PLAN.json", type=Path, help="a plan of the program: specs, times, collectives"
     )
@@ -265,12 +249,6 @@ def parser_of(parser: argparse.ArgumentParser, command: str) -> argparse.Argumen
     return choices[command]
 
 
-def _add_cache(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--no-cache", dest="cached", action="store_false", help="read the program anew (AUTOSHARD_CACHE_DIR keeps it)"
-    )
-
-
 def _command(
     commands: Any,
     name: str,
@@ -291,151 +269,3 @@ def _command(
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
-
-
-def _add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bool = False) -> None:
-    """`several`: batches and remat variants are lists; `auto`: these and microbatches may be left to the planner."""
-    chosen = or_auto if auto else lambda parse: parse
-    best = "; auto: the fastest" if auto else ""
-    parser.add_argument("program", metavar="PROGRAM", help="model.py, step.mlir or hf:CONFIG, see below")
-    parser.add_argument("--entry", default="program", metavar="NAME", help="name in model.py (default: program)")
-    parser.add_argument(
-        "--roles",
-        type=roles,
-        metavar="NAME=ROLE,...",
-        help="what arguments are for where a file does not say: parameter, optimizer_state, batch or other, by name, "
-        "start of names, or arg0-arg7",
-    )
-    parser.add_argument(
-        "--rules", metavar="RULES.py", type=Path, help="calls autoshard.register_rule for custom calls of the program"
-    )
-    group = parser.add_argument_group("for hf:CONFIG")
-    mode = group.add_mutually_exclusive_group()
-    mode.add_argument("--train", action="store_true", default=None, help="a training step: loss, backward, optimizer")
-    mode.add_argument("--infer", action="store_false", dest="train", default=None, help="a forward pass")
-    if several:
-        group.add_argument("--batch", type=numbers, metavar="N,N,...", help="sequences in one step, over all devices")
-    else:
-        group.add_argument(
-            "--batch", type=chosen(positive), metavar="N", help="sequences in one step, over all devices" + best
-        )
-    group.add_argument("--seq", type=positive, metavar="N", help="tokens of one sequence")
-    group.add_argument("--image", type=positive, metavar="N", help="pixels of one side, for models of images")
-    group.add_argument("--dtype", metavar="DTYPE", help="to compute in (default: bfloat16)")
-    group.add_argument("--param-dtype", metavar="DTYPE", help="of parameters (default: float32 in training)")
-    group.add_argument("--state-dtype", metavar="DTYPE", help="of the optimizer's state (default: float32)")
-    again = "what the backward pass computes again: none, dots, full, full,keep=q_proj,offload=input (by value), "
-    again += "or full:20+none for the first 20 layers alone"
-    if several:
-        group.add_argument("--remat", type=remats, metavar="R,R,...", help=again)
-    else:
-        group.add_argument("--remat", type=chosen(remat), metavar="R", help=again + best)
-    group.add_argument("--optimizer", metavar="NAME", help="adamw (default), sgd, momentum")
-    group.add_argument(
-        "--attention",
-        choices=("plain", "splash", "auto"),
-        help="scores in memory (plain), jax's splash kernel, or (auto) that kernel on TPUs wherever it can be",
-    )
-    group.add_argument(
-        "--exchange",
-        choices=("auto", "gather", "heads", "ring"),
-        help="how queries meet keys and values where the sequence is split: gathered, by heads, or around a ring"
-        + best,
-    )
-    group.add_argument(
-        "--microbatches",
-        type=chosen(positive),
-        metavar="N",
-        help="parts of the batch that are computed one after the other; their gradients are averaged" + best,
-    )
-    group.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
-    group.add_argument("--cache", type=positive, metavar="N", help="tokens the cache holds (default: --seq)")
-    group.add_argument(
-        "--experts",
-        type=chosen(experts),
-        metavar="E",
-        help="how tokens reach experts: einsums into slots (the default; slots:all drops none), sorted, or sorted:8 "
-        "for experts in 8 groups" + ("; auto: the fastest that drops none" if auto else ""),
-    )
-    group.add_argument(
-        "--capacity-factor",
-        type=factor,
-        metavar="X",
-        help="slots of an expert over its mean number of tokens (default: 1.25), or rows of a group (default: for all)",
-    )
-    group.add_argument(
-        "--imbalance",
-        type=factor,
-        metavar="X",
-        help="the busiest device has X times the mean number of tokens for its experts (default: 1; for sorted:8)",
-    )
-
-
-def _add_planning(parser: argparse.ArgumentParser, required: bool, problem: bool = True) -> None:
-    """`problem`: the Problem can be written, there is one for each plan."""
-    group = parser.add_argument_group("planning")
-    group.add_argument("--topology", required=required, metavar="CHIP:SHAPE", help="v5p:4x8x8, v6e:16x16*2, cpu:8 ...")
-    _add_limits(group)
-    _add_flags(group)
-    if problem:
-        group.add_argument(
-            "--save-problem", type=Path, metavar="P.json.gz", help="write the Problem, in the contest's format"
-        )
-    fixed = parser.add_argument_group("specs that you fix; the rest is chosen for them (docs/constraints.md)")
-    for flag, form, text in (
-        ("--pin", "NAME=SPEC", "the spec of tensors by name or pattern: '*.mlp.*.weight=model,None'"),
-        ("--forbid", "NAME=AXIS", "an axis that may not split these tensors"),
-        ("--axis-only", "AXIS=GROUP", "an axis that may split this dim group only: data=batch"),
-    ):
-        fixed.add_argument(flag, action="append", default=[], type=pair(form), metavar=form, help=text)
-    fixed.add_argument("--replicate", action="append", default=[], metavar="NAME", help="tensors that stay whole")
-    fixed.add_argument(
-        "--ignore-constraints",
-        action="store_true",
-        help="lift what the program itself asks for (with_sharding_constraint, shardings of arguments; not shard_map)",
-    )
-    fixed.add_argument("--pin-from", metavar="PLAN.json", type=Path, help="the parameters' specs of another plan")
-
-
-def _add_flags(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--xla-flags",
-        type=xla_flags,
-        metavar='SET|"--xla_A=B ..."',
-        help="compiler flags that the step will run with, as in LIBTPU_INIT_ARGS (which is read without), or a set of "
-        "them (default, async, sparsecore); what they hide is priced so",
-    )
-
-
-def _add_candidates(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--candidates",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="offer up to N plans that really differ, ours the first (default: 1)",
-    )
-
-
-def _add_limits(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--mesh",
-        metavar="AXIS=N,...",
-        help="axes and sizes, major first (default: XLA_AUTO_SPMD_MESH, else the best is looked for, as by auto)",
-    )
-    group.add_argument("--memory-limit", type=gib, metavar="GiB", help="of one device (default: what the chip has)")
-    limit = "of processor for each solve (default: 60); its work is bounded anyway, and inf is allowed"
-    group.add_argument("--time-limit", type=seconds_or_none, default=60.0, metavar="S", help=limit)
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of searches that draw lots (default: 0)")
-    group.add_argument(
-        "--no-refine-axes",
-        dest="refine_axes",
-        action="store_false",
-        help="keep axes whole where a dim could use a part of one (8 heads on an axis of 16)",
-    )
-    group.add_argument(
-        "--no-calibration",
-        dest="calibration",
-        action="store_false",
-        help="price with the shipped figures, whatever `autoshard refine` has seen (AUTOSHARD_DATA_DIR keeps it)",
-    )
