@@ -12,6 +12,7 @@ A collective is hidden, wholly or by a share, where the compiler can run it besi
   synchronous op: `Calibration.reduction_overlap` of it;
 - either of them between slices or islands is a send and a receive, which run beside compute:
   `Calibration.network_overlap` of it;
+- neither of them is hidden within a slice at an op that stands alone between loops (`_between_loops`);
 - what stands at a matmul (the gather of its operand, the reduce-scatter of its result) is pipelined into it as a loop
   of permutes beside parts of the matmul, if the group is no larger than `Calibration.pipelined_max_group`, more than a
   pair or a square of chips, stays on ICI, and the matmul is `Calibration.pipelined_columns` wide (`columns_beside`):
@@ -51,10 +52,23 @@ class Overlap(enum.StrEnum):
     GRADIENTS = "gradients"
     MATMUL = "matmul"
     GRADIENTS_AT_MATMUL = "gradients at a matmul"
+    NETWORK = "the network alone"
+    NETWORK_AT_MATMUL = "the network alone, at a matmul"
 
 
-AT_NARROW = {Overlap.MATMUL: Overlap.NONE, Overlap.GRADIENTS_AT_MATMUL: Overlap.GRADIENTS}
+AT_NARROW = {
+    Overlap.MATMUL: Overlap.NONE,
+    Overlap.GRADIENTS_AT_MATMUL: Overlap.GRADIENTS,
+    Overlap.NETWORK_AT_MATMUL: Overlap.NETWORK,
+}
 """What a move may hide behind at a matmul that is too narrow to have it pipelined into it."""
+
+ALONE = {
+    Overlap.PARAMETERS: Overlap.NETWORK,
+    Overlap.GRADIENTS: Overlap.NETWORK,
+    Overlap.GRADIENTS_AT_MATMUL: Overlap.NETWORK_AT_MATMUL,
+}
+"""What a move may hide behind at an op that stands alone between loops, for what it may elsewhere."""
 
 _EARLY = {
     "all-gather": ("gather_overlap",),
@@ -99,8 +113,8 @@ def hiding_figures(collectives: Collectives, overlap: Overlap, kind: str, axes: 
         return ("network_overlap",)
     if overlap is Overlap.PARAMETERS:
         return _EARLY[kind]
-    found = () if overlap is Overlap.MATMUL else ("reduction_overlap",)
-    if overlap is not Overlap.GRADIENTS and kind in ("all-gather", "reduce-scatter") and "network" not in kinds:
+    found = ("reduction_overlap",) if overlap in (Overlap.GRADIENTS, Overlap.GRADIENTS_AT_MATMUL) else ()
+    if overlap in AT_NARROW and kind in ("all-gather", "reduce-scatter") and "network" not in kinds:
         group = math.prod(mesh.axes[axis] for axis in axes)
         if group <= collectives.calibration.pipelined_max_group and _is_looped(mesh, axes):
             found = (*found, PIPELINED)

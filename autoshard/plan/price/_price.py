@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from autoshard.cost import Calibration, Mesh
 from autoshard.graph import FactorKind, Liveness, Op, OpClass, OpGraph, Structure
 from autoshard.plan.model._axis_parts import AxisParts
+from autoshard.plan.model._between_loops import alone_between_loops
 from autoshard.plan.model._factors import factor_states
 from autoshard.plan.model._heavy import result_states
 from autoshard.plan.model._model import EXPOSED, Channel, MemoryTerm, Model, Node, Path, Reshard
-from autoshard.plan.model._overlap import AT_NARROW, Overlap, columns_beside
+from autoshard.plan.model._overlap import ALONE, AT_NARROW, Overlap, columns_beside
 from autoshard.plan.price._nodes import NodePricer
 from autoshard.plan.price._path_tables import PathTables
 from autoshard.plan.price._paths import PathPrices
@@ -94,6 +95,7 @@ class _Pricer(NodePricer):
         self.reshards: list[Reshard] = []
         self.paths: dict[tuple[object, ...], dict[str, Seconds]] = {} if tables is None else tables.of(self.mesh)
         self.path_prices = PathPrices(self.collectives, self.link_of)
+        self.alone = alone_between_loops(self.graph, self.structure, self.stored, self.updated)
 
     def model(self) -> Model:
         cluster_node = tuple(range(len(self.structure.clusters)))
@@ -339,6 +341,11 @@ class _Pricer(NodePricer):
         """What a move may hide behind: it waits for parameters, feeds the optimizer, or stands at a matmul."""
         if op < 0:
             return Overlap.NONE
+        found = self.overlap_anywhere(source, target, op)
+        return ALONE.get(found, found) if op in self.alone else found
+
+    def overlap_anywhere(self, source: int, target: int, op: int) -> Overlap:
+        """What it may hide behind where there is compute beside it."""
         origin = self.nodes[source]
         cluster = origin.ref if origin.kind == "cluster" else -1
         if origin.kind == "copy":

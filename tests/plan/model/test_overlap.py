@@ -45,6 +45,10 @@ FAR = POD.calibration.network_overlap
         (Overlap.MATMUL, "all-reduce", ("model",), 0.0),
         (Overlap.MATMUL, "all-gather", ("slice",), 0.0),
         (Overlap.NONE, "all-gather", ("model",), 0.0),
+        (Overlap.NETWORK, "all-gather", ("data",), 0.0),
+        (Overlap.NETWORK, "reduce-scatter", ("slice",), FAR),
+        (Overlap.NETWORK_AT_MATMUL, "reduce-scatter", ("model",), PIPELINED),
+        (Overlap.NETWORK_AT_MATMUL, "all-reduce", ("slice",), FAR),
     ],
 )
 def test_share(overlap: Overlap, kind: str, axes: tuple[str, ...], expected: float) -> None:
