@@ -39,6 +39,8 @@ _TORCHPRIME = {
     "splash": KernelBlocks((2048, 2048), (2048, 2048), (2048, 2048), fused=True),
 }
 """Blocks of the kernels that torchprime calls: of its attention module, and torch_xla.experimental.splash_attention."""
+_TIMES = ("step_time_s", "device_s", "tokens_per_s_per_chip")
+"""What a row says of its time."""
 _SAVES: dict[str, str] = {
     "decoder_layer_input": "input",
     "query_proj": "query",
@@ -163,11 +165,29 @@ def _row(group: Mapping[str, Any], row: Mapping[str, Any], origin: str) -> Measu
         return dataclasses.replace(bare, skipped=str(error))
     except (KeyError, TypeError, ValueError) as error:
         return dataclasses.replace(bare, skipped=f"{origin} holds a value of another kind than is expected: {error}")
-    return dataclasses.replace(_measured(bare, row, run), run=run)
+    found = dataclasses.replace(_measured(bare, row, run), run=run)
+    return _on_device(found, row) if group.get("order_metric") == "device_s" else found
+
+
+def _on_device(found: MeasuredPlan, row: Mapping[str, Any]) -> MeasuredPlan:
+    """The row with its devices' time in place of that between steps on the host, which is not the plan's: the source
+    orders its rows by it. A row that does not state it has no time to compare."""
+    step = row.get("device_s")
+    if step is None or found.step_s is None or found.token_s is None:
+        return dataclasses.replace(found, step_s=None, token_s=None)
+    return dataclasses.replace(found, step_s=step, token_s=found.token_s * step / found.step_s)
 
 
 def _check_measured(row: Mapping[str, Any], origin: str) -> None:
-    for key in ("step_time_s", "tokens_per_s_per_chip", "peak_memory_gib", "needed_gib", "limit_gib", "mfu"):
+    for key in (
+        "step_time_s",
+        "device_s",
+        "tokens_per_s_per_chip",
+        "peak_memory_gib",
+        "needed_gib",
+        "limit_gib",
+        "mfu",
+    ):
         value = row.get(key)
         if value is not None and not (isinstance(value, int | float) and not isinstance(value, bool) and value > 0):
             raise UserError(f"{origin}: {key} is {value!r}, expected a number above 0")

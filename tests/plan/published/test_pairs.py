@@ -63,6 +63,16 @@ def test_rows_are_read_as_runs(tmp_path: pathlib.Path):
     assert (fourth.fits, fourth.peak_bytes) == (None, 2 << 30)
 
 
+def test_the_time_is_the_devices_where_the_source_orders_by_it(tmp_path: pathlib.Path):
+    rows = [{"plan": {"fsdp": 4}, "step_time_s": 0.5, "device_s": 0.4}, {"plan": {"dp": 4}, "step_time_s": 0.6}]
+    (found,) = read_groups(write(tmp_path, group(*rows, order_metric="device_s")))
+    assert [row.step_s for row in found.rows] == [0.4, None]
+    assert found.rows[0].token_s == pytest.approx(0.4 / 1024)
+    assert [row.fits for row in found.rows] == [True, True]
+    (found,) = read_groups(write(tmp_path, group(*rows, order_metric="step_time_s")))
+    assert [row.step_s for row in found.rows] == [0.5, 0.6]
+
+
 def test_dtypes_and_the_optimizer_are_those_of_the_row(tmp_path: pathlib.Path):
     fixed = {"seq": 256, "per_device_batch": 1, "dtype": "bf16 parameters", "optimizer": "adafactor"}
     rows = [{"plan": {"fsdp": 4}}, {"plan": {"fsdp": 4, "dtype": "f32 compute and weights", "optimizer": "adamw f32"}}]
