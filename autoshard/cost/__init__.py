@@ -36,7 +36,9 @@ from autoshard.cost._fit import Fit as Fit
 from autoshard.cost._fit import Fitted as Fitted
 from autoshard.cost._fit import fit as fit
 from autoshard.cost._fit import hidden_share as hidden_share
+from autoshard.cost._flags import CLOCK as CLOCK
 from autoshard.cost._flags import FLAG_SETS as FLAG_SETS
+from autoshard.cost._flags import HIGHEST_STATE as HIGHEST_STATE
 from autoshard.cost._flags import Flagged as Flagged
 from autoshard.cost._flags import chosen_flags as chosen_flags
 from autoshard.cost._flags import flag_set as flag_set

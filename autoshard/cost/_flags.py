@@ -32,6 +32,12 @@ no published run."""
 FUSED_AS = "v5e"
 """The generation that fuses gathers with compute by itself: the only measure of it, since libtpu 0.0.51 refuses the
 flag elsewhere."""
+CLOCK = "xla_tpu_dvfs_p_state"
+HIGHEST_STATE, STATE_STEP = 7, 0.028
+"""The state of a TPU's highest clock, and the share of it by which each state below is slower. Measured steps of a
+mixture on 64 tpu7x chips are 1.035 and 1.086 times as long at states 5 and 3 as at 7 (Hunyuan3-295B, the group
+hy3-295b-v7x64-bf16-mesh-clock of the measured pairs): fitted to these two ratios and nothing else. Other generations'
+states are assumed to be as far apart."""
 NEVER_MIB = 100_000
 """A threshold that no operand reaches: matmuls are not pipelined with their collectives."""
 
@@ -167,7 +173,7 @@ def with_flags(calibration: Calibration, flags: Iterable[str]) -> Flagged:
     chip = load_chip(calibration.chip)
     if not chip.traits.compiles_ahead:
         return Flagged(calibration, {}, (), (f"XLA flags are not priced on {calibration.chip}: they are TPUs'.",))
-    effects = _effects(said, chip)
+    effects = _effects(said, chip, calibration)
     own = own_figures(calibration.chip)
     figures, priced, notes = {}, [], []
     for figure, (value, why) in effects.items():
@@ -183,7 +189,7 @@ def with_flags(calibration: Calibration, flags: Iterable[str]) -> Flagged:
     return Flagged(changed, figures, tuple(priced), (*notes, *_unpriced(said, chip)))
 
 
-def _effects(said: Mapping[str, str], chip: Chip) -> dict[str, tuple[float, str]]:
+def _effects(said: Mapping[str, str], chip: Chip, calibration: Calibration) -> dict[str, tuple[float, str]]:
     """Figure -> its value, and what makes it so; sentences that begin with `no` take away, the others give."""
     found: dict[str, tuple[float, str]] = {}
     sparse = chip.sparse_core_collectives == BY_FLAG
@@ -207,6 +213,15 @@ def _effects(said: Mapping[str, str], chip: Chip) -> dict[str, tuple[float, str]
     if sparse and _is_on(said, SPARSE_SUMS) and _is_on(said, SPARSE_SCATTERS):
         why = f"sums, and gathers that become sums, run on SparseCores (--{SPARSE_SUMS}, --{SPARSE_SCATTERS})"
         found["reduction_overlap"] = (SPARSE_SUM_SHARE, why)
+    state = _number(said, CLOCK, HIGHEST_STATE)
+    if not 0 <= state <= HIGHEST_STATE:
+        raise UserError(f"the XLA flag --{CLOCK} is {said[CLOCK]}, expected a number from 0 to {HIGHEST_STATE}.")
+    if state < HIGHEST_STATE:
+        clock = 1.0 - STATE_STEP * (HIGHEST_STATE - state)
+        for figure in ("matmul_efficiency", "vector_flops_per_s"):
+            found[figure] = (clock * getattr(calibration, figure), f"no higher clock than that of --{CLOCK}={state:g}")
+        for figure in ("op_overhead_s", "grid_step_s"):
+            found[figure] = (getattr(calibration, figure) / clock, f"at the clock of --{CLOCK}={state:g}")
     if _number(said, WINDOWED, 0.0) >= NEVER_MIB:
         found["pipelined_overlap"] = (0.0, f"no matmul is pipelined with its collectives (--{WINDOWED})")
     return found
@@ -232,7 +247,7 @@ def _unpriced(said: Mapping[str, str], chip: Chip) -> list[str]:
         notes.append(f"{one} alone changes no price: sums are priced as hidden if both kinds run on SparseCores.")
     if chip.fused_gathers == NONE and _is_on(said, FUSED_GATHERS):
         notes.append(f"libtpu 0.0.51 refuses --{FUSED_GATHERS} on {chip.name}; it is priced as on {FUSED_AS}.")
-    counted = {FUSED_GATHERS, SPARSE_GATHERS, SPARSE_SUMS, SPARSE_SCATTERS, WINDOWED} | _HELPERS
+    counted = {FUSED_GATHERS, SPARSE_GATHERS, SPARSE_SUMS, SPARSE_SCATTERS, WINDOWED, CLOCK} | _HELPERS
     other = [f"--{name}" for name in said if name not in counted]
     if other:
         notes.append(f"not in the price, whatever it does: {', '.join(other)}.")

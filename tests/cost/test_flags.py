@@ -5,7 +5,15 @@ import pathlib
 import pytest
 
 from autoshard.cost import chosen_flags, flag_set, load_calibration, load_chip, read_flags, save_calibration, with_flags
-from autoshard.cost._flags import FUSED_GATHERS, SPARSE_GATHERS, SPARSE_SCATTERS, SPARSE_SUMS, WINDOWED
+from autoshard.cost._flags import (
+    CLOCK,
+    FUSED_GATHERS,
+    SPARSE_GATHERS,
+    SPARSE_SCATTERS,
+    SPARSE_SUMS,
+    STATE_STEP,
+    WINDOWED,
+)
 from autoshard.errors import UserError
 
 
@@ -66,6 +74,17 @@ def test_sparse_cores_hide_gathers_and_sums_where_there_are_some() -> None:
     assert note.startswith(f"--{SPARSE_SUMS} alone changes no price")
 
 
+def test_a_lower_clock_slows_the_core_and_no_memory_or_link() -> None:
+    figures = load_calibration("v5p")
+    slow = with_flags(figures, [f"--{CLOCK}=3"])
+    clock = 1 - 4 * STATE_STEP
+    assert slow.calibration.matmul_efficiency == pytest.approx(clock * figures.matmul_efficiency)
+    assert slow.calibration.op_overhead_s == pytest.approx(figures.op_overhead_s / clock)
+    assert set(slow.figures) == {"matmul_efficiency", "vector_flops_per_s", "op_overhead_s", "grid_step_s"}
+    assert not slow.notes
+    assert with_flags(figures, [f"--{CLOCK}=7"]).figures == {}
+
+
 def test_flags_that_are_not_in_the_price_are_named() -> None:
     base = load_calibration("v5e")
     found = with_flags(base, read_flags("--xla_tpu_scoped_vmem_limit_kib=65536 --xla_made_up=3"))
@@ -81,6 +100,7 @@ def test_flags_that_are_not_in_the_price_are_named() -> None:
     [
         (f"--{FUSED_GATHERS}=perhaps", f"the XLA flag --{FUSED_GATHERS} is 'perhaps', expected true or false."),
         (f"--{WINDOWED}=many", f"the XLA flag --{WINDOWED} is 'many', expected a number."),
+        (f"--{CLOCK}=8", f"the XLA flag --{CLOCK} is 8, expected a number from 0 to 7."),
     ],
 )
 def test_values_that_make_no_sense_are_refused(flag: str, message: str) -> None:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from autoshard.cost import CLOCK, HIGHEST_STATE
 from autoshard.plan.published._published import IncompleteError, Run
 from autoshard.program import GroupedTiles
 
@@ -113,14 +114,11 @@ def _summed_late(run: Run, value: Any) -> Run:
     return dataclasses.replace(run, sums_late=value)
 
 
-_HIGHEST_CLOCK = 7
-
-
 def _clock(run: Run, value: Any) -> Run:
-    """The highest of a TPU's clocks is the one of its peak rates; how much slower the others are is not published."""
-    if value != _HIGHEST_CLOCK:
-        raise IncompleteError(f"dvfs={value}: rates at lower clocks are not known")
-    return run
+    """The state of a TPU's clock, as the compiler's flag says it."""
+    if not isinstance(value, int) or not 0 <= value <= HIGHEST_STATE:
+        raise IncompleteError(f"dvfs={value} is no state of a clock, 0 to {HIGHEST_STATE}")
+    return dataclasses.replace(run, flags=(*run.flags, f"--{CLOCK}={value}"))
 
 
 OPTIONS["cp_method"] = _context_method
