@@ -154,7 +154,7 @@ def _emit_ruled(found: Found, values: Sequence[Any], params: dict[str, Any]) -> 
     if isinstance(partition, Partition):
         name = partition.rule.name
         flops = bind(partition.rule, [a.shape for a in operands], [r.shape for r in results], f"of `{name}`").flops
-        work = mlir.CallWork(flops, uneven=partition.uneven)
+        work = dataclasses.replace(partition.work, flops=flops or partition.work.flops)
     else:
         name = getattr(call.jaxpr.debug_info, "func_name", "") or "custom_partitioning"
 

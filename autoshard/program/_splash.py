@@ -20,8 +20,9 @@ from autoshard.program._marks import CONTEXT, mark_of
 from autoshard.program._masks import computed_share, grid_steps, seen_share
 
 
-KERNELS = ("plain", "splash", "auto")
-"""How attention may be computed: scores in full, jax's splash kernel, or that kernel wherever it can be."""
+KERNELS = ("plain", "splash", "cached", "auto")
+"""How attention may be computed: scores in full, jax's splash kernel, a kernel over what a cache holds, or a kernel
+wherever it can be and gains something."""
 
 LANES = 128
 """Elements of a TPU register's row: blocks of scores are multiples of it."""
@@ -52,7 +53,7 @@ def check_kernel(kernel: str) -> str:
 
 @contextlib.contextmanager
 def attention_kernel(kernel: str, notes: list[str], exchange: str = "auto") -> Iterator[None]:
-    """While inside, attention is computed by `kernel` of `KERNELS`; `notes` say where `auto` cannot take splash.
+    """While inside, attention is computed by `kernel` of `KERNELS`; `notes` say where `auto` takes none.
 
     With the `exchange` `ring` its keys and values go around a ring; `notes` say where they cannot.
     """
@@ -71,12 +72,31 @@ def takes_splash(refused: str) -> bool:
     chosen = _chosen.get()
     if chosen is None or chosen.kernel == "plain":
         return False
+    if chosen.kernel == "cached":
+        raise UserError("attention `cached` is for steps of decoding (--serve decode); use `auto` or `splash`.")
     if not refused:
         return True
     if chosen.kernel == "splash":
         raise UserError(f"attention `splash` cannot be: {refused}; use `auto` or `plain`.")
     _note(chosen, f"An attention stays plain: {refused}.")
     return False
+
+
+def takes_cached(refused: str, idle: str) -> bool | None:
+    """Whether attention over a cache is computed by the kernel for it, which cannot do so for the reason `refused`, or
+    would gain nothing for the reason `idle` (each empty: it can, it gains); None where another one was asked for.
+
+    Raises `UserError` where the kernel was asked for by name.
+    """
+    chosen = _chosen.get()
+    if chosen is None or chosen.kernel in ("plain", "splash"):
+        return None
+    if refused and chosen.kernel == "cached":
+        raise UserError(f"attention `cached` cannot be: {refused}; use `auto` or `plain`.")
+    if chosen.kernel == "auto" and (refused or idle):
+        _note(chosen, f"An attention over the cache stays plain: {refused or idle}.")
+        return False
+    return True
 
 
 def takes_ring(refused: str) -> bool:
@@ -92,7 +112,7 @@ def takes_ring(refused: str) -> bool:
 def prefers_splash() -> bool:
     """Whether the kernel is wanted wherever it can be."""
     chosen = _chosen.get()
-    return chosen is not None and chosen.kernel != "plain"
+    return chosen is not None and chosen.kernel in ("splash", "auto")
 
 
 def _note(chosen: _Chosen, note: str) -> None:
