@@ -59,9 +59,9 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
     group.add_argument("--optimizer", metavar="NAME", help="adamw (default), sgd, momentum")
     group.add_argument(
         "--attention",
-        choices=("plain", "splash", "cached", "auto"),
-        help="scores in memory (plain), jax's splash kernel, one over a cache (cached), or (auto) a kernel on TPUs "
-        "wherever it can be and gains something",
+        choices=("plain", "splash", "cached", "cudnn", "auto"),
+        help="scores in memory (plain), jax's splash kernel, one over a cache (cached), cuDNN's on GPUs, or (auto) a "
+        "kernel on TPUs wherever it can be and gains something",
     )
     group.add_argument(
         "--exchange",

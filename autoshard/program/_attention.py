@@ -6,7 +6,7 @@ another makes XLA's partitioner compute all heads everywhere. Masks are comparis
 
 from typing import Any
 
-from autoshard.program import _cached, _flops, _splash
+from autoshard.program import _cached, _cudnn_attention, _flops, _splash
 from autoshard.program._cache import Held, held_by, only_shapes, query_position
 from autoshard.program._environment import environment
 from autoshard.program._marks import CONTEXT, mark
@@ -65,6 +65,13 @@ def attend(
         grouped = query.reshape(batch, groups, heads // groups, length, dim)
         kernel = _splash.prefers_splash() and not refused
         mixed = ring_attention(grouped, key, value, causal=causal, scale=scale, kernel=kernel)
+        return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, value.shape[-1])
+    more = "capped scores" if softcap is not None else "window without a causal mask" if window and not causal else ""
+    if not only_shapes() and _splash.takes_cudnn(
+        _cudnn_attention.cudnn_refusal(query, key, value, masked=masked, causal=causal, more=more)
+    ):
+        grouped = query.reshape(batch, groups, heads // groups, length, dim)
+        mixed = _cudnn_attention.cudnn_attention(grouped, key, value, causal=causal, window=window, scale=scale)
         return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, value.shape[-1])
     if cached is None and not only_shapes() and _splash.takes_splash(refused):
         grouped = query.reshape(batch, groups, heads // groups, length, dim)

@@ -137,8 +137,9 @@ def _shapes(avals: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _digest(*parts: Any) -> str:
-    """What tells calls of one name apart, the same in every process: addresses and source lines are left out."""
-    text = re.sub(r"0x[0-9a-f]+| at \S+:\d+|:\d+", "", "\n".join(map(str, parts)))
+    """What tells calls of one name apart, the same in every process: addresses and source lines are left out, and
+    whether kernels within are interpreted."""
+    text = re.sub(r"0x[0-9a-f]+| at \S+:\d+|:\d+|\binterpret=\w+", "", "\n".join(map(str, parts)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

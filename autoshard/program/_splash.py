@@ -20,9 +20,9 @@ from autoshard.program._marks import CONTEXT, mark_of
 from autoshard.program._masks import computed_share, grid_steps, seen_share
 
 
-KERNELS = ("plain", "splash", "cached", "auto")
-"""How attention may be computed: scores in full, jax's splash kernel, a kernel over what a cache holds, or a kernel
-wherever it can be and gains something."""
+KERNELS = ("plain", "splash", "cached", "cudnn", "auto")
+"""How attention may be computed: scores in full, jax's splash kernel, a kernel over what a cache holds, cuDNN's on
+GPUs, or one of the first three wherever it can be and gains something."""
 
 LANES = 128
 """Elements of a TPU register's row: blocks of scores are multiples of it."""
@@ -70,7 +70,7 @@ def takes_splash(refused: str) -> bool:
     Raises `UserError` where the kernel was asked for by name.
     """
     chosen = _chosen.get()
-    if chosen is None or chosen.kernel == "plain":
+    if chosen is None or chosen.kernel in ("plain", "cudnn"):
         return False
     if chosen.kernel == "cached":
         raise UserError("attention `cached` is for steps of decoding (--serve decode); use `auto` or `splash`.")
@@ -89,13 +89,26 @@ def takes_cached(refused: str, idle: str) -> bool | None:
     Raises `UserError` where the kernel was asked for by name.
     """
     chosen = _chosen.get()
-    if chosen is None or chosen.kernel in ("plain", "splash"):
+    if chosen is None or chosen.kernel not in ("cached", "auto"):
         return None
     if refused and chosen.kernel == "cached":
         raise UserError(f"attention `cached` cannot be: {refused}; use `auto` or `plain`.")
     if chosen.kernel == "auto" and (refused or idle):
         _note(chosen, f"An attention over the cache stays plain: {refused or idle}.")
         return False
+    return True
+
+
+def takes_cudnn(refused: str) -> bool:
+    """Whether attention that cuDNN cannot compute for the reason `refused` (empty: it can) is computed by it.
+
+    Raises `UserError` if it was asked for and cannot.
+    """
+    chosen = _chosen.get()
+    if chosen is None or chosen.kernel != "cudnn":
+        return False
+    if refused:
+        raise UserError(f"attention `cudnn` cannot be: {refused}; use `plain`.")
     return True
 
 

@@ -101,7 +101,7 @@ def test_what_the_kernel_cannot_take_is_said() -> None:
     assert not has_kernel(left) and any("An attention stays plain: its scores have a bias" in n for n in left.notes)
     with pytest.raises(UserError, match="100 queries of 100 keys are no multiples of 128"):
         step(Attention(2, 2, 32, True), 100, attention="splash")
-    with pytest.raises(UserError, match="attention `flash` is not known; use plain, splash, cached or auto"):
+    with pytest.raises(UserError, match="attention `flash` is not known; use plain, splash, cached, cudnn or auto"):
         step(module, 128, attention="flash")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autoshard.errors import UserError
-from autoshard.program import Program, _splash, open_source
+from autoshard.program import Program, _cached, _splash, open_source
 from autoshard.program._attention import attend
 from autoshard.program._cache import Held
 from autoshard.program._cached import _Blocks, cached_attention, cached_refusal, no_gain
@@ -97,6 +97,13 @@ def test_steps_of_decoding_are_the_same(tmp_path: Path, window: int | None) -> N
         assert np.abs(logits - again).max() <= 1e-5 * np.abs(logits).max()
         for left, right in zip(jax.tree.leaves(after), jax.tree.leaves(also), strict=True):
             assert np.abs(left - right).max() <= 1e-5 * np.abs(left).max()
+
+
+def test_the_program_is_the_same_where_kernels_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = decoding(tmp_path, attention="cached", seq=64, cache=128)
+    monkeypatch.setattr(_cached, "interpreted", lambda: False)
+    assert decoding(tmp_path, attention="cached", seq=64, cache=128).fingerprint == here.fingerprint
+    assert decoding(tmp_path, attention="cached", seq=64, cache=256).fingerprint != here.fingerprint
 
 
 def test_the_kernel_is_taken_where_it_gains_and_else_it_is_said(tmp_path: Path) -> None:
