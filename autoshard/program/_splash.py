@@ -24,6 +24,9 @@ KERNELS = ("plain", "splash", "cached", "cudnn", "auto")
 """How attention may be computed: scores in full, jax's splash kernel, a kernel over what a cache holds, cuDNN's on
 GPUs, or one of the first three wherever it can be and gains something."""
 
+GPU_AUTO = "auto:cudnn"
+"""What `auto` is where a program is planned for GPUs: cuDNN's kernel wherever it can be."""
+
 LANES = 128
 """Elements of a TPU register's row: blocks of scores are multiples of it."""
 
@@ -46,7 +49,7 @@ _chosen: contextvars.ContextVar[_Chosen | None] = contextvars.ContextVar("attent
 
 def check_kernel(kernel: str) -> str:
     """The kernel's name. Raises `UserError` for one that there is not."""
-    if kernel not in KERNELS:
+    if kernel not in (*KERNELS, GPU_AUTO):
         raise UserError(f"attention `{kernel}` is not known; use {', '.join(KERNELS[:-1])} or {KERNELS[-1]}.")
     return kernel
 
@@ -70,7 +73,7 @@ def takes_splash(refused: str) -> bool:
     Raises `UserError` where the kernel was asked for by name.
     """
     chosen = _chosen.get()
-    if chosen is None or chosen.kernel in ("plain", "cudnn"):
+    if chosen is None or chosen.kernel in ("plain", "cudnn", GPU_AUTO):
         return False
     if chosen.kernel == "cached":
         raise UserError("attention `cached` is for steps of decoding (--serve decode); use `auto` or `splash`.")
@@ -102,14 +105,16 @@ def takes_cached(refused: str, idle: str) -> bool | None:
 def takes_cudnn(refused: str) -> bool:
     """Whether attention that cuDNN cannot compute for the reason `refused` (empty: it can) is computed by it.
 
-    Raises `UserError` if it was asked for and cannot.
+    Raises `UserError` where it was asked for by name.
     """
     chosen = _chosen.get()
-    if chosen is None or chosen.kernel != "cudnn":
+    if chosen is None or chosen.kernel not in ("cudnn", GPU_AUTO):
         return False
+    if refused and chosen.kernel == "cudnn":
+        raise UserError(f"attention `cudnn` cannot be: {refused}; use `auto` or `plain`.")
     if refused:
-        raise UserError(f"attention `cudnn` cannot be: {refused}; use `plain`.")
-    return True
+        _note(chosen, f"An attention stays plain: {refused}.")
+    return not refused
 
 
 def takes_ring(refused: str) -> bool:

@@ -128,6 +128,7 @@ def test_tpus_prefer_the_kernel_and_others_do_not() -> None:
     assert settled_options({}, "v5e:2x4") == {"preferred": {"attention": "auto"}}
     assert settled_options({"attention": "plain"}, "v5e:2x4")["attention"] == "plain"
     assert settled_options({"attention": "auto"}, "cpu:8") == {"attention": "plain", "preferred": {}}
+    assert settled_options({}, "h100:8") == {"preferred": {}}
     chosen = open_source("hf:llama-tiny", batch=8, seq=128, **settled_options({}, "v5e:2x4"))
     assert has_kernel(chosen) and chosen.source is not None and chosen.source["preferred"] == {"attention": "auto"}
     assert not has_kernel(open_source("hf:llama-tiny", batch=8, seq=128, **settled_options({}, "cpu:8")))

@@ -12,7 +12,7 @@ import pytest
 from autoshard.errors import UserError
 from autoshard.exec.apply._export import jax_export
 from autoshard.graph import find_attentions, read_graph
-from autoshard.plan import Options, make_plan
+from autoshard.plan import Options, make_plan, settled_options
 from autoshard.program import Program, _splash, open_source, trace
 from autoshard.program._attention import attend
 from autoshard.program._cudnn_attention import _cudnn_backward, _cudnn_forward, _Scores, cudnn_attention
@@ -76,6 +76,13 @@ def test_scores_reach_no_memory_of_a_gpu() -> None:
     assert fused.prediction.peak_bytes < 0.5 * whole.prediction.peak_bytes
     text = jax_export(fused, llama("cudnn"))
     assert b"__cudnn$fmhaSoftmax" in text and b"__cudnn$fmhaSoftmaxBackward" in text
+
+
+def test_auto_is_cudnn_for_gpus_wherever_it_can_be() -> None:
+    assert settled_options({"attention": "auto"}, "h100:8") == {"attention": "auto:cudnn", "preferred": {}}
+    assert llama("auto:cudnn").fingerprint == llama("cudnn").fingerprint
+    narrow = open_source("hf:llama-tiny", infer=True, batch=2, seq=32, attention="auto:cudnn", dtype="fp32")
+    assert narrow.notes == ("An attention stays plain: cuDNN's attention multiplies bfloat16 or float16, not float32.",)
 
 
 def test_work_is_that_of_the_scores_that_a_mask_leaves() -> None:
