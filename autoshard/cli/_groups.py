@@ -59,8 +59,9 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
     group.add_argument("--optimizer", metavar="NAME", help="adamw (default), sgd, momentum")
     group.add_argument(
         "--attention",
-        choices=("plain", "splash", "auto"),
-        help="scores in memory (plain), jax's splash kernel, or (auto) that kernel on TPUs wherever it can be",
+        choices=("plain", "splash", "cached", "cudnn", "auto"),
+        help="scores in memory (plain), jax's splash kernel, one over a cache (cached), cuDNN's on GPUs, or (auto) the "
+        "kernels of TPUs or GPUs wherever they can be and gain something",
     )
     group.add_argument(
         "--exchange",

@@ -44,5 +44,7 @@ from autoshard.program._remat import Remat as Remat
 from autoshard.program._remat import parse_remat as parse_remat
 from autoshard.program._ring import ring_attention as ring_attention
 from autoshard.program._ring_pieces import ring_side as ring_side
+from autoshard.program._splash import GPU_AUTO as GPU_AUTO
 from autoshard.program._torch import from_torch as from_torch
+from autoshard.program._torch_policy import torch_contexts as torch_contexts
 from autoshard.program._trace import trace as trace

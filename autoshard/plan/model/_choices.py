@@ -5,7 +5,7 @@ from typing import Any
 
 from autoshard.cost import Topology
 from autoshard.errors import UserError
-from autoshard.program import LOSSLESS, Choices
+from autoshard.program import GPU_AUTO, LOSSLESS, Choices
 
 
 REMATS = ("none", "dots", "full")
@@ -55,9 +55,12 @@ def source_choices(options: Mapping[str, Any], topology: str) -> Choices:
 
 
 def settled_options(options: Mapping[str, Any], topology: str) -> dict[str, Any]:
-    """Options of a source for `open_source`, and what the topology decides: TPUs prefer a kernel for attention."""
-    kernel = {"splash": "auto"}.get(Topology.parse(topology).traits.attention, "plain")
-    settled = {**options, "preferred": {"attention": kernel} if kernel != "plain" else {}}
+    """Options of a source for `open_source`, and what the topology decides: which kernel attention has.
+
+    TPUs prefer theirs; GPUs take one where `auto` asks for it.
+    """
+    kernel = {"splash": AUTO, "cudnn": GPU_AUTO}.get(Topology.parse(topology).traits.attention, "plain")
+    settled = {**options, "preferred": {"attention": kernel} if kernel == AUTO else {}}
     if settled.get("attention") == "auto":
         settled["attention"] = kernel
     return settled
