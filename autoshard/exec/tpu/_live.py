@@ -13,6 +13,9 @@ from autoshard.plan import Plan
 KINDS = {"parameter": "parameters", "optimizer_state": "optimizer_state"}
 """Kinds of arguments by role; those of other roles are `batch`, as in predictions."""
 
+_HOST = 5
+"""The memory space of layouts that is the host's memory."""
+
 _TAKEN_OVER = re.compile(r"[})] (parameter|while|dynamic-update-slice)\(")
 
 _Array = tuple[str, str, str]
@@ -78,6 +81,18 @@ def memory_at_peak(compiled: Compiled, plan: Plan) -> dict[str, int]:
     for kind, size in best.items():
         held[kind] += size
     return {kind: size for kind, size in sorted(held.items()) if size}
+
+
+def host_at_peak(compiled: Compiled) -> int:
+    """Bytes in the host's memory at the moment when the compiled program holds most, which the compiler counts in."""
+    lines = _instructions(compiled.text)
+    total = 0
+    part = compiled.live.partition("\n  Live ranges at")[2].partition("\n  Stack trace")[0]
+    for m in re.finditer(r"^    (\S+?)\{([\d,]*)\}: (\d+) bytes", part, re.MULTILINE):
+        found = _part(_parse(lines[m[1]])[0], [int(i) for i in m[2].split(",") if i]) if m[1] in lines else []
+        if isinstance(found, tuple) and re.search(rf"S\({_HOST}\)", found[2]):
+            total += int(m[3])
+    return total
 
 
 def _ranges(report: str) -> Iterator[tuple[str, tuple[int, ...], int, int]]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from autoshard.cost import Topology
 from autoshard.errors import UserError
-from autoshard.program import LOSSLESS, Choices
+from autoshard.program import HOSTS, LOSSLESS, Choices
 
 
 REMATS = ("none", "dots", "full")
@@ -35,6 +35,8 @@ def source_choices(options: Mapping[str, Any], topology: str) -> Choices:
     found: dict[str, tuple[Any, ...]] = {}
     if options.get("remat") == AUTO:
         found["remat"] = REMATS
+    if options.get("host") == AUTO:
+        found["host"] = HOSTS
     if options.get("experts") == AUTO:
         if options.get("capacity_factor") is not None:
             raise UserError(
