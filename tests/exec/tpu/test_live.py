@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from autoshard.exec.tpu._libtpu import Compiled
-from autoshard.exec.tpu._live import memory_at_peak
+from autoshard.exec.tpu._live import host_at_peak, memory_at_peak
 from autoshard.plan import Plan, Spec
 from tests.exec.planned_programs import handmade, mlp
 
@@ -81,3 +81,15 @@ def test_each_kind_at_the_peak(plan: Plan) -> None:
 
 def test_without_live_ranges_nothing_is_said(plan: Plan) -> None:
     assert memory_at_peak(compiled(""), plan) == {}
+
+
+def test_what_waits_on_the_host_is_told_apart() -> None:
+    """The compiler counts it at its peak; the device does not hold it."""
+    text = TEXT.replace(
+        "%q = f32[64,128]{1,0:T(8,128)} parameter(1)", "%q = f32[64,128]{1,0:T(8,128)S(5)} parameter(1)"
+    )
+    live = LIVE.replace(
+        "    stack{}: 32768 bytes\n", "    stack{}: 32768 bytes\n    q{}: 32768 bytes\n    c{0}: 32768 bytes\n"
+    )
+    assert host_at_peak(dataclasses.replace(compiled(live), text=text)) == 64 * 128 * 4
+    assert host_at_peak(compiled(live)) == 0 == host_at_peak(compiled(""))
