@@ -13,9 +13,11 @@ import pytest
 
 from autoshard.cost import Compute, Topology
 from autoshard.errors import UserError
+from autoshard.exec import jax_export
 from autoshard.exec.apply import _apply
 from autoshard.plan import Options, Plan, load_plan, make_plan
 from autoshard.program import Program, trace
+from autoshard.report import export_plan
 from autoshard.units import format_bytes
 
 
@@ -145,3 +147,13 @@ def test_what_a_step_itself_has_on_the_host_is_found() -> None:
     found, wanted = plan.jit(made.fn)(*arguments()), jax.jit(step)(*arguments())
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5)
+
+
+def test_an_artifact_cannot_say_where_state_waits() -> None:
+    with pytest.raises(UserError, match="`step` keeps 4 tensors in the hosts' memory, .* plan it without `--host`"):
+        jax_export(planned("optimizer", "cpu:8", "data=4,model=2"), program("optimizer"))
+
+
+def test_an_export_says_what_it_leaves_on_the_devices() -> None:
+    text = export_plan(planned("optimizer", "cpu:8", "data=4,model=2"), "jax")
+    assert "the 4 tensors that the plan has in the hosts' memory; they stay on the devices." in text

@@ -36,7 +36,7 @@ def source_choices(options: Mapping[str, Any], topology: str) -> Choices:
     if options.get("remat") == AUTO:
         found["remat"] = REMATS
     if options.get("host") == AUTO:
-        found["host"] = HOSTS
+        found["host"] = HOSTS[:1] if Topology.parse(topology).traits.shares_machine else HOSTS
     if options.get("experts") == AUTO:
         if options.get("capacity_factor") is not None:
             raise UserError(
