@@ -18,7 +18,8 @@ from autoshard.exec.apply import _apply
 from autoshard.plan import Options, Plan, load_plan, make_plan
 from autoshard.program import Program, trace
 from autoshard.report import export_plan
-from autoshard.units import format_bytes
+from autoshard.report._binding import WAITS_FOR_HOST, what_binds
+from autoshard.units import format_bytes, format_seconds
 
 
 LAYERS, WIDTH, INNER, TOKENS = 4, 64, 256, 128
@@ -37,22 +38,25 @@ def step(params: Any, state: Any, x: Any) -> Any:
     return optax.apply_updates(params, updates), state, value
 
 
-def arguments() -> tuple[Any, ...]:
-    rng = np.random.default_rng(0)
-    sizes = {"up": (LAYERS, WIDTH, INNER), "down": (LAYERS, INNER, WIDTH)}
+def arguments(times: int = 1) -> tuple[Any, ...]:
+    """Of `times` as wide layers."""
+    rng, width, inner = np.random.default_rng(0), times * WIDTH, times * INNER
+    sizes = {"up": (LAYERS, width, inner), "down": (LAYERS, inner, width)}
     layers = {name: jnp.asarray(rng.normal(size=shape) / 8, jnp.float32) for name, shape in sizes.items()}
-    params = {"first": jnp.eye(WIDTH), "layers": layers}
-    return params, RULE.init(params), jnp.asarray(rng.normal(size=(TOKENS, WIDTH)), jnp.float32)
+    params = {"first": jnp.eye(width), "layers": layers}
+    return params, RULE.init(params), jnp.asarray(rng.normal(size=(TOKENS, width)), jnp.float32)
 
 
 @functools.cache
-def program(host: str) -> Program:
-    return trace(step, jax.eval_shape(arguments), donate_argnums=(0, 1), host=host)
+def program(host: str, times: int = 1) -> Program:
+    return trace(step, jax.eval_shape(lambda: arguments(times)), donate_argnums=(0, 1), host=host)
 
 
 @functools.cache
 def planned(host: str, topology: str, mesh: str) -> Plan:
-    return make_plan(program(host), Options(topology=topology, mesh=mesh)).plan
+    """For TPUs the program is wide enough that the host's link decides."""
+    times = 1 if topology.startswith("cpu") else 16
+    return make_plan(program(host, times), Options(topology=topology, mesh=mesh)).plan
 
 
 HELD = {f"state.1.{moment}.layers.{w}" for moment in ("mu", "nu") for w in ("up", "down")}
@@ -67,9 +71,8 @@ def test_a_device_holds_no_state_of_layers() -> None:
     plain, away = (planned(host, "v5e:2x2", "data=4") for host in ("none", "optimizer"))
     assert set(away.host) == HELD and not plain.host
     assert away.prediction.host_bytes == local_bytes(away) and not plain.prediction.host_bytes
-    kept = {host: plan.prediction.memory["optimizer_state"] for host, plan in (("none", plain), ("optimizer", away))}
-    assert kept["none"] - local_bytes(plain) == kept["optimizer"]
-    assert away.prediction.peak_bytes < plain.prediction.peak_bytes
+    assert plain.prediction.peak_bytes - away.prediction.peak_bytes > 0.9 * local_bytes(plain)
+    assert "parameters" in away.prediction.memory
     assert f"optimizer state on the hosts, {format_bytes(local_bytes(away))} for each device" in away.words
 
 
@@ -77,7 +80,7 @@ def test_every_byte_goes_both_ways_and_nothing_hides_it() -> None:
     plain, away = (planned(host, "v5e:2x2", "data=4") for host in ("none", "optimizer"))
     both_ways = float(Compute(Topology.parse("v5e:2x2")).host_seconds(2 * local_bytes(away)))
     more = away.prediction.step_time_s - plain.prediction.step_time_s
-    assert 0.8 * both_ways < more < 1.2 * both_ways
+    assert 0.8 * both_ways < more <= both_ways  # the update itself runs beside it
 
 
 @pytest.mark.parametrize("given", ["the step", "the program"])
@@ -157,3 +160,15 @@ def test_an_artifact_cannot_say_where_state_waits() -> None:
 def test_an_export_says_what_it_leaves_on_the_devices() -> None:
     text = export_plan(planned("optimizer", "cpu:8", "data=4,model=2"), "jax")
     assert "the 4 tensors that the plan has in the hosts' memory; they stay on the devices." in text
+
+
+def test_the_step_laid_out_in_time_waits_for_the_hosts() -> None:
+    plan = planned("optimizer", "v5e:2x2", "data=4")
+    assert plan.timeline is not None
+    assert plan.timeline.end_s == pytest.approx(plan.prediction.step_time_s, rel=1e-6)
+    waits = sum(span.seconds for span in plan.timeline.spans if span.name == WAITS_FOR_HOST)
+    both_ways = float(Compute(Topology.parse("v5e:2x2")).host_seconds(2 * local_bytes(plan)))
+    assert 0.8 * both_ways < waits < both_ways
+    said = [line for line in what_binds(plan) if "the hosts' memory" in line]
+    assert len(said) == 1 and format_seconds(waits) in said[0]
+    assert not any("hosts" in line for line in what_binds(planned("none", "v5e:2x2", "data=4")))
