@@ -33,9 +33,9 @@ class StackUpdate:
     outputs: tuple[Any, ...]
     """Stacks that the program returns."""
     over: Mapping[Any, Any]
-    """For an output the input in whose place it is written, where there is one."""
+    """For an output the argument in whose place it is written, where there is one."""
     away: frozenset[Any]
-    """Inputs that wait on the host; so do the outputs in their places."""
+    """Arguments that wait on the host; so do the outputs in their places."""
 
     @property
     def layers(self) -> int:
@@ -71,7 +71,9 @@ def split_updates(jaxpr: Any, ties: Mapping[int, int], wanted: Collection[int]) 
     updates = []
     for members in _components(equations, inside):
         update = _update([equations[k] for k in members], tied, state, returned)
-        if update is None or stacks.isdisjoint(update.inputs) or not elsewhere.isdisjoint(_variables(update)):
+        if update is None or stacks.isdisjoint((*update.inputs, *update.over.values())):
+            continue  # not of parameters that a scan runs over
+        if not elsewhere.isdisjoint(_variables(update)):
             continue
         updates.append(update)
         taken.update(members)
@@ -205,11 +207,8 @@ def _update(
     taken = [v for eqn in members for v in eqn.invars if is_var(v) and _shape(v) and v not in made]
     inputs = tuple(dict.fromkeys(taken))
     outputs = tuple(v for v in dict.fromkeys(eqn.outvars[0] for eqn in members) if v in returned)
-    over = {
-        tied[v]: v
-        for v in inputs
-        if v in tied and tied[v] in outputs and tied[v].aval.dtype == v.aval.dtype and _shape(tied[v]) == _shape(v)
-    }
+    made = {out for out in outputs if _shape(out) == shape}
+    over = {out: v for v, out in tied.items() if out in made and _shape(v) == shape and v.aval.dtype == out.aval.dtype}
     away = frozenset(v for v in over.values() if v in state)
     return StackUpdate(tuple(members), inputs, outputs, over, away) if away else None
 

@@ -89,6 +89,35 @@ def test_the_state_of_stacks_waits_on_the_host_and_the_rest_stays() -> None:
     assert on_host(program, "optimizer") is program
 
 
+def test_master_weights_among_the_state_wait_with_it() -> None:
+    """Parameters in fewer bits are made of them; nothing but slices is read, and no second stack is needed."""
+    rule = optax.adamw(1e-2)
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        inner, master = state
+
+        def loss(params: Any) -> Any:
+            y, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)
+            return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+        gradient = jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss)(params))
+        updates, inner = rule.update(gradient, inner, master)
+        master = optax.apply_updates(master, updates)
+        return jax.tree.map(lambda m: m.astype(jnp.bfloat16), master), (inner, master)
+
+    master = jnp.asarray(np.random.default_rng(0).normal(size=(LAYERS, WIDTH, WIDTH)), jnp.float32)
+    args = master.astype(jnp.bfloat16), (rule.init(master), master), jnp.ones((TOKENS, WIDTH), jnp.bfloat16)
+    program = trace(step, args, arg_names=("params", "opt_state", "x"), donate_argnums=(0, 1), host="optimizer")
+    graph = read_graph(program.module)
+    away = analyse(graph).hosted
+    names = [a.name for a, t in zip(program.arguments, graph.arguments, strict=True) if t in away]
+    assert names == ["opt_state.0.mu", "opt_state.0.nu", "opt_state.1"]
+    carried = {c.init for loop in graph.loops for c in loop.carries}
+    assert {t for t, a in zip(graph.arguments, program.arguments, strict=True) if a.name == "params"} <= carried
+    for a, b in zip(jax.tree.leaves(jax.jit(program.fn)(*args)), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        np.testing.assert_allclose(np.asarray(a, "f4"), np.asarray(b, "f4"), rtol=1e-5, atol=1e-6)
+
+
 def test_only_slices_are_fetched_and_sent() -> None:
     graph = read_graph(hosted(CLIPPED).module)
     moved = [op for op in graph.ops if op.kind in (TO_HOST, "to_device")]

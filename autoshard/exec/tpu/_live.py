@@ -83,16 +83,14 @@ def memory_at_peak(compiled: Compiled, plan: Plan) -> dict[str, int]:
     return {kind: size for kind, size in sorted(held.items()) if size}
 
 
-def host_at_peak(compiled: Compiled) -> int:
-    """Bytes in the host's memory at the moment when the compiled program holds most, which the compiler counts in."""
-    lines = _instructions(compiled.text)
-    total = 0
-    part = compiled.live.partition("\n  Live ranges at")[2].partition("\n  Stack trace")[0]
-    for m in re.finditer(r"^    (\S+?)\{([\d,]*)\}: (\d+) bytes", part, re.MULTILINE):
-        found = _part(_parse(lines[m[1]])[0], [int(i) for i in m[2].split(",") if i]) if m[1] in lines else []
-        if isinstance(found, tuple) and re.search(rf"S\({_HOST}\)", found[2]):
-            total += int(m[3])
-    return total
+def host_arguments(compiled: Compiled) -> int:
+    """Bytes of arguments in the host's memory. The compiler counts arguments in its peak wherever they are; what else
+    waits on the host it leaves out."""
+    entry = compiled.text[compiled.text.rfind("\nENTRY ") :]
+    return sum(
+        _held(_parse(m[1])[0], re.compile(rf"S\({_HOST}\)"))
+        for m in re.finditer(r"%[\w.\-]+ = ([^\n]*?) parameter\(\d+\)", entry)
+    )
 
 
 def _ranges(report: str) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
@@ -151,11 +149,15 @@ def _part(kind: _Type, index: Sequence[int]) -> _Type:
 
 def _bytes(array: _Type) -> int:
     """Bytes in HBM, padded to the tiles of the layout; 0 for tuples and what lives elsewhere."""
-    if isinstance(array, list):
+    return _held(array) if not isinstance(array, list) and not re.search(r"S\([1-9]", array[2]) else 0
+
+
+def _held(array: _Type, where: re.Pattern[str] | None = None) -> int:
+    """The same wherever it lives, or only where the layout says so."""
+    if isinstance(array, list) or (where is not None and not where.search(array[2])):
         return 0
     minor, tile = tiling(array[2])
-    shape = Shape(array[0], tuple(_dims(array)), 0, minor, tile)
-    return 0 if re.search(r"S\([1-9]", array[2]) else shape.held
+    return Shape(array[0], tuple(_dims(array)), 0, minor, tile).held
 
 
 def _dims(array: _Array) -> list[int]:
