@@ -52,6 +52,9 @@ MATRIX = Matrix(
         Row("llama-offload-v5p", value(FEW, 64, 4096, "keep=gate_proj,offload=context/input"), "v5p:2x2x4", dm(8, 2)),
         Row("gpt2-xl-offload-v5e", value("gpt2-xl", 64, 1024, "keep=c_attn,offload=c_fc"), "v5e:4x4", dm(16, 1)),
         Row("llama-host-v5e", train(SMALL, 16, 2048, attention="splash", host="optimizer"), "v5e:2x4", dm(8, 1)),
+        Row(
+            "llama3-8b-host-v5e", train("llama3-8b", 8, 4096, attention="splash", host="optimizer"), "v5e:2x4", dm(8, 1)
+        ),
         Row("llama-host-v5p", train(WIDE, 64, 2048, attention="splash", host="optimizer"), "v5p:2x2x4", dm(8, 2)),
         Row("llama-host-parts-v5p", train(WIDE, 32, 2048, **PARTS, host="optimizer"), "v5p:2x2x4", dm(4, 4)),
         Row("vit-parts-v6e", hf("vit-l16", train=True, batch=256, microbatches=4), "v6e:4x4", dm(16, 1)),

@@ -253,7 +253,7 @@ class NodePricer:
         if role is not None:
             return _STORED.get(role, "batch")
         begun = self.begun.get(tensor)
-        if begun in _STORED:  # an update written layer by layer in the place of what it updates
+        if begun is not None and begun in _STORED:  # an update written layer by layer in the place of what it updates
             return _STORED[begun]
         if cluster in self.updated:
             return "gradients"
