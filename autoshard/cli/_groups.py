@@ -75,6 +75,12 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         metavar="N",
         help="parts of the batch that are computed one after the other; their gradients are averaged" + best,
     )
+    group.add_argument(
+        "--host",
+        choices=("none", "optimizer", "auto") if auto else ("none", "optimizer"),
+        help="what waits in the hosts' memory between steps: nothing (none, the default), or the state of the "
+        "optimizer, updated a layer at a time (optimizer; also of functions in files)" + best,
+    )
     group.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
     group.add_argument("--cache", type=positive, metavar="N", help="tokens the cache holds (default: --seq)")
     group.add_argument(

@@ -29,6 +29,9 @@ from autoshard.program._marks import short_names as short_names
 from autoshard.program._modules import Functional as Functional
 from autoshard.program._modules import arrays_of as arrays_of
 from autoshard.program._modules import functional as functional
+from autoshard.program._on_host import HOSTS as HOSTS
+from autoshard.program._on_host import on_host as on_host
+from autoshard.program._on_host import streamed as streamed
 from autoshard.program._opaque import OpaqueCall as OpaqueCall
 from autoshard.program._opaque import lower_on_shards as lower_on_shards
 from autoshard.program._opaque import lower_traced as lower_traced

@@ -13,6 +13,7 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.program._artifact import SUFFIXES, load_artifact
 from autoshard.program._choices import Choices, checked_choices, choices_of
+from autoshard.program._on_host import on_host
 from autoshard.program._program import Program
 from autoshard.program._roles import Roles
 from autoshard.program._trace import trace
@@ -100,8 +101,8 @@ def _open(
 
 
 _MODULE_OPTIONS = ("train", "optimizer", "dtype", "param_dtype", "state_dtype", "remat", "attention")
-_MODULE_OPTIONS += ("exchange", "microbatches", "experts", "capacity_factor", "imbalance")
-"""What a torch module in a Python file takes."""
+_MODULE_OPTIONS += ("exchange", "microbatches", "experts", "capacity_factor", "imbalance", "host")
+"""What a torch module in a Python file takes; `host` is for JAX functions there as well."""
 
 
 def _flags(keys: Sequence[str]) -> str:
@@ -111,7 +112,9 @@ def _flags(keys: Sequence[str]) -> str:
 def _trace_config(config: str, options: dict[str, Any]) -> Program:
     from autoshard.program._hf import from_config
 
-    return from_config(config, **options)
+    options = dict(options)
+    host = options.pop("host", "none")
+    return on_host(from_config(config, **options), host)
 
 
 def load_rules(path: str | Path) -> None:
@@ -167,18 +170,20 @@ def load_program(
     if not file.is_file():
         raise UserError(f"there is no file `{path}`; give the path of a Python file that offers `{entry}`.")
     with _beside(file):
+        said = {**(options or {})}
+        host = said.pop("host", "none")
         module = _run(file)
         offered = _called(_offered(module, file, entry), file, entry, recipe or {})
         pair = _module_and_inputs(offered, module, file)
         if pair is not None:
             _no_roles(roles, file, entry)
-            return _from_torch(pair, module, file, {**(preferred or {}), **(options or {})})
-        if options:
+            return on_host(_from_torch(pair, module, file, {**(preferred or {}), **said}), host)
+        if said:
             raise UserError(
-                f"{_flags(list(options))} only apply to `hf:CONFIG` and to torch modules; `{entry}` in `{file}` says "
+                f"{_flags(list(said))} only apply to `hf:CONFIG` and to torch modules; `{entry}` in `{file}` says "
                 "itself what it runs."
             )
-        return _as_program(offered, file, entry, roles)
+        return on_host(_as_program(offered, file, entry, roles), host)
 
 
 def _run(file: Path) -> ModuleType:

@@ -67,6 +67,7 @@ def _encode(program: Program) -> bytes:
             "notes",
             "exchange",
             "lifted",
+            "on_host",
         )
     }
     head |= {
@@ -97,6 +98,7 @@ def _decode(body: bytes, trace: Callable[[], Program]) -> Program:
         notes=tuple(head["notes"]),
         exchange=head["exchange"],
         lifted=Lifted(head["lifted"]),
+        on_host=head["on_host"],
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from autoshard.cost import Topology
 from autoshard.errors import UserError
-from autoshard.program import GPU_AUTO, LOSSLESS, Choices
+from autoshard.program import GPU_AUTO, HOSTS, LOSSLESS, Choices
 
 
 REMATS = ("none", "dots", "full")
@@ -35,6 +35,8 @@ def source_choices(options: Mapping[str, Any], topology: str) -> Choices:
     found: dict[str, tuple[Any, ...]] = {}
     if options.get("remat") == AUTO:
         found["remat"] = REMATS
+    if options.get("host") == AUTO:
+        found["host"] = HOSTS[:1] if Topology.parse(topology).traits.shares_machine else HOSTS
     if options.get("experts") == AUTO:
         if options.get("capacity_factor") is not None:
             raise UserError(

@@ -92,6 +92,7 @@ class Writer:
             unruled=unruled,
             choices=" ".join(str(int(c)) for c in choices),
             meshes=meshes,
+            host=_on_host(model),
         )
 
     def _results(self, model: Model, choices: NDArray[np.int64], arguments: Mapping[str, Spec]) -> dict[str, Spec]:
@@ -152,6 +153,13 @@ def _memory_warning(model: Model, outcome: Outcome, memory_limit: int) -> list[s
     return []
 
 
+def _on_host(model: Model) -> tuple[str, ...]:
+    """Names of arguments and results in the hosts' memory, in order."""
+    program, graph, away = model.program, model.graph, model.liveness.hosted
+    ends = zip((*program.arguments, *program.results), (*graph.arguments, *graph.results), strict=True)
+    return tuple(dict.fromkeys(each.name for each, tensor in ends if tensor in away))
+
+
 def cluster_state(model: Model, choices: NDArray[np.int64], tensor: int) -> States:
     """The chosen state of a tensor's cluster, as one row."""
     node = model.cluster_node[model.structure.cluster_of[tensor]]
@@ -179,5 +187,6 @@ def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, A
         }
         | dict(more)
         | ({"lifted_constraints": str(lifted)} if (lifted := model.program.lifted) else {})
+        | ({"on_host": what} if (what := model.program.on_host) != "none" else {})
         | ({"said_by_program": said} if (said := said_by_program(model.graph)) else {})
     )
