@@ -38,18 +38,25 @@ def step(params: Any, state: Any, x: Any) -> Any:
     return optax.apply_updates(params, updates), state, value
 
 
-def arguments(times: int = 1) -> tuple[Any, ...]:
-    """Of `times` as wide layers."""
-    rng, width, inner = np.random.default_rng(0), times * WIDTH, times * INNER
-    sizes = {"up": (LAYERS, width, inner), "down": (LAYERS, inner, width)}
+def arguments() -> tuple[Any, ...]:
+    rng = np.random.default_rng(0)
+    sizes = {"up": (LAYERS, WIDTH, INNER), "down": (LAYERS, INNER, WIDTH)}
     layers = {name: jnp.asarray(rng.normal(size=shape) / 8, jnp.float32) for name, shape in sizes.items()}
-    params = {"first": jnp.eye(width), "layers": layers}
-    return params, RULE.init(params), jnp.asarray(rng.normal(size=(TOKENS, width)), jnp.float32)
+    params = {"first": jnp.eye(WIDTH), "layers": layers}
+    return params, RULE.init(params), jnp.asarray(rng.normal(size=(TOKENS, WIDTH)), jnp.float32)
+
+
+def shapes(times: int) -> tuple[Any, ...]:
+    """Of layers that are `times` as wide."""
+    width, inner = times * WIDTH, times * INNER
+    layers = {"up": jnp.zeros((LAYERS, width, inner)), "down": jnp.zeros((LAYERS, inner, width))}
+    params = {"first": jnp.zeros((width, width)), "layers": layers}
+    return params, RULE.init(params), jnp.zeros((TOKENS, width))
 
 
 @functools.cache
 def program(host: str, times: int = 1) -> Program:
-    return trace(step, jax.eval_shape(lambda: arguments(times)), donate_argnums=(0, 1), host=host)
+    return trace(step, jax.eval_shape(lambda: shapes(times)), donate_argnums=(0, 1), host=host)
 
 
 @functools.cache
@@ -172,3 +179,16 @@ def test_the_step_laid_out_in_time_waits_for_the_hosts() -> None:
     said = [line for line in what_binds(plan) if "the hosts' memory" in line]
     assert len(said) == 1 and format_seconds(waits) in said[0]
     assert not any("hosts" in line for line in what_binds(planned("none", "v5e:2x2", "data=4")))
+
+
+def test_a_compiler_that_counts_the_hosts_memory_is_told_not_to() -> None:
+    """Of a device of 15.75 GiB more than that would be in use, if what waits on the host were on the device."""
+    flag = "--xla_jf_rematerialization_percent_shared_memory_limit"
+    wide = program("optimizer", 288)
+    plan = make_plan(wide, Options(topology="v5e:2x4", mesh="data=8")).plan
+    assert plan.prediction.fits and plan.prediction.host_bytes + plan.prediction.peak_bytes > 15.75 * 2**30
+    (said,) = (line for line in plan.warnings if flag in line)
+    assert said.endswith(f"plan and run with `--xla-flags={flag}=150`.")
+    told = make_plan(wide, Options(topology="v5e:2x4", mesh="data=8", xla_flags=f"{flag}=150")).plan
+    assert not any(f"-flags={flag}" in line for line in told.warnings)
+    assert not any(flag in line for line in planned("optimizer", "v5e:2x2", "data=4").warnings)
