@@ -14,6 +14,7 @@ from autoshard.cli._values import (
     remat,
     remats,
     roles,
+    schedule,
     seconds_or_none,
     xla_flags,
 )
@@ -73,6 +74,20 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         type=chosen(positive),
         metavar="N",
         help="parts of the batch that are computed one after the other; their gradients are averaged" + best,
+    )
+    group.add_argument(
+        "--stages",
+        type=chosen(positive),
+        metavar="N",
+        help="of a pipeline, into which layers that repeat are cut; microbatches go through them one after the other, "
+        "by default as many as there are stages (also for autoshard.stack in JAX programs)" + best,
+    )
+    group.add_argument(
+        "--schedule",
+        type=chosen(schedule),
+        metavar="S",
+        help="of a pipeline: gpipe (the default), circular:2 (two chunks of layers in each stage, through which "
+        "microbatches go in turn), or circular (as many chunks as there are layers)" + best,
     )
     group.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
     group.add_argument("--cache", type=positive, metavar="N", help="tokens the cache holds (default: --seq)")
