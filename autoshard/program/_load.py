@@ -262,7 +262,8 @@ def _from_torch(pair: tuple[Any, Any, Any], module: ModuleType, file: Path, opti
 
     loss, targets = getattr(module, "loss", None), getattr(module, "targets", None)
     if not options.get("train"):
-        training = [key for key in ("optimizer", "state_dtype", "remat", "microbatches") if key in options]
+        own = ("optimizer", "state_dtype", "remat", *(() if options.get("stages") else ("microbatches",)))
+        training = [key for key in own if key in options]
         if training:
             raise UserError(f"{_flags(training)} only apply to training; add `--train`, or leave them out.")
         return from_torch(*pair, name=file.stem, **options)
