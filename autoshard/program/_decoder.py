@@ -21,7 +21,7 @@ from autoshard.program._program import Program, Role
 from autoshard.program._ring import ring_attention
 from autoshard.program._routed import Routing, product, routed
 from autoshard.program._splash import splash_attention
-from autoshard.program._stack import Pipeline, run_stack
+from autoshard.program._stack import Pipeline, in_stages, run_stack
 from autoshard.program._trace import trace
 
 
@@ -178,7 +178,8 @@ def decoder_program(
         arg_names=("", "optimizer", "batch"),
         tokens=batch * seq,
     )
-    return dataclasses.replace(program, model_flops=3.0 * forward_flops[0], exchange=exchange)
+    program = dataclasses.replace(program, model_flops=3.0 * forward_flops[0], exchange=exchange)
+    return in_stages(program, (layer_groups(dims, "layers"),) if scanned else (), pipeline)
 
 
 def _check_groups(routing: str, experts: int) -> None:

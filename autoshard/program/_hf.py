@@ -81,7 +81,7 @@ def from_config(
     for flag, value in (
         ("--optimizer", optimizer),
         ("--state-dtype", state_dtype),
-        ("--microbatches", None if stages else microbatches),
+        ("--microbatches", None if (stages or 1) > 1 or microbatches == 1 else microbatches),
     ):
         if value is not None and not training:
             raise UserError(f"{flag} is for training steps; add --train, or leave it out.")

@@ -15,7 +15,7 @@ from autoshard.program._artifact import SUFFIXES, load_artifact
 from autoshard.program._choices import Choices, checked_choices, choices_of
 from autoshard.program._program import Program
 from autoshard.program._roles import Roles
-from autoshard.program._stack import pipelined, read_pipeline
+from autoshard.program._stack import in_stages, pipelined, read_pipeline
 from autoshard.program._trace import trace
 from autoshard.program._traced import open_config, open_file
 from autoshard.rules import registrations
@@ -177,9 +177,10 @@ def load_program(
         if pair is not None:
             _no_roles(roles, file, entry)
             return _from_torch(pair, module, file, {**(preferred or {}), **given})
-        own = [
-            key for key in given if key not in ("stages", "schedule") and (pipeline is None or key != "microbatches")
-        ]
+        ours = {"stages", "schedule"}
+        if pipeline is not None or given.get("microbatches") == 1:
+            ours.add("microbatches")
+        own = [key for key in given if key not in ours]
         if own:
             raise UserError(
                 f"{_flags(own)} only apply to `hf:CONFIG` and to torch modules; `{entry}` in `{file}` says "
@@ -191,7 +192,7 @@ def load_program(
                 f"`{entry}` in `{file}` has no layers that could be {pipeline.stages} stages: write the loop over them "
                 "as `autoshard.stack(layer, stacked_parameters, x)`, or leave --stages out."
             )
-        return program
+        return in_stages(program, tuple(dict.fromkeys(stacks)), pipeline)
 
 
 def _run(file: Path) -> ModuleType:

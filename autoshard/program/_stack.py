@@ -13,6 +13,7 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.program import _flops
 from autoshard.program._pipeline import run_pipeline
+from autoshard.program._program import Program
 
 
 GPIPE = "gpipe"
@@ -45,12 +46,19 @@ class Pipeline:
         """Share of the ticks in which a stage computes what nobody uses."""
         return (self.stages - 1) / self.ticks(layers)
 
+    def words(self, layers: int) -> str:
+        """As a report says it."""
+        share = self.bubble(layers)
+        return (
+            f"{self.stages} stages, {self.schedule}, {self.microbatches} microbatches, {share:.1%} of the ticks bubble"
+        )
+
 
 @dataclasses.dataclass(slots=True)
 class _Asked:
-    """A pipeline for every stack, and the layers of those that were found."""
+    """A pipeline for every stack, or none, and the layers of those that were found."""
 
-    pipeline: Pipeline
+    pipeline: Pipeline | None
     layers: list[int]
 
 
@@ -69,7 +77,7 @@ def _jax_context() -> Any:
 def _asking(asked: _Asked | None) -> Iterator[None]:
     token = _asked.set(asked)
     try:
-        with contextlib.nullcontext() if asked is None else _jax_context()(asked.pipeline):
+        with contextlib.nullcontext() if asked is None or asked.pipeline is None else _jax_context()(asked.pipeline):
             yield
     finally:
         _asked.reset(token)
@@ -98,7 +106,20 @@ def read_pipeline(stages: int | None, microbatches: int | None, schedule: str | 
         return None
     if stages < 1:
         raise UserError(f"{stages} stages cannot be; 1 is no pipeline.")
-    return Pipeline(stages, stages if microbatches is None else microbatches, check_schedule(schedule or GPIPE))
+    pipeline = Pipeline(stages, stages if microbatches is None else microbatches, check_schedule(schedule or GPIPE))
+    _check_groups(pipeline)
+    return pipeline
+
+
+def _check_groups(pipeline: Pipeline) -> None:
+    """Raises `UserError` if the schedule needs other numbers of microbatches."""
+    stages, count = pipeline.stages, pipeline.microbatches
+    if pipeline.schedule != GPIPE and count % stages:
+        raise UserError(
+            f"schedule `{pipeline.schedule}` sends microbatches round in groups of as many as there are stages, so "
+            f"{stages} stages need {stages} microbatches or a multiple of it, not {count}; use gpipe, or "
+            f"{stages * max(1, round(count / stages))} microbatches."
+        )
 
 
 def check_pipeline(pipeline: Pipeline, layers: int, what: str) -> None:
@@ -120,13 +141,6 @@ def check_pipeline(pipeline: Pipeline, layers: int, what: str) -> None:
             f"schedule `{pipeline.schedule}` cannot be: each of {stages} stages has {own} of the {layers} layers of "
             f"{what}; use {instead + ' or ' if instead else ''}gpipe."
         )
-    if pipeline.microbatches % stages:
-        enough = stages * max(1, round(pipeline.microbatches / stages))
-        raise UserError(
-            f"schedule `{pipeline.schedule}` sends microbatches round in groups of as many as there are stages, so "
-            f"{stages} stages need {stages} microbatches or a multiple of it, not {pipeline.microbatches}; use gpipe, "
-            f"or {enough} microbatches."
-        )
 
 
 def check_batch(pipeline: Pipeline, batch: int, what: str) -> None:
@@ -140,16 +154,24 @@ def check_batch(pipeline: Pipeline, batch: int, what: str) -> None:
 
 @contextlib.contextmanager
 def pipelined(pipeline: Pipeline | None) -> Iterator[list[int]]:
-    """While inside, every `stack` is computed by the pipeline; gives the layers of each that was found."""
-    asked = None if pipeline is None else _Asked(pipeline, [])
+    """While inside, every `stack` is computed by the pipeline, if there is one; gives the layers of each stack."""
+    asked = _Asked(pipeline, [])
     with _asking(asked):
-        yield [] if asked is None else asked.layers
+        yield asked.layers
+
+
+def in_stages(program: Program, stacks: tuple[int, ...], pipeline: Pipeline | None) -> Program:
+    """The program with what is known of its stacks of layers; a note says how a pipeline computes the largest."""
+    if not stacks:
+        return program
+    told = () if pipeline is None else (f"The layers are a pipeline: {pipeline.words(max(stacks))}.",)
+    return dataclasses.replace(program, stacks=stacks, notes=(*program.notes, *told))
 
 
 def as_asked(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function that computes its stacks, whenever it is traced, as is asked where this is called."""
     asked = _asked.get()
-    if asked is None:
+    if asked is None or asked.pipeline is None:
         return fn
 
     @functools.wraps(fn)

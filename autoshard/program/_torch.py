@@ -9,7 +9,7 @@ from autoshard.program import _flops, _train, _values
 from autoshard.program._experts import check_experts
 from autoshard.program._program import Program, Role
 from autoshard.program._remat import parse_remat
-from autoshard.program._stack import Pipeline, read_pipeline
+from autoshard.program._stack import Pipeline, in_stages, read_pipeline
 from autoshard.program._torch_env import lowered_environment
 from autoshard.program._torch_function import TorchFunction, jax_dtype
 from autoshard.program._trace import trace
@@ -213,7 +213,7 @@ def torch_program(
             args, [a.name for a in program.arguments], [a.role for a in program.arguments], lambda _: id_limit
         )
         make_args = fill if values is None else _with_values(fill, function, values, train is not None, params)
-    return dataclasses.replace(
+    program = dataclasses.replace(
         program,
         model_flops=factor * forward_flops[0] or None,
         layers=len(function.layers),
@@ -221,6 +221,7 @@ def torch_program(
         make_args=make_args,
         exchange=function.exchange,
     )
+    return in_stages(program, tuple(block.repeats for block in function.blocks), function.pipeline)
 
 
 def in_turn(microbatches: int | None, pipeline: Pipeline | None) -> int:
