@@ -23,7 +23,7 @@ FULL = "full"
 RINGS = ("auto", "ring")
 """How queries meet keys and values, where that is left to the planner: as the solver chooses, or around a ring."""
 
-SCHEDULES = ("gpipe", "circular:2", "circular:4")
+SCHEDULES = ("gpipe", "circular:2", "circular:3", "circular:4")
 """How microbatches go through stages, where that is left to the planner."""
 
 MOST_STAGES = 64
