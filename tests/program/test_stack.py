@@ -168,6 +168,9 @@ def test_a_file_runs_in_stages_as_planned(tmp_path: Path, schedule: str, ticks: 
     assert measured.check is not None and measured.check.passed
     assert measured.wire_compiled["stage"] == pytest.approx(measured.wire_predicted["stage"], rel=0.05)
     assert sum(measured.wire_compiled.values()) == pytest.approx(sum(measured.wire_predicted.values()), rel=0.05)
+    names: dict[str, Any] = {}
+    exec(FILE, names)
+    assert "collective_permute" in plan.jit(names["step"]).lower(*program.args).compile().as_text().replace("-", "_")
 
 
 def test_a_file_without_a_stack_has_no_stages(tmp_path: Path) -> None:
