@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from autoshard.program import Role as Role
     from autoshard.program import choices as choices
     from autoshard.program import register_rule as register_rule
+    from autoshard.program import stack as stack
     from autoshard.program import trace as trace
 
     auto_policy = plan_first_step
@@ -45,6 +46,7 @@ _HOMES = {
     "remat_policy": ("autoshard.plan", "remat_policy"),
     "sweep": ("autoshard.plan", "sweep"),
     "register_rule": ("autoshard.program", "register_rule"),
+    "stack": ("autoshard.program", "stack"),
     "torch_remat_policy": ("autoshard.plan", "torch_remat_policy"),
     "trace": ("autoshard.program", "trace"),
 }

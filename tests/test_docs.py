@@ -26,7 +26,9 @@ def blocks(page: str, language: str) -> list[tuple[str, str]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the files of the docs stand."""
     folder = tmp_path_factory.mktemp("docs")
-    for info, body in [block for page in ("start.md", "rules.md", "command.md") for block in blocks(page, "python")]:
+    for info, body in [
+        block for page in ("start.md", "rules.md", "command.md", "pipelines.md") for block in blocks(page, "python")
+    ]:
         if info.startswith("file="):
             (folder / info.removeprefix("file=")).write_text(body)
     return folder
@@ -41,6 +43,7 @@ def run(command: list[str], folder: Path, **variables: str) -> str:
 
 EXECUTED = (
     "start",
+    "command",
     "reading",
     "constraints",
     "rules",
@@ -78,7 +81,7 @@ def commands(page: str) -> list[str]:
     return [line.removeprefix("$ autoshard ") for line in lines if line.startswith("$ autoshard ")]
 
 
-@pytest.mark.parametrize("page", ["start.md", "constraints.md", "command.md"])
+@pytest.mark.parametrize("page", ["start.md", "constraints.md", "command.md", "pipelines.md"])
 def test_the_commands_shown_work(
     page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -14,6 +14,7 @@ from autoshard.cli._values import (
     remat,
     remats,
     roles,
+    schedule,
     seconds_or_none,
     xla_flags,
 )
@@ -80,6 +81,20 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         choices=("none", "optimizer", "auto") if auto else ("none", "optimizer"),
         help="what waits in the hosts' memory between steps: nothing (none, the default), or the state of the "
         "optimizer, updated a layer at a time (optimizer; also of functions in files)" + best,
+    )
+    group.add_argument(
+        "--stages",
+        type=chosen(positive),
+        metavar="N",
+        help="of a pipeline, into which layers that repeat are cut; microbatches go through them one after the other, "
+        "by default as many as there are stages (also for autoshard.stack in JAX programs)" + best,
+    )
+    group.add_argument(
+        "--schedule",
+        type=chosen(schedule),
+        metavar="S",
+        help="of a pipeline: gpipe (the default), circular:2 (two chunks of layers in each stage, through which "
+        "microbatches go in turn), or circular (as many chunks as there are layers)" + best,
     )
     group.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
     group.add_argument("--cache", type=positive, metavar="N", help="tokens the cache holds (default: --seq)")

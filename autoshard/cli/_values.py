@@ -51,6 +51,15 @@ def experts(text: str) -> str:
     return text
 
 
+def schedule(text: str) -> str:
+    from autoshard.program import check_schedule
+
+    try:
+        return check_schedule(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
+
+
 def xla_flags(text: str) -> tuple[str, ...] | str:
     from autoshard.cost import FLAG_SETS, read_flags
 

@@ -4,7 +4,8 @@ Kernels for rows in groups take rows [b, e, c, k] and matrices [e, k, n], or the
 [b, e, c, n]; or they take rows and the gradients of what was made, and make those of the matrices. Attention kernels
 take query [b, k, g, s, d], key [b, k, t, d] and value [b, k, t, e]. Batch, key-value heads and groups of query heads
 are independent, and queries share nothing but keys; a kernel wants keys and head dims whole. In a ring queries and keys
-share their sequence. Scores never reach memory.
+share their sequence. Scores never reach memory. All of them may have further dims in front (the stages of a pipeline),
+which are independent too.
 """
 
 import dataclasses
@@ -77,16 +78,29 @@ def known_call(target: str, attributes: str, operands: Sequence[Tensor], results
     key, value = ((0, 1, 3, 5), (0, 1, 3, 6)) if ring else (_KEY, _VALUE)
     ins = (_QUERY, key, value, *((_MIXED, _ROWS, _MIXED) if backward else ()))
     outs = (_QUERY, key, value) if backward else (_MIXED, _ROWS)
-    sizes = (*operands[0].shape[:4], operands[1].shape[2], operands[0].shape[4], operands[2].shape[3])
+    query, lead = operands[0].shape, len(operands[0].shape) - len(_QUERY)
+    sizes = (*query[-5:-1], operands[1].shape[-2], query[-1], operands[2].shape[-1])
     # In parts of the queries' sequence the gradients of keys are sums, but in a ring, where these keep their place.
     along = FactorKind.REDUCTION if backward and not ring else FactorKind.PARALLEL
     kinds = (*(FactorKind.PARALLEL,) * 3, along, *(FactorKind.NEED_REPLICATION,) * 3)
-    rule = Rule(sizes, kinds, *(tuple(tuple((f,) for f in dims) for dims in side) for side in (ins, outs)))
+    rule = _rule(query[:lead], sizes, kinds, (ins, outs))
     share, steps = _told(attributes, "seen_share", 1.0), _told(attributes, "grid_steps", 0.0)
-    flops = MATMULS[kind] * (sizes[5] + sizes[6]) * math.prod(sizes[:5]) * share
+    whole = math.prod(query[:lead])
+    flops = MATMULS[kind] * (sizes[5] + sizes[6]) * whole * math.prod(sizes[:5]) * share
     sloping = int(_told(attributes, "sloping_blocks", 0.0))
-    slope = ((_SEQUENCE, sloping),) if sloping else ()
-    return KnownCall(kind, rule, int(flops), int(steps) * math.prod(sizes[:3]), sloping=slope)
+    slope = ((lead + _SEQUENCE, sloping),) if sloping else ()
+    return KnownCall(kind, rule, int(flops), int(steps) * whole * math.prod(sizes[:3]), sloping=slope)
+
+
+def _rule(
+    lead: Sequence[int], sizes: Sequence[int], kinds: Sequence[FactorKind], sides: Sequence[Sequence[Sequence[int]]]
+) -> Rule:
+    """The rule of a call whose tensors all have the dims `lead` in front of those that `sides` gives the factors of."""
+    first = range(len(lead))
+    found = (
+        tuple(tuple((f,) for f in (*first, *(len(lead) + own for own in dims))) for dims in side) for side in sides
+    )
+    return Rule((*lead, *sizes), (*(FactorKind.PARALLEL,) * len(lead), *kinds), *found)
 
 
 def _told(attributes: str, name: str, without: float) -> float:
@@ -101,18 +115,20 @@ _BATCH, _GROUP, _COUNT, _DEEP, _WIDE = range(5)
 def _grouped(kind: str, attributes: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> KnownCall:
     """Rows of one group stay together. A gradient of matrices is a sum over sequences."""
     rows, made = (_BATCH, _GROUP, _COUNT, _DEEP), (_BATCH, _GROUP, _COUNT, _WIDE)
+    shape = operands[0].shape
+    lead = shape[: len(shape) - len(rows)]
     whole, summed = FactorKind.NEED_REPLICATION, FactorKind.REDUCTION
     if kind == GROUPED:
         turned = _told(attributes, "turned", 0.0) > 0
         matrix = (_GROUP, _WIDE, _DEEP) if turned else (_GROUP, _DEEP, _WIDE)
-        sizes = (*operands[0].shape, results[0].shape[3])
+        sizes = (*shape[-4:], results[0].shape[-1])
         kinds = (FactorKind.PARALLEL, FactorKind.PARALLEL, whole, summed, FactorKind.PARALLEL)
         sides = (rows, matrix), (made,)
     else:
-        sizes = (*operands[0].shape, operands[1].shape[3])
+        sizes = (*shape[-4:], operands[1].shape[-1])
         kinds = (summed, FactorKind.PARALLEL, whole, FactorKind.PARALLEL, FactorKind.PARALLEL)
         sides = (rows, made), ((_GROUP, _DEEP, _WIDE),)
-    rule = Rule(sizes, kinds, *(tuple(tuple((f,) for f in dims) for dims in side) for side in sides))
-    flops = 2.0 * math.prod(sizes) * _told(attributes, "computed", 1.0)
-    steps, traffic = _told(attributes, "steps", 0.0), _told(attributes, "traffic", 0.0)
+    rule, whole = _rule(lead, sizes, kinds, sides), math.prod(lead)
+    flops = 2.0 * whole * math.prod(sizes) * _told(attributes, "computed", 1.0)
+    steps, traffic = (whole * _told(attributes, name, 0.0) for name in ("steps", "traffic"))
     return KnownCall(kind, rule, int(flops), int(steps), int(traffic))

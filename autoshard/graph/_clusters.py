@@ -162,6 +162,7 @@ def build_structure(
             continue
         if argument in stored or not union.merge(argument, result, same):
             apart.append((result, argument))
+    _block_whole_parts(graph, union, skip)
     return _freeze(graph, union, skip, unmerged, apart)
 
 
@@ -198,6 +199,25 @@ def _tie_carries(
             if union.owner[a] != union.owner[b] or union.dims[a][d] != union.dims[b][d]:
                 union.block(a, d)
                 union.block(b, d)
+
+
+def _block_whole_parts(graph: OpGraph, union: _Merged, skip: set[int]) -> None:
+    """A dim that a reshape makes of others stays whole if the outermost of them must.
+
+    Axes split the outermost part of a dim first, so that what splits it would have to be gathered at the reshape: the
+    layers of a stack that rounds of stages take in turn.
+    """
+    for op in graph.ops:
+        if op.kind != "reshape" or op.rule is None or skip.intersection((op.operands[0], op.results[0])):
+            continue
+        sides = ((op.operands[0], op.rule.operands[0]), (op.results[0], op.rule.results[0]))
+        for (whole, joined), (parts, dims) in (sides, sides[::-1]):
+            apart = {f[0]: d for d, f in enumerate(dims) if len(f) == 1}
+            for dim, factors in enumerate(joined):
+                real = [f for f in factors if op.rule.sizes[f] > 1]
+                place = apart.get(real[0]) if len(real) > 1 else None
+                if place is not None and union.dims[parts][place] in union.blocked[union.owner[parts]]:
+                    union.block(whole, dim)
 
 
 def _all_dims(union: _Merged, tensor: int) -> list[tuple[int, int]]:

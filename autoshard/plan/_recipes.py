@@ -26,6 +26,7 @@ from autoshard.plan.price._path_tables import PathTables
 from autoshard.plan.price._reading import read_program
 from autoshard.plan.record._plan import Plan
 from autoshard.plan.solve._floors import Floors, floors
+from autoshard.plan.write import _stages
 from autoshard.plan.write._recipe import (
     ARITHMETIC,
     SLOWER,
@@ -39,6 +40,7 @@ from autoshard.plan.write._recipe import (
     needs_no_less,
     verdict_of,
 )
+from autoshard.plan.write._stages import BUBBLE, Arithmetic
 from autoshard.program import HOSTS, INPUT, Choices, Program, Role
 
 
@@ -117,13 +119,18 @@ def _in_order(choices: Choices, tried: "_RecipeSearch") -> Iterator[Recipe]:
     """All recipes, fewer microbatches first; batches grow as long as that pays, and get smaller only if none fits."""
     names = [name for name in choices if name != "batch" or not tried.of_source]
     others = list(itertools.product(*(choices[name] for name in names)))
-    if tried.of_source and "microbatches" in names:  # the first of them is what others are held against
+    if "stages" in names:
+        others = _stages.in_order(others, names)
+    elif tried.of_source and "microbatches" in names:  # the first of them is what others are held against
         place = names.index("microbatches")
         others.sort(key=lambda values: choices["microbatches"].index(values[place]))
 
     def recipes(**batch: Any) -> Iterator[Recipe]:
         for values in others:
-            yield Recipe((*batch.items(), *zip(names, values, strict=True)))
+            recipe = Recipe((*batch.items(), *zip(names, values, strict=True)))
+            counts = choices.get("microbatches", ())
+            if "stages" not in names or _stages.is_sensible(recipe.arguments, counts, tried.stacks):
+                yield recipe
 
     if len(names) == len(choices):
         yield from recipes()
@@ -152,6 +159,8 @@ class _RecipeSearch:
         self.best: tuple[RecipeTried, PlanResult] | None = None
         self.layers: int | None = None
         self.savable: tuple[str, ...] = ()
+        self.stacks: tuple[int, ...] | None = None
+        self.arithmetic: dict[Recipe, Arithmetic] = {}
         self.tried: list[RecipeTried] = []
         self.wall: dict[str, float] = {}
         self.splits: dict[Recipe, bool] = {}
@@ -185,6 +194,11 @@ class _RecipeSearch:
                 return f"does not fit: {difference(other.recipe, recipe)} does not"
         if recipe.arguments.get("exchange") == "ring" and self.splits.get(recipe.but(exchange=AUTO)) is False:
             return "not planned: the best plan without it splits no sequence"
+        pipeline = _stages.pipeline_of(recipe)
+        if pipeline is not None:
+            alone, layers = self.arithmetic.get(_stages.without_pipeline(recipe)), max(self.stacks or (), default=0)
+            slow = alone is not None and alone.in_stages(pipeline, layers) >= self._beaten_by_s(recipe)
+            return BUBBLE if slow else ""
         first = {"microbatches": 1, "host": HOSTS[0]}
         eases = [name for name, value in first.items() if recipe.arguments.get(name, value) != value]
         for name, other in itertools.product(eases, self.tried):
@@ -213,10 +227,10 @@ class _RecipeSearch:
                 raise
             self.tried.append(RecipeTried(recipe, f"cannot be: {error}"))
             return False
-        self.layers, self.savable = program.layers, program.savable
+        self.layers, self.savable, self.stacks = program.layers, program.savable, program.stacks
         elements = _elements(program)
         options = dataclasses.replace(self.options, **instead)
-        bound, least, verdict = self._bound(program, options, self._beaten_by_s(recipe) * elements)
+        bound, least, verdict = self._bound(recipe, program, options, self._beaten_by_s(recipe) * elements)
         if verdict and not whatever:
             self.tried.append(RecipeTried(recipe, verdict, None, elements, None, bound))
             return False
@@ -270,11 +284,14 @@ class _RecipeSearch:
         batch, other = (each.arguments.get("batch", 0) for each in (recipe, row.recipe))
         return row.per_element_s * (1 - LEAST_GAIN if self.of_source and batch > other else 1)
 
-    def _bound(self, program: Program, options: Options, beat_s: float) -> tuple[float, int, str]:
+    def _bound(self, recipe: Recipe, program: Program, options: Options, beat_s: float) -> tuple[float, int, str]:
         """Seconds and bytes that no plan goes below, and why it need not be planned for that; empty if it must."""
         reading = read_program(program, self.topology.backend, bool(self.running.get("kept")))
         figures = priced_with(options, self.topology).calibration
         bound = least_seconds(reading.graph, self.topology, figures)
+        if program.stacks and recipe.arguments.get("stages") == 1:
+            alone = _stages.arithmetic_of(reading.graph, bound, _elements(program), max(program.stacks))
+            self.arithmetic.setdefault(_stages.without_pipeline(recipe), alone)
         if bound >= beat_s:
             return bound, 0, ARITHMETIC
         if reading.graph.regions or reading.graph.constraints:  # not every mesh serves them
@@ -365,12 +382,12 @@ class _RecipeSearch:
         rows = sorted(self.tried, key=lambda each: (each is not row, each.per_element_s, each.bound_s or math.inf))
         rows = [dataclasses.replace(each, verdict=verdict_of(each, row)) for each in rows]
         varied = len({each.elements for each in rows if each.step_time_s is not None}) > 1
-        line = line_of(row.recipe, rows)
+        lines = tuple(filter(None, (line_of(row.recipe, rows), _stages.pipeline_words(row, rows, self.stacks or ()))))
         figures = [figures_of(each, rows, varied) for each in rows]
 
         def told(plan: Plan) -> Plan:
             said = {"recipe": {"chosen": row.recipe.arguments, "tried": figures}}
-            return dataclasses.replace(plan, words=(*plan.words, line), provenance=plan.provenance | said)
+            return dataclasses.replace(plan, words=(*plan.words, *lines), provenance=plan.provenance | said)
 
         offered = tuple(dataclasses.replace(each, plan=told(each.plan)) for each in made.candidates)
         return row.recipe, dataclasses.replace(made, plan=told(made.plan), candidates=offered, wall_s=self.wall)

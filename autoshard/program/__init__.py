@@ -48,6 +48,12 @@ from autoshard.program._remat import parse_remat as parse_remat
 from autoshard.program._ring import ring_attention as ring_attention
 from autoshard.program._ring_pieces import ring_side as ring_side
 from autoshard.program._splash import GPU_AUTO as GPU_AUTO
+from autoshard.program._stack import Pipeline as Pipeline
+from autoshard.program._stack import as_asked as as_asked
+from autoshard.program._stack import check_schedule as check_schedule
+from autoshard.program._stack import pipelined as pipelined
+from autoshard.program._stack import read_pipeline as read_pipeline
+from autoshard.program._stack import stack as stack
 from autoshard.program._torch import from_torch as from_torch
 from autoshard.program._torch_policy import torch_contexts as torch_contexts
 from autoshard.program._trace import trace as trace

@@ -21,6 +21,7 @@ from autoshard.program._program import Program, Role
 from autoshard.program._ring import ring_attention
 from autoshard.program._routed import Routing, product, routed
 from autoshard.program._splash import splash_attention
+from autoshard.program._stack import Pipeline, in_stages, run_stack
 from autoshard.program._trace import trace
 
 
@@ -80,6 +81,7 @@ def decoder_program(
     gathered_on: Any = None,
     summed_late: int = 1,
     whole_on: Any = None,
+    pipeline: Pipeline | None = None,
 ) -> Program:
     """One training step of `batch` sequences of `seq` tokens: by default bf16 compute on f32 parameters and moments.
 
@@ -97,7 +99,8 @@ def decoder_program(
     With a `jax.sharding.AbstractMesh` in `gathered_on`, the weights of a layer are gathered once, in `compute_dtype`,
     and kept whole for the backward pass; on a mesh with an axis `model` they may stay split over that. Each of
     `summed_late` parts of a microbatch has gradients of its own until all microbatches are done; on an abstract mesh
-    in `whole_on` their sums are whole on every device.
+    in `whole_on` their sums are whole on every device. With a `pipeline` the layers (but for the first dense ones of a
+    model of experts) are its stages, through which each of the `accumulation` microbatches goes in parts.
 
     `routing` of experts is `dropless`, all tokens sorted and multiplied by group (`jax.lax.ragged_dot`); `kernels`,
     each sequence's tokens sorted, and grouped matmuls by `expert_kernels` that can be planned and priced only; or
@@ -145,6 +148,8 @@ def decoder_program(
         )
     if stack_axis not in (0, 1):
         raise UserError(f"stack_axis is {stack_axis}, expected 0 or 1: every stacked parameter has two dims")
+    if pipeline is not None and (gathered_on is not None or not scanned):
+        raise UserError("the layers of a pipeline are scanned, and their weights are gathered as the plan says")
     params = parameters_of(dims, weights, stack_axis, scanned)
     data = {key: jax.ShapeDtypeStruct((batch, seq), "int32") for key in ("input_ids", "labels")}
     rule = _train.make_optimizer(optimizer, moments)
@@ -152,7 +157,7 @@ def decoder_program(
     mix = Routing(routing, capacity_factor, expert_kernels or GroupedKernels())
     how = _How(
         kept, away, attention, check_exchange_name(exchange), balanced, blocks, mix, compute_dtype, stack_axis, scanned,
-        gathered_on,
+        gathered_on, pipeline,
     )  # fmt: skip
 
     def loss(p: Any, given: Any) -> Any:
@@ -173,7 +178,8 @@ def decoder_program(
         arg_names=("", "optimizer", "batch"),
         tokens=batch * seq,
     )
-    return dataclasses.replace(program, model_flops=3.0 * forward_flops[0], exchange=exchange)
+    program = dataclasses.replace(program, model_flops=3.0 * forward_flops[0], exchange=exchange)
+    return in_stages(program, (layer_groups(dims, "layers"),) if scanned else (), pipeline)
 
 
 def _check_groups(routing: str, experts: int) -> None:
@@ -201,6 +207,7 @@ class _How:
     stack_axis: int
     scanned: bool
     gathered_on: Any
+    pipeline: Pipeline | None = None
 
 
 _AHEAD = 0.1
@@ -252,7 +259,6 @@ def _hidden(dims: DecoderDims, params: Mapping[str, Any], ids: Any, how: _How) -
 
 def _layers(dims: DecoderDims, hidden: Any, params: Mapping[str, Any], prefixes: Sequence[str], how: _How) -> Any:
     """Groups of layers, one after the other: the layers of a group have each a prefix of their parameters' names."""
-    import jax
     import jax.numpy as jnp
 
     # The last layer of a group is the one that sees everything.
@@ -271,10 +277,9 @@ def _layers(dims: DecoderDims, hidden: Any, params: Mapping[str, Any], prefixes:
     stacks = [_own(params, f"{prefix}.*.") for prefix in prefixes]
     if how.stack_axis:
         stacks = [{key: jnp.moveaxis(value, how.stack_axis, 0) for key, value in own.items()} for own in stacks]
-    with _flops.counting() as scope:
-        hidden, _ = jax.lax.scan(group, hidden, stacks)
-    _flops.record(scope[0] * layer_groups(dims, prefixes[0]))
-    return hidden
+    pipeline = None if prefixes == ["dense_layers"] else how.pipeline
+    count = layer_groups(dims, prefixes[0])
+    return run_stack(lambda carried, own: group(carried, own)[0], stacks, hidden, pipeline, count, "the decoder")
 
 
 def _own(params: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from autoshard.program._hf_serving import serving_program
 from autoshard.program._lean import import_model_code
 from autoshard.program._program import Program
 from autoshard.program._remat import parse_remat
-from autoshard.program._torch import TrainOptions, evaluation_mode, torch_program
+from autoshard.program._stack import read_pipeline
+from autoshard.program._torch import TrainOptions, evaluation_mode, in_turn, torch_program
 from autoshard.program._torch_function import TorchFunction
 
 
@@ -46,6 +47,8 @@ def from_config(
     attention: str = "plain",
     exchange: str = "auto",
     microbatches: int | None = None,
+    stages: int | None = None,
+    schedule: str | None = None,
 ) -> Program:
     """One training step, or one forward pass, of the model that `config` names.
 
@@ -62,7 +65,8 @@ def from_config(
     `splash` (jax's kernel for TPUs), `cached` (a kernel for steps of decoding), `cudnn` (for GPUs) or `auto` (one of
     the former two wherever it can be and gains something). `exchange`: how queries meet keys and values where a plan
     splits the sequence, of `EXCHANGES`. `microbatches` parts of the batch are computed one after the other when
-    training.
+    training. With `stages` the layers that repeat are those of a pipeline, through which microbatches go by the
+    `schedule`, as `autoshard.stack` has it.
 
     Raises `UserError` for a configuration or an option that cannot be used.
     """
@@ -78,12 +82,15 @@ def from_config(
     for flag, value in (
         ("--optimizer", optimizer),
         ("--state-dtype", state_dtype),
-        ("--microbatches", microbatches),
+        ("--microbatches", None if (stages or 1) > 1 or microbatches == 1 else microbatches),
     ):
         if value is not None and not training:
             raise UserError(f"{flag} is for training steps; add --train, or leave it out.")
     if cache is not None and serve is None:
         raise UserError("--cache is for serving; add --serve prefill or --serve decode, or leave it out.")
+    pipeline = read_pipeline(stages, microbatches, schedule)
+    if pipeline is not None and serve is not None:
+        raise UserError("--stages is for training steps and forward passes; leave it out, or --serve.")
     model = build_model(name, fields, compute)
     form = check_experts(experts, capacity_factor, model, name, imbalance)
     task = task_of(
@@ -102,6 +109,7 @@ def from_config(
         capacity_factor=capacity_factor,
         exchange=exchange,
         imbalance=imbalance or 1.0,
+        pipeline=pipeline,
     )
     if serve is not None:
         if training or task.seq is None:
@@ -137,7 +145,9 @@ def from_config(
         run,
         task.batch,
         name=f"{name} {'training' if training else 'inference'}",
-        train=TrainOptions(optimizer or "adamw", stored, moments, microbatches or 1) if training else None,
+        train=TrainOptions(optimizer or "adamw", stored, moments, in_turn(microbatches, pipeline))
+        if training
+        else None,
         param_dtype=stored,
         id_limit=task.id_limit,
         tokens=task.tokens,

@@ -16,6 +16,7 @@ from autoshard.program._choices import Choices, checked_choices, choices_of
 from autoshard.program._on_host import on_host
 from autoshard.program._program import Program
 from autoshard.program._roles import Roles
+from autoshard.program._stack import in_stages, pipelined, read_pipeline
 from autoshard.program._trace import trace
 from autoshard.program._traced import open_config, open_file
 from autoshard.rules import registrations
@@ -101,8 +102,8 @@ def _open(
 
 
 _MODULE_OPTIONS = ("train", "optimizer", "dtype", "param_dtype", "state_dtype", "remat", "attention")
-_MODULE_OPTIONS += ("exchange", "microbatches", "experts", "capacity_factor", "imbalance", "host")
-"""What a torch module in a Python file takes; `host` is for JAX functions there as well."""
+_MODULE_OPTIONS += ("exchange", "microbatches", "experts", "capacity_factor", "imbalance", "host", "stages", "schedule")
+"""What a torch module in a Python file takes; `host` and stages are for JAX functions there as well."""
 
 
 def _flags(keys: Sequence[str]) -> str:
@@ -161,29 +162,41 @@ def load_program(
     `(module, example_inputs)` for torch with an optional third dict of keyword inputs. A torch module may also stand
     alone, as `entry` or as `model`, beside its example `inputs`. The file may import its neighbours. `roles` are those
     of `trace`, for `(fn, args)` only; `options` those of `from_torch`, for torch modules only: with `train` the step
-    minimises the file's `loss`, a function of the output, and of its `targets` if it has any. `preferred` and
-    `recipe` are those of `open_source`.
+    minimises the file's `loss`, a function of the output, and of its `targets` if it has any; but for `stages`,
+    `microbatches` and `schedule`, which every `stack` of a JAX program takes. `preferred` and `recipe` are those of
+    `open_source`.
 
     Raises `UserError` if the file is missing, raises, or offers something else.
     """
     file = Path(path)
     if not file.is_file():
         raise UserError(f"there is no file `{path}`; give the path of a Python file that offers `{entry}`.")
-    with _beside(file):
-        said = {**(options or {})}
-        host = said.pop("host", "none")
+    given = dict(options or {})
+    host = given.pop("host", "none")
+    pipeline = read_pipeline(given.get("stages"), given.get("microbatches"), given.get("schedule"))
+    with _beside(file), pipelined(pipeline) as stacks:
         module = _run(file)
         offered = _called(_offered(module, file, entry), file, entry, recipe or {})
         pair = _module_and_inputs(offered, module, file)
         if pair is not None:
             _no_roles(roles, file, entry)
-            return on_host(_from_torch(pair, module, file, {**(preferred or {}), **said}), host)
-        if said:
+            return on_host(_from_torch(pair, module, file, {**(preferred or {}), **given}), host)
+        ours = {"stages", "schedule"}
+        if pipeline is not None or given.get("microbatches") == 1:
+            ours.add("microbatches")
+        own = [key for key in given if key not in ours]
+        if own:
             raise UserError(
-                f"{_flags(list(said))} only apply to `hf:CONFIG` and to torch modules; `{entry}` in `{file}` says "
+                f"{_flags(own)} only apply to `hf:CONFIG` and to torch modules; `{entry}` in `{file}` says "
                 "itself what it runs."
             )
-        return on_host(_as_program(offered, file, entry, roles), host)
+        program = _as_program(offered, file, entry, roles)
+        if pipeline is not None and not stacks:
+            raise UserError(
+                f"`{entry}` in `{file}` has no layers that could be {pipeline.stages} stages: write the loop over them "
+                "as `autoshard.stack(layer, stacked_parameters, x)`, or leave --stages out."
+            )
+        return on_host(in_stages(program, tuple(dict.fromkeys(stacks)), pipeline), host)
 
 
 def _run(file: Path) -> ModuleType:
@@ -254,7 +267,8 @@ def _from_torch(pair: tuple[Any, Any, Any], module: ModuleType, file: Path, opti
 
     loss, targets = getattr(module, "loss", None), getattr(module, "targets", None)
     if not options.get("train"):
-        training = [key for key in ("optimizer", "state_dtype", "remat", "microbatches") if key in options]
+        own = ("optimizer", "state_dtype", "remat", *(() if options.get("stages") else ("microbatches",)))
+        training = [key for key in own if key in options]
         if training:
             raise UserError(f"{_flags(training)} only apply to training; add `--train`, or leave them out.")
         return from_torch(*pair, name=file.stem, **options)

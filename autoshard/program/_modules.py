@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard.program._program import Role
+from autoshard.program._stack import as_asked
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,9 +60,10 @@ class Functional:
 def functional(fn: Callable[..., Any], args: Sequence[Any]) -> Functional:
     """`fn` and `args` made functional: NNX objects become their state, static leaves of Equinox modules go.
 
-    What `fn` does to an NNX object in place becomes a leading part of its result: `(states, result)`.
+    What `fn` does to an NNX object in place becomes a leading part of its result: `(states, result)`. Its stacks are
+    computed as is asked of them now, whenever it is traced.
     """
-    taken = arrays_of(args)
+    fn, taken = as_asked(fn), arrays_of(args)
     fn, changed, roles = _without_nnx(fn, taken)
     static: list[Any] = []
     if taken.full is not None:

@@ -77,10 +77,13 @@ def unknown_remat(text: str) -> UserError:
     )
 
 
-def jax_policy(policy: Policy, names: Mapping[str, Sequence[str]] | None = None) -> Callable[..., Any] | None:
+def jax_policy(
+    policy: Policy, names: Mapping[str, Sequence[str]] | None = None, mapped: int = 0
+) -> Callable[..., Any] | None:
     """The policy for `jax.checkpoint`; None for `none`.
 
-    `names` gives for a value the names that a program marks it with by `checkpoint_name`, by default its own.
+    `names` gives for a value the names that a program marks it with by `checkpoint_name`, by default its own. So many
+    dims as `mapped` are mapped over (`jax.vmap`) from outside, as the stages of a pipeline are: no dims of a batch.
     """
     import jax
 
@@ -88,6 +91,8 @@ def jax_policy(policy: Policy, names: Mapping[str, Sequence[str]] | None = None)
     if policy.base == "none":
         return None
     rest = policies.dots_with_no_batch_dims_saveable if policy.base == "dots" else policies.nothing_saveable
+    if policy.base == "dots" and mapped:
+        rest = _dots_with(mapped)
     if not policy.names:
         return rest
     marks = names or {}
@@ -111,3 +116,13 @@ def jax_policy(policy: Policy, names: Mapping[str, Sequence[str]] | None = None)
         return mine(primitive, *values, **params)
 
     return both
+
+
+def _dots_with(mapped: int) -> Callable[..., bool]:
+    """Keeps products of matrices that have no more dims of a batch."""
+    from jax import lax
+
+    def saveable(primitive: Any, *_: Any, **params: Any) -> bool:
+        return primitive is lax.dot_general_p and len(params["dimension_numbers"][1][0]) <= mapped
+
+    return saveable

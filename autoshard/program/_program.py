@@ -77,6 +77,8 @@ class Program:
     tokens: int | None = None
     layers: int | None = None
     """Layers whose rematerialisation can be chosen apart; None if the source has no such choice."""
+    stacks: tuple[int, ...] = ()
+    """Layers of each stack that may be cut into the stages of a pipeline."""
     savable: tuple[str, ...] = ()
     """Values of its layers that a remat policy may name: `self_attn.q_proj`, `context`, `input`."""
     make_args: Callable[[int], tuple[Any, ...]] | None = None

@@ -11,6 +11,8 @@ from autoshard.program._layers import Block
 from autoshard.program._marks import INPUT, mark_torch, marking
 from autoshard.program._policy import Policy, jax_policy
 from autoshard.program._remat import listed_layers
+from autoshard.program._scan_stages import run_in_stages
+from autoshard.program._stack import Pipeline
 
 
 class NotRepeatedError(Exception):
@@ -45,6 +47,12 @@ class LayerWeights:
     """True if the layers may update their buffers."""
     cache: Any = None
     """A `ServingCache` whose arrays the layers read and write."""
+    pipeline: Pipeline | None = None
+    """The stages that the layers are cut into; None: they run one after the other."""
+    along: tuple[int, ...] = ()
+    """Which of the tensors that layers of a pipeline are given belong to the batch, by their order."""
+    firsts: list[int] = dataclasses.field(default_factory=list)
+    """First dims of the hidden state and of those tensors, once the block has run."""
 
 
 class _Pending:
@@ -114,6 +122,7 @@ class _BlockRun:
         self.hidden: Any = None
         self.pending: Any = None
         self.rest: list[Any] = []
+        self.beside: dict[int, Any] = {}
         self.next = 0
 
     def stand_in(self, index: int) -> Callable[..., Any]:
@@ -170,6 +179,8 @@ class _BlockRun:
         params, buffers = slices
         state = self.env.j2t_iso({**self.prepare(params), **buffers, **self.weights.fixed[offset]})
         args, kwargs, place = self.calls[offset]
+        if self.beside:
+            args, kwargs = _replaced((args, kwargs), self.beside)
         layer = self.layers[offset]
         stand_in = layer.__dict__.pop("forward")
         try:
@@ -258,6 +269,14 @@ class _BlockRun:
             counted[0] = scope[0]
             return self.env.t2j_iso(value), after, written
 
+        stacked = [self._stacked(offset) for offset in offsets]
+        hidden = self.env.t2j_iso(self.hidden)
+        beside = {id(_element(t)): t for args, kwargs, _ in self.calls for t in _tensors((args, kwargs))}
+        beside.pop(id(_element(self.hidden)), None)
+        beside = {key: t for key, t in beside.items() if not isinstance(_element(t), _Pending)}
+        self.weights.firsts[:] = [t.shape[0] if t.ndim else 0 for t in (self.hidden, *beside.values())]
+        if self.weights.pipeline is not None:
+            return self.env.j2t_iso(self._staged(body, counted, stacked, hidden, beside))
         policy = jax_policy(self.policy)
         run = body if policy is None else jax.checkpoint(body, policy=policy, prevent_cse=False)
 
@@ -270,9 +289,7 @@ class _BlockRun:
             h, after, caches = run(h, slices, caches, index)
             return (h, index + 1, caches), after
 
-        stacked = [self._stacked(offset) for offset in offsets]
         caches = [self._cached(offset) for offset in offsets]
-        hidden = self.env.t2j_iso(self.hidden)
         if any(caches):
             carried = (hidden, jnp.int32(0), caches)
             (final, _, caches), after = jax.lax.scan(caching, carried, stacked)
@@ -284,6 +301,31 @@ class _BlockRun:
                 self.weights.cache.close_block(self.block, offset, cached)
         _flops.record(counted[0] * self.block.repeats)
         return self.env.j2t_iso(final)
+
+    def _staged(
+        self, body: Callable[..., Any], counted: list[float], stacked: Any, hidden: Any, given: dict[int, Any]
+    ) -> Any:
+        """The hidden state after the block, whose layers are the stages of a pipeline."""
+        import jax
+
+        assert self.weights.pipeline is not None
+        policy = jax_policy(self.policy, mapped=1)
+
+        def layer(now: Any, slices: Any, beside: Sequence[Any]) -> Any:
+            def one(now: Any, slices: Any, beside: Sequence[Any]) -> Any:
+                self.beside = dict(zip(given, self.env.j2t_iso(list(beside)), strict=True))
+                try:
+                    return body(now, slices)[0]
+                finally:
+                    self.beside = {}
+
+            run = one if policy is None else jax.checkpoint(one, policy=policy, prevent_cse=False)
+            after = run(now, slices, list(beside))
+            _flops.record(counted[0])
+            return after
+
+        values = self.env.t2j_iso(list(given.values()))
+        return run_in_stages(self.block, layer, stacked, hidden, values, self.weights.along, self.weights.pipeline)
 
 
 @contextlib.contextmanager
@@ -347,6 +389,14 @@ def _tensors(tree: Any) -> list[Any]:
     from torch.utils import _pytree
 
     return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _replaced(tree: Any, values: dict[int, Any]) -> Any:
+    """A tree of tensors with others for some, by their elements."""
+    from torch.utils import _pytree
+
+    leaves, spec = _pytree.tree_flatten(tree)
+    return _pytree.tree_unflatten([values.get(id(_element(leaf)), leaf) for leaf in leaves], spec)
 
 
 def _element(value: Any) -> Any:

@@ -9,6 +9,7 @@ from autoshard.program import _flops, _train, _values
 from autoshard.program._experts import check_experts
 from autoshard.program._program import Program, Role
 from autoshard.program._remat import parse_remat
+from autoshard.program._stack import Pipeline, in_stages, read_pipeline
 from autoshard.program._torch_env import lowered_environment
 from autoshard.program._torch_function import TorchFunction, jax_dtype
 from autoshard.program._trace import trace
@@ -44,10 +45,12 @@ def from_torch(
     cast_inputs: bool = True,
     attention: str = "plain",
     exchange: str = "auto",
-    microbatches: int = 1,
+    microbatches: int | None = None,
     experts: str | None = None,
     capacity_factor: float | None = None,
     imbalance: float | None = None,
+    stages: int | None = None,
+    schedule: str | None = None,
     make_args: Callable[[int], tuple[Any, ...]] | None = None,
 ) -> Program:
     """A `Program` from any `torch.nn.Module`, on the meta device or with real weights.
@@ -69,7 +72,8 @@ def from_torch(
     `ring` (around which keys and values go) or `auto`, as is fastest. `microbatches` parts of the batch are computed
     one after the other when training, and their gradients and losses averaged. `experts`, `capacity_factor` and
     `imbalance`: how tokens reach their experts in the blocks of transformers' Mixtral and DeepSeek-V3, as in `hf:`
-    sources.
+    sources. With `stages` the layers that repeat are those of a pipeline, through which `microbatches` (by default as
+    many) go by the `schedule`, as `autoshard.stack` has it.
 
     Raises `UserError` if an operation has no lowering or the call fails.
     """
@@ -82,6 +86,7 @@ def from_torch(
     inputs = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
     notes = [] if not _has_dropout(module) else ["Dropout is off: the module runs in evaluation mode."]
     stateful = evaluation_mode(module, train if batch_statistics is None else batch_statistics)
+    pipeline = read_pipeline(stages, microbatches, schedule)
     function = TorchFunction(
         module,
         compute_dtype=dtype,
@@ -94,6 +99,7 @@ def from_torch(
         experts=check_experts(experts, capacity_factor, module, label, imbalance),
         capacity_factor=capacity_factor,
         imbalance=imbalance or 1.0,
+        pipeline=pipeline,
     )
     batch, rebuild = _split_inputs(module, inputs, dict(kwargs or {}), targets)
     if train and loss is None:
@@ -131,7 +137,9 @@ def from_torch(
         loss_of if train else forward,
         batch,
         name=label,
-        train=TrainOptions(optimizer, param_dtype or "", state_dtype or "float32", microbatches) if train else None,
+        train=TrainOptions(optimizer, param_dtype or "", state_dtype or "float32", in_turn(microbatches, pipeline))
+        if train
+        else None,
         param_dtype=param_dtype,
         make_args=make_args,
         values=own,
@@ -173,6 +181,8 @@ def torch_program(
         forward_flops[0] = scope[0]
         return (result, function.updated_buffers) if updates else result
 
+    if function.pipeline is not None:
+        _check_microbatches(function.pipeline.microbatches, batch, updates, name)
     if train is None:
         counted.__name__ = "forward"
         args: tuple[Any, ...] = (params, batch, *extra)
@@ -203,7 +213,7 @@ def torch_program(
             args, [a.name for a in program.arguments], [a.role for a in program.arguments], lambda _: id_limit
         )
         make_args = fill if values is None else _with_values(fill, function, values, train is not None, params)
-    return dataclasses.replace(
+    program = dataclasses.replace(
         program,
         model_flops=factor * forward_flops[0] or None,
         layers=len(function.layers),
@@ -211,6 +221,12 @@ def torch_program(
         make_args=make_args,
         exchange=function.exchange,
     )
+    return in_stages(program, tuple(block.repeats for block in function.blocks), function.pipeline)
+
+
+def in_turn(microbatches: int | None, pipeline: Pipeline | None) -> int:
+    """Microbatches that are computed one after the other, each with its own backward pass: none of a pipeline."""
+    return 1 if microbatches is None or pipeline is not None else microbatches
 
 
 def _check_microbatches(count: int, batch: Mapping[str, Any], updates: bool, name: str) -> None:

@@ -15,7 +15,9 @@ from autoshard.program._marks import check_names
 from autoshard.program._policy import Policy
 from autoshard.program._remat import numbered_layers, parse_remat, remat_text, split_blocks
 from autoshard.program._scan import LayerRemat, LayerWeights, NotRepeatedError, checkpointed_lists, scanned
+from autoshard.program._scan_stages import Firsts, find_along, staged_blocks
 from autoshard.program._splash import attention_kernel, check_kernel
+from autoshard.program._stack import Pipeline
 from autoshard.program._torch_env import canonical_modules, lowered_environment
 
 
@@ -43,9 +45,11 @@ class TorchFunction:
         experts: ExpertForm | None = None,
         capacity_factor: float | None = None,
         imbalance: float = 1.0,
+        pipeline: Pipeline | None = None,
     ) -> None:
         """`frozen_apart` keeps parameters that need no gradient out of `params`, among the buffers; `stateful` lets
-        the module update its buffers (running statistics), which `updated_buffers` then holds after a call."""
+        the module update its buffers (running statistics), which `updated_buffers` then holds after a call; repeated
+        layers are the stages of a `pipeline`."""
         self.module, self.compute_dtype, self.remat = module, compute_dtype, parse_remat(remat)
         self.frozen_apart, self.stateful = frozen_apart, stateful
         self.attention = check_kernel(attention)
@@ -54,6 +58,9 @@ class TorchFunction:
         """Paths of the values of its layers that a remat policy may name, as far as it has been run."""
         self.updated_buffers: dict[str, Any] = {}
         self.cache: Any = None
+        self.staged: dict[Block, Pipeline] = {}
+        self.along: dict[Block, tuple[int, ...]] = {}
+        self.firsts: dict[Block, list[int]] = {}
         blocks = find_blocks(module) if scan else ()
         self.layers = numbered_layers(module, blocks)
         self.remat.check(len(self.layers))
@@ -65,6 +72,7 @@ class TorchFunction:
                 "looked for in a ModuleList, a ModuleDict numbered in order, and where a Sequential repeats them."
             )
         self.experts, self.capacity_factor, self.imbalance = experts, capacity_factor, imbalance
+        self.pipeline = pipeline
         self._describe()
 
     def _describe(self) -> None:
@@ -141,9 +149,12 @@ class TorchFunction:
             return jax.tree.map(lambda w: w.astype(dtype) if jnp.issubdtype(w.dtype, jnp.floating) else w, weights)
 
         layers: dict[Block, LayerWeights] = {}
+        self.firsts = {}
         for block in self.blocks:
-            empty = [[{} for _ in range(block.period)] for _ in range(3)]
-            layers[block] = LayerWeights(*empty, stateful=self.stateful, cache=self.cache)
+            own, state, fixed = ([{} for _ in range(block.period)] for _ in range(3))
+            pipeline, along = self.staged.get(block), self.along.get(block, ())
+            held = LayerWeights(own, state, fixed, self.stateful, self.cache, pipeline, along)
+            layers[block], self.firsts[block] = held, held.firsts
         outer: dict[str, Any] = {}
         for name, value in [*params.items(), *buffers.items()]:
             if name in self.members:
@@ -198,7 +209,7 @@ class TorchFunction:
             try:
                 jax.eval_shape(run, self.params, batch, *extra)
                 check_names(remat_text(self.remat.parts), self.remat.names, self.savable, label)
-                return
+                break
             except UserError:
                 raise
             except NotRepeatedError as error:
@@ -207,6 +218,32 @@ class TorchFunction:
                 if not self.blocks:
                     raise lowering_error(error, label, self.module) from error
                 self._give_up(self.blocks, "the hidden state between two layers is used elsewhere")
+        if self.pipeline is not None:
+            self._stage(self.pipeline, run, batch, extra, label)
+
+    def _stage(
+        self, pipeline: Pipeline, run: Callable[..., Any], batch: Any, extra: tuple[Any, ...], label: str
+    ) -> None:
+        """Cut the blocks that are scanned into stages. Raises `UserError` if they cannot be, or if none is."""
+        import jax
+
+        staged = staged_blocks(self.blocks, pipeline, label, self.notes)
+
+        def note(given: Any) -> Firsts:
+            jax.eval_shape(run, self.params, given, *extra)
+            return {block: tuple(self.firsts[block]) for block in staged}
+
+        try:
+            self.along = find_along(note, batch)
+        except UserError:
+            raise
+        except Exception as error:  # the user's own code runs here, on another batch than it was written for
+            raise UserError(
+                f"`{label}` cannot be cut into stages: its layers are given tensors with as many rows as the batch, "
+                "and which of them belong to it is not known, since the module does not run on a larger one."
+            ) from error
+        self.staged = dict.fromkeys(staged, pipeline)
+        jax.eval_shape(run, self.params, batch, *extra)
 
     def _give_up(self, blocks: tuple[Block, ...], reason: str) -> None:
         self.blocks = tuple(block for block in self.blocks if block not in blocks)

@@ -10,6 +10,7 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.exec.apply._agree import check_arguments, check_even, check_results, names_devices, other_program
 from autoshard.exec.apply._calls import lower_calls, place_calls
+from autoshard.exec.apply._recipe import in_recipe
 from autoshard.exec.apply._torch_plan import TorchPlan
 from autoshard.exec.devices._devices import HOST_MEMORY, jax_mesh, named_sharding, place
 from autoshard.plan import Plan, Spec
@@ -91,7 +92,7 @@ class Application:
         """`jax.stages.Lowered` with shardings and pins; see `lower_planned`."""
         import jax
 
-        made = functional(fn, args)
+        made = functional(in_recipe(self.plan, fn), args)
         abstract = jax.tree.map(_abstract, made.args)
         return lower_planned(self, made.fn, abstract, _donated(made.fn, abstract, donate_argnums), module)
 
@@ -150,7 +151,7 @@ class PlannedFunction:
         abstract = [_abstract(leaf) for leaf in leaves]
         key = (taken.key, tree, tuple((leaf.shape, leaf.dtype, leaf.weak_type) for leaf in abstract))
         if key not in self._compiled:
-            made = functional(self.fn, args)
+            made = functional(in_recipe(self.application.plan, self.fn), args)
             lowered = self.application.lower(made.fn, tree.unflatten(abstract), self.donate_argnums)
             shardings = tree.unflatten(list(self.application.in_shardings()))
             self._compiled[key] = _Compiled(lowered.compile(), shardings, made)

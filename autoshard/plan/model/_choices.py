@@ -23,6 +23,15 @@ FULL = "full"
 RINGS = ("auto", "ring")
 """How queries meet keys and values, where that is left to the planner: as the solver chooses, or around a ring."""
 
+SCHEDULES = ("gpipe", "circular:2", "circular:3", "circular:4")
+"""How microbatches go through stages, where that is left to the planner."""
+
+MOST_STAGES = 64
+"""Stages of a pipeline, where their number is left to the planner."""
+
+PARTS = ("stages", "schedule", "microbatches")
+"""What says how a step is computed in parts, one after the other or by stages."""
+
 AUTO = "auto"
 """The value of an option that leaves the choice to the planner."""
 
@@ -50,10 +59,41 @@ def source_choices(options: Mapping[str, Any], topology: str) -> Choices:
         found["batch"] = (*(devices * each for each in BATCHES), *halves)
     if options.get("exchange") == AUTO:
         found["exchange"] = RINGS
-    if options.get("microbatches") == AUTO:
+    parts = _part_choices(options, topology)
+    if parts:
+        found |= parts
+    elif options.get("microbatches") == AUTO:
         batch = options.get("batch")
         found["microbatches"] = tuple(n for n in MICROBATCHES if not isinstance(batch, int) or batch % n == 0)
     return found
+
+
+def _part_choices(options: Mapping[str, Any], topology: str) -> dict[str, tuple[Any, ...]]:
+    """Values of all `PARTS` where one of them is left to the planner and there are stages; nothing otherwise.
+
+    Stages are as many as a part of the devices; each has 1, 2, 4 or 8 microbatches, or the pipeline has as many as
+    are given. No stages are stages too: one, by no schedule.
+    """
+    stages, schedule, count, batch = (options.get(name) for name in (*PARTS, "batch"))
+    if schedule == AUTO and stages is None:
+        raise UserError("--schedule auto is for stages; add --stages auto or a number of them, or leave it out.")
+    if stages in (None, 1) or AUTO not in (stages, schedule, count):
+        return {}
+    devices = Topology.parse(topology).num_devices
+    if stages == AUTO:
+        numbers = [n for n in range(1, min(devices, MOST_STAGES) + 1) if devices % n == 0]
+    else:
+        numbers = [stages]
+    if isinstance(schedule, str) and schedule != AUTO:
+        ways: tuple[str, ...] = (schedule,)
+    else:
+        ways = SCHEDULES if AUTO in (stages, schedule) else ("gpipe",)
+    if isinstance(count, int):
+        counts: tuple[int, ...] = (count,)
+    else:
+        every = sorted({n * k for n in numbers for k in MICROBATCHES})
+        counts = tuple(n for n in every if not isinstance(batch, int) or batch % n == 0)
+    return {"stages": tuple(numbers), "schedule": (None, *ways) if stages == AUTO else ways, "microbatches": counts}
 
 
 def settled_options(options: Mapping[str, Any], topology: str) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def _describe(
     batch = data[0][0] if data else None
     sequence = next((g[1] for g in data if len(g) > 1 and g[1] is not None and g[1] not in holders), None)
     # Two matrices share the inner dim of an MLP too; a stream is shared by more, or comes in with the data.
-    shifted = _shifted(graph, structure, of_factor)
+    shifted, stages = _shifted(graph, structure, of_factor)
     streams = [g for g in weight if matrices[g] > 2 or any(g in groups for groups in data)]
     hidden = max(streams, key=lambda g: (weight[g], -g), default=None)
     if hidden is not None and weight[hidden] < 0.6 * matrix_bytes:
@@ -139,7 +139,7 @@ def _describe(
             names[group] = "sequence"
         elif group == hidden:
             names[group] = "hidden"
-        elif group in shifted and group in holders:
+        elif group in stages or group in shifted and group in holders:
             names[group] = "stage"
         elif group in space:
             names[group] = space[group]
@@ -166,16 +166,23 @@ def _space(graph: OpGraph, structure: Structure, of_factor: dict[tuple[int, int]
     return found
 
 
-def _shifted(graph: OpGraph, structure: Structure, of_factor: dict[tuple[int, int], int]) -> set[int]:
-    """Groups of dims that are rolled: a stage's result goes to the next, in a program written as a pipeline."""
-    found = set()
+def _shifted(graph: OpGraph, structure: Structure, of_factor: dict[tuple[int, int], int]) -> tuple[set[int], set[int]]:
+    """Groups of dims that are rolled, and those that a loop rolls by one as the first dim of what it carries.
+
+    A stage's result goes to the next so, in a program written as a pipeline, whatever its parameters are like.
+    """
+    found: set[int] = set()
+    stages: set[int] = set()
     for op in graph.ops:
         if op.kind == ROTATE and op.rule is not None:
             tensor = op.operands[0]
             dim = op.rule.kinds.index(FactorKind.PERMUTATION)
             if structure.cluster_of[tensor] >= 0 and structure.dims_of[tensor][dim] >= 0:
-                found.add(of_factor[(structure.cluster_of[tensor], structure.dims_of[tensor][dim])])
-    return found
+                group = of_factor[(structure.cluster_of[tensor], structure.dims_of[tensor][dim])]
+                found.add(group)
+                if op.loop >= 0 and dim == 0 and op.shift in (1, graph.tensors[tensor].shape[0] - 1):
+                    stages.add(group)
+    return found, stages
 
 
 def _hint(names: list[str]) -> str:

@@ -28,7 +28,7 @@ class Recipe:
     choices: tuple[tuple[str, Any], ...]
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in self.choices)
+        return ", ".join(f"{name} {value}" for name, value in self.choices if value is not None)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -95,7 +95,8 @@ def needs_no_less(recipe: Recipe, other: Recipe) -> bool:
 def difference(recipe: Recipe, other: Recipe) -> str:
     """What one recipe has otherwise than another."""
     theirs = other.arguments
-    return ", ".join(f"{name} {value}" for name, value in recipe.choices if theirs.get(name) != value)
+    changed = [(name, value) for name, value in recipe.choices if theirs.get(name) != value]
+    return ", ".join(f"{name} {value}" for name, value in changed if value is not None)
 
 
 def verdict_of(row: RecipeTried, best: RecipeTried) -> str:

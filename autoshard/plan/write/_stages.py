@@ -1,0 +1,118 @@
+"""Pipelines among the recipes of a search: which are worth planning, what is bubble, and what they came to."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autoshard.graph import OpGraph
+from autoshard.plan.model._choices import MICROBATCHES, PARTS
+from autoshard.plan.write._recipe import Recipe, RecipeTried
+from autoshard.program import Pipeline
+from autoshard.units import format_seconds
+
+
+BUBBLE = "not planned: slower by its arithmetic and its bubble alone"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """What an element of the batch takes without a pipeline, by arithmetic alone."""
+
+    seconds: float
+    layers: float
+    """The share of it that is in the layers of a stack."""
+
+    def in_stages(self, pipeline: Pipeline, layers: int) -> float:
+        """Seconds below which no plan of the pipeline is: the stages compute in every tick, needed or not."""
+        return self.seconds * (1 + self.layers * (pipeline.ticks(layers) / _useful(pipeline, layers) - 1))
+
+
+def _useful(pipeline: Pipeline, layers: int) -> int:
+    """Ticks of a stage whose results are used."""
+    return pipeline.microbatches * pipeline.rounds(layers)
+
+
+def arithmetic_of(graph: OpGraph, seconds: float, elements: int, layers: int) -> Arithmetic:
+    """Of a program that takes `seconds` by `least_seconds`, whose stack of `layers` is a loop."""
+    inside = dataclasses.replace(graph, ops=tuple(op for op in graph.ops if _in_loop_of(graph, op.loop, layers)))
+    whole, part = graph.flops, inside.flops
+    return Arithmetic(seconds / elements, part / whole if whole else 0.0)
+
+
+def _in_loop_of(graph: OpGraph, loop: int, trips: int) -> bool:
+    while loop >= 0:
+        if graph.loops[loop].trips == trips and not graph.loops[loop].branches:
+            return True
+        loop = graph.loops[loop].parent
+    return False
+
+
+def pipeline_of(recipe: Recipe) -> Pipeline | None:
+    """The pipeline of a recipe; None if it has none."""
+    said = recipe.arguments
+    if said.get("stages", 1) == 1:
+        return None
+    return Pipeline(said["stages"], said["microbatches"], said["schedule"])
+
+
+def without_pipeline(recipe: Recipe) -> Recipe:
+    """What else a recipe says."""
+    return Recipe(tuple((name, value) for name, value in recipe.choices if name not in PARTS))
+
+
+def in_order(recipes: Sequence[tuple[Any, ...]], names: Sequence[str]) -> list[tuple[Any, ...]]:
+    """Recipes without stages first, fewer microbatches before more; then fewer stages, and of these more microbatches
+    first: their bubble is the smallest, and what does not fit with them does not with fewer."""
+    places = [names.index(name) for name in ("stages", "microbatches")]
+
+    def key(values: tuple[Any, ...]) -> tuple[int, int]:
+        stages, count = (values[place] for place in places)
+        return stages, count if stages == 1 else -count
+
+    return sorted(recipes, key=key)
+
+
+def is_sensible(said: Mapping[str, Any], counts: Sequence[int], stacks: Sequence[int] | None) -> bool:
+    """Whether stages, schedule and microbatches go together, and with the `stacks` of the program, if these are known.
+
+    `counts` are all microbatches that may be chosen: of one there is no choice.
+    """
+    stages, count, schedule = said["stages"], said["microbatches"], said["schedule"]
+    if stages == 1:
+        return schedule is None and (len(counts) == 1 or count in MICROBATCHES)
+    if schedule is None or len(counts) > 1 and (count % stages or count // stages not in MICROBATCHES):
+        return False
+    pipeline = Pipeline(stages, count, schedule)
+    if schedule != "gpipe" and count % stages:
+        return False
+    if stacks is None:
+        return True
+    layers = max(stacks, default=0)
+    if not layers or layers % stages:
+        return False
+    rounds = pipeline.rounds(layers)
+    return schedule == "gpipe" or rounds > 1 and layers // stages % rounds == 0
+
+
+def pipeline_words(best: RecipeTried, rows: Sequence[RecipeTried], stacks: Sequence[int]) -> str:
+    """One sentence on the pipeline that was chosen, or on why none was; empty where there was nothing to choose."""
+    if "stages" not in best.recipe.arguments:
+        return ""
+    layers = max(stacks, default=0)
+    chosen = pipeline_of(best.recipe)
+    if chosen is not None:
+        return f"pipeline of {chosen.words(layers)}"
+    others = [(row, pipeline) for row in rows if (pipeline := pipeline_of(row.recipe)) is not None]
+    if not layers:
+        return "no pipeline: the program has no layers that repeat"
+    if not others:
+        return "no pipeline: no number of stages goes with the layers, the batch and the devices"
+    planned = [(row, pipeline) for row, pipeline in others if row.step_time_s is not None]
+    if planned:
+        row, pipeline = min(planned, key=lambda pair: pair[0].per_element_s)
+        assert row.step_time_s is not None
+        return (
+            f"no pipeline: the best is {row.verdict} ({format_seconds(row.step_time_s)}) with {pipeline.words(layers)}"
+        )
+    row, pipeline = min(others, key=lambda pair: pair[1].bubble(layers))
+    return f"no pipeline: none of {len(others)} was worth planning; {pipeline.words(layers)}: {row.verdict}"

@@ -1,0 +1,135 @@
+"""Pipelines among recipes: which are considered, and that the best of all of them is taken."""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autoshard
+from autoshard.cost import Topology, load_calibration
+from autoshard.errors import InfeasibleError, UserError
+from autoshard.plan import Options, make_plan, plan_recipes, source_choices
+from autoshard.plan.price._least import least_seconds
+from autoshard.plan.price._reading import read_program
+from autoshard.plan.write._recipe import Recipe
+from autoshard.plan.write._stages import arithmetic_of, in_order, is_sensible, pipeline_of
+from autoshard.program import Pipeline, Program, pipelined, read_pipeline, trace
+
+
+LAYERS = 8
+
+
+def program(
+    width: int, tokens: int, batch: int, stages: int = 1, schedule: str | None = None, microbatches: int = 1
+) -> Program:
+    """A step of MLPs that are computed again in the backward pass, in stages or not."""
+    if stages == 1 and microbatches > 1:
+        raise UserError("the step has no microbatches without stages")
+
+    @jax.checkpoint
+    def layer(x: Any, own: Any) -> Any:
+        return x + jax.nn.gelu(x @ own["up"]) @ own["down"]
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(p: Any) -> Any:
+            return (autoshard.stack(layer, p["layers"], x @ p["first"]) ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    def shape(*sizes: int) -> Any:
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+
+    layers = {"up": shape(LAYERS, width, 4 * width), "down": shape(LAYERS, 4 * width, width)}
+    args = ({"layers": layers, "first": shape(width, width)}, shape(batch, tokens, width))
+    with pipelined(read_pipeline(stages, microbatches, schedule)) as stacks:
+        return dataclasses.replace(trace(step, args, donate_argnums=0, name="mlps"), stacks=tuple(set(stacks)))
+
+
+@pytest.mark.parametrize(
+    ("width", "tokens", "schedules", "stages"),
+    [
+        (8192, 1024, ("gpipe",), 2),  # gradients take longer from slice to slice than what layers hand on
+        (256, 64, ("gpipe", "circular:2"), 1),
+    ],
+)
+def test_the_best_of_all_recipes_is_taken(width: int, tokens: int, schedules: tuple[str, ...], stages: int) -> None:
+    make = functools.cache(functools.partial(program, width, tokens, 16))
+    options = Options(topology="v5e:2x2*2", mesh="data=2,model=4")
+    choices = {"stages": (1, 2), "schedule": (None, *schedules), "microbatches": (1, 4, 8)}
+    chosen, made = plan_recipes(make, choices, options, of_source=True)
+    found: dict[Recipe, float] = {}
+    alone = None
+    for values in itertools.product(*choices.values()):
+        recipe = Recipe(tuple(zip(choices, values, strict=True)))
+        if not is_sensible(recipe.arguments, choices["microbatches"], (LAYERS,)):
+            continue
+        try:
+            each = make(**recipe.arguments)
+            found[recipe] = make_plan(each, options).plan.prediction.expected_s
+        except (InfeasibleError, UserError):
+            continue
+        graph = read_program(each, "tpu", False).graph
+        least = least_seconds(graph, Topology.parse("v5e:2x2*2"), load_calibration("v5e"))
+        pipeline = pipeline_of(recipe)
+        if pipeline is None:
+            alone = arithmetic_of(graph, least, 1, LAYERS)
+        else:  # what is known before a pipeline is traced is what its program says
+            assert alone is not None
+            assert alone.in_stages(pipeline, LAYERS) == pytest.approx(least, rel=1e-6)
+    assert found[chosen] == min(found.values()) == made.plan.prediction.expected_s
+    assert chosen.arguments["stages"] == stages
+    assert made.plan.words[-1].startswith("pipeline of 2 stages, " if stages == 2 else "no pipeline: ")
+    assert "bubble" in made.plan.words[-1]
+    if stages == 2:
+        assert "stage over data" in made.plan.words
+
+
+def test_stages_are_parts_of_the_devices_and_the_rest_is_chosen_with_them() -> None:
+    found = source_choices({"stages": "auto", "batch": 16}, "v5e:2x4")
+    assert found["stages"] == (1, 2, 4, 8) and found["schedule"][:2] == (None, "gpipe")
+    assert found["microbatches"] == (1, 2, 4, 8, 16)
+    assert source_choices({"stages": 4, "microbatches": 8, "schedule": "gpipe"}, "v5e:2x4") == {}
+    given = source_choices({"stages": "auto", "microbatches": 8, "schedule": "gpipe"}, "v5e:2x4")
+    assert given == {"stages": (1, 2, 4, 8), "schedule": (None, "gpipe"), "microbatches": (8,)}
+    fixed = source_choices({"stages": 4, "microbatches": "auto", "batch": 16}, "v5e:2x4")
+    assert fixed == {"stages": (4,), "schedule": ("gpipe",), "microbatches": (4, 8, 16)}
+    with pytest.raises(UserError, match="--schedule auto is for stages; add --stages auto"):
+        source_choices({"schedule": "auto"}, "v5e:2x4")
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule", "microbatches", "stacks", "sensible"),
+    [
+        (1, None, 4, None, True),
+        (1, "gpipe", 4, None, False),
+        (1, None, 16, None, False),
+        (2, None, 4, None, False),
+        (2, "gpipe", 3, None, False),
+        (2, "gpipe", 4, (8,), True),
+        (2, "gpipe", 4, (3, 7), False),
+        (2, "gpipe", 4, (), False),
+        (2, "circular:2", 4, (8,), True),
+        (4, "circular:4", 4, (8,), False),
+    ],
+)
+def test_what_goes_together(
+    stages: int, schedule: str | None, microbatches: int, stacks: tuple[int, ...] | None, sensible: bool
+) -> None:
+    said = {"stages": stages, "schedule": schedule, "microbatches": microbatches}
+    assert is_sensible(said, (1, 2, 3, 4, 16), stacks) == sensible
+
+
+def test_more_microbatches_of_a_pipeline_come_first() -> None:
+    rows = [(stages, count) for stages in (2, 1) for count in (2, 4)]
+    assert in_order(rows, ["stages", "microbatches"]) == [(1, 2), (1, 4), (2, 4), (2, 2)]
+
+
+def test_the_bubble_is_the_share_of_ticks_that_nobody_uses() -> None:
+    assert Pipeline(4, 8).ticks(16) == 11 and Pipeline(4, 8).bubble(16) == pytest.approx(3 / 11)
+    assert Pipeline(4, 8, "circular").ticks(16) == 8 * 4 + 3
+    assert "2 stages, circular:2, 4 microbatches, 11.1% of the ticks bubble" in Pipeline(2, 4, "circular:2").words(8)
