@@ -11,9 +11,7 @@ from typing import Any
 
 from autoshard.cost import Topology, candidate_meshes
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.plan import _stages
 from autoshard.plan._make import Before, PlanResult, given_mesh, make_plan, priced_with
-from autoshard.plan._stages import BUBBLE, Arithmetic
 from autoshard.plan.mesh._meshes import Beaten
 from autoshard.plan.mesh._trial import Rival, unusable
 from autoshard.plan.model._axis_parts import find_axis_parts
@@ -28,6 +26,7 @@ from autoshard.plan.price._path_tables import PathTables
 from autoshard.plan.price._reading import read_program
 from autoshard.plan.record._plan import Plan
 from autoshard.plan.solve._floors import Floors, floors
+from autoshard.plan.write import _stages
 from autoshard.plan.write._recipe import (
     ARITHMETIC,
     SLOWER,
@@ -41,6 +40,7 @@ from autoshard.plan.write._recipe import (
     needs_no_less,
     verdict_of,
 )
+from autoshard.plan.write._stages import BUBBLE, Arithmetic
 from autoshard.program import INPUT, Choices, Program, Role
 
 

@@ -13,10 +13,10 @@ import autoshard
 from autoshard.cost import Topology, load_calibration
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan import Options, make_plan, plan_recipes, source_choices
-from autoshard.plan._stages import arithmetic_of, in_order, is_sensible, pipeline_of
 from autoshard.plan.price._least import least_seconds
 from autoshard.plan.price._reading import read_program
 from autoshard.plan.write._recipe import Recipe
+from autoshard.plan.write._stages import arithmetic_of, in_order, is_sensible, pipeline_of
 from autoshard.program import Pipeline, Program, pipelined, read_pipeline, trace
 
 
