@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autoshard.plan import load_plan
     from autoshard.plan import remat_policy as remat_policy
     from autoshard.plan import sweep as sweep
+    from autoshard.plan import torch_remat_policy as torch_remat_policy
     from autoshard.plan._call import plan as plan
     from autoshard.program import Argument as Argument
     from autoshard.program import Program as Program
@@ -46,6 +47,7 @@ _HOMES = {
     "sweep": ("autoshard.plan", "sweep"),
     "register_rule": ("autoshard.program", "register_rule"),
     "stack": ("autoshard.program", "stack"),
+    "torch_remat_policy": ("autoshard.plan", "torch_remat_policy"),
     "trace": ("autoshard.program", "trace"),
 }
 """Public name -> the module and the name where it lives."""

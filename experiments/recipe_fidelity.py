@@ -1,5 +1,5 @@
-"""Recipes of training steps (attention's kernel, what is kept, computed again or offloaded, microbatches) against the
-real TPU compiler.
+"""Recipes of training steps (attention's kernel, what is kept, computed again or offloaded, microbatches, state on the
+hosts) against the real TPU compiler.
 
     python experiments/recipe_fidelity.py [ROW ...] [--predict] [--time-limit S]
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from compile_fidelity import EXPERTS, WIDE, Matrix, Row, dm, main, train  # noqa: E402
+from compile_fidelity import EXPERTS, SMALL, WIDE, Matrix, Row, dm, main, train  # noqa: E402
 from compile_programs import hf, llama  # noqa: E402
 
 
@@ -51,6 +51,12 @@ MATRIX = Matrix(
         Row("llama-input-v5p", value(FEW, 64, 4096, "offload=input"), "v5p:2x2x4", dm(16, 1)),
         Row("llama-offload-v5p", value(FEW, 64, 4096, "keep=gate_proj,offload=context/input"), "v5p:2x2x4", dm(8, 2)),
         Row("gpt2-xl-offload-v5e", value("gpt2-xl", 64, 1024, "keep=c_attn,offload=c_fc"), "v5e:4x4", dm(16, 1)),
+        Row("llama-host-v5e", train(SMALL, 16, 2048, attention="splash", host="optimizer"), "v5e:2x4", dm(8, 1)),
+        Row(
+            "llama3-8b-host-v5e", train("llama3-8b", 8, 4096, attention="splash", host="optimizer"), "v5e:2x4", dm(8, 1)
+        ),
+        Row("llama-host-v5p", train(WIDE, 64, 2048, attention="splash", host="optimizer"), "v5p:2x2x4", dm(8, 2)),
+        Row("llama-host-parts-v5p", train(WIDE, 32, 2048, **PARTS, host="optimizer"), "v5p:2x2x4", dm(4, 4)),
         Row("vit-parts-v6e", hf("vit-l16", train=True, batch=256, microbatches=4), "v6e:4x4", dm(16, 1)),
     ),
 )

@@ -60,8 +60,9 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
     group.add_argument("--optimizer", metavar="NAME", help="adamw (default), sgd, momentum")
     group.add_argument(
         "--attention",
-        choices=("plain", "splash", "auto"),
-        help="scores in memory (plain), jax's splash kernel, or (auto) that kernel on TPUs wherever it can be",
+        choices=("plain", "splash", "cached", "cudnn", "auto"),
+        help="scores in memory (plain), jax's splash kernel, one over a cache (cached), cuDNN's on GPUs, or (auto) the "
+        "kernels of TPUs or GPUs wherever they can be and gain something",
     )
     group.add_argument(
         "--exchange",
@@ -88,6 +89,12 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         metavar="S",
         help="of a pipeline: gpipe (the default), circular:2 (two chunks of layers in each stage, through which "
         "microbatches go in turn), or circular (as many chunks as there are layers)" + best,
+    )
+    group.add_argument(
+        "--host",
+        choices=("none", "optimizer", "auto") if auto else ("none", "optimizer"),
+        help="what waits in the hosts' memory between steps: nothing (none, the default), or the state of the "
+        "optimizer, updated a layer at a time (optimizer; also of functions in files)" + best,
     )
     group.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
     group.add_argument("--cache", type=positive, metavar="N", help="tokens the cache holds (default: --seq)")

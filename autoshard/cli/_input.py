@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PROGRAM_OPTIONS = ("train", "batch", "seq", "image", "dtype", "param_dtype", "state_dtype", "remat", "optimizer")
 PROGRAM_OPTIONS += ("serve", "cache", "experts", "capacity_factor", "imbalance", "attention", "exchange")
-PROGRAM_OPTIONS += ("microbatches", "stages", "schedule")
+PROGRAM_OPTIONS += ("microbatches", "host", "stages", "schedule")
 """What `hf:CONFIG` takes."""
 
 

@@ -82,7 +82,7 @@ class Backend:
     judge: str
     """Who judges plans unless asked otherwise: `measure`, the devices that are here, or `compile`."""
     attention: str
-    """The kernel that computes attention where the planner may choose: `splash`, or `plain`, scores in memory."""
+    """The kernel that computes attention where it may be chosen: `splash`, `cudnn`, or `plain`, scores in memory."""
 
 
 BACKENDS = {
@@ -102,7 +102,7 @@ BACKENDS = {
             sums_in_two_phases=True, sum_dtype="", scatters=Scatters.ALWAYS, stages=False, joins_sums=False,
             one_ring=True, packs_blocks=False, caches=False, burst_bytes=64, sorting=Sorting.RADIX,
             tiled=False, fuses_into_matmuls=False, relays_shards=False, copies_shards=False, compiles_ahead=False,
-            judge="compile", attention="plain",
+            judge="compile", attention="cudnn",
         ),
         Backend(
             name="cpu", platform="cpu", noun="devices of one machine",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard import mlir
-from autoshard.graph._calls import RING
+from autoshard.graph._calls import CUDNN, RING
 from autoshard.graph._cudnn import cudnn_rule, is_cudnn_attention
 from autoshard.graph._records import FactorKind, Opaque, Rule, Tensor
 from autoshard.graph._rules import parse_rule
@@ -59,7 +59,7 @@ def read_opaque(op: Any, operands: Sequence[Tensor], results: Sequence[Tensor], 
 def _head(target: str, operands: Sequence[Tensor]) -> int:
     """Head dim of one of jax's attention kernels; 0 for any other call."""
     floats = _floats(operands)
-    return floats[0].shape[-1] if floats and target.startswith((*_KERNELS, RING)) else 0
+    return floats[0].shape[-1] if floats and target.startswith((*_KERNELS, RING, CUDNN)) else 0
 
 
 def _floats(operands: Sequence[Tensor]) -> list[Tensor]:

@@ -52,10 +52,12 @@ from autoshard.mlir._number import canonical_text as canonical_text
 from autoshard.mlir._number import number_ops as number_ops
 from autoshard.mlir._number import strip as strip
 from autoshard.mlir._number import structure_hash as structure_hash
+from autoshard.mlir._own import PLACEMENT as PLACEMENT
 from autoshard.mlir._own import argument_shardings as argument_shardings
 from autoshard.mlir._own import device_groups as device_groups
 from autoshard.mlir._own import drop_gspmd as drop_gspmd
 from autoshard.mlir._own import drop_layouts as drop_layouts
+from autoshard.mlir._own import drop_sent_arguments as drop_sent_arguments
 from autoshard.mlir._own import mesh_texts as mesh_texts
 from autoshard.mlir._own import use_mesh as use_mesh
 from autoshard.mlir._pins import PinLike as PinLike

@@ -65,6 +65,12 @@ def _along_axes(op: Any, mesh: str, text: str) -> Any:
     return grid.transpose(order).reshape(-1, math.prod(sizes[axis] for axis in axes))
 
 
+PLACEMENT = "annotate_device_placement"
+"""The call in a module that sends a value to a host, or fetches it."""
+
+_PLACES = "mhlo.frontend_attributes"
+
+
 def drop_gspmd(module: Any) -> Any:
     """Take GSPMD's `@Sharding` custom calls out of `@main` (in place): for their sake XLA turns Shardy off."""
     return _drop_calls(module, "Sharding")
@@ -80,6 +86,17 @@ def _drop_calls(module: Any, target: str) -> Any:
     """Let the operands of custom calls to `target` take the places of their results."""
     for op in collect(main_function(module).operation, {"stablehlo.custom_call"}):
         if str(op.attributes["call_target_name"]).strip('"') == target:
+            op.results[0].replace_all_uses_with(op.operands[0])
+            op.erase()
+    return module
+
+
+def drop_sent_arguments(module: Any) -> Any:
+    """Take out of `@main` (in place) what sends its arguments to the host: they are there already."""
+    arguments = list(main_block(module).arguments)
+    for op in collect(main_function(module).operation, {"stablehlo.custom_call"}):
+        target = str(op.attributes["call_target_name"]).strip('"')
+        if target == PLACEMENT and "host" in str(op.attributes[_PLACES]) and op.operands[0] in arguments:
             op.results[0].replace_all_uses_with(op.operands[0])
             op.erase()
     return module

@@ -88,6 +88,7 @@ from autoshard.plan.write._program_graph import program_graph as program_graph
 from autoshard.plan.write._recipe import Recipe as Recipe
 from autoshard.plan.write._remat_policy import planned_remat as planned_remat
 from autoshard.plan.write._remat_policy import remat_policy as remat_policy
+from autoshard.plan.write._remat_policy import torch_remat_policy as torch_remat_policy
 
 
 class _Room(ModuleType):

@@ -30,9 +30,11 @@ def plan(
     `program_options` are that source's (`{"train": True, "batch": 64, "seq": 8192}`), where `"remat"`, `"microbatches"`
     and `"batch"` may be `"auto"`, for what is fastest for each token within memory, as may `"exchange"`, how queries
     meet keys and values where the sequence is split (`"gather"`, `"heads"` or `"ring"`), and `"attention": "plain"`
-    where jax's splash kernel, which TPUs take wherever it can be, is not wanted. It may also be a function that gives a
-    `Program`: one with `autoshard.choices` is planned for all of them; any other takes a remat policy (`"none"`,
-    `"dots"`, `"full"`, or a mixture `"full:12+dots"`). What was tried is in the plan's provenance (`recipe`).
+    where the kernels that TPUs take wherever they gain something are not wanted; `"host": "optimizer"` has the
+    optimizer's state in the hosts' memory (`"auto"`: where that pays; `autoshard.trace` takes it as well). It may also
+    be a function that gives a `Program`: one with `autoshard.choices` is planned for all of them; any other takes a
+    remat policy (`"none"`, `"dots"`, `"full"`, or a mixture `"full:12+dots"`). What was tried is in the plan's
+    provenance (`recipe`).
     `topology` names chips and shape, such as `"v5p:4x8x8"` or `"cpu:8"`. `mesh` gives axes and sizes, such as
     `{"data": 32, "model": 8}` or `"data=32,model=8"`; without it `XLA_AUTO_SPMD_MESH` is read, then the program's
     own mesh is taken, and without either the best of all meshes of 1 to 4 axes is looked for (`"auto"` looks

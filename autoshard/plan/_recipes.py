@@ -41,7 +41,7 @@ from autoshard.plan.write._recipe import (
     verdict_of,
 )
 from autoshard.plan.write._stages import BUBBLE, Arithmetic
-from autoshard.program import INPUT, Choices, Program, Role
+from autoshard.program import HOSTS, INPUT, Choices, Program, Role
 
 
 FINENESS = 16
@@ -51,7 +51,8 @@ LEAST_GAIN = 0.01
 """A batch twice as large that is not faster by this share for each element ends the search for a larger one."""
 
 TIGHT = 0.8
-"""Share of the memory limit from which a plan may be slower for lack of memory: more microbatches are then tried."""
+"""Share of the memory limit from which a plan may be slower for lack of memory: more microbatches, and state on
+the hosts, are then tried."""
 
 TABLES = 400_000_000
 """Bytes of tables of paths that are kept from one recipe to the next."""
@@ -91,12 +92,12 @@ def plan_recipes(
     however they are split. Where meshes are looked for, those that cannot beat the best recipe are not solved, nor is
     an axis cut in two on them.
     With `of_source` choices are those of `source_choices`, of which more is known: what needs more memory than a recipe
-    that does not fit is not tried; neither are more microbatches where memory does not bind, larger batches when twice
-    as much gains less than `LEAST_GAIN`, nor a ring where the plan without splits no sequence. What layers keep or send
-    to their hosts is chosen value by value, foreseen from the plan of `full` and then planned. Where that is not
-    faster, a remat policy is mixed with each that computes less and does not fit, in as few layers as are still faster
-    for it. The plan says in its words what others came to, and in its provenance (`recipe`) all of them; wall times are
-    those of all.
+    that does not fit is not tried; neither are more microbatches, or state on the hosts, where memory does not bind,
+    larger batches when twice as much gains less than `LEAST_GAIN`, nor a ring where the plan without splits no
+    sequence. What layers keep or send to their hosts is chosen value by value, foreseen from the plan of `full` and
+    then planned. Where that is not faster, a remat policy is mixed with each that computes less and does not fit, in as
+    few layers as are still faster for it. The plan says in its words what others came to, and in its provenance
+    (`recipe`) all of them; wall times are those of all.
 
     Raises the `InfeasibleError` of the last recipe if none fits, not even with the inputs of layers on their hosts.
     """
@@ -198,10 +199,10 @@ class _RecipeSearch:
             alone, layers = self.arithmetic.get(_stages.without_pipeline(recipe)), max(self.stacks or (), default=0)
             slow = alone is not None and alone.in_stages(pipeline, layers) >= self._beaten_by_s(recipe)
             return BUBBLE if slow else ""
-        count = recipe.arguments.get("microbatches", 1)
-        for other in self.tried:
-            fewer = recipe.but(microbatches=other.recipe.arguments.get("microbatches"))
-            if count == 1 or other.recipe != fewer:
+        first = {"microbatches": 1, "host": HOSTS[0]}
+        eases = [name for name, value in first.items() if recipe.arguments.get(name, value) != value]
+        for name, other in itertools.product(eases, self.tried):
+            if other.recipe != recipe.but(**{name: other.recipe.arguments[name]}):
                 continue
             held = other.held_bytes if other.peak_bytes is None else other.peak_bytes
             if other.verdict in SLOWER:

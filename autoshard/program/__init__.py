@@ -29,6 +29,9 @@ from autoshard.program._marks import short_names as short_names
 from autoshard.program._modules import Functional as Functional
 from autoshard.program._modules import arrays_of as arrays_of
 from autoshard.program._modules import functional as functional
+from autoshard.program._on_host import HOSTS as HOSTS
+from autoshard.program._on_host import on_host as on_host
+from autoshard.program._on_host import streamed as streamed
 from autoshard.program._opaque import OpaqueCall as OpaqueCall
 from autoshard.program._opaque import lower_on_shards as lower_on_shards
 from autoshard.program._opaque import lower_traced as lower_traced
@@ -44,6 +47,7 @@ from autoshard.program._remat import Remat as Remat
 from autoshard.program._remat import parse_remat as parse_remat
 from autoshard.program._ring import ring_attention as ring_attention
 from autoshard.program._ring_pieces import ring_side as ring_side
+from autoshard.program._splash import GPU_AUTO as GPU_AUTO
 from autoshard.program._stack import Pipeline as Pipeline
 from autoshard.program._stack import as_asked as as_asked
 from autoshard.program._stack import check_schedule as check_schedule
@@ -51,4 +55,5 @@ from autoshard.program._stack import pipelined as pipelined
 from autoshard.program._stack import read_pipeline as read_pipeline
 from autoshard.program._stack import stack as stack
 from autoshard.program._torch import from_torch as from_torch
+from autoshard.program._torch_policy import torch_contexts as torch_contexts
 from autoshard.program._trace import trace as trace

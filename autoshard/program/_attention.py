@@ -6,8 +6,8 @@ another makes XLA's partitioner compute all heads everywhere. Masks are comparis
 
 from typing import Any
 
-from autoshard.program import _flops, _splash
-from autoshard.program._cache import query_position
+from autoshard.program import _cached, _cudnn_attention, _flops, _splash
+from autoshard.program._cache import Held, held_by, only_shapes, query_position
 from autoshard.program._environment import environment
 from autoshard.program._marks import CONTEXT, mark
 from autoshard.program._masks import seen_share
@@ -26,6 +26,7 @@ def attend(
     padding: Any = None,
     bias: Any = None,
     position: Any = None,
+    held: Held | None = None,
 ) -> Any:
     """Softmax attention: `query` [B, H, S, D], `key` [B, K, T, D], `value` [B, K, T, E] give [B, S, H, E].
 
@@ -34,7 +35,7 @@ def attend(
     `causal`: position s sees t <= s + T - S, or t <= s + `position` if that is given (queries after a cache);
     `window`: and only the last `window` of them. `padding` [B, T] is true where a key may be seen; `bias` broadcasts
     to [B, H, S, T], booleans mask and floats are added. Softmax in fp32. A kernel computes it, and keys and values go
-    around a ring, where `attention_kernel` says so.
+    around a ring, where `attention_kernel` says so. `held`: the cache that `key` and `value` are a layer of.
     """
     import jax
     import jax.numpy as jnp
@@ -49,6 +50,15 @@ def attend(
         position=position is not None,
         causal=causal,
     )
+    own = _splash.mask_refusal(bias=bias is not None, padding=padding is not None, position=False)
+    cached = None
+    if held is not None:
+        cannot = _cached.cached_refusal(query.shape, held, masked=own, causal=causal)
+        cached = _splash.takes_cached(cannot, _cached.no_gain(held))
+    if held is not None and cached:
+        grouped = query.reshape(batch, groups, heads // groups, dim)
+        mixed = _cached.cached_attention(grouped, held, position=position, scale=scale, window=window, softcap=softcap)
+        return mixed.astype(value.dtype).reshape(batch, 1, heads, value.shape[-1])
     masked = _splash.mask_refusal(bias=bias is not None, padding=padding is not None, position=position is not None)
     no_ring = masked or ring_refusal(query.shape, key.shape, window=window is not None, softcap=softcap is not None)
     if _splash.takes_ring(no_ring):
@@ -56,7 +66,14 @@ def attend(
         kernel = _splash.prefers_splash() and not refused
         mixed = ring_attention(grouped, key, value, causal=causal, scale=scale, kernel=kernel)
         return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, value.shape[-1])
-    if _splash.takes_splash(refused):
+    more = "capped scores" if softcap is not None else "window without a causal mask" if window and not causal else ""
+    if not only_shapes() and _splash.takes_cudnn(
+        _cudnn_attention.cudnn_refusal(query, key, value, masked=masked, causal=causal, more=more)
+    ):
+        grouped = query.reshape(batch, groups, heads // groups, length, dim)
+        mixed = _cudnn_attention.cudnn_attention(grouped, key, value, causal=causal, window=window, scale=scale)
+        return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, value.shape[-1])
+    if cached is None and not only_shapes() and _splash.takes_splash(refused):
         grouped = query.reshape(batch, groups, heads // groups, length, dim)
         mixed = _splash.splash_attention(
             grouped, key, value, causal=causal, window=window, scale=scale, softcap=softcap
@@ -122,6 +139,7 @@ def hf_attention(
         causal = bool(getattr(module, "is_causal", True))
     env = environment()
     position = query_position()
+    held = held_by(key)
     q, k, v, mask, bias = env.t2j_iso((query, key, value, attention_mask, options.get("position_bias")))
     padding = None
     if mask is not None and mask.ndim == 2:
@@ -139,6 +157,7 @@ def hf_attention(
         softcap=options.get("softcap"),
         padding=padding,
         bias=mask if bias is None else bias,
+        held=held if causal else None,
     )
     return env.j2t_iso(result), None
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,12 +12,40 @@ from autoshard.program._layers import Block
 _LANES = 128
 """Elements of a TPU register's row."""
 
-_position: contextvars.ContextVar[Any] = contextvars.ContextVar("position", default=None)
+_active: "contextvars.ContextVar[ServingCache | None]" = contextvars.ContextVar("serving cache", default=None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """What a layer's attention looks back on, where it lies."""
+
+    keys: Any
+    """The keys of all layers [layers, B, K, T, D]."""
+    values: Any
+    """Their values [layers, B, K, T, E]."""
+    layer: Any
+    """Which layer of them it is, a scalar."""
+    filled: int
+    """Places of T that a step is expected to read."""
 
 
 def query_position() -> Any:
     """Position of the first query among the cached keys; None where keys and queries are the same tokens."""
-    return _position.get()
+    cache = _active.get()
+    return None if cache is None else cache.position
+
+
+def held_by(key: Any) -> Held | None:
+    """The stacks that the keys were read from which a cache's `update` gave last; None if these are no such keys."""
+    cache = _active.get()
+    given = None if cache is None else cache.given
+    return given[1] if given is not None and given[0] is key else None
+
+
+def only_shapes() -> bool:
+    """Whether this is a first trace of a serving step, which asks what there is to cache."""
+    cache = _active.get()
+    return cache is not None and not cache.entries
 
 
 class ServingCache:
@@ -24,12 +53,14 @@ class ServingCache:
 
     `entries` maps a layer (`model.layers.*`, or one name for each unscanned layer) to its arrays
     [layers, B, K, T, D] or [B, K, T, D]. `position` is where the new tokens go; None means that they are the first.
+    Up to `filled` places are expected to be read.
     """
 
     is_compileable = False
 
-    def __init__(self, env: Any, entries: dict[str, Any], position: Any = None) -> None:
-        self.env, self.entries, self.position = env, dict(entries), position
+    def __init__(self, env: Any, entries: dict[str, Any], position: Any = None, filled: int = 0) -> None:
+        self.env, self.entries, self.position, self.filled = env, dict(entries), position, filled
+        self.given: tuple[Any, Held] | None = None
         self._open: list[tuple[dict[str, Any], Any]] = []
         self.seen: dict[int, Any] = {}
 
@@ -72,11 +103,15 @@ class ServingCache:
             self.entries[name] = written
         if self.position is None:
             return key, value
+        stacks = written if index is not None else {part: whole[None] for part, whole in written.items()}
         if index is not None:
             written = {
                 part: jax.lax.dynamic_index_in_dim(stack, index, keepdims=False) for part, stack in written.items()
             }
-        return self.env.j2t_iso((written["keys"], written["values"]))
+        keys, values = self.env.j2t_iso((written["keys"], written["values"]))
+        held = Held(stacks["keys"], stacks["values"], 0 if index is None else index, self.filled)
+        self.given = (keys, held)
+        return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions are always given, so nobody has to count from here."""
@@ -93,11 +128,11 @@ class ServingCache:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Let attention see where its queries stand."""
-        token = _position.set(self.position)
+        token = _active.set(self)
         try:
             yield
         finally:
-            _position.reset(token)
+            _active.reset(token)
 
 
 def _write(held: Any, new: Any, start: Any, index: Any) -> Any:
@@ -114,6 +149,11 @@ def _write(held: Any, new: Any, start: Any, index: Any) -> Any:
         new, places = new[None], (index, *places)
     new = with_layout_constraint(new, Layout(major_to_minor=_major_to_minor(held.shape)))
     return jax.lax.dynamic_update_slice(held, new, places)
+
+
+def lies_in_order(shape: tuple[int, ...]) -> bool:
+    """Whether a TPU's compiler lays out a cache of this shape row by row."""
+    return _major_to_minor(shape) == tuple(range(len(shape)))
 
 
 def _major_to_minor(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ columns. On a device every part of every group that it has is one `jax.lax.ragge
 import functools
 from typing import Any
 
+from autoshard.mlir import CallWork
 from autoshard.program._register import RuledFunction
 from autoshard.rules import CallRule, parse_call_rule
 
@@ -99,9 +100,9 @@ def _of_weight(real: int, owned: str, busiest: float) -> RuledFunction:
     return RuledFunction(fn, rule, (), _uneven(busiest))
 
 
-def _uneven(busiest: float) -> dict[int, float]:
+def _uneven(busiest: float) -> CallWork:
     """Of the first factor of each rule: the groups."""
-    return {0: busiest} if busiest > 1 else {}
+    return CallWork(uneven={0: busiest} if busiest > 1 else {})
 
 
 def _products(rows: Any, weight: Any, sizes: Any) -> Any:

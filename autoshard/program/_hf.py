@@ -62,10 +62,11 @@ def from_config(
     (1.25 of slots; all that may be needed of groups); `imbalance`: the busiest device has so many times the mean number
     of tokens for its experts, in prices alone. `serve`: `prefill` (of `seq` tokens) or `decode` (one token after up to
     `seq`) with a key-value cache of `cache` tokens (`seq`) as donated state. `attention`: `plain` (scores in memory),
-    `splash` (jax's kernel for TPUs) or `auto` (that kernel wherever it can be). `exchange`: how queries meet keys and
-    values where a plan splits the sequence, of `EXCHANGES`. `microbatches` parts of the batch are computed one after
-    the other when training. With `stages` the layers that repeat are those of a pipeline, through which microbatches
-    go by the `schedule`, as `autoshard.stack` has it.
+    `splash` (jax's kernel for TPUs), `cached` (a kernel for steps of decoding), `cudnn` (for GPUs) or `auto` (one of
+    the former two wherever it can be and gains something). `exchange`: how queries meet keys and values where a plan
+    splits the sequence, of `EXCHANGES`. `microbatches` parts of the batch are computed one after the other when
+    training. With `stages` the layers that repeat are those of a pipeline, through which microbatches go by the
+    `schedule`, as `autoshard.stack` has it.
 
     Raises `UserError` for a configuration or an option that cannot be used.
     """

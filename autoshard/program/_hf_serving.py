@@ -48,7 +48,7 @@ def serving_program(
     def call(weights: Any, entries: Any, given: Any, buffers: Any) -> tuple[ServingCache, Any]:
         import jax.numpy as jnp
 
-        cache = ServingCache(lowered_environment(), entries, given.get("position"))
+        cache = ServingCache(lowered_environment(), entries, given.get("position"), seq)
         first = given.get("position", 0)
         places = (jax.lax.broadcasted_iota(jnp.int32, (1, length), 1) + first).astype(jnp.int32)
         function.cache = cache

@@ -13,6 +13,7 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.program._artifact import SUFFIXES, load_artifact
 from autoshard.program._choices import Choices, checked_choices, choices_of
+from autoshard.program._on_host import on_host
 from autoshard.program._program import Program
 from autoshard.program._roles import Roles
 from autoshard.program._stack import in_stages, pipelined, read_pipeline
@@ -101,8 +102,8 @@ def _open(
 
 
 _MODULE_OPTIONS = ("train", "optimizer", "dtype", "param_dtype", "state_dtype", "remat", "attention")
-_MODULE_OPTIONS += ("exchange", "microbatches", "experts", "capacity_factor", "imbalance", "stages", "schedule")
-"""What a torch module in a Python file takes."""
+_MODULE_OPTIONS += ("exchange", "microbatches", "experts", "capacity_factor", "imbalance", "host", "stages", "schedule")
+"""What a torch module in a Python file takes; `host`, and what says stages, are for JAX functions there as well."""
 
 
 def _flags(keys: Sequence[str]) -> str:
@@ -112,7 +113,9 @@ def _flags(keys: Sequence[str]) -> str:
 def _trace_config(config: str, options: dict[str, Any]) -> Program:
     from autoshard.program._hf import from_config
 
-    return from_config(config, **options)
+    options = dict(options)
+    host = options.pop("host", "none")
+    return on_host(from_config(config, **options), host)
 
 
 def load_rules(path: str | Path) -> None:
@@ -168,19 +171,20 @@ def load_program(
     file = Path(path)
     if not file.is_file():
         raise UserError(f"there is no file `{path}`; give the path of a Python file that offers `{entry}`.")
-    given = dict(options or {})
-    pipeline = read_pipeline(given.get("stages"), given.get("microbatches"), given.get("schedule"))
+    said = {**(options or {})}
+    host = said.pop("host", "none")
+    pipeline = read_pipeline(said.get("stages"), said.get("microbatches"), said.get("schedule"))
     with _beside(file), pipelined(pipeline) as stacks:
         module = _run(file)
         offered = _called(_offered(module, file, entry), file, entry, recipe or {})
         pair = _module_and_inputs(offered, module, file)
         if pair is not None:
             _no_roles(roles, file, entry)
-            return _from_torch(pair, module, file, {**(preferred or {}), **given})
+            return on_host(_from_torch(pair, module, file, {**(preferred or {}), **said}), host)
         ours = {"stages", "schedule"}
-        if pipeline is not None or given.get("microbatches") == 1:
+        if pipeline is not None or said.get("microbatches") == 1:
             ours.add("microbatches")
-        own = [key for key in given if key not in ours]
+        own = [key for key in said if key not in ours]
         if own:
             raise UserError(
                 f"{_flags(own)} only apply to `hf:CONFIG` and to torch modules; `{entry}` in `{file}` says "
@@ -192,7 +196,7 @@ def load_program(
                 f"`{entry}` in `{file}` has no layers that could be {pipeline.stages} stages: write the loop over them "
                 "as `autoshard.stack(layer, stacked_parameters, x)`, or leave --stages out."
             )
-        return in_stages(program, tuple(dict.fromkeys(stacks)), pipeline)
+        return on_host(in_stages(program, tuple(dict.fromkeys(stacks)), pipeline), host)
 
 
 def _run(file: Path) -> ModuleType:

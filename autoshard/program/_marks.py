@@ -56,7 +56,7 @@ def marking(layer: Any, names: Sequence[str], found: dict[str, None]) -> Iterato
     """While inside, values of the torch module `layer` that `names` mean are marked; `found` notes all there are."""
     token = _layer.set(_Layer(names, found))
     hooks = [
-        child.register_forward_hook(_hook(path)) for path, child in layer.named_modules() if path and _multiplies(child)
+        child.register_forward_hook(_hook(path)) for path, child in layer.named_modules() if path and multiplies(child)
     ]
     try:
         yield
@@ -66,7 +66,7 @@ def marking(layer: Any, names: Sequence[str], found: dict[str, None]) -> Iterato
         _layer.reset(token)
 
 
-def _multiplies(module: Any) -> bool:
+def multiplies(module: Any) -> bool:
     """Whether a torch module is a linear layer: a matrix and at most a bias, and no table of rows."""
     import torch
 

@@ -137,8 +137,9 @@ def _shapes(avals: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _digest(*parts: Any) -> str:
-    """What tells calls of one name apart, the same in every process: addresses and source lines are left out."""
-    text = re.sub(r"0x[0-9a-f]+| at \S+:\d+|:\d+", "", "\n".join(map(str, parts)))
+    """What tells calls of one name apart, the same in every process: addresses and source lines are left out, and
+    whether kernels within are interpreted."""
+    text = re.sub(r"0x[0-9a-f]+| at \S+:\d+|:\d+|\binterpret=\w+", "", "\n".join(map(str, parts)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -154,7 +155,7 @@ def _emit_ruled(found: Found, values: Sequence[Any], params: dict[str, Any]) -> 
     if isinstance(partition, Partition):
         name = partition.rule.name
         flops = bind(partition.rule, [a.shape for a in operands], [r.shape for r in results], f"of `{name}`").flops
-        work = mlir.CallWork(flops, uneven=partition.uneven)
+        work = dataclasses.replace(partition.work, flops=flops or partition.work.flops)
     else:
         name = getattr(call.jaxpr.debug_info, "func_name", "") or "custom_partitioning"
 

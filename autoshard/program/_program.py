@@ -89,6 +89,8 @@ class Program:
     """How queries meet keys and values where the sequence is split, of `EXCHANGES`; `auto`: as is fastest."""
     lifted: Lifted = Lifted.NONE
     """Which of the constraints that `fn` holds are not in what is planned and run."""
+    on_host: str = "none"
+    """What `trace` or `open_source` was asked to keep in the hosts' memory between steps, of `HOSTS`."""
     source: dict[str, Any] | None = None
     """What `open_source` opened: `program`, `entry` and `options`; None for a program made in Python."""
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
+from autoshard.mlir import CallWork
 from autoshard.rules import BoundRule, CallRule, bind, parse_call_rule, remember
 
 
@@ -73,10 +74,10 @@ class RuledFunction:
         fn: Callable[..., Any],
         rule: CallRule,
         static_argnums: tuple[int, ...],
-        uneven: Mapping[int, float] | None = None,
+        work: CallWork | None = None,
     ) -> None:
-        """`uneven`: factors by their number in the rule, and how many times the mean work the busiest part has."""
-        self.fn, self.rule, self.static_argnums, self.uneven = fn, rule, static_argnums, uneven or {}
+        """`work`: what one execution of a call of its own does; FLOPs that the rule counts come before those."""
+        self.fn, self.rule, self.static_argnums, self.work = fn, rule, static_argnums, work or CallWork()
         functools.update_wrapper(self, fn, updated=())
 
     @functools.cached_property
@@ -84,7 +85,7 @@ class RuledFunction:
         from jax.experimental.custom_partitioning import custom_partitioning
 
         call = custom_partitioning(self.fn, static_argnums=self.static_argnums)
-        partition = Partition(self.fn, self.rule, self.static_argnums, self.uneven)
+        partition = Partition(self.fn, self.rule, self.static_argnums, self.work)
         call.def_partition(partition, sharding_rule=partition.mlir_rule)
         return call
 
@@ -95,10 +96,8 @@ class RuledFunction:
 class Partition:
     """What `custom_partitioning` asks for: the function on shards, and the specs it takes and gives."""
 
-    def __init__(
-        self, fn: Callable[..., Any], rule: CallRule, static_argnums: tuple[int, ...], uneven: Mapping[int, float]
-    ) -> None:
-        self.fn, self.rule, self.static_argnums, self.uneven = fn, rule, static_argnums, uneven
+    def __init__(self, fn: Callable[..., Any], rule: CallRule, static_argnums: tuple[int, ...], work: CallWork) -> None:
+        self.fn, self.rule, self.static_argnums, self.work = fn, rule, static_argnums, work
 
     def __call__(self, *given: Any) -> tuple[Any, Callable[..., Any], Any, Any]:
         """`(*static, mesh, operands, results)`, the last two pytrees of shapes with shardings."""

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
+from autoshard.errors import UserError
 from autoshard.program import _flops
 from autoshard.program._layers import Block
 from autoshard.program._marks import INPUT, mark_torch, marking
@@ -87,7 +88,7 @@ def scanned(
             runs.append(run)
         try:
             yield
-        except NotRepeatedError:
+        except (NotRepeatedError, UserError):
             raise
         except Exception as error:  # the module's own code meets a hidden state that has no value yet
             for run in runs:

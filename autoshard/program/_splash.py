@@ -20,8 +20,12 @@ from autoshard.program._marks import CONTEXT, mark_of
 from autoshard.program._masks import computed_share, grid_steps, seen_share
 
 
-KERNELS = ("plain", "splash", "auto")
-"""How attention may be computed: scores in full, jax's splash kernel, or that kernel wherever it can be."""
+KERNELS = ("plain", "splash", "cached", "cudnn", "auto")
+"""How attention may be computed: scores in full, jax's splash kernel, a kernel over what a cache holds, cuDNN's on
+GPUs, or one of the first three wherever it can be and gains something."""
+
+GPU_AUTO = "auto:cudnn"
+"""What `auto` is where a program is planned for GPUs: cuDNN's kernel wherever it can be."""
 
 LANES = 128
 """Elements of a TPU register's row: blocks of scores are multiples of it."""
@@ -45,14 +49,14 @@ _chosen: contextvars.ContextVar[_Chosen | None] = contextvars.ContextVar("attent
 
 def check_kernel(kernel: str) -> str:
     """The kernel's name. Raises `UserError` for one that there is not."""
-    if kernel not in KERNELS:
+    if kernel not in (*KERNELS, GPU_AUTO):
         raise UserError(f"attention `{kernel}` is not known; use {', '.join(KERNELS[:-1])} or {KERNELS[-1]}.")
     return kernel
 
 
 @contextlib.contextmanager
 def attention_kernel(kernel: str, notes: list[str], exchange: str = "auto") -> Iterator[None]:
-    """While inside, attention is computed by `kernel` of `KERNELS`; `notes` say where `auto` cannot take splash.
+    """While inside, attention is computed by `kernel` of `KERNELS`; `notes` say where `auto` takes none.
 
     With the `exchange` `ring` its keys and values go around a ring; `notes` say where they cannot.
     """
@@ -69,14 +73,48 @@ def takes_splash(refused: str) -> bool:
     Raises `UserError` where the kernel was asked for by name.
     """
     chosen = _chosen.get()
-    if chosen is None or chosen.kernel == "plain":
+    if chosen is None or chosen.kernel in ("plain", "cudnn", GPU_AUTO):
         return False
+    if chosen.kernel == "cached":
+        raise UserError("attention `cached` is for steps of decoding (--serve decode); use `auto` or `splash`.")
     if not refused:
         return True
     if chosen.kernel == "splash":
         raise UserError(f"attention `splash` cannot be: {refused}; use `auto` or `plain`.")
     _note(chosen, f"An attention stays plain: {refused}.")
     return False
+
+
+def takes_cached(refused: str, idle: str) -> bool | None:
+    """Whether attention over a cache is computed by the kernel for it, which cannot do so for the reason `refused`, or
+    would gain nothing for the reason `idle` (each empty: it can, it gains); None where another one was asked for.
+
+    Raises `UserError` where the kernel was asked for by name.
+    """
+    chosen = _chosen.get()
+    if chosen is None or chosen.kernel not in ("cached", "auto"):
+        return None
+    if refused and chosen.kernel == "cached":
+        raise UserError(f"attention `cached` cannot be: {refused}; use `auto` or `plain`.")
+    if chosen.kernel == "auto" and (refused or idle):
+        _note(chosen, f"An attention over the cache stays plain: {refused or idle}.")
+        return False
+    return True
+
+
+def takes_cudnn(refused: str) -> bool:
+    """Whether attention that cuDNN cannot compute for the reason `refused` (empty: it can) is computed by it.
+
+    Raises `UserError` where it was asked for by name.
+    """
+    chosen = _chosen.get()
+    if chosen is None or chosen.kernel not in ("cudnn", GPU_AUTO):
+        return False
+    if refused and chosen.kernel == "cudnn":
+        raise UserError(f"attention `cudnn` cannot be: {refused}; use `auto` or `plain`.")
+    if refused:
+        _note(chosen, f"An attention stays plain: {refused}.")
+    return not refused
 
 
 def takes_ring(refused: str) -> bool:
@@ -92,7 +130,7 @@ def takes_ring(refused: str) -> bool:
 def prefers_splash() -> bool:
     """Whether the kernel is wanted wherever it can be."""
     chosen = _chosen.get()
-    return chosen is not None and chosen.kernel != "plain"
+    return chosen is not None and chosen.kernel in ("splash", "auto")
 
 
 def _note(chosen: _Chosen, note: str) -> None:

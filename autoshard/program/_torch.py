@@ -66,14 +66,14 @@ def from_torch(
     parameters, `state_dtype` that of the optimizer's moments. `remat` is `none`, `dots` or `full`, values beside it
     (`full,keep=q_proj/k_proj,offload=input`: kept on the device, and sent to the host's memory), or one for the
     first layers and one for the others, such as `full:20+none`. `attention` computes what
-    `scaled_dot_product_attention` does: `plain` (scores in memory), `splash` (jax's kernel for TPUs) or `auto` (that
-    kernel wherever it can be; a note says where not). `exchange` is how queries meet keys and values where a plan
-    splits the sequence: `gather` (keys and values), `heads` (exchanged for the sequence, and back), `ring` (around
-    which keys and values go) or `auto`, as is fastest. `microbatches` parts of the batch are computed one after the
-    other when training, and their gradients and losses averaged. `experts`, `capacity_factor` and `imbalance`: how
-    tokens reach their experts in the blocks of transformers' Mixtral and DeepSeek-V3, as in `hf:` sources. With
-    `stages` the layers that repeat are those of a pipeline, through which `microbatches` (by default as many) go by
-    the `schedule`, as `autoshard.stack` has it.
+    `scaled_dot_product_attention` does: `plain` (scores in memory), `splash` (jax's kernel for TPUs), `cudnn` (for
+    GPUs) or `auto` (splash wherever it can be; a note says where not). `exchange` is how queries meet keys and values
+    where a plan splits the sequence: `gather` (keys and values), `heads` (exchanged for the sequence, and back),
+    `ring` (around which keys and values go) or `auto`, as is fastest. `microbatches` parts of the batch are computed
+    one after the other when training, and their gradients and losses averaged. `experts`, `capacity_factor` and
+    `imbalance`: how tokens reach their experts in the blocks of transformers' Mixtral and DeepSeek-V3, as in `hf:`
+    sources. With `stages` the layers that repeat are those of a pipeline, through which `microbatches` (by default as
+    many) go by the `schedule`, as `autoshard.stack` has it.
 
     Raises `UserError` if an operation has no lowering or the call fails.
     """

@@ -1,7 +1,5 @@
 """A JAX function and the shapes of its arguments become a `Program`."""
 
-import re
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +7,9 @@ from autoshard import mlir
 from autoshard.errors import UserError
 from autoshard.program import _names, _roles, _ties, _values
 from autoshard.program._constraints import sharding_notes
+from autoshard.program._lower import lower_function, user_code
 from autoshard.program._modules import functional
+from autoshard.program._on_host import on_host
 from autoshard.program._program import Argument, Lifted, Program, Result, Role
 from autoshard.program._serialise import serialise
 
@@ -32,6 +32,7 @@ def trace(
     notes: Sequence[str] = (),
     ties: dict[int, int] | None = None,
     evidence: Evidence | None = None,
+    host: str = "none",
 ) -> Program:
     """Lower `fn(*args)` without shardings and name everything that goes in and comes out.
 
@@ -42,6 +43,9 @@ def trace(
     callable from a name to a role or None. `model_flops` and `tokens` are the caller's figures for one step; `ties`
     (leaf of the arguments -> leaf of the result) replaces the search for updated state. `evidence` is what a file
     shows about each leaf (a role or None), before its name is asked; a function of `ties` if it depends on them.
+    `host` says what waits in the hosts' memory between steps: `none`, or with `optimizer` the optimizer's state of
+    parameters that a `jax.lax.scan` runs over; their update then becomes a loop over layers (`Program.fn`), and
+    `Plan.jit` makes the same of `fn`.
 
     Raises `UserError` if `fn` cannot be traced, a shape is dynamic, or a leaf is not an array.
     """
@@ -62,7 +66,7 @@ def trace(
     if len(positions) != len(args):
         raise UserError(f"arg_names: {len(positions)} names were given for {len(args)} arguments of `{label}`.")
 
-    made = _user_code(label, lambda: functional(fn, args))
+    made = user_code(label, lambda: functional(fn, args))
     fn, args = made.fn, made.args
     names: list[str] = []
     taken: set[str] = set()
@@ -83,7 +87,7 @@ def trace(
         abstract.append(treedef.unflatten(leaves[start : start + treedef.num_leaves]))
         start += treedef.num_leaves
 
-    lowered = _lower(fn, tuple(abstract), donate, label)
+    lowered = lower_function(fn, tuple(abstract), donate, label)
     out_paths, out_tree = jax.tree_util.tree_flatten_with_path(lowered.out_info)
     avals = [_aval(leaf) for leaf in leaves]
     out_avals = [_aval(leaf) for _, leaf in out_paths]
@@ -94,7 +98,7 @@ def trace(
     _roles.check_used(roles, names)
     in_optax = [mark for arg in args for mark in _optax_marks(arg)]
     shown = evidence(ties) if callable(evidence) else evidence or [None] * len(leaves)
-    ir = lowered.compiler_ir("stablehlo")
+    ir = mlir.drop_sent_arguments(lowered.compiler_ir("stablehlo"))
     numbered = [i for i in ties if _roles.is_numbered(names[i], positions[owner[i]]) and not in_optax[i]]
     used = _roles.by_use(names, leaves, _uses(ir, numbered)) if numbered else {}
     chosen: list[Role] = []
@@ -137,7 +141,7 @@ def trace(
     if make_args is None:
         limit = _values.smallest_table([a.shape for a in arguments if a.role is Role.PARAMETER])
         make_args = _values.fill(tuple(args), names, chosen, lambda _: limit)
-    return Program(
+    program = Program(
         name=label,
         fn=fn,
         args=tuple(args),
@@ -153,60 +157,13 @@ def trace(
         notes=(*notes, *sharding_notes(own)),
         lifted=Lifted.IDLE if own.idle else Lifted.NONE,
     )
+    return on_host(program, host)
 
 
 def _uses(ir: Any, leaves: Sequence[int]) -> dict[int, mlir.Use]:
     """What the program does with some of its arguments; nothing where it has others than its leaves."""
     found = mlir.argument_uses(ir)
     return {leaf: found[leaf] for leaf in leaves if leaf < len(found)}
-
-
-def _lower(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...], label: str) -> Any:
-    import jax
-
-    from autoshard.program._opaque import lower_traced
-
-    def lower() -> Any:
-        traced = jax.jit(fn, keep_unused=True, donate_argnums=donate).trace(*args)
-        try:
-            return lower_traced(traced)
-        except ValueError as error:
-            if "lowering_platforms" not in str(error):
-                raise
-            return lower_traced(traced, platforms=("cpu",))  # arguments on an abstract mesh: it has no devices
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        return _user_code(label, lower)
-
-
-def _user_code(label: str, run: Callable[[], Any]) -> Any:
-    """Call `run`, which runs the user's function; what it raises becomes one sentence."""
-    try:
-        return run()
-    except UserError:
-        raise
-    except Exception as error:
-        reason = str(error).strip().splitlines()
-        text = reason[0] if reason else "no message"
-        if text == "cuDNN is not detected.":
-            raise UserError(
-                f"`{label}` uses implementation='cudnn', which JAX traces only where it finds cuDNN: trace it there "
-                "and plan the StableHLO file (.lower().as_text(), `autoshard plan step.mlir`), or use 'xla'."
-            ) from error
-        if "Differentiation rule for 'custom_partitioning'" in text:
-            raise UserError(
-                f"`{label}` takes the gradient of a function with a sharding rule, which has none of its own: put "
-                "jax.custom_vjp around it, and register_rule on its backward function too."
-            ) from error
-        if found := re.match(r"Found an unbound axis name: (\S+?)\.?(?:\s|$)", text):
-            raise UserError(
-                f"`{label}` has a collective over the axis `{found[1]}`, which only jax.pmap, jax.vmap or "
-                "jax.shard_map around it would bind: give the step over whole arrays without that collective (a plan "
-                "puts the sums where they are needed), or with its own jax.shard_map or jax.vmap(axis_name=...) "
-                "around it."
-            ) from error
-        raise UserError(f"`{label}` could not be traced by JAX: {type(error).__name__}: {text}") from error
 
 
 def _abstract(leaf: Any, name: str) -> Any:

@@ -68,6 +68,7 @@ def _encode(program: Program) -> bytes:
             "notes",
             "exchange",
             "lifted",
+            "on_host",
         )
     }
     head |= {
@@ -99,6 +100,7 @@ def _decode(body: bytes, trace: Callable[[], Program]) -> Program:
         notes=tuple(head["notes"]),
         exchange=head["exchange"],
         lifted=Lifted(head["lifted"]),
+        on_host=head["on_host"],
     )
 
 

@@ -5,6 +5,10 @@ from autoshard.report._names import readable
 from autoshard.units import format_bytes, format_seconds
 
 
+WAITS_FOR_HOST = "waiting for host memory"
+"""What a timeline calls the time in which a block has done its compute and its way to the host is not done."""
+
+
 def what_binds(plan: Plan) -> tuple[str, ...]:
     """What limits the step time and memory, what other compiler flags gain, and how much room the bound leaves."""
     return (*_time(plan), *_memory(plan), *_flag_sets(plan), *_gaps(plan))
@@ -20,7 +24,14 @@ def _time(plan: Plan) -> list[str]:
         return ["Compute sets the step time: hardly any communication is exposed."]
     worst = _worst_exposed(prediction)
     costliest = f"; the costliest is {worst}" if worst else ""
-    return [f"Exposed communication is {share:.0%} of the step{costliest}."]
+    lines = [f"Exposed communication is {share:.0%} of the step{costliest}."]
+    waits = sum(s.seconds for s in plan.timeline.spans if s.name == WAITS_FOR_HOST) if plan.timeline else 0.0
+    if waits > 0.005 * total:
+        lines.append(
+            f"Of it the step waits {format_seconds(waits)} for what comes from the hosts' memory or goes there, beyond "
+            "what is computed meanwhile."
+        )
+    return lines
 
 
 def _flag_sets(plan: Plan) -> list[str]:

@@ -33,6 +33,8 @@ def unpinned(plan: Plan, instead: str = "XLA's propagation chooses them instead"
         )
     if any(spec.axes for call in plan.calls for spec in (*call.operands, *call.results)):
         lacks.append(f"the {len(plan.calls)} calls that the plan runs on shards; every device runs them whole.")
+    if plan.host:
+        lacks.append(f"the {len(plan.host)} tensors that the plan has in the hosts' memory; they stay on the devices.")
     return tuple(lacks)
 
 

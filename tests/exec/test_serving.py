@@ -30,10 +30,11 @@ CONFIG = {
 }
 
 
-def decoding(directory: Path, batch: int, cache: int, dtype: str) -> tuple[Program, int]:
+def decoding(directory: Path, batch: int, cache: int, dtype: str, attention: str = "plain") -> tuple[Program, int]:
     """A step of a small decoder, and the bytes of its cache."""
     (directory / "config.json").write_text(json.dumps(CONFIG))
-    program = open_source(f"hf:{directory / 'config.json'}", serve="decode", batch=batch, seq=cache, dtype=dtype)
+    options = {"serve": "decode", "seq": cache, "dtype": dtype, "attention": attention}
+    program = open_source(f"hf:{directory / 'config.json'}", batch=batch, **options)
     return program, 2 * 3 * batch * 4 * cache * 128 * {"fp32": 4, "bf16": 2}[dtype]
 
 
@@ -48,16 +49,18 @@ def test_on_cpu_devices_no_second_cache_is_held_and_no_token_is_gathered(tmp_pat
     assert " all-gather(" not in compiled.as_text()
 
 
-def test_for_tpus_the_cache_is_held_once_and_read_once(tmp_path: Path):
+@pytest.mark.parametrize("attention", ["plain", "cached"])
+def test_for_tpus_the_cache_is_held_once_and_read_once(tmp_path: Path, attention: str):
     if importlib.util.find_spec("libtpu") is None:  # an optional extra
         pytest.skip("libtpu is not installed")
-    program, cache = decoding(tmp_path, 64, 4096, "bf16")
+    program, cache = decoding(tmp_path, 64, 4096, "bf16", attention)
     plan = make_plan(program, Options(topology="v5e:2x2", mesh={"data": 2, "model": 2})).plan
     found = compile_plan(program, plan)
     assert found.peak_compiled is not None and found.estimate is not None
     assert cache // 4 < found.peak_compiled < 1.2 * cache // 4
     assert plan.prediction.peak_bytes == pytest.approx(found.peak_compiled, rel=0.1)
     assert plan.prediction.step_time_s == pytest.approx(found.estimate.step_time_s, rel=0.5)
+    assert ("cached_attention" in found.hlo) == (attention == "cached")
 
 
 def test_a_cache_of_narrow_heads_is_laid_out_with_positions_innermost() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import autoshard
@@ -429,3 +430,39 @@ def test_inputs_of_layers_go_to_the_host_where_nothing_fits_otherwise(llama: Cal
     assert tried(result)["remat full"]["verdict"] == "does not fit"
     with pytest.raises(InfeasibleError):
         plan_recipes(llama, {"remat": ("full",)}, Options(**FULLY, memory_limit=away.peak_bytes // 4), of_source=True)
+
+
+@functools.cache
+def hosted(host: str) -> Program:
+    """A step of layers with AdamW, by where its state waits."""
+    rule = optax.adamw(1e-3)
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0] ** 2)
+
+        updates, state = rule.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    args = jax.eval_shape(lambda: (w := jnp.zeros((8, 512, 512)), rule.init(w), jnp.zeros((256, 512))))
+    return trace(step, args, donate_argnums=(0, 1), host=host, name="layers")
+
+
+def test_state_goes_to_the_hosts_where_memory_binds() -> None:
+    choices = {"host": source_choices({"host": "auto"}, "v5e:2x4")["host"]}
+    recipe, result = plan_recipes(hosted, choices, Options(**FULLY), of_source=True)
+    assert str(recipe) == "host none"
+    assert tried(result)["host optimizer"]["verdict"] == "not planned: memory does not bind with host none"
+    plain = result.plan.prediction
+    limit = 5 << 20  # 4 are parameters, gradients and state split over all devices, of which 2 are state
+    recipe, result = plan_recipes(hosted, choices, Options(**FULLY, memory_limit=limit), of_source=True)
+    assert str(recipe) == "host optimizer" and result.plan.prediction.host_bytes > 0
+    assert tried(result)["host none"]["verdict"] == "does not fit"
+    assert result.plan.prediction.step_time_s > plain.step_time_s
+    assert result.plan.words[-1] == "host optimizer (instead: none does not fit)"
+
+
+def test_state_on_the_hosts_needs_less_memory() -> None:
+    none, away = (Recipe((("remat", "full"), ("host", host))) for host in ("none", "optimizer"))
+    assert needs_no_less(none, away) and not needs_no_less(away, none)
+    assert needs_no_less(none.but(remat="dots"), away) and not needs_no_less(away.but(remat="dots"), none)

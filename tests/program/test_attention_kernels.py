@@ -101,7 +101,7 @@ def test_what_the_kernel_cannot_take_is_said() -> None:
     assert not has_kernel(left) and any("An attention stays plain: its scores have a bias" in n for n in left.notes)
     with pytest.raises(UserError, match="100 queries of 100 keys are no multiples of 128"):
         step(Attention(2, 2, 32, True), 100, attention="splash")
-    with pytest.raises(UserError, match="attention `flash` is not known; use plain, splash or auto"):
+    with pytest.raises(UserError, match="attention `flash` is not known; use plain, splash, cached, cudnn or auto"):
         step(module, 128, attention="flash")
 
 
@@ -128,6 +128,7 @@ def test_tpus_prefer_the_kernel_and_others_do_not() -> None:
     assert settled_options({}, "v5e:2x4") == {"preferred": {"attention": "auto"}}
     assert settled_options({"attention": "plain"}, "v5e:2x4")["attention"] == "plain"
     assert settled_options({"attention": "auto"}, "cpu:8") == {"attention": "plain", "preferred": {}}
+    assert settled_options({}, "h100:8") == {"preferred": {}}
     chosen = open_source("hf:llama-tiny", batch=8, seq=128, **settled_options({}, "v5e:2x4"))
     assert has_kernel(chosen) and chosen.source is not None and chosen.source["preferred"] == {"attention": "auto"}
     assert not has_kernel(open_source("hf:llama-tiny", batch=8, seq=128, **settled_options({}, "cpu:8")))

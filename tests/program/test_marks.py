@@ -75,12 +75,13 @@ def test_a_policy_says_where_each_value_is(remat: str, computed: int, device: li
     assert stacks(program) == {"device": sorted(device), "host": sorted(host)}
 
 
-def test_a_kept_context_spares_the_attention_kernel() -> None:
-    assert again(llama("full", attention="splash")).count("custom_call") == 1
-    kept = llama("full,keep=context", attention="splash")
+@pytest.mark.parametrize("kernel", ["splash", "cudnn"])
+def test_a_kept_context_spares_the_attention_kernel(kernel: str) -> None:
+    assert again(llama("full", attention=kernel)).count("custom_call") == 1
+    kept = llama("full,keep=context", attention=kernel)
     assert again(kept).count("custom_call") == 0
     assert stacks(kept)["device"] == sorted([HIDDEN, (4, 4, 4, 2, 128, 8), (4, 4, 4, 2, 128)])
-    away = llama("full,offload=context", attention="splash")
+    away = llama("full,offload=context", attention=kernel)
     assert stacks(away)["host"] == sorted([(4, 4, 4, 2, 128, 8), (4, 4, 4, 2, 128)])
 
 

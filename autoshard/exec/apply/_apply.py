@@ -12,9 +12,9 @@ from autoshard.exec.apply._agree import check_arguments, check_even, check_resul
 from autoshard.exec.apply._calls import lower_calls, place_calls
 from autoshard.exec.apply._recipe import in_recipe
 from autoshard.exec.apply._torch_plan import TorchPlan
-from autoshard.exec.devices._devices import jax_mesh, named_sharding, place
-from autoshard.plan import Plan
-from autoshard.program import Functional, Lifted, OpaqueCall, Program, arrays_of, functional, lower_traced
+from autoshard.exec.devices._devices import HOST_MEMORY, jax_mesh, named_sharding, place
+from autoshard.plan import Plan, Spec
+from autoshard.program import Functional, Lifted, OpaqueCall, Program, arrays_of, functional, lower_traced, streamed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +32,16 @@ class Application:
 
     def in_shardings(self) -> tuple[Any, ...]:
         """A `NamedSharding` for every argument of the step, in their order."""
-        return tuple(named_sharding(self.mesh, spec) for spec in self.plan.arguments.values())
+        return self._shardings(self.plan.arguments)
 
     def out_shardings(self) -> tuple[Any, ...]:
         """A `NamedSharding` for every result of the step, in their order."""
-        return tuple(named_sharding(self.mesh, spec) for spec in self.plan.results.values())
+        return self._shardings(self.plan.results)
+
+    def _shardings(self, specs: Mapping[str, Spec]) -> tuple[Any, ...]:
+        if self.plan.host:
+            check_host_memory(self.mesh.devices.flat[0])
+        return tuple(named_sharding(self.mesh, spec, name in self.plan.host) for name, spec in specs.items())
 
     def shard_batch(self, batch: Any) -> Any:
         """See `Plan.shard_batch`. Raises `UserError` for arrays of other shapes than were planned."""
@@ -182,6 +187,7 @@ def lower_planned(
     plan = application.plan
     leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
     check_arguments(plan, leaves)
+    fn = _with_host(plan, fn)
 
     def planned(*args: Any) -> Any:
         return fn(*args)
@@ -203,7 +209,7 @@ def lower_planned(
     ).trace(*abstract)
     found: dict[str, OpaqueCall] = {}
     lowered = lower_traced(traced, found)
-    ir = mlir.inline_calls(lowered.compiler_ir("stablehlo"))
+    ir = mlir.inline_calls(mlir.drop_sent_arguments(lowered.compiler_ir("stablehlo")))
     if plan.module_hash and mlir.structure_hash(ir) != plan.module_hash:
         lifted = plan.provenance.get("lifted_constraints") == Lifted.ALL
         donor = module if module is not None else _lowered_for_cpu(planned, abstract, found, lifted)
@@ -222,6 +228,15 @@ def lower_planned(
     mlir.drop_gspmd(ir)
     _KEPT_ALIVE[lowered] = kept
     return lowered
+
+
+def _with_host(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The step that was planned, of one that has on the devices what the plan was asked to keep on the host."""
+    if plan.provenance.get("on_host", "none") == "none":
+        return fn
+    places = {name: number for number, name in enumerate(plan.results)}
+    ties = {number: places[name] for number, name in enumerate(plan.arguments) if name in places}
+    return streamed(fn, ties, [number for number, name in enumerate(plan.arguments) if name in plan.host])
 
 
 def _zeros(out: Any, *_: Any) -> Any:
@@ -245,7 +260,7 @@ def _insert_choices(application: Application, ir: Any, lowered: Any) -> None:
         mlir.unfold_pooling(ir)
         mlir.drop_layouts(ir)
     text = lowered.as_text()
-    if PLACEMENT in text:
+    if mlir.PLACEMENT in text:
         check_host_memory(application.mesh.devices.flat[0])
     present = text.count("sdy.sharding_constraint")
     if present != before + inserted:
@@ -255,18 +270,14 @@ def _insert_choices(application: Application, ir: Any, lowered: Any) -> None:
         )
 
 
-PLACEMENT = "annotate_device_placement"
-"""The call in a module that sends a value to a host, or fetches it."""
-
-
 def check_host_memory(device: Any) -> None:
     """Raises `UserError` if nothing can wait in the host memory of `device`, which may be a chip of a topology."""
     kinds = [memory.kind for memory in device.addressable_memories()]
-    if "pinned_host" not in kinds:
+    if HOST_MEMORY not in kinds:
         raise UserError(
-            f"the step sends values to its host, and {device.device_kind} devices have no memory there "
-            f"(`pinned_host`) with this version of jax, only {', '.join(kinds) or 'none'}; plan it with a recipe that "
-            "offloads nothing."
+            f"the step keeps values on its host, and {device.device_kind} devices have no memory there "
+            f"(`{HOST_MEMORY}`) with this version of jax, only {', '.join(kinds) or 'none'}; plan it with a recipe "
+            "that offloads nothing, and without `--host`."
         )
 
 
@@ -356,7 +367,7 @@ def _lowered_for_cpu(
     from autoshard import mlir
 
     traced = jax.jit(lambda *args: planned(*args), keep_unused=True).trace(*abstract)
-    ir = lower_traced(traced, found, ("cpu",)).compiler_ir("stablehlo")
+    ir = mlir.drop_sent_arguments(lower_traced(traced, found, ("cpu",)).compiler_ir("stablehlo"))
     return mlir.to_bytes(mlir.drop_constraints(ir) if lifted else ir)
 
 

@@ -16,7 +16,7 @@ def jax_export(plan: Plan, program: Program) -> bytes:
     It takes and returns the program's pytrees, or, where these have nodes that `jax.export` does not know, flat arrays
     in the order of the plan's arguments and results; `in_shardings_jax(mesh)` of what is loaded says how to put the
     arguments, on a mesh of any devices with the plan's axes. Other platforms than the plan's run it too, unless it
-    calls kernels. Raises `UserError` for another program than the plan's.
+    calls kernels. Raises `UserError` for another program than the plan's, and for tensors in the hosts' memory.
     """
     import dataclasses
 
@@ -24,6 +24,11 @@ def jax_export(plan: Plan, program: Program) -> bytes:
     from jax import export
     from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
+    if plan.host:
+        raise UserError(
+            f"`{program.name}` keeps {len(plan.host)} tensors in the hosts' memory, which an artifact of jax.export "
+            "does not say: plan it without `--host`, or run it with plan.jit."
+        )
     platform = _platform(plan)
     module = _planned_module(plan, program, platform)
     mesh = AbstractMesh(tuple(plan.mesh.values()), tuple(plan.mesh), axis_types=(AxisType.Auto,) * len(plan.mesh))

@@ -10,6 +10,9 @@ from autoshard.errors import UserError
 from autoshard.plan import Plan, Spec
 
 
+HOST_MEMORY = "pinned_host"
+"""JAX's name for the memory of a host that its devices can fetch from."""
+
 _COUNT = "--xla_force_host_platform_device_count"
 
 
@@ -103,11 +106,11 @@ def jax_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Any:
     return jax.sharding.Mesh(grid, tuple(plan.mesh))
 
 
-def named_sharding(mesh: Any, spec: Spec) -> Any:
-    """`jax.sharding.NamedSharding` of a spec."""
+def named_sharding(mesh: Any, spec: Spec, on_host: bool = False) -> Any:
+    """`jax.sharding.NamedSharding` of a spec, of what is on the devices or in the memory of their hosts."""
     import jax
 
-    return jax.sharding.NamedSharding(mesh, spec.partition_spec())
+    return jax.sharding.NamedSharding(mesh, spec.partition_spec(), memory_kind=HOST_MEMORY if on_host else None)
 
 
 def place(value: Any, sharding: Any) -> Any:

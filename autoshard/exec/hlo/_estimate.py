@@ -26,6 +26,7 @@ from autoshard.exec.hlo._work import FREE, InstructionWork, Reader
 _ERROR_FILE = pathlib.Path(__file__).with_name("estimator.json")
 _UNMEASURED = ("overhead", "vector", "copy")
 _SCALAR_MEMORY = 6
+_HOST_MEMORY = 5
 SHORTEST = 1e-5
 """Spans shorter than this share of the step are left out of the timeline."""
 
@@ -209,6 +210,10 @@ class _Simulator:
             if found:
                 for collective in found:
                     self.begin(clock, collective, key)
+            elif any(shape.space == _HOST_MEMORY for shape in op.shapes):
+                # What goes to the host or comes from there is in main memory at its other end.
+                size = sum(shape.held for shape in op.shapes if shape.space == 0)
+                clock.transfer(float(self.compute.host_seconds(size)), ("host",), _title(op), key, "copy")
             elif op.opcode in ("copy-start", "slice-start", "dynamic-slice-start"):
                 self.copy(clock, op)
             else:

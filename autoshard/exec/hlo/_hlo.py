@@ -43,7 +43,7 @@ class Shape:
     dtype: str
     dims: tuple[int, ...]
     space: int = 0
-    """Memory space of the layout, `S(1)`: on TPU 0 is HBM, 1 VMEM and 6 the scalar core's own."""
+    """Memory space of the layout, `S(1)`: on TPU 0 is HBM, 1 VMEM, 5 the host's memory and 6 the scalar core's own."""
     minor: tuple[int, ...] = ()
     """Dims by the layout, innermost first; empty where none is printed."""
     tile: tuple[int, ...] = ()

@@ -12,7 +12,7 @@ from autoshard.exec.hlo._hlo import parse_hlo
 from autoshard.exec.hlo._unforeseen import Unforeseen, involuntary, unforeseen
 from autoshard.exec.run._measure import verify_program
 from autoshard.exec.tpu._libtpu import Compiled, compile_with_libtpu
-from autoshard.exec.tpu._live import memory_at_peak
+from autoshard.exec.tpu._live import host_arguments, memory_at_peak
 from autoshard.plan import Plan
 from autoshard.program import Program
 from autoshard.units import format_bytes
@@ -114,7 +114,7 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
         verdict=Verdict.FITS_WITH_REMAT if rematerialised else Verdict.FITS,
         over_bytes=0,
         available_bytes=None,
-        peak_compiled=compiled.memory["peak"] or None,
+        peak_compiled=max(0, compiled.memory["peak"] - host_arguments(compiled)) or None,
         memory_at_peak=memory_at_peak(compiled, plan),
         wire_compiled=wire_by_axis(found),
         collectives=tuple(found),

@@ -88,12 +88,15 @@ def compile_with_libtpu(program: Program, plan: Plan, time_limit: float) -> Comp
 
 
 def _argument_bytes(program: Program, plan: Plan) -> int:
+    """Of one device: what waits in its host's memory is not among them."""
     import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with numpy
     import numpy as np
 
     total = 0
     types, _ = mlir.main_types(mlir.parse_module(program.module))
     for argument, (shape, dtype) in zip(program.arguments, types, strict=True):
+        if argument.name in plan.host:
+            continue
         spec = plan.arguments[argument.name].of_rank(len(shape))
         total += math.prod(spec.local_shape(shape, plan.mesh)) * np.dtype(dtype).itemsize
     return total

@@ -13,6 +13,9 @@ from autoshard.plan import Plan
 KINDS = {"parameter": "parameters", "optimizer_state": "optimizer_state"}
 """Kinds of arguments by role; those of other roles are `batch`, as in predictions."""
 
+_HOST = 5
+"""The memory space of layouts that is the host's memory."""
+
 _TAKEN_OVER = re.compile(r"[})] (parameter|while|dynamic-update-slice)\(")
 
 _Array = tuple[str, str, str]
@@ -80,6 +83,16 @@ def memory_at_peak(compiled: Compiled, plan: Plan) -> dict[str, int]:
     return {kind: size for kind, size in sorted(held.items()) if size}
 
 
+def host_arguments(compiled: Compiled) -> int:
+    """Bytes of arguments in the host's memory. The compiler counts arguments in its peak wherever they are; what else
+    waits on the host it leaves out."""
+    entry = compiled.text[compiled.text.rfind("\nENTRY ") :]
+    return sum(
+        _held(_parse(m[1])[0], re.compile(rf"S\({_HOST}\)"))
+        for m in re.finditer(r"%[\w.\-]+ = ([^\n]*?) parameter\(\d+\)", entry)
+    )
+
+
 def _ranges(report: str) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
     """(instruction, index in its result, first, last moment) of every buffer."""
     part = report.partition("BufferLiveRange:")[2].partition("\n  Live ranges at")[0]
@@ -136,11 +149,15 @@ def _part(kind: _Type, index: Sequence[int]) -> _Type:
 
 def _bytes(array: _Type) -> int:
     """Bytes in HBM, padded to the tiles of the layout; 0 for tuples and what lives elsewhere."""
-    if isinstance(array, list):
+    return _held(array) if not isinstance(array, list) and not re.search(r"S\([1-9]", array[2]) else 0
+
+
+def _held(array: _Type, where: re.Pattern[str] | None = None) -> int:
+    """The same wherever it lives, or only where the layout says so."""
+    if isinstance(array, list) or (where is not None and not where.search(array[2])):
         return 0
     minor, tile = tiling(array[2])
-    shape = Shape(array[0], tuple(_dims(array)), 0, minor, tile)
-    return 0 if re.search(r"S\([1-9]", array[2]) else shape.held
+    return Shape(array[0], tuple(_dims(array)), 0, minor, tile).held
 
 
 def _dims(array: _Array) -> list[int]:

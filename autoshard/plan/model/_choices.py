@@ -5,7 +5,7 @@ from typing import Any
 
 from autoshard.cost import Topology
 from autoshard.errors import UserError
-from autoshard.program import LOSSLESS, Choices
+from autoshard.program import GPU_AUTO, HOSTS, LOSSLESS, Choices
 
 
 REMATS = ("none", "dots", "full")
@@ -44,6 +44,8 @@ def source_choices(options: Mapping[str, Any], topology: str) -> Choices:
     found: dict[str, tuple[Any, ...]] = {}
     if options.get("remat") == AUTO:
         found["remat"] = REMATS
+    if options.get("host") == AUTO:
+        found["host"] = HOSTS[:1] if Topology.parse(topology).traits.shares_machine else HOSTS
     if options.get("experts") == AUTO:
         if options.get("capacity_factor") is not None:
             raise UserError(
@@ -95,9 +97,12 @@ def _part_choices(options: Mapping[str, Any], topology: str) -> dict[str, tuple[
 
 
 def settled_options(options: Mapping[str, Any], topology: str) -> dict[str, Any]:
-    """Options of a source for `open_source`, and what the topology decides: TPUs prefer a kernel for attention."""
-    kernel = {"splash": "auto"}.get(Topology.parse(topology).traits.attention, "plain")
-    settled = {**options, "preferred": {"attention": kernel} if kernel != "plain" else {}}
+    """Options of a source for `open_source`, and what the topology decides: which kernel attention has.
+
+    TPUs prefer theirs; GPUs take one where `auto` asks for it.
+    """
+    kernel = {"splash": AUTO, "cudnn": GPU_AUTO}.get(Topology.parse(topology).traits.attention, "plain")
+    settled = {**options, "preferred": {"attention": kernel} if kernel == AUTO else {}}
     if settled.get("attention") == "auto":
         settled["attention"] = kernel
     return settled

@@ -85,6 +85,7 @@ def heavy_seconds(
     size = size + relaid_bytes(graph, op, states, axes, compute.topology.backend)
     if op.opaque is not None and op.opaque.traffic and op.rule is not None:
         size = op.opaque.traffic * local_elements(states, op.rule.sizes, axes) / math.prod(op.rule.sizes)
+        size = size * _busiest(op, states)
     if op.halos and op.rule is not None:
         # A shard is copied into one with its halo: read, written.
         first = graph.tensors[op.operands[0]]
@@ -115,8 +116,7 @@ def heavy_seconds(
     if op.opaque is not None:
         if is_ring(op):
             share, steps = ring_work(graph, op, states, axes)
-        for factor, times in op.opaque.uneven:
-            share = np.where((states == factor).any(axis=1), share * times, share)
+        share, steps = share * _busiest(op, states), steps * _busiest(op, states)
         if op.opaque.head:
             passes = op.flops / (2.0 * op.opaque.head) * share
             busy = compute.attention_seconds(passes, op.opaque.head, op.opaque.head, 1, dtype, size)
@@ -131,6 +131,14 @@ def _most_of_slope(states: States, factor: int, axes: Sequence[int], blocks: int
     """Work of the part with the most over the mean, where block k of n along the factor has the work k."""
     parts = np.where(states == factor, np.array(axes), 1).prod(axis=1)
     return (2.0 - 1.0 / parts + 1.0 / blocks) / (1.0 + 1.0 / blocks)
+
+
+def _busiest(op: Op, states: States) -> Seconds:
+    """How many times the mean work the busiest part of an opaque call has (`Opaque.uneven`)."""
+    found = np.ones(len(states))
+    for factor, times in op.opaque.uneven if op.opaque is not None else ():
+        found = np.where((states == factor).any(axis=1), found * times, found)
+    return found
 
 
 def _burst_waste(graph: OpGraph, op: Op, states: States, axes: Sequence[int], compute: Compute) -> Seconds:

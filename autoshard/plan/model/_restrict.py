@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -68,7 +69,8 @@ def tensor_parallel_groups(model: Model, groups: Groups, parts: int) -> set[int]
     """Megatron's choice: the inner dim of every pair of matmuls (heads, ffn) and the vocabulary, never the hidden one.
 
     Parameters are taken in order of first use; each is split along the dim its matmul produces unless a dim of it
-    is split already or that would split a neighbour twice (Shoeybi et al. 2019, section 3).
+    is split already, that would split a neighbour twice (Shoeybi et al. 2019, section 3), or a norm is taken along it
+    on the way to the next matmul: the narrow vector that latent attention makes its heads from stays whole.
     """
     neighbours: dict[int, set[int]] = {}
     dims: dict[int, list[int]] = {}
@@ -78,6 +80,7 @@ def tensor_parallel_groups(model: Model, groups: Groups, parts: int) -> set[int]
         for g in dims[position]:
             neighbours.setdefault(g, set()).update(set(dims[position]) - {g})
     chosen: set[int] = set()
+    never = {groups.hidden, groups.batch, groups.sequence, *_normed(model, groups, dims.values())}
     for position in _by_first_use(model.graph, dims):
         own = dims[position]
         if len(own) < 2 or chosen & set(own):
@@ -85,11 +88,26 @@ def tensor_parallel_groups(model: Model, groups: Groups, parts: int) -> set[int]
         produced = _produced(model, groups, position)
         order = sorted(own, key=lambda g: (g == groups.hidden, g not in produced, own.index(g)))
         for g in order:
-            free = not (neighbours[g] & chosen) and g not in (groups.hidden, groups.batch, groups.sequence)
-            if free and groups.sizes[g] % parts == 0:
+            if g not in never and not neighbours[g] & chosen and groups.sizes[g] % parts == 0:
                 chosen.add(g)
                 break
     return chosen
+
+
+def _normed(model: Model, groups: Groups, dims: Iterable[Sequence[int]]) -> set[int]:
+    """Groups with a scale of their own between two matmuls, along which something is summed or compared."""
+    scales, matmuls = set[int](), Counter[int]()
+    for own in dims:
+        if len(own) == 1:
+            scales.update(own)
+        else:
+            matmuls.update(set(own))
+    reduced: set[int | None] = set()
+    for op in model.graph.ops:
+        if op.kind == "reduce":
+            given, left = (tensor_groups(model.structure, groups.of_factor, t) for t in (op.operands[0], op.results[0]))
+            reduced |= set(given) - set(left)
+    return {g for g in scales & reduced if matmuls[g] > 1}
 
 
 def _by_first_use(graph: OpGraph, dims: Mapping[int, object]) -> list[int]:

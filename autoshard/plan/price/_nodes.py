@@ -30,6 +30,10 @@ def streams(each: Passes, graph: OpGraph, compute: Compute) -> float:
     return each.count * once * graph.trips(each.block)
 
 
+_STORED = {Role.PARAMETER: "parameters", Role.OPTIMIZER_STATE: "optimizer_state"}
+"""Kinds of memory by role; the other arguments' is `batch`."""
+
+
 class NodePricer:
     """The nodes of a Model, and what their alternatives cost and hold."""
 
@@ -58,6 +62,7 @@ class NodePricer:
         self.nodes: list[Node] = []
         roles = {t: a.role for t, a in zip(graph.arguments, program.arguments, strict=True)}
         self.roles = roles
+        self.begun = {c.body: roles[c.init] for loop in graph.loops for c in loop.carries if c.init in roles}
         self.softmaxes = {softmax.cluster: softmax for softmax in liveness.softmaxes}
         self.stored = self.clusters_of(t for t, role in roles.items() if role is Role.PARAMETER)
         states = self.clusters_of(t for t, role in roles.items() if role is Role.OPTIMIZER_STATE)
@@ -246,7 +251,10 @@ class NodePricer:
         if role is not None and (tensor, start, stop) in self.liveness.widths:
             return "temporaries"
         if role is not None:
-            return {Role.PARAMETER: "parameters", Role.OPTIMIZER_STATE: "optimizer_state"}.get(role, "batch")
+            return _STORED.get(role, "batch")
+        begun = self.begun.get(tensor)
+        if begun is not None and begun in _STORED:  # an update written layer by layer in the place of what it updates
+            return _STORED[begun]
         if cluster in self.updated:
             return "gradients"
         crosses = any(start < loop.start and stop > loop.stop for loop in self.graph.loops if not loop.branches)

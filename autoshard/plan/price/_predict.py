@@ -163,6 +163,15 @@ def host_bytes(model: Model, choices: NDArray[np.int64]) -> int:
     return total
 
 
+def argument_bytes_on_host(model: Model, choices: NDArray[np.int64]) -> int:
+    """Bytes of a device's arguments that wait in its host's memory before a step and after it."""
+    sizes, total = dict(model.mesh.axes), 0
+    for tensor in set(model.graph.arguments) & model.liveness.hosted:
+        record = model.graph.tensors[tensor]
+        total += math.prod(tensor_spec(model, choices, tensor).local_shape(record.shape, sizes)) * record.itemsize
+    return total
+
+
 def cluster_names(model: Model) -> dict[int, str]:
     """Of every cluster with arguments in it, the name of the first, also of those that loops begin with."""
     arguments = {model.graph.arguments[i]: a.name for i, a in enumerate(model.program.arguments)}

@@ -7,7 +7,7 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.plan.model._model import EXPOSED, Model, link_names
+from autoshard.plan.model._model import EXPOSED, HOST, Model, link_names
 from autoshard.plan.model._overlap import lanes
 from autoshard.plan.price._predict import (
     cluster_names,
@@ -90,7 +90,7 @@ def _computes(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
             if what == EXPOSED[1] and spent > 0:
                 op = model.graph.ops[node.ref]
                 jobs.append((op.id, 0, op.loop, what, f"inside {node.name}", spent))
-            elif what == "compute" and spent > 0:
+            elif what in ("compute", HOST) and spent > 0:
                 jobs.append((_moment(model, number, block), 1, block, what, node.name, spent))
     return jobs
 

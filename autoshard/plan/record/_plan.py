@@ -57,6 +57,8 @@ class Plan:
     """Ops that run shard by shard, by regions of the plan's own."""
     meshes: tuple[MeshTried, ...] = ()
     """Every mesh that was considered, the chosen one first, then by time; empty where the mesh was given."""
+    host: tuple[str, ...] = dataclasses.field(default=(), metadata={"absent": ()})
+    """Arguments and results that are in the hosts' memory; not in a plan's file where there are none."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; see `save_plan`."""

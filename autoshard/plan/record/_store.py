@@ -59,7 +59,8 @@ def parameter_specs(plan: Plan | str | os.PathLike[str]) -> dict[str, Spec]:
 
 def plan_to_json(plan: Plan) -> str:
     """The plan as JSON text: the schema number first, all other keys sorted, arguments and results in order."""
-    body = {field.name: getattr(plan, field.name) for field in dataclasses.fields(Plan)}
+    held = [(field, getattr(plan, field.name)) for field in dataclasses.fields(Plan)]
+    body = {field.name: value for field, value in held if field.metadata.get("absent") != value}
     body["arguments"] = [
         {
             "name": name,

@@ -69,6 +69,8 @@ def _advice(model: Model, kind: str, memory_limit: int, pinned: bool) -> str:
             found.append("--state-dtype bfloat16")
         elif not flags and any(a.role is Role.OPTIMIZER_STATE and a.dtype == "float32" for a in program.arguments):
             found.append("optimizer state in bfloat16")
+        if program.on_host == "none" and model.graph.loops and not model.mesh.topology.traits.shares_machine:
+            found.append("--host optimizer" if flags else 'autoshard.trace(..., host="optimizer")')
     if kind in ("parameters", "gradients", "gathered"):
         if any(a.role is Role.PARAMETER and a.dtype in ("float32", "float64") for a in program.arguments):
             found.append("--param-dtype bfloat16" if flags else "parameters in bfloat16")

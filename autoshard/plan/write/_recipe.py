@@ -7,6 +7,7 @@ from typing import Any
 
 from autoshard.plan.model._choices import REMATS
 from autoshard.plan.price._foresee import Foreseen
+from autoshard.program import HOSTS
 from autoshard.units import format_seconds
 
 
@@ -16,7 +17,7 @@ BEATEN = "slower on every mesh"
 SLOWER = (ARITHMETIC, UNMOVED)
 """Verdicts of what is slower than the best yet by a bound that holds whatever fits into memory."""
 
-_LESS_MEMORY = {"remat": 1, "microbatches": 1, "batch": -1}
+_LESS_MEMORY = {"remat": 1, "microbatches": 1, "batch": -1, "host": 1}
 """Options of a source that the planner may choose: 1 if values that come later need less memory, -1 if more."""
 
 
@@ -85,7 +86,7 @@ def needs_no_less(recipe: Recipe, other: Recipe) -> bool:
     for name, value in mine.items():
         if value == theirs[name] or as_much and name in ("batch", "microbatches"):
             continue
-        order = (REMATS.index if name == "remat" else int) if name in _LESS_MEMORY else None
+        order = {"remat": REMATS.index, "host": HOSTS.index}.get(name, int) if name in _LESS_MEMORY else None
         if order is None or (order(value) - order(theirs[name])) * _LESS_MEMORY[name] > 0:
             return False
     return True

@@ -1,5 +1,6 @@
 """A plan in words, by dim group."""
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from autoshard.plan.model._model import Model
 from autoshard.plan.price._predict import tensor_spec
 from autoshard.plan.record._spec import axis_words
 from autoshard.program import Role
+from autoshard.units import format_bytes
 
 
 def describe(model: Model, groups: Groups, choices: NDArray[np.int64]) -> tuple[str, ...]:
@@ -39,11 +41,23 @@ def describe(model: Model, groups: Groups, choices: NDArray[np.int64]) -> tuple[
         extra = _extra_axes(model, shares, explained)
         if extra and not (what == "optimizer state" and extra == _extra_axes(model, parameters, explained)):
             lines.append(f"{what} also over {_over(extra)}")
+    lines.extend(_host_words(model, choices))
     used = {a for shares in (activations, parameters, state) for (_, a), share in shares.items() if share > 0.05}
     idle = [a for a in model.axis_names if a not in used and model.mesh.axes[a] > 1]
     if idle:
         lines.append(f"nothing over {_over(idle)}: its devices repeat the same work")
     return tuple(lines) or ("everything on every device",)
+
+
+def _host_words(model: Model, choices: NDArray[np.int64]) -> list[str]:
+    """How much of a device's arguments waits in its host's memory; nothing where none does."""
+    sizes, parts = dict(model.mesh.axes), defaultdict[str, int](int)
+    for tensor, argument in zip(model.graph.arguments, model.program.arguments, strict=True):
+        if tensor in model.liveness.hosted:
+            local = tensor_spec(model, choices, tensor).of_rank(len(argument.shape)).local_shape(argument.shape, sizes)
+            what = "optimizer state" if argument.role is Role.OPTIMIZER_STATE else "arguments"
+            parts[what] += math.prod(local) * model.graph.tensors[tensor].itemsize
+    return [f"{what} on the hosts, {format_bytes(size)} for each device" for what, size in parts.items()]
 
 
 def _shares(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from autoshard.plan.model._groups import Groups
 from autoshard.plan.model._model import Model
 from autoshard.plan.price._alike import alike_lines
 from autoshard.plan.price._headroom import tight_seconds
-from autoshard.plan.price._predict import Outcome, predict, tensor_spec
+from autoshard.plan.price._predict import Outcome, argument_bytes_on_host, predict, tensor_spec
 from autoshard.plan.price._timeline import make_timeline
 from autoshard.plan.price._unruled import call_lines, find_unruled, unruled_lines
 from autoshard.plan.record._parts import MeshTried, Prediction, Unruled
@@ -92,6 +93,7 @@ class Writer:
             unruled=unruled,
             choices=" ".join(str(int(c)) for c in choices),
             meshes=meshes,
+            host=_on_host(model),
         )
 
     def _results(self, model: Model, choices: NDArray[np.int64], arguments: Mapping[str, Spec]) -> dict[str, Spec]:
@@ -118,6 +120,8 @@ class Writer:
             )
         lines.extend(left_out(model, self.compared))
         lines.extend(_memory_warning(model, outcome, self.memory_limit))
+        if not any(_REMAT_LIMIT in flag for flag in self.said.get("xla_flags", {}).get("flags", ())):
+            lines.extend(_host_warning(model, choices, outcome))
         return tuple(dict.fromkeys(lines))
 
 
@@ -152,6 +156,30 @@ def _memory_warning(model: Model, outcome: Outcome, memory_limit: int) -> list[s
     return []
 
 
+_REMAT_LIMIT = "--xla_jf_rematerialization_percent_shared_memory_limit"
+"""libtpu's flag: from which share of a device's memory on it computes values again on its own, in percent."""
+
+
+def _host_warning(model: Model, choices: NDArray[np.int64], outcome: Outcome) -> list[str]:
+    """Whether the TPU compiler will lack memory only by its count, which has arguments on the hosts in it."""
+    waiting = argument_bytes_on_host(model, choices)
+    usable = model.mesh.topology.usable_bytes
+    if not waiting or not model.mesh.topology.traits.compiles_ahead or outcome.peak_bytes + waiting <= usable:
+        return []
+    percent = 50 * math.ceil(2 * (outcome.peak_bytes + waiting) / usable)
+    return [
+        f"the compiler counts the {format_bytes(waiting)} of arguments on the hosts as memory of a device and would "
+        f"compute values again for want of it: plan and run with `--xla-flags={_REMAT_LIMIT}={percent}`."
+    ]
+
+
+def _on_host(model: Model) -> tuple[str, ...]:
+    """Names of arguments and results in the hosts' memory, in order."""
+    program, graph, away = model.program, model.graph, model.liveness.hosted
+    ends = zip((*program.arguments, *program.results), (*graph.arguments, *graph.results), strict=True)
+    return tuple(dict.fromkeys(each.name for each, tensor in ends if tensor in away))
+
+
 def cluster_state(model: Model, choices: NDArray[np.int64], tensor: int) -> States:
     """The chosen state of a tensor's cluster, as one row."""
     node = model.cluster_node[model.structure.cluster_of[tensor]]
@@ -179,5 +207,6 @@ def _provenance(model: Model, seed: int, more: Mapping[str, Any]) -> dict[str, A
         }
         | dict(more)
         | ({"lifted_constraints": str(lifted)} if (lifted := model.program.lifted) else {})
+        | ({"on_host": what} if (what := model.program.on_host) != "none" else {})
         | ({"said_by_program": said} if (said := said_by_program(model.graph)) else {})
     )

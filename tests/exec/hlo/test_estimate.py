@@ -362,3 +362,25 @@ def test_an_attention_kernel_that_says_nothing_is_known_by_name_and_operands():
 def test_reserving_memory_takes_no_time():
     text = module(f'  ROOT %b = {BIG} custom-call(), custom_call_target="AllocateBuffer"')
     assert estimate(text, MESH).step_time_s == 0
+
+
+def host_copies(compute: str) -> str:
+    """Two arrays that come from the host, what is computed meanwhile, and one that goes back."""
+    away = f"bf16[4096,4096]{T[:-1]}S(5)}}"
+    start = f"(({away}), {BIG}, u32[]{{:S(2)}}) async-start"
+    return module(
+        f"  %f = {start}(%h), calls=%fetch\n  %g = {start}(%h), calls=%fetch\n{compute}"
+        f"  %m = {BIG} async-done(%f)\n  %n = {BIG} async-done(%g)\n{matmul('x', 'm', 'n')}"
+        f"  %s = ({away}, {BIG}, u32[]{{:S(2)}}) copy-start(%x)\n  ROOT %r = {away} copy-done(%s)",
+        parameters=f"  %p = {BIG} parameter(0)\n  %q = {BIG} parameter(1)\n  %h = {away} parameter(2)\n",
+    )
+
+
+def test_what_comes_from_the_host_and_goes_there_shares_its_link():
+    once = float(COMPUTE.host_seconds(SIZE))
+    assert once > 2 * ONE
+    alone, beside = estimate(host_copies(""), MESH), estimate(host_copies(matmul("d")), MESH)
+    assert alone.step_time_s == pytest.approx(3 * once + ONE)
+    assert alone.copy_s == alone.by_kind["copy"] == pytest.approx(3 * once)
+    assert beside.step_time_s == pytest.approx(alone.step_time_s)  # computed while the first is on its way
+    assert not alone.traffic and alone.exposed_comm_s == 0

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from autoshard.exec.tpu._libtpu import Compiled
-from autoshard.exec.tpu._live import memory_at_peak
+from autoshard.exec.tpu._live import host_arguments, memory_at_peak
 from autoshard.plan import Plan, Spec
 from tests.exec.planned_programs import handmade, mlp
 
@@ -81,3 +81,13 @@ def test_each_kind_at_the_peak(plan: Plan) -> None:
 
 def test_without_live_ranges_nothing_is_said(plan: Plan) -> None:
     assert memory_at_peak(compiled(""), plan) == {}
+
+
+def test_arguments_on_the_host_are_told_apart() -> None:
+    """The compiler counts them in its peak; the device does not hold them."""
+    text = TEXT.replace(
+        "%q = f32[64,128]{1,0:T(8,128)} parameter(1)", "%q = f32[64,100]{1,0:T(8,128)S(5)} parameter(1)"
+    )
+    assert text != TEXT
+    assert host_arguments(dataclasses.replace(compiled(LIVE), text=text)) == 64 * 128 * 4
+    assert host_arguments(compiled(LIVE)) == 0

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 import autoshard
+from autoshard.cost import Decoder
 from autoshard.graph import FactorKind
 from autoshard.plan import PlanResult
 from autoshard.plan.model._baselines import baselines
 from autoshard.plan.model._model import Model
-from autoshard.plan.model._restrict import Baseline
+from autoshard.plan.model._restrict import Baseline, split_by_group, split_parameters, tensor_parallel_groups
 from autoshard.plan.price._predict import tensor_spec
 from autoshard.plan.xla._states import WHOLE
+from autoshard.program import LatentDims, decoder_program
 from tests.plan import programs as made
 
 
@@ -225,3 +227,19 @@ def test_a_contracted_dim_is_never_gathered_in_a_row_parallel_matmul() -> None:
         if (rule := model.graph.ops[o].rule) is not None and FactorKind.REDUCTION in rule.kinds
     ]
     assert rows and all((states == WHOLE).all(axis=1).any() for states in rows)
+
+
+def test_tensor_parallelism_splits_heads_of_latent_attention_not_what_they_are_made_from() -> None:
+    latent = LatentDims(key_rank=32, plain=16, turned=8, value=16, query_rank=48)
+    decoder = Decoder(3, 64, 160, 4, 4, latent.head_size, 128, latent=latent)
+    program = decoder_program(decoder, batch=8, seq=16, remat="none", attention="plain")
+    model = made.model_of(program, "cpu:8", "data=4,model=2")
+    groups = made.groups(model)
+    chosen = tensor_parallel_groups(model, groups, 2)
+    split = {}
+    for position in split_parameters(model):
+        name = program.arguments[position].name
+        split[name.removeprefix("params.")] = split_by_group(model, groups, position, chosen, (1,))
+    heads = {name: split[f"layers.*.attn.{name}.weight"] for name in ("q_up", "kv_up", "o_proj", "q_down", "kv_down")}
+    assert heads == {"q_up": {2: (1,)}, "kv_up": {2: (1,)}, "o_proj": {1: (1,)}, "q_down": {}, "kv_down": {}}
+    assert split["layers.*.mlp.up_proj.weight"] and split["lm_head.weight"]

@@ -67,6 +67,8 @@ def test_flags_that_were_given_are_not_proposed() -> None:
 def test_state_and_parameters_in_fewer_bits() -> None:
     assert "--state-dtype bfloat16" in advice("optimizer_state")
     assert "--state-dtype" not in advice("optimizer_state", state_dtype="bfloat16")
+    assert "--host optimizer" in advice("optimizer_state")
+    assert "--host" not in advice("optimizer_state", host="optimizer")
     assert "--param-dtype bfloat16" in advice("parameters")
     assert "--param-dtype" not in advice("parameters", param_dtype="bfloat16")
 

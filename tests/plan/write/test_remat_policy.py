@@ -1,4 +1,4 @@
-"""The policy of a plan for layers that are written in JAX."""
+"""The policy of a plan for layers that are written in JAX, or in torch."""
 
 import dataclasses
 from typing import Any
@@ -6,7 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+import torch
 from jax.ad_checkpoint import checkpoint_name
+from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard.errors import UserError
@@ -76,3 +78,26 @@ def test_a_plan_without_a_policy_says_so(plain: Plan) -> None:
         autoshard.remat_policy(plain)
     with pytest.raises(UserError, match="`names` has `up`, but the plan's policy .* names q_proj"):
         autoshard.remat_policy(having(plain, "full,keep=q_proj"), names={"up": "mlp"})
+
+
+def test_layers_in_torch_keep_what_the_plan_says(plain: Plan) -> None:
+    """Which results are kept is tested with the contexts (`tests/program/test_torch_policy.py`)."""
+    layer = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(4, 4), "wk": torch.nn.Linear(4, 4)})
+    plan = having(plain, "full,keep=q_proj/k_proj:2+none")
+    x = torch.ones(2, 4, requires_grad=True)
+    contexts = autoshard.torch_remat_policy(plan, layer, names={"k_proj": "wk"}, layer=1)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(layer["wk"](torch.tanh(layer["q_proj"](x))))
+
+    checkpoint(run, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    found, x.grad = x.grad, None
+    run(x).sum().backward()
+    assert torch.equal(found, x.grad)  # type: ignore[arg-type]
+    assert autoshard.torch_remat_policy(plan, layer, names={"k_proj": "wk"}, layer=2) is None
+    with pytest.raises(
+        UserError, match="names `k_proj`, which is no value of `ModuleDict`: its layers have q_proj, wk"
+    ):
+        autoshard.torch_remat_policy(plan, layer, layer=0)
+    with pytest.raises(UserError, match="ask for one by `layer=`"):
+        autoshard.torch_remat_policy(plan, layer)

@@ -1,0 +1,57 @@
+"""A JAX function lowered without shardings; what the user's own code raises becomes one sentence."""
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from autoshard.errors import UserError
+
+
+def lower_function(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...], label: str) -> Any:
+    """`jax.stages.Lowered` of `fn(*args)` without shardings. Raises `UserError` for what the function raises."""
+    import jax
+
+    from autoshard.program._opaque import lower_traced
+
+    def lower() -> Any:
+        traced = jax.jit(fn, keep_unused=True, donate_argnums=donate).trace(*args)
+        try:
+            return lower_traced(traced)
+        except ValueError as error:
+            if "lowering_platforms" not in str(error):
+                raise
+            return lower_traced(traced, platforms=("cpu",))  # arguments on an abstract mesh: it has no devices
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        return user_code(label, lower)
+
+
+def user_code(label: str, run: Callable[[], Any]) -> Any:
+    """Call `run`, which runs the user's function; what it raises becomes one sentence."""
+    try:
+        return run()
+    except UserError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines()
+        text = reason[0] if reason else "no message"
+        if text == "cuDNN is not detected.":
+            raise UserError(
+                f"`{label}` uses implementation='cudnn', which JAX traces only where it finds cuDNN: trace it there "
+                "and plan the StableHLO file (.lower().as_text(), `autoshard plan step.mlir`), or use 'xla'."
+            ) from error
+        if "Differentiation rule for 'custom_partitioning'" in text:
+            raise UserError(
+                f"`{label}` takes the gradient of a function with a sharding rule, which has none of its own: put "
+                "jax.custom_vjp around it, and register_rule on its backward function too."
+            ) from error
+        if found := re.match(r"Found an unbound axis name: (\S+?)\.?(?:\s|$)", text):
+            raise UserError(
+                f"`{label}` has a collective over the axis `{found[1]}`, which only jax.pmap, jax.vmap or "
+                "jax.shard_map around it would bind: give the step over whole arrays without that collective (a plan "
+                "puts the sums where they are needed), or with its own jax.shard_map or jax.vmap(axis_name=...) "
+                "around it."
+            ) from error
+        raise UserError(f"`{label}` could not be traced by JAX: {type(error).__name__}: {text}") from error
