@@ -77,12 +77,6 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         help="parts of the batch that are computed one after the other; their gradients are averaged" + best,
     )
     group.add_argument(
-        "--host",
-        choices=("none", "optimizer", "auto") if auto else ("none", "optimizer"),
-        help="what waits in the hosts' memory between steps: nothing (none, the default), or the state of the "
-        "optimizer, updated a layer at a time (optimizer; also of functions in files)" + best,
-    )
-    group.add_argument(
         "--stages",
         type=chosen(positive),
         metavar="N",
@@ -95,6 +89,12 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         metavar="S",
         help="of a pipeline: gpipe (the default), circular:2 (two chunks of layers in each stage, through which "
         "microbatches go in turn), or circular (as many chunks as there are layers)" + best,
+    )
+    group.add_argument(
+        "--host",
+        choices=("none", "optimizer", "auto") if auto else ("none", "optimizer"),
+        help="what waits in the hosts' memory between steps: nothing (none, the default), or the state of the "
+        "optimizer, updated a layer at a time (optimizer; also of functions in files)" + best,
     )
     group.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
     group.add_argument("--cache", type=positive, metavar="N", help="tokens the cache holds (default: --seq)")

@@ -103,7 +103,7 @@ def _open(
 
 _MODULE_OPTIONS = ("train", "optimizer", "dtype", "param_dtype", "state_dtype", "remat", "attention")
 _MODULE_OPTIONS += ("exchange", "microbatches", "experts", "capacity_factor", "imbalance", "host", "stages", "schedule")
-"""What a torch module in a Python file takes; `host` and stages are for JAX functions there as well."""
+"""What a torch module in a Python file takes; `host`, and what says stages, are for JAX functions there as well."""
 
 
 def _flags(keys: Sequence[str]) -> str:
@@ -171,20 +171,20 @@ def load_program(
     file = Path(path)
     if not file.is_file():
         raise UserError(f"there is no file `{path}`; give the path of a Python file that offers `{entry}`.")
-    given = dict(options or {})
-    host = given.pop("host", "none")
-    pipeline = read_pipeline(given.get("stages"), given.get("microbatches"), given.get("schedule"))
+    said = {**(options or {})}
+    host = said.pop("host", "none")
+    pipeline = read_pipeline(said.get("stages"), said.get("microbatches"), said.get("schedule"))
     with _beside(file), pipelined(pipeline) as stacks:
         module = _run(file)
         offered = _called(_offered(module, file, entry), file, entry, recipe or {})
         pair = _module_and_inputs(offered, module, file)
         if pair is not None:
             _no_roles(roles, file, entry)
-            return on_host(_from_torch(pair, module, file, {**(preferred or {}), **given}), host)
+            return on_host(_from_torch(pair, module, file, {**(preferred or {}), **said}), host)
         ours = {"stages", "schedule"}
-        if pipeline is not None or given.get("microbatches") == 1:
+        if pipeline is not None or said.get("microbatches") == 1:
             ours.add("microbatches")
-        own = [key for key in given if key not in ours]
+        own = [key for key in said if key not in ours]
         if own:
             raise UserError(
                 f"{_flags(own)} only apply to `hf:CONFIG` and to torch modules; `{entry}` in `{file}` says "
