@@ -81,7 +81,7 @@ class SweepTask:
         """A row for each topology; one that cannot be planned says why."""
         named, planning = dict(self.options), self._planning()
         blank = SweepRow("", named.get("batch"), named.get("remat"))
-        why = {each: _impossible(each, planning) for each in self.topologies}
+        why = {each: _impossible(each, planning, named) for each in self.topologies}
         if all(why.values()):
             return [dataclasses.replace(blank, topology=each, failed=text) for each, text in why.items()]
         try:
@@ -135,10 +135,11 @@ class SweepTask:
         return json.dumps(said, sort_keys=True)
 
 
-def _impossible(topology: str, planning: PlanOptions) -> str:
-    """Why no program can be planned for a topology so; empty if one may."""
+def _impossible(topology: str, planning: PlanOptions, program: Mapping[str, Any] | None = None) -> str:
+    """Why no program, or none with the options `program`, can be planned for a topology so; empty if one may."""
     try:
         check_request(read_options(topology, planning))
+        settled_options(program or {}, topology)
     except UserError as error:
         return str(error)
     return ""

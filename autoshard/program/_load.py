@@ -114,8 +114,19 @@ def _trace_config(config: str, options: dict[str, Any]) -> Program:
     from autoshard.program._hf import from_config
 
     options = dict(options)
-    host = options.pop("host", "none")
+    host = _host_of(options)
     return on_host(from_config(config, **options), host)
+
+
+def _host_of(options: dict[str, Any]) -> str:
+    """What waits in the hosts' memory, taken out of `options`. Raises `UserError` beside stages of a pipeline."""
+    host = options.pop("host", "none")
+    if host != "none" and (options.get("stages") or 1) > 1:
+        raise UserError(
+            f"--host {host} updates state in a loop over layers, and layers in {options['stages']} stages stand side "
+            "by side; leave out --host, or --stages."
+        )
+    return host
 
 
 def load_rules(path: str | Path) -> None:
@@ -172,7 +183,7 @@ def load_program(
     if not file.is_file():
         raise UserError(f"there is no file `{path}`; give the path of a Python file that offers `{entry}`.")
     said = {**(options or {})}
-    host = said.pop("host", "none")
+    host = _host_of(said)
     pipeline = read_pipeline(said.get("stages"), said.get("microbatches"), said.get("schedule"))
     with _beside(file), pipelined(pipeline) as stacks:
         module = _run(file)

@@ -127,3 +127,8 @@ def test_what_cannot_be_is_said(module: Any, how: Any, sentence: str) -> None:
 def test_serving_has_no_stages() -> None:
     with pytest.raises(UserError, match="--stages is for training steps and forward passes"):
         open_source("hf:llama-tiny", serve="decode", stages=2)
+
+
+def test_state_on_the_hosts_has_no_stages() -> None:
+    with pytest.raises(UserError, match="--host optimizer updates state in a loop over layers, and layers in 2 stages"):
+        open_source("hf:llama-tiny", train=True, batch=4, seq=16, stages=2, host="optimizer")

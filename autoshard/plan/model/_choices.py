@@ -32,6 +32,9 @@ MOST_STAGES = 64
 PARTS = ("stages", "schedule", "microbatches")
 """What says how a step is computed in parts, one after the other or by stages."""
 
+_HOMES = {"splash": "splash", "cached": "splash", "cudnn": "cudnn"}
+"""A kernel of attention -> that which chips it is for have (`Traits.attention`)."""
+
 AUTO = "auto"
 """The value of an option that leaves the choice to the planner."""
 
@@ -99,9 +102,14 @@ def _part_choices(options: Mapping[str, Any], topology: str) -> dict[str, tuple[
 def settled_options(options: Mapping[str, Any], topology: str) -> dict[str, Any]:
     """Options of a source for `open_source`, and what the topology decides: which kernel attention has.
 
-    TPUs prefer theirs; GPUs take one where `auto` asks for it.
+    TPUs prefer theirs; GPUs take one where `auto` asks for it. Raises `UserError` for a kernel of other hardware; on
+    CPUs, where all of them are only imitated, any may be tried.
     """
-    kernel = {"splash": AUTO, "cudnn": GPU_AUTO}.get(Topology.parse(topology).traits.attention, "plain")
+    own, asked = Topology.parse(topology).traits.attention, options.get("attention")
+    if asked in _HOMES and own not in ("plain", _HOMES[asked]):
+        makers = {"splash": "TPUs", "cudnn": "NVIDIA's GPUs"}
+        raise UserError(f"--attention {asked} is a kernel for {makers[_HOMES[asked]]}, not for {topology}; use auto.")
+    kernel = {"splash": AUTO, "cudnn": GPU_AUTO}.get(own, "plain")
     settled = {**options, "preferred": {"attention": kernel} if kernel == AUTO else {}}
     if settled.get("attention") == "auto":
         settled["attention"] = kernel
