@@ -140,11 +140,16 @@ def searched(run: "Run") -> tuple[dict[str, Any], "Program", Any]:
 
 
 def judged(program: "Program", plan: Any, time_limit: float) -> dict[str, Any]:
-    """The compiler's verdict, and the processor time that it took."""
+    """The compiler's verdict, and the processor time that it took; without the flag that libtpu refuses off v5e."""
     from autoshard import UserError
+    from autoshard.cost._flags import FUSED_GATHERS
     from autoshard.exec.tpu._compile import report
     from autoshard.exec.tpu._libtpu import compile_with_libtpu
 
+    said = plan.provenance.get("xla_flags")
+    if said is not None:
+        kept = [flag for flag in said["flags"] if FUSED_GATHERS not in flag]
+        plan = dataclasses.replace(plan, provenance={**plan.provenance, "xla_flags": {**said, "flags": kept}})
     used = processor_s()
     try:
         found = report(program, plan, compile_with_libtpu(program, plan, time_limit))
