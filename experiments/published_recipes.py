@@ -168,6 +168,8 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         "sharding, under the run's own compiler flags; step times of both are predicted, the published one's as its",
         "author states it. `faster`: predicted tokens a second over the published recipe's. `compile all`: processor",
         f"time of compiling the found plan, times {POLICIES * len(SHARES)} candidates, over the search's.",
+        "`fits` is the compiler's verdict. Its peak is as it states it: where values wait on the host it does not",
+        "agree with ours, and which of the two is wrong is not known.",
         "",
         "| run | published | found | mesh | faster | GiB: ours, compiled | fits | plans | search s | compile all |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
