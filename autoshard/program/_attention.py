@@ -10,7 +10,7 @@ from autoshard.program import _cached, _cudnn_attention, _flops, _splash
 from autoshard.program._cache import Held, held_by, only_shapes, query_position
 from autoshard.program._environment import environment
 from autoshard.program._marks import CONTEXT, mark
-from autoshard.program._masks import seen_share
+from autoshard.program._masks import seen_share, visible_scores
 from autoshard.program._ring import ring_attention, ring_refusal
 
 
@@ -86,7 +86,7 @@ def attend(
         scores = jnp.tanh(scores / softcap) * softcap
     if bias is not None and bias.dtype != jnp.bool_:
         scores = scores + _grouped(bias, groups, heads)
-    visible = _visible(length, keys, causal, window, keys - length if position is None else position)
+    visible = visible_scores(length, keys, causal, window, keys - length if position is None else position)
     if bias is not None and bias.dtype == jnp.bool_:
         mask = _grouped(bias, groups, heads)
         visible = mask if visible is None else visible & mask
@@ -111,23 +111,6 @@ def _grouped(bias: Any, groups: int, heads: int) -> Any:
     if bias.shape[1] == 1:
         return bias[:, :, None]
     return bias.reshape(bias.shape[0], groups, heads // groups, *bias.shape[2:])
-
-
-def _visible(length: int, keys: int, causal: bool, window: int | None, first: Any) -> Any:
-    """[1, 1, 1, S, T] boolean from iotas, or None if everything is visible."""
-    import jax
-    import jax.numpy as jnp
-
-    if not causal and window is None:
-        return None
-    shape = (1, 1, 1, length, keys)
-    row = jax.lax.broadcasted_iota(jnp.int32, shape, 3) + first
-    column = jax.lax.broadcasted_iota(jnp.int32, shape, 4)
-    visible = row >= column if causal else None
-    if window is not None:
-        near = row - column < window if causal else abs(row - column) < window
-        visible = near if visible is None else visible & near
-    return visible
 
 
 def hf_attention(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from autoshard.mlir import CallWork
 from autoshard.program import _flops
 from autoshard.program._marks import CONTEXT, mark_of
-from autoshard.program._masks import seen_share
+from autoshard.program._masks import seen_share, visible_scores
 from autoshard.program._register import RuledFunction
 from autoshard.rules import parse_call_rule
 
@@ -103,24 +103,13 @@ def _call(way: str, scores: _Scores, flops: int) -> RuledFunction:
     return RuledFunction(fn, rule, (), CallWork(flops))
 
 
-def _visible(scores: _Scores, length: int, keys: int) -> Any:
-    """[S, T] boolean; None if everything is."""
-    import jax
-    import jax.numpy as jnp
-
-    if not scores.causal and scores.window is None:
-        return None
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, (length, keys), d) for d in range(2))
-    seen = row >= column if scores.causal else abs(row - column) < (scores.window or keys)
-    return seen if scores.window is None else seen & (row - column < scores.window)
-
-
 def _weights(query: Any, key: Any, scores: _Scores) -> Any:
     """Scores in f32 [B, K, G, S, T], least where nothing is seen."""
     import jax.numpy as jnp
 
     found = jnp.einsum("bkgsd,bktd->bkgst", query, key, preferred_element_type=jnp.float32) * scores.scale
-    seen = _visible(scores, query.shape[3], key.shape[2])
+    length, keys = query.shape[3], key.shape[2]
+    seen = visible_scores(length, keys, scores.causal, scores.window, keys - length)
     return found if seen is None else jnp.where(seen, found, jnp.finfo(jnp.float32).min)
 
 

@@ -1,4 +1,6 @@
-"""How much of attention's scores a causal mask or a window leaves: all told, and in blocks that kernels compute."""
+"""Which of attention's scores a causal mask or a window leaves: each, all told, and in blocks that kernels compute."""
+
+from typing import Any
 
 
 def seen_share(length: int, keys: int, causal: bool, window: int | None) -> float:
@@ -34,3 +36,20 @@ def _computed(length: int, keys: int, causal: bool, window: int | None, block: t
         begin = 0 if window is None else max(0, first - window + 1) // wide
         found.append(max(0, min(columns - 1, last // wide) - begin + 1))
     return found
+
+
+def visible_scores(length: int, keys: int, causal: bool, window: int | None, first: Any) -> Any:
+    """[1, 1, 1, S, T] boolean, true where query s + `first` sees key t; None if every one sees all."""
+    import jax
+    import jax.numpy as jnp
+
+    if not causal and window is None:
+        return None
+    shape = (1, 1, 1, length, keys)
+    row = jax.lax.broadcasted_iota(jnp.int32, shape, 3) + first
+    column = jax.lax.broadcasted_iota(jnp.int32, shape, 4)
+    visible = row >= column if causal else None
+    if window is not None:
+        near = row - column < window if causal else abs(row - column) < window
+        visible = near if visible is None else visible & near
+    return visible

@@ -176,24 +176,20 @@ def _inside(equations: Sequence[Any], state: Collection[Any], returned: Collecti
 
 def _components(equations: Sequence[Any], inside: Collection[int]) -> list[list[int]]:
     """Equations that arrays connect, in their order."""
-    leader: dict[Any, Any] = {}
+    import networkx
 
-    def find(value: Any) -> Any:
-        while leader.setdefault(value, value) is not value:
-            value = leader[value]
-        return value
-
-    def arrays(eqn: Any) -> list[Any]:
-        return [v for v in (*eqn.invars, *eqn.outvars) if is_var(v) and _shape(v)]
-
+    graph = networkx.Graph()
     for number in inside:
-        first, *rest = arrays(equations[number])
-        for value in rest:
-            leader[find(value)] = find(first)
-    found: dict[Any, list[int]] = defaultdict(list)
+        networkx.add_path(graph, [v for v in (*equations[number].invars, *equations[number].outvars) if _is_array(v)])
+    component = {v: k for k, found in enumerate(networkx.connected_components(graph)) for v in found}
+    members: dict[int, list[int]] = defaultdict(list)
     for number in sorted(inside):
-        found[find(equations[number].outvars[0])].append(number)
-    return list(found.values())
+        members[component[equations[number].outvars[0]]].append(number)
+    return list(members.values())
+
+
+def _is_array(value: Any) -> bool:
+    return is_var(value) and bool(_shape(value))
 
 
 def _update(
@@ -204,7 +200,7 @@ def _update(
     if len(shape) < 2 or shape[0] < 2:
         return None
     made = {eqn.outvars[0] for eqn in members}
-    taken = [v for eqn in members for v in eqn.invars if is_var(v) and _shape(v) and v not in made]
+    taken = [v for eqn in members for v in eqn.invars if _is_array(v) and v not in made]
     inputs = tuple(dict.fromkeys(taken))
     outputs = tuple(v for v in dict.fromkeys(eqn.outvars[0] for eqn in members) if v in returned)
     made = {out for out in outputs if _shape(out) == shape}

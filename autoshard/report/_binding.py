@@ -1,12 +1,8 @@
 """What holds a plan back, in sentences."""
 
-from autoshard.plan import Collective, Plan, Prediction, axis_words
+from autoshard.plan import WAITS_FOR_HOST, Collective, Plan, Prediction, axis_words
 from autoshard.report._names import readable
 from autoshard.units import format_bytes, format_seconds
-
-
-WAITS_FOR_HOST = "waiting for host memory"
-"""What a timeline calls the time in which a block has done its compute and its way to the host is not done."""
 
 
 def what_binds(plan: Plan) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from autoshard.cost import Calibration, Compute, Mesh, Segment, dtype_class, hidden_shares, traffic_class
 from autoshard.exec.hlo._clock import Busy, Clock, Traffic
 from autoshard.exec.hlo._collectives import OPCODES, CompiledCollective, Walk, _Place
-from autoshard.exec.hlo._hlo import Computation, HloModule, Instruction, parse_hlo
+from autoshard.exec.hlo._hlo import HOST_SPACE, SCALAR_SPACE, Computation, HloModule, Instruction, parse_hlo
 from autoshard.exec.hlo._kernel import Kernel
 from autoshard.exec.hlo._physical import group_segments, permute_seconds, route
 from autoshard.exec.hlo._trips import trip_count
@@ -25,8 +25,6 @@ from autoshard.exec.hlo._work import FREE, InstructionWork, Reader
 
 _ERROR_FILE = pathlib.Path(__file__).with_name("estimator.json")
 _UNMEASURED = ("overhead", "vector", "copy")
-_SCALAR_MEMORY = 6
-_HOST_MEMORY = 5
 SHORTEST = 1e-5
 """Spans shorter than this share of the step are left out of the timeline."""
 
@@ -210,7 +208,7 @@ class _Simulator:
             if found:
                 for collective in found:
                     self.begin(clock, collective, key)
-            elif any(shape.space == _HOST_MEMORY for shape in op.shapes):
+            elif any(shape.space == HOST_SPACE for shape in op.shapes):
                 # What goes to the host or comes from there is in main memory at its other end.
                 size = sum(shape.held for shape in op.shapes if shape.space == 0)
                 clock.transfer(float(self.compute.host_seconds(size)), ("host",), _title(op), key, "copy")
@@ -337,7 +335,7 @@ class _Simulator:
 def _is_scalar(op: Instruction) -> bool:
     """Whether the compiler has put all that an op makes into the scalar core's memory: counters and indices, which are
     an instruction or two of that core and no kernel to start."""
-    return bool(op.shapes) and all(shape.space == _SCALAR_MEMORY for shape in op.shapes)
+    return bool(op.shapes) and all(shape.space == SCALAR_SPACE for shape in op.shapes)
 
 
 def _title(op: Instruction) -> str:

@@ -36,6 +36,10 @@ DTYPE_BITS = {
 }
 
 
+HOST_SPACE, SCALAR_SPACE = 5, 6
+"""Memory spaces of a TPU's layouts: the host's memory, and the scalar core's own."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
     """One array: dtype, dims, and what the layout says of the memory it lives in."""

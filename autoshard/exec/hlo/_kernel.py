@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 
+from autoshard.cost import LANES
 from autoshard.exec.hlo._hlo import Computation, Instruction, Shape
 
 
@@ -15,7 +16,6 @@ _ATTENTION = re.compile(r"flash_attention|splash_m[hq]a")
 
 _FLOPS = {"fwd": 4, "dkv": 8, "dq": 6}
 """Of jax's attention kernels, for each pair of positions and head channel: two matmuls, four, three."""
-_LANES = 128
 _BLOCK = 512
 """Queries, and keys, in one block of scores, where the text does not tell: what jax's kernels take by default."""
 
@@ -77,7 +77,7 @@ def _block(operands: Sequence[Shape], queries: Shape, keys: int, scores: float) 
             rows, columns = shape.dims[1:]
             sides = length // rows, keys // columns
             entries = math.prod(queries.dims[:-2]) * rows * columns
-            whole = all(side and side % _LANES == 0 for side in sides)
+            whole = all(side and side % LANES == 0 for side in sides)
             if not whole or scores < 0.5 * entries * math.prod(sides):
                 sides = (min(sides) or _BLOCK,) * 2
             return min(sides[0], length), min(sides[1], keys)

@@ -5,16 +5,13 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from autoshard.exec.hlo._hlo import Shape, tiling
+from autoshard.exec.hlo._hlo import HOST_SPACE, Shape, tiling
 from autoshard.exec.tpu._libtpu import Compiled
 from autoshard.plan import Plan
 
 
 KINDS = {"parameter": "parameters", "optimizer_state": "optimizer_state"}
 """Kinds of arguments by role; those of other roles are `batch`, as in predictions."""
-
-_HOST = 5
-"""The memory space of layouts that is the host's memory."""
 
 _TAKEN_OVER = re.compile(r"[})] (parameter|while|dynamic-update-slice)\(")
 
@@ -88,7 +85,7 @@ def host_arguments(compiled: Compiled) -> int:
     waits on the host it leaves out."""
     entry = compiled.text[compiled.text.rfind("\nENTRY ") :]
     return sum(
-        _held(_parse(m[1])[0], re.compile(rf"S\({_HOST}\)"))
+        _held(_parse(m[1])[0], re.compile(rf"S\({HOST_SPACE}\)"))
         for m in re.finditer(r"%[\w.\-]+ = ([^\n]*?) parameter\(\d+\)", entry)
     )
 

@@ -32,8 +32,8 @@ MOST_STAGES = 64
 PARTS = ("stages", "schedule", "microbatches")
 """What says how a step is computed in parts, one after the other or by stages."""
 
-_HOMES = {"splash": "splash", "cached": "splash", "cudnn": "cudnn"}
-"""A kernel of attention -> that which chips it is for have (`Traits.attention`)."""
+_MADE_FOR = {"splash": ("splash", "TPUs"), "cached": ("splash", "TPUs"), "cudnn": ("cudnn", "NVIDIA's GPUs")}
+"""A kernel of attention -> that which chips it is for have (`Traits.attention`), and what these are called."""
 
 AUTO = "auto"
 """The value of an option that leaves the choice to the planner."""
@@ -106,9 +106,9 @@ def settled_options(options: Mapping[str, Any], topology: str) -> dict[str, Any]
     CPUs, where all of them are only imitated, any may be tried.
     """
     own, asked = Topology.parse(topology).traits.attention, options.get("attention")
-    if asked in _HOMES and own not in ("plain", _HOMES[asked]):
-        makers = {"splash": "TPUs", "cudnn": "NVIDIA's GPUs"}
-        raise UserError(f"--attention {asked} is a kernel for {makers[_HOMES[asked]]}, not for {topology}; use auto.")
+    needs, chips = _MADE_FOR.get(str(asked), (own, ""))
+    if own not in ("plain", needs):
+        raise UserError(f"--attention {asked} is a kernel for {chips}, not for {topology}; use auto.")
     kernel = {"splash": AUTO, "cudnn": GPU_AUTO}.get(own, "plain")
     settled = {**options, "preferred": {"attention": kernel} if kernel == AUTO else {}}
     if settled.get("attention") == "auto":

@@ -24,6 +24,7 @@ from autoshard.plan.record._parts import Collective, Prediction
 from autoshard.plan.record._spec import Spec
 from autoshard.plan.xla._states import States
 from autoshard.plan.xla._tables import padded_bytes, table_of
+from autoshard.program import Role
 
 
 ReshardStep = tuple[str, tuple[str, ...], float, float]
@@ -163,13 +164,14 @@ def host_bytes(model: Model, choices: NDArray[np.int64]) -> int:
     return total
 
 
-def argument_bytes_on_host(model: Model, choices: NDArray[np.int64]) -> int:
-    """Bytes of a device's arguments that wait in its host's memory before a step and after it."""
-    sizes, total = dict(model.mesh.axes), 0
-    for tensor in set(model.graph.arguments) & model.liveness.hosted:
-        record = model.graph.tensors[tensor]
-        total += math.prod(tensor_spec(model, choices, tensor).local_shape(record.shape, sizes)) * record.itemsize
-    return total
+def argument_bytes_on_host(model: Model, choices: NDArray[np.int64]) -> dict[Role, int]:
+    """Bytes of a device's arguments that wait in its host's memory before a step and after it, by their role."""
+    sizes, found = dict(model.mesh.axes), defaultdict[Role, int](int)
+    for tensor, argument in zip(model.graph.arguments, model.program.arguments, strict=True):
+        if tensor in model.liveness.hosted:
+            local = tensor_spec(model, choices, tensor).local_shape(argument.shape, sizes)
+            found[argument.role] += math.prod(local) * model.graph.tensors[tensor].itemsize
+    return found
 
 
 def cluster_names(model: Model) -> dict[int, str]:

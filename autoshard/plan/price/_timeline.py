@@ -17,7 +17,7 @@ from autoshard.plan.price._predict import (
     reshard_overlap,
     reshard_steps,
 )
-from autoshard.plan.record._parts import Span, Timeline
+from autoshard.plan.record._parts import WAITS_FOR_HOST, Span, Timeline
 
 
 SAMPLES = 240
@@ -75,7 +75,8 @@ def _wait(block: _Block, number: int, clock: float) -> list[Span]:
     """Compute waits for the block's slowest link at the block's end, if that takes longer than the compute."""
     link, busy = max(block.links.items(), key=lambda item: item[1], default=("", 0.0))
     seconds = busy - block.compute
-    return [Span(f"waiting for {link}", EXPOSED[1], clock, seconds, number)] if seconds > 0 else []
+    name = WAITS_FOR_HOST if link == HOST else f"waiting for {link}"
+    return [Span(name, EXPOSED[1], clock, seconds, number)] if seconds > 0 else []
 
 
 _Job = tuple[int, int, int, str, str, float]

@@ -165,17 +165,8 @@ def _row(group: Mapping[str, Any], row: Mapping[str, Any], origin: str) -> Measu
         return dataclasses.replace(bare, skipped=str(error))
     except (KeyError, TypeError, ValueError) as error:
         return dataclasses.replace(bare, skipped=f"{origin} holds a value of another kind than is expected: {error}")
-    found = dataclasses.replace(_measured(bare, row, run), run=run)
-    return _on_device(found, row) if group.get("order_metric") == "device_s" else found
-
-
-def _on_device(found: MeasuredPlan, row: Mapping[str, Any]) -> MeasuredPlan:
-    """The row with its devices' time in place of that between steps on the host, which is not the plan's: the source
-    orders its rows by it. A row that does not state it has no time to compare."""
-    step = row.get("device_s")
-    if step is None or found.step_s is None or found.token_s is None:
-        return dataclasses.replace(found, step_s=None, token_s=None)
-    return dataclasses.replace(found, step_s=step, token_s=found.token_s * step / found.step_s)
+    on_device = group.get("order_metric") == "device_s"
+    return dataclasses.replace(_measured(bare, row, run, on_device), run=run)
 
 
 def _check_measured(row: Mapping[str, Any], origin: str) -> None:
@@ -193,11 +184,16 @@ def _check_measured(row: Mapping[str, Any], origin: str) -> None:
             raise UserError(f"{origin}: {key} is {value!r}, expected a number above 0")
 
 
-def _measured(bare: MeasuredPlan, row: Mapping[str, Any], run: Run) -> MeasuredPlan:
+def _measured(bare: MeasuredPlan, row: Mapping[str, Any], run: Run, on_device: bool) -> MeasuredPlan:
+    """With `on_device` times are those of the devices alone, by which the source orders its rows: what a host does
+    between steps is not the plan's. A row that does not state it ran, but has no time to compare."""
     tokens, chips = run.batch * run.seq, run.topology.num_chips
     step, rate = row.get("step_time_s"), row.get("tokens_per_s_per_chip")
     if step is None and rate is not None:
         step = tokens / (rate * chips)
+    ran = step is not None
+    if on_device:
+        step = row.get("device_s")
     oom = bool(row.get("oom"))
     peak = row.get("needed_gib") if oom else row.get("peak_memory_gib")
     return dataclasses.replace(
@@ -205,7 +201,7 @@ def _measured(bare: MeasuredPlan, row: Mapping[str, Any], run: Run) -> MeasuredP
         step_s=step,
         token_s=None if step is None else step / tokens,
         peak_bytes=None if peak is None else round(peak * GIB),
-        fits=False if oom else True if step is not None else None,
+        fits=False if oom else True if ran else None,
     )
 
 

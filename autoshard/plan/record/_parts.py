@@ -124,6 +124,10 @@ class Region:
     name: str = ""
 
 
+WAITS_FOR_HOST = "waiting for host memory"
+"""The name of a span in which a block has done its compute, and what goes to its host or comes from there has not."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
     """One piece of work in the predicted step; in a loop, of all its trips together."""

@@ -1,6 +1,5 @@
 """A plan in words, by dim group."""
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 from autoshard.plan.model._exchange import exchange_words
 from autoshard.plan.model._groups import Groups, tensor_groups
 from autoshard.plan.model._model import Model
-from autoshard.plan.price._predict import tensor_spec
+from autoshard.plan.price._predict import argument_bytes_on_host, tensor_spec
 from autoshard.plan.record._spec import axis_words
 from autoshard.program import Role
 from autoshard.units import format_bytes
@@ -51,12 +50,9 @@ def describe(model: Model, groups: Groups, choices: NDArray[np.int64]) -> tuple[
 
 def _host_words(model: Model, choices: NDArray[np.int64]) -> list[str]:
     """How much of a device's arguments waits in its host's memory; nothing where none does."""
-    sizes, parts = dict(model.mesh.axes), defaultdict[str, int](int)
-    for tensor, argument in zip(model.graph.arguments, model.program.arguments, strict=True):
-        if tensor in model.liveness.hosted:
-            local = tensor_spec(model, choices, tensor).of_rank(len(argument.shape)).local_shape(argument.shape, sizes)
-            what = "optimizer state" if argument.role is Role.OPTIMIZER_STATE else "arguments"
-            parts[what] += math.prod(local) * model.graph.tensors[tensor].itemsize
+    parts = defaultdict[str, int](int)
+    for role, size in argument_bytes_on_host(model, choices).items():
+        parts["optimizer state" if role is Role.OPTIMIZER_STATE else "arguments"] += size
     return [f"{what} on the hosts, {format_bytes(size)} for each device" for what, size in parts.items()]
 
 

@@ -162,7 +162,7 @@ _REMAT_LIMIT = "--xla_jf_rematerialization_percent_shared_memory_limit"
 
 def _host_warning(model: Model, choices: NDArray[np.int64], outcome: Outcome) -> list[str]:
     """Whether the TPU compiler will lack memory only by its count, which has arguments on the hosts in it."""
-    waiting = argument_bytes_on_host(model, choices)
+    waiting = sum(argument_bytes_on_host(model, choices).values())
     usable = model.mesh.topology.usable_bytes
     if not waiting or not model.mesh.topology.traits.compiles_ahead or outcome.peak_bytes + waiting <= usable:
         return []
