@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import importlib
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,6 @@ from autoshard.program._grid import (
     Request,
     Tables,
     follow,
-    inner_jaxprs,
     kernel_asks,
     map_tables,
     reach,
@@ -31,6 +29,8 @@ from autoshard.program._grid import (
     with_ends,
     with_tables,
 )
+from autoshard.program._grid_runs import step_products
+from autoshard.program._masks import computed_share
 
 
 SCRATCH_RESULTS = ("splash_mha_", "splash_mqa_")
@@ -89,7 +89,7 @@ class PallasCall:
                 dim: table_along(lookups, dim, operands[at].shape, size) for dim, size in enumerate(mapping.grid)
             }
         along += [_along(block, mapping.grid) for block in mapping.block_mappings]
-        share = masked_share(name, operands)
+        share = masked_share(name, operands, mapping)
         splits = []
         for dim, size in enumerate(mapping.grid):
             if isinstance(size, int) and size > 1:
@@ -97,9 +97,12 @@ class PallasCall:
                 masked = along[1].get(dim) if share < 1.0 else None
                 splits += [dataclasses.replace(found, sloping=masked not in (None, APART))] if found else []
         estimate = params.get("cost_estimate")
-        steps = math.prod(size for size in mapping.grid if isinstance(size, int)) * share
-        products = _products(params["jaxpr"])
-        flops = int(estimate.flops) if estimate is not None else int(sum(products.values()) * steps)
+        products, some = step_products(params["jaxpr"], [mapping.grid[dim] for dim in _own(mapping)])
+        every = sum(products.values())
+        runs = sum(some.values()) / every if every else 1.0
+        steps = math.prod(size for size in mapping.grid if isinstance(size, int)) * share * runs
+        # A kernel's own figure is often that of the whole, as if it left nothing out.
+        flops = int(estimate.flops) if estimate is not None and runs == 1.0 else int(every * steps)
         dtype = max(products, key=lambda each: products[each]) if products else ""
         return cls(
             name, params, tuple(operands), tuple(results), tuple(along), tuple(splits), flops, _traffic(mapping), dtype,
@@ -222,7 +225,8 @@ class PallasCall:
         from jax.experimental.pallas import CostEstimate
 
         given = self.params.get("cost_estimate")
-        whole = given or CostEstimate(flops=self.flops, transcendentals=0, bytes_accessed=self.traffic)
+        whole = given or CostEstimate(flops=0, transcendentals=0, bytes_accessed=self.traffic)
+        whole = dataclasses.replace(whole, flops=self.flops)
         counts = ("flops", "transcendentals", "bytes_accessed")
         count, most = math.prod(parts.values()), 1.0
         for split in self.splits:
@@ -239,17 +243,26 @@ def most_of_slope(parts: int, blocks: int) -> float:
     return (2.0 - 1.0 / parts + 1.0 / blocks) / (1.0 + 1.0 / blocks)
 
 
-def masked_share(name: str, operands: Sequence[Any]) -> float:
+def masked_share(name: str, operands: Sequence[Any], mapping: Any) -> float:
     """Share of the grid's steps that a kernel runs: those of jax's splash attention skip blocks that are masked.
 
     Its second operand says which, `[heads, rows, columns]`. The values are known on the device only, but a grid that
-    was not cut to a window's width is that of a causal mask: of n x n blocks the n (n + 1) / 2 up to the diagonal.
+    was not cut to a window's width is that of a causal mask.
     """
     if not name.startswith(SCRATCH_RESULTS) or len(operands) < 2:
         return 1.0
-    blocks = operands[1]
-    whole = len(blocks.shape) == 3 and blocks.dtype.kind == "i" and blocks.shape[1] == blocks.shape[2]
-    return (1.0 + 1.0 / blocks.shape[1]) / 2.0 if whole else 1.0
+    table, first = operands[1], len(operands) - mapping.num_inputs
+    if len(table.shape) != 3 or table.dtype.kind != "i":
+        return 1.0
+    lengths, sides = [], []
+    for number, operand in list(enumerate(operands))[first:]:
+        if operand.dtype.kind not in "iu" and len(lengths) < 2:  # queries and keys come first of what is no table
+            block = mapping.block_mappings[number - first].block_shape
+            lengths.append(operand.shape[-2])
+            sides.append(_elements(block[-2]))
+    if len(sides) < 2 or not all(sides) or [n // b for n, b in zip(lengths, sides, strict=True)] != [*table.shape[1:]]:
+        return 1.0
+    return computed_share(*lengths, causal=True, window=None, block=(sides[0], sides[1]))
 
 
 def kernel_name(params: dict[str, Any]) -> str:
@@ -353,24 +366,6 @@ def _shard(shape: Sequence[int], spec: Any, mesh: Any) -> tuple[int, ...]:
         size // math.prod(mesh.shape[axis] for axis in _axes_of(entry))
         for size, entry in zip(shape, entries, strict=True)
     )
-
-
-def _products(jaxpr: Any) -> Counter[str]:
-    """Matrix flops of one step of the grid by the dtype that is multiplied; every branch, and every turn of a loop of
-    known length, counts."""
-    total: Counter[str] = Counter()
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            left, right = (v.aval for v in equation.invars[:2])
-            wider = max(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
-            sizes = math.prod(equation.outvars[0].aval.shape) * math.prod(left.shape[d] for d in contracted)
-            total[wider.name] += 2 * sizes
-        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for inner in inner_jaxprs(equation):
-            for dtype, flops in _products(inner).items():
-                total[dtype] += turns * flops
-    return total
 
 
 def _traffic(mapping: Any) -> int:

@@ -73,8 +73,8 @@ def test_batch_and_heads_may_be_split(kind: str, names: list[str]) -> None:
         # and values are sums over them.
         summed = "_dkv_" in op.opaque.target if op.opaque else False
         assert free_sizes(op) == [BATCH, HEADS, SEQ // 128][: 3 if kind == "splash" and not summed else 2]
-        # Blocks of 128 x 128: splash attention skips the one above the diagonal.
-        pairs = BATCH * HEADS * SEQ * SEQ * DIM * (0.75 if kind == "splash" else 1.0)
+        # Blocks of 128 x 128: the one above the diagonal is skipped.
+        pairs = BATCH * HEADS * SEQ * SEQ * DIM * 0.75
         assert 4 * pairs <= op.flops <= 12 * pairs
         assert op.opaque is not None
         assert 0 < op.opaque.traffic < 50 * BATCH * HEADS * SEQ * DIM * 4, "no scores in memory"

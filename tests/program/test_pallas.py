@@ -1,0 +1,66 @@
+"""Tests of what is read of a Pallas kernel's grid."""
+
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental.pallas.ops.tpu import flash_attention as flash
+
+from autoshard.program._kernels import KernelBlocks
+from autoshard.program._masks import computed_share, grid_steps
+from autoshard.program._pallas import PallasCall
+from autoshard.program._splash import splash_attention
+
+
+def _calls(function: Any, *shapes: tuple[int, ...]) -> list[PallasCall]:
+    """The kernels of a function of bf16 arrays, in the order in which they run."""
+    found: list[PallasCall] = []
+
+    def walk(jaxpr: Any) -> None:
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "pallas_call":
+                avals = [[v.aval for v in side] for side in (equation.invars, equation.outvars)]
+                found.append(PallasCall.of(*avals, equation.params))
+            else:
+                for value in equation.params.values():
+                    for each in value if isinstance(value, (tuple, list)) else (value,):
+                        inner = getattr(each, "jaxpr", each)
+                        if hasattr(inner, "eqns"):
+                            walk(inner)
+
+    walk(jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)).jaxpr)
+    return found
+
+
+@pytest.mark.parametrize("block", [(128, 128), (512, 128), (128, 512)])
+def test_masked_blocks_of_splash_attention_are_left_out_whatever_their_sides(block: tuple[int, int]) -> None:
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        blocks = KernelBlocks(block, block, block)
+        return splash_attention(q, k, v, causal=True, blocks=blocks).astype("float32").sum()
+
+    forward, of_keys, of_queries = _calls(jax.grad(loss, (0, 1, 2)), (1, 1, 2, 1024, 128), *[(1, 1, 1024, 128)] * 2)
+    share = computed_share(1024, 1024, True, None, block)
+    for call, matmuls in ((forward, 2), (of_queries, 3), (of_keys, 4)):
+        assert call.steps == 2 * grid_steps(1024, 1024, True, None, block)
+        assert call.flops == matmuls * 2 * 2 * 1024 * 1024 * 128 * share
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("block", [(256, 256), (512, 128)])
+def test_blocks_that_a_kernel_skips_by_its_place_are_left_out(block: tuple[int, int], causal: bool) -> None:
+    q, k = block
+    sizes = flash.BlockSizes(
+        block_q=q, block_k_major=k, block_k=k, block_b=1,
+        block_q_major_dkv=q, block_k_major_dkv=k, block_k_dkv=k, block_q_dkv=q,
+        block_k_major_dq=k, block_k_dq=k, block_q_dq=q,
+    )  # fmt: skip
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return flash.flash_attention(q, k, v, causal=causal, block_sizes=sizes).astype("float32").sum()
+
+    calls = _calls(jax.grad(loss, (0, 1, 2)), *[(2, 2, 1024, 128)] * 3)
+    share = computed_share(1024, 1024, causal, None, block)
+    # Without a mask jax's own figure stands, which counts more than matmuls.
+    whole = [matmuls * 2 * 4 * 1024 * 1024 * 128 * share for matmuls in (2, 4, 3)]
+    assert [call.flops for call in calls] == (whole if causal else pytest.approx(whole, rel=0.01))
+    assert {call.steps for call in calls} == {4 * grid_steps(1024, 1024, causal, None, block)}
