@@ -73,6 +73,19 @@ def test_a_saved_stack_that_is_offloaded_takes_no_device_memory() -> None:
     assert not analyse(read_graph(program(False).module)).hosted
 
 
+def test_what_one_trip_sends_is_held_while_the_next_one_computes() -> None:
+    graph = read_graph(program(True).module)
+    forward, backward = sorted(graph.loops, key=lambda loop: loop.start)
+    sizes = [(graph.tensors[t].elements, start, stop) for t, start, stop in analyse(graph).buffers]
+    moved = {span[1:] for span in sizes if span[0] == TOKENS * INNER}
+    # One is sent until it can be fetched again, and then the next one is fetched ahead.
+    assert {(forward.start, backward.start), (backward.start, backward.stop)} <= moved
+    kept = analyse(read_graph(program(False).module))
+    assert len([1 for size, *_ in sizes if size == TOKENS * INNER]) == 2 + sum(
+        graph.tensors[t].elements == TOKENS * INNER for t, _, _ in kept.buffers
+    )
+
+
 def test_offloading_frees_the_memory_of_the_saved_stack() -> None:
     made = [make_plan(program(offload), Options(topology="v5e:2x2", mesh="data=4")) for offload in (False, True)]
     on_device, on_host = (result.baseline_plans["data_parallel"].prediction for result in made)

@@ -180,6 +180,8 @@ class _Values:
             for place in self.places[path]:
                 size = self.local_bytes(place) * self.layers(place)
                 spans[self.span(place)] += -size * away[:, number] if path == INPUT else size * kept[:, number]
+                if place.loop >= 0:  # one trip's is on its way beside what the next one computes
+                    spans[self.span(place)] += self.local_bytes(place) * away[:, number]
                 for tensor, start, stop in self.model.liveness.buffers:
                     if tensor in place.again:  # a slice of the stack is read where it lies
                         spans[start, stop] -= self.local_bytes(place, tensor) * kept[:, number]

@@ -1,0 +1,42 @@
+"""What is on its way between the devices' memory and the host's: held a trip of the loop longer.
+
+A loop that sends a slice of each trip to the host, or fetches one, does so beside the computation of the next trip: the
+slice sent last is still held then, and the next one has a place already. What the last trip sends is on its way while
+the program goes on, at most until it is fetched again (libtpu 0.0.51: it peels a trip off such loops).
+"""
+
+from collections.abc import Iterator, Mapping
+
+from autoshard.graph._hosted import INTO_STACKS, TO_DEVICE, TO_HOST
+from autoshard.graph._records import OpGraph
+
+
+def in_transit(
+    graph: OpGraph, reach: Mapping[int, frozenset[int]], hosted: frozenset[int]
+) -> Iterator[tuple[int, int, int]]:
+    """(tensor, start, stop) of what is held beside the value that a trip itself computes or uses.
+
+    `reach` are the values in memory behind each tensor.
+    """
+    fetched = _fetched(graph)
+    for op in graph.ops:
+        if op.loop < 0 or graph.loops[op.loop].branches:
+            continue
+        loop = graph.loops[op.loop]
+        if op.kind == TO_DEVICE:
+            yield from ((tensor, loop.start, loop.stop) for tensor in op.results if tensor not in hosted)
+        elif op.kind == TO_HOST and _is_stacked(graph, op.results[0]):
+            stop = min((start for start in fetched if start >= loop.stop), default=loop.stop)
+            sources = reach.get(op.operands[0], frozenset())
+            yield from ((tensor, loop.start, stop) for tensor in sources if graph.tensors[tensor].loop == op.loop)
+
+
+def _is_stacked(graph: OpGraph, tensor: int) -> bool:
+    """Whether a value is only put into stacks."""
+    users = [op for op in graph.ops if tensor in op.operands]
+    return bool(users) and all(op.kind in INTO_STACKS for op in users)
+
+
+def _fetched(graph: OpGraph) -> list[int]:
+    """Where loops begin that fetch from the host."""
+    return [graph.loops[op.loop].start for op in graph.ops if op.kind == TO_DEVICE and op.loop >= 0]
