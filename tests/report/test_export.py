@@ -409,7 +409,9 @@ def test_names_in_code_are_exactly_those_of_the_plan(form: str, plan: Plan):
     assert [node.name for node in ast.walk(code) if isinstance(node, ast.FunctionDef)] == [
         node.name for node in ast.walk(plain) if isinstance(node, ast.FunctionDef)
     ]
-    (mesh,) = [node.value for node in code.body if isinstance(node, ast.Assign) and node.targets[0].id == "MESH"]
+    (mesh,) = [
+        node.value for node in code.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MESH"
+    ]
     assert ast.literal_eval(mesh) == hostile.mesh
     texts = {node.value for node in ast.walk(code) if isinstance(node, ast.Constant)}
     parameter, batch = hostile.arguments
