@@ -1,27 +1,80 @@
-"""Writing files whole or not at all, for every room."""
+"""Reading and writing files, for every room: written whole or not at all, and read within bounds."""
 
+import contextlib
 import os
-import tempfile
+import secrets
+import stat
 from pathlib import Path
 
 
-def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
+PRIVATE = 0o600
+"""The mode of a file that is its user's alone."""
+_DESCRIPTORS = ("/dev/fd/", "/dev/std", "/proc/")
+"""Paths that stand for a file which is open already."""
+
+
+def write_whole(path: str | os.PathLike[str], content: bytes, mode: int = 0o666) -> None:
     """Write beside `path`, flush to the disk, then rename over it, so that nobody ever sees half a file.
 
-    The new file gets the permissions of any file the user creates. Raises `OSError` and leaves nothing behind if it
-    cannot be written.
+    A file that is replaced keeps its mode, and its owner where that may be given; a new one gets `mode` less what the
+    user's mask takes away. Through a link the file that it names is written; a device or a pipe is written to, never
+    replaced. Raises `OSError` and leaves nothing behind if it cannot be written.
     """
-    target = Path(path)
-    handle, beside = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.absolute().parent)
+    before = _status(path)
+    if before is not None and (not stat.S_ISREG(before.st_mode) or _is_open_already(path)):
+        _write_into(path, content)
+        return
+    target = Path(os.path.realpath(path))
+    # The mode is the creation's own, since to ask for the mask is to change it for all threads.
+    beside = target.with_name(f".autoshard-{secrets.token_hex(6)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    handle = os.open(beside, flags, mode if before is None else PRIVATE)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
+            if before is not None:
+                _make_like(file.fileno(), before)
             os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(beside, 0o666 & ~mask)
         os.replace(beside, target)
     except BaseException:
-        Path(beside).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink()
         raise
+
+
+def is_replaced(path: str | os.PathLike[str]) -> bool:
+    """Whether `write_whole` makes or replaces a file there, rather than write into a device, a pipe or an open file."""
+    status = _status(path)
+    return status is None or (stat.S_ISREG(status.st_mode) and not _is_open_already(path))
+
+
+def _status(path: str | os.PathLike[str]) -> os.stat_result | None:
+    """Of the file that a path names in the end; None if there is none."""
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None
+
+
+def _is_open_already(path: str | os.PathLike[str]) -> bool:
+    return os.path.abspath(path).startswith(_DESCRIPTORS)
+
+
+def _write_into(path: str | os.PathLike[str], content: bytes) -> None:
+    # A pipe that nobody reads is refused by the system, where an ordinary opening would wait for ever.
+    handle = os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
+    os.set_blocking(handle, True)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+
+
+def _make_like(handle: int, before: os.stat_result) -> None:
+    """Give an open file the owner of another, where that is allowed, then its mode."""
+    if not hasattr(os, "fchmod"):
+        return  # Windows, where modes say next to nothing
+    own = os.fstat(handle)
+    if (own.st_uid, own.st_gid) != (before.st_uid, before.st_gid):
+        with contextlib.suppress(PermissionError):
+            os.fchown(handle, before.st_uid, before.st_gid)
+    os.fchmod(handle, stat.S_IMODE(before.st_mode))

@@ -8,18 +8,33 @@ import sys
 import time
 
 
+_PACKAGES = str(pathlib.Path(__file__).parents[2])
+"""The directory in which this package lies."""
+
+# The child has this very package, whatever else is installed, and all other modules from where Python has them: its
+# directory only has its turn after those, since it may be a checkout.
+_START = """\
+import sys
+sys.path.insert(0, {packages!r})
+import autoshard
+sys.path.append(sys.path.pop(0))
+from {module} import main
+main(*sys.argv[1:])
+"""
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """The command of a Python process that calls the module's `main` with these texts.
+
+    Nothing is imported from the working directory (`-P`), where a file may be called `json.py` as well.
+    """
+    # Not `-m`: the records of the module would then belong to `__main__` and could not be read back here.
+    return [sys.executable, "-P", "-c", _START.format(packages=_PACKAGES, module=module), *arguments]
+
+
 def start_python(module: str, *arguments: str) -> subprocess.Popen[bytes]:
     """A Python process that calls the module's `main` with these texts, and that is spoken to in bytes."""
-    # Not `-m`: the records of the module would then belong to `__main__` and could not be read back here.
-    code = f"import sys; from {module} import main; main(*sys.argv[1:])"
-    here = str(pathlib.Path(__file__).parents[2])
-    path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    return subprocess.Popen(python_command(module, *arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def collect_seldom() -> None:

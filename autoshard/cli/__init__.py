@@ -18,25 +18,64 @@ def main(argv: Sequence[str] | None = None) -> int:
     Without `argv` the process is the command's own, and is set up for it.
     """
     if argv is None:
+        _hold_descriptors()
         settle()
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in argv
     try:
         arguments = parse(argv)
+        _check_place()
         with _stdout_kept_for_the_answer() as answer:
             return arguments.run(arguments, answer)
-    except UserError as error:
-        if debug:
-            traceback.print_exc()
-        print(f"autoshard: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:
         # The reader has seen enough (`| head`); without this, Python complains once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
+    except (UserError, OSError, MemoryError) as error:
+        if debug:
+            traceback.print_exc()
+        _say(_sentence(error))
+        return 2
     except KeyboardInterrupt:
-        print("autoshard: interrupted", file=sys.stderr)
+        _say("interrupted")
         return 130
+
+
+def _hold_descriptors() -> None:
+    """Open what is closed of stdin, stdout and stderr on nothing: the next file would take its number, and be written
+    to by whatever libraries and children print."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it takes the smallest number that is free
+
+
+def _check_place() -> None:
+    """Refuse what no command can work with, before anything else is opened in its place."""
+    if sys.stdout is None:
+        raise UserError("stdout is closed, so that the answer could go nowhere; send it to a file or to /dev/null.")
+    try:
+        os.getcwd()
+    except OSError:
+        raise UserError("the working directory does not exist any more; change to one that does.") from None
+
+
+def _sentence(error: BaseException) -> str:
+    """An error as one line, whatever stands in it."""
+    if isinstance(error, MemoryError):
+        return f"there is not enough memory ({str(error) or 'the system gives no more'}); give the process more."
+    if isinstance(error, OSError) and not isinstance(error, UserError):
+        about = f"{error.filename}: " if error.filename else "a file or the answer cannot be written: "
+        return f"{about}{error.strerror or error}."
+    return str(error)
+
+
+def _say(line: str) -> None:
+    """On stderr, where there is one; nobody is left to be told of its failing."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(f"autoshard: {line}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -51,10 +90,16 @@ def _stdout_kept_for_the_answer() -> Iterator[TextIO]:
             yield answer
         return
     kept = os.dup(descriptor)
-    os.dup2(sys.stderr.fileno(), descriptor)
+    os.dup2(2 if sys.stderr is None else sys.stderr.fileno(), descriptor)
     try:
         with contextlib.redirect_stdout(sys.stderr), _open_answer(kept, answer) as stream:
             yield stream
+            try:
+                stream.flush()
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                raise UserError(f"the answer cannot be written to stdout: {error.strerror}.") from None
     finally:
         os.dup2(kept, descriptor)
         os.close(kept)

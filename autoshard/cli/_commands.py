@@ -218,8 +218,8 @@ def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
 
     plan = load_plan(arguments.plan)
     with show_progress(arguments) as progress:
-        progress(f"Opening the program of {arguments.plan} again")
-        stand_in_devices(arguments.program or (plan.provenance.get("source") or {}).get("program", ""), plan.topology)
+        source = _said_source(arguments, plan, progress)
+        stand_in_devices(source, plan.topology)
         program = reopen(plan, arguments.program, arguments.entry)
         progress(f"Pricing what else {arguments.name} could be")
         found = explain_plan(plan, arguments.name, program, time_limit=arguments.time_limit)
@@ -230,6 +230,19 @@ def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
     return 0
 
 
+def _said_source(arguments: argparse.Namespace, plan: "Plan", progress: "ProgressLine") -> str:
+    """Where the plan's program is, empty if nobody says so. That a file of Python is run is said before it is."""
+    named = (plan.provenance.get("source") or {}).get("program", "")
+    source = arguments.program or named
+    if not source.endswith(".py"):
+        progress(f"Opening the program of {arguments.plan} again")
+    elif arguments.program:
+        progress(f"Running {source} for the program of {arguments.plan}")
+    else:
+        progress(f"Running {source}, which {arguments.plan} names, for its program")
+    return source
+
+
 def run_export(arguments: argparse.Namespace, answer: TextIO) -> int:
     check_writable("--out", arguments.out)
     need_no_accelerator()  # the program may be traced again, never run
@@ -238,8 +251,9 @@ def run_export(arguments: argparse.Namespace, answer: TextIO) -> int:
 
     plan = load_plan(arguments.plan)
     with show_progress(arguments) as progress:
+        source = _said_source(arguments, plan, progress)
         progress(f"Exporting {arguments.plan}")
-        stand_in_devices(arguments.program or (plan.provenance.get("source") or {}).get("program", ""), plan.topology)
+        stand_in_devices(source, plan.topology)
         if form_named(arguments.to).rest is Rest.PLAN:
             return _export_bytes(arguments, plan, answer)
         program = reopen(plan, arguments.program, arguments.entry) if arguments.program else None

@@ -4,10 +4,12 @@ import argparse
 import contextlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoshard.base.files import is_replaced
 from autoshard.cli._process import settle_imports
 from autoshard.errors import UserError
 
@@ -146,12 +148,26 @@ def check_writable(flag: str, path: Path | None) -> None:
     """Before minutes of work, not after."""
     if path is None:
         return
-    if path.is_dir():
-        raise UserError(f"{flag} {path} is a directory; name a file.")
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"{flag} {path}: the directory {path.absolute().parent} does not exist; create it first.")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+    if str(path) in _STDOUT:
+        raise UserError(f"{flag} {path}: the answer goes to stdout already; name a file.")
+    try:
+        folder = Path(os.path.realpath(path)).parent
+        if path.is_dir():
+            raise UserError(f"{flag} {path} is a directory; name a file.")
+        if not path.absolute().parent.is_dir():
+            raise UserError(f"{flag} {path}: the directory {path.absolute().parent} does not exist; create it first.")
+        if not folder.is_dir():
+            raise UserError(f"{flag} {path} is a link into the directory {folder}, which does not exist.")
+        exists = path.exists()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{flag} {path} cannot be written: {getattr(error, 'strerror', None) or error}.") from None
+    if exists and stat.S_ISSOCK(path.stat().st_mode):
+        raise UserError(f"{flag} {path} is a socket; name a file.")
+    if not os.access(path if exists else folder, os.W_OK) or (is_replaced(path) and not os.access(folder, os.W_OK)):
         raise UserError(f"{flag} {path} cannot be written: permission denied.")
+
+
+_STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 
 def read_json(path: Path, command: str) -> dict[str, Any]:

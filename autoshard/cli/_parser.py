@@ -177,7 +177,9 @@ def build_parser() -> argparse.ArgumentParser:
     explain = _command(commands, "explain", _commands.run_explain, "say why a tensor is split as it is, or not")
     explain.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
     explain.add_argument("name", metavar="NAME", help="an argument or result, as reports print it")
-    explain.add_argument("--program", metavar="PROGRAM", help="where the program is now (default: where it was)")
+    explain.add_argument(
+        "--program", metavar="PROGRAM", help="where the program is now (default: where it was); a Python file is run"
+    )
     explain.add_argument("--entry", metavar="NAME", help="name in model.py (default: as it was)")
     explain.add_argument(
         "--time-limit", type=seconds, default=60.0, metavar="S", help="of processor, to solve (default: 60)"
@@ -200,7 +202,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FORM",
         help="jax, jax-export, flax, maxtext, torch-xla, dtensor or hlo",
     )
-    export.add_argument("--program", metavar="PROGRAM", help="where the program is now (default: where it was)")
+    export.add_argument(
+        "--program", metavar="PROGRAM", help="where the program is now (default: where it was); a Python file is run"
+    )
     export.add_argument("--entry", metavar="NAME", help="name in model.py (default: as it was)")
     export.add_argument("--force", action="store_true", help="write it even if nothing of the plan's splits is in it")
     export.add_argument("-o", "--out", metavar="FILE", type=Path, help="write here instead of to stdout")

@@ -4,7 +4,9 @@ Every form says in its first lines what of the plan it cannot express.
 """
 
 import dataclasses
+import json
 import math
+import re
 from collections.abc import Callable
 
 from autoshard.errors import UserError
@@ -25,10 +27,9 @@ from autoshard.plan import (
     splits_nothing,
 )
 from autoshard.program import Program
-from autoshard.report._export_parts import head, order_text, table, unpinned
+from autoshard.report._export_parts import comment, head, order_text, table, unpinned
 from autoshard.report._export_remat import maxtext_remat
 from autoshard.report._export_torch import dtensor_text, torch_xla_text
-from autoshard.report._names import clean
 from autoshard.units import format_bytes, format_seconds
 
 
@@ -167,9 +168,14 @@ def _jax(plan: Plan, sentence: str) -> str:
 def _hlo(plan: Plan, sentence: str) -> str:
     order = ",".join(map(str, plan.device_order))
     lines = [head(plan, unpinned(plan), sentence), f"# device assignment (numbers in the topology's order): {order}\n"]
-    lines += [f"argument {clean(name)} {hlo_sharding(spec, plan.mesh)}\n" for name, spec in plan.arguments.items()]
-    lines += [f"result {clean(name)} {hlo_sharding(spec, plan.mesh)}\n" for name, spec in plan.results.items()]
+    for kind, specs in (("argument", plan.arguments), ("result", plan.results)):
+        lines += [f"{kind} {_word(name)} {hlo_sharding(spec, plan.mesh)}\n" for name, spec in specs.items()]
     return "".join(lines)
+
+
+def _word(name: str) -> str:
+    """A name as one word of a line; one that is none, or looks like text in quotes, is written as JSON."""
+    return name if name.isprintable() and not re.search(r'[\s"{}\\]', name) and name else json.dumps(name)
 
 
 _FLAX = '''
@@ -192,9 +198,8 @@ def _flax(plan: Plan, sentence: str) -> str:
     rows, inputs = {}, {}
     for name, spec in plan.arguments.items():
         if plan.roles[name] != "optimizer_state":
-            words = [(axes, "_".join(axis_words(axes))) for axes in spec.dims]
             into = rows if plan.roles[name] == "parameter" else inputs
-            into[name] = repr(tuple(rules.setdefault(axes, f"over_{word}") if axes else None for axes, word in words))
+            into[name] = repr(tuple(_rule(rules, axes) if axes else None for axes in spec.dims))
     listed = "".join(f"    ({name!r}, {(axes[0] if len(axes) == 1 else axes)!r}),\n" for axes, name in rules.items())
     lacks = (*unpinned(plan), "optimizer state; state made like its parameter is split like it.", "the device order.")
     return head(plan, lacks, sentence) + _FLAX.format(
@@ -204,6 +209,14 @@ def _flax(plan: Plan, sentence: str) -> str:
         + table("LOGICAL_AXES", rows),
         inputs="# The same of what the step takes beside them.\n" + table("INPUT_AXES", inputs),
     )
+
+
+def _rule(rules: dict[tuple[str, ...], str], axes: tuple[str, ...]) -> str:
+    """The name of the rule for these axes, which no other rule has."""
+    name = f"over_{'_'.join(axis_words(axes))}"
+    while axes not in rules and name in rules.values():
+        name += "_"
+    return rules.setdefault(axes, name)
 
 
 def _maxtext(plan: Plan, sentence: str) -> str:
@@ -232,7 +245,7 @@ def _maxtext(plan: Plan, sentence: str) -> str:
         *missing,
     )
     body = "".join(f"{key}: {value}\n" for key, value in settings.items()) + again
-    return head(plan, lacks, sentence) + "".join(f"# {note}\n" for note in notes) + body
+    return head(plan, lacks, sentence) + "".join(map(comment, notes)) + body
 
 
 EXPORT_FORMS: dict[str, Callable[[Plan, str], str]] = {

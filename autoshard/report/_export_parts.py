@@ -10,11 +10,16 @@ def head(plan: Plan, lacks: tuple[str, ...], sentence: str, mark: str = "#") -> 
     """Comment lines: what this is, what a step takes with it, and what it leaves out."""
     mesh = mesh_words(plan.mesh)
     lines = [f"Shardings of {clean(plan.program_name, 80)} on {plan.topology}, mesh {mesh}; made by autoshard."]
-    lines += [clean(sentence)]
+    lines.append(sentence)
     refined = [axis for axis in plan.original_mesh if axis not in plan.mesh]
     lines += [f"The mesh is refined: {', '.join(_parts(plan, axis))} are the parts of {axis}." for axis in refined]
     lines += [f"Not expressed here: {lack}" for lack in lacks]
-    return "\n".join(f"{mark} {line}" for line in lines) + "\n"
+    return "".join(comment(line, mark) for line in lines)
+
+
+def comment(line: str, mark: str = "#") -> str:
+    """One line of a comment, whatever names stand in it: what would end the line does not."""
+    return f"{mark} {clean(line)}\n"
 
 
 def _parts(plan: Plan, axis: str) -> list[str]:

@@ -17,6 +17,7 @@ from autoshard.report._html import environment
 from autoshard.report._names import clean
 from autoshard.report._notebook import import_or_hint
 from autoshard.report._saving import save_picture
+from autoshard.report._write import write_text
 from autoshard.units import GIB
 
 
@@ -188,7 +189,7 @@ def _skipped(groups: Sequence[PairGroup]) -> Iterator[tuple[str, str]]:
 def write_pair_page(groups: Sequence[PairGroup], path: str | os.PathLike[str]) -> None:
     """Write one self-contained page: the figures of all, the plot, every group, and what is not rebuilt.
 
-    Raises `UserError` without matplotlib, which draws the plot.
+    Raises `UserError` without matplotlib, which draws the plot, and if the page cannot be written.
     """
     page = (
         environment()
@@ -204,7 +205,7 @@ def write_pair_page(groups: Sequence[PairGroup], path: str | os.PathLike[str]) -
             skipped=list(_skipped(groups)),
         )
     )
-    Path(path).write_text(page, encoding="utf-8")
+    write_text(Path(path), page)
 
 
 def plot_pairs(groups: Sequence[PairGroup], path: str | os.PathLike[str]) -> None:

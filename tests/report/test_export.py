@@ -1,5 +1,6 @@
 """Exported plans run, and give the plan's shardings."""
 
+import ast
 import dataclasses
 import json
 import os
@@ -20,7 +21,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 import autoshard
 from autoshard import UserError
 from autoshard.exec import jax_mesh
-from autoshard.plan import Pin, Plan, Spec
+from autoshard.plan import Pin, Plan, Spec, layer_pattern
 from autoshard.report import EXPORT_FORMS, export_plan, hlo_sharding, make_export, placements
 from autoshard.units import format_seconds
 
@@ -373,3 +374,64 @@ def test_the_header_says_what_a_step_takes_with_what_is_held():
     assert "is not priced: the plan of step does not say where its program is" in export_plan(plan, "flax", force=True)
     within = autoshard.plan(program, topology="v5e:2x4", mesh=MESH, form="torch-xla")
     assert "(as the plan whole)" in export_plan(within, "torch-xla").splitlines()[1]
+
+
+HOSTILE = "\"'\n__import__('os').abort()\n\r\x0b\x85\u2028#</script>{x}%s\\N{BEL} ''' \"\"\"\\"
+
+
+def named(plan: Plan, word: str, topology: str) -> Plan:
+    """A plan whose names all hold this word."""
+    axes = {f"data{word}": 4, f"model{word}": 2}
+    data, model = axes
+    specs = {f"w{word}": Spec(((data,), (model,))), f"b.*.{word}": Spec(((), (data, model)))}
+    flags = {"xla_flags": {"flags": [f"--xla_a={word}"]}, "maxtext": {data: f"fsdp{word}"}}
+    return dataclasses.replace(
+        plan,
+        program_name=f"mine{word}",
+        topology=topology,
+        mesh=axes,
+        device_order=tuple(range(8)),
+        arguments=specs,
+        results=specs,
+        shapes={name: (8, 8) for name in specs},
+        dtypes=dict.fromkeys(specs, "float32"),
+        roles=dict(zip(specs, ("parameter", "batch"), strict=True)),
+        provenance={**flags, "source": {"program": word}},
+    )
+
+
+@pytest.mark.parametrize("form", [form for form in EXPORT_FORMS if form not in ("hlo", "maxtext")])
+def test_names_in_code_are_exactly_those_of_the_plan(form: str, plan: Plan):
+    hostile = named(plan, HOSTILE, f"cpu:8{HOSTILE}")
+    code = ast.parse(export_plan(hostile, form))
+    plain = ast.parse(export_plan(named(plan, "", "cpu:8"), form))
+    assert [type(node) for node in code.body] == [type(node) for node in plain.body]
+    assert [node.name for node in ast.walk(code) if isinstance(node, ast.FunctionDef)] == [
+        node.name for node in ast.walk(plain) if isinstance(node, ast.FunctionDef)
+    ]
+    (mesh,) = [
+        node.value for node in code.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MESH"
+    ]
+    assert ast.literal_eval(mesh) == hostile.mesh
+    texts = {node.value for node in ast.walk(code) if isinstance(node, ast.Constant)}
+    parameter, batch = hostile.arguments
+    assert {parameter, layer_pattern(parameter, 8)} & texts and batch in texts
+
+
+def test_names_in_lines_cannot_begin_a_line(plan: Plan):
+    hostile = named(plan, HOSTILE, f"cpu:8{HOSTILE}")
+    for line in export_plan(hostile, "hlo").splitlines():
+        assert line.startswith(("# ", "argument ", "result "))
+    lines = [line for line in export_plan(hostile, "hlo").splitlines() if line.startswith("argument")]
+    decoder = json.JSONDecoder()
+    assert [decoder.raw_decode(line, len("argument "))[0] for line in lines] == list(hostile.arguments)
+    for line in export_plan(named(plan, HOSTILE, "cpu:8"), "maxtext").splitlines():
+        assert line.startswith("# ") or re.fullmatch(r"ici_\w+_parallelism: \d", line)
+
+
+def test_each_way_to_split_has_a_rule_of_its_own(plan: Plan):
+    axes = {"a": 2, "b": 2, "a_b": 2}
+    specs = {"w": Spec((("a", "b"),)), "v": Spec((("a_b",),))}
+    one = dataclasses.replace(named(plan, "", "cpu:8"), mesh=axes, arguments=specs, results=specs)
+    text = export_plan(dataclasses.replace(one, roles=dict.fromkeys(specs, "parameter"), shapes={}), "flax", force=True)
+    assert "('over_a_b', ('a', 'b'))" in text and "('over_a_b_', 'a_b')" in text

@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard import mlir
+from autoshard.base.process import python_command
 from autoshard.cost import Topology
 from autoshard.errors import UserError
 from autoshard.exec.apply._apply import donated_aliases
@@ -138,16 +138,14 @@ def _no_new_lock() -> Iterator[None]:
 
 def _run(directory: Path, time_limit: float, topology: str, flags: Sequence[str] = ()) -> tuple[int, str]:
     """`flags`: those that the plan was made for; they go before what the environment says."""
-    root = str(Path(__file__).resolve().parents[3])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path, "TPU_LOG_DIR": str(directory)}
+    environment = {**os.environ, **_ENVIRONMENT, "TPU_LOG_DIR": str(directory)}
     environment.pop("XLA_FLAGS", None)
     if flags:
         environment["LIBTPU_INIT_ARGS"] = " ".join([*flags, os.environ.get("LIBTPU_INIT_ARGS", "")]).strip()
     log = directory / "stderr.txt"
     with open(log, "wb") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "autoshard.exec.tpu._tpu_worker", str(directory)],
+            python_command("autoshard.exec.tpu._tpu_worker", str(directory)),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=stderr,

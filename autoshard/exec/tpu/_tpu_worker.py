@@ -1,4 +1,4 @@
-"""The process in which libtpu compiles: `python -m autoshard.exec.tpu._tpu_worker DIRECTORY`.
+"""The process in which libtpu compiles: `main` is called with a directory.
 
 Reads `plan.json`, `module.mlirbc`, `job.json` and the bodies of calls (`call-N.mlirbc`) from the directory and leaves
 `result.json` there, `program.hlo`, the scheduled HLO, and `program.live`, what lives at its peak. libtpu may abort, or
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 
-def main(directory: Path) -> None:
+def main(folder: str) -> None:
+    directory = Path(folder)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     job = json.loads((directory / "job.json").read_text())
     result = _compile(directory, job)
@@ -88,7 +89,3 @@ def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
 
 def _first_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -128,6 +128,10 @@ def splits_in_plan(plan: Plan) -> int:
 # MaxText
 
 
+USES = ("expert", "data", "fsdp", "tensor", "context")
+"""What MaxText can use an axis for."""
+
+
 def maxtext_uses(plan: Plan) -> dict[str, str]:
     """What each axis does, in MaxText's words: expert, data, fsdp, tensor or context; read off a plan."""
     return {axis: _use(plan, axis) for axis in plan.mesh}
@@ -135,7 +139,7 @@ def maxtext_uses(plan: Plan) -> dict[str, str]:
 
 def _use(plan: Plan, axis: str) -> str:
     said = plan.provenance.get("maxtext", {}).get(axis)
-    if said is not None:
+    if said in USES:
         return said
     batch = [spec for name, spec in plan.arguments.items() if plan.roles[name] == "batch" and spec.dims]
     stored = [

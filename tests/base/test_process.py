@@ -1,0 +1,58 @@
+"""Processes of our own: they import this package, and nothing from where the user happens to stand."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import autoshard
+from autoshard.base.crew import Crew
+from autoshard.base.process import python_command
+
+
+TRAP = "import pathlib; pathlib.Path(__file__).with_name('executed').touch(); raise SystemExit('not this one')\n"
+
+
+@pytest.fixture
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with modules that are called like ours and Python's."""
+    for name in ("autoshard", "autoshard/base", "numpy"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(TRAP)
+    for name in ("json", "pickle", "queue", "encodings", "multiprocessing", "sitecustomize"):
+        (tmp_path / f"{name}.py").write_text(TRAP)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("module", ["autoshard.base.helper", "autoshard.solver._worker", "autoshard.solver._exact"])
+def test_children_import_nothing_from_the_working_directory(module: str, trap: Path):
+    done = subprocess.run(python_command(module), input=b"", capture_output=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == b""
+    assert not list(trap.rglob("executed"))
+
+
+def test_children_have_this_package_and_what_the_environment_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "mine.py").write_text(
+        "import sys, numpy, autoshard\ndef main(text):\n    print(text, autoshard.__file__, sys.path[0])\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    out = subprocess.run(python_command("mine", "a b"), capture_output=True, text=True, check=True, timeout=60).stdout
+    assert out == f"a b {autoshard.__file__} {tmp_path}\n"
+
+
+def test_helpers_of_a_crew_start_beside_such_files(trap: Path):
+    said: list[str] = []
+    with Crew(1) as crew:
+        crew.progress = said.append
+        assert len(set(crew.map(_nap, range(8), lambda number: (0.2,)))) == 2
+    assert not said and not list(trap.rglob("executed"))
+
+
+def _nap(seconds: float) -> int:
+    time.sleep(seconds)
+    return os.getpid()
