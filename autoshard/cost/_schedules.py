@@ -158,6 +158,7 @@ def timetable(
     forward_s: float | Sequence[float],
     backward_s: float | Sequence[float] | None,
     hand_over_s: float | Sequence[float] = 0.0,
+    pause_s: float = 0.0,
 ) -> Timetable:
     """When each stage does what.
 
@@ -165,18 +166,18 @@ def timetable(
     `stages * rounds` chunks in the order of the layers; without `backward_s` there is no backward pass. `hand_over_s`
     is what lies between the end of a chunk and the begin of the next one, one figure or one for each pair of chunks
     that follow one another; the same passes between them in the backward pass. It is sent while both stages compute
-    other things, if they have any; in a circular schedule nothing is computed meanwhile.
+    other things, if they have any; where stages work together nothing is computed meanwhile. These may have a pause
+    of `pause_s` between the passes, for what comes after all of the stages, such as a loss.
     """
     ahead = _each(forward_s, schedule.chunks, "forward")
     back = None if backward_s is None else _each(backward_s, schedule.chunks, "backward")
     hand = _each(hand_over_s, schedule.chunks - 1, "hand-over")
-    make = _in_ticks if schedule.together else _as_it_comes
-    rows = make(schedule, ahead, back, hand)
-    if schedule.together:
-        length = schedule.ticks * sum(max(times) + max(hand, default=0.0) for times in (ahead, back) if times)
-    else:
-        length = max(row[-1].end_s for row in rows)
-    return Timetable(schedule, rows, length)
+    if not schedule.together:
+        rows = _as_it_comes(schedule, ahead, back, hand)
+        return Timetable(schedule, rows, max(row[-1].end_s for row in rows))
+    rows = _in_ticks(schedule, ahead, back, hand, pause_s)
+    length = schedule.ticks * sum(max(times) + max(hand, default=0.0) for times in (ahead, back) if times)
+    return Timetable(schedule, rows, length + (0.0 if back is None else pause_s))
 
 
 def _each(value: float | Sequence[float], count: int, what: str) -> Sequence[float]:
@@ -272,7 +273,7 @@ def _ready(item: _Item, done: dict[_Item, float], hand: Sequence[float], chunks:
 
 
 def _in_ticks(
-    schedule: Schedule, ahead: Sequence[float], back: Sequence[float] | None, hand: Sequence[float]
+    schedule: Schedule, ahead: Sequence[float], back: Sequence[float] | None, hand: Sequence[float], pause_s: float
 ) -> tuple[tuple[StageWork, ...], ...]:
     """All stages begin a tick together; the backward pass goes through the ticks from the last one to the first."""
     between = max(hand, default=0.0)
@@ -284,7 +285,7 @@ def _in_ticks(
         row = [StageWork(c, m, False, tick * tick_s, tick * tick_s + ahead[c]) for tick, c, m in turns]
         if back is not None:
             back_s = max(back) + between
-            starts = [(ticks * tick_s + (ticks - 1 - tick) * back_s, c, m) for tick, c, m in reversed(turns)]
+            starts = [(ticks * tick_s + pause_s + (ticks - 1 - tick) * back_s, c, m) for tick, c, m in reversed(turns)]
             row += [StageWork(c, m, True, start, start + back[c]) for start, c, m in starts]
         rows.append(tuple(row))
     return tuple(rows)
