@@ -226,7 +226,7 @@ def run_explain(arguments: argparse.Namespace, answer: TextIO) -> int:
     if arguments.json:
         print_json(explanation_figures(found), answer)
     else:
-        print_rich(explanation_report(found), answer)
+        print_rich(explanation_report(found, plan), answer)
     return 0
 
 

@@ -67,6 +67,12 @@ from autoshard.cost._observations import content_hash as content_hash
 from autoshard.cost._questions import QuestionRow as QuestionRow
 from autoshard.cost._questions import validate_questions as validate_questions
 from autoshard.cost._robust import robust_fit as robust_fit
+from autoshard.cost._schedules import SCHEDULES as SCHEDULES
+from autoshard.cost._schedules import Schedule as Schedule
+from autoshard.cost._schedules import StageWork as StageWork
+from autoshard.cost._schedules import Timetable as Timetable
+from autoshard.cost._schedules import make_schedule as make_schedule
+from autoshard.cost._schedules import timetable as timetable
 from autoshard.cost._topology import PhysicalAxis as PhysicalAxis
 from autoshard.cost._topology import Topology as Topology
 from autoshard.cost._topology import slice_names as slice_names

@@ -68,6 +68,8 @@ from autoshard.plan.record._parts import Region as Region
 from autoshard.plan.record._parts import Span as Span
 from autoshard.plan.record._parts import Timeline as Timeline
 from autoshard.plan.record._parts import Unruled as Unruled
+from autoshard.plan.record._pipeline import PlannedChunk as PlannedChunk
+from autoshard.plan.record._pipeline import PlannedPipeline as PlannedPipeline
 from autoshard.plan.record._plan import SCHEMA as SCHEMA
 from autoshard.plan.record._plan import Plan as Plan
 from autoshard.plan.record._spec import Spec as Spec

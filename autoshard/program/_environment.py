@@ -4,6 +4,8 @@ import functools
 import logging
 from typing import Any
 
+from autoshard.program._segments import op_scope
+
 
 @functools.cache
 def environment() -> Any:
@@ -30,6 +32,10 @@ def _environment_type() -> type:
     class Environment(tensor.Environment):
         def _should_use_torchax_tensor(self, device: Any) -> bool:
             return True if device is None else bool(super()._should_use_torchax_tensor(device))
+
+        def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            with op_scope():
+                return super().dispatch(func, types, args, kwargs)
 
         def t2j_iso(self, torchtensors: Any) -> Any:
             def wrapped(value: Any) -> Any:

@@ -164,8 +164,11 @@ def in_stages(program: Program, stacks: tuple[int, ...], pipeline: Pipeline | No
     """The program with what is known of its stacks of layers; a note says how a pipeline computes the largest."""
     if not stacks:
         return program
-    told = () if pipeline is None else (f"The layers are a pipeline: {pipeline.words(max(stacks))}.",)
-    return dataclasses.replace(program, stacks=stacks, notes=(*program.notes, *told))
+    if pipeline is None:
+        return dataclasses.replace(program, stacks=stacks)
+    told = f"The layers are a pipeline: {pipeline.words(max(stacks))}."
+    said = dataclasses.asdict(pipeline) | {"rounds": pipeline.rounds(max(stacks))}
+    return dataclasses.replace(program, stacks=stacks, pipeline=said, notes=(*program.notes, told))
 
 
 def as_asked(fn: Callable[..., Any]) -> Callable[..., Any]:

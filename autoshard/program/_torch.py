@@ -9,6 +9,7 @@ from autoshard.program import _flops, _train, _values
 from autoshard.program._experts import check_experts
 from autoshard.program._program import Program, Role
 from autoshard.program._remat import parse_remat
+from autoshard.program._segments import one_microbatch
 from autoshard.program._stack import Pipeline, in_stages, read_pipeline
 from autoshard.program._torch_env import lowered_environment
 from autoshard.program._torch_function import TorchFunction, jax_dtype
@@ -83,6 +84,7 @@ def from_torch(
     parse_remat(remat)
     for flag, text in (("dtype", dtype), ("param_dtype", param_dtype), ("state_dtype", state_dtype)):
         _check_dtype(flag, text)
+    example_inputs, kwargs, targets = one_microbatch(module, example_inputs, kwargs, targets)
     inputs = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
     notes = [] if not _has_dropout(module) else ["Dropout is off: the module runs in evaluation mode."]
     stateful = evaluation_mode(module, train if batch_statistics is None else batch_statistics)

@@ -16,6 +16,7 @@ from autoshard.program._policy import Policy
 from autoshard.program._remat import numbered_layers, parse_remat, remat_text, split_blocks
 from autoshard.program._scan import LayerRemat, LayerWeights, NotRepeatedError, checkpointed_lists, scanned
 from autoshard.program._scan_stages import Firsts, find_along, staged_blocks
+from autoshard.program._segments import asked_segments, watching
 from autoshard.program._splash import attention_kernel, check_kernel
 from autoshard.program._stack import Pipeline
 from autoshard.program._torch_env import canonical_modules, lowered_environment
@@ -61,7 +62,7 @@ class TorchFunction:
         self.staged: dict[Block, Pipeline] = {}
         self.along: dict[Block, tuple[int, ...]] = {}
         self.firsts: dict[Block, list[int]] = {}
-        blocks = find_blocks(module) if scan else ()
+        blocks = find_blocks(module) if scan and asked_segments() is None else ()
         self.layers = numbered_layers(module, blocks)
         self.remat.check(len(self.layers))
         self.blocks: tuple[Block, ...] = split_blocks(blocks, self.remat, self.layers)
@@ -178,6 +179,7 @@ class TorchFunction:
             remat = LayerRemat(self._remat_of, self.savable)
             stack.enter_context(scanned(self.module, self.blocks, layers, prepare, remat, env))
             stack.enter_context(checkpointed_lists(self.module, self.blocks, remat, env))
+            stack.enter_context(watching(self.module))
             stack.enter_context(env)
             given = jax.tree.map(
                 lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, tuple(args), dict(kwargs))

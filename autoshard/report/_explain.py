@@ -6,8 +6,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan import Alternative, Explanation, spec_text
+from autoshard.plan import Alternative, Explanation, Plan, spec_text
 from autoshard.report._names import clean
+from autoshard.report._schedule import schedule_report
 from autoshard.units import format_bytes, format_seconds
 
 
@@ -21,8 +22,14 @@ HOW = {
 }
 
 
-def explanation_report(found: Explanation) -> RenderableType:
-    """What the tensor has, who fixed it, and every other spec with its price."""
+def explanation_report(found: Explanation, plan: Plan | None = None) -> RenderableType:
+    """What the tensor has, who fixed it, and every other spec with its price; then the pipeline of its `plan`."""
+    drawn = None if plan is None else schedule_report(plan)
+    told = _explained(found)
+    return told if drawn is None else Group(told, Text(), Text("Pipeline", style="bold"), drawn)
+
+
+def _explained(found: Explanation) -> RenderableType:
     lines: list[RenderableType] = [
         Text.assemble(
             (clean(found.name), "bold"), f" ({found.role}) is split ", (spec_text(found.spec, found.shape), "cyan")

@@ -30,6 +30,7 @@ def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[
         "fixed": list(fixed_lines(plan)),
         "baselines": {name: prediction_figures(baseline) for name, baseline in plan.baselines.items()},
         "recipe": plan.provenance.get("recipe"),
+        "pipeline": pipeline_figures(plan),
         "meshes": [dataclasses.asdict(each) for each in plan.meshes],
         "warnings": list(plan.warnings),
         "unruled": [dataclasses.asdict(each) for each in plan.unruled],
@@ -37,6 +38,15 @@ def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[
     if wall_s is not None:
         figures["wall_s"] = {phase: round(seconds, 4) for phase, seconds in wall_s.items()}
     return figures
+
+
+def pipeline_figures(plan: Plan) -> dict[str, Any] | None:
+    """The stages of a plan, with their bubble and what they hold; None if there are none."""
+    if plan.pipeline is None:
+        return None
+    drawn = plan.pipeline.timetable()
+    more = {"step_time_s": drawn.step_time_s, "bubble": plan.pipeline.bubble(drawn), "in_flight": drawn.in_flight}
+    return dataclasses.asdict(plan.pipeline) | more
 
 
 def prediction_figures(prediction: Prediction) -> dict[str, Any]:

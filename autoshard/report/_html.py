@@ -13,6 +13,7 @@ from autoshard.report._diff import difference, figure_name, figure_text, sent_te
 from autoshard.report._figures import best_baseline
 from autoshard.report._fixed import fixed_lines
 from autoshard.report._names import breakable, clean, readable
+from autoshard.report._schedule import schedule_picture
 from autoshard.report._tree import module_trees
 from autoshard.units import format_bytes, format_seconds
 
@@ -57,6 +58,7 @@ def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, 
                 for name, row in [("this plan", prediction), *ordered]
             ],
             lies=_layout(plan),
+            schedule=schedule_picture(plan),
             memory=_memory_bar(plan),
             memory_chart=_memory_chart(plan),
             communication=sorted(prediction.collectives, key=lambda c: -c.seconds)[:COLLECTIVES],

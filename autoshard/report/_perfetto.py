@@ -64,9 +64,30 @@ def _predicted(plan: Plan) -> list[Event]:
         raise UserError("the plan has no timeline: it was saved by an older autoshard; make it again.")
     spans = [(span.name, span.lane, span.block, span.start_s, span.seconds) for span in timeline.spans]
     events = _spans(PREDICTED, f"{clean(plan.program_name, 80)}, predicted", spans)
+    events += _stages(plan)
     for index, moment in enumerate(timeline.moments_s):
         held = {kind: sizes[index] for kind, sizes in timeline.memory.items()}
         events.append(_event(PREDICTED, "C", "memory of one device (bytes)", moment * 1e6, held))
+    return events
+
+
+FIRST_STAGE = 1000
+"""The track of the first stage, below those of links."""
+
+
+def _stages(plan: Plan) -> list[Event]:
+    """A track for each stage of a pipeline: forward and backward work by microbatch, the bubble left blank."""
+    events: list[Event] = []
+    pipeline = plan.pipeline
+    for stage, row in enumerate(pipeline.timetable().rows if pipeline else ()):
+        track = FIRST_STAGE + stage
+        events.append(_event(PREDICTED, "M", "thread_name", 0.0, {"name": f"stage {stage}"}, track))
+        events.append(_event(PREDICTED, "M", "thread_sort_index", 0.0, {"sort_index": track}, track))
+        for work in row:
+            kind = "backward" if work.backward else "forward"
+            start, shown = (pipeline.before_s if pipeline else 0.0) + work.start_s, {"chunk": work.chunk}
+            event = _event(PREDICTED, "X", f"{kind} {work.microbatch}", start * 1e6, shown, track)
+            events.append(event | {"cat": kind, "dur": (work.end_s - work.start_s) * 1e6})
     return events
 
 

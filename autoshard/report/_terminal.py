@@ -15,6 +15,7 @@ from autoshard.report._binding import what_binds
 from autoshard.report._figures import best_baseline, tensor_bytes
 from autoshard.report._fixed import fixed_lines
 from autoshard.report._names import clean, fold, readable
+from autoshard.report._schedule import schedule_report
 from autoshard.units import format_bytes, format_seconds
 
 
@@ -48,6 +49,7 @@ class _Report:
         yield from _section("Priced for compiler flags", _bullets(_flag_lines(plan)))
         yield from _section("Largest parameters", _parameters(plan, options.max_width))
         yield from _section("Step time", _time(plan.prediction))
+        yield from _section("Pipeline", schedule_report(plan))
         yield from _section("Memory of one device at the peak", _memory(plan))
         yield from _section("Against plans that people write", _baselines(plan))
         yield from _section("Other recipes", _recipes(plan))

@@ -7,6 +7,7 @@ from typing import Any
 
 from autoshard.base.providers import Runner, Viewer, provider
 from autoshard.plan.record._parts import Call, MeshTried, Pin, Prediction, Region, Timeline, Unruled
+from autoshard.plan.record._pipeline import PlannedPipeline
 from autoshard.plan.record._spec import Spec, original_mesh
 
 
@@ -59,6 +60,8 @@ class Plan:
     """Every mesh that was considered, the chosen one first, then by time; empty where the mesh was given."""
     host: tuple[str, ...] = dataclasses.field(default=(), metadata={"absent": ()})
     """Arguments and results that are in the hosts' memory; not in a plan's file where there are none."""
+    pipeline: PlannedPipeline | None = dataclasses.field(default=None, metadata={"absent": None})
+    """The stages that the step is computed in; not in a plan's file where there are none."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; see `save_plan`."""

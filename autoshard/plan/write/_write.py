@@ -24,6 +24,7 @@ from autoshard.plan.record._plan import Plan
 from autoshard.plan.record._spec import Spec
 from autoshard.plan.write._pins import make_calls, make_pins
 from autoshard.plan.write._regions import make_regions
+from autoshard.plan.write._ticks import pipeline_of_ticks
 from autoshard.plan.write._words import describe
 from autoshard.plan.xla._states import States
 from autoshard.program import Program
@@ -63,6 +64,7 @@ class Writer:
             a.name: tensor_spec(model, choices, t).of_rank(len(a.shape))
             for a, t in zip(program.arguments, graph.arguments, strict=True)
         }
+        timeline = make_timeline(model, choices)
         more = {"weightings": each.weightings, "bound_s": each.bound_s, **self.said}
         return Plan(
             program_name=program.name,
@@ -88,7 +90,8 @@ class Writer:
             dtypes={a.name: a.dtype for a in program.arguments},
             roles={a.name: str(a.role) for a in program.arguments},
             module_hash=graph.module_hash,
-            timeline=make_timeline(model, choices),
+            timeline=timeline,
+            pipeline=pipeline_of_ticks(program, graph, timeline),
             calls=make_calls(model, choices),
             unruled=unruled,
             choices=" ".join(str(int(c)) for c in choices),

@@ -1,0 +1,303 @@
+"""Schedules of pipelines as data: which stage computes what, and when; how long it idles, and what it holds meanwhile.
+
+Sources: GPipe: Huang et al., arXiv 1811.06965. 1F1B: Narayanan et al., arXiv 1806.03377 (its schedule without stale
+weights, 2006.09503). Interleaved: Narayanan et al., arXiv 2104.04473, section 2.2. Circular is what one SPMD program
+computes: in every tick all stages at once, needed or not (Xu et al., GSPMD, arXiv 2105.04663, section 3.3).
+
+A stage has `rounds` chunks of layers, and chunks are numbered in the order of the layers: chunk `c` is on stage
+`c % stages`. A schedule is the order in which each stage does its work; a timetable is that with times, each piece of
+work beginning as soon as its stage is free and what it needs has come.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+from autoshard.errors import UserError
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "circular")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Schedule:
+    """How microbatches go through the stages of a pipeline."""
+
+    name: str
+    """`gpipe`: all forward, then all backward. `1f1b`: one forward, one backward, as soon as the last stage has had the
+    first. `interleaved`: 1F1B with several chunks a stage. `circular`: all forward, then all backward, with several
+    chunks a stage."""
+    stages: int
+    microbatches: int
+    rounds: int = 1
+    """Chunks of layers in each stage, so how often a microbatch goes round the stages."""
+    together: bool = False
+    """Whether all stages begin each piece of work at the same time, in ticks, as one SPMD program does: what is always
+    so of `circular`, and of `gpipe` where it is one program."""
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of layers of all stages."""
+        return self.stages * self.rounds
+
+    @property
+    def ticks(self) -> int:
+        """Pieces of forward work that a stage has time for while a batch goes through, of which some are bubble.
+
+        Those of backward work are as many.
+        """
+        return self.microbatches * self.rounds + self.stages - 1
+
+    @property
+    def bubble(self) -> float:
+        """Share of the time in which a stage has nothing to do, if all chunks take as long and hand-overs no time."""
+        return (self.stages - 1) / self.ticks
+
+    def in_flight(self, stage: int) -> int:
+        """The most microbatches whose values a stage holds at once for the backward pass, each counted for every chunk.
+
+        One SPMD program keeps the values of every tick, also of those in the bubble.
+        """
+        work = self.microbatches * self.rounds
+        if self.together:
+            return self.ticks
+        if self.name == "gpipe":
+            return work
+        return min(_ahead(self, stage) + 1, work)
+
+    def __str__(self) -> str:
+        """As options say it: `1f1b`, `interleaved:2`."""
+        return self.name if self.rounds == 1 else f"{self.name}:{self.rounds}"
+
+    def words(self) -> str:
+        """As a report says it."""
+        return f"{self.stages} stages, {self}, {self.microbatches} microbatches, {self.bubble:.1%} of the ticks bubble"
+
+
+def make_schedule(text: str, stages: int, microbatches: int) -> Schedule:
+    """The schedule that `text` says: `gpipe`, `1f1b`, `circular`, `interleaved:2` or `circular:2` (chunks a stage).
+
+    Raises `UserError`, one sentence, for a name that there is not and for numbers that do not go together.
+    """
+    name, _, number = text.partition(":")
+    turns = int(number) if number.isdecimal() else 2 if text == "interleaved" else 0
+    if text not in ("gpipe", "1f1b") and (name not in ("interleaved", "circular") or turns < 2):
+        raise UserError(
+            f"schedule `{text}` is not known; use gpipe, 1f1b, interleaved:2 or circular:2 (two chunks of layers in a "
+            "stage)."
+        )
+    if stages < 1:
+        raise UserError(f"{stages} stages cannot be; 1 is no pipeline.")
+    if microbatches < 1:
+        raise UserError(f"{microbatches} microbatches cannot be; 1 is the whole batch at once.")
+    rounds = max(turns, 1)
+    if rounds > 1 and microbatches % stages:
+        raise UserError(
+            f"schedule `{text}` sends microbatches round in groups of as many as there are stages, so {stages} stages "
+            f"need {stages} microbatches or a multiple of it, not {microbatches}; use "
+            f"{'gpipe' if name == 'circular' else '1f1b'}, or {stages * max(1, round(microbatches / stages))} "
+            "microbatches."
+        )
+    return Schedule(name, stages, microbatches, rounds, together=name == "circular")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageWork:
+    """What a stage does in one piece: forward or backward of one microbatch through one of its chunks."""
+
+    chunk: int
+    """Numbered over all stages, in the order of the layers."""
+    microbatch: int
+    backward: bool
+    start_s: float
+    end_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timetable:
+    """A step of a pipeline in time."""
+
+    schedule: Schedule
+    rows: tuple[tuple[StageWork, ...], ...]
+    """For each stage what it does, in the order in which it does it."""
+    step_time_s: float
+    """From the first forward work to the last backward work (the last forward work, if there is no other)."""
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """For each stage how long it computes what is used."""
+        return tuple(sum(work.end_s - work.start_s for work in row) for row in self.rows)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the time of all stages in which they compute nothing that is used."""
+        whole = self.schedule.stages * self.step_time_s
+        return 1 - sum(self.busy_s) / whole if whole > 0 else 0.0
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """For each stage the most microbatches whose values it holds at once, each counted for every chunk."""
+        return tuple(round(most) for most in self.held([1.0] * self.schedule.chunks))
+
+    def held(self, sizes: Sequence[float]) -> tuple[float, ...]:
+        """For each stage the most that it holds for the backward pass, if a microbatch leaves `sizes[c]` in chunk c.
+
+        Held from the begin of the forward work to the end of the backward work.
+        """
+        schedule = self.schedule
+        if schedule.together and any(work.backward for work in self.rows[0]):
+            # What a tick leaves is of the same size in every tick, whichever chunk it computes.
+            return tuple(
+                schedule.ticks * max(sizes[stage :: schedule.stages], default=0.0) for stage in range(schedule.stages)
+            )
+        return tuple(max(itertools.accumulate(_changes(row, sizes)), default=0.0) for row in self.rows)
+
+
+def timetable(
+    schedule: Schedule,
+    forward_s: float | Sequence[float],
+    backward_s: float | Sequence[float] | None,
+    hand_over_s: float | Sequence[float] = 0.0,
+    pause_s: float = 0.0,
+) -> Timetable:
+    """When each stage does what.
+
+    `forward_s` and `backward_s` are seconds of one microbatch through a chunk, one figure or one for each of
+    `stages * rounds` chunks in the order of the layers; without `backward_s` there is no backward pass. `hand_over_s`
+    is what lies between the end of a chunk and the begin of the next one, one figure or one for each pair of chunks
+    that follow one another; the same passes between them in the backward pass. It is sent while both stages compute
+    other things, if they have any; where stages work together nothing is computed meanwhile. These may have a pause
+    of `pause_s` between the passes, for what comes after all of the stages, such as a loss.
+    """
+    ahead = _each(forward_s, schedule.chunks, "forward")
+    back = None if backward_s is None else _each(backward_s, schedule.chunks, "backward")
+    hand = _each(hand_over_s, schedule.chunks - 1, "hand-over")
+    if not schedule.together:
+        rows = _as_it_comes(schedule, ahead, back, hand)
+        return Timetable(schedule, rows, max(row[-1].end_s for row in rows))
+    rows = _in_ticks(schedule, ahead, back, hand, pause_s)
+    length = schedule.ticks * sum(max(times) + max(hand, default=0.0) for times in (ahead, back) if times)
+    return Timetable(schedule, rows, length + (0.0 if back is None else pause_s))
+
+
+def _each(value: float | Sequence[float], count: int, what: str) -> Sequence[float]:
+    if isinstance(value, int | float):
+        return (float(value),) * count
+    if len(value) != count:
+        raise ValueError(f"{len(value)} {what} times for {count}")
+    return value
+
+
+_Item = tuple[bool, int, int]
+"""Backward?, chunk, microbatch."""
+
+
+def _ahead(schedule: Schedule, stage: int) -> int:
+    """Forward work of a stage before its first backward work, but for the one right before it."""
+    count, stages = schedule.microbatches, schedule.stages
+    if schedule.name == "gpipe":
+        return count
+    if schedule.rounds == 1:
+        return stages - stage - 1
+    return 2 * (stages - stage - 1) + (schedule.rounds - 1) * stages
+
+
+def _order(schedule: Schedule, stage: int, train: bool) -> Iterator[_Item]:
+    """What a stage does, in order."""
+    turns = _turns(schedule, stage)
+    if not train:
+        yield from ((False, chunk, part) for chunk, part in turns)
+        return
+    last = schedule.rounds - 1
+    mirrored = [(stage + (last - chunk // schedule.stages) * schedule.stages, part) for chunk, part in turns]
+    warm = min(_ahead(schedule, stage), len(turns))
+    yield from ((False, *turn) for turn in turns[:warm])
+    for number, turn in enumerate(mirrored):
+        if warm + number < len(turns):
+            yield False, *turns[warm + number]
+        yield True, *turn
+
+
+def _turns(schedule: Schedule, stage: int) -> list[tuple[int, int]]:
+    """Chunk and microbatch of the forward work of a stage: in groups of as many microbatches as there are stages."""
+    stages, rounds = schedule.stages, schedule.rounds
+    if rounds == 1:
+        return [(stage, part) for part in range(schedule.microbatches)]
+    return [
+        (stage + turn * stages, group * stages + part)
+        for group in range(schedule.microbatches // stages)
+        for turn in range(rounds)
+        for part in range(stages)
+    ]
+
+
+def _as_it_comes(
+    schedule: Schedule, ahead: Sequence[float], back: Sequence[float] | None, hand: Sequence[float]
+) -> tuple[tuple[StageWork, ...], ...]:
+    """Each stage goes on as soon as it is free and what it needs has come."""
+    orders = [list(_order(schedule, stage, back is not None)) for stage in range(schedule.stages)]
+    rows: list[list[StageWork]] = [[] for _ in orders]
+    done: dict[_Item, float] = {}
+    waiting = sum(map(len, orders))
+    while waiting:
+        before = waiting
+        for order, row in zip(orders, rows, strict=True):
+            while len(row) < len(order):
+                backward, chunk, part = item = order[len(row)]
+                ready = _ready(item, done, hand, schedule.chunks)
+                if ready is None:
+                    break
+                start = max(ready, row[-1].end_s if row else 0.0)
+                end = start + (back if backward and back is not None else ahead)[chunk]
+                done[item] = end
+                row.append(StageWork(chunk, part, backward, start, end))
+                waiting -= 1
+        if waiting == before:
+            raise AssertionError(f"the stages of {schedule} wait for one another")
+    return tuple(map(tuple, rows))
+
+
+def _ready(item: _Item, done: dict[_Item, float], hand: Sequence[float], chunks: int) -> float | None:
+    """When what a piece of work needs has come; None if that is not known yet."""
+    backward, chunk, part = item
+    if not backward:
+        if chunk == 0:
+            return 0.0
+        end = done.get((False, chunk - 1, part))
+        return None if end is None else end + hand[chunk - 1]
+    own = done.get((False, chunk, part))
+    if chunk == chunks - 1 or own is None:
+        return own
+    end = done.get((True, chunk + 1, part))
+    return None if end is None else max(own, end + hand[chunk])
+
+
+def _in_ticks(
+    schedule: Schedule, ahead: Sequence[float], back: Sequence[float] | None, hand: Sequence[float], pause_s: float
+) -> tuple[tuple[StageWork, ...], ...]:
+    """All stages begin a tick together; the backward pass goes through the ticks from the last one to the first."""
+    between = max(hand, default=0.0)
+    tick_s, ticks = max(ahead) + between, schedule.ticks
+    rows = []
+    for stage in range(schedule.stages):
+        # Stage s does in tick t what stage 0 began in tick t - s.
+        turns = [(tick + stage, *turn) for tick, turn in enumerate(_turns(schedule, stage))]
+        row = [StageWork(c, m, False, tick * tick_s, tick * tick_s + ahead[c]) for tick, c, m in turns]
+        if back is not None:
+            back_s = max(back) + between
+            starts = [(ticks * tick_s + pause_s + (ticks - 1 - tick) * back_s, c, m) for tick, c, m in reversed(turns)]
+            row += [StageWork(c, m, True, start, start + back[c]) for start, c, m in starts]
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def _changes(row: Sequence[StageWork], sizes: Sequence[float]) -> Iterator[float]:
+    """What comes to be held and ceases to be, in the order of time; of a forward pass alone nothing stays."""
+    train = any(work.backward for work in row)
+    for work in row:
+        if not train:
+            yield sizes[work.chunk]
+        if work.backward or not train:
+            yield -sizes[work.chunk]
+        else:
+            yield sizes[work.chunk]
