@@ -49,6 +49,7 @@ from autoshard.cost._learned import fit_observations as fit_observations
 from autoshard.cost._learned import learned_fit as learned_fit
 from autoshard.cost._learned import said_calibration as said_calibration
 from autoshard.cost._learned import said_of_fit as said_of_fit
+from autoshard.cost._measured import FIRST_POWER as FIRST_POWER
 from autoshard.cost._memory import LANES as LANES
 from autoshard.cost._memory import shard_bytes as shard_bytes
 from autoshard.cost._memory import tile_padding as tile_padding

@@ -78,6 +78,8 @@ class Calibration:
     """What one step of a Pallas kernel's grid costs beside its work."""
     row_copy_s: float
     """Time to copy one row of a register's lanes where the rows of a tile go to different places; 0 without tiles."""
+    measured: bool = True
+    """Whether measured tables of the chip are used, where there are any (`cost/measured`)."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
     def __hash__(self) -> int:
@@ -109,13 +111,14 @@ class Calibration:
             network_latency_s=0.0,
             grid_step_s=0.0,
             row_copy_s=0.0,
+            measured=False,
             sources={"all": "peaks of the chip file"},
         )
 
 
 def figure_names() -> tuple[str, ...]:
     """Names of the figures that a calibration holds."""
-    return tuple(f.name for f in dataclasses.fields(Calibration) if f.name not in ("chip", "sources"))
+    return tuple(f.name for f in dataclasses.fields(Calibration) if f.name not in ("chip", "measured", "sources"))
 
 
 def load_calibration(chip: str | Chip, path: str | pathlib.Path | None = None) -> Calibration:

@@ -12,7 +12,8 @@ Time of one collective = launch + sum over kinds of links, slowest outside, of m
 - All-to-all is bound by the middle cut: `B * floor(n/2) * ceil(n/2) / n / W`, half of it in a ring; on several
   axes the worst one binds (dimension-ordered routing). On a twisted torus all axes carry the same (`_twist`).
 - Between islands of GPUs one NCCL collective runs on both kinds of links at once: the slower one binds
-  (jax-ml/scaling-book, gpus.md).
+  (jax-ml/scaling-book, gpus.md). Where a chip's collectives were measured (`_measured`), one inside an island takes
+  what was measured, and one between islands that or what the network cards take, whichever is longer.
 - Between slices every chip talks to its counterparts through its share of the network; the part inside a slice runs
   on a size reduced by the group outside of it: the gather starts with the slow links, where data is small.
 - All-reduce is a reduce-scatter and an all-gather.
@@ -30,6 +31,16 @@ from numpy.typing import ArrayLike, NDArray
 from autoshard.cost._backend import Scatters
 from autoshard.cost._calibration import Calibration, load_calibration
 from autoshard.cost._layout import Segment
+from autoshard.cost._measured import (
+    POINTS,
+    POWERS,
+    IslandNetwork,
+    at_sizes,
+    between_seconds,
+    is_measured,
+    island_curve,
+    network_constants,
+)
 from autoshard.cost._mesh import Mesh
 from autoshard.cost._twist import in_group, is_whole, mean_hops
 from autoshard.errors import UserError
@@ -74,6 +85,8 @@ class Collectives:
         self.calibration = calibration or load_calibration(mesh.topology.chip)
         self._levels: dict[tuple[str, tuple[str, ...]], tuple[_Level, ...]] = {}
         self._tables: dict[Kind, GroupRates] = {}
+        self._curves: dict[tuple[str, tuple[str, ...]], NDArray[np.float64]] = {}
+        self.measured = self.calibration.measured and is_measured(mesh.topology.chip.name)
 
     @property
     def can_overlap(self) -> bool:
@@ -89,6 +102,8 @@ class Collectives:
         group = self._group(kind, axes)
         if not group:
             return np.zeros_like(size)
+        if self.measured:
+            return at_sizes(self._curve(kind, group), size)
         seconds = np.full_like(size, self._launch(group))
         for level in self._levels_of(kind, group):
             seconds += np.maximum(level.latency, size * level.per_byte)
@@ -98,6 +113,8 @@ class Collectives:
         self, kind: Kind, groups: NDArray[np.int32], size_bytes: NDArray[np.float64]
     ) -> NDArray[np.float64]:
         """The same for many groups at once: `groups` has the mesh axes of each as bits (the first axis is 1)."""
+        if self.measured:
+            return at_sizes(self.curves_of_groups(kind)[groups], np.asarray(size_bytes, dtype=np.float64))
         launch, rates = self.rates_of_groups(kind)
         seconds = launch[groups]
         for latency, per_byte in rates:
@@ -107,9 +124,7 @@ class Collectives:
     def rates_of_groups(self, kind: Kind) -> GroupRates:
         """What `time_of_groups` reckons with, for every set of mesh axes as bits."""
         if kind not in self._tables:
-            names = self.mesh.names
-            every = [tuple(n for a, n in enumerate(names) if bits >> a & 1) for bits in range(1 << len(names))]
-            spanned = [self._group(kind, axes) for axes in every]
+            spanned = self._spanned(kind)
             levels = [self._levels_of(kind, group) if group else () for group in spanned]
             launch = np.array([self._launch(group) if group else 0.0 for group in spanned])
             depth = max(len(each) for each in levels)
@@ -120,6 +135,41 @@ class Collectives:
             ]
             self._tables[kind] = (launch, rates)
         return self._tables[kind]
+
+    def curves_of_groups(self, kind: Kind) -> NDArray[np.float64]:
+        """[sets of mesh axes as bits, points] seconds at `2 ** POWERS` bytes, where collectives were measured.
+
+        No curves at all, [sets, 0], for other chips; a set that spans one device takes no time.
+        """
+        spanned = self._spanned(kind)
+        if not self.measured:
+            return np.zeros((len(spanned), 0))
+        # What takes no time is a number that no sum of seconds can tell from none, since curves have logarithms.
+        nothing = np.full(POINTS, np.finfo(np.float64).tiny)
+        return np.stack([self._curve(kind, group) if group else nothing for group in spanned])
+
+    def _spanned(self, kind: Kind) -> list[tuple[str, ...]]:
+        """By set of mesh axes as bits: its axes larger than 1."""
+        names = self.mesh.names
+        every = [tuple(n for a, n in enumerate(names) if bits >> a & 1) for bits in range(1 << len(names))]
+        return [self._group(kind, axes) for axes in every]
+
+    def _curve(self, kind: Kind, group: tuple[str, ...]) -> NDArray[np.float64]:
+        """[points] seconds of a measured chip's collective; `link_efficiency` is a share of what was measured."""
+        if (kind, group) not in self._curves:
+            segments = [segment for axis in group for segment in self.mesh.segments(axis)]
+            islands = math.prod(segment.size for segment in segments if segment.kind == "network")
+            inside = math.prod(segment.size for segment in segments if segment.kind != "network")
+            sizes, figures, chip = 2.0**POWERS, self.calibration, self.mesh.topology.chip
+            seconds = np.zeros(POINTS)
+            if inside > 1:
+                seconds = at_sizes(island_curve(chip.name, kind, inside), sizes / figures.link_efficiency)
+            if islands > 1:
+                card = self._link("network")[1]
+                network = IslandNetwork(network_constants(chip.name), card, figures.network_latency_s)
+                seconds = np.maximum(seconds, between_seconds(kind, islands, inside, sizes, network))
+            self._curves[kind, group] = np.maximum.accumulate(seconds)
+        return self._curves[kind, group]
 
     def _launch(self, group: tuple[str, ...]) -> float:
         """Seconds before anything moves; the devices of a `cpu:N` arrive one after the other."""

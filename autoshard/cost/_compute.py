@@ -7,6 +7,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from autoshard.cost._backend import Sorting
 from autoshard.cost._calibration import Calibration, load_calibration
+from autoshard.cost._measured import matmul_rates
 from autoshard.cost._memory import LANES
 from autoshard.cost._topology import Topology
 
@@ -24,9 +25,11 @@ class Compute:
     def __init__(self, topology: Topology, calibration: Calibration | None = None) -> None:
         self.topology = topology
         self.calibration = calibration or load_calibration(topology.chip)
+        self.rates = matmul_rates(topology.chip) if self.calibration.measured else None
+        """Rates of matmuls by shape, where they were measured."""
 
-    def matmul_efficiency(self, m: ArrayLike, n: ArrayLike, k: ArrayLike) -> NDArray[np.float64]:
-        """Share of peak of an `[m, k] x [k, n]` matmul: the large-matmul figure times what padding leaves.
+    def matmul_efficiency(self, m: ArrayLike, n: ArrayLike, k: ArrayLike, batch: ArrayLike = 1) -> NDArray[np.float64]:
+        """Share of peak of `batch` matmuls `[m, k] x [k, n]`: the large-matmul figure times what padding leaves.
 
         The matrix unit holds a tile of `mxu_edge` x `mxu_edge` while rows stream through it in groups of `sublanes`:
         one of the three sizes streams, whichever wastes least, the other two are padded up to whole tiles. Fewer rows
@@ -34,7 +37,11 @@ class Compute:
 
         A CPU core packs operands and runs loops around a block of registers: every size costs what `mxu_edge` more
         would (a size of `mxu_edge` runs at half the rate).
+
+        Where rates were measured by shape (of bf16), the figure is times what a shape reached of the best one.
         """
+        if self.rates is not None:
+            return self.calibration.matmul_efficiency * self.rates.shares_of_best(m, n, k, batch)
         sizes = [np.maximum(np.asarray(x, dtype=np.float64), 1.0) for x in (m, n, k)]
         edge, rows = self.topology.chip.mxu_edge, self.topology.chip.sublanes
         if self.topology.traits.packs_blocks:
@@ -48,10 +55,13 @@ class Compute:
     def matmul_seconds(
         self, m: ArrayLike, n: ArrayLike, k: ArrayLike, batch: ArrayLike = 1, dtype: str = "bf16"
     ) -> NDArray[np.float64]:
-        """Matrix-unit time of `batch` local matmuls `[m, k] x [k, n]`; memory traffic and overhead come on top."""
+        """Matrix-unit time of `batch` local matmuls `[m, k] x [k, n]`; memory traffic and overhead come on top.
+
+        Rates that were measured by shape have both in them.
+        """
         m, n, k, batch = (np.asarray(x, dtype=np.float64) for x in (m, n, k, batch))
         flops = 2.0 * m * n * k * batch
-        return flops / (self.topology.peak_flops(dtype) * self.matmul_efficiency(m, n, k))
+        return flops / (self.topology.peak_flops(dtype) * self.matmul_efficiency(m, n, k, batch))
 
     def dot_seconds(
         self,
@@ -75,6 +85,10 @@ class Compute:
         busy = self.matmul_seconds(m, n, k, batch, dtype)
         m_blocks, n_blocks, k_blocks = (np.ceil(x / _BLOCK) for x in (m, n, k))
         once = m * k + k * n + m * n
+        if self.rates is not None:
+            size = 2.0 * batch * once if size_bytes is None else np.asarray(size_bytes, dtype=np.float64)
+            moved = self.memory_seconds(size + np.asarray(fused_bytes))
+            return np.maximum(np.maximum(busy, moved), self.calibration.op_overhead_s)
         size = 2.0 * batch * once if size_bytes is None else np.asarray(size_bytes, dtype=np.float64)
         if self.topology.traits.caches:
             moved = self.memory_seconds(size + np.asarray(fused_bytes))

@@ -98,7 +98,8 @@ class Topology:
             if len(shape) != 1 or not 1 <= shape[0] <= chip.max_chips:
                 text = "x".join(map(str, shape))
                 many = f"1..{chip.max_chips} {chip.traits.noun}"
-                raise UserError(f"{chip.name} has no shape {text}; write {chip.name}:N with N = {many}")
+                beyond = _more_islands(chip, shape)
+                raise UserError(f"{chip.name} has no shape {text}; write {chip.name}:N with N = {many}{beyond}")
             if chip.traits.shares_machine and slices > 1:
                 raise UserError(
                     f"cpu:{shape[0]}*{slices} asks for {slices} machines; cpu topologies are one machine: cpu:N"
@@ -203,6 +204,20 @@ class Topology:
         for size, coordinate in zip(self.shape, coords, strict=False):
             number = number * size + coordinate
         return number * self.devices_per_chip + core
+
+
+def _more_islands(chip: Chip, shape: tuple[int, ...]) -> str:
+    """What to write where more devices were asked for than one island has; nothing for other mistakes."""
+    count = math.prod(shape)
+    if chip.traits.shares_machine or count <= chip.max_chips:
+        return ""
+    islands, rest = divmod(count, chip.max_chips)
+    if not rest:
+        return f"; {count} are {islands} islands: {chip.name}:{chip.max_chips}*{islands}"
+    size = next(n for n in range(chip.max_chips, 0, -1) if count % n == 0)
+    near = f"{chip.name}:{chip.max_chips}*{islands} or *{islands + 1}"
+    whole = f"; {count} are no whole islands of {chip.max_chips}, the nearest are {near}"
+    return whole + (f"; {count} in equal parts are {chip.name}:{size}*{count // size}" if size > 1 else "")
 
 
 def _machine() -> tuple[int, int]:

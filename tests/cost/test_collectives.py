@@ -32,6 +32,7 @@ MESHES = [
     ("v6e:16x16*2", "32,16"),
     ("tpu7x:4x4x4", "16,8"),
     ("h100:8*4", "8,4"),
+    ("gb200:72*2", "8,18"),
     ("cpu:8", "4,2"),
 ]
 
@@ -66,6 +67,9 @@ def test_all_reduce_is_a_reduce_scatter_and_an_all_gather(group: tuple, size: fl
         )
         return
     parts = wire.time("reduce-scatter", axes, size) + wire.time("all-gather", axes, size)
+    if wire.measured:  # one launch, and a tree where arrays are small
+        assert 0.4 * parts <= wire.time("all-reduce", axes, size) <= 1.3 * parts
+        return
     assert wire.time("all-reduce", axes, size) == pytest.approx(float(parts), rel=1e-12)
 
 

@@ -157,6 +157,7 @@ class PathPrices:
             latency=rates[0],
             per_byte=rates[1],
             phases=np.array([prices.phases(kind) for kind in KINDS], dtype=np.float64),
+            curves=np.stack([prices.curves_of_groups(kind) for kind in KINDS]),
         )
 
 

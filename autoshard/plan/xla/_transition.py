@@ -4,11 +4,13 @@
 give the same floats bit for bit, which a test compares. They bring numba, so only large tables come here.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.cost import FIRST_POWER
 from autoshard.kernels import njit
 from autoshard.plan.xla._states import PARTIAL, WHOLE
 
@@ -42,6 +44,8 @@ class Rules(NamedTuple):
     """[kinds, levels, groups] seconds per byte there."""
     phases: Floats
     """[kinds] times that all of it happens."""
+    curves: Floats
+    """[kinds, groups, points] seconds at `2 ** POWERS` bytes of chips that were measured; no points for others."""
 
 
 class Ends(NamedTuple):
@@ -218,6 +222,12 @@ def _steps(rules, f, t, dims, minor, local, sizes, steps):
 @njit(cache=True, nogil=True)
 def _seconds(rules, kind, group, size):
     """As `Collectives.time_of_groups` has it."""
+    points = rules.curves.shape[2]
+    if points > 0:
+        size = max(size, 2.0**FIRST_POWER)
+        below = min(math.frexp(size)[1] - 1 - FIRST_POWER, points - 2)
+        first, second = rules.curves[kind, group, below], rules.curves[kind, group, below + 1]
+        return first + (second - first) * (math.ldexp(size, -(below + FIRST_POWER)) - 1.0)
     seconds = rules.launch[kind, group]
     for level in range(rules.latency.shape[1]):
         seconds += max(rules.latency[kind, level, group], size * rules.per_byte[kind, level, group])
