@@ -11,7 +11,7 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.program import _flops, _train
 from autoshard.program._attention import attend
-from autoshard.program._decoder_dims import DecoderDims, layer_groups, parameters_of
+from autoshard.program._decoder_dims import DecoderDims, layer_groups, parameters_of, stacks_of
 from autoshard.program._exchange import check_exchange_name
 from autoshard.program._experts import parse_experts
 from autoshard.program._grouped_kernels import GroupedKernels
@@ -21,7 +21,7 @@ from autoshard.program._program import Program, Role
 from autoshard.program._ring import ring_attention
 from autoshard.program._routed import Routing, product, routed
 from autoshard.program._splash import splash_attention
-from autoshard.program._stack import Pipeline, in_stages, run_stack
+from autoshard.program._stack import Pipeline, check_pipeline, in_stages, run_stack
 from autoshard.program._trace import trace
 
 
@@ -150,7 +150,10 @@ def decoder_program(
         raise UserError(f"stack_axis is {stack_axis}, expected 0 or 1: every stacked parameter has two dims")
     if pipeline is not None and (gathered_on is not None or not scanned):
         raise UserError("the layers of a pipeline are scanned, and their weights are gathered as the plan says")
-    params = parameters_of(dims, weights, stack_axis, scanned)
+    groups = layer_groups(dims, "layers")
+    if pipeline is not None:
+        check_pipeline(pipeline, groups, "the decoder")
+    params = parameters_of(dims, weights, stack_axis, scanned, 0 if pipeline is None else pipeline.outside(groups))
     data = {key: jax.ShapeDtypeStruct((batch, seq), "int32") for key in ("input_ids", "labels")}
     rule = _train.make_optimizer(optimizer, moments)
     forward_flops = [0.0]
@@ -179,7 +182,7 @@ def decoder_program(
         tokens=batch * seq,
     )
     program = dataclasses.replace(program, model_flops=3.0 * forward_flops[0], exchange=exchange)
-    return in_stages(program, (layer_groups(dims, "layers"),) if scanned else (), pipeline)
+    return in_stages(program, (groups,) if scanned else (), pipeline)
 
 
 def _check_groups(routing: str, experts: int) -> None:
@@ -274,12 +277,17 @@ def _layers(dims: DecoderDims, hidden: Any, params: Mapping[str, Any], prefixes:
         for number in range(layer_groups(dims, prefixes[0])):
             hidden, _ = group(hidden, [_own(params, f"{prefix}.{number}.") for prefix in prefixes])
         return hidden
-    stacks = [_own(params, f"{prefix}.*.") for prefix in prefixes]
-    if how.stack_axis:
-        stacks = [{key: jnp.moveaxis(value, how.stack_axis, 0) for key, value in own.items()} for own in stacks]
     pipeline = None if prefixes == ["dense_layers"] else how.pipeline
     count = layer_groups(dims, prefixes[0])
-    return run_stack(lambda carried, own: group(carried, own)[0], stacks, hidden, pipeline, count, "the decoder")
+    outside = 0 if pipeline is None else pipeline.outside(count)
+    starts = [stacks_of(prefix, count, outside) for prefix in prefixes]
+    for number, own in enumerate(starts[0].values()):
+        stacks = [_own(params, list(each)[number]) for each in starts]
+        if how.stack_axis:
+            stacks = [{key: jnp.moveaxis(value, how.stack_axis, 0) for key, value in own.items()} for own in stacks]
+        staged = pipeline if number == len(starts[0]) - 1 else None
+        hidden = run_stack(lambda carried, own: group(carried, own)[0], stacks, hidden, staged, own, "the decoder")
+    return hidden
 
 
 def _own(params: Mapping[str, Any], prefix: str) -> dict[str, Any]:

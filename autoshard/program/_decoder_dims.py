@@ -55,10 +55,19 @@ def layer_groups(dims: DecoderDims, prefix: str) -> int:
     return dims.dense_layers if prefix == "dense_layers" else (dims.layers - dims.dense_layers) // dims.global_every
 
 
-def parameters_of(dims: DecoderDims, dtype: str, axis: int, scanned: bool = True) -> dict[str, Any]:
+def stacks_of(prefix: str, count: int, outside: int = 0) -> dict[str, int]:
+    """What names of stacked parameters start with, and how many groups of layers are in such a stack; the first
+    `outside` are a stack by themselves."""
+    if not outside:
+        return {f"{prefix}.*.": count}
+    return {f"{prefix}.[0:{outside}].": outside, f"{prefix}.[{outside}:].": count - outside}
+
+
+def parameters_of(dims: DecoderDims, dtype: str, axis: int, scanned: bool = True, outside: int = 0) -> dict[str, Any]:
     """Parameters by name; those of a layer are stacked along `axis`, one entry for each group of layers.
 
-    Of layers that are not `scanned` each has its own, under its number.
+    Of layers that are not `scanned` each has its own, under its number. The first `outside` groups (after those that
+    are dense) have stacks of their own.
     """
     import jax
 
@@ -81,9 +90,10 @@ def parameters_of(dims: DecoderDims, dtype: str, axis: int, scanned: bool = True
         shapes |= {f"ahead.{number}.{key}": shape for key, shape in (joined | last).items()}
     for prefix, layer in kinds.items():
         count = layer_groups(dims, prefix)
+        stacks = stacks_of(prefix, count, 0 if prefix == "dense_layers" else outside)
         for key, shape in layer.items():
             if scanned:
-                shapes[f"{prefix}.*.{key}"] = (*shape[:axis], count, *shape[axis:])
+                shapes |= {f"{start}{key}": (*shape[:axis], own, *shape[axis:]) for start, own in stacks.items()}
             else:
                 shapes |= {f"{prefix}.{number}.{key}": shape for number in range(count)}
     return {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in shapes.items()}

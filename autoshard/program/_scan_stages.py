@@ -1,5 +1,6 @@
 """Running the repeated layers of a torch module as the stages of a pipeline."""
 
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -19,11 +20,13 @@ def block_words(block: Block) -> str:
     return f"`{block.label(0).removesuffix('.*')}`"
 
 
-def staged_blocks(blocks: Sequence[Block], pipeline: Pipeline, label: str, notes: list[str]) -> tuple[Block, ...]:
-    """The blocks that are cut into stages: the one with most layers, and all others that can be.
+def staged_blocks(
+    blocks: Sequence[Block], pipeline: Pipeline, label: str, notes: list[str]
+) -> dict[Block, tuple[Block, ...]]:
+    """What becomes of each block: its layers in stages last, those that are left over, if they are several, before.
 
-    `notes` gets the rest. Raises `UserError` if there is no block, with what `notes` says of that, or if the largest
-    cannot be cut.
+    The block with most layers is cut into stages, and all others that can be. `notes` gets the rest, which become what
+    they were. Raises `UserError` if there is no block, with what `notes` says of that, or if the largest cannot be cut.
     """
     if not blocks:
         why = " ".join(note for note in notes if "not scanned" in note)
@@ -33,11 +36,19 @@ def staged_blocks(blocks: Sequence[Block], pipeline: Pipeline, label: str, notes
         )
     largest = max(blocks, key=lambda block: block.repeats * block.period)
     check_pipeline(pipeline, largest.repeats, block_words(largest))
-    staged = tuple(block for block in blocks if block is largest or _can_be(pipeline, block))
+    staged: dict[Block, tuple[Block, ...]] = {}
     for block in blocks:
-        if block not in staged:
+        if block is largest or _can_be(pipeline, block):
+            staged[block] = _without_first(block, pipeline.outside(block.repeats))
+        else:
             notes.append(f"The {block.repeats * block.period} layers {block_words(block)} stay outside of the stages.")
     return staged
+
+
+def _without_first(block: Block, count: int) -> tuple[Block, ...]:
+    """The first groups of a block, if they are a block too, and the rest."""
+    rest = dataclasses.replace(block, start=block.start + count * block.period, repeats=block.repeats - count)
+    return (dataclasses.replace(block, repeats=count), rest) if count > 1 else (rest,)
 
 
 def _can_be(pipeline: Pipeline, block: Block) -> bool:

@@ -38,6 +38,10 @@ class Pipeline:
         _, _, rounds = self.schedule.partition(":")
         return int(rounds) if rounds else layers // self.stages
 
+    def outside(self, layers: int) -> int:
+        """The first layers, which stand before the stages, as the others are those that divide into their chunks."""
+        return layers % (self.stages * max(1, self.rounds(layers)))
+
     def ticks(self, layers: int) -> int:
         """Times that all stages compute a chunk of their layers, of which each needs only some."""
         return self.microbatches * self.rounds(layers) + self.stages - 1
@@ -48,9 +52,11 @@ class Pipeline:
 
     def words(self, layers: int) -> str:
         """As a report says it."""
-        share = self.bubble(layers)
+        share, outside = self.bubble(layers), self.outside(layers)
+        before = f", {outside} of {layers} layers before them" if outside else ""
         return (
-            f"{self.stages} stages, {self.schedule}, {self.microbatches} microbatches, {share:.1%} of the ticks bubble"
+            f"{self.stages} stages, {self.schedule}, {self.microbatches} microbatches, "
+            f"{share:.1%} of the ticks bubble{before}"
         )
 
 
@@ -123,24 +129,19 @@ def _check_groups(pipeline: Pipeline) -> None:
 
 
 def check_pipeline(pipeline: Pipeline, layers: int, what: str) -> None:
-    """Raises `UserError` if `layers` of `what` cannot be cut so."""
+    """Raises `UserError` if `layers` of `what` are too few to be cut so."""
     stages, rounds = pipeline.stages, pipeline.rounds(layers)
-    fitting = [n for n in range(2, layers + 1) if layers % n == 0]
-    usable = f"use {', '.join(map(str, fitting))} stages, or none" if fitting else "leave --stages out"
     if stages > layers:
+        usable = f"use {layers} or fewer, or none" if layers > 1 else "leave --stages out"
         raise UserError(f"{stages} stages are more than the {layers} layers of {what}; {usable}.")
-    if layers % stages:
-        raise UserError(f"{stages} stages do not divide the {layers} layers of {what}; {usable}.")
-    if pipeline.schedule == GPIPE:
+    if pipeline.schedule == GPIPE or rounds > 1 and stages * rounds <= layers:
         return
-    own = layers // stages
-    if rounds < 2 or own % rounds:
-        turns = [n for n in range(2, own + 1) if own % n == 0]
-        instead = " or ".join(f"circular:{n}" for n in turns[:3]) if turns else ""
-        raise UserError(
-            f"schedule `{pipeline.schedule}` cannot be: each of {stages} stages has {own} of the {layers} layers of "
-            f"{what}; use {instead + ' or ' if instead else ''}gpipe."
-        )
+    most = layers // stages
+    instead = f"circular:{most}, or gpipe" if most > 1 else "gpipe"
+    raise UserError(
+        f"schedule `{pipeline.schedule}` cannot be: {stages} stages with {max(2, rounds)} chunks each are more than "
+        f"the {layers} layers of {what}; use {instead}."
+    )
 
 
 def check_batch(pipeline: Pipeline, batch: int, what: str) -> None:
@@ -205,11 +206,12 @@ def stack(
     for: by `autoshard plan --stages N --microbatches M --schedule S`, or here. The layers are then cut into `stages` of
     equal size, whose parameters stand side by side in one dim, `x` into `microbatches` along its first dim, the batch
     (as many as stages if not said), and the result of a stage goes to the next one; results and gradients are those of
-    the scan. `schedule` is `gpipe` (once through all stages; the default), or `circular:R`, where every stage has R
-    chunks of layers and microbatches go round R times (`circular`: with one layer in each chunk). Layers must treat
-    examples apart: a mean over the batch inside of a layer would be one over a microbatch.
+    the scan. Layers that are left over, the first ones, are computed before the stages. `schedule` is `gpipe` (once
+    through all stages; the default), or `circular:R`, where every stage has R chunks of layers and microbatches go
+    round R times (`circular`: with one layer in each chunk). Layers must treat examples apart: a mean over
+    the batch inside of a layer would be one over a microbatch.
 
-    Raises `UserError` if the stages do not divide the layers, or the microbatches the batch, if a circular schedule
+    Raises `UserError` for more stages than layers, if the microbatches do not divide the batch, if a circular schedule
     has no multiple of its stages in microbatches, and if a layer does not keep shapes or needs the whole batch.
     """
     import jax
@@ -240,6 +242,14 @@ def run_stack(
     check_pipeline(pipeline, layers, what)
     for leaf in jax.tree.leaves(x):
         check_batch(pipeline, leaf.shape[0] if leaf.ndim else 0, what)
+    outside = pipeline.outside(layers)
+    if outside:
+        # Of a split, other than of two slices, the gradient is the gradients one after the other.
+        leaves, tree = jax.tree.flatten(stacked)
+        parts = [jax.lax.split(leaf, (outside, layers - outside)) for leaf in leaves]
+        first, stacked = (tree.unflatten([part[k] for part in parts]) for k in (0, 1))
+        x = run_stack(layer, first, x, None, outside, what)
+        layers -= outside
     count = pipeline.microbatches
     part = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // count, *leaf.shape[1:]), leaf.dtype), x)
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)

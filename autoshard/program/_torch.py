@@ -223,7 +223,7 @@ def torch_program(
         make_args=make_args,
         exchange=function.exchange,
     )
-    return in_stages(program, tuple(block.repeats for block in function.blocks), function.pipeline)
+    return in_stages(program, function.stacks, function.pipeline)
 
 
 def in_turn(microbatches: int | None, pipeline: Pipeline | None) -> int:

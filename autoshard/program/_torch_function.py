@@ -60,6 +60,8 @@ class TorchFunction:
         self.updated_buffers: dict[str, Any] = {}
         self.cache: Any = None
         self.staged: dict[Block, Pipeline] = {}
+        self.stacks: tuple[int, ...] = ()
+        """Layers of each block that was found, of which stages may be made."""
         self.along: dict[Block, tuple[int, ...]] = {}
         self.firsts: dict[Block, list[int]] = {}
         blocks = find_blocks(module) if scan and asked_segments() is None else ()
@@ -220,16 +222,19 @@ class TorchFunction:
                 if not self.blocks:
                     raise lowering_error(error, label, self.module) from error
                 self._give_up(self.blocks, "the hidden state between two layers is used elsewhere")
+        self.stacks = tuple(block.repeats for block in self.blocks)
         if self.pipeline is not None:
-            self._stage(self.pipeline, run, batch, extra, label)
+            self._stage(self.pipeline, run, batch, label)
 
-    def _stage(
-        self, pipeline: Pipeline, run: Callable[..., Any], batch: Any, extra: tuple[Any, ...], label: str
-    ) -> None:
+    def _stage(self, pipeline: Pipeline, run: Callable[..., Any], batch: Any, label: str) -> None:
         """Cut the blocks that are scanned into stages. Raises `UserError` if they cannot be, or if none is."""
         import jax
 
-        staged = staged_blocks(self.blocks, pipeline, label, self.notes)
+        cut = staged_blocks(self.blocks, pipeline, label, self.notes)
+        staged = tuple(parts[-1] for parts in cut.values())
+        self.blocks = tuple(part for block in self.blocks for part in cut.get(block, (block,)))
+        self._describe()
+        extra = (self.buffers,) if self.buffers else ()
 
         def note(given: Any) -> Firsts:
             jax.eval_shape(run, self.params, given, *extra)

@@ -52,6 +52,8 @@ def value_and_gradients(remat: bool = False, **how: Any) -> Any:
         (8, 2, None, False),
         (2, 4, "circular:2", True),
         (4, 4, "circular", False),
+        (3, 4, None, False),  # two layers outside
+        (2, 4, "circular:3", True),
     ],
 )
 def test_a_pipeline_computes_what_the_scan_does(
@@ -94,8 +96,7 @@ def test_of_a_recipe_every_stack_is_a_pipeline_and_jitted_parts_are_traced_anew(
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ({"stages": 16}, "16 stages are more than the 8 layers of this stack; use 2, 4, 8 stages, or none."),
-        ({"stages": 3}, "3 stages do not divide the 8 layers of this stack; use 2, 4, 8 stages, or none."),
+        ({"stages": 16}, "16 stages are more than the 8 layers of this stack; use 8 or fewer, or none."),
         ({"stages": 0}, "0 stages cannot be; 1 is no pipeline."),
         ({"stages": 4, "microbatches": 3}, "3 microbatches do not divide the batch: this stack has 8 examples."),
         ({"stages": 4, "schedule": "1f1b"}, "schedule `1f1b` is not known; use gpipe, circular, or circular:2"),
@@ -104,8 +105,14 @@ def test_of_a_recipe_every_stack_is_a_pipeline_and_jitted_parts_are_traced_anew(
             {"stages": 4, "microbatches": 2, "schedule": "circular"},
             "so 4 stages need 4 microbatches or a multiple of it, not 2; use gpipe, or 4 microbatches.",
         ),
-        ({"stages": 8, "schedule": "circular"}, "each of 8 stages has 1 of the 8 layers of this stack; use gpipe."),
-        ({"stages": 2, "schedule": "circular:3"}, "has 4 of the 8 layers of this stack; use circular:2 or circular:4"),
+        (
+            {"stages": 8, "schedule": "circular"},
+            "8 stages with 2 chunks each are more than the 8 layers of this stack; use gpipe.",
+        ),
+        (
+            {"stages": 2, "schedule": "circular:5"},
+            "2 stages with 5 chunks each are more than the 8 layers of this stack; use circular:4, or gpipe.",
+        ),
     ],
 )
 def test_what_cannot_be_is_said(how: Any, sentence: str) -> None:

@@ -1,6 +1,9 @@
 """Layers of torch modules, of configurations and of decoders from their dims as stages of a pipeline."""
 
+import dataclasses
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +13,7 @@ import torch
 from torch import nn
 from torch_modules import Chain, Layer, meta
 
+from autoshard import program
 from autoshard.errors import UserError
 from autoshard.graph import read_graph
 from autoshard.program import DecoderDims, Pipeline, decoder_program, from_torch, open_source
@@ -18,11 +22,25 @@ from autoshard.program import DecoderDims, Pipeline, decoder_program, from_torch
 def agree(plain: Any, staged: Any) -> None:
     """Loss, gradients (which the state of momentum holds) and updates of two programs with the same arguments."""
     args = plain.make_args(0)
-    wanted, found = (jax.tree.leaves(jax.jit(p.fn)(*args)) for p in (plain, staged))
+    given = [own_part(plain.arguments, jax.tree.leaves(args), each.name) for each in staged.arguments]
+    wanted = jax.tree.leaves(jax.jit(plain.fn)(*args))
+    found = jax.tree.leaves(jax.jit(staged.fn)(*jax.tree.unflatten(jax.tree.structure(staged.args), given)))
     assert staged.model_flops == pytest.approx(plain.model_flops)
-    for a, b in zip(wanted, found, strict=True):
-        a, b = np.asarray(a), np.asarray(b)
+    for result, b in zip(staged.results, found, strict=True):
+        a, b = np.asarray(own_part(plain.results, wanted, result.name)), np.asarray(b)
         np.testing.assert_allclose(b, a, rtol=0, atol=1e-5 * max(abs(a).max(), 1e-6))
+
+
+def own_part(named: Any, values: Any, name: str) -> Any:
+    """What a stack of all layers, or a value of its own, has under a name that may say some of the layers."""
+    known = {each.name: value for each, value in zip(named, values, strict=True)}
+    if name in known:
+        return known[name]
+    some = re.search(r"\[(\d+):(\d*)\]|(?<=\.)(\d+)(?=\.)", name)
+    assert some is not None
+    whole = known[f"{name[: some.start()]}*{name[some.end() :]}"]
+    first, last, one = some.groups()
+    return whole[int(one)] if one else whole[int(first) : int(last) if last else None]
 
 
 class Attending(nn.Module):
@@ -42,13 +60,14 @@ class Attending(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("microbatches", "schedule"), [(4, "gpipe"), (2, "circular")])
-def test_what_belongs_to_the_batch_goes_along_with_it(microbatches: int, schedule: str) -> None:
+@pytest.mark.parametrize(("stages", "microbatches", "schedule"), [(2, 4, "gpipe"), (2, 2, "circular"), (3, 4, "gpipe")])
+def test_what_belongs_to_the_batch_goes_along_with_it(stages: int, microbatches: int, schedule: str) -> None:
     inputs = (meta(4, 4, 8), meta(4, 16))  # as many tokens as examples: shapes do not tell what belongs to the batch
     options: dict[str, Any] = {"train": True, "optimizer": "momentum"}
     plain = from_torch(Attending(), inputs, **options)
-    staged = from_torch(Attending(), inputs, **options, stages=2, microbatches=microbatches, schedule=schedule)
+    staged = from_torch(Attending(), inputs, **options, stages=stages, microbatches=microbatches, schedule=schedule)
     agree(plain, staged)
+    assert ("layers.0.fc.weight" in staged.args[0]) == (stages == 3) and staged.stacks == (4,)
     assert not any("not scanned" in note for note in staged.notes)
 
 
@@ -86,14 +105,29 @@ def test_a_forward_pass_goes_through_stages_too() -> None:
     assert rolls(program) and program.results[0].shape == (4, 16, 256)
 
 
+def test_layers_that_are_left_over_come_before_the_stages(tmp_path: Path) -> None:
+    config = json.loads((Path(program.__file__).parent / "configs" / "llama-tiny.json").read_text())
+    (tmp_path / "llama.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
+    options: dict[str, Any] = {"train": True, "batch": 4, "seq": 16, "dtype": "float32", "optimizer": "momentum"}
+    plain, staged = (
+        open_source(f"hf:{tmp_path / 'llama.json'}", **options, remat="full", stages=stages, microbatches=count)
+        for stages, count in ((None, None), (3, 2))
+    )
+    agree(plain, staged)
+    assert any("2 of 5 layers before them" in note for note in staged.notes)
+    names = [each.name for each in staged.arguments if "q_proj" in each.name and "optimizer" not in each.name]
+    assert names == [f"model.layers.{part}.self_attn.q_proj.weight" for part in ("[0:2]", "[2:]")]
+
+
 DIMS = DecoderDims(4, 32, 64, 4, 2, 8, 64)
 
 
-def test_a_decoder_from_its_dims_is_the_same_in_stages() -> None:
+@pytest.mark.parametrize(("layers", "stages", "schedule"), [(4, 2, "circular"), (5, 2, "gpipe")])
+def test_a_decoder_from_its_dims_is_the_same_in_stages(layers: int, stages: int, schedule: str) -> None:
     options: dict[str, Any] = {"batch": 4, "seq": 8, "attention": "plain", "compute_dtype": "float32"}
     options |= {"optimizer": "momentum", "remat": "minimal"}
-    plain = decoder_program(DIMS, **options)
-    agree(plain, decoder_program(DIMS, **options, pipeline=Pipeline(2, 2, "circular")))
+    dims = dataclasses.replace(DIMS, layers=layers)
+    agree(decoder_program(dims, **options), decoder_program(dims, **options, pipeline=Pipeline(stages, 2, schedule)))
 
 
 def test_kernels_work_for_all_stages() -> None:
@@ -111,8 +145,7 @@ def test_kernels_work_for_all_stages() -> None:
 @pytest.mark.parametrize(
     ("module", "how", "sentence"),
     [
-        (Chain(), {"stages": 3}, "3 stages do not divide the 4 layers of `layers`; use 2, 4 stages, or none."),
-        (Chain(), {"stages": 5}, "5 stages are more than the 4 layers of `layers`; use 2, 4 stages, or none."),
+        (Chain(), {"stages": 5}, "5 stages are more than the 4 layers of `layers`; use 4 or fewer, or none."),
         (Chain(), {"stages": 2, "microbatches": 5}, "5 microbatches do not divide the batch: `x` has 8 examples."),
         (nn.Linear(8, 8), {"stages": 2}, "`Linear` has no layers that repeat, so it cannot be cut into 2 stages;"),
         (Chain(scales=[1, 2, 3, 4]), {"stages": 2}, "`Chain` has no layers that repeat, so it cannot be cut into 2"),

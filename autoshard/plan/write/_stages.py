@@ -24,7 +24,8 @@ class Arithmetic:
 
     def in_stages(self, pipeline: Pipeline, layers: int) -> float:
         """Seconds below which no plan of the pipeline is: the stages compute in every tick, needed or not."""
-        return self.seconds * (1 + self.layers * (pipeline.ticks(layers) / _useful(pipeline, layers) - 1))
+        staged = self.layers * (1 - pipeline.outside(layers) / layers)
+        return self.seconds * (1 + staged * (pipeline.ticks(layers) / _useful(pipeline, layers) - 1))
 
 
 def _useful(pipeline: Pipeline, layers: int) -> int:
@@ -88,10 +89,8 @@ def is_sensible(said: Mapping[str, Any], counts: Sequence[int], stacks: Sequence
     if stacks is None:
         return True
     layers = max(stacks, default=0)
-    if not layers or layers % stages:
-        return False
     rounds = pipeline.rounds(layers)
-    return schedule == "gpipe" or rounds > 1 and layers // stages % rounds == 0
+    return stages * rounds <= layers and (schedule == "gpipe" or rounds > 1)
 
 
 def pipeline_words(best: RecipeTried, rows: Sequence[RecipeTried], stacks: Sequence[int]) -> str:

@@ -89,6 +89,17 @@ def test_the_best_of_all_recipes_is_taken(width: int, tokens: int, schedules: tu
         assert "stage over data" in made.plan.words
 
 
+@pytest.mark.parametrize("pipeline", [Pipeline(3, 4), Pipeline(2, 4, "circular:3")])
+def test_layers_outside_of_the_stages_are_computed_once(pipeline: Pipeline) -> None:
+    topology, figures = Topology.parse("v5e:2x2*2"), load_calibration("v5e")
+    plain, staged = (
+        read_program(program(64, 16, 8, **how), "tpu", False).graph for how in ({}, dataclasses.asdict(pipeline))
+    )
+    assert pipeline.outside(LAYERS) == 2
+    alone = arithmetic_of(plain, least_seconds(plain, topology, figures), 1, LAYERS)
+    assert alone.in_stages(pipeline, LAYERS) == pytest.approx(least_seconds(staged, topology, figures), rel=1e-6)
+
+
 def test_stages_are_parts_of_the_devices_and_the_rest_is_chosen_with_them() -> None:
     found = source_choices({"stages": "auto", "batch": 16}, "v5e:2x4")
     assert found["stages"] == (1, 2, 4, 8) and found["schedule"][:2] == (None, "gpipe")
@@ -111,7 +122,8 @@ def test_stages_are_parts_of_the_devices_and_the_rest_is_chosen_with_them() -> N
         (2, None, 4, None, False),
         (2, "gpipe", 3, None, False),
         (2, "gpipe", 4, (8,), True),
-        (2, "gpipe", 4, (3, 7), False),
+        (2, "gpipe", 4, (3, 7), True),
+        (4, "gpipe", 4, (3,), False),
         (2, "gpipe", 4, (), False),
         (2, "circular:2", 4, (8,), True),
         (4, "circular:4", 4, (8,), False),
