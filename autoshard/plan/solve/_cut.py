@@ -150,7 +150,7 @@ class _Search:
         chunks, ticket = self.schedule.chunks, itertools.count()
         if len(self.places) + 1 < chunks:
             raise NoCutError(f"there are {len(self.places) + 1} places where a chunk may begin")
-        heap = [(float(self.rest[0][0]), 0, next(ticket), (0,))]
+        heap: list[tuple[float, int, int, tuple[int, ...]]] = [(float(self.rest[0][0]), 0, next(ticket), (0,))]
         bound, nodes = math.inf, 0
         while heap:
             least, _, _, begins = heapq.heappop(heap)
