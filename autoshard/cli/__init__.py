@@ -68,7 +68,7 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and not isinstance(error, UserError):
         about = f"{error.filename}: " if error.filename else "a file or the answer cannot be written: "
         return f"{about}{error.strerror or error}."
-    return str(error)
+    return "".join(character if character.isprintable() else " " for character in str(error))
 
 
 def _say(line: str) -> None:
