@@ -1,12 +1,10 @@
 """Reading what others wrote, within bounds: how large a file is, how far it unpacks, how deep and long its JSON is."""
 
 import errno
-import gzip
 import io
 import json
 import os
 import stat
-import zlib
 from typing import Any
 
 
@@ -32,6 +30,9 @@ def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
         raw = _bounded(file, path, most)
     if raw[:2] != b"\x1f\x8b":
         return raw
+    import gzip
+    import zlib
+
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(raw)) as packed:
             return _bounded(packed, path, most)
