@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import secrets
 import stat
 from pathlib import Path
 
@@ -26,7 +25,7 @@ def write_whole(path: str | os.PathLike[str], content: bytes, mode: int = 0o666)
         return
     target = Path(os.path.realpath(path))
     # The mode is the creation's own, since to ask for the mask is to change it for all threads.
-    beside = target.with_name(f".autoshard-{secrets.token_hex(6)}")
+    beside = target.with_name(f".autoshard-{os.urandom(6).hex()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     handle = os.open(beside, flags, mode if before is None else PRIVATE)
     try:

@@ -121,6 +121,11 @@ class Helper:
             into.write(message)
             into.flush()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the process goes on."""
+        return not self._ended and self._process.poll() is None
+
     def _how_it_ended(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(1.0)

@@ -3,9 +3,29 @@
 import gc
 import os
 import pathlib
+import select
+import stat
 import subprocess
 import sys
+import threading
 import time
+
+
+def end_with_stdin() -> None:
+    """From now on this process ends when the other end of its stdin is closed: whoever started it is gone.
+
+    Also while it imports or works, and with unread messages; a thread that reads them would see the end only after.
+    """
+    if not hasattr(select, "poll") or not stat.S_ISFIFO(os.fstat(0).st_mode):
+        return
+
+    def watch() -> None:
+        closed = select.poll()
+        closed.register(0, 0)  # nothing but its end
+        closed.poll()
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 _PACKAGES = str(pathlib.Path(__file__).parents[2])
@@ -16,8 +36,9 @@ _PACKAGES = str(pathlib.Path(__file__).parents[2])
 _START = """\
 import sys
 sys.path.insert(0, {packages!r})
-import autoshard
+from autoshard.base.process import end_with_stdin
 sys.path.append(sys.path.pop(0))
+end_with_stdin()
 from {module} import main
 main(*sys.argv[1:])
 """
@@ -43,6 +64,10 @@ def collect_seldom() -> None:
     Looking through them again and again finds nothing: that was a quarter of the CPU time of planning a model.
     """
     gc.set_threshold(100_000, 50, 100)
+
+
+scratch_folders: set[pathlib.Path] = set()
+"""Folders that are taken away when the work in them is done, or given up."""
 
 
 _living: dict[int, float] = {}

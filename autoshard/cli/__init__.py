@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from autoshard.cli._parser import parse
-from autoshard.cli._process import settle
+from autoshard.cli._process import Terminated, obey_signals, settle
 from autoshard.errors import UserError
 
 
@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         _hold_descriptors()
         settle()
+        obey_signals()
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in argv
     try:
@@ -39,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
+    except Terminated:
+        _say("terminated")
+        return 143
 
 
 def _hold_descriptors() -> None:
@@ -68,7 +72,7 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and not isinstance(error, UserError):
         about = f"{error.filename}: " if error.filename else "a file or the answer cannot be written: "
         return f"{about}{error.strerror or error}."
-    return str(error)
+    return "".join(character if character.isprintable() else " " for character in str(error))
 
 
 def _say(line: str) -> None:

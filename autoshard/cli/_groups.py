@@ -16,6 +16,7 @@ from autoshard.cli._values import (
     roles,
     schedule,
     seconds_or_none,
+    whole,
     xla_flags,
 )
 
@@ -174,7 +175,7 @@ def add_limits(group: argparse._ActionsContainer) -> None:
     group.add_argument("--memory-limit", type=gib, metavar="GiB", help="of one device (default: what the chip has)")
     limit = "of processor for each solve (default: 60); its work is bounded anyway, and inf is allowed"
     group.add_argument("--time-limit", type=seconds_or_none, default=60.0, metavar="S", help=limit)
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of searches that draw lots (default: 0)")
+    group.add_argument("--seed", type=whole, default=0, metavar="N", help="of searches that draw lots (default: 0)")
     group.add_argument(
         "--no-refine-axes",
         dest="refine_axes",

@@ -2,13 +2,13 @@
 
 import argparse
 import contextlib
-import json
 import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoshard.base import reading
 from autoshard.base.files import is_replaced
 from autoshard.cli._process import settle_imports
 from autoshard.errors import UserError
@@ -173,7 +173,7 @@ _STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 def read_json(path: Path, command: str) -> dict[str, Any]:
     """What `autoshard COMMAND --json` printed."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = reading.read_json(path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}.") from error
     except ValueError as error:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TextIO
 from autoshard import __version__
 from autoshard.cli import _commands, _graph, _refine, _sweep
 from autoshard.cli._groups import add_cache, add_candidates, add_flags, add_limits, add_planning, add_program
-from autoshard.cli._values import positive, prices, seconds, texts, tolerance
+from autoshard.cli._values import positive, prices, seconds, texts, tolerance, whole
 from autoshard.errors import UserError
 
 
@@ -222,7 +222,7 @@ def build_parser() -> argparse.ArgumentParser:
     solve = _command(commands, "solve", _commands.run_solve, "solve a Problem in the contest's format")
     solve.add_argument("problem", metavar="PROBLEM.json", help="JSON, also gzipped; what --save-problem writes")
     solve.add_argument("--time-limit", type=seconds, default=60.0, metavar="S", help="in all (default: 60)")
-    solve.add_argument("--seed", type=int, default=0, metavar="N", help="of searches that draw lots (default: 0)")
+    solve.add_argument("--seed", type=whole, default=0, metavar="N", help="of searches that draw lots (default: 0)")
     solve.add_argument("--threads", type=positive, default=2, metavar="N", help="to search with (default: 2)")
     solve.add_argument("--iterations", type=positive, metavar="N", help="stop after so many, to repeat a run exactly")
     solve.add_argument("--out", type=Path, metavar="OUT.json", help="write choices, cost and bound here")

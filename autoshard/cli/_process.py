@@ -2,12 +2,22 @@
 
 import atexit
 import gc
+import os
+import signal
+import threading
+import time
 
 from autoshard.base.crew import Crew, helpers_here
-from autoshard.base.process import collect_seldom
+from autoshard.base.process import collect_seldom, scratch_folders
 
 
+GRACE_S = 1.2
+"""Seconds that a command which is interrupted or terminated gets to clear up after itself."""
 _own = False
+
+
+class Terminated(BaseException):
+    """The command has been asked to end, by SIGTERM."""
 
 
 def settle() -> None:
@@ -16,6 +26,36 @@ def settle() -> None:
     _own = True
     collect_seldom()
     atexit.register(gc.freeze)  # registered first, so it runs last
+
+
+def obey_signals() -> None:
+    """End soon after SIGINT or SIGTERM: by an exception that clears up, and if that cannot be raised, because libraries
+    are at work that do not return for minutes, all the same. Children end with their stdin."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    signal.signal(signal.SIGTERM, _terminate)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    threading.Thread(target=_end_in_time, args=(reading,), daemon=True).start()
+
+
+def _terminate(*_: object) -> None:
+    raise Terminated
+
+
+def _end_in_time(signals: int) -> None:
+    """Python writes the number of a signal here at once, long before the main thread sees to it."""
+    while (number := os.read(signals, 1)[0]) not in (signal.SIGINT, signal.SIGTERM):
+        continue
+    if signal.getsignal(number) not in (signal.default_int_handler, _terminate):
+        return  # the command itself sees to it, as `solve` does
+    time.sleep(GRACE_S)
+    import shutil
+
+    for folder in scratch_folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(128 + number)
 
 
 def settle_imports() -> None:

@@ -2,16 +2,12 @@
 
 import argparse
 import contextlib
-import os
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
+from autoshard.base.process import cores
 from autoshard.cli._input import PROGRAM_OPTIONS, check_writable, need_no_accelerator, planning_flags, stand_in_devices
 from autoshard.cli._output import print_json, print_rich, show_progress
-from autoshard.cli._process import settle_imports, settle_worker
-
-
-if TYPE_CHECKING:
-    from concurrent.futures import Executor
+from autoshard.cli._process import settle_imports
 
 
 def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
@@ -19,6 +15,7 @@ def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
     check_writable("--plot", arguments.plot)
     need_no_accelerator()
     settle_imports()
+    from autoshard.base.pool import HelperPool
     from autoshard.cost import Topology, load_chip
     from autoshard.plan import sweep
     from autoshard.report import plot_sweep, sweep_figures, sweep_report
@@ -31,8 +28,8 @@ def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
     options["rules"] = None if arguments.rules is None else str(arguments.rules)
     with show_progress(arguments) as progress, contextlib.ExitStack() as pools:
         tasks = len(arguments.batch or (0,)) * len(arguments.remat or (0,))
-        jobs = min(tasks, arguments.jobs or os.cpu_count() or 1)
-        executor = pools.enter_context(_processes(jobs)) if jobs > 1 else None
+        jobs = min(tasks, arguments.jobs or cores())
+        executor = pools.enter_context(HelperPool(jobs, "autoshard.cli._process:settle_worker")) if jobs > 1 else None
         rows = sweep(
             arguments.program,
             topologies=arguments.topology,
@@ -51,12 +48,3 @@ def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
     else:
         print_rich(sweep_report(rows, prices), answer)
     return 0
-
-
-def _processes(count: int) -> "Executor":
-    """Processes of their own: JAX does not survive a fork."""
-    import concurrent.futures
-    import multiprocessing
-
-    spawn = multiprocessing.get_context("spawn")
-    return concurrent.futures.ProcessPoolExecutor(count, mp_context=spawn, initializer=settle_worker)

@@ -101,11 +101,30 @@ def prices(text: str) -> dict[str, float]:
     return found
 
 
+MOST = 2**31 - 1
+"""Of what is counted: frameworks number tokens and rows in 32 bits."""
+
+
 def positive(text: str) -> int:
     with contextlib.suppress(ValueError):
-        if (value := int(text)) > 0:
+        if 0 < (value := int(text)) <= MOST:
             return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+        if value > MOST:
+            raise argparse.ArgumentTypeError(f"{_short(text)} is more than {MOST}")
+    raise argparse.ArgumentTypeError(f"{_short(text)} is not a positive whole number")
+
+
+def whole(text: str) -> int:
+    """Any whole number of 64 bits."""
+    with contextlib.suppress(ValueError):
+        if -(2**63) <= (value := int(text)) < 2**63:
+            return value
+    raise argparse.ArgumentTypeError(f"{_short(text)} is not a whole number of 64 bits")
+
+
+def _short(text: str) -> str:
+    """What the user wrote, in quotes; of thousands of digits the first ones."""
+    return repr(text) if len(text) <= 60 else f"{text[:40]!r}... ({len(text)} characters)"
 
 
 def _above_zero(text: str, what: str) -> float:
@@ -141,6 +160,8 @@ def roles(text: str) -> dict[str, str]:
         if span is None:
             found[names] = role
             continue
+        if max(len(span[2]), len(span[3])) > 6:
+            raise argparse.ArgumentTypeError(f"{_short(names)} counts further than there are arguments")
         first, last = int(span[2]), int(span[3])
         if first > last:
             raise argparse.ArgumentTypeError(f"{names!r} ends before it begins")
@@ -154,5 +175,5 @@ def factor(text: str) -> float:
 
 def gib(text: str) -> int:
     if (value := _above_zero(text, "a positive number of GiB")) < 2**63 / GIB:
-        return int(value * GIB)
+        return max(1, int(value * GIB))
     raise argparse.ArgumentTypeError(f"{text!r} is more GiB than there can be")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoshard.base.files import write_whole
+from autoshard.base.reading import parse_json, read_bytes
 from autoshard.cost._chip import Chip, load_chip
 from autoshard.errors import UserError
 
@@ -166,28 +167,34 @@ def save_calibration(path: str | pathlib.Path, chip: str, figures: Mapping[str, 
 
 def _read(path: pathlib.Path) -> dict[str, dict[str, dict[str, Any]]]:
     try:
-        stamp = path.stat().st_mtime_ns
-        text = json.loads(_text(path, stamp))
+        text = parse_json(_text(path, path.stat().st_mtime_ns))
     except OSError as error:
         raise UserError(f"calibration file {path} cannot be read: {error.strerror}") from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise UserError(f"calibration file {path} is not JSON: {error}") from error
     return _check(text, str(path))
 
 
 @functools.lru_cache(maxsize=8)
-def _text(path: pathlib.Path, stamp: int) -> str:
-    return path.read_text()
+def _text(path: pathlib.Path, stamp: int) -> bytes:
+    return read_bytes(path)
 
 
 def _check(document: Any, origin: str) -> dict[str, dict[str, dict[str, Any]]]:
     if not isinstance(document, dict) or set(document) != {"schema", "chips"}:
         raise UserError(f"calibration file {origin} must be an object with exactly the keys schema and chips")
-    if document["schema"] != _SCHEMA:
+    if document["schema"] is not _SCHEMA and (document["schema"] != _SCHEMA or isinstance(document["schema"], bool)):
         raise UserError(f"calibration file {origin} has schema {document['schema']}, this version reads {_SCHEMA}")
     known = figure_names()
+    if not isinstance(document["chips"], dict):
+        raise UserError(f"calibration file {origin}: chips must be an object with the figures of each chip")
     for chip, figures in document["chips"].items():
-        load_chip(chip)
+        try:
+            load_chip(chip)
+        except UserError as error:
+            raise UserError(f"calibration file {origin}: {error}") from None
+        if not isinstance(figures, dict):
+            raise UserError(f"calibration file {origin}: {chip} must be an object of figures")
         for key, figure in figures.items():
             if key not in known:
                 raise UserError(

@@ -3,11 +3,11 @@
 import dataclasses
 import difflib
 import functools
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from autoshard.base.reading import read_json
 from autoshard.cost._backend import BACKENDS, Backend
 from autoshard.cost._chip_check import check_chip
 from autoshard.errors import UserError
@@ -121,10 +121,10 @@ def chip_from_dict(data: Mapping[str, Any], origin: str) -> Chip:
 def load_chip_file(path: str | pathlib.Path) -> Chip:
     """Reads one chip file. Raises: UserError if it cannot be read or is not exactly a chip."""
     try:
-        data = json.loads(pathlib.Path(path).read_text())
+        data = read_json(path)
     except OSError as error:
         raise UserError(f"chip file {path} cannot be read: {error.strerror}") from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise UserError(f"chip file {path} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise UserError(f"chip file {path} holds a {type(data).__name__}, expected an object of chip keys")

@@ -187,10 +187,11 @@ def parse_mesh(text: str) -> dict[str, int]:
     for name, entry in zip(names, entries, strict=True):
         if all(named):
             name, _, entry = (part.strip() for part in entry.partition("="))
-        if not re.fullmatch(r"[A-Za-z_]\w*", name) or not re.fullmatch(r"[0-9]+", entry) or int(entry) < 1:
-            found = f"{name}={entry}" if all(named) else entry
+        if not re.fullmatch(r"[A-Za-z_]\w*", name) or not re.fullmatch(r"[0-9]{1,9}", entry) or int(entry) < 1:
+            found = (f"{name}={entry}" if all(named) else entry)[:60]
             raise UserError(
-                f"mesh {text!r}: {found!r} is not an axis; write data=32,model=8 or 32,8 with whole sizes of at least 1"
+                f"mesh {text[:200]!r}: {found!r} is not an axis; "
+                "write data=32,model=8 or 32,8 with whole sizes of at least 1"
             )
         if name in sizes:
             raise UserError(f"mesh {text!r} names the axis {name} twice; every axis needs its own name")

@@ -5,10 +5,10 @@ the setting, never the answer, into ours.
 """
 
 import dataclasses
-import json
 import pathlib
 from typing import Any
 
+from autoshard.base.reading import read_json
 from autoshard.cost import _answers_machine, _answers_model
 from autoshard.cost._answers import ANSWERS
 from autoshard.errors import UserError
@@ -56,10 +56,10 @@ def validate_questions(path: str | pathlib.Path | None = None, bad: list[str] | 
     """
     file = _FILE if path is None else pathlib.Path(path)
     try:
-        document = json.loads(file.read_text())
+        document = read_json(file)
     except OSError as error:
         raise UserError(f"question file {file} cannot be read: {error.strerror}") from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise UserError(f"question file {file} is not JSON: {error}") from error
     rows = document.get("rows") if isinstance(document, dict) else document
     if not isinstance(rows, list):

@@ -15,6 +15,9 @@ from autoshard.cost._chip_check import in_order
 from autoshard.errors import UserError
 
 
+MOST_DEVICES = 1 << 18
+"""Of a topology: more than any machine has (assumed). Device orders and layouts are tables of so many rows."""
+_MOST_DIGITS = 9
 _AXIS_NAMES = ("x", "y", "z")
 
 
@@ -73,6 +76,8 @@ class Topology:
                 f"topology {text!r} is not of the form CHIP:SHAPE, CHIP:SHAPE*SLICES or a slice name; "
                 "examples: v5e:4x4, v6e:16x16*2, v5p-128, h100:8*4, cpu:8"
             )
+        if any(len(number) > _MOST_DIGITS for number in re.findall("[0-9]+", text)):
+            raise UserError(f"topology {text[:60]!r} has a number of more than {_MOST_DIGITS} digits")
         slices = int(match[4] or 1)
         if slices < 1:
             raise UserError(f"topology {text!r} has {slices} slices, expected at least 1")
@@ -110,6 +115,11 @@ class Topology:
             have = "KxKx2K and Kx2Kx2K made of whole cubes are, such as 4x4x8 and 4x8x8"
             raise UserError(
                 f"{chip.name}:{text} has no twisted form: " + (have if chip.cube_edge else "only 3-D tori have")
+            )
+        devices = math.prod(shape) * slices * chip.devices_per_chip
+        if devices > MOST_DEVICES:
+            raise UserError(
+                f"{chip.name}:{text}*{slices} has {devices} devices; plans are made for up to {MOST_DEVICES}"
             )
         name = f"{chip.name}:{text}{'_twisted' if twisted else ''}" + (f"*{slices}" if slices > 1 else "")
         cores, memory = _machine() if chip.traits.shares_machine else (0, 0)

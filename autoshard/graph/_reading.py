@@ -6,9 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from autoshard import mlir
+from autoshard.errors import UserError
 from autoshard.graph._records import Constraint, Loop, Manual, Op, OpClass, OpGraph, Rule, Tensor
 from autoshard.graph._rotate import Cut, join_rolls
 from autoshard.graph._types import parse_type
+
+
+MOST_TENSOR_BYTES = 1 << 53
+"""Up to this every number of bytes is exact in floating point, and sums over a step stay within 64 bits."""
 
 
 class UseReading:
@@ -44,6 +49,12 @@ class UseReading:
     def new_tensor(self, value: Any, producer: int, loop: int, where: tuple[int, int], name: str = "") -> int:
         shape, dtype, size = parse_type(str(value.type))
         size *= math.prod(shape)
+        if size > MOST_TENSOR_BYTES:
+            named = f"the tensor {name or mlir.location_name(value.location)}".rstrip()
+            raise UserError(
+                f"{named} has the shape {list(shape)}, more than {MOST_TENSOR_BYTES >> 50} PiB; "
+                "times and sizes of such a program cannot be counted: make it smaller."
+            )
         tensor = Tensor(len(self.tensors), shape, dtype, size, producer, loop, where, name, self.manual)
         self.tensors.append(tensor)
         self.ids[value] = tensor.id

@@ -91,6 +91,11 @@ def plan(
                 f"program_options ({names}) are for a source such as 'hf:gpt2'; trace the program with them."
             )
         if not callable(program):
+            if not hasattr(program, "module"):
+                raise UserError(
+                    f"the program is of type {type(program).__name__}; "
+                    "trace it with `autoshard.trace`, or name its source."
+                )
             return make_plan(program, read, **running).plan
         if choices_of(program):
             return plan_recipes(program, choices_of(program), read, **running)[1].plan

@@ -12,6 +12,7 @@ from typing import Any, Unpack
 
 import autoshard
 from autoshard.base.files import write_whole
+from autoshard.base.reading import read_json
 from autoshard.cost import Topology, chosen_flags, learned_fit, said_of_fit
 from autoshard.errors import UserError
 from autoshard.plan._make import check_request, make_plan
@@ -233,7 +234,7 @@ def _read(path: str | os.PathLike[str] | None) -> dict[str, SweepRow]:
     if path is None or not Path(path).exists():
         return {}
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = read_json(path)
         if data["format"] != FORMAT:
             raise KeyError(FORMAT)
         return {key: SweepRow(**{**row, "words": tuple(row["words"])}) for key, row in data["rows"].items()}

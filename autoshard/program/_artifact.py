@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from autoshard import mlir
+from autoshard.base.reading import read_bytes
 from autoshard.errors import UserError
 from autoshard.program import _roles
 from autoshard.program._program import Program, Role
 from autoshard.program._trace import trace
 
 
+MOST_MODULE_BYTES = 1 << 31
+"""Of a file with a module: protos have no more."""
 SUFFIXES = (".mlir", ".stablehlo", ".mlirbc", ".bc", ".jax_export", ".jaxexport", ".export", ".pb", ".hlo", ".txt")
 """Endings of files that are read here; what a file holds is told from its content."""
 
@@ -28,7 +31,10 @@ def load_artifact(path: str | Path, *, roles: _roles.Roles | None = None) -> Pro
     file = Path(path)
     if not file.is_file():
         raise UserError(f"there is no file `{path}`; give the path of a StableHLO module or a jax.export artifact.")
-    data = file.read_bytes()
+    try:
+        data = read_bytes(file, MOST_MODULE_BYTES)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read `{path}`: {getattr(error, 'strerror', None) or error}.") from None
     if not data:
         raise UserError(f"`{path}` is empty; expected a StableHLO module, a jax.export artifact or an HLO module.")
     if data.startswith(b"ML\xefR"):

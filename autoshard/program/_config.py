@@ -1,14 +1,25 @@
 """Finding a model configuration: a file of the user's, or one of the bundled ones."""
 
 import difflib
-import json
 from pathlib import Path
 from typing import Any
 
+from autoshard.base.reading import read_json
 from autoshard.errors import UserError
 
 
 _FOLDER = Path(__file__).parent / "configs"
+
+
+_COUNTS = (
+    *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings", "n_embd", "n_positions", "d_model"),
+    *("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "d_ff", "d_kv", "image_size", "patch_size"),
+    *("encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim", "head_dim"),
+)
+"""Fields that count something of which there is at least one, in each layer or in the model."""
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
+_MOST, _MOST_LAYERS = 2**31 - 1, 10_000
+"""Frameworks number in 32 bits; each layer is built as modules of its own (assumed: no model has as many)."""
 
 
 def bundled() -> list[str]:
@@ -37,10 +48,25 @@ def read_config(text: str) -> tuple[str, dict[str, Any]]:
             )
             raise UserError(f"`hf:{text}` is neither a file nor a bundled configuration; {hint}")
     try:
-        fields = json.loads(path.read_text())
+        fields = read_json(path)
     except (ValueError, OSError) as error:
-        raise UserError(f"`{path}` is not a readable JSON file: {error}.") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"`{path}` is not a readable JSON file: {reason}.") from None
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
         raise UserError(f"`{path}` has no `model_type`; expected the config.json of a Hugging Face model.")
+    _check_counts(fields, str(path))
     name = path.parent.name if path.stem == "config" and path.parent.name else path.stem
     return name, fields
+
+
+def _check_counts(fields: dict[str, Any], origin: str) -> None:
+    """Refuse sizes that no model has before one is built with them; what is missing has a default."""
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            _check_counts(value, f"{origin}, {key}")
+        most = _MOST if key in _COUNTS else _MOST_LAYERS if key in _LAYERS else None
+        if most is None or value is None:
+            continue
+        for each in value if isinstance(value, list) and key not in _LAYERS else [value]:
+            if isinstance(each, bool) or not isinstance(each, int) or not 1 <= each <= most:
+                raise UserError(f"`{origin}`: {key} is {str(value)[:60]!r}, expected a whole number from 1 to {most}.")

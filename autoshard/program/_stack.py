@@ -92,7 +92,11 @@ def _asking(asked: _Asked | None) -> Iterator[None]:
 def check_schedule(schedule: str) -> str:
     """The schedule as it is always written. Raises `UserError` for one that there is not."""
     name, colon, rounds = schedule.partition(":")
-    if schedule == GPIPE or name == CIRCULAR and (not colon or rounds.isdecimal() and int(rounds) > 1):
+    if (
+        schedule == GPIPE
+        or name == CIRCULAR
+        and (not colon or rounds.isdecimal() and len(rounds) < 10 and int(rounds) > 1)
+    ):
         return f"{name}:{int(rounds)}" if rounds else name
     raise UserError(
         f"schedule `{schedule}` is not known; use gpipe, circular, or circular:2 for two chunks of layers in a stage."

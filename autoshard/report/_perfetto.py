@@ -3,12 +3,12 @@
 Format: "Trace Event Format", Google, 2016 (events X, C, M; times in microseconds). Each is a process of the trace.
 """
 
-import gzip
 import json
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from autoshard.base.reading import MOST_DATA_BYTES, read_json
 from autoshard.errors import UserError
 from autoshard.plan import Plan
 from autoshard.report._names import clean, readable
@@ -45,12 +45,10 @@ def read_profile(path: pathlib.Path) -> list[Event]:
     Raises: UserError for a file that cannot be read or is none.
     """
     try:
-        raw = path.read_bytes()
-        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-        value = json.loads(text)
+        value = read_json(path, MOST_DATA_BYTES)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}.") from error
-    except (ValueError, EOFError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is no trace ({error}); give what `autoshard measure --profile` wrote.") from error
     events = value.get("traceEvents") if isinstance(value, dict) else value
     if not isinstance(events, list):

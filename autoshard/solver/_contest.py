@@ -9,13 +9,13 @@ import itertools as it
 import json
 import os
 import pathlib
-import zlib
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..base.files import write_whole
+from ..base.reading import MOST_DATA_BYTES, parse_json, read_bytes
 from ..errors import UserError
 from ._problem import FORBIDDEN, Problem
 from ._validate import validate
@@ -25,14 +25,11 @@ def read_contest(path: str | os.PathLike[str]) -> Problem:
     """The `Problem` in a contest file, gzip or not. Raises `UserError` with the place of the first mistake."""
     name = os.fspath(path)
     try:
-        raw = pathlib.Path(name).read_bytes()
+        raw = read_bytes(name, MOST_DATA_BYTES)
     except OSError as error:
         raise UserError(f"cannot read the problem {name}: {error.strerror}") from None
-    if raw[:2] == b"\x1f\x8b":
-        try:
-            raw = gzip.decompress(raw)
-        except (OSError, EOFError, zlib.error):
-            raise UserError(f"{name} is a gzip file that is cut off or damaged; write it again") from None
+    except ValueError:
+        raise UserError(f"{name} is a gzip file that is cut off or damaged; write it again") from None
     try:
         data = _parse(raw)
     except (ValueError, RecursionError) as error:
@@ -48,7 +45,7 @@ def _parse(raw: bytes) -> Any:
     try:
         import orjson
     except ImportError:
-        return json.loads(raw)
+        return parse_json(raw)
     return orjson.loads(raw)
 
 

@@ -41,7 +41,9 @@ def test_children_have_this_package_and_what_the_environment_adds(tmp_path: Path
         "import sys, numpy, autoshard\ndef main(text):\n    print(text, autoshard.__file__, sys.path[0])\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    out = subprocess.run(python_command("mine", "a b"), capture_output=True, text=True, check=True, timeout=60).stdout
+    out = subprocess.run(
+        python_command("mine", "a b"), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
     assert out == f"a b {autoshard.__file__} {tmp_path}\n"
 
 
@@ -56,3 +58,16 @@ def test_helpers_of_a_crew_start_beside_such_files(trap: Path):
 def _nap(seconds: float) -> int:
     time.sleep(seconds)
     return os.getpid()
+
+
+def test_children_end_with_their_stdin_whatever_they_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "busy.py").write_text(
+        "import time\nprint('here', flush=True)\ntime.sleep(60)\n"
+    )  # while it is imported
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with subprocess.Popen(python_command("busy"), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None and child.stdout is not None
+        assert child.stdout.readline() == b"here\n"
+        child.stdin.write(b"unread")
+        child.stdin.close()
+        assert child.wait(5) == 0

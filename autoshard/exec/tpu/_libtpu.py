@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard import mlir
-from autoshard.base.process import python_command
+from autoshard.base.process import python_command, scratch_folders
 from autoshard.cost import Topology
 from autoshard.errors import UserError
 from autoshard.exec.apply._apply import donated_aliases
@@ -118,10 +118,12 @@ def libtpu_topology(topology: Topology) -> tuple[str, dict[str, Any]]:
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="autoshard-compile-"))
+    scratch_folders.add(directory)
     try:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+        scratch_folders.discard(directory)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ never return; the parent (`_compile`) watches.
 import json
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 
 def main(folder: str) -> None:
     directory = Path(folder)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     job = json.loads((directory / "job.json").read_text())
     result = _compile(directory, job)
     scratch = directory / "result.part"
@@ -25,12 +23,6 @@ def main(folder: str) -> None:
     sys.stdout.flush()
     # libtpu's own exit handlers can hang; all that matters is on disk.
     os._exit(0)
-
-
-def _end_with_parent() -> None:
-    """The parent holds the other end of stdin: when it is gone, so are we."""
-    sys.stdin.buffer.read()
-    os._exit(1)
 
 
 def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:

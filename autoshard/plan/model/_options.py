@@ -1,11 +1,13 @@
 """What may be said of a plan that is to be made, in one record from what users call down to the solver."""
 
 import dataclasses
+import numbers
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict
 
 from autoshard.cost import Fit
+from autoshard.errors import UserError
 from autoshard.plan.model._asked import Asked, read_asked
 from autoshard.plan.record._plan import Plan
 from autoshard.plan.record._store import parameter_specs
@@ -80,7 +82,28 @@ def read_options(topology: str, said: PlanOptions) -> Options:
         asked = read_asked(pins, replicate, forbid, axis_only, None if pinned is None else parameter_specs(pinned))
     elif any((pins, replicate, forbid, axis_only)) or pinned is not None:
         raise TypeError("`asked` has all demands: leave out pins, replicate, forbid, axis_only and pin_from beside it")
-    return Options(topology=topology, asked=asked, **options)
+    read = Options(topology=topology, asked=asked, **options)
+    _check_kinds(read)
+    return read
+
+
+def _check_kinds(options: Options) -> None:
+    """Refuse values that are no numbers, or none that can be meant."""
+    limit, seconds = options.memory_limit, options.time_limit
+    if limit is not None and (not _is_number(limit, numbers.Real) or not 0 < limit < 2**63):
+        raise UserError(f"memory_limit is {limit!r}, expected the bytes of one device, a number above 0.")
+    if not _is_number(seconds, numbers.Real) or not seconds > 0:
+        raise UserError(f"time_limit is {seconds!r}, expected seconds above 0 (math.inf for no limit).")
+    if not _is_number(options.seed, numbers.Integral) or not -(2**63) <= options.seed < 2**63:
+        raise UserError(f"seed is {str(options.seed)[:60]!r}, expected a whole number of 64 bits.")
+    if not _is_number(options.candidates, numbers.Integral) or options.candidates < 1:
+        raise UserError(f"candidates is {options.candidates!r}, expected a whole number above 0.")
+    if not isinstance(options.mesh, (str, Mapping, type(None))):
+        raise UserError(f"mesh is {options.mesh!r}; write 'data=4,model=2' or a dict of axes and sizes.")
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -26,9 +26,10 @@ def price_again(plan: Plan, program: Program, reading: Reading) -> tuple[Model, 
         mesh.topology.chip.name, plan.provenance.get("learned"), plan.provenance.get("xla_flags")
     )
     model = build_model(program, reading, mesh, plan.memory_limit_bytes, figures)
-    choices = np.array([int(c) for c in plan.choices.split()], dtype=np.int64)
+    said = [int(word) if word.isdecimal() and len(word) < 10 else -1 for word in plan.choices.split()]
+    choices = np.array(said, dtype=np.int64)
     again = "plan it again with this version of autoshard."
-    if len(choices) != len(model.nodes) or any(c >= len(n.states) for c, n in zip(choices, model.nodes, strict=True)):
+    if len(said) != len(model.nodes) or not all(0 <= c < len(n.states) for c, n in zip(said, model.nodes, strict=True)):
         raise UserError(f"the plan of {plan.program_name} does not hold the choices that explain it; {again}")
     step = evaluate(model, choices).step_time_s
     if abs(step - plan.prediction.step_time_s) > 1e-6 * step:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from autoshard.base.reading import read_json
 from autoshard.cost import Chip, Topology, chip_names, load_chip, read_flags
 from autoshard.errors import UserError
 from autoshard.plan.published._pair_dims import DIMS, stated_decoder, whole_number
@@ -99,7 +100,7 @@ def read_groups(path: str | pathlib.Path | None = None, only: Iterable[str] = ()
     """
     file = PAIRS if path is None else pathlib.Path(path)
     try:
-        document = json.loads(file.read_text())
+        document = read_json(file)
     except OSError as error:
         raise UserError(f"pairs file {file} cannot be read: {error.strerror}") from error
     except ValueError as error:

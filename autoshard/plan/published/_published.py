@@ -5,12 +5,12 @@ an MFU. What a complete row leaves open is filled in here, and said in `Run.assu
 """
 
 import dataclasses
-import json
 import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from autoshard.base.reading import read_json
 from autoshard.cost import Chip, Decoder, Topology, chip_names, load_chip, read_flags, slice_names
 from autoshard.errors import UserError
 from autoshard.program import SAVABLE, SAVED, GroupedKernels, GroupedTiles, KernelBlocks
@@ -225,10 +225,10 @@ def _is_number(value: Any) -> bool:
 
 def _rows(file: pathlib.Path) -> list[Any]:
     try:
-        document = json.loads(file.read_text())
+        document = read_json(file)
     except OSError as error:
         raise UserError(f"data file {file} cannot be read: {error.strerror}") from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise UserError(f"data file {file} is not JSON: {error}") from error
     rows = document.get("rows") if isinstance(document, dict) else document
     if not isinstance(rows, list):

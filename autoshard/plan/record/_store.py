@@ -6,18 +6,22 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from autoshard.base.files import write_whole
 from autoshard.base.providers import provides
+from autoshard.base.reading import is_shallow, parse_json, read_bytes
 from autoshard.errors import UserError
+from autoshard.plan.record._check import check_plan
 from autoshard.plan.record._plan import SCHEMA, Plan
 from autoshard.plan.record._spec import Spec
 
 
 FORMAT = "autoshard-plan"
+MOST_DEPTH = 64
+"""Of objects and lists in one another, in a plan."""
+_MOST_NUMBER = 1e300
 _AGAIN = "make it again with `autoshard plan ... --out`"
 
 
@@ -43,10 +47,10 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     written by a newer version.
     """
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        text = read_bytes(path).decode("utf-8")
     except OSError as error:
         raise UserError(f"cannot read the plan file {path}: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
+    except ValueError as error:
         raise UserError(f"{path} is not a plan file (it is not text); {_AGAIN}.") from error
     return plan_from_json(text, str(path))
 
@@ -104,19 +108,23 @@ def _encode(value: Any) -> Any:
 def plan_from_json(text: str, path: str = "the plan") -> Plan:
     """Parse and check what `plan_to_json` wrote; `path` is named in messages."""
     try:
-        data = json.loads(text)
+        data = parse_json(text)
     except json.JSONDecodeError as error:
         whole = "is cut short" if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg else "is damaged"
         raise UserError(f"{path} {whole} at line {error.lineno} ({error.msg}); {_AGAIN}.") from error
+    except ValueError as error:
+        raise UserError(f"{path} is no plan ({error}); {_AGAIN}.") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise UserError(f"{path} is not a plan file (no `format`: {FORMAT!r} in it); {_AGAIN}.")
     schema = data.get("schema")
-    if not isinstance(schema, int) or schema < 1:
+    if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
         raise UserError(f"{path} is damaged: `schema` is {schema!r}, not a number from 1 to {SCHEMA}; {_AGAIN}.")
     if schema > SCHEMA:
         raise UserError(
             f"{path} has schema {schema}, but this version of autoshard reads up to {SCHEMA}: update autoshard."
         )
+    if not is_shallow(data, MOST_DEPTH):
+        raise UserError(f"{path} is damaged: it is nested too deeply; {_AGAIN}.")
     reader = _PlanReader(path)
     arguments = reader.records(data, "arguments", ("name", "spec", "shape", "dtype", "role"))
     results = reader.records(data, "results", ("name", "spec"))
@@ -139,7 +147,7 @@ def plan_from_json(text: str, path: str = "the plan") -> Plan:
             raise reader.damaged(f"`{field.name}` is missing")
         values[field.name] = reader.read(hints[field.name], data[field.name], field.name)
     plan = Plan(**values)
-    _check(plan, reader.damaged)
+    check_plan(plan, reader.damaged)
     return plan
 
 
@@ -186,12 +194,12 @@ class _PlanReader:
             if isinstance(value, dict):
                 return {key: self.read(typing.get_args(kind)[1], item, f"{where}.{key}") for key, item in value.items()}
         elif kind is float:
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MOST_NUMBER:
                 return float(value)
             if value in ("inf", "-inf", "nan"):
                 return float(value)
         elif kind is bool or not isinstance(value, bool):
-            if isinstance(value, kind):
+            if isinstance(value, kind) and not (kind is int and abs(value) >= 2**63):
                 return value
         raise self.damaged(f"`{where}` is {json.dumps(value)[:60]}, which is not of the right type")
 
@@ -206,23 +214,3 @@ class _PlanReader:
             elif field.default is dataclasses.MISSING:
                 raise self.damaged(f"`{where}.{field.name}` is missing")
         return kind(**read)
-
-
-def _check(plan: Plan, damaged: Callable[[str], UserError]) -> None:
-    if math.prod(plan.mesh.values()) != len(plan.device_order) or sorted(plan.device_order) != sorted(
-        set(plan.device_order)
-    ):
-        product = " x ".join(map(str, plan.mesh.values()))
-        raise damaged(f"the mesh has {product} devices but `device_order` names {len(set(plan.device_order))}")
-    named = [*plan.arguments.items(), *plan.results.items(), *((f"pin on op {pin.op}", pin.spec) for pin in plan.pins)]
-    named += [(f"region of op {r.op}", spec) for r in plan.regions for spec in (*r.operands, *r.results)]
-    named += [(f"region of op {r.op}", Spec((r.summed,))) for r in plan.regions]
-    for name, spec in named:
-        unknown = [axis for axis in spec.axes if axis not in plan.mesh]
-        if unknown:
-            raise damaged(f"{name} is split over {unknown[0]!r}, which is not a mesh axis")
-        if len(set(spec.axes)) != len(spec.axes):
-            raise damaged(f"{name} uses a mesh axis twice")
-    for name, spec in plan.arguments.items():
-        if len(spec.dims) != len(plan.shapes[name]):
-            raise damaged(f"{name} has {len(plan.shapes[name])} dims but its spec has {len(spec.dims)}")

@@ -1,0 +1,98 @@
+"""Calls in processes of their own: outcomes come back, and no process is left however the first one ends."""
+
+import concurrent.futures
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from autoshard.base.pool import HelperPool
+from tests.base.test_crew import is_gone
+
+
+def test_outcomes_come_back_from_several_processes() -> None:
+    with HelperPool(2) as pool:
+        waiting = [pool.submit(nap, 0.2) for _ in range(6)]
+        processes = {each.result(30) for each in concurrent.futures.as_completed(waiting)}
+        assert len(processes) == 2 and os.getpid() not in processes
+        with pytest.raises(RuntimeError, match="ValueError: no luck"):
+            pool.submit(fail).result(30)
+        assert pool.submit(nap, 0.0).result(30) in processes
+    assert all(is_gone(process) for process in processes)
+    with pytest.raises(RuntimeError, match="have been ended"):
+        pool.submit(nap, 0.0)
+
+
+def test_a_process_that_dies_breaks_its_call_alone() -> None:
+    with HelperPool(1) as pool:
+        with pytest.raises(concurrent.futures.BrokenExecutor, match="ended by signal 9"):
+            pool.submit(die).result(30)
+        assert pool.submit(nap, 0.0).result(30)
+
+
+def test_the_end_waits_for_nothing() -> None:
+    pool = HelperPool(1)
+    running, waiting = pool.submit(nap, 60.0), pool.submit(nap, 60.0)
+    while not running.running():
+        time.sleep(0.01)
+    began = time.monotonic()
+    pool.shutdown()
+    assert time.monotonic() - began < 2
+    assert isinstance(running.exception(1), concurrent.futures.BrokenExecutor) and waiting.cancelled()
+
+
+def nap(seconds: float) -> int:
+    time.sleep(seconds)
+    return os.getpid()
+
+
+def fail() -> None:
+    raise ValueError("no luck")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+SCRIPT = """
+    import signal, sys, time
+    sys.path.insert(0, {root!r})
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
+    from autoshard.base.pool import HelperPool
+    from autoshard.cli._process import obey_signals
+    from tests.base.test_pool import nap
+
+    obey_signals()
+    with HelperPool(2) as pool:
+        print(*{{each.result() for each in [pool.submit(nap, 0.5), pool.submit(nap, 0.5)]}}, flush=True)
+        waiting = [pool.submit(nap, 60.0) for _ in range(4)]
+        if {native}:
+            from ctypes import CDLL
+            CDLL(None).sleep(60)  # a library that does not return, nor let Python handle a signal
+        waiting[0].result()
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "native"),
+    [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGKILL, False)],
+    ids=["interrupted", "terminated", "terminated in a library", "killed"],
+)
+def test_signals_end_everything_within_two_seconds(tmp_path: Path, sent: signal.Signals, native: bool) -> None:
+    root = Path(__file__).parents[2]
+    (script := tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT.format(root=str(root), native=native)))
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        helpers = [int(word) for word in process.stdout.readline().split()]
+        assert len(helpers) == 2
+        time.sleep(0.3)
+        began = time.monotonic()
+        process.send_signal(sent)
+        process.wait(10)
+        assert all(is_gone(helper) for helper in helpers)
+        assert time.monotonic() - began < 2
