@@ -21,7 +21,7 @@ class HostFigures:
     host_op_s: float
     """Seconds in which the host starts an op."""
     attention_efficiency: dict[str, dict[str, float]]
-    """By kernel and chip, the share of peak over a forward and a backward pass, without masked scores."""
+    """Share of peak over a forward and a backward pass by kernel and chip, without masked scores."""
     contention: float
     """Share of the shorter of compute and what is sent beside it that is waited for."""
     eager_traffic: float
