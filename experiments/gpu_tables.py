@@ -141,6 +141,12 @@ def package_tables(document: dict) -> dict:
             entry = chips[chip]["collectives"].setdefault(kind, {})
             entry[str(devices)] = {"tables": sorted(mine), "points": curve(mine)}
     chips["h200"]["collectives"].setdefault("collective-permute", chips["h100"]["collectives"]["collective-permute"])
+    for chip in ("a100",):  # each of two gathers what the other has: as a shift of half of the result
+        two = chips[chip]["collectives"]["all-gather"]["2"]
+        points = [(size // 2, seconds) for size, seconds in two["points"]]
+        chips[chip]["collectives"]["collective-permute"] = {
+            "2": {"tables": [f"all-gather of 2, {name}" for name in two["tables"]], "points": points}
+        }
     for name, chip in (("sm_90", "h100"), ("sm_100_B200", "b200")):
         chips[chip]["matmuls"] = {"table": f"xla {name}", **matmul_rates(document["matmuls_xla"][name])}
     chips["a100"]["matmuls_as"] = chips["h200"]["matmuls_as"] = "h100"

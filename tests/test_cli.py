@@ -95,6 +95,8 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         ),
         ("validate --compile", "--compile is for measured pairs: write `validate --pairs --compile ...`."),
         ("validate --pairs --only zzz", "is called zzz"),
+        ("validate --pairs vtrain --only zzz", "no problem of vtrain is called zzz."),
+        ("validate --pairs vtrain --compile", "--compile is for measured plans of TPUs; vtrain has runs on GPUs."),
         ("validate --plot p.png", "--plot is for measured pairs: write `validate --pairs --plot p.png`."),
         ("plan x.py --topology cpu:8 --tpology v", "`autoshard plan` has no flag --tpology; did you mean --topology?"),
         (

@@ -381,9 +381,11 @@ def _validate_pairs(arguments: argparse.Namespace, answer: TextIO) -> int:
     for flag in ("html", "plot"):
         check_writable(f"--{flag}", getattr(arguments, flag))
     from autoshard.exec import compile_pairs
-    from autoshard.plan import validate_pairs
+    from autoshard.plan import names_gpu_rows, validate_pairs
     from autoshard.report import pair_figures, pair_report, plot_pairs, write_pair_page
 
+    if arguments.pairs is not True and names_gpu_rows(arguments.pairs):
+        return _validate_gpu_pairs(arguments, answer)
     with show_progress(arguments) as progress:
         path = None if arguments.pairs is True else arguments.pairs
         judge = compile_pairs if arguments.compile else validate_pairs
@@ -396,6 +398,22 @@ def _validate_pairs(arguments: argparse.Namespace, answer: TextIO) -> int:
         print_json(pair_figures(groups), answer)
     else:
         print_rich(pair_report(groups), answer)
+    return 0
+
+
+def _validate_gpu_pairs(arguments: argparse.Namespace, answer: TextIO) -> int:
+    for flag in ("compile", "html", "plot"):
+        if getattr(arguments, flag):
+            raise UserError(f"--{flag} is for measured plans of TPUs; {arguments.pairs} has runs on GPUs.")
+    from autoshard.plan import validate_gpu_pairs
+    from autoshard.report import gpu_pair_figures, gpu_pair_report
+
+    with show_progress(arguments) as progress:
+        found = validate_gpu_pairs(arguments.pairs, progress, arguments.only or ())
+    if arguments.json:
+        print_json(gpu_pair_figures(found), answer)
+    else:
+        print_rich(gpu_pair_report(found), answer)
     return 0
 
 

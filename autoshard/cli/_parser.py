@@ -232,7 +232,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     validate.add_argument("--data", metavar="FILE", type=Path, help="other runs or questions, of a shipped file's form")
     validate.add_argument(
-        "--pairs", metavar="FILE", nargs="?", const=True, help="measured plans of one model instead (default: shipped)"
+        "--pairs",
+        metavar="FILE",
+        nargs="?",
+        const=True,
+        help="measured plans of one model instead (default: shipped); ultrascale, vtrain: runs on GPUs",
     )
     validate.add_argument(
         "--only", type=texts, metavar="NAME,...", help="with --pairs: groups whose names contain these"

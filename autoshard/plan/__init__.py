@@ -39,6 +39,12 @@ from autoshard.plan.model._options import read_options as read_options
 from autoshard.plan.price._again import plan_bills as plan_bills
 from autoshard.plan.price._reading import as_planned as as_planned
 from autoshard.plan.price._reading import batch_dims as batch_dims
+from autoshard.plan.published._gpu_pairs import GpuPairs as GpuPairs
+from autoshard.plan.published._gpu_pairs import GpuProblem as GpuProblem
+from autoshard.plan.published._gpu_pairs import PricedGpuRow as PricedGpuRow
+from autoshard.plan.published._gpu_pairs import geometric_mean as geometric_mean
+from autoshard.plan.published._gpu_pairs import validate_gpu_pairs as validate_gpu_pairs
+from autoshard.plan.published._gpu_rows import names_gpu_rows as names_gpu_rows
 from autoshard.plan.published._pair_rows import MeasuredGroup as MeasuredGroup
 from autoshard.plan.published._pair_rows import MeasuredPlan as MeasuredPlan
 from autoshard.plan.published._pair_rows import read_groups as read_groups

@@ -22,6 +22,8 @@ from autoshard.report._export import make_export as make_export
 from autoshard.report._export_torch import placements as placements
 from autoshard.report._figures import best_baseline as best_baseline
 from autoshard.report._figures import plan_figures as plan_figures
+from autoshard.report._gpu_pairs import gpu_pair_figures as gpu_pair_figures
+from autoshard.report._gpu_pairs import gpu_pair_report as gpu_pair_report
 from autoshard.report._graph_figures import graph_figures as graph_figures
 from autoshard.report._graph_figures import graph_report as graph_report
 from autoshard.report._graph_files import graph_form as graph_form

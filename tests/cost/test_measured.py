@@ -73,7 +73,7 @@ def test_only_gpus_are_measured_and_peaks_alone_can_be_asked_for() -> None:
 @pytest.mark.parametrize("kind", ["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"])
 def test_between_islands_the_slower_of_cards_and_links_binds(kind: Kind) -> None:
     inside, whole = _prices("h100:8", x=8), _prices("h100:8*4", x=32)
-    network = IslandNetwork(network_constants("h100"), 0.82 * 50e9, 31e-6)
+    network = IslandNetwork(network_constants("h100"), 0.5 * 50e9, 31e-6)
     for size in (1e3, 1e6, 1e9):
         cards = float(between_seconds(kind, 4, 8, size, network))
         found = float(whole.time(kind, ("x",), size))
@@ -95,7 +95,8 @@ def test_matmuls_by_shape() -> None:
     best = TABLES["chips"]["h100"]["matmuls"]
     row = best["tflops"][0][4][4][4]
     flops = 2 * 4096.0**3
-    assert flops / compute.matmul_seconds(4096, 4096, 4096) == pytest.approx(row * 1e12, rel=1e-3)
+    sustained = compute.calibration.matmul_efficiency * 990 / max(np.ravel(best["tflops"]))
+    assert flops / compute.matmul_seconds(4096, 4096, 4096) == pytest.approx(sustained * row * 1e12, rel=1e-3)
     small, large = (float(compute.matmul_efficiency(n, n, n)) for n in (256, 4096))
     assert small < 0.02 and 0.7 < large < 0.82
     assert compute.matmul_seconds(16, 4096, 4096) == pytest.approx(compute.matmul_seconds(64, 4096, 4096))

@@ -73,7 +73,7 @@ def test_scores_reach_no_memory_of_a_gpu() -> None:
         make_plan(llama(each), Options(topology="h100:8", mesh="data=8")).plan for each in ("plain", "cudnn")
     )
     assert fused.prediction.step_time_s < whole.prediction.step_time_s
-    assert fused.prediction.peak_bytes < 0.5 * whole.prediction.peak_bytes
+    assert fused.prediction.peak_bytes < 0.8 * whole.prediction.peak_bytes
     text = jax_export(fused, llama("cudnn"))
     assert b"__cudnn$fmhaSoftmax" in text and b"__cudnn$fmhaSoftmaxBackward" in text
 
