@@ -7,8 +7,7 @@ another makes XLA's partitioner compute all heads everywhere. Masks are comparis
 from typing import Any
 
 from autoshard.program import _cached, _cudnn_attention, _flops, _splash
-from autoshard.program._cache import Held, held_by, only_shapes, query_position
-from autoshard.program._environment import environment
+from autoshard.program._cache import Held, only_shapes
 from autoshard.program._marks import CONTEXT, mark
 from autoshard.program._masks import seen_share, visible_scores
 from autoshard.program._ring import ring_attention, ring_refusal
@@ -27,6 +26,7 @@ def attend(
     bias: Any = None,
     position: Any = None,
     held: Held | None = None,
+    sinks: Any = None,
 ) -> Any:
     """Softmax attention: `query` [B, H, S, D], `key` [B, K, T, D], `value` [B, K, T, E] give [B, S, H, E].
 
@@ -36,6 +36,7 @@ def attend(
     `window`: and only the last `window` of them. `padding` [B, T] is true where a key may be seen; `bias` broadcasts
     to [B, H, S, T], booleans mask and floats are added. Softmax in fp32. A kernel computes it, and keys and values go
     around a ring, where `attention_kernel` says so. `held`: the cache that `key` and `value` are a layer of.
+    `sinks` [H]: the score of one more key of each head, whose value is nought.
     """
     import jax
     import jax.numpy as jnp
@@ -51,6 +52,8 @@ def attend(
         causal=causal,
     )
     own = _splash.mask_refusal(bias=bias is not None, padding=padding is not None, position=False)
+    if sinks is not None:
+        refused = own = "it has sinks"
     cached = None
     if held is not None:
         cannot = _cached.cached_refusal(query.shape, held, masked=own, causal=causal)
@@ -60,6 +63,7 @@ def attend(
         mixed = _cached.cached_attention(grouped, held, position=position, scale=scale, window=window, softcap=softcap)
         return mixed.astype(value.dtype).reshape(batch, 1, heads, value.shape[-1])
     masked = _splash.mask_refusal(bias=bias is not None, padding=padding is not None, position=position is not None)
+    masked = own if sinks is not None else masked
     no_ring = masked or ring_refusal(query.shape, key.shape, window=window is not None, softcap=softcap is not None)
     if _splash.takes_ring(no_ring):
         grouped = query.reshape(batch, groups, heads // groups, length, dim)
@@ -95,7 +99,9 @@ def attend(
         visible = mask if visible is None else visible & mask
     if visible is not None:
         scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    weights = (_softmax_with(scores, sinks) if sinks is not None else jax.nn.softmax(scores, axis=-1)).astype(
+        value.dtype
+    )
     # A causal (or windowed) pass needs only part of the score matrix; model FLOPs count that part.
     seen = seen_share(length, keys, causal, window) if position is None else 1.0
     _flops.record_matmul((batch, heads, length, keys), dim * seen)
@@ -113,47 +119,12 @@ def _grouped(bias: Any, groups: int, heads: int) -> Any:
     return bias.reshape(bias.shape[0], groups, heads // groups, *bias.shape[2:])
 
 
-def hf_attention(
-    module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
-) -> tuple[Any, None]:
-    """The attention function that HF modules call; torch tensors in, `([B, S, H, E], None)` out."""
-    causal = options.get("is_causal")
-    if causal is None:
-        causal = bool(getattr(module, "is_causal", True))
-    env = environment()
-    position = query_position()
-    held = held_by(key)
-    q, k, v, mask, bias = env.t2j_iso((query, key, value, attention_mask, options.get("position_bias")))
-    padding = None
-    if mask is not None and mask.ndim == 2:
-        padding, mask = mask, None
-    if mask is not None and bias is not None:
-        bias = bias + mask
-    result = attend(
-        q,
-        k,
-        v,
-        causal=causal and (q.shape[2] > 1 or position is not None),
-        position=position if causal else None,
-        scale=options.get("scaling"),
-        window=options.get("sliding_window"),
-        softcap=options.get("softcap"),
-        padding=padding,
-        bias=mask if bias is None else bias,
-        held=held if causal else None,
-    )
-    return env.j2t_iso(result), None
+def _softmax_with(scores: Any, sinks: Any) -> Any:
+    """Softmax of scores [B, K, G, S, T] beside one more score for each head, `sinks` [K G], which is left out then."""
+    import jax
+    import jax.numpy as jnp
 
-
-def hf_mask(*_: Any, attention_mask: Any = None, **__: Any) -> Any:
-    """The mask that HF modules build before their layers: only padding is left, the rest comes from iotas."""
-    return attention_mask
-
-
-def register_hf() -> None:
-    """Make `autoshard` an attention implementation of transformers."""
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
-    AttentionInterface.register("autoshard", hf_attention)
-    AttentionMaskInterface.register("autoshard", hf_mask)
+    sink = sinks.astype(jnp.float32).reshape(1, scores.shape[1], scores.shape[2], 1, 1)
+    most = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sink))
+    each = jnp.exp(scores - most)
+    return each / (each.sum(-1, keepdims=True) + jnp.exp(sink - most))

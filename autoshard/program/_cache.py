@@ -117,13 +117,14 @@ class ServingCache:
         """Positions are always given, so nobody has to count from here."""
         return 0
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Masks come from iotas and `query_position`."""
-        return 0
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """Where the first new token goes, for masks of modules whose attention is their own."""
+        return 0 if self.position is None else self.env.j2t_iso(self.position)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """Masks come from iotas and `query_position`."""
-        return int(query_length), 0
+        """How many keys there are, and where the first of them stands."""
+        lengths = [parts["keys"].shape[-2] for parts in self.entries.values()]
+        return (int(query_length) if self.position is None or not lengths else lengths[0]), 0
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

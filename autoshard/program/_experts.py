@@ -12,7 +12,7 @@ import contextvars
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from autoshard.errors import UserError
 from autoshard.program import _flops
@@ -100,6 +100,7 @@ class _Dispatching:
     factor: float | None
     notes: list[str] | None
     imbalance: float = 1.0
+    length: int | None = None
 
 
 _how: contextvars.ContextVar[_Dispatching | None] = contextvars.ContextVar("experts", default=None)
@@ -107,13 +108,18 @@ _how: contextvars.ContextVar[_Dispatching | None] = contextvars.ContextVar("expe
 
 @contextlib.contextmanager
 def capacity(
-    factor: float | None, notes: list[str], form: ExpertForm | None = None, imbalance: float = 1.0
+    factor: float | None,
+    notes: list[str],
+    form: ExpertForm | None = None,
+    imbalance: float = 1.0,
+    length: int | None = None,
 ) -> Iterator[None]:
     """Inside, tokens reach experts by `form` (slots) with the capacity `factor`, and `notes` tell that.
 
-    `imbalance`: the busiest device of experts has so many times the mean number of tokens.
+    `imbalance`: the busiest device of experts has so many times the mean number of tokens. `length`: the tokens of a
+    sequence, for experts that are given the tokens of all sequences in one dim.
     """
-    token = _how.set(_Dispatching(form or ExpertForm(), factor, notes, imbalance))
+    token = _how.set(_Dispatching(form or ExpertForm(), factor, notes, imbalance, length))
     try:
         yield
     finally:
@@ -146,19 +152,97 @@ def choose(scores: Any, count: int) -> list[Any]:
     return chosen
 
 
+Times = Callable[[Any, Any, Any], Any]
+"""Tokens that lie by expert times the weights [E, F, D] of their experts, plus their biases [E, F] or None."""
+
+
+class Experts(Protocol):
+    """What each expert does to its tokens."""
+
+    @property
+    def count(self) -> int:
+        """How many experts there are."""
+        ...
+
+    @property
+    def weights_each(self) -> int:
+        """Elements of the weight matrices of one expert: two FLOPs of each token for each."""
+        ...
+
+    def apply(self, moved: Any, times: Times, one: bool) -> Any:
+        """What the experts make of tokens that lie by expert; `one`: of a step of one token a sequence."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GatedExperts:
+    """`down(activation(gate(x)) * up(x))`, gate and up as the two halves of one weight."""
+
+    gate_up: Any
+    """[E, 2 I, D]."""
+    down: Any
+    """[E, D, I]."""
+    activation: Callable[[Any], Any]
+    biases: tuple[Any, Any] | None = None
+    """Of the two: [E, 2 I] and [E, D]."""
+
+    @property
+    def count(self) -> int:
+        """How many experts there are."""
+        return int(self.down.shape[0])
+
+    @property
+    def weights_each(self) -> int:
+        """Elements of the weight matrices of one expert."""
+        return 3 * int(self.down.shape[1] * self.down.shape[2])
+
+    def apply(self, moved: Any, times: Times, one: bool) -> Any:
+        """What the experts make of tokens that lie by expert.
+
+        With gate and up apart before the product, each device has its share of either half. A step of one token a
+        sequence (`one`) takes next to no time but what reading weights takes, and XLA copies what it slices of a
+        layer's stack in a loop: there the product is made of the weight as it is stored, and its small result is taken
+        apart.
+        """
+        experts, dim, inner = self.down.shape
+        wide, narrow = self.biases or (None, None)
+        if one:
+            both = times(moved, self.gate_up, wide)
+            gate, up = both[..., :inner], both[..., inner:]
+        else:
+            halves = self.gate_up.reshape(experts, 2, inner, dim)
+            gate, up = (
+                times(moved, halves[:, half], None if wide is None else wide.reshape(experts, 2, inner)[:, half])
+                for half in range(2)
+            )
+        gate, up = mark(gate, "experts.gate_up_proj"), mark(up, "experts.gate_up_proj")
+        return mark(times(self.activation(gate) * up, self.down, narrow), "experts.down_proj")
+
+
 def mix(x: Any, weights: Any, mask: Any, gate_up: Any, down: Any, activation: Callable[[Any], Any], active: int) -> Any:
-    """`sum_e weights[..., e] * expert_e(x)` over the experts that `mask` chooses.
+    """`sum_e weights[..., e] * expert_e(x)` over the gated experts that `mask` chooses.
 
     `x` [B, S, D]; `weights`, `mask` [B, S, E]; `gate_up` [E, 2 I, D]; `down` [E, D, I]; `active` experts for a token.
     """
+    return mix_experts(x, weights, mask, GatedExperts(gate_up, down, activation), active)
+
+
+def mix_experts(x: Any, weights: Any, mask: Any, experts: Experts, active: int) -> Any:
+    """`sum_e weights[..., e] * expert_e(x)` over the `experts` that `mask` chooses, as `mix` has it."""
     import jax.numpy as jnp
 
     one = x.shape[1] == 1
     made = _sorted if (_how.get() or _Dispatching(ExpertForm(), None, None)).form.kind == "sorted" else _slotted
     if one and x.shape[0] > 1:  # one token for each sequence: the sequences share the slots
         x, weights, mask = (jnp.swapaxes(value, 0, 1) for value in (x, weights, mask))
-        return jnp.swapaxes(made(x, weights, mask, gate_up, down, activation, active, one), 0, 1)
-    return made(x, weights, mask, gate_up, down, activation, active, one)
+        return jnp.swapaxes(made(x, weights, mask, experts, active, one), 0, 1)
+    return made(x, weights, mask, experts, active, one)
+
+
+def sequence_length() -> int | None:
+    """The tokens of a sequence, if that is known."""
+    how = _how.get()
+    return None if how is None else how.length
 
 
 def _tell(text: str) -> None:
@@ -167,16 +251,14 @@ def _tell(text: str) -> None:
         how.notes.append(text)
 
 
-def _sorted(
-    x: Any, weights: Any, mask: Any, gate_up: Any, down: Any, activation: Callable[[Any], Any], active: int, one: bool
-) -> Any:
+def _sorted(x: Any, weights: Any, mask: Any, layers: Experts, active: int, one: bool) -> Any:
     """`mix` of the tokens [B, S, D] of each sequence, sorted by expert."""
     import jax
     import jax.numpy as jnp
 
     how = _how.get()
     assert how is not None
-    (batch, length, dim), experts, groups = x.shape, mask.shape[-1], how.form.groups
+    (batch, length), experts, groups = x.shape[:2], mask.shape[-1], how.form.groups
     if experts % groups:
         raise UserError(f"experts `sorted:{groups}` cannot be: {experts} experts do not divide into {groups} groups.")
     rows = rows_of(length, active, experts, groups, how.factor)
@@ -192,24 +274,37 @@ def _sorted(
     share = jnp.stack([jnp.where(each, weights, 0.0).sum(-1) for each in hot], -1)
     to_groups, from_groups, sizes = dispatch(chosen, experts, groups, rows)
     moved = to_groups(x).swapaxes(0, 1)  # group before sequence, which is split first
-    inner, counts = down.shape[-1], sizes().swapaxes(0, 1)
+    counts = sizes().swapaxes(0, 1)
     real = batch * min(groups * rows, length * active)
-    halves = gate_up.reshape(experts, 2, inner, dim)
     busiest = min(how.imbalance, max(1.0, groups * rows / (length * active)))  # no more than there are rows for
     if busiest > 1 and experts > groups:
         _tell(
             f"The busiest device is held to have {busiest:g} times the mean number of tokens for its experts: their "
             "matmuls take as much longer where groups of experts are split; the exchange is padded, and takes the same."
         )
-    gate, up = (grouped_matmul(moved, halves[:, half], counts, real, busiest) for half in range(2))
-    out = grouped_matmul(activation(gate) * up, down, counts, real, busiest)
-    _flops.record(6.0 * batch * length * active * dim * inner)
+
+    def times(rows: Any, weight: Any, bias: Any) -> Any:
+        found = grouped_matmul(rows, weight, counts, real, busiest)
+        return found if bias is None else found + _bias_of_rows(bias, counts, rows.shape[2]).astype(found.dtype)
+
+    out = layers.apply(moved, times, one)
+    _flops.record(2.0 * batch * length * active * layers.weights_each)
     return jnp.einsum("bskd,bsk->bsd", from_groups(out.swapaxes(0, 1)), share.astype(x.dtype))
 
 
-def _slotted(
-    x: Any, weights: Any, mask: Any, gate_up: Any, down: Any, activation: Callable[[Any], Any], active: int, one: bool
-) -> Any:
+def _bias_of_rows(bias: Any, sizes: Any, rows: int) -> Any:
+    """Biases [E, F] of rows that lie by expert, `sizes` [G, P, E / G] of each: [G, P, R, F]."""
+    import jax
+    import jax.numpy as jnp
+
+    ends = jnp.cumsum(sizes, axis=-1)[:, :, None]
+    place = jax.lax.broadcasted_iota(jnp.int32, (1, 1, rows, 1), 2)
+    own = (place < ends) & (place >= ends - sizes[:, :, None])
+    bias = bias.reshape(sizes.shape[0], sizes.shape[-1], bias.shape[-1])
+    return jnp.einsum("gpre,gef->gprf", own.astype(bias.dtype), bias)
+
+
+def _slotted(x: Any, weights: Any, mask: Any, layers: Experts, active: int, one: bool) -> Any:
     """`mix` of tokens along the second dim; `one`: of a step that decodes one token a sequence."""
     import jax
     import jax.numpy as jnp
@@ -237,30 +332,16 @@ def _slotted(
     slot = jax.lax.broadcasted_iota(jnp.float32, (1, 1, 1, 1, slots), 4)
     dispatch = (place[..., None] == slot) & mask[..., None]
     moved = jnp.einsum("bnsec,bnsd->ebncd", dispatch.astype(x.dtype), x)
-    inner = down.shape[-1]
-    gate, up = (mark(half, "experts.gate_up_proj") for half in _halves(moved, gate_up, inner, one))
-    out = mark(jnp.einsum("ebnci,edi->ebncd", activation(gate) * up, down), "experts.down_proj")
-    _flops.record(6.0 * batch * length * active * dim * inner)
+
+    def times(tokens: Any, weight: Any, bias: Any) -> Any:
+        found = jnp.einsum("ebncd,efd->ebncf", tokens, weight)
+        return found if bias is None else found + bias[:, None, None, None].astype(found.dtype)
+
+    out = layers.apply(moved, times, one)
+    _flops.record(2.0 * batch * length * active * layers.weights_each)
     combine = (dispatch * weights[..., None]).astype(x.dtype)
     mixed = jnp.einsum("bnsec,ebncd->bnsd", combine, out)
     return mixed.reshape(batch, length, dim)
-
-
-def _halves(moved: Any, gate_up: Any, inner: int, one: bool) -> tuple[Any, Any]:
-    """What the two halves of the fused weight make of the tokens: gate and up [E, B, N, C, I].
-
-    Apart before the product, each device has its share of either half. A step of one token a sequence (`one`) takes
-    next to no time but what reading weights takes, and XLA copies what it slices of a layer's stack in a loop: there
-    the product is made of the weight as it is stored, and its small result is taken apart.
-    """
-    import jax.numpy as jnp
-
-    if one:
-        both = jnp.einsum("ebncd,efd->ebncf", moved, gate_up)
-        return both[..., :inner], both[..., inner:]
-    experts, _, dim = gate_up.shape
-    halves = gate_up.reshape(experts, 2, inner, dim)
-    return jnp.einsum("ebncd,eid->ebnci", moved, halves[:, 0]), jnp.einsum("ebncd,eid->ebnci", moved, halves[:, 1])
 
 
 def softmax_router(logits: Any, count: int) -> tuple[Any, Any]:
@@ -309,7 +390,7 @@ def mixtral_block(self: Any, hidden_states: Any) -> Any:
 
     def run(x: Any, scores: Any, gate_up: Any, down: Any) -> Any:
         weights, mask = softmax_router(scores, self.top_k)
-        return mix(x, weights, mask, gate_up, down, _activation(self.experts.act_fn), self.top_k)
+        return mix(x, weights, mask, gate_up, down, activation_of(self.experts.act_fn), self.top_k)
 
     return _through(env, run, hidden_states, logits, self.experts.gate_up_proj, self.experts.down_proj)
 
@@ -329,7 +410,7 @@ def deepseek_block(self: Any, hidden_states: Any) -> Any:
             gate.norm_topk_prob,
             gate.routed_scaling_factor,
         )
-        return mix(x, weights, mask, gate_up, down, _activation(self.experts.act_fn), gate.top_k)
+        return mix(x, weights, mask, gate_up, down, activation_of(self.experts.act_fn), gate.top_k)
 
     routed = _through(
         env,
@@ -343,7 +424,7 @@ def deepseek_block(self: Any, hidden_states: Any) -> Any:
     return routed + self.shared_experts(hidden_states)
 
 
-def _activation(module: Any) -> Callable[[Any], Any]:
+def activation_of(module: Any) -> Callable[[Any], Any]:
     """The torch activation of a module as a function of JAX values."""
     env = environment()
     return lambda x: env.t2j_iso(module(env.j2t_iso(x)))

@@ -1,23 +1,20 @@
 """`hf:CONFIG`: a Hugging Face architecture from its configuration alone, without weights and without the network."""
 
-import logging
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.program import _meta, _train
+from autoshard.program import _train
 from autoshard.program._config import read_config
 from autoshard.program._experts import check_experts
 from autoshard.program._hf_inputs import task_of
+from autoshard.program._hf_model import build_model
 from autoshard.program._hf_serving import serving_program
-from autoshard.program._lean import import_model_code
 from autoshard.program._program import Program
 from autoshard.program._remat import parse_remat
 from autoshard.program._stack import read_pipeline
 from autoshard.program._torch import TrainOptions, evaluation_mode, in_turn, torch_program
 from autoshard.program._torch_function import TorchFunction
 
-
-_NOT_FIELDS = {"architectures", "model_type", "torch_dtype", "dtype", "transformers_version"}
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "f32": "float32", "bfloat16": "bfloat16"} | {
     "float32": "float32",
@@ -155,69 +152,7 @@ def from_config(
     )
 
 
-def build_model(name: str, fields: dict[str, Any], dtype: str) -> Any:
-    """The torch module of a configuration, weights on the meta device, in evaluation mode."""
-    import torch
-
-    _quiet()
-    kind = fields["model_type"].replace("-", "_")
-    package = f"transformers.models.{kind}"
-    try:
-        import_model_code(f"{package}.configuration_{kind}")
-        modeling = import_model_code(f"{package}.modeling_{kind}")
-    except ModuleNotFoundError as error:
-        if error.name and error.name.startswith("transformers"):
-            raise UserError(
-                f"`{name}`: the installed transformers has no model type `{fields['model_type']}`; "
-                "check `model_type` in the configuration."
-            ) from None
-        raise
-    architecture = (fields.get("architectures") or [_default_architecture(modeling)])[0]
-    if not architecture or not hasattr(modeling, architecture):
-        raise UserError(f"`{name}`: transformers offers no `{architecture}` for model type `{fields['model_type']}`.")
-    model_class = getattr(modeling, architecture)
-    from autoshard.program._attention import register_hf
-
-    register_hf()
-    known = {key: value for key, value in fields.items() if not key.startswith("_") and key not in _NOT_FIELDS}
-    before = torch.get_default_dtype()
-    try:
-        config = model_class.config_class(**known)
-        config._attn_implementation = "autoshard"
-        torch.set_default_dtype(getattr(torch, dtype))
-        model = _meta.build(lambda: model_class(config))
-        _widen_statistics(model)
-    except UserError:
-        raise
-    except Exception as error:  # whatever a hand-written configuration makes the model's own code raise
-        lines = str(error).strip().splitlines()
-        raise UserError(
-            f"`{name}` cannot be built: {type(error).__name__}: {lines[0] if lines else ''}".rstrip() + "."
-        ) from error
-    finally:
-        torch.set_default_dtype(before)
-    return model.eval()
-
-
-def _widen_statistics(model: Any) -> None:
-    """Keep statistics (running means, routing biases) in fp32 whatever the compute dtype is."""
-    for module in model.modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point() and key not in module._non_persistent_buffers_set:
-                module._buffers[key] = buffer.float()
-
-
-def _default_architecture(modeling: Any) -> str:
-    names = [n for n in getattr(modeling, "__all__", []) if n.endswith(("ForCausalLM", "LMHeadModel"))]
-    return names[0] if names else ""
-
-
 def _dtype(text: str, flag: str) -> str:
     if text not in _DTYPES:
         raise UserError(f"--{flag.replace('_', '-')} `{text}` is not supported; use bfloat16, float32 or float16.")
     return _DTYPES[text]
-
-
-def _quiet() -> None:
-    """transformers logs advice about kernels and weights that does not apply to a model without weights."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)

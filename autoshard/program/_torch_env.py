@@ -31,13 +31,19 @@ def lowered_environment() -> Any:
     return env
 
 
+_CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
+
+
 @contextlib.contextmanager
 def canonical_modules() -> Iterator[None]:
     """While inside, code of transformers that merges dims or inspects data is replaced by equal code that does not."""
+    import os
     import sys
 
     import torch
 
+    checks = os.environ.get(_CHECKS)
+    os.environ[_CHECKS] = "1"  # transformers' checks of values, which nobody knows yet
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it calls one opaque operation for a whole layer
     replaced: list[tuple[Any, str, Any]] = []
@@ -52,6 +58,9 @@ def canonical_modules() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
+        os.environ.pop(_CHECKS)
+        if checks is not None:
+            os.environ[_CHECKS] = checks
         for target, attribute, original in replaced:
             setattr(target, attribute, original)
 

@@ -176,7 +176,8 @@ class TorchFunction:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Explicitly requested dtype .*int64")  # torch's ids are 64-bit
             stack.enter_context(canonical_modules())
-            stack.enter_context(capacity(self.capacity_factor, self.notes, self.experts, self.imbalance))
+            length = _sequence_length(args, kwargs)
+            stack.enter_context(capacity(self.capacity_factor, self.notes, self.experts, self.imbalance, length))
             stack.enter_context(attention_kernel(self.attention, self.notes, self.exchange))
             remat = LayerRemat(self._remat_of, self.savable)
             stack.enter_context(scanned(self.module, self.blocks, layers, prepare, remat, env))
@@ -277,6 +278,15 @@ class TorchFunction:
             block, offset, key = self.members[name]
             array = np.stack([_host(own[f"{block.layer(offset, r)}.{key}"]) for r in range(block.repeats)])
         return array if dtype is None else array.astype(dtype)
+
+
+def _sequence_length(args: Any, kwargs: Any) -> int | None:
+    """The second dim of the ids [B, S] that a module is called with; None if there are none."""
+    import jax
+
+    leaves = jax.tree.leaves((kwargs, args))
+    ids = [leaf.shape for leaf in leaves if getattr(leaf, "ndim", 0) == 2 and leaf.dtype.kind in "iu"]
+    return int(ids[0][1]) if ids else None
 
 
 def plain(value: Any) -> Any:
