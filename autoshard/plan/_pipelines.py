@@ -1,105 +1,132 @@
-"""Which meshes are worth planning a pipeline on: known for all of its schedules from the one with fewest microbatches.
+"""Which meshes are worth planning a pipeline on, known from pipelines that are like it and compute in larger parts.
 
 Smaller microbatches and more rounds make no tick faster for each example in it: an op on half of a batch takes at least
 half as long, parameters that are gathered once more are moved once more, and what splits a small batch evenly splits
-twice as much. So no pipeline of as many stages takes less than the one with fewest microbatches, once through the
-stages, would without its bubble. Its program is priced on every mesh with an axis of stages, and bounded by messages
-between decisions, whatever fits into memory.
+twice as much. So a pipeline takes at least as long as one of as many stages with fewer microbatches, once through the
+stages, would without its bubble, stretched by its own. That one's program is priced on every mesh with an axis of
+stages (see `plan/model/_stage_axis.py`) and bounded by messages between decisions, whatever fits into memory; then the
+one with twice as many microbatches on those meshes that are left.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
 
-from autoshard.cost import Calibration, Mesh, Topology, candidate_meshes
+from autoshard.cost import Mesh, Topology, candidate_meshes
 from autoshard.errors import UserError
 from autoshard.plan.mesh._trial import Rival, Trials, unusable
-from autoshard.plan.model._asked import Asked
 from autoshard.plan.model._stage_axis import with_stages
-from autoshard.plan.price._path_tables import PathTables
-from autoshard.plan.price._reading import read_program
 from autoshard.plan.price._task import Task
+from autoshard.plan.solve._build import Weights
 from autoshard.plan.solve._floors import least_compute
 from autoshard.plan.write._recipe import Recipe
-from autoshard.plan.write._stages import pipeline_of, without_pipeline
-from autoshard.program import Program
+from autoshard.plan.write._stages import pipeline_of
+from autoshard.program import Pipeline, Program
 
 
-UNSTAGED = "slower on every mesh, even without its bubble"
+GPIPE = "gpipe"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StagedMeshes:
-    """Meshes with an axis of stages that pipelines may be planned on, and what all others take at least."""
+    """Meshes with an axis of stages on which a pipeline may take less than it must."""
 
     meshes: tuple[Mesh, ...]
-    bounds: tuple[float, ...]
-    """Seconds that no step of any of the pipelines goes below on each of them."""
-    others_s: float
-    """The same of all that are left out; infinite if none is."""
+    bound_s: float
+    """A step takes no less on any mesh with such an axis."""
+    program: Program
+    """One of as many stages."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kin:
+    """A pipeline that goes once through its stages, as far as others are bounded by it."""
+
+    task: Task
+    pipeline: Pipeline
+    bounds: dict[Mesh, float]
+    """Seconds of a step that are no bubble, below which none is; no further than was needed."""
 
     @property
-    def bound_s(self) -> float:
-        """On any mesh."""
-        return min((*self.bounds, self.others_s))
+    def layers(self) -> int:
+        """Of the stack that is cut."""
+        return max(self.task.program.stacks)
 
-    def below(self, beat_s: float) -> tuple[Mesh, ...]:
-        """Those that may take less than that."""
-        return tuple(mesh for mesh, bound in zip(self.meshes, self.bounds, strict=True) if bound < beat_s)
+    def bound(self, mesh: Mesh, beat_s: float, weights: Weights | None) -> float:
+        """Of one mesh, no further than needed to know that it takes no less than `beat_s`."""
+        if mesh not in self.bounds:
+            self.bounds[mesh] = self._bound(mesh, beat_s, weights)
+        return self.bounds[mesh]
+
+    def _bound(self, mesh: Mesh, beat_s: float, weights: Weights | None) -> float:
+        task, useful = self.task, 1 - self.pipeline.bubble(self.layers)
+        if unusable(task.program, task.reading, mesh):
+            return math.inf
+        enough_s = beat_s / useful
+        found = least_compute(task.program, task.reading, mesh, task.calibration, enough_s)
+        if found < enough_s and weights is not None:
+            trials = Trials(task, math.inf, True)
+            trial = trials.bound(mesh, Rival(enough_s, sys.maxsize, weights))
+            found = max(found, trials.bounded(mesh) if trial is None else trial.bound_s or 0.0)
+        return useful * found
 
 
 class PipelineMeshes:
-    """Finds them, once for each number of stages and whatever else a recipe says."""
+    """Finds meshes for the pipelines of one program."""
 
-    def __init__(
-        self, topology: Topology, asked: Asked, limit: int, figures: Calibration, tables: PathTables
-    ) -> None:
-        self.topology, self.asked, self.limit, self.figures, self.tables = topology, asked, limit, figures, tables
-        self.known: dict[tuple[Recipe, int], StagedMeshes | None] = {}
+    def __init__(self, topology: Topology, make: Callable[..., Program], task: Callable[[Program, int], Task]) -> None:
+        """`make` gives the program of a recipe, `task` what is to be planned of a program with so many stages."""
+        self.topology, self.make, self.task = topology, make, task
+        self.kin: dict[Recipe, Kin | None] = {}
 
     def of(
-        self, recipe: Recipe, make: Callable[..., Program], counts: Sequence[int], rival: Rival | None
+        self, recipe: Recipe, counts: Sequence[int], beat: Callable[[Program], float], weights: Weights | None
     ) -> StagedMeshes | None:
-        """The meshes for a pipeline that must beat the `rival`; None if its simplest kin cannot be made.
+        """The meshes for the pipeline of a recipe; None if none has such an axis, or those like it cannot be made.
 
-        `make` gives the program of a recipe, `counts` are the microbatches that may be chosen.
+        `counts` are all microbatches that may be chosen, `beat` says what a step must take less than, `weights` are
+        those of the best plan yet.
         """
         pipeline = pipeline_of(recipe)
         assert pipeline is not None
-        key = without_pipeline(recipe), pipeline.stages
-        if key not in self.known:
-            fewest = min(count for count in counts if count % pipeline.stages == 0 or len(counts) == 1)
-            simplest = recipe.but(schedule="gpipe", microbatches=fewest)
-            try:
-                program = make(**simplest.arguments)
-            except UserError:
-                self.known[key] = None
-            else:
-                kin = pipeline_of(simplest)
-                assert kin is not None
-                self.known[key] = self._found(program, kin.stages, 1 - kin.bubble(max(program.stacks)), rival)
-        return self.known[key]
+        left = with_stages(candidate_meshes(self.topology), pipeline.stages)
+        others_s = least_s = math.inf
+        program = None
+        if not left:
+            return None
+        for count in _fewer(pipeline, counts):
+            if not left or program is not None and (count, GPIPE) == (pipeline.microbatches, pipeline.schedule):
+                break
+            kin = self._kin(recipe.but(schedule=GPIPE, microbatches=count))
+            if kin is None:
+                return None
+            program = kin.task.program
+            beat_s, slower = beat(program), 1 / (1 - pipeline.bubble(kin.layers))
+            bounds = {mesh: slower * kin.bound(mesh, beat_s, weights) for mesh in left}
+            others_s = min((others_s, *(bound for bound in bounds.values() if bound >= beat_s)))
+            left = tuple(mesh for mesh, bound in bounds.items() if bound < beat_s)
+            least_s = min((others_s, *bounds.values()))
+        assert program is not None
+        return StagedMeshes(left, least_s, program)
 
-    def _found(self, program: Program, stages: int, useful: float, rival: Rival | None) -> StagedMeshes:
-        """`useful` is the share of the program's ticks that is no bubble."""
-        beat_s = math.inf if rival is None else rival.step_s
-        reading = read_program(program, self.topology.backend)
-        task = Task(program, reading, self.asked, self.limit, 0, self.figures, self.tables, stages)
-        trials = Trials(task, math.inf, True)
-        loose = None if rival is None else dataclasses.replace(rival, step_s=beat_s / useful)
-        kept: dict[Mesh, float] = {}
-        others_s = math.inf
-        for mesh in with_stages(candidate_meshes(self.topology), stages):
-            if unusable(program, reading, mesh):
-                continue
-            bound = useful * least_compute(program, reading, mesh, self.figures, beat_s / useful)
-            if bound < beat_s and loose is not None:
-                found = trials.bound(mesh, loose)
-                bound = max(bound, useful * ((found and found.bound_s) or trials.bounded(mesh)))
-                trials.forget()
-            if bound < beat_s:
-                kept[mesh] = bound
+    def _kin(self, recipe: Recipe) -> Kin | None:
+        if recipe not in self.kin:
+            pipeline = pipeline_of(recipe)
+            assert pipeline is not None
+            try:
+                program = self.make(**recipe.arguments)
+            except UserError:
+                self.kin[recipe] = None
             else:
-                others_s = min(others_s, bound)
-        return StagedMeshes(tuple(kept), tuple(kept.values()), others_s)
+                self.kin[recipe] = Kin(self.task(program, pipeline.stages), pipeline, {})
+        return self.kin[recipe]
+
+
+def _fewer(pipeline: Pipeline, counts: Sequence[int]) -> list[int]:
+    """Microbatches that may be chosen and are fewer than those of a pipeline, by a whole number of times; its own last.
+
+    They are as many as there are stages, or a multiple, where there is a choice.
+    """
+    fewer = {n for n in counts if pipeline.microbatches % n == 0 and n % pipeline.stages == 0}
+    return sorted({*fewer, pipeline.microbatches})

@@ -83,7 +83,7 @@ def least_seconds(
 def least_compute(
     program: Program, reading: Reading, mesh: Mesh, calibration: Calibration | None = None, enough: float = math.inf
 ) -> float:
-    """Seconds that the matmuls and kernels of a program take at least on a mesh of a pipeline; no further than `enough`.
+    """Seconds that matmuls and kernels take at least on a mesh with an axis of stages, no further than `enough`.
 
     A mesh that cannot split them is known by a few of them.
     """
