@@ -12,8 +12,6 @@ from typing import Any
 from autoshard.cost import Topology, candidate_meshes
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan._make import Before, PlanResult, given_mesh, make_plan, priced_with
-from autoshard.plan._pipelines import PipelineMeshes, StagedMeshes
-from autoshard.plan._recipe_order import LEAST_GAIN, in_order
 from autoshard.plan.mesh._meshes import Beaten
 from autoshard.plan.mesh._trial import Rival, unusable
 from autoshard.plan.model._axis_parts import find_axis_parts
@@ -30,6 +28,7 @@ from autoshard.plan.price._task import Task
 from autoshard.plan.record._plan import Plan
 from autoshard.plan.solve._floors import Floors, floors
 from autoshard.plan.write import _stages
+from autoshard.plan.write._pipelines import PipelineMeshes, StagedMeshes
 from autoshard.plan.write._recipe import (
     ARITHMETIC,
     SLOWER,
@@ -43,6 +42,7 @@ from autoshard.plan.write._recipe import (
     needs_no_less,
     verdict_of,
 )
+from autoshard.plan.write._recipe_order import LEAST_GAIN, in_order
 from autoshard.plan.write._stages import BUBBLE, UNSTAGED, Arithmetic
 from autoshard.program import HOSTS, INPUT, Choices, Program, Role
 
