@@ -4,8 +4,8 @@ Smaller microbatches and more rounds make no tick faster for each example in it:
 half as long, parameters that are gathered once more are moved once more, and what splits a small batch evenly splits
 twice as much. So a pipeline takes at least as long as one of as many stages with fewer microbatches, once through the
 stages, would without its bubble, stretched by its own. That one's program is priced on every mesh with an axis of
-stages (see `autoshard/plan/model/_stage_axis.py`) and bounded by messages between decisions, whatever fits into memory; then the
-one with twice as many microbatches on those meshes that are left.
+stages (`autoshard/plan/model/_stage_axis.py`) and bounded by messages between decisions, whatever fits into memory;
+then the one with twice as many microbatches on those meshes that are left.
 """
 
 import dataclasses
