@@ -1,5 +1,6 @@
 """Every mesh worth a look on a topology: its devices as a product of one to four axes, each laid on physical axes."""
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from autoshard.cost._topology import Topology
 MOST_AXES = 4
 
 
+@functools.lru_cache(maxsize=16)
 def candidate_meshes(topology: Topology, most_axes: int = MOST_AXES) -> tuple[Mesh, ...]:
     """Meshes of 1 to `most_axes` axes over all devices, axes named as by `default_axis_names`.
 

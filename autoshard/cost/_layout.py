@@ -114,13 +114,19 @@ def _speed(segments: tuple[Segment, ...]) -> float:
 def _rank(segments: tuple[tuple[Segment, ...], ...], assignment: Sequence[_Counts], physical: Sequence[PhysicalAxis]):
     """Smaller is better: slow links to the first mesh axes, whole physical axes, then speed of the last mesh axes."""
     last = len(segments) - 1
-    late_network = sum(i * math.log(s.size) for i, mine in enumerate(segments) for s in mine if s.kind == "network")
     early_die = sum((last - i) for i, mine in enumerate(segments) for s in mine if s.kind == "die")
-    splits = sum(max(0, sum(counts[p] > 1 for counts in assignment) - 1) for p in range(len(physical)))
     speeds = tuple(-_speed(mine) for mine in reversed(segments))
     # The last entry only breaks ties: earlier mesh axes on earlier physical axes.
     order = tuple(tuple(-count for count in counts) for counts in assignment)
-    return (round(late_network, 9), splits, early_die, speeds, order)
+    return (*_first_ranks(assignment, physical), early_die, speeds, order)
+
+
+def _first_ranks(assignment: Sequence[_Counts], physical: Sequence[PhysicalAxis]) -> tuple[float, int]:
+    """What `_rank` begins with, which takes no segments."""
+    network = [p for p, axis in enumerate(physical) if axis.kind == "network"]
+    late_network = sum(i * math.log(counts[p]) for i, counts in enumerate(assignment) for p in network)
+    pieces = [sum(count > 1 for count in counts) for counts in zip(*assignment, strict=True)]
+    return round(late_network, 9), sum(max(0, count - 1) for count in pieces)
 
 
 def choose_layout(
@@ -152,6 +158,8 @@ def choose_layout(
     lengths = tuple(axis.size for axis in physical)
     for assignment in itertools.islice(_assignments(tuple(sizes.values()), lengths), 200_000):
         if fixed is not None and tuple(counts[0] for counts in assignment) != fixed:
+            continue
+        if best is not None and _first_ranks(assignment, physical) > best[0][:2]:
             continue
         segments = _segments(assignment, physical)
         rank = _rank(segments, assignment, physical)

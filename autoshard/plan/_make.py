@@ -35,6 +35,7 @@ from autoshard.plan.model._axis_parts import find_axis_parts
 from autoshard.plan.model._demands import check_regions, program_mesh
 from autoshard.plan.model._exchange import check_exchange
 from autoshard.plan.model._options import Limits, Options
+from autoshard.plan.model._stage_axis import STAGE
 from autoshard.plan.price._flag_gains import flag_gains
 from autoshard.plan.price._path_tables import PathTables
 from autoshard.plan.price._predict import predict
@@ -72,6 +73,10 @@ class Before:
     rival: Rival | None
     """What a plan must beat to be of any use, if the mesh is to be searched for."""
     tables: PathTables
+    stages: int = 0
+    """Of a pipeline whose meshes have an axis for them."""
+    meshes: tuple[Mesh, ...] | None = None
+    """Those that are searched; all if not said."""
 
 
 def given_mesh(
@@ -136,11 +141,10 @@ def make_plan(
     _share(crew, program, reading)
     task = Task(program, reading, options.asked, limits.memory_bytes, limits.seed, figures.calibration)
     if before is not None:
-        task = dataclasses.replace(task, tables=before.tables)
+        task = dataclasses.replace(task, tables=before.tables, stages=before.stages)
     search_on = Searcher(task, phases, crew, parsed)
     given = given_mesh(parsed, options.mesh, program_mesh(reading.graph, parsed.num_devices))
-    rival = before.rival if before is not None else None
-    searched = _search(search_on, given, limits.seconds, options.refine_axes, rival)
+    searched = _search(search_on, given, limits.seconds, options.refine_axes, before)
     best, found = searched.best, searched.best.found
     if isinstance(found, Infeasible):
         said = explain_infeasible(
@@ -153,7 +157,11 @@ def make_plan(
     completed = compared.found.baselines
     plain = Writer(program, reading.groups, limits.memory_bytes, limits.seed, list(completed), figures.said)
     gains = flag_gains(best.model, found.best.choices, figures.plain)
-    asked = {"asked": options.asked.lines, "pinned": best.required.pinned} if options.asked else {}
+    asked: dict[str, Any] = {}
+    if options.asked:
+        asked = {"asked": options.asked.lines, "pinned": best.required.pinned}
+    if task.stages:
+        asked["stage_axis"] = STAGE
     writer = dataclasses.replace(
         plain,
         said={**figures.said, **({"flag_sets": gains} if gains else {}), **asked},
@@ -270,20 +278,21 @@ class _Searched:
 
 
 def _search(
-    search_on: Searcher, given: Mesh | None, time_limit: float, refine_axes: bool, rival: Rival | None
+    search_on: Searcher, given: Mesh | None, time_limit: float, refine_axes: bool, before: Before | None
 ) -> _Searched:
     """On the mesh that is given, else on the best one, and on the same with an axis cut where dims ask for that.
 
-    Raises `Beaten` if a mesh is looked for and none beats the `rival`.
+    Raises `Beaten` if a mesh is looked for and none beats the rival that is known `before`.
     """
     task, phases, topology = search_on.task, search_on.phases, search_on.topology
+    rival, meshes = (None, None) if before is None else (before.rival, before.meshes)
     reading = task.reading
     graph = reading.graph
     check_exchange(task.program, graph, given)
     if given is None:
         phases.start("meshes", f"looking for the mesh of {topology.num_devices} devices")
         looked = MeshSearch(Trials(task, time_limit, rival is not None), phases.progress, rival).run(
-            topology, search_on.crew
+            topology, search_on.crew, meshes
         )
         chosen = looked.model.mesh
     else:
@@ -294,6 +303,8 @@ def _search(
     axis_parts = None
     if refine_axes and not graph.constraints and not graph.regions:
         axis_parts = find_axis_parts(graph, reading.structure, reading.groups, chosen)
+    if axis_parts is not None and task.stages and chosen.names[axis_parts.axis] == STAGE:
+        axis_parts = None
     share = 1.0 if axis_parts is None else 0.6
     if looked is None:
         original = search_on.mesh(chosen, share * time_limit)

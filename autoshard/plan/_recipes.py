@@ -5,7 +5,7 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ from autoshard.plan.price._foresee import Foreseen, foresee
 from autoshard.plan.price._least import least_seconds
 from autoshard.plan.price._path_tables import PathTables
 from autoshard.plan.price._reading import read_program
+from autoshard.plan.price._task import Task
 from autoshard.plan.record._plan import Plan
 from autoshard.plan.solve._floors import Floors, floors
 from autoshard.plan.write import _stages
+from autoshard.plan.write._pipelines import PipelineMeshes, StagedMeshes
 from autoshard.plan.write._recipe import (
     ARITHMETIC,
     SLOWER,
@@ -40,15 +42,13 @@ from autoshard.plan.write._recipe import (
     needs_no_less,
     verdict_of,
 )
-from autoshard.plan.write._stages import BUBBLE, Arithmetic
+from autoshard.plan.write._recipe_order import LEAST_GAIN, in_order
+from autoshard.plan.write._stages import BUBBLE, UNSTAGED, Arithmetic
 from autoshard.program import HOSTS, INPUT, Choices, Program, Role
 
 
 FINENESS = 16
 """A mixture is looked for to within one part in so many of the layers."""
-
-LEAST_GAIN = 0.01
-"""A batch twice as large that is not faster by this share for each element ends the search for a larger one."""
 
 TIGHT = 0.8
 """Share of the memory limit from which a plan may be slower for lack of memory: more microbatches, and state on
@@ -102,7 +102,8 @@ def plan_recipes(
     Raises the `InfeasibleError` of the last recipe if none fits, not even with the inputs of layers on their hosts.
     """
     tried = _RecipeSearch(make, options, running, of_source)
-    for recipe in _in_order(choices, tried):
+    tried.counts = tuple(choices.get("microbatches", ()))
+    for recipe in in_order(choices, tried):
         tried.consider(recipe)
     if tried.best is None:
         if tried.refused is None:  # nothing was planned: the last one says what would help
@@ -113,41 +114,6 @@ def plan_recipes(
     if of_source and not tried.by_value(choices.get("remat", ())):
         tried.mix(choices.get("remat", ()))
     return tried.told()
-
-
-def _in_order(choices: Choices, tried: "_RecipeSearch") -> Iterator[Recipe]:
-    """All recipes, fewer microbatches first; batches grow as long as that pays, and get smaller only if none fits."""
-    names = [name for name in choices if name != "batch" or not tried.of_source]
-    others = list(itertools.product(*(choices[name] for name in names)))
-    if "stages" in names:
-        others = _stages.in_order(others, names)
-    elif tried.of_source and "microbatches" in names:  # the first of them is what others are held against
-        place = names.index("microbatches")
-        others.sort(key=lambda values: choices["microbatches"].index(values[place]))
-
-    def recipes(**batch: Any) -> Iterator[Recipe]:
-        for values in others:
-            recipe = Recipe((*batch.items(), *zip(names, values, strict=True)))
-            counts = choices.get("microbatches", ())
-            if "stages" not in names or _stages.is_sensible(recipe.arguments, counts, tried.stacks):
-                yield recipe
-
-    if len(names) == len(choices):
-        yield from recipes()
-        return
-    batches = choices["batch"]
-    growing = [b for b in batches if b >= batches[0]]
-    before = math.inf
-    for batch in growing:
-        yield from recipes(batch=batch)
-        now = tried.least(batch=batch)
-        if now > before * (1 - LEAST_GAIN) or math.isinf(now):
-            break
-        before = now
-    for batch in sorted((b for b in batches if b < batches[0]), reverse=True):
-        if tried.best is not None:
-            return
-        yield from recipes(batch=batch)
 
 
 class _RecipeSearch:
@@ -171,6 +137,9 @@ class _RecipeSearch:
         problem = self.running.pop("save_problem", None)
         self.problem = None if problem is None else Path(problem)
         self.tables = PathTables(TABLES)
+        self.counts: tuple[int, ...] = ()
+        """Microbatches that may be chosen."""
+        self.pipelines = PipelineMeshes(self.topology, make, self._task)
 
     def least(self, **some: Any) -> float:
         """Seconds of an element in the best recipe with these choices."""
@@ -218,6 +187,11 @@ class _RecipeSearch:
 
     def plan(self, recipe: Recipe, foreseen: Foreseen | None = None, *, whatever: bool = False, **instead: Any) -> bool:
         """Whether it is the best so far; `whatever` is known of it, it is planned."""
+        staged = self._staged(recipe, instead)
+        if staged is not None and not staged.meshes and not whatever:
+            elements = _elements(staged.program)
+            self.tried.append(RecipeTried(recipe, UNSTAGED, None, elements, None, staged.bound_s))
+            return False
         try:
             program = self.make(**recipe.arguments)
         except InfeasibleError:
@@ -230,12 +204,15 @@ class _RecipeSearch:
         self.layers, self.savable, self.stacks = program.layers, program.savable, program.stacks
         elements = _elements(program)
         options = dataclasses.replace(self.options, **instead)
-        bound, least, verdict = self._bound(recipe, program, options, self._beaten_by_s(recipe) * elements)
+        beat_s = self._beaten_by_s(recipe) * elements
+        bound, least, verdict = self._bound(recipe, program, options, beat_s, staged)
         if verdict and not whatever:
             self.tried.append(RecipeTried(recipe, verdict, None, elements, None, bound))
             return False
         problem = None if self.problem is None else self.problem.with_name(f".{self.problem.name}")
         before = Before(None if whatever else self._rival(recipe, elements), self.tables)
+        if staged is not None and staged.meshes:
+            before = dataclasses.replace(before, stages=recipe.arguments["stages"], meshes=staged.meshes)
         try:
             made = make_plan(program, options, save_problem=problem, before=before, **self.running)
         except Beaten as error:
@@ -284,7 +261,23 @@ class _RecipeSearch:
         batch, other = (each.arguments.get("batch", 0) for each in (recipe, row.recipe))
         return row.per_element_s * (1 - LEAST_GAIN if self.of_source and batch > other else 1)
 
-    def _bound(self, recipe: Recipe, program: Program, options: Options, beat_s: float) -> tuple[float, int, str]:
+    def _task(self, program: Program, stages: int) -> Task:
+        reading = read_program(program, self.topology.backend, bool(self.running.get("kept")))
+        figures = priced_with(self.options, self.topology).calibration
+        return Task(program, reading, self.options.asked, self.limit, self.options.seed, figures, self.tables, stages)
+
+    def _staged(self, recipe: Recipe, instead: Mapping[str, Any]) -> StagedMeshes | None:
+        """Meshes for a pipeline, if they are to be looked for."""
+        mesh = instead.get("mesh", self.options.mesh)
+        if not self.of_source or _stages.pipeline_of(recipe) is None or given_mesh(self.topology, mesh) is not None:
+            return None
+        best = None if self.best is None else self.best[1].weights
+        counts = self.counts or (recipe.arguments["microbatches"],)
+        return self.pipelines.of(recipe, counts, lambda p: self._beaten_by_s(recipe) * _elements(p), best)
+
+    def _bound(
+        self, recipe: Recipe, program: Program, options: Options, beat_s: float, staged: StagedMeshes | None
+    ) -> tuple[float, int, str]:
         """Seconds and bytes that no plan goes below, and why it need not be planned for that; empty if it must."""
         reading = read_program(program, self.topology.backend, bool(self.running.get("kept")))
         figures = priced_with(options, self.topology).calibration
@@ -294,6 +287,8 @@ class _RecipeSearch:
             self.arithmetic.setdefault(_stages.without_pipeline(recipe), alone)
         if bound >= beat_s:
             return bound, 0, ARITHMETIC
+        if staged is not None:
+            return max(bound, staged.bound_s), 0, ""
         if reading.graph.regions or reading.graph.constraints:  # not every mesh serves them
             return bound, 0, ""
         given = given_mesh(self.topology, options.mesh, program_mesh(reading.graph, self.topology.num_devices))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.base.crew import Crew
-from autoshard.cost import Topology, candidate_meshes
+from autoshard.cost import Mesh, Topology, candidate_meshes
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan.mesh._in_order import InOrder
 from autoshard.plan.mesh._trial import MeshBest, Rival, Trial, Trials
@@ -64,14 +64,14 @@ class MeshSearch:
         self.nearest: Trial | None = None
         """To fitting, where nothing fits."""
 
-    def run(self, topology: Topology, crew: Crew) -> Chosen:
-        """The best of all candidates.
+    def run(self, topology: Topology, crew: Crew, meshes: Sequence[Mesh] | None = None) -> Chosen:
+        """The best of all candidates, or of some `meshes`.
 
         Raises `UserError` if what is asked for can hold on none of them, `Beaten` if none beats the rival that was
         given, and `InfeasibleError` if there was one and nothing fits.
         """
         crew.share("trials", self.trials)
-        meshes = candidate_meshes(topology)
+        meshes = candidate_meshes(topology) if meshes is None else meshes
         work = InOrder(self.trials, meshes, self.take, ahead=not crew.alone, first=self.rival)
         crew.run(work)
         crew.drop("trials")

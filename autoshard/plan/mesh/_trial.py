@@ -16,6 +16,7 @@ from autoshard.plan.model._demands import check_regions
 from autoshard.plan.model._heavy import heavy_strategies
 from autoshard.plan.model._model import Model
 from autoshard.plan.model._options import Limits
+from autoshard.plan.model._stage_axis import stage_axis
 from autoshard.plan.price._predict import Outcome
 from autoshard.plan.price._reading import Reading
 from autoshard.plan.price._task import Task
@@ -147,6 +148,11 @@ class Trials:
         """One mesh as `trial` has it, if that does not take solving it; None otherwise."""
         return self._looked_at(mesh, rival, keep=True)
 
+    def bounded(self, mesh: Mesh) -> float:
+        """Seconds that no plan takes less than, of a mesh that was bounded and must be solved to know more."""
+        climb = self._ahead[mesh].climb
+        return 0.0 if climb is None else climb.weighing.bound_s
+
     def trial(self, mesh: Mesh, rival: Rival | None, keep: bool, stop: threading.Event | None = None) -> Trial:
         """One mesh against the best so far, no further than needed to know that it is not better.
 
@@ -194,14 +200,16 @@ class Trials:
     def _size(self, mesh: Mesh) -> int:
         """Pairs of alternatives at both ends of all values that move, before any is priced."""
         if mesh not in self._pairs:
-            self._pairs[mesh] = _pairs(self.task.reading, mesh)
+            self._pairs[mesh] = _pairs(self.task.reading, mesh, bool(self.task.stages))
         return self._pairs[mesh]
 
     def _floor(self, mesh: Mesh) -> float:
         """Seconds that no plan on the mesh can undercut, without prices."""
         if mesh not in self._floors:
             task = self.task
-            self._floors[mesh] = least_seconds(task.program, task.reading, mesh, task.memory_limit, task.calibration)
+            self._floors[mesh] = least_seconds(
+                task.program, task.reading, mesh, task.memory_limit, task.calibration, bool(task.stages)
+            )
         return self._floors[mesh]
 
     def _priced(self, mesh: Mesh) -> "_Begun":
@@ -303,24 +311,27 @@ def splits_batch(program: Program, mesh: Mesh) -> bool:
     return any(size % n == 0 and size > 1 for a in (*batches, *state) for size in a.shape for n in axes)
 
 
-def _pairs(reading: Reading, mesh: Mesh) -> int:
+def _pairs(reading: Reading, mesh: Mesh, staged: bool = False) -> int:
     """Pairs of alternatives at both ends of all values that move, before any is priced."""
     graph, structure = reading.graph, reading.structure
     axes, backend = list(mesh.sizes), mesh.topology.backend
+    stages = stage_axis(reading, mesh) if staged else None
     known: dict[object, int] = {}
 
     def cluster_states(number: int) -> int:
         cluster = structure.clusters[number]
-        key = (cluster.sizes, tuple(sorted(cluster.blocked)))
+        key = (cluster.sizes, tuple(sorted(cluster.blocked)), None if stages is None else number)
         if key not in known:
-            known[key] = len(enumerate_states(cluster.sizes, axes, cluster.blocked))
+            states = enumerate_states(cluster.sizes, axes, cluster.blocked)
+            known[key] = len(states) if stages is None else int(stages.of_cluster(number, states).sum())
         return known[key]
 
     def op_strategies(number: int) -> int:
         op = graph.ops[number]
-        key = (op.kind, op.rule, op.opaque, op.halos)
+        key = (op.kind, op.rule, op.opaque, op.halos, None if stages is None else number)
         if key not in known:
-            known[key] = len(heavy_strategies(graph, op, axes, backend))
+            states = heavy_strategies(graph, op, axes, backend)
+            known[key] = len(states) if stages is None else int(stages.of_op(op, states).sum())
         return known[key]
 
     total = 0

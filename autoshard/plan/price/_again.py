@@ -25,7 +25,8 @@ def price_again(plan: Plan, program: Program, reading: Reading) -> tuple[Model, 
     figures = said_calibration(
         mesh.topology.chip.name, plan.provenance.get("learned"), plan.provenance.get("xla_flags")
     )
-    model = build_model(program, reading, mesh, plan.memory_limit_bytes, figures)
+    staged = "stage_axis" in plan.provenance
+    model = build_model(program, reading, mesh, plan.memory_limit_bytes, figures, staged=staged)
     said = [int(word) if word.isdecimal() and len(word) < 10 else -1 for word in plan.choices.split()]
     choices = np.array(said, dtype=np.int64)
     again = "plan it again with this version of autoshard."

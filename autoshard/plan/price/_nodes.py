@@ -17,6 +17,7 @@ from autoshard.plan.model._heavy import FOLDED_OPS, heavy_seconds, heavy_strateg
 from autoshard.plan.model._model import EXPOSED, HOST, Channel, MemoryTerm, Node, link_names
 from autoshard.plan.model._residency import Residency
 from autoshard.plan.model._ring import is_ring, ring_memory, ring_permutes
+from autoshard.plan.model._stage_axis import StageAxis
 from autoshard.plan.xla._handling import inner_collectives
 from autoshard.plan.xla._padding import Padding
 from autoshard.plan.xla._states import WHOLE, Seconds, States, enumerate_states, local_elements, relabel
@@ -43,11 +44,12 @@ class NodePricer:
         graph: OpGraph,
         structure: Structure,
         liveness: Liveness,
-        mesh: Mesh,
+        mesh: Mesh | StageAxis,
         memory_limit: int,
         axis_parts: AxisParts | None,
         calibration: Calibration | None,
     ) -> None:
+        self.stage_axis, mesh = (mesh, mesh.mesh) if isinstance(mesh, StageAxis) else (None, mesh)
         self.axis_parts = axis_parts
         self.program, self.graph, self.structure, self.liveness = program, graph, structure, liveness
         self.mesh, self.memory_limit = mesh, memory_limit
@@ -104,6 +106,8 @@ class NodePricer:
             if self.axis_parts is not None:
                 groups = self.group_sizes(cluster.id, range(len(cluster.sizes)))
                 states = states[self.axis_parts.apart(states, groups)]
+            if self.stage_axis is not None:
+                states = states[self.stage_axis.of_cluster(cluster.id, states)]
             local = {t: self.local_bytes(cluster.id, states, t) for t in cluster.tensors}
             softmax = self.softmaxes.get(cluster.id)
             if softmax is None:
@@ -267,6 +271,8 @@ class NodePricer:
         states = states[by_hand(op, states, self.mesh.axes) & self.exchange.strategies(op.id, states)]
         if self.axis_parts is not None and op.rule is not None:
             states = states[self.axis_parts.apart(states, self.factor_group_sizes(op))]
+        if self.stage_axis is not None:
+            states = states[self.stage_axis.of_op(op, states)]
         trips = self.graph.trips(op.loop)
         seconds = heavy_seconds(self.graph, op, states, self.axes, self.compute, self.residency, self.padding)
         inner = tuple(inner_collectives(self.graph, op, states, self.axes, backend))

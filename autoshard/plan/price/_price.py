@@ -16,6 +16,7 @@ from autoshard.plan.model._factors import factor_states
 from autoshard.plan.model._heavy import result_states
 from autoshard.plan.model._model import EXPOSED, Channel, MemoryTerm, Model, Node, Path, Reshard
 from autoshard.plan.model._overlap import ALONE, AT_NARROW, Overlap, columns_beside
+from autoshard.plan.model._stage_axis import StageAxis
 from autoshard.plan.price._nodes import NodePricer
 from autoshard.plan.price._path_tables import PathTables
 from autoshard.plan.price._paths import PathPrices
@@ -43,16 +44,19 @@ def price(
     graph: OpGraph,
     structure: Structure,
     liveness: Liveness,
-    mesh: Mesh | AxisParts,
+    mesh: Mesh | AxisParts | StageAxis,
     memory_limit: int,
     calibration: Calibration | None = None,
     tables: PathTables | None = None,
 ) -> Model:
-    """All nodes, reshards and memory of `program` on `mesh`, or on that of axes cut into parts.
+    """All nodes, reshards and memory of `program` on `mesh`, or on that of axes cut into parts, or with one of stages.
 
     `calibration`: by default that of the mesh's chip. `tables` are those of other programs priced with it.
     """
-    parts, whole = (mesh, mesh.mesh) if isinstance(mesh, AxisParts) else (None, mesh)
+    if isinstance(mesh, StageAxis):
+        parts, whole = mesh.parts, mesh
+    else:
+        parts, whole = (mesh, mesh.mesh) if isinstance(mesh, AxisParts) else (None, mesh)
     found = _Pricer(tables, program, graph, structure, liveness, whole, memory_limit, parts, calibration).model()
     if tables is not None:
         tables.trim()
@@ -231,6 +235,8 @@ class _Pricer(NodePricer):
         states = enumerate_states(record.shape, self.axes, blocked)
         if self.axis_parts is not None:
             states = states[self.axis_parts.apart(states, self.group_sizes(cluster.id, factors))]
+        if self.stage_axis is not None:
+            states = states[self.stage_axis.of_tensor(tensor, states)]
         large = record.bytes > LARGE_SHARE * self.memory_limit
         held = np.ones(len(states), dtype=bool)
         memory: tuple[MemoryTerm, ...] = ()

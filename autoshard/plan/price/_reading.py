@@ -17,6 +17,7 @@ from autoshard.graph import (
 from autoshard.plan.model._axis_parts import axis_parts_of
 from autoshard.plan.model._groups import Groups, find_groups, tensor_groups
 from autoshard.plan.model._model import Model
+from autoshard.plan.model._stage_axis import stage_axis
 from autoshard.plan.price._path_tables import PathTables
 from autoshard.plan.price._price import price
 from autoshard.plan.record._plan import Plan
@@ -94,11 +95,13 @@ def build_model(
     memory_limit: int,
     calibration: Calibration | None = None,
     tables: PathTables | None = None,
+    staged: bool = False,
 ) -> Model:
     """Every decision of a program on a mesh, priced; axes that are parts of another go apart where they may.
 
-    `calibration`: by default that of the mesh's chip, with nothing learned. `tables`: those of other programs.
+    `calibration`: by default that of the mesh's chip, with nothing learned. `tables`: those of other programs. With
+    `staged` an axis `stage` stands for the stages of a pipeline alone.
     """
-    axis_parts = axis_parts_of(reading.groups, mesh)
+    where = (stage_axis(reading, mesh) if staged else None) or axis_parts_of(reading.groups, mesh) or mesh
     graph, structure, liveness = reading.graph, reading.structure, reading.liveness
-    return price(program, graph, structure, liveness, axis_parts or mesh, memory_limit, calibration, tables)
+    return price(program, graph, structure, liveness, where, memory_limit, calibration, tables)

@@ -23,10 +23,13 @@ class Task:
     calibration: Calibration
     tables: PathTables | None = None
     """Tables of the paths of other programs, priced with the same figures."""
+    stages: int = 0
+    """Of a pipeline, if its meshes have an axis `stage` of that many devices, for stages alone."""
 
     def priced(self, mesh: Mesh) -> Model:
         """Its decisions on a mesh, with their prices."""
-        return build_model(self.program, self.reading, mesh, self.memory_limit, self.calibration, self.tables)
+        limit, staged = self.memory_limit, bool(self.stages)
+        return build_model(self.program, self.reading, mesh, limit, self.calibration, self.tables, staged)
 
     def required(self, model: Model) -> Required:
         """What is asked for on a mesh. Raises `UserError` if it cannot hold there."""

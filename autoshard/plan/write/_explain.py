@@ -129,7 +129,8 @@ def _rebuild(plan: Plan, program: Program) -> tuple[Model, NDArray[np.int64], Re
     lines, axis_parts = plan.provenance.get("asked", []), axis_parts_of(reading.groups, mesh)
     if axis_parts is None or not lines:
         return model, choices, require_lines(model, reading.groups, lines)
-    original = build_model(program, reading, axis_parts.original, plan.memory_limit_bytes, model.compute.calibration)
+    limit, staged = plan.memory_limit_bytes, "stage_axis" in plan.provenance
+    original = build_model(program, reading, axis_parts.original, limit, model.compute.calibration, staged=staged)
     asked = require_lines(original, reading.groups, lines)
     return model, choices, Required(axis_parts.allowed(original, model, asked.allowed), asked.pinned)
 

@@ -12,6 +12,7 @@ from autoshard.units import format_seconds
 
 
 BUBBLE = "not planned: slower by its arithmetic and its bubble alone"
+UNSTAGED = "slower on every mesh with an axis of stages"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

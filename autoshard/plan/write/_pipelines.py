@@ -1,0 +1,132 @@
+"""Which meshes are worth planning a pipeline on, known from pipelines that are like it and compute in larger parts.
+
+Smaller microbatches and more rounds make no tick faster for each example in it: an op on half of a batch takes at least
+half as long, parameters that are gathered once more are moved once more, and what splits a small batch evenly splits
+twice as much. So a pipeline takes at least as long as one of as many stages with fewer microbatches, once through the
+stages, would without its bubble, stretched by its own. That one's program is priced on every mesh with an axis of
+stages (`autoshard/plan/model/_stage_axis.py`) and bounded by messages between decisions, whatever fits into memory;
+then the one with twice as many microbatches on those meshes that are left.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Sequence
+
+from autoshard.cost import Mesh, Topology, candidate_meshes
+from autoshard.errors import UserError
+from autoshard.plan.mesh._trial import Rival, Trials, unusable
+from autoshard.plan.model._stage_axis import with_stages
+from autoshard.plan.price._task import Task
+from autoshard.plan.solve._build import Weights
+from autoshard.plan.solve._floors import least_compute
+from autoshard.plan.write._recipe import Recipe
+from autoshard.plan.write._stages import pipeline_of
+from autoshard.program import Pipeline, Program
+
+
+GPIPE = "gpipe"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StagedMeshes:
+    """Meshes with an axis of stages on which a pipeline may take less than it must."""
+
+    meshes: tuple[Mesh, ...]
+    bound_s: float
+    """A step takes no less on any mesh with such an axis."""
+    program: Program
+    """One of as many stages."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kin:
+    """A pipeline that goes once through its stages, as far as others are bounded by it."""
+
+    task: Task
+    pipeline: Pipeline
+    bounds: dict[Mesh, float]
+    """Seconds of a step that are no bubble, below which none is; no further than was needed."""
+
+    @property
+    def layers(self) -> int:
+        """Of the stack that is cut."""
+        return max(self.task.program.stacks)
+
+    def bound(self, mesh: Mesh, beat_s: float, weights: Weights | None) -> float:
+        """Of one mesh, no further than needed to know that it takes no less than `beat_s`."""
+        if mesh not in self.bounds:
+            self.bounds[mesh] = self._bound(mesh, beat_s, weights)
+        return self.bounds[mesh]
+
+    def _bound(self, mesh: Mesh, beat_s: float, weights: Weights | None) -> float:
+        task, useful = self.task, 1 - self.pipeline.bubble(self.layers)
+        if unusable(task.program, task.reading, mesh):
+            return math.inf
+        enough_s = beat_s / useful
+        found = least_compute(task.program, task.reading, mesh, task.calibration, enough_s)
+        if found < enough_s and weights is not None:
+            trials = Trials(task, math.inf, True)
+            trial = trials.bound(mesh, Rival(enough_s, sys.maxsize, weights))
+            found = max(found, trials.bounded(mesh) if trial is None else trial.bound_s or 0.0)
+        return useful * found
+
+
+class PipelineMeshes:
+    """Finds meshes for the pipelines of one program."""
+
+    def __init__(self, topology: Topology, make: Callable[..., Program], task: Callable[[Program, int], Task]) -> None:
+        """`make` gives the program of a recipe, `task` what is to be planned of a program with so many stages."""
+        self.topology, self.make, self.task = topology, make, task
+        self.kin: dict[Recipe, Kin | None] = {}
+
+    def of(
+        self, recipe: Recipe, counts: Sequence[int], beat: Callable[[Program], float], weights: Weights | None
+    ) -> StagedMeshes | None:
+        """The meshes for the pipeline of a recipe; None if none has such an axis, or those like it cannot be made.
+
+        `counts` are all microbatches that may be chosen, `beat` says what a step must take less than, `weights` are
+        those of the best plan yet.
+        """
+        pipeline = pipeline_of(recipe)
+        assert pipeline is not None
+        left = with_stages(candidate_meshes(self.topology), pipeline.stages)
+        others_s = least_s = math.inf
+        program = None
+        if not left:
+            return None
+        for count in _fewer(pipeline, counts):
+            if not left or program is not None and (count, GPIPE) == (pipeline.microbatches, pipeline.schedule):
+                break
+            kin = self._kin(recipe.but(schedule=GPIPE, microbatches=count))
+            if kin is None:
+                return None
+            program = kin.task.program
+            beat_s, slower = beat(program), 1 / (1 - pipeline.bubble(kin.layers))
+            bounds = {mesh: slower * kin.bound(mesh, beat_s, weights) for mesh in left}
+            others_s = min((others_s, *(bound for bound in bounds.values() if bound >= beat_s)))
+            left = tuple(mesh for mesh, bound in bounds.items() if bound < beat_s)
+            least_s = min((others_s, *bounds.values()))
+        assert program is not None
+        return StagedMeshes(left, least_s, program)
+
+    def _kin(self, recipe: Recipe) -> Kin | None:
+        if recipe not in self.kin:
+            pipeline = pipeline_of(recipe)
+            assert pipeline is not None
+            try:
+                program = self.make(**recipe.arguments)
+            except UserError:
+                self.kin[recipe] = None
+            else:
+                self.kin[recipe] = Kin(self.task(program, pipeline.stages), pipeline, {})
+        return self.kin[recipe]
+
+
+def _fewer(pipeline: Pipeline, counts: Sequence[int]) -> list[int]:
+    """Microbatches that may be chosen and are fewer than those of a pipeline, by a whole number of times; its own last.
+
+    They are as many as there are stages, or a multiple, where there is a choice.
+    """
+    fewer = {n for n in counts if pipeline.microbatches % n == 0 and n % pipeline.stages == 0}
+    return sorted({*fewer, pipeline.microbatches})

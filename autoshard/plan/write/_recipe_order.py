@@ -1,0 +1,66 @@
+"""In which order recipes are considered: what decides most about others comes first."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from autoshard.plan.write import _stages
+from autoshard.plan.write._recipe import Recipe
+from autoshard.program import Choices
+
+
+LEAST_GAIN = 0.01
+"""A batch twice as large that is not faster by this share for each element ends the search for a larger one."""
+
+
+class Tried(Protocol):
+    """What is known of the recipes considered so far."""
+
+    of_source: bool
+    stacks: tuple[int, ...] | None
+    """Layers of the program's stacks, once they are known."""
+
+    @property
+    def best(self) -> object | None:
+        """The best one, if any could be planned."""
+        ...
+
+    def least(self, **some: Any) -> float:
+        """Seconds of an element in the best recipe with these choices."""
+        ...
+
+
+def in_order(choices: Choices, tried: Tried) -> Iterator[Recipe]:
+    """All recipes, fewer microbatches first; batches grow as long as that pays, and get smaller only if none fits."""
+    names = [name for name in choices if name != "batch" or not tried.of_source]
+    others = list(itertools.product(*(choices[name] for name in names)))
+    if "stages" in names:
+        others = _stages.in_order(others, names)
+    elif tried.of_source and "microbatches" in names:  # the first of them is what others are held against
+        place = names.index("microbatches")
+        others.sort(key=lambda values: choices["microbatches"].index(values[place]))
+
+    def recipes(**batch: Any) -> Iterator[Recipe]:
+        for values in others:
+            recipe = Recipe((*batch.items(), *zip(names, values, strict=True)))
+            counts = choices.get("microbatches", ())
+            if "stages" not in names or _stages.is_sensible(recipe.arguments, counts, tried.stacks):
+                yield recipe
+
+    if len(names) == len(choices):
+        yield from recipes()
+        return
+    batches = choices["batch"]
+    growing = [b for b in batches if b >= batches[0]]
+    before = math.inf
+    for batch in growing:
+        yield from recipes(batch=batch)
+        now = tried.least(batch=batch)
+        if now > before * (1 - LEAST_GAIN) or math.isinf(now):
+            break
+        before = now
+    for batch in sorted((b for b in batches if b < batches[0]), reverse=True):
+        if tried.best is not None:
+            return
+        yield from recipes(batch=batch)

@@ -1,0 +1,116 @@
+"""Pipelines on meshes that are looked for: what is left out is no better, and the best of all is chosen."""
+
+import importlib.util
+import math
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from autoshard.base.crew import Crew
+from autoshard.cost import Topology, candidate_meshes, load_calibration, make_mesh
+from autoshard.plan import plan_recipes, read_asked
+from autoshard.plan.model._options import Limits
+from autoshard.plan.model._stage_axis import stage_axis, with_stages
+from autoshard.plan.price._again import price_again
+from autoshard.plan.price._reading import Reading, read_program
+from autoshard.plan.price._task import Task
+from autoshard.plan.solve._floors import floors, least_compute
+from autoshard.plan.solve._search import search
+from autoshard.plan.write._pipelines import PipelineMeshes
+from autoshard.plan.write._recipe import Recipe
+from autoshard.program import Program
+
+
+def experiment() -> ModuleType:
+    path = Path(__file__).parents[2] / "experiments" / "pipeline_search.py"
+    spec = importlib.util.spec_from_file_location("pipeline_search", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SEARCH = experiment()
+STACK = SEARCH.Stack("v5e:2x2*2", 4, 2048, 8192, 64, 4)
+TOPOLOGY = Topology.parse(STACK.topology)
+FIGURES = load_calibration(TOPOLOGY.chip)
+
+
+def task(program: Program, stages: int) -> Task:
+    return Task(program, read_program(program, "tpu"), read_asked(), TOPOLOGY.usable_bytes, 0, FIGURES, None, stages)
+
+
+def test_meshes_of_a_pipeline_have_an_axis_of_stages() -> None:
+    found = with_stages(candidate_meshes(TOPOLOGY), 2)
+    assert all(mesh.axes["stage"] == 2 and mesh.num_devices == 8 for mesh in found)
+    places = {mesh.kinds(["stage"]) for mesh in found}
+    assert {frozenset({"network"}), frozenset({"torus"})} <= places
+    assert len({(mesh.names, mesh.sizes, mesh.layout) for mesh in found}) == len(found)
+    assert with_stages(candidate_meshes(TOPOLOGY), 3) == ()
+
+
+def test_only_stages_split_over_their_axis_where_there_are_any() -> None:
+    reading = read_program(STACK.program(2, "gpipe", 2), "tpu")
+    mesh = make_mesh(TOPOLOGY, {"stage": 2, "data": 4})
+    axis = stage_axis(reading, mesh)
+    assert axis is not None and axis.axis == 0
+    groups = reading.groups
+    model = task(STACK.program(2, "gpipe", 2), 2).priced(mesh)
+    staged = free = 0
+    for node in model.nodes:
+        if node.kind != "cluster":
+            continue
+        sizes = reading.structure.clusters[node.ref].sizes
+        named = [groups.names.get(groups.of_factor[(node.ref, f)]) for f in range(len(sizes))]
+        if "stage" in named and sizes[named.index("stage")] > 1:
+            assert set(node.states[:, 0].tolist()) == {named.index("stage")}
+            staged += 1
+        elif len(set(node.states[:, 0].tolist())) > 1:
+            free += 1
+    assert staged > 10 and free > 2
+    assert stage_axis(reading, make_mesh(TOPOLOGY, {"data": 2, "model": 4})) is None
+
+
+def least_s(reading: Reading, program: Program, mesh: object) -> float:
+    """The best step on a mesh with an axis of stages."""
+    own = task(program, 2)
+    model = own.priced(mesh)  # type: ignore[arg-type]
+    limits = Limits(TOPOLOGY.usable_bytes, 60.0, 0)
+    return search(model, [], limits, lambda line: None, own.required(model), None, Crew()).best.expected_s
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [("circular:2", 4)])
+def test_no_pipeline_takes_less_than_the_bound_from_larger_microbatches(schedule: str, microbatches: int) -> None:
+    recipe = Recipe((("stages", 2), ("schedule", schedule), ("microbatches", microbatches)))
+    looking = PipelineMeshes(TOPOLOGY, STACK.program, task)
+    everything = looking.of(recipe, (2, 4), lambda program: math.inf, None)
+    assert everything is not None and set(everything.meshes) == set(with_stages(candidate_meshes(TOPOLOGY), 2))
+    program = STACK.program(2, schedule, microbatches)
+    reading = read_program(program, "tpu")
+    best = min(least_s(reading, program, mesh) for mesh in everything.meshes)
+    assert 0 < everything.bound_s <= best
+    nothing = PipelineMeshes(TOPOLOGY, STACK.program, task).of(recipe, (2, 4), lambda program: 0.3 * best, {})
+    assert nothing is not None and nothing.bound_s <= best and len(nothing.meshes) <= len(everything.meshes)
+
+
+def test_arithmetic_alone_is_less_than_all_ops_together() -> None:
+    program = STACK.program(2, "gpipe", 4)
+    reading = read_program(program, "tpu")
+    for mesh in with_stages(candidate_meshes(TOPOLOGY), 2):
+        least = least_compute(program, reading, mesh, FIGURES)
+        assert 0 < least <= floors(program, reading, mesh, TOPOLOGY.usable_bytes, FIGURES, staged=True).seconds
+        assert least_compute(program, reading, mesh, FIGURES, enough=0.1 * least) <= least
+
+
+@pytest.mark.parametrize("stack", [STACK, SEARCH.Stack("v5e:2x2*2", 5, 8192, 32768, 512, 4)])
+def test_what_is_chosen_is_the_best_of_all(stack: object) -> None:
+    recipe, made = plan_recipes(stack.program, stack.choices, SEARCH.options_of(stack), of_source=True)  # type: ignore[attr-defined]
+    every = SEARCH.enumerated(stack)
+    own = tuple(recipe.arguments.values())
+    assert every[own] <= min(every.values()) * (1 + SEARCH.EQUAL)
+    if recipe.arguments["stages"] > 1:
+        program = stack.program(**recipe.arguments)  # type: ignore[attr-defined]
+        _, choices = price_again(made.plan, program, read_program(program, "tpu"))
+        assert len(np.asarray(choices)) > 0
