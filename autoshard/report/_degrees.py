@@ -63,8 +63,8 @@ def degree_report(choices: Sequence[DegreeChoice]) -> RenderableType:
     said = (
         f"{len(choices)} plans multiply, {len(fitting)} of them fit, {near} more within {100 * _MARGIN:.0f} % of the "
         f"first. "
-        f"That is the mean error on Megatron's measured runs on several nodes of A100; no run of "
-        f"{best.run.framework} was compared, and tensor within pipeline parallelism was far slower in one sweep."
+        "That is the mean error on Megatron's measured runs on several nodes of A100; tensor within pipeline "
+        "parallelism was far slower in one sweep of nanotron on H100."
     )
     limit = f"A GPU holds {best.limit_bytes / GIB:.1f} GiB of tensors. "
     return Group(table, Text(), Text(limit + said, style="dim"))
