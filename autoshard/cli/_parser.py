@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from autoshard import __version__
-from autoshard.cli import _commands, _graph, _refine, _sweep
+from autoshard.cli import _commands, _degrees, _graph, _refine, _sweep
 from autoshard.cli._groups import add_cache, add_candidates, add_flags, add_limits, add_planning, add_program
 from autoshard.cli._values import positive, prices, seconds, texts, tolerance, whole
 from autoshard.errors import UserError
@@ -169,6 +169,23 @@ def build_parser() -> argparse.ArgumentParser:
         help="for compiling one plan (default: 600)",
     )
     refine.add_argument("--out", metavar="PLAN.json", type=Path, help="write the plan that was judged best here")
+
+    degrees = _command(
+        commands, "degrees", _degrees.run_degrees, "choose degrees of parallelism for a decoder under a GPU framework"
+    )
+    degrees.add_argument("program", metavar="PROGRAM", help="hf:CONFIG of a dense decoder")
+    degrees.add_argument("--topology", required=True, metavar="NAME", help="GPUs, such as h100:8*16 or gb200:72*4")
+    degrees.add_argument("--batch", required=True, type=positive, metavar="N", help="sequences of a step, of all GPUs")
+    degrees.add_argument("--seq", required=True, type=positive, metavar="N", help="tokens of a sequence")
+    degrees.add_argument(
+        "--framework", choices=("torchtitan", "megatron-core"), default="torchtitan", help="(default: torchtitan)"
+    )
+    degrees.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="write the first plan here, as torchtitan's TOML or Megatron's arguments",
+    )
 
     diff = _command(commands, "diff", _commands.run_diff, "say what differs between two plans, and what it costs")
     diff.add_argument("first", metavar="A.json", type=Path, help="a plan")

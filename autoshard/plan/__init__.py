@@ -39,6 +39,10 @@ from autoshard.plan.model._options import read_options as read_options
 from autoshard.plan.price._again import plan_bills as plan_bills
 from autoshard.plan.price._reading import as_planned as as_planned
 from autoshard.plan.price._reading import batch_dims as batch_dims
+from autoshard.plan.published._degrees import DegreeChoice as DegreeChoice
+from autoshard.plan.published._degrees import choose_degrees as choose_degrees
+from autoshard.plan.published._degrees import gpu_decoder as gpu_decoder
+from autoshard.plan.published._degrees import said_degrees as said_degrees
 from autoshard.plan.published._gpu_pairs import GpuPairs as GpuPairs
 from autoshard.plan.published._gpu_pairs import GpuProblem as GpuProblem
 from autoshard.plan.published._gpu_pairs import PricedGpuRow as PricedGpuRow

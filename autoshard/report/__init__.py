@@ -8,6 +8,9 @@ from autoshard.report._compare import ComparisonRow as ComparisonRow
 from autoshard.report._compare import candidates as candidates
 from autoshard.report._compare import comparison_figures as comparison_figures
 from autoshard.report._compare import comparison_report as comparison_report
+from autoshard.report._degrees import DEGREE_FORMS as DEGREE_FORMS
+from autoshard.report._degrees import degree_figures as degree_figures
+from autoshard.report._degrees import degree_report as degree_report
 from autoshard.report._diff import PlanChange as PlanChange
 from autoshard.report._diff import difference as difference
 from autoshard.report._diff import difference_figures as difference_figures

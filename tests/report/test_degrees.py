@@ -1,0 +1,49 @@
+"""Degrees in JSON, in words, and as configurations of frameworks."""
+
+import dataclasses
+import io
+import json
+import tomllib
+
+from rich.console import Console
+
+from autoshard.plan import DegreeChoice, choose_degrees, gpu_decoder
+from autoshard.report import DEGREE_FORMS, degree_figures, degree_report
+
+
+def _choices(framework: str) -> tuple[DegreeChoice, ...]:
+    return choose_degrees(gpu_decoder("hf:llama3-8b"), "h100:8", framework, batch=32, seq=4096)
+
+
+def test_figures_and_words_say_the_same() -> None:
+    choices = _choices("torchtitan")
+    figures = json.loads(json.dumps(degree_figures(choices), allow_nan=False))["plans"]
+    assert len(figures) == len(choices) and figures[0]["fits"]
+    text = io.StringIO()
+    Console(file=text, width=200).print(degree_report(choices))
+    said = text.getvalue()
+    assert f"dp{figures[0]['dp']} tp{figures[0]['tp']}" in said and f"{figures[0]['step_time_s']:.4g} s" in said
+    assert f"{len(choices)} plans multiply" in said
+
+
+def test_torchtitan_reads_the_batch_and_the_degrees() -> None:
+    for choice in _choices("torchtitan"):
+        document = tomllib.loads(DEGREE_FORMS["torchtitan"](choice))
+        degrees, training = document["parallelism"], document["training"]
+        whole = degrees["data_parallel_shard_degree"] * degrees["tensor_parallel_degree"]
+        assert whole * degrees["pipeline_parallel_degree"] == 8 and training["global_batch_size"] == 32
+        per_step = training["local_batch_size"] * degrees["data_parallel_shard_degree"]
+        assert 32 % per_step == 0 and (choice.run.pp == 1 or per_step == 32)
+        assert document["activation_checkpoint"]["mode"] == choice.run.recompute
+        assert degrees["fsdp_reshard_after_forward"] == ("always" if choice.run.zero == 3 else "never")
+
+
+def test_megatron_gets_degrees_and_dims() -> None:
+    choice = _choices("megatron-core")[0]
+    run = dataclasses.replace(choice.run, dp=2, tp=2, pp=2, micro_batch=1, accumulation=16, zero=1, recompute="full")
+    arguments = DEGREE_FORMS["megatron-core"](dataclasses.replace(choice, run=run)).splitlines()
+    for line in ("--tensor-model-parallel-size 2", "--sequence-parallel", "--pipeline-model-parallel-size 2"):
+        assert line in arguments
+    for line in ("--global-batch-size 32", "--use-distributed-optimizer", "--recompute-granularity full"):
+        assert line in arguments
+    assert "--num-query-groups 8" in arguments and "--untie-embeddings-and-output-weights" in arguments
