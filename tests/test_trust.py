@@ -1,11 +1,19 @@
 """What a command executes is said, and nothing else is executed."""
 
+import ast
 import dataclasses
+import os
+import stat
 from pathlib import Path
 
 import pytest
 
+import autoshard
 from autoshard import cli
+from autoshard.base.files import is_ours
+from autoshard.base.kept import read_entry, write_entry
+from autoshard.cost import Database
+from tests.cost.observed import bill, observation
 from tests.plan.record.test_store import PLAN
 
 
@@ -21,3 +29,77 @@ def test_that_a_plans_program_is_run_is_said_before(
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "Running named.py, which plan.json names, for its program"
     assert lines.index("it runs") > 0
+
+
+def test_what_is_kept_is_private_and_others_files_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path / "kept"))
+    write_entry("graph", "key", b"body")
+    assert read_entry("graph", "key") == b"body"
+    assert mode(tmp_path / "kept") == 0o700 and mode(tmp_path / "kept/key.graph") == 0o600
+    database = Database(tmp_path / "data")
+    one = observation(bill(matmul=1.0), 1.0)
+    assert database.add([one])
+    assert mode(tmp_path / "data") == 0o700
+    assert {mode(path) for path in (tmp_path / "data").iterdir()} == {0o600}
+    assert database.read(one.topology, one.compiler) == [one]
+    for module in ("autoshard.base.kept", "autoshard.cost._database"):
+        monkeypatch.setattr(f"{module}.is_ours", lambda status: False)
+    assert read_entry("graph", "key") is None
+    assert database.read(one.topology, one.compiler) == [] and not database.add([one])
+
+
+def test_files_are_ours_if_they_are_the_users_or_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").touch()
+    own = (tmp_path / "file").stat()
+    assert is_ours(own)
+    monkeypatch.setattr(os, "geteuid", lambda: own.st_uid + 1)
+    assert is_ours(own) == (own.st_uid == 0)
+    if own.st_uid == 0:
+        os.chown(tmp_path / "file", 12345, 12345)
+        assert not is_ours((tmp_path / "file").stat())
+
+
+MAY = {
+    "pickle": {"base/helper.py", "solver/_apart.py"},  # through the pipes of processes that we started
+    "exec_module": {"program/_load.py", "autoload.py"},  # the user's program; torch_xla, whose import is watched
+    "subprocess": {"base/process.py", "base/helper.py", "exec/tpu/_libtpu.py"},
+}
+NEVER = {
+    "eval",
+    "exec",
+    "compile",
+    "system",
+    "popen",
+    "socket",
+    "urllib",
+    "requests",
+    "http",
+    "shelve",
+    "marshal",
+    "dill",
+}
+
+
+def test_no_file_becomes_code_and_nothing_is_fetched():
+    package = Path(autoshard.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            words: set[str] = set()
+            if isinstance(node, ast.Import):
+                words = {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                words = {(node.module or "").partition(".")[0]}
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                words = {node.func.id}
+            elif isinstance(node, ast.Attribute) and node.attr in ("exec_module", "system", "popen"):
+                words = {node.attr}
+            elif isinstance(node, ast.keyword):
+                words = {node.arg or ""} & {"shell"}
+            assert not words & (NEVER | {"shell"}), f"{name}, line {getattr(node, 'lineno', '?')}: {words}"
+            for word in words & MAY.keys():
+                assert name in MAY[word], f"{name} uses {word}"
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)

@@ -42,6 +42,11 @@ def write_whole(path: str | os.PathLike[str], content: bytes, mode: int = 0o666)
         raise
 
 
+def is_ours(status: os.stat_result) -> bool:
+    """Whether a file is the user's own, or the system's; what others put there may say what they like."""
+    return not hasattr(os, "geteuid") or status.st_uid in (0, os.geteuid())
+
+
 def is_replaced(path: str | os.PathLike[str]) -> bool:
     """Whether `write_whole` makes or replaces a file there, rather than write into a device, a pipe or an open file."""
     status = _status(path)

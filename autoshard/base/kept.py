@@ -1,8 +1,9 @@
 """Results of slow work kept on disk by content, for every room.
 
-An entry is one file: a line of JSON (its key, the hash of the rest), then whatever is kept. Nothing in it is ever
-executed, and an entry whose hashes do not agree is not used. A key holds everything that decides the content (what
-went in, the sources that make it, the versions of what they call), so an entry cannot be stale.
+An entry is one file, the user's alone: a line of JSON (its key, the hash of the rest), then whatever is kept. Nothing
+in it is ever executed, and an entry whose hashes do not agree is not used, nor one that is another user's. A key holds
+everything that decides the content (what went in, the sources that make it, the versions of what they call), so an
+entry cannot be stale.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from autoshard.base.files import write_whole
+from autoshard.base.files import PRIVATE, is_ours, write_whole
 
 
 VARIABLE = "AUTOSHARD_CACHE_DIR"
@@ -74,12 +75,15 @@ def _hash_of(sources: Sequence[str]) -> str:
 
 
 def read_entry(kind: str, key: str) -> bytes | None:
-    """What is kept; None if there is nothing, or the file is not just as it was written."""
+    """What is kept; None if there is nothing, or the file is another user's, or not just as it was written."""
     folder = cache_directory()
     if folder is None:
         return None
     try:
-        first, _, body = (folder / f"{key}.{kind}").read_bytes().partition(b"\n")
+        with open(folder / f"{key}.{kind}", "rb") as file:
+            if not is_ours(os.fstat(file.fileno())):
+                return None
+            first, _, body = file.read().partition(b"\n")
         whole = json.loads(first) == {"key": key, "body": hashlib.sha256(body).hexdigest()}
     except (OSError, ValueError):
         return None
@@ -93,8 +97,8 @@ def write_entry(kind: str, key: str, body: bytes) -> None:
         return
     head = json.dumps({"key": key, "body": hashlib.sha256(body).hexdigest()}).encode()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / f"{key}.{kind}", head + b"\n" + body)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(folder / f"{key}.{kind}", head + b"\n" + body, PRIVATE)
         _drop_oldest(folder, kind)
     except OSError as error:
         if str(folder) not in _warned:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from autoshard.base.files import PRIVATE, is_ours
 from autoshard.base.kept import user_directory
 from autoshard.cost._observations import Observation
 
@@ -77,7 +78,9 @@ class Database:
             return True
 
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, PRIVATE))
         except OSError as error:
             self._say("write", f"cannot be written ({error.strerror or error}); what is seen is not kept.")
             return False
@@ -105,6 +108,9 @@ class Database:
         """`work` on the file; once more on a new one if it had to be set aside; `otherwise` if nothing helps."""
         for attempt in range(2):
             try:
+                if self.path.exists() and not is_ours(self.path.stat()):
+                    self._say("owner", "belongs to another user; it is not used.")
+                    return otherwise
                 with self._locked(alone=False), _connected(self.path) as connection:
                     _check(connection)
                     return work(connection)
@@ -159,7 +165,7 @@ class Database:
             yield
             return
         try:
-            handle = os.open(self.folder / f"{FILE}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+            handle = os.open(self.folder / f"{FILE}.lock", os.O_RDWR | os.O_CREAT, PRIVATE)
         except OSError:
             if alone:
                 raise

@@ -18,6 +18,7 @@ from autoshard.errors import UserError
 MOST_DEVICES = 1 << 18
 """Of a topology: more than any machine has (assumed). Device orders and layouts are tables of so many rows."""
 _MOST_DIGITS = 9
+_MOST_CORES = 4096
 _AXIS_NAMES = ("x", "y", "z")
 
 
@@ -66,11 +67,15 @@ class Topology:
     def parse(cls, text: str) -> "Topology":
         """Reads `v5e:4x4`, `v5p:4x4x8`, `v4:4x4x8_twisted`, `v6e:16x16*2`, `v5litepod-16`, `h100:8*4` or `cpu:8`.
 
+        `cpu:8@4` are eight devices on four cores; without, on those that the machine has.
+
         Raises: UserError for an unknown chip, slice or shape; it says what is near or what exists.
         """
         if not isinstance(text, str):
             raise UserError(f"the topology is a {type(text).__name__}, expected text such as 'v5e:4x4' or 'cpu:8'")
-        match = re.fullmatch(r"([^:*]+)(?::([0-9x]+)(_twisted|_untwisted)?)?(?:\*([0-9]+))?", text.strip())
+        match = re.fullmatch(
+            r"([^:*@]+)(?::([0-9x]+)(_twisted|_untwisted)?)?(?:\*([0-9]+))?(?:@([0-9]+))?", text.strip()
+        )
         if match is None or (match[2] is None and "-" not in match[1]):
             raise UserError(
                 f"topology {text!r} is not of the form CHIP:SHAPE, CHIP:SHAPE*SLICES or a slice name; "
@@ -88,11 +93,15 @@ class Topology:
             if not re.fullmatch(r"[0-9]+(x[0-9]+)*", match[2]):
                 raise UserError(f"topology {text!r}: {match[2]!r} is not a shape such as 4x4 or 2x2x4")
             shape = tuple(int(size) for size in match[2].split("x"))
-        return cls.make(chip, shape, slices, match[3] == "_twisted")
+        return cls.make(chip, shape, slices, match[3] == "_twisted", None if match[5] is None else int(match[5]))
 
     @classmethod
-    def make(cls, chip: Chip, shape: tuple[int, ...], slices: int = 1, twisted: bool = False) -> "Topology":
+    def make(
+        cls, chip: Chip, shape: tuple[int, ...], slices: int = 1, twisted: bool = False, cores: int | None = None
+    ) -> "Topology":
         """A topology from its parts; TPU shapes are put in ascending order (`4x8x4` is `4x4x8`).
+
+        `cores` are those that CPU devices share (default: the machine's).
 
         Raises: UserError for a shape that the chip does not come in.
         """
@@ -121,9 +130,15 @@ class Topology:
             raise UserError(
                 f"{chip.name}:{text}*{slices} has {devices} devices; plans are made for up to {MOST_DEVICES}"
             )
+        said = "" if cores is None else f"@{cores}"
+        if cores is not None and not (chip.traits.shares_machine and 1 <= cores <= _MOST_CORES):
+            raise UserError(
+                f"{chip.name}:{text}{said}: only devices of a CPU share cores, "
+                f"1 to {_MOST_CORES} of them, as in cpu:8@4"
+            )
         name = f"{chip.name}:{text}{'_twisted' if twisted else ''}" + (f"*{slices}" if slices > 1 else "")
-        cores, memory = _machine() if chip.traits.shares_machine else (0, 0)
-        return cls(name, chip, shape, slices, wrap, twisted, memory, cores)
+        there, memory = _machine() if chip.traits.shares_machine else (0, 0)
+        return cls(name + said, chip, shape, slices, wrap, twisted, memory, cores or there)
 
     @property
     def backend(self) -> str:
@@ -231,9 +246,8 @@ def _more_islands(chip: Chip, shape: tuple[int, ...]) -> str:
 
 
 def _machine() -> tuple[int, int]:
-    """Cores this process may use, and bytes of the machine's main memory."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Cores and bytes of main memory that the machine has, whatever this process may use of them just now."""
+    return os.cpu_count() or 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _parse_slice_name(name: str) -> tuple[Chip, tuple[int, ...]]:

@@ -1,6 +1,7 @@
 """Topologies: every slice name, every shape rule, numbering of devices, and what wrong text gets."""
 
 import json
+import os
 import pathlib
 import re
 
@@ -84,6 +85,24 @@ def test_cpu_devices_share_one_machine() -> None:
     assert eight.peak_flops("f32") * 8 == pytest.approx(one.peak_flops("f32"))
     assert eight.memory_bytes_per_s * 8 == pytest.approx(one.memory_bytes_per_s)
     assert one.peak_flops("f32") == one.chip.peak_flops("f32") * one.host_cores
+
+
+def test_cpu_devices_share_the_cores_of_the_machine_or_those_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Topology.parse("cpu:8")
+    assert machine.host_cores == os.cpu_count() and "@" not in machine.name
+    said = Topology.parse("cpu:8@3")
+    assert (said.host_cores, said.name, said.num_devices) == (3, "cpu:8@3", 8)
+    assert Topology.parse(said.name) == said
+    assert said.peak_flops("f32") == pytest.approx(machine.peak_flops("f32") * 3 / machine.host_cores)
+    if hasattr(os, "sched_setaffinity"):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+        assert Topology.parse("cpu:8") == machine, "what a process may use just now changes nothing"
+
+
+@pytest.mark.parametrize("text", ["cpu:8@0", "cpu:8@99999", "v5e:4x4@2", "cpu:8@", "cpu:8@2*2", "v5litepod-16@2"])
+def test_cores_that_cannot_be(text: str) -> None:
+    with pytest.raises(UserError, match="share cores|is not of the form"):
+        Topology.parse(text)
 
 
 @given(st.sampled_from(["v5e:4x8", "v5p:2x2x4", "v5p:4x4x4*2", "tpu7x:2x2x2*3", "h100:8*4", "cpu:6"]), st.data())

@@ -33,6 +33,11 @@ def price_again(plan: Plan, program: Program, reading: Reading) -> tuple[Model, 
     if len(said) != len(model.nodes) or not all(0 <= c < len(n.states) for c, n in zip(said, model.nodes, strict=True)):
         raise UserError(f"the plan of {plan.program_name} does not hold the choices that explain it; {again}")
     step = evaluate(model, choices).step_time_s
+    if mesh.topology.traits.shares_machine and "@" not in plan.topology:
+        cores = mesh.topology.host_cores
+        again = (
+            f"it may have been made where there are not {cores} cores, as here; plan for {plan.topology}@{cores}, say."
+        )
     if abs(step - plan.prediction.step_time_s) > 1e-6 * step:
         raise UserError(
             f"the plan of {plan.program_name} predicts {plan.prediction.step_time_s:.6g} s a step, but its choices are "
