@@ -45,11 +45,11 @@ def constrain_custom_calls(
     module: Any,
     mesh_name: str,
     sizes: Mapping[str, int],
-    read: Callable[[str, int], Sequence[Sequence[str]] | None],
+    read: Callable[[str, tuple[int, ...]], Sequence[Sequence[str]] | None],
 ) -> int:
     """Strip a module (see `strip`), its custom calls to `Sharding` becoming constraints of Shardy (in place).
 
-    `read` gives the mesh axes of each dim for a sharding string and a rank, or None to drop the constraint. Returns
+    `read` gives the mesh axes of each dim for a sharding string and a shape, or None to drop the constraint. Returns
     how many were dropped.
     """
     from jaxlib.mlir import ir
@@ -64,7 +64,7 @@ def constrain_custom_calls(
     dropped = 0
     for op, text in calls:
         value = op.operands[0]
-        dims = read(text, ir.RankedTensorType(value.type).rank)
+        dims = read(text, tuple(ir.RankedTensorType(value.type).shape))
         if dims is None:
             dropped += 1
         else:

@@ -7,6 +7,7 @@ from autoshard.mlir._constraints import drop_idle_constraints
 from autoshard.mlir._module import collect, location_name, main_function, parse_module, replace_by_block, symbol
 from autoshard.mlir._norms import expand_norms
 from autoshard.mlir._pooling import fold_pooling
+from autoshard.mlir._tuples import fold_tuples
 
 
 _CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
@@ -17,7 +18,8 @@ def inline_calls(module: Any) -> Any:
 
     Functions that a custom call names stay. An inlined op's location is `<name of the call>/<name of the op>`.
     What platforms lower differently gets one form too (`fold_pooling`), so that positions of ops agree, and what the
-    partitioner cannot split is expanded first (`expand_norms`). Constraints that say nothing go.
+    partitioner cannot split is expanded first (`expand_norms`). Tuples are taken apart.
+    Constraints that say nothing go.
     """
     functions = {symbol(op): op for op in module.body.operations if op.operation.name == "func.func"}
     done: set[str] = set()
@@ -39,6 +41,7 @@ def inline_calls(module: Any) -> Any:
         for name, function in functions.items():
             if name != "main" and name not in kept:
                 function.operation.erase()
+        fold_tuples(main_function(module).operation)
         drop_idle_constraints(module)
         fold_pooling(main_function(module).operation)
         expand_norms(module)

@@ -33,7 +33,7 @@ def decided(rows: int, mesh: dict[str, int], marked: Spec | None = None) -> tupl
     (images,) = (number for number, a in enumerate(program.arguments) if len(a.shape) == 4 and a.shape[0] == rows)
     live = LiveMesh(mesh, range(8))
     split = {} if marked is None else {images: live.write(marked)}
-    taken: Any = SimpleNamespace(program=program, split=split)
+    taken: Any = SimpleNamespace(program=program, split=split, users=frozenset(split))
     return decide(taken, "cpu:8", live, {}), program.arguments[images].name
 
 

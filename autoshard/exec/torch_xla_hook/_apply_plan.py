@@ -5,9 +5,11 @@ from typing import Any
 
 from autoshard.exec.torch_xla_hook._capture import Capture
 from autoshard.exec.torch_xla_hook._compiled import train_lazily
+from autoshard.exec.torch_xla_hook._guard import Guard
+from autoshard.exec.torch_xla_hook._hooks import CallHook
 from autoshard.exec.torch_xla_hook._marks import LiveMesh, held_spec, is_split, mark
 from autoshard.exec.torch_xla_hook._pinned import Pins
-from autoshard.exec.torch_xla_hook._pins import ModulePins
+from autoshard.exec.torch_xla_hook._pins import ModulePins, Now
 from autoshard.exec.torch_xla_hook._planning import Decision
 from autoshard.exec.torch_xla_hook._tensors import on_xla, pending
 from autoshard.exec.torch_xla_hook._watch import Watch, optimizer_state
@@ -18,20 +20,25 @@ from autoshard.program import Role
 class Applied:
     """Marks that later steps need. Shardings are kept ready-made, since these run in every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard) -> None:
         from torch.utils.weak import WeakIdKeyDictionary
 
         self.state: Any = WeakIdKeyDictionary()
         """Parameter, buffer or state of an optimizer -> its sharding."""
         self.specs: Any = WeakIdKeyDictionary()
+        self.trained: Any = WeakIdKeyDictionary()
+        """Those of them that a plan of a training step has split: such a split stays."""
         self.batches: dict[tuple[Any, ...], tuple[Spec, LiveMesh]] = {}
         """Shape and dtype of an input -> how it is split."""
         self.kinds: set[str] = set()
         """Of the ops that are pinned."""
         self._optimizers: Any = WeakIdKeyDictionary()
-        self._outermost: Any = WeakIdKeyDictionary()
         self._pinned: Any = WeakIdKeyDictionary()
         """Module -> the pins on what it gives."""
+        self.now = Now()
+        self.pins: list[frozenset[tuple[str, tuple[int, ...]]]] = []
+        """By plan, the sharding strings and shapes of what is pinned."""
+        self._guard = guard
 
     def decided(self, taken: Capture) -> dict[int, Spec]:
         """Specs by argument that an earlier plan gave to the same tensors; these are held that way already."""
@@ -55,23 +62,32 @@ class Applied:
             if argument.role is Role.BATCH:
                 self.batches[tuple(value.shape), value.dtype] = (spec, mesh)
             elif tensor is not None:
-                self._keep(tensor, spec, mesh)
+                self._keep(tensor, spec, mesh, taken.program.training)
         results = {id(root): plan.results[r.name] for root, r in zip(taken.roots, taken.program.results, strict=True)}
         for optimizer in watch.optimizers:
             self._optimizers[optimizer] = None
             for _, _, tensor in optimizer_state(optimizer):
                 if id(tensor) in results and results[id(tensor)].dims:
-                    self._keep(tensor, results[id(tensor)], mesh)
-        for (place, shape), specs in pins.of(plan).items():
+                    self._keep(tensor, results[id(tensor)], mesh, taken.program.training)
+        pinned = pins.of(plan)
+        for (place, shape), specs in pinned.items():
             module = watch.modules[place.module]
             if place.op is not None:
                 self.kinds.add(place.op.kind)
             if module not in self._pinned:
-                self._pinned[module] = ModulePins(module)
-            self._pinned[module].add(place, shape, [mesh.sharding(spec) for spec in specs])
+                self._pinned[module] = ModulePins(module, self.now, self._guard)
+            self._pinned[module].add(module, len(self.pins), place, shape, [mesh.sharding(spec) for spec in specs])
+        written = {(mesh.write(spec), shape) for (_, shape), specs in pinned.items() for spec in specs}
+        self.pins.append(frozenset(written))
 
-    def _keep(self, tensor: Any, spec: Spec, mesh: LiveMesh) -> None:
+    def waiting_pins(self) -> frozenset[tuple[str, tuple[int, ...]]]:
+        """Sharding strings and shapes of the pins that are in what is pending."""
+        return frozenset().union(*(self.pins[plan] for plan in self.now.pinned))
+
+    def _keep(self, tensor: Any, spec: Spec, mesh: LiveMesh, trains: bool) -> None:
         self.specs[tensor] = spec
+        if trains:
+            self.trained[tensor] = None
         self.state[tensor] = mesh.sharding(spec)
 
     def hook_calls(
@@ -79,15 +95,9 @@ class Applied:
     ) -> None:
         """Have `on_call` told before each call of these modules."""
 
-        import torch
-
-        def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not torch.compiler.is_compiling():
-                on_call(module, args, kwargs)
-
         for module in modules:
-            if module not in self._outermost:
-                self._outermost[module] = module.register_forward_pre_hook(before, with_kwargs=True)
+            if not CallHook.on(module):
+                module.register_forward_pre_hook(CallHook(on_call, self._guard), prepend=True, with_kwargs=True)
                 train_lazily(module)
 
     def mark_batch(self, named: Iterable[tuple[str, Any]]) -> None:

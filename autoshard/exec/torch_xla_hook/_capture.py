@@ -9,6 +9,7 @@ from typing import Any
 from autoshard import mlir
 from autoshard.exec.torch_xla_hook._marks import LiveMesh, held_spec, is_split
 from autoshard.exec.torch_xla_hook._tensors import handles
+from autoshard.exec.torch_xla_hook._user_marks import UserMarks
 from autoshard.exec.torch_xla_hook._xlac import xlac
 from autoshard.program import Argument, Program, Result, Role
 
@@ -40,6 +41,8 @@ class Capture:
     flow: mlir.Flow
     split: Mapping[int, str]
     """HLO sharding strings of arguments that are split already, by argument number."""
+    users: frozenset[int]
+    """Those of them that the script has split itself."""
 
 
 def capture(
@@ -49,18 +52,41 @@ def capture(
     training: bool,
     name: str,
     mesh: LiveMesh,
+    marks: UserMarks,
+    own_pins: frozenset[tuple[str, tuple[int, ...]]] = frozenset(),
 ) -> Capture:
     """Read the graph that computes `roots` and `recorded`; nothing is executed.
 
     `known` maps data handles to what is known of the tensors that held them. `recorded` become places, not results.
-    Constraints in the graph that the mesh can express stay in it.
+    Constraints in the graph that the mesh can express stay in it, but for our own: `own_pins` (sharding strings, and
+    shapes of what they are on) of an earlier plan, and those by which PyTorch/XLA keeps how state is split that is
+    updated in place.
     """
 
     every = [*roots, *recorded]
     data = xlac()._get_tensors_xla_device_data_node(every)[1]
     source: bytes = xlac()._get_stablehlo(every, "", [], True)
     module = mlir.inline_calls(mlir.parse_module(source))
-    dropped = mlir.constrain_custom_calls(module, "mesh", mesh.sizes, mesh.read_dims)
+    of_data = handles(data)
+    found = [known.get(handle) for handle in of_data]
+    held = {number: held_spec(value) for number, value in enumerate(data) if value.dim() > 0}
+    theirs = marks.data() if any(held.values()) else set()
+    marked = {
+        number
+        for number, each in enumerate(found)
+        if of_data[number] in theirs or (each is not None and marks.holds(each.tensor))
+    }
+    ours = {(text, tuple(data[number].shape)) for number, text in held.items() if number not in marked} | own_pins
+    own = 0
+
+    def read(text: str, shape: tuple[int, ...]) -> tuple[tuple[str, ...], ...] | None:
+        nonlocal own
+        if (text, shape) in ours:
+            own += 1
+            return None
+        return mesh.read_dims(text, len(shape))
+
+    dropped = mlir.constrain_custom_calls(module, "mesh", mesh.sizes, read) - own
     places = mlir.cut_results(module, len(roots))
     types, result_types = mlir.main_types(module)
     shapes = [tuple(value.shape) for value in data]
@@ -69,8 +95,6 @@ def capture(
             f"the graph's inputs {shapes} are not the module's arguments {[shape for shape, _ in types]}: "
             "this version of torch_xla orders them in another way"
         )
-    of_data = handles(data)
-    found = [known.get(handle) for handle in of_data]
     names, roles = _classify(found, types)
     by_tensor = {id(each.tensor): number for number, each in enumerate(found) if each is not None}
     ties = {}
@@ -99,11 +123,18 @@ def capture(
         training=training,
         notes=(f"{dropped} constraints that the mesh cannot express were dropped.",) if dropped else (),
     )
-    held = {number: held_spec(value) for number, value in enumerate(data) if value.dim() > 0}
     split = {number: text for number, text in held.items() if is_split(text)}
     tensors = [None if each is None else each.tensor for each in found]
     return Capture(
-        program, tuple(data), tuple(of_data), tuple(tensors), tuple(roots), tuple(places), mlir.flow(module), split
+        program=program,
+        inputs=tuple(data),
+        handles=tuple(of_data),
+        tensors=tuple(tensors),
+        roots=tuple(roots),
+        places=tuple(places),
+        flow=mlir.flow(module),
+        split=split,
+        users=frozenset(marked & split.keys()),
     )
 
 

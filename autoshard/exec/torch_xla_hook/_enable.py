@@ -1,14 +1,19 @@
 """Turning auto-sharding on in a process: what stands in for PyTorch/XLA's own functions, and when."""
 
 import functools
+import importlib
 import importlib.metadata
 import os
 from collections.abc import Callable
 from typing import Any
 
 from autoshard.errors import UserError
+from autoshard.exec.torch_xla_hook._compiled import train_all_lazily
 from autoshard.exec.torch_xla_hook._inputs import PlannedInputs, watch_moves
+from autoshard.exec.torch_xla_hook._marks import held_spec, is_split
 from autoshard.exec.torch_xla_hook._norms import expand_norms
+from autoshard.exec.torch_xla_hook._ops import untold
+from autoshard.exec.torch_xla_hook._reads import read_whole
 from autoshard.exec.torch_xla_hook._session import Session
 from autoshard.exec.torch_xla_hook._tensors import live_on_xla
 from autoshard.exec.torch_xla_hook._xlac import xlac
@@ -24,6 +29,7 @@ _NEEDED = (
     "_get_tensors_xla_device_data_node",
     "_get_xla_sharding_spec",
     "_xla_annotate_custom_sharding",
+    "_xla_clear_sharding",
     "_xla_mark_sharding",
     "_xla_step_marker",
     "_xla_sync_multi",
@@ -81,9 +87,11 @@ def enable(use_spmd: Callable[[], None]) -> Session:
     # The flag of the same name in C++ would turn buffer aliasing off and reshard parameters in every step.
     os.environ.pop(AUTO_VARIABLE, None)
     made = Session()
+    made.marks.record(tensor for tensor in live_on_xla() if is_split(held_spec(tensor)))
     _session.append(made)
     _stand_in(made)
     expand_norms()
+    train_all_lazily()
     made.arm()
     return made
 
@@ -118,6 +126,7 @@ def check_version(version: str, extension: Any) -> None:
 def _stand_in(made: Session) -> None:
     """Be told of step boundaries and of data that goes to the device."""
     import torch_xla.core.xla_model as xm
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     extension = xlac()
     step_marker = extension._xla_step_marker
@@ -129,11 +138,26 @@ def _stand_in(made: Session) -> None:
 
     extension._xla_step_marker = planned_step_marker
     extension._xla_get_auto_sharding = lambda: True
+    made.marks.watch()
+    register_optimizer_step_pre_hook(made.on_optimizer)
     watch_moves(made)
+    read_whole(made.whole)
+    _leave_scans_alone()
     send: Any = xm.send_cpu_data_to_device
 
     @functools.wraps(send)
     def send_planned(datas: Any, device: Any, input_sharding: Any = None) -> Any:
-        return send(datas, device, PlannedInputs(made.applied.batch_spec) if input_sharding is None else input_sharding)
+        if input_sharding is None:
+            return send(datas, device, PlannedInputs(made.applied.batch_spec))
+        sent = send(datas, device, input_sharding)
+        made.marks.record(sent)
+        return sent
 
     xm.send_cpu_data_to_device = send_planned
+
+
+def _leave_scans_alone() -> None:
+    """Have no one told of what PyTorch/XLA's `scan` runs to trace and to lower its body: that is another program."""
+    scan = importlib.import_module("torch_xla.experimental.scan")
+    for name in ("value_and_grad_partitioned", "_scan_impl_flat"):
+        setattr(scan, name, untold(getattr(scan, name)))

@@ -66,16 +66,19 @@ def watch_moves(made: Any) -> None:
 
     @functools.wraps(to)
     def planned_to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("device") == "cpu" or (args and str(args[0]) == "cpu"):
+        read = tensor
+        if tensor.device.type == "xla" and "cpu" in (str(kwargs.get("device")), str(args[0]) if args else ""):
             made.on_read(tensor)
-        moved = to(tensor, *args, **kwargs)
+            read = made.whole(tensor)
+        moved = to(read, *args, **kwargs)
         if (
             moved is not tensor
             and made.applied.batches
             and tensor.device.type == "cpu"
             and not isinstance(tensor, torch.nn.Parameter)
         ):
-            made.applied.mark_input(moved)
+            with made.guard:
+                made.applied.mark_input(moved)
         return moved
 
     tensors.to = planned_to
@@ -83,9 +86,11 @@ def watch_moves(made: Any) -> None:
 
     @functools.wraps(module_to)
     def watched_to(module: Any, *args: Any, **kwargs: Any) -> Any:
+        before = [parameter.device.type for parameter in module.parameters()]
         moved = module_to(module, *args, **kwargs)
-        if any(parameter.device.type == "xla" for parameter in module.parameters()):
-            made.arm()
+        after = (parameter.device.type for parameter in module.parameters())
+        if any(new == "xla" != old for old, new in zip(before, after, strict=False)):
+            made.await_module(module)
         return moved
 
     modules.to = watched_to

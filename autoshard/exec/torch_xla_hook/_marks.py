@@ -58,8 +58,18 @@ def partition(spec: Spec) -> tuple[Any, ...]:
 
 def mark(tensor: Any, sharding: Any) -> None:
     """Shard a tensor in place (data: moved; pending: constrained). A scalar, or what is so sharded, is left alone."""
+    _own("_xla_mark_sharding")(tensor, sharding)
 
-    xlac()._xla_mark_sharding(tensor, sharding)
+
+def unmark(tensor: Any) -> None:
+    """Have every device hold the whole of a tensor's data again."""
+    _own("_xla_clear_sharding")(tensor)
+
+
+def _own(name: str) -> Any:
+    """PyTorch/XLA's own function, where one that records what scripts do stands in for it."""
+    function = getattr(xlac(), name)
+    return getattr(function, "__wrapped__", function)
 
 
 def constrain(tensor: Any, shardings: Sequence[Any]) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook._capture import Capture
-from autoshard.exec.torch_xla_hook._marks import LiveMesh, annotated, mark
+from autoshard.exec.torch_xla_hook._marks import LiveMesh, annotated, mark, unmark
 from autoshard.exec.torch_xla_hook._planning import Decision
 from autoshard.exec.torch_xla_hook._tensors import become, pending
-from autoshard.exec.torch_xla_hook._xlac import xlac
 
 
 GROUP_VARIABLE = "XLA_AUTO_USE_GROUP_SHARDING"
@@ -40,13 +39,11 @@ def fits_whole(taken: Capture, decision: Decision) -> bool:
     return whole + decision.plan.prediction.peak_bytes <= decision.plan.memory_limit_bytes
 
 
-def split_inputs(
-    taken: Capture, decision: Decision, mesh: LiveMesh, group: bool, replaces: bool
-) -> tuple[list[Any], list[Any]]:
+def split_inputs(taken: Capture, decision: Decision, mesh: LiveMesh, group: bool) -> tuple[list[Any], list[Any]]:
     """The graph's inputs, split as decided, and those of the user's tensors that the planned run is to compute.
 
-    The user's tensors hold the split data from here on, but for those that the step gives a new value. With `replaces`
-    inputs that an inference plan has split are split anew.
+    The user's tensors hold the split data from here on, but for those that the step gives a new value. What is split
+    in another way already is split anew.
     """
     inputs: list[Any] = list(taken.inputs)
     waiting: list[Any] = []
@@ -57,8 +54,8 @@ def split_inputs(
         if group and not is_so:
             inputs[number] = annotated(value, [mesh.sharding(spec)])
         else:
-            if replaces and number in taken.split and not is_so:
-                xlac()._xla_clear_sharding(value)
+            if number in taken.split and not is_so:
+                unmark(value)
             mark(value, mesh.sharding(spec))
         if tensor is not None and not any(pending([tensor])):
             become(tensor, inputs[number])

@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from autoshard.exec.torch_xla_hook._kernels import replace_kernels, restore_kernels
+from autoshard.exec.torch_xla_hook._tracing import is_traced, traced
 
 
 WITH_BIAS = " with bias"
@@ -99,7 +100,7 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = _kind(func)
-        if kind is None or kind in _BY_KERNEL or not self._ops.tells(kind):
+        if kind is None or kind in _BY_KERNEL or not self._ops.tells(kind) or is_traced():
             return func(*args, **(kwargs or {}))
         turn = self._ops.turn(kind)
         with unseen():
@@ -128,6 +129,17 @@ def unseen() -> Iterator[None]:
             yield
     finally:
         _thread.told = told
+
+
+def untold(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that traces another program, of whose modules and ops no one is told."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with traced(), unseen() if _thread.told else contextlib.nullcontext():
+            return function(*args, **kwargs)
+
+    return run
 
 
 _standing: set[str] = set()

@@ -1,11 +1,12 @@
 """Pins on the values of later steps: hooks on modules, on what they give and its gradients, and on some ops inside."""
 
+import functools
 import itertools as it
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
+from autoshard.exec.torch_xla_hook._guard import Guard
+from autoshard.exec.torch_xla_hook._hooks import CallHook, ModuleHook
 from autoshard.exec.torch_xla_hook._marks import annotated, constrain
 from autoshard.exec.torch_xla_hook._ops import WITH_BIAS, Ops
 from autoshard.exec.torch_xla_hook._places import LazyOp, Place, nodes_between
@@ -36,25 +37,29 @@ class OpPins:
 class PinnedOps(Ops):
     """Pins what ops take, for them alone, and what they make."""
 
-    def __init__(self, pins: OpPins) -> None:
+    def __init__(self, pins: OpPins, guard: Guard) -> None:
         super().__init__(pins.kinds)
         self._pins = pins
+        self._guard = guard
 
     def before(self, kind: str, turn: int, operands: Sequence[Any]) -> Sequence[Any]:
         given = list(operands)
-        for number, value, shardings in self._pins.of(kind, turn, "operand", operands):
-            given[number] = annotated(value, shardings)
+        with self._guard:
+            for number, value, shardings in self._pins.of(kind, turn, "operand", operands):
+                given[number] = annotated(value, shardings)
         return given
 
     def after(self, kind: str, turn: int, results: Sequence[Any]) -> None:
-        for _, value, shardings in self._pins.of(kind, turn, "result", results):
-            constrain(value, shardings)
+        with self._guard:
+            for _, value, shardings in self._pins.of(kind, turn, "result", results):
+                constrain(value, shardings)
 
 
 class CallPins:
     """Shardings, ready-made, of the values of one call of a module."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
         self._given: dict[tuple[str, int, tuple[int, ...]], Sequence[Any]] = {}
         self._nodes: dict[int, OpPins] = {}
         self.ops = OpPins()
@@ -77,53 +82,80 @@ class CallPins:
             if here is not None:
                 constrain(tensor, here)
             if gradient is not None and tensor.requires_grad:
-                tensor.register_hook(lambda value, shardings=gradient: constrain(value, shardings))
+                tensor.register_hook(functools.partial(self._constrain, shardings=gradient))
         if self._nodes:
             until = max(self._nodes) + 1
             for number, node in enumerate(it.islice(nodes_between(inputs, output), until)):
                 if number in self._nodes:
-                    PinnedOps(self._nodes[number]).around(node)
+                    PinnedOps(self._nodes[number], self._guard).around(node)
+
+    def _constrain(self, gradient: Any, shardings: Sequence[Any]) -> None:
+        with self._guard:
+            constrain(gradient, shardings)
+
+
+class Now:
+    """What runs now: the plan whose pins hold, and the step, by numbers."""
+
+    def __init__(self) -> None:
+        self.plan: int | None = None
+        """None while a step is watched that is to be planned, or that could not be."""
+        self.step = 0
+        self.pinned: set[int] = set()
+        """Plans whose pins are in what is pending."""
 
 
 class ModulePins:
-    """Hooks that pin the values of the calls of one module, in turn. Where dynamo traces it they do nothing."""
+    """Hooks that pin the values of the calls of one module, in turn, under each of the plans that it is in."""
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._calls: list[CallPins] = []
+    def __init__(self, module: Any, now: Now, guard: Guard) -> None:
+        self._now = now
+        self._guard = guard
+        self._plans: dict[int, list[CallPins]] = {}
+        self._counted: tuple[int | None, int] = (None, 0)
+        """Plan and step whose calls `_number` counts."""
         self._number = 0
         self._running: list[PinnedOps | None] = []
         self._watches_ops = False
-        module.register_forward_hook(self._after, with_kwargs=True)
+        module.register_forward_hook(ModuleHook(self._after, guard), with_kwargs=True)
 
-    def add(self, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
-        while len(self._calls) <= place.call:
-            self._calls.append(CallPins())
-        self._calls[place.call].add(place, shape, shardings)
-        if self._calls[place.call].ops and not self._watches_ops:
+    def add(self, module: Any, plan: int, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
+        calls = self._plans.setdefault(plan, [])
+        while len(calls) <= place.call:
+            calls.append(CallPins(self._guard))
+        calls[place.call].add(place, shape, shardings)
+        if calls[place.call].ops and not self._watches_ops:
             self._watches_ops = True
-            self._module.register_forward_pre_hook(self._enter, prepend=True)
-            self._module.register_forward_hook(self._leave, always_call=True)
+            module.register_forward_pre_hook(ModuleHook(self._enter, self._guard), prepend=True)
+            module.register_forward_hook(ModuleHook(self._leave, self._guard), always_call=True)
+            CallHook.to_front(module)
+
+    def _pins(self) -> CallPins | None:
+        """Of the call that runs."""
+        now = self._now
+        calls = None if now.plan is None else self._plans.get(now.plan)
+        if not calls:
+            return None
+        if self._counted != (now.plan, now.step):
+            self._counted = now.plan, now.step
+            self._number = 0
+        return calls[self._number % len(calls)]
 
     def _enter(self, module: Any, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        ops = self._calls[self._number % len(self._calls)].ops
-        running = PinnedOps(ops) if ops else None
+        pins = self._pins()
+        running = PinnedOps(pins.ops, self._guard) if pins is not None and pins.ops else None
         if running is not None:
             running.__enter__()
         self._running.append(running)
 
     def _leave(self, module: Any, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        running = self._running.pop()
+        running = self._running.pop() if self._running else None
         if running is not None:
             running.__exit__(None, None, None)
 
     def _after(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        pins = self._calls[self._number % len(self._calls)]
+        pins = self._pins()
         self._number += 1
-        pins.apply((args, kwargs), output)
+        if pins is not None and self._now.plan is not None:
+            self._now.pinned.add(self._now.plan)
+            pins.apply((args, kwargs), output)

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook._capture import Capture
 from autoshard.exec.torch_xla_hook._marks import LiveMesh
 from autoshard.graph import read_graph
@@ -27,46 +28,68 @@ def best_mesh(taken: Capture, topology: str) -> dict[str, int]:
     return make_plan(taken.program, Options(topology=topology, mesh="auto", refine_axes=False)).plan.mesh
 
 
-def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Spec]) -> Decision:
+def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Spec], free: bool = False) -> Decision:
     """Plan a captured graph. `fixed` are specs by argument that an earlier plan gave, or an earlier step.
 
-    Arguments that the user has split keep their marks. Where a plan that splits nothing is the fastest, as for small
-    steps on CPU devices, the fastest baseline that splits something is taken: a split was asked for. Data of one shape
-    and dtype gets one spec, since of a batch that is moved later nobody can tell which of them it will be.
+    Arguments that the user has split keep their marks. What else is split already followed from an earlier plan, and
+    stays so where that can be (not if `free`). Where a plan that splits nothing is the fastest, as for small steps on
+    CPU devices, the fastest baseline that splits something is taken: a split was asked for. Data of one shape and dtype
+    gets one spec, since of a batch that is moved later nobody can tell which of them it will be.
     """
     arguments = taken.program.arguments
     pins: dict[str, Spec] = {arguments[number].name: spec for number, spec in fixed.items()}
     notes: list[str] = []
-    for number, text in taken.split.items():
-        name, shape = arguments[number].name, arguments[number].shape
-        if number in fixed:
-            continue
+    for number in sorted(taken.users):
+        name, shape, text = arguments[number].name, arguments[number].shape, taken.split[number]
         spec = mesh.read(text, len(shape))
         if spec is None:
             notes.append(f"your own mark on {name}, {text}, is kept, but the mesh {mesh.sizes} cannot express it.")
         else:
             pins[name] = spec
             notes.append(f"your own mark on {name}, {spec_text(spec, shape)}, is kept.")
+    loose = {} if free else _followed(taken, mesh, fixed)
     axis_only: dict[str, tuple[str, ...]] = {}
 
-    def make() -> Plan:
-        asked = read_asked(pins, axis_only=axis_only)
+    def make() -> tuple[Plan, tuple[str, ...]]:
+        """A plan, and what is to be said of it."""
+        # What only followed gives way where something is asked for.
+        asked = read_asked((loose if not axis_only else {}) | pins, axis_only=axis_only)
         made = make_plan(taken.program, Options(topology=topology, mesh=mesh.sizes, asked=asked, refine_axes=False))
         if splits(made.plan):
-            return made.plan
-        split = [p for p in made.baseline_plans.values() if splits(p) and _holds(taken, p, pins, bool(axis_only))]
+            return made.plan, ()
+        if axis_only and not any(axis_only.values()):
+            return made.plan, ()  # no axis may split anything
+        kept = (p for p in made.baseline_plans.values() if not (axis_only and p.regions))
+        split = [p for p in kept if splits(p) and _holds(taken, p, pins, bool(axis_only))]
         if not split:
-            return made.plan
+            return made.plan, ()
         best = min(split, key=lambda plan: plan.prediction.step_time_s)
         whole, parted = (f"{1e3 * p.prediction.step_time_s:.3g} ms" for p in (made.plan, best))
-        notes.append(f"with nothing split a step is predicted to take {whole}, not {parted}; a split was asked for.")
-        return best
+        if made.plan.prediction.step_time_s > best.prediction.step_time_s:
+            return best, ()
+        said = f"with nothing split a step is predicted to take {whole}, not {parted}; a split was asked for."
+        return best, (said,)
 
-    plan = make()
+    try:
+        plan, said = make()
+    except UserError:
+        if not loose:
+            raise
+        loose = {}
+        plan, said = make()
     if plan.regions:
+        whole = plan, said
         axis_only = dict.fromkeys(mesh.sizes, ("batch",))
-        notes.append("only the batch is split: PyTorch/XLA cannot be given the regions that convolutions run in.")
-        plan = make()
+        try:
+            plan, said = make()
+            notes.append("only the batch is split: PyTorch/XLA cannot be given the regions that convolutions run in.")
+        except UserError:
+            if not fixed:
+                raise
+            # What an earlier plan has split stays so.
+            axis_only = {}
+            plan, said = dataclasses.replace(whole[0], regions=()), whole[1]
+            notes.append("what convolutions exchange along the edges of images is left to XLA, not planned.")
     if _has_groups(taken) and len(_axes(mesh)) > 1:
         axis_only = dict.fromkeys(mesh.sizes, ("batch",))
         notes += _idle_marks(taken, mesh, pins)
@@ -75,19 +98,29 @@ def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Sp
         if not any(axes for spec in pins.values() for axes in spec.dims):
             axis_only = dict.fromkeys(mesh.sizes, ())  # not inside of the step either
         notes.append(why)
-        plan = make()
-    agreed = _agreed(taken, plan, pins)
+        plan, said = make()
+    agreed = _agreed(taken, plan, loose | pins)
     if agreed:
         pins |= agreed
-        plan = make()
-    notes = list(dict.fromkeys(notes))
+        plan, said = make()
+    notes = list(dict.fromkeys((*notes, *said)))
     if notes:
         plan = dataclasses.replace(plan, warnings=(*plan.warnings, *notes))
     specs = [
-        None if not argument.shape or (number in taken.split and number not in fixed) else plan.arguments[argument.name]
+        None if not argument.shape or number in taken.users else plan.arguments[argument.name]
         for number, argument in enumerate(arguments)
     ]
     return Decision(plan, tuple(specs), tuple(notes))
+
+
+def _followed(taken: Capture, mesh: LiveMesh, fixed: Mapping[int, Spec]) -> dict[str, Spec]:
+    """Specs of what is split, but neither by the user nor as an earlier plan says: it is made from what is."""
+    arguments, found = taken.program.arguments, {}
+    for number, text in taken.split.items():
+        spec = mesh.read(text, len(arguments[number].shape))
+        if spec is not None and number not in taken.users and number not in fixed:
+            found[arguments[number].name] = spec
+    return found
 
 
 def splits(plan: Plan) -> bool:

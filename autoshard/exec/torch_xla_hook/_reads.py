@@ -20,6 +20,26 @@ _METHODS = (
 )
 
 
+_WHOLE = ("cpu", "tolist")
+"""Those by which the values of a tensor of many come to the host."""
+
+
+def read_whole(whole: Callable[[Any], Any]) -> None:
+    """Have `whole(tensor)` read in the place of each tensor that is read whole, until the process ends."""
+    import torch
+
+    for name in _WHOLE:
+        setattr(torch.Tensor, name, _of_whole(getattr(torch.Tensor, name), whole))
+
+
+def _of_whole(method: Callable[..., Any], whole: Callable[[Any], Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(whole(tensor), *args, **kwargs)
+
+    return read
+
+
 class Reads:
     """Calls `on_read(tensor)` before a tensor's value is read, between `start` and `stop`."""
 

@@ -1,50 +1,71 @@
 """From the first step of a script to its planned steps: the states between which the hook moves."""
 
 import functools
+import itertools as it
 import logging
-import os
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from autoshard.cost import Topology
-from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook._apply_plan import Applied
 from autoshard.exec.torch_xla_hook._capture import capture
+from autoshard.exec.torch_xla_hook._guard import Guard, is_strict, said_of
 from autoshard.exec.torch_xla_hook._here import live_mesh, mesh_here, topology_here
-from autoshard.exec.torch_xla_hook._marks import LiveMesh, mark
+from autoshard.exec.torch_xla_hook._marks import LiveMesh, annotated, held_spec, is_split, mark
 from autoshard.exec.torch_xla_hook._moves import fits_whole, group_here, split_inputs
-from autoshard.exec.torch_xla_hook._ops import stand_in
+from autoshard.exec.torch_xla_hook._ops import stand_in, unseen
 from autoshard.exec.torch_xla_hook._pinned import Pins
 from autoshard.exec.torch_xla_hook._planning import best_mesh, decide
 from autoshard.exec.torch_xla_hook._reads import Reads
 from autoshard.exec.torch_xla_hook._replay import planned_proto, replay
-from autoshard.exec.torch_xla_hook._tensors import become, leaves, live_pending, on_xla, pending
+from autoshard.exec.torch_xla_hook._tensors import become, leaves, live_pending, on_xla, pending, plain
+from autoshard.exec.torch_xla_hook._tracing import is_traced
+from autoshard.exec.torch_xla_hook._user_marks import UserMarks
 from autoshard.exec.torch_xla_hook._watch import Watch
 from autoshard.exec.torch_xla_hook._xlac import xlac
-from autoshard.plan import Plan
+from autoshard.plan import Plan, Spec
 
 
 log = logging.getLogger("autoshard.torch_xla")
 
-STRICT_VARIABLE = "AUTOSHARD_STRICT"
+_KNOWN_STEPS = 2
+"""So many steps in turn that are planned already, and watching ends; what was moved meanwhile is awaited otherwise."""
 
 
 class Session:
     """Auto-sharding of one process. `armed`: the next step boundary plans the pending graph."""
 
     def __init__(self) -> None:
+        from torch.utils.weak import WeakIdKeyDictionary
+
         self.plans: list[Plan] = []
         self._mesh: dict[str, int] | None = None
-        self.applied = Applied()
+        self.guard = Guard(self._give_up)
+        self.marks = UserMarks()
+        self.applied = Applied(self.guard)
         self.armed = False
         self.failed = False
-        self._trained = False
         self._watch: Watch | None = None
         self._reads = Reads(self.on_read)
-        self._seen: set[tuple[Any, ...]] = set()
-        """Signatures of forward calls that are planned (or could not be)."""
+        self._seen: dict[tuple[Any, ...], int | None] = {}
+        """Signatures of forward calls that are planned, with the plan's number; None if they could not be."""
         self._current: set[tuple[Any, ...]] = set()
+        self._looked: set[tuple[Any, ...]] = set()
+        """Of those whose results were read before it was known whether gradients would be asked for."""
+        self._known_steps = 0
+        self._moved: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Modules that were moved to the device, and are awaited."""
+        self._numbers: Any = WeakIdKeyDictionary()
+        """Module -> a number of its own."""
+        self._count = it.count()
+        self._live: LiveMesh | None = None
+        """The mesh of the last plan."""
+        self._unsure: set[tuple[Any, ...]] = set()
+        """Signatures that are planned as inference, though gradients could be asked for still."""
+        self._settled: set[tuple[Any, ...]] = set()
+        """Those that are planned anew, since something was trained after all."""
 
     @property
     def mesh(self) -> dict[str, int] | None:
@@ -59,9 +80,13 @@ class Session:
 
     def arm(self) -> None:
         """Watch from now on, until the next step boundary."""
-        if not self.armed:
+        if not self.armed and not self.guard.failed:
             self.armed = True
-            self._watch = Watch(self._on_forward)
+            self.applied.now.plan = None
+            self._known_steps = 0
+            self._current = set()
+            self._looked = set()
+            self._watch = Watch(self._on_forward, self.guard)
             self._watch.start()
             self._reads.start()
             stand_in()
@@ -74,43 +99,133 @@ class Session:
         self.armed = False
         stand_in(self.applied.kinds)
 
-    def _on_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._current.add(signature(module, args, kwargs))
+    def _give_up(self) -> None:
+        """Leave the script to itself: what is split stays split, and nothing else is done."""
+        self.applied.now.plan = None
+        self.disarm()
+
+    def await_module(self, module: Any) -> None:
+        """A module has come to the device: its first step is to be planned."""
+        self._moved.add(module)
+        self.arm()
+
+    def _on_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a step of inference begins: what was read is called again, and no one has asked for gradients."""
+        found = self.signature(module, args, kwargs)
+        watch = self._watch
+        again = watch is not None and found in self._looked and not watch.went_back
+        if again:
+            self._current = set()
+        self._current.add(found)
+        return again
 
     def on_call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A known module is called in a planned step: mark its batch; what was never seen is planned next."""
         self.applied.mark_batch(leaves((args, kwargs), "batch"))
-        if not self.armed and signature(module, args, kwargs) not in self._seen:
-            self.arm()
-            assert self._watch is not None
-            self._watch.join(module, args, kwargs)
+        if self.armed:
+            return
+        found = self.signature(module, args, kwargs)
+        if found in self._seen:
+            self.applied.now.plan = self._seen[found]
+            return
+        self.arm()
+        assert self._watch is not None
+        self._watch.join(module, args, kwargs)
 
     def on_sync(self) -> None:
         """A step boundary: everything pending is about to run."""
-        if self.armed:
-            watch = self._watch
-            assert watch is not None
-            if self._current and self._current <= self._seen:  # a step that is planned already
-                self._current = set()
-                watch.restart()
-            else:
+        if self.guard.failed:
+            return
+        roots: Sequence[Any] = ()
+        watch = self._watch
+        with self.guard:
+            if watch is not None and self._is_known():
+                self._pass_by(watch)
+            elif watch is not None:
                 roots = self._roots(watch)
-                if roots and (watch.seen or _is_heavy(roots)):
-                    self._plan(watch, roots)
-                    return
-        self.applied.mark_state()
+                roots = roots if watch.seen or (roots and _is_heavy(roots)) else ()
+        if roots and watch is not None:
+            self._plan(watch, roots)
+        else:
+            with self.guard:
+                self.applied.mark_state()
+        self.applied.now.step += 1
+        self.applied.now.pinned.clear()
 
     def on_read(self, tensor: Any) -> None:
         """A value is about to be read. If a whole step is pending it is planned and run now."""
         watch = self._watch
-        if watch is None or not on_xla(tensor) or not watch.seen:
+        if watch is None or not on_xla(tensor) or not watch.seen or is_traced():
             return
-        roots = self._roots(watch)
-        if watch.training and not watch.changed(roots):
-            return  # a loss that is looked at in the middle of a step
+        roots: Sequence[Any] = ()
+        with self.guard:
+            roots = self._roots(watch)
+            if watch.training and not watch.infers and not watch.changed(roots):
+                self._looked |= self._current
+                return  # a loss that is looked at in the middle of a step, or inference: what follows will show
+            if self._is_known():
+                self._pass_by(watch)
+                return
         computed = self._plan(watch, roots) if roots else ()
         if computed:
             xlac()._xla_sync_multi([*computed], [], wait=False, sync_xla_data=True)
+
+    def whole(self, tensor: Any) -> Any:
+        """A tensor with the same values that every device holds whole, if this one is split.
+
+        PyTorch/XLA compiles a program each time that it gathers a split tensor for the host; a lazy graph that does so
+        is compiled once.
+        """
+        import torch
+
+        if self._live is None or not on_xla(tensor) or not tensor.dim() or is_traced():
+            return tensor
+        with self.guard, unseen():
+            inner = plain(tensor)
+            if type(inner) not in (torch.Tensor, torch.nn.Parameter):
+                return tensor  # it wraps others
+            if any(pending([inner])):
+                xlac()._xla_sync_multi([inner], [], wait=False, sync_xla_data=False)
+            if is_split(held_spec(inner)):
+                return annotated(inner, [self._live.sharding(Spec(((),) * tensor.dim()))])
+        return tensor
+
+    def _is_known(self) -> bool:
+        """Whether the step that is watched is planned already."""
+        return bool(self._current) and self._current <= self._seen.keys()
+
+    def _pass_by(self, watch: Watch) -> None:
+        """Let a known step go. After some of them watching ends, and whatever else was moved is awaited at its call."""
+        self._current = set()
+        watch.restart()
+        self._known_steps += 1
+        if self._known_steps == _KNOWN_STEPS:
+            self.disarm()
+            self.applied.hook_calls(list(self._moved), self.on_call)
+
+    def signature(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """What makes two calls of a module the same graph: shapes, and whether gradients are kept."""
+        import torch
+
+        if module not in self._numbers:
+            self._numbers[module] = next(self._count)
+        number = self._numbers[module]
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for _, tensor in leaves((args, kwargs), ""))
+        return number, module.training, torch.is_grad_enabled(), shapes
+
+    def on_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """An optimizer begins its step: what was planned as inference with gradients is planned anew."""
+        watch, unsure = self._watch, self._unsure
+        if watch is None and not unsure:
+            return
+        with self.guard:
+            if not any(on_xla(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+                return  # of a model on the host
+            if watch is not None:
+                watch.learn_state(optimizer)
+            self._seen = {key: plan for key, plan in self._seen.items() if key not in unsure}
+            self._settled |= unsure
+            self._unsure = set()
 
     def _roots(self, watch: Watch) -> list[Any]:
         kept = {id(tensor) for tensor in watch.recorded.values()}
@@ -121,8 +236,8 @@ class Session:
 
         The tensors that this run computes: `roots` and what is split on the way; none if it could not be planned.
         """
-        self._seen |= self._current
-        self._current = set()
+        current, self._current = self._current, set()
+        self._seen |= dict.fromkeys(current)
         topology = topology_here()
         sizes = self.mesh or mesh_here()  # what is wrong with these, the user has to mend
         group = group_here()
@@ -130,14 +245,18 @@ class Session:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
-                return self._plan_pending(watch, roots, topology, mesh, group)
+                computed = self._plan_pending(watch, roots, topology, mesh, group)
+            self._seen |= dict.fromkeys(current, len(self.plans) - 1)
+            if not watch.went_back:
+                self._unsure |= {key for key in current - self._settled if key[2]}
+            return computed
         except Exception as error:  # whatever went wrong, the user's training goes on
-            if os.environ.get(STRICT_VARIABLE, "0") not in ("", "0"):
+            if is_strict():
                 raise
             if not self.failed:
-                reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
                 warnings.warn(
-                    f"autoshard: this step runs replicated, since it could not be planned: {reason}", stacklevel=3
+                    f"autoshard: this step runs replicated, since it could not be planned: {said_of(error)}",
+                    stacklevel=3,
                 )
             self.failed = True
             return ()
@@ -153,24 +272,38 @@ class Session:
         recorded = [tensor for (_, tensor), waiting in zip(every, waits, strict=True) if waiting]
         del every
         shapes = [tuple(tensor.shape) for tensor in recorded]
-        read = functools.partial(capture, roots, recorded, watch.known, watch.training, watch.title())
+        training = watch.training and (watch.went_back or watch.changed(roots))
+        watch.explain(roots)
+        read = functools.partial(
+            capture,
+            roots,
+            recorded,
+            watch.known,
+            training,
+            watch.title(),
+            marks=self.marks,
+            own_pins=self.applied.waiting_pins(),
+        )
         if mesh is None:
             whole = live_mesh(topology, {"data": Topology.parse(topology).num_devices})
-            self.mesh = best_mesh(read(whole), topology)
+            self.mesh = best_mesh(read(mesh=whole), topology)
             mesh = live_mesh(topology, self.mesh)
-        taken = read(mesh)
+        self._live = mesh
+        taken = read(mesh=mesh)
         del recorded, read
         numbers = {handle: number for number, handle in enumerate(taken.handles)}
         held = [
             (call, shape, (-1, numbers[handle])) for call, (shape, handle) in watch.held.items() if handle in numbers
         ]
         watch.forget()
-        replaces = watch.training and not self._trained
+        replaces = training and not any(
+            tensor in self.applied.trained for tensor in taken.tensors if tensor is not None
+        )
         fixed = {} if replaces else self.applied.decided(taken)
-        decision = decide(taken, topology, mesh, fixed)
+        decision = decide(taken, topology, mesh, fixed, free=replaces)
         plan = decision.plan
         group = fits_whole(taken, decision) if group is None else group
-        inputs, waiting = split_inputs(taken, decision, mesh, group, replaces)
+        inputs, waiting = split_inputs(taken, decision, mesh, group)
         outputs = replay(planned_proto(taken, plan, mesh), inputs)
         for root, output, result in zip(taken.roots, outputs, taken.program.results, strict=True):
             if result.shape:
@@ -180,20 +313,11 @@ class Session:
             taken, decision, mesh, Pins([*zip(calls, shapes, taken.places, strict=True), *held], taken.flow), watch
         )
         self.applied.hook_calls(watch.outermost, self.on_call)
-        self._trained |= watch.training
         self.plans.append(plan)
         log.info("planned %s: %s", plan.program_name, "; ".join(plan.words) or "everything is replicated")
         for sentence in decision.notes:
             log.warning("%s", sentence)
         return [*roots, *waiting]
-
-
-def signature(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What makes two calls of a module the same graph: shapes, and whether gradients are kept."""
-    import torch
-
-    shapes = tuple((tuple(tensor.shape), tensor.dtype) for _, tensor in leaves((args, kwargs), ""))
-    return id(module), module.training, torch.is_grad_enabled(), shapes
 
 
 def _is_heavy(roots: Sequence[Any]) -> bool:

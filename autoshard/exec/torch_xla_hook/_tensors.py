@@ -56,8 +56,7 @@ def live_pending(first: Iterable[Any]) -> list[Any]:
     backward pass that has not run) is not found.
     """
     found: dict[int, Any] = {}
-    # Kernels that are written in Python see tensors below functionalisation; these are no one else's.
-    wrapped = not _flag("XLA_DISABLE_FUNCTIONALIZATION")
+    wrapped = _wrapped()
 
     def take(tensor: Any) -> None:
         inner = plain(tensor)
@@ -73,6 +72,20 @@ def live_pending(first: Iterable[Any]) -> list[Any]:
     return [tensor for tensor, is_pending in zip(tensors, pending(tensors), strict=True) if is_pending]
 
 
+def live_data() -> list[tuple[int, Any]]:
+    """Device data handle and tensor of all tensors of one dim and more that Python can see and that are not pending."""
+    wrapped = _wrapped()
+    seen = (plain(tensor) for tensor in _tensors_of_process() if on_xla(tensor) and tensor.dim())
+    tensors = list({id(tensor): tensor for tensor in seen if is_functional(tensor) == wrapped}.values())
+    held = [tensor for tensor, waits in zip(tensors, pending(tensors), strict=True) if not waits]
+    return list(zip(handles(held), held, strict=True))
+
+
+def _wrapped() -> bool:
+    """Whether a script's tensors are wrapped: kernels in Python see those below functionalisation, no one else's."""
+    return not _flag("XLA_DISABLE_FUNCTIONALIZATION")
+
+
 def _flag(name: str) -> bool:
     return os.environ.get(name, "").strip().lower() in ("1", "true")
 
@@ -84,10 +97,12 @@ def live_on_xla() -> list[Any]:
 
 def _tensors_of_process() -> Iterator[Any]:
     import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
 
     tensor = torch.Tensor
     for thing in gc.get_objects():
-        if issubclass(type(thing), tensor):
+        if issubclass(type(thing), tensor) and not issubclass(type(thing), (FakeTensor, FunctionalTensor)):
             thing._fix_weakref()  # a tensor that only C++ held is Python's too from here on
             yield thing
 

@@ -2,22 +2,27 @@
 
 import contextlib
 import functools
+import itertools as it
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from autoshard.exec.devices._torch_names import own_name
 from autoshard.exec.torch_xla_hook._capture import Known
 from autoshard.exec.torch_xla_hook._compiled import lazily
+from autoshard.exec.torch_xla_hook._guard import Guard
+from autoshard.exec.torch_xla_hook._hooks import ModuleHook
 from autoshard.exec.torch_xla_hook._ops import Ops, unseen
 from autoshard.exec.torch_xla_hook._places import LazyOp, Place, is_value, nodes_between
-from autoshard.exec.torch_xla_hook._tensors import handles, leaves, on_xla, pending, plain
+from autoshard.exec.torch_xla_hook._tensors import handles, leaves, live_data, on_xla, pending, plain
+from autoshard.exec.torch_xla_hook._tracing import is_traced
 from autoshard.program import Role
 
 
 class Watch:
     """Hooks on every module while a step is to be captured; names tensors before the step changes them."""
 
-    def __init__(self, on_forward: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
+    def __init__(self, on_forward: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool], guard: Guard) -> None:
         self.known: dict[int, Known] = {}
         """Device data handle -> the tensor that held it."""
         self.recorded: dict[Place, Any] = {}
@@ -28,7 +33,16 @@ class Watch:
         self.modules: dict[str, Any] = {}
         self.optimizers: list[Any] = []
         self.training = False
+        """Whether gradients could be asked for."""
+        self.went_back = False
+        """Whether gradients have been asked for, or parameters updated."""
+        self.infers = False
+        """Whether the same was called again without that, so that no one will."""
         self._on_forward = on_forward
+        self.guard = guard
+        self.is_on = False
+        self._live: dict[int, weakref.ref[Any]] = {}
+        """Device data handle -> a tensor that held it, of all that there were when the step began."""
         self._names: dict[int, str] = {}
         self._calls: dict[str, int] = {}
         self._nodes: set[Any] = set()
@@ -38,34 +52,45 @@ class Watch:
         self._hooks = contextlib.ExitStack()
 
     def start(self) -> None:
-        """Stand in for `Module.__call__` (hooks of all modules are not told keyword arguments) and await optimizers."""
+        """Stand in for `Module.__call__`: hooks of all modules are not told keyword arguments."""
         import torch
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         call = torch.nn.Module.__call__
 
         @functools.wraps(call)
         def watched(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._depth:
-                self._enter(module, args, kwargs)
+            # What is made of the method meanwhile, such as a compiled module, keeps this for good.
+            if torch.compiler.is_compiling() or not self.is_on or is_traced():
+                return call(module, *args, **kwargs)
+            ops = None
+            with self.guard:
+                if not self._depth:
+                    self._enter(module, args, kwargs)
+                ops = self._ops_of(module)
             self._depth += 1
             try:
-                with self._ops_of(module):
-                    output = lazily(module, call)(*args, **kwargs)
+                output = lazily(module, call)(*args, **kwargs)
             finally:
                 self._depth -= 1
-            self._after(module, (args, kwargs), output)
+                if ops is not None:
+                    with self.guard:
+                        ops.__exit__(None, None, None)
+                        if ops in self._running:
+                            self._running.remove(ops)
+            if self.is_on:
+                with self.guard:
+                    self._after(module, (args, kwargs), output)
             return output
 
+        self.is_on = True
         torch.nn.Module.__call__ = watched
         self._hooks.callback(setattr, torch.nn.Module, "__call__", call)
-        self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
 
     def stop(self) -> None:
+        self.is_on = False
         self._hooks.close()
-        self.forget()
-        self.known.clear()
-        self._nodes.clear()
+        self.restart()
+        self.optimizers.clear()
 
     def join(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Watch a call that has begun already: its pre-hooks are running."""
@@ -75,9 +100,10 @@ class Watch:
         def leave(module: Any, args: Any, kwargs: Any, output: Any) -> None:
             handle.remove()
             self._depth = max(self._depth - 1, 0)
-            self._after(module, (args, kwargs), output)
+            if self.is_on:
+                self._after(module, (args, kwargs), output)
 
-        handle = module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+        handle = module.register_forward_hook(ModuleHook(leave, self.guard), with_kwargs=True, always_call=True)
 
     def restart(self) -> None:
         """Forget the step so far, and go on watching."""
@@ -88,7 +114,8 @@ class Watch:
         self._names.clear()
         self._calls.clear()
         self._nodes.clear()
-        self.training = False
+        self._live.clear()
+        self.training = self.went_back = self.infers = False
 
     @property
     def seen(self) -> bool:
@@ -106,6 +133,14 @@ class Watch:
     def _enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         import torch
 
+        tensors = (module.parameters(), module.buffers(), (tensor for _, tensor in leaves((args, kwargs), "")))
+        if not any(on_xla(tensor) for tensor in it.chain(*tensors)):
+            return  # a call on the host
+        if self._on_forward(module, args, kwargs):
+            self.restart()
+            self.infers = True
+        if not self.outermost:
+            self._live = {handle: weakref.ref(tensor) for handle, tensor in live_data()}
         again = any(each is module for each in self.outermost)
         if not again and id(module) in self._names:
             return  # a part that is run by itself: a checkpointed one in the backward pass
@@ -120,24 +155,18 @@ class Watch:
             self.learn(iter(parameters), lambda _: Role.PARAMETER)
             self.learn(iter(buffers), lambda _: Role.OTHER)
         self.training |= torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-        self._on_forward(module, args, kwargs)
         self.learn(leaves((args, kwargs), "batch"), lambda _: Role.BATCH)
 
-    @contextlib.contextmanager
-    def _ops_of(self, module: Any) -> Iterator[None]:
-        """Record the ops that a module runs itself; those of its children are theirs, but counted."""
+    def _ops_of(self, module: Any) -> "_RecordedOps | None":
+        """Record, until it is left, the ops that a module runs itself; its children's are theirs, but counted."""
         name = self._names.get(id(module))
         if name is None:
-            yield
-            return
+            return None
         call = self._calls.get(name, 0)
-        ops = _RecordedOps(functools.partial(LazyOp, name, call, -1), self, lambda: self._running[-1] is ops)
+        ops = _RecordedOps(functools.partial(LazyOp, name, call, -1), self, lambda: self._running[-1:] == [ops])
+        ops.__enter__()
         self._running.append(ops)
-        try:
-            with ops:
-                yield
-        finally:
-            self._running.remove(ops)
+        return ops
 
     def _after(self, module: Any, inputs: Any, output: Any) -> None:
         name = self._names.get(id(module))
@@ -158,7 +187,13 @@ class Watch:
 
         self.record(where(what="output"), tensor)
         if tensor.requires_grad and torch.is_grad_enabled():
-            tensor.register_hook(functools.partial(self.record, where(what="gradient")))
+            tensor.register_hook(functools.partial(self._record_gradient, where(what="gradient")))
+
+    def _record_gradient(self, where: Place, tensor: Any) -> None:
+        if self.is_on:
+            with self.guard:
+                self.went_back = True
+                self.record(where, tensor)
 
     def record(self, where: Place, tensor: Any) -> None:
         """Keep the value that the tensor has now: in-place ops may follow."""
@@ -182,6 +217,24 @@ class Watch:
         states = [tensor for optimizer in self.optimizers for _, _, tensor in optimizer_state(optimizer)]
         return [*(each.tensor for each in self.known.values()), *states]
 
+    def explain(self, roots: Sequence[Any]) -> None:
+        """Name what no module or optimizer holds: state that the step has updated, and other parameters.
+
+        What is left is data.
+        """
+        import torch
+
+        updated = {id(root) for root in roots}
+        for handle, ref in self._live.items():
+            tensor = ref()
+            if tensor is None or handle in self.known:
+                continue
+            if id(tensor) in updated:
+                role = Role.OPTIMIZER_STATE if self.training and tensor.is_floating_point() else Role.OTHER
+                self.known[handle] = Known(f"state.{len(self.known)}", role, tensor)
+            elif isinstance(tensor, torch.nn.Parameter):
+                self.known[handle] = Known(f"parameter.{len(self.known)}", Role.PARAMETER, tensor)
+
     def changed(self, roots: Sequence[Any]) -> bool:
         """Whether these pending tensors hold an updated parameter."""
         parameters = {id(each.tensor) for each in self.known.values() if each.role is Role.PARAMETER}
@@ -192,7 +245,9 @@ class Watch:
         names = [type(module).__name__ for module in self.outermost]
         return "+".join(dict.fromkeys(names)) or "graph"
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def learn_state(self, optimizer: Any) -> None:
+        """An optimizer begins its step."""
+        self.went_back = True
         if not any(each is optimizer for each in self.optimizers):
             self.optimizers.append(optimizer)
         names = {id(each.tensor): each.name for each in self.known.values()}
@@ -215,14 +270,16 @@ class _RecordedOps(Ops):
         self._mine = mine
 
     def before(self, kind: str, turn: int, operands: Sequence[Any]) -> Sequence[Any]:
-        self._keep("operand", kind, turn, operands)
+        with self._watch.guard:
+            self._keep("operand", kind, turn, operands)
         return operands
 
     def after(self, kind: str, turn: int, results: Sequence[Any]) -> None:
-        self._keep("result", kind, turn, results)
+        with self._watch.guard:
+            self._keep("result", kind, turn, results)
 
     def _keep(self, what: str, kind: str, turn: int, values: Sequence[Any]) -> None:
-        if not self._mine():
+        if not self._mine() or not self._watch.is_on:
             return
         op = self._name(kind, turn)
         for number, value in enumerate(values):

@@ -301,7 +301,7 @@ def failing() -> dict[str, Any]:
     from autoshard import UserError
     from autoshard.exec.torch_xla_hook import _session
 
-    def no_plan(*_: Any) -> Any:
+    def no_plan(*_: Any, **__: Any) -> Any:
         raise UserError("there is no plan today.")
 
     decide, _session.decide = _session.decide, no_plan

@@ -1,0 +1,97 @@
+"""What ordinary scripts do beside training one model in a loop, under auto-sharding."""
+
+from typing import Any
+
+import pytest
+
+from tests.exec.torch_xla_hook.torch_xla_processes import run_checks
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    names = ("inferred", "evaluated_first", "known_steps", "copied", "freed", "compiled_own", "scanned", "read")
+    return run_checks("torch_xla_scripts_checks", *names, AUTOSHARD_STRICT="1", XLA_AUTO_SPMD_MESH="4,2")
+
+
+@pytest.fixture(scope="module")
+def watched() -> dict[str, dict[str, Any]]:
+    names = ("failing_watch", "compiled_in_place", "averaged_vit", "evaluated_gpt2")
+    return run_checks("torch_xla_scripts_checks", *names, XLA_AUTO_SPMD_MESH="4,2")
+
+
+def test_a_compiled_module_of_the_scripts_own_infers(found: dict[str, Any], watched: dict[str, Any]):
+    row = found["compiled_own"]
+    assert row["difference"] < 1e-5 and any(row["split"])
+    assert row["compiles"] == [1, 2, 2, 2]
+    assert watched["compiled_in_place"]["difference"] < 1e-5 and any(watched["compiled_in_place"]["split"])
+
+
+def test_layers_that_are_scanned_are_planned(found: dict[str, Any]):
+    row = found["scanned"]
+    assert row["difference"] < 1e-5 and any(row["split"]) and row["compiles"] == 2
+
+
+def test_what_fails_in_the_watcher_is_said_once_and_ends_it(watched: dict[str, Any]):
+    row = watched["failing_watch"]
+    assert max(row["differences"]) < 1e-5
+    assert row["armed"] == [False] * 4 and row["plans"] == [0, 0, 0, 1]
+    for said in row["said"]:
+        assert said == [
+            "autoshard: auto-sharding is off from here on, since watching this script failed: RuntimeError: there is "
+            "no telling"
+        ]
+
+
+def test_a_planned_model_is_copied_saved_and_averaged(found: dict[str, Any]):
+    row = found["copied"]
+    assert max(row["differences"].values()) < 1e-5
+    assert not row["mentions"]  # what is saved loads without autoshard
+
+
+def test_models_that_are_trained_in_turn_are_freed(found: dict[str, Any]):
+    row = found["freed"]
+    assert row["alive"] == [[False, False]] * 3 and row["split"] == [True] * 3
+    assert not row["armed"]
+
+
+def test_inference_is_planned_where_gradients_are_kept_and_after_a_call_on_the_host(found: dict[str, Any]):
+    row = found["inferred"]
+    assert row["difference"] < 1e-5 and row["trained"] < 1e-5
+    assert row["plans"] == 1 and row["split"]
+    # The first call may be the first half of a step; the second shows that it was not.
+    assert row["armed"] == [True, False, False, False]
+    assert not row["moved again"]
+
+
+def test_known_steps_are_not_watched_for_ever(found: dict[str, Any]):
+    row = found["known_steps"]
+    assert row["armed"] == [True, False] and row["plans"] >= 1
+    assert row["difference"] < 1e-5 and any(row["split"])
+
+
+def test_evaluating_first_costs_a_training_plan_nothing(found: dict[str, Any]):
+    row = found["evaluated_first"]
+    after, alone = row["step"]
+    assert row["difference"] < 1e-5
+    assert after == pytest.approx(alone, rel=0.01)
+    assert not any("your own mark" in note for notes in row["notes"] for note in notes)
+
+
+def test_averages_and_short_batches_are_planned(watched: dict[str, Any]):
+    row = watched["averaged_vit"]
+    assert row["difference"] < 1e-5 and row["averages"] < 1e-5
+    assert row["warned"] == [] and row["plans"] == 2
+    assert not any("your own mark" in note for notes in row["notes"] for note in notes)
+    assert not row["roles"]  # averages are state, no data
+
+
+def test_a_model_with_a_split_embedding_is_evaluated_as_planned(watched: dict[str, Any]):
+    row = watched["evaluated_gpt2"]
+    assert row["difference"] < 1e-5 and row["embedding"].startswith("{devices=")
+    assert row["warned"] == [] and row["plans"] == 2
+
+
+def test_what_is_read_is_gathered_by_a_program_that_is_compiled_once(found: dict[str, Any]):
+    row = found["read"]
+    assert row["difference"] < 1e-5 and row["split"] == [True]
+    assert len(set(row["compiles"][1:])) == 1

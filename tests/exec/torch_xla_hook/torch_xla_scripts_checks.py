@@ -1,0 +1,428 @@
+"""Scripts for `test_torch_xla_scripts.py`: what ordinary scripts do beside training one model in a loop."""
+
+import copy
+import gc
+import io
+import warnings
+import weakref
+from typing import Any
+
+from tests.exec.torch_xla_hook.torch_xla_checks import Check, compiled, difference, mlp, plans, report, spec
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def script(function: Check) -> Check:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def on() -> Any:
+    """Auto-sharding of this process."""
+    import torch_xla.runtime as xr
+
+    import autoshard.torch_xla
+
+    xr.use_spmd(auto=True)
+    return autoshard.torch_xla.session()
+
+
+def net(width: int = 256, layers: int = 2) -> Any:
+    """A module of a class of the script's own."""
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(mlp(width) for _ in range(layers))
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                x = x + layer(x)
+            return x
+
+    torch.manual_seed(0)
+    return Net()
+
+
+def is_split(tensors: Any) -> list[bool]:
+    return [spec(tensor).startswith("{devices=") for tensor in tensors]
+
+
+def step(model: Any, updater: Any, x: Any, y: Any) -> Any:
+    import torch
+
+    updater.zero_grad()
+    loss = torch.nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    updater.step()
+    return loss
+
+
+def sgd(*models: Any) -> list[Any]:
+    import torch
+
+    return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+
+
+def train(model: Any, plain: Any, steps: int, width: int = 256, rows: int = 64) -> float:
+    """Train both alike; the largest difference of a loss."""
+    import torch
+    import torch_xla
+
+    ours, theirs = sgd(model, plain)
+    differences = []
+    for _ in range(steps):
+        x, y = torch.randn(rows, width), torch.randn(rows, width)
+        loss, expected = step(model, ours, x.to("xla"), y.to("xla")), step(plain, theirs, x, y)
+        torch_xla.sync()
+        differences.append(difference(loss, expected))
+    return max(differences)
+
+
+@script
+def compiled_own() -> dict[str, Any]:
+    """`torch.compile` of a module of the script's own class, twice called and more."""
+    import torch
+    import torch_xla
+
+    on()
+    plain = net()
+    model = copy.deepcopy(plain).to("xla")
+    called = torch.compile(model, backend="openxla")
+    before, counts, differences = compiled(), [], []
+    for _ in range(4):
+        x = torch.randn(16, 256)
+        with torch.no_grad():
+            y = called(x.to("xla"))
+        torch_xla.sync()
+        counts.append(compiled() - before)
+        differences.append(difference(y, plain(x)))
+    return {"difference": max(differences), "compiles": counts, "split": is_split(model.parameters())}
+
+
+@script
+def scanned() -> dict[str, Any]:
+    """Layers run by PyTorch/XLA's `scan_layers`, which traces a copy of the first."""
+    import torch
+    from torch_xla.experimental.scan_layers import scan_layers
+
+    on()
+
+    class Scanned(torch.nn.Module):
+        def __init__(self, inner: Any, scans: bool) -> None:
+            super().__init__()
+            self.layers, self.scans = inner.layers, scans
+
+        def forward(self, x: Any) -> Any:
+            if self.scans:
+                return scan_layers(self.layers, x)
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    plain = Scanned(net(128, 3), False)
+    model = Scanned(copy.deepcopy(plain), True).to("xla")
+    before = compiled()
+    off = train(model, plain, 4, 128)
+    return {"difference": off, "compiles": compiled() - before, "split": is_split(model.parameters())}
+
+
+@script
+def copied() -> dict[str, Any]:
+    """A planned model is copied, saved and averaged."""
+    import torch
+    import torch_xla
+
+    on()
+    plain = net(128)
+    model = copy.deepcopy(plain).to("xla")
+    train(model, plain, 3, 128)
+    x = torch.randn(64, 128)
+    with torch.no_grad():
+        expected = plain(x)
+    found = {}
+    file = io.BytesIO()
+    torch.save(model.layers[0], file)
+    file.seek(0)
+    with torch.no_grad():
+        found["loaded"] = difference(torch.load(file, weights_only=False)(x.to("xla")), plain.layers[0](x))
+        twin = copy.deepcopy(model)
+        found["copied"] = difference(twin(x.to("xla")), expected)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged.update_parameters(model)
+    torch_xla.sync()
+    with torch.no_grad():
+        found["averaged"] = difference(averaged(x.to("xla")), expected)
+    found["trained"] = train(twin, copy.deepcopy(plain), 3, 128)
+    return {"differences": found, "mentions": b"autoshard" in file.getvalue()}
+
+
+@script
+def freed() -> dict[str, Any]:
+    """Models trained in turn, each let go before the next."""
+    session = on()
+    watched, split = [], []
+    for width in (64, 128, 192):
+        plain = net(width)
+        model = copy.deepcopy(plain).to("xla")
+        train(model, plain, 3, width)
+        split.append(any(is_split(model.parameters())))
+        watched.append([weakref.ref(model), weakref.ref(next(model.parameters()))])
+        del plain, model
+        gc.collect()
+    return {"alive": [[ref() is not None for ref in refs] for refs in watched], "split": split, "armed": session.armed}
+
+
+@script
+def inferred() -> dict[str, Any]:
+    """Inference without `no_grad`, whose results are read at once, after a call on the host."""
+    import torch
+
+    session = on()
+    plain = net()
+    model = copy.deepcopy(plain)
+    model(torch.randn(16, 256))
+    model = model.to("xla")
+    planned, differences, armed = len(plans()), [], []
+    for _ in range(4):
+        x = torch.randn(16, 256)
+        differences.append(difference(model(x.to("xla")), plain(x)))
+        armed.append(session.armed)
+    found = {"difference": max(differences), "plans": len(plans()) - planned, "armed": armed}
+    found["split"] = any(is_split(model.parameters()))
+    found["trained"] = train(model, plain, 3)
+    model.to("xla")
+    found["moved again"] = session.armed
+    return found
+
+
+@script
+def known_steps() -> dict[str, Any]:
+    """A second model is moved long before it runs; what is known meanwhile is not watched for ever."""
+    session = on()
+    plain = net(128)
+    model = copy.deepcopy(plain).to("xla")
+    train(model, plain, 2, 128)
+    other = copy.deepcopy(plain).to("xla")
+    armed = [session.armed]
+    train(model, plain, 4, 128)
+    armed.append(session.armed)
+    planned = len(plans())
+    off = train(other, copy.deepcopy(other).cpu(), 3, 128)
+    return {"armed": armed, "plans": len(plans()) - planned, "difference": off, "split": is_split(other.parameters())}
+
+
+@script
+def read() -> dict[str, Any]:
+    """Results of planned steps that a script reads, split or not."""
+    import torch
+    import torch_xla
+    import torch_xla.debug.metrics as metrics
+
+    on()
+    plain = net()
+    model = copy.deepcopy(plain).to("xla")
+    counts, differences = [], []
+    for _ in range(5):
+        x = torch.randn(64, 256)
+        with torch.no_grad():
+            y, z = model(x.to("xla")), model.layers[0](x.to("xla")[:8])
+        read = z.cpu()  # before the step ends
+        torch_xla.sync()
+        differences += [difference(y, plain(x)), difference(read, plain.layers[0](x[:8]))]
+        moved, listed = y.to("cpu"), torch.tensor(y.tolist())
+        differences += [difference(each, plain(x)) for each in (moved, listed)]
+        split = is_split([y])
+        counts.append(metrics.metric_data("CompileTime")[0])
+    return {"difference": max(differences), "compiles": counts, "split": split}
+
+
+def noted(session: Any, first: int) -> list[list[str]]:
+    """What is said of the plans from the first of these on."""
+    return [list(plan.warnings) for plan in session.plans[first:]]
+
+
+@script
+def evaluated_first() -> dict[str, Any]:
+    """Evaluated before it trains, with batches of the same shape."""
+    import torch
+    import torch_xla
+
+    session = on()
+    plain = net(layers=3)
+    model = copy.deepcopy(plain).to("xla")
+    for _ in range(2):
+        x = torch.randn(64, 256)
+        with torch.no_grad():
+            off = difference(model(x.to("xla")), plain(x))
+        torch_xla.sync()
+    first = len(session.plans)
+    trained = train(model, plain, 3)
+    alone = copy.deepcopy(plain).to("xla")
+    train(alone, plain, 2)
+    before, after = session.plans[first], session.plans[-1]
+    return {
+        "difference": max(off, trained),
+        "step": [plan.prediction.step_time_s for plan in (before, after)],
+        "notes": noted(session, first),
+    }
+
+
+@script
+def averaged_vit() -> dict[str, Any]:
+    """A ViT with an EMA of its weights, whose last batch is short."""
+    import torch
+    import torch_xla
+
+    from experiments.torch_xla_models import MODELS
+
+    session = on()
+    planned = len(session.plans)
+    torch.manual_seed(0)
+    case = MODELS["vit"]()
+    model = copy.deepcopy(case.model).to("xla")
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    expected = {name: p.detach().clone() for name, p in case.model.named_parameters()}
+    ours, theirs = sgd(model, case.model)
+    differences = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in (16, 16, 16, 6, 16, 6):
+            batch = [value[:rows] for value in case.batch()]
+            losses = []
+            for each, updater, means, data in (
+                (model, ours, average, [value.to("xla") for value in batch]),
+                (case.model, theirs, expected, batch),
+            ):
+                updater.zero_grad()
+                loss = case.loss(each, *data)
+                loss.backward()
+                updater.step()
+                with torch.no_grad():
+                    for name, p in each.named_parameters():
+                        means[name].mul_(0.9).add_(p, alpha=0.1)
+                losses.append(loss)
+            torch_xla.sync()
+            differences.append(difference(*losses))
+    return {
+        "difference": max(differences),
+        "averages": max(float((average[name].cpu() - expected[name]).abs().max()) for name in average),
+        "warned": [str(w.message) for w in caught if "autoshard" in str(w.message)],
+        "plans": len(session.plans) - planned,
+        "notes": noted(session, planned),
+        "roles": sorted({f"{n}: {r}" for n, r in session.plans[-1].roles.items() if "." not in n or "input" in n}),
+    }
+
+
+@script
+def evaluated_gpt2() -> dict[str, Any]:
+    """What a trainer does: evaluate with other shapes after training, where the embedding is split."""
+    import torch
+    import torch_xla
+
+    from experiments.torch_xla_models import MODELS
+
+    session = on()
+    planned = len(session.plans)
+    torch.manual_seed(0)
+    case = MODELS["gpt2"]()
+    head = case.model.lm_head
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())  # as moving to the device makes two of one
+    model = copy.deepcopy(case.model).to("xla")
+    ours, theirs = sgd(model, case.model)
+    differences = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for _ in range(2):
+                (ids,) = case.batch()
+                losses = []
+                for each, updater, data in ((model, ours, ids.to("xla")), (case.model, theirs, ids)):
+                    updater.zero_grad()
+                    loss = case.loss(each, data)
+                    loss.backward()
+                    updater.step()
+                    losses.append(loss)
+                torch_xla.sync()
+                differences.append(difference(*losses))
+            for each in (model, case.model):
+                each.eval()
+            (ids,) = case.batch()
+            with torch.no_grad():
+                found = model(input_ids=ids.to("xla"), labels=ids.to("xla"))
+                loss, logits = found.loss.repeat(8), found.logits
+                torch_xla.sync()
+                off = difference(logits, case.model(input_ids=ids).logits)
+                differences.append(off)
+            for each in (model, case.model):
+                each.train()
+    return {
+        "difference": max(differences),
+        "warned": [str(w.message) for w in caught if "autoshard" in str(w.message)],
+        "plans": len(session.plans) - planned,
+        "notes": noted(session, planned),
+        "embedding": spec(model.transformer.wte.weight),
+    }
+
+
+@script
+def failing_watch() -> dict[str, Any]:
+    """What is wrong in the watcher, or in what it has left behind, is warned of once, and the script goes on."""
+    import torch_xla
+
+    from autoshard.exec.torch_xla_hook._pins import ModulePins
+    from autoshard.exec.torch_xla_hook._watch import Watch
+
+    session = on()
+    planned = len(session.plans)
+    found: dict[str, Any] = {"said": [], "differences": [], "armed": [], "plans": []}
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("there is no telling")
+
+    plain = net(64)
+    model = copy.deepcopy(plain).to("xla")
+    for owner, name in ((Watch, "learn"), (Watch, "record"), (Watch, "_after"), (ModulePins, "_pins")):
+        if not session.armed:
+            session.arm()
+        own = getattr(owner, name)
+        if owner is Watch:
+            setattr(owner, name, broken)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found["differences"].append(train(model, plain, 2, 64))
+            if owner is not Watch:
+                setattr(owner, name, broken)
+            found["differences"].append(train(model, plain, 1, 64))
+            torch_xla.sync()
+        setattr(owner, name, own)
+        found["said"].append([str(w.message) for w in caught if "autoshard" in str(w.message)])
+        found["armed"].append(session.armed)
+        found["plans"].append(len(session.plans) - planned)
+        session.guard.failed = False
+    return found
+
+
+@script
+def compiled_in_place() -> dict[str, Any]:
+    """`module.compile()` before it is moved: inference compiled, training lazy."""
+    import torch
+    import torch_xla
+
+    on()
+    plain = net(128)
+    model = copy.deepcopy(plain).to("xla")
+    model.compile(backend="openxla")
+    off = train(model, plain, 3, 128)
+    for _ in range(3):
+        x = torch.randn(64, 128)
+        with torch.no_grad():
+            off = max(off, difference(model(x.to("xla")), plain(x)))
+        torch_xla.sync()
+    return {"difference": off, "split": is_split(model.parameters())}
+
+
+if __name__ == "__main__":
+    report(CHECKS)

@@ -1,0 +1,24 @@
+"""Tuples, in which PyTorch/XLA's scans hand on what their bodies make, are taken apart."""
+
+from autoshard import mlir
+
+
+SOURCE = """
+func.func @main(%a: tensor<4xf32>, %b: tensor<8xf32>) -> (tensor<8xf32>, tensor<4xf32>) {
+  %inner = stablehlo.tuple %a, %b : tuple<tensor<4xf32>, tensor<8xf32>>
+  %second = stablehlo.get_tuple_element %inner[1] : (tuple<tensor<4xf32>, tensor<8xf32>>) -> tensor<8xf32>
+  %outer = stablehlo.tuple %second, %inner : tuple<tensor<8xf32>, tuple<tensor<4xf32>, tensor<8xf32>>>
+  %x = stablehlo.get_tuple_element %outer[0] :
+    (tuple<tensor<8xf32>, tuple<tensor<4xf32>, tensor<8xf32>>>) -> tensor<8xf32>
+  %again = stablehlo.get_tuple_element %outer[1] :
+    (tuple<tensor<8xf32>, tuple<tensor<4xf32>, tensor<8xf32>>>) -> tuple<tensor<4xf32>, tensor<8xf32>>
+  %y = stablehlo.get_tuple_element %again[0] : (tuple<tensor<4xf32>, tensor<8xf32>>) -> tensor<4xf32>
+  return %x, %y : tensor<8xf32>, tensor<4xf32>
+}
+"""
+
+
+def test_elements_are_what_was_put_in() -> None:
+    text = str(mlir.inline_calls(mlir.parse_module(SOURCE)))
+    assert "tuple" not in text
+    assert "return %arg1, %arg0" in text
