@@ -1,10 +1,29 @@
 """torchax's environment: where torch tensors and JAX arrays become one another."""
 
+import contextlib
+import contextvars
 import functools
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from autoshard.program._segments import op_scope
+
+
+_FOLDED_ELEMENTS = 1 << 20
+"""Largest result that is computed beforehand and becomes a constant of the program."""
+
+_folding: contextvars.ContextVar[bool] = contextvars.ContextVar("folding", default=False)
+
+
+@contextlib.contextmanager
+def folding(on: bool) -> Iterator[None]:
+    """While inside and `on`, what follows from sizes alone is computed at once, so that code may ask for its values."""
+    token = _folding.set(on)
+    try:
+        yield
+    finally:
+        _folding.reset(token)
 
 
 @functools.cache
@@ -23,13 +42,31 @@ def environment() -> Any:
 
 def _environment_type() -> type:
     """torchax's environment, made to take ordinary CPU tensors that a module creates or holds as constants."""
+    import jax
     import jax.numpy as jnp
     import torch
     from torch.utils import _pytree
     from torchax import tensor
     from torchax.view import View
 
+    def folds(func: Any, args: Any, kwargs: Any) -> bool:
+        leaves = _pytree.tree_flatten((args, kwargs or {}))[0]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, (tensor.Tensor, View))]
+        return not any(isinstance(each, View) or isinstance(each._elem, jax.core.Tracer) for each in tensors)
+
+    def large(result: Any) -> bool:
+        leaves = [leaf for leaf in _pytree.tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+        return any(leaf.numel() > _FOLDED_ELEMENTS for leaf in leaves)
+
     class Environment(tensor.Environment):
+        def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            if not _folding.get() or not folds(func, args, kwargs):
+                return super().dispatch(func, types, args, kwargs)
+            with jax.ensure_compile_time_eval():
+                result = super().dispatch(func, types, args, kwargs)
+            in_place = str(getattr(func, "__name__", func)).partition(".")[0].endswith("_")
+            return super().dispatch(func, types, args, kwargs) if large(result) and not in_place else result
+
         def _should_use_torchax_tensor(self, device: Any) -> bool:
             return True if device is None else bool(super()._should_use_torchax_tensor(device))
 

@@ -3,11 +3,11 @@
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.program import _train
 from autoshard.program._config import read_config
 from autoshard.program._experts import check_experts
 from autoshard.program._hf_inputs import task_of
 from autoshard.program._hf_model import build_model
+from autoshard.program._hf_objective import Objective, OtherLabels
 from autoshard.program._hf_serving import serving_program
 from autoshard.program._program import Program
 from autoshard.program._remat import parse_remat
@@ -67,6 +67,9 @@ def from_config(
 
     Raises `UserError` for a configuration or an option that cannot be used.
     """
+    import jax
+    import numpy as np
+
     name, fields = read_config(config)
     if train and infer:
         raise UserError("--train and --infer exclude each other; give one of them.")
@@ -122,33 +125,37 @@ def from_config(
             vocabulary=task.id_limit,
         )
 
+    notes = list(task.notes)
+    objective = Objective(type(model).__name__, name, notes)
+
     def forward(params: Any, inputs: Any, *buffers: Any) -> Any:
         out = function(params, (), task.call(inputs), buffers[0] if buffers else None)
-        if "logits" in out:
-            return out["logits"]
-        if training:
-            raise UserError(
-                f"`{name}` has no `logits` to train on; name an architecture with a head in the configuration."
-            )
-        return out
+        return out["logits"] if "logits" in out and not training else out
 
     def loss(params: Any, inputs: Any, *buffers: Any) -> Any:
-        return _train.token_loss(forward(params, inputs, *buffers), inputs["labels"])
+        return objective.of(forward(params, inputs, *buffers), inputs.get("labels"))
 
     run = loss if training else forward
-    function.settle(run, task.batch, name)
+    batch_of = dict(task.batch)
+    try:
+        function.settle(run, batch_of, name)
+    except OtherLabels as error:  # the model has said by now what it is trained on
+        batch_of.pop("labels", None)
+        if error.shape is not None:
+            batch_of["labels"] = jax.ShapeDtypeStruct(error.shape, np.int32)
+        function.settle(run, batch_of, name)
     return torch_program(
         function,
         run,
-        task.batch,
+        batch_of,
         name=f"{name} {'training' if training else 'inference'}",
         train=TrainOptions(optimizer or "adamw", stored, moments, in_turn(microbatches, pipeline))
         if training
         else None,
         param_dtype=stored,
-        id_limit=task.id_limit,
+        id_limit=min(task.id_limit, objective.classes or task.id_limit),
         tokens=task.tokens,
-        notes=task.notes,
+        notes=notes,
     )
 
 

@@ -1,10 +1,12 @@
 """What a Hugging Face model is called with, for each kind of task."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoshard.errors import UserError
+from autoshard.program._hf_media import Media, media_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class HfTask:
 def task_of(
     model: Any, name: str, *, batch: int, seq: int | None, image: int | None, train: bool, dtype: str
 ) -> HfTask:
-    """The task of `model` by its main input: token ids (with a decoder or not), images, or audio features.
+    """The task of `model`: token ids (with a decoder or not), images, sound or series, as its code takes them.
 
     Raises `UserError` for sizes that the model cannot take.
     """
@@ -35,24 +37,38 @@ def task_of(
     import numpy as np
 
     config = model.config
-    kind = model.main_input_name
+    names = set(inspect.signature(model.forward).parameters)
     _positive("batch", batch)
     shape = jax.ShapeDtypeStruct
     floats = jax.numpy.dtype(dtype)
-    if image is not None and kind != "pixel_values":
+    kind = model.main_input_name if model.main_input_name in names else _main(names)
+    vocabulary = _vocabulary(config)
+    text = "input_ids" in names and (kind == "input_ids" or vocabulary is not None and _has_towers(config))
+    sees = kind != "input_ids" or text and _has_towers(config)
+    if image is not None and not (sees and names & {"pixel_values", "pixel_values_videos"}):
         raise UserError(f"--image is for models of images; `{name}` takes `{kind}`.")
-    if kind == "pixel_values":
+    if image is not None:
+        _positive("image", image)
+    media = media_of(config, names - ({"past_values"} if text else set()), name, batch=batch, image=image)
+    media = media if sees and media is not None else Media({})
+    if not text and not media.shapes:
+        raise UserError(f"`{name}` takes `{kind}`, which is not supported; give the module through a Python file.")
+    data = {key: shape(size, floats) for key, size in media.shapes.items()}
+    decodes = bool(config.is_encoder_decoder) and "decoder_input_ids" in names
+    if not text and not decodes:
         if seq is not None:
-            raise UserError(f"--seq is for models of tokens; `{name}` takes images, whose size --image gives.")
-        size = image or getattr(config, "image_size", None) or 224
-        _positive("image", size)
-        fixed = getattr(config, "image_size", None)
-        if fixed and size != fixed:
-            raise UserError(f"--image {size} does not fit `{name}`, whose positions are for images of {fixed}.")
-        data = {"pixel_values": shape((batch, config.num_channels, size, size), floats)}
+            raise UserError(f"--seq is for models of tokens; `{name}` takes {_TAKES.get(kind, f'`{kind}`')}.")
         if train:
             data["labels"] = shape((batch,), np.int32)
-        return HfTask(data, lambda d: {"pixel_values": d["pixel_values"]}, None, None, int(config.num_labels))
+        keys = tuple(media.shapes)
+        plain = _always(names, config, None)
+        return HfTask(
+            data,
+            lambda d: {key: d[key] for key in keys} | media.fixed | plain,
+            None,
+            None,
+            int(vocabulary or getattr(config, "num_labels", 2)),
+        )
 
     limit = _positions(config)
     seq = min(limit or 1024, 1024) if seq is None else seq
@@ -63,30 +79,76 @@ def task_of(
             raise UserError(f"--seq {seq} is longer than the {limit} positions `{name}` has; give at most {limit}.")
         notes.append(f"The sequence of {seq} tokens is longer than the {limit} that `{name}` was trained with.")
     ids = shape((batch, seq), np.int32)
-    labels = {"labels": ids} if train else {}
-    vocabulary = int(config.get_text_config().vocab_size)
-    if kind == "input_features":
-        frames = 2 * config.max_source_positions
-        data = {
-            "input_features": shape((batch, config.num_mel_bins, frames), floats),
-            "decoder_input_ids": ids,
-            **labels,
-        }
-        keys = ("input_features", "decoder_input_ids")
-    elif config.is_encoder_decoder:
-        data = {"input_ids": ids, "decoder_input_ids": ids, **labels}
-        keys = ("input_ids", "decoder_input_ids")
-    elif kind == "input_ids":
-        data, keys = {"input_ids": ids, **labels}, ("input_ids",)
-    else:
-        raise UserError(f"`{name}` takes `{kind}`, which is not supported; give the module through a Python file.")
-    cached = hasattr(config, "use_cache")
+    texts = [key for key, there in (("input_ids", text), ("decoder_input_ids", decodes)) if there]
+    data |= dict.fromkeys(texts, ids)
+    if train:
+        data["labels"] = ids
+    keys = tuple(each for each in data if each != "labels")
+    token = _image_token(config) if text and "pixel_values" in data else None
+    places = 0 if token is None or media.tokens is None else min(media.tokens, seq - 1)
+    if places:
+        notes.append(f"The first {places} tokens of each sequence are those of its image.")
+    plain = _always(names, config, seq)
 
     def call(given: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: given[key] for key in keys} | ({"use_cache": False} if cached else {})
+        made = {key: given[key] for key in keys} | media.fixed | plain
+        if places:
+            made["input_ids"] = _with_image(made["input_ids"], places, token)
+        return made
 
-    sequences = 2 if kind == "input_ids" and len(keys) > 1 else 1
-    return HfTask(data, call, seq, batch * seq * sequences, vocabulary, tuple(notes))
+    sequences = 2 if len(texts) > 1 else 1
+    return HfTask(data, call, seq, batch * seq * sequences, int(vocabulary or 2), tuple(notes))
+
+
+_TAKES = {
+    "pixel_values": "images, whose size --image gives",
+    "pixel_values_videos": "videos, whose size its configuration gives",
+    "input_values": "sound",
+    "input_features": "spectra of sound",
+}
+
+
+def _main(names: set[str]) -> str:
+    """The first input that is known, of a class that does not say which is its main one."""
+    known = ("input_ids", "pixel_values", "input_features", "input_values", "flattened_patches", "past_values")
+    return next((each for each in known if each in names), next(iter(sorted(names)), "nothing"))
+
+
+def _always(names: set[str], config: Any, seq: int | None) -> dict[str, Any]:
+    """Arguments that are the same for every batch."""
+    return {"use_cache": False} if "use_cache" in names or hasattr(config, "use_cache") and seq else {}
+
+
+def _has_towers(config: Any) -> bool:
+    """Whether a model sees or hears beside what it reads."""
+    return any(
+        getattr(config, key, None) is not None
+        for key in ("vision_config", "audio_config", "image_token_id", "image_token_index")
+    )
+
+
+def _vocabulary(config: Any) -> int | None:
+    for part in (config, config.get_text_config(), config.get_text_config(decoder=True)):
+        value = getattr(part, "vocab_size", None) or getattr(part, "text_vocab_size", None)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def _image_token(config: Any) -> int | None:
+    for field in ("image_token_id", "image_token_index"):
+        if isinstance(getattr(config, field, None), int):
+            return int(getattr(config, field))
+    return None
+
+
+def _with_image(ids: Any, places: int, token: int | None) -> Any:
+    """Ids [B, S] whose first places are those of an image."""
+    import jax
+    import jax.numpy as jnp
+
+    place = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1)
+    return jnp.where(place < places, jnp.asarray(token, ids.dtype), ids)
 
 
 def _positive(flag: str, value: Any) -> None:
@@ -96,9 +158,10 @@ def _positive(flag: str, value: Any) -> None:
 
 def _positions(config: Any) -> int | None:
     text = config.get_text_config()
-    for field in ("max_target_positions", "max_position_embeddings", "n_positions"):
-        if getattr(text, field, None):
-            return int(getattr(text, field))
+    for field in ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(text, field, None)
+        if isinstance(value, int) and value > 0:
+            return value
     return None
 
 

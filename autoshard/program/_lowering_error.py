@@ -21,6 +21,11 @@ _MACHINERY = {"_call_impl", "_wrapped_call_impl", "__call__"}
 """Methods of every module, which only call its `forward`."""
 
 
+def asks_for_values(error: Exception) -> bool:
+    """Whether code asked for the values of a tensor of which only the shape is known."""
+    return type(error).__name__ in _VALUES
+
+
 def lowering_error(error: Exception, label: str, module: Any) -> UserError:
     """The sentence for what was raised while `module`, shown as `label`, ran through torchax."""
     lines = str(error).strip().splitlines()

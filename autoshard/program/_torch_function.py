@@ -7,10 +7,11 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.program import _flops
+from autoshard.program._environment import folding
 from autoshard.program._exchange import check_exchange_name
 from autoshard.program._experts import ExpertForm, capacity
 from autoshard.program._layers import Block, find_blocks
-from autoshard.program._lowering_error import lowering_error
+from autoshard.program._lowering_error import asks_for_values, lowering_error
 from autoshard.program._marks import check_names
 from autoshard.program._policy import Policy
 from autoshard.program._remat import numbered_layers, parse_remat, remat_text, split_blocks
@@ -76,6 +77,8 @@ class TorchFunction:
             )
         self.experts, self.capacity_factor, self.imbalance = experts, capacity_factor, imbalance
         self.pipeline = pipeline
+        self.folded = False
+        """Whether what follows from sizes alone is computed beforehand, since the module asks for its values."""
         self._describe()
 
     def _describe(self) -> None:
@@ -176,6 +179,7 @@ class TorchFunction:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Explicitly requested dtype .*int64")  # torch's ids are 64-bit
             stack.enter_context(canonical_modules())
+            stack.enter_context(folding(self.folded))
             length = _sequence_length(args, kwargs)
             stack.enter_context(capacity(self.capacity_factor, self.notes, self.experts, self.imbalance, length))
             stack.enter_context(attention_kernel(self.attention, self.notes, self.exchange))
@@ -220,6 +224,9 @@ class TorchFunction:
             except NotRepeatedError as error:
                 self._give_up((error.block,), str(error))
             except Exception as error:  # the user's own code runs here
+                if asks_for_values(error) and not self.folded:
+                    self.folded = True
+                    continue
                 if not self.blocks:
                     raise lowering_error(error, label, self.module) from error
                 self._give_up(self.blocks, "the hidden state between two layers is used elsewhere")

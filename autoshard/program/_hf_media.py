@@ -1,0 +1,171 @@
+"""What models are given beside ids: images, videos, sound and series, in the shapes that their configurations say."""
+
+import dataclasses
+from typing import Any
+
+from autoshard.errors import UserError
+
+
+SECOND = 16_000
+"""Samples of a second of sound, as speech models take it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Media:
+    """Inputs of one batch by name."""
+
+    shapes: dict[str, tuple[int, ...]]
+    """Those that are data, of floats."""
+    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Those that follow from sizes alone, as numpy arrays."""
+    tokens: int | None = None
+    """Places of a text that an image takes, where the text has a token for them."""
+
+
+def media_of(config: Any, names: set[str], name: str, *, batch: int, image: int | None) -> Media | None:
+    """Of the inputs `names` that a model can take: what carries its images, sound or series; None if it has none.
+
+    Raises `UserError` for a size of images that its positions do not fit.
+    """
+    for keys, made in (
+        ({"pixel_values", "image_grid_thw"}, _patches),
+        ({"flattened_patches"}, _flattened),
+        ({"pixel_values"}, _images),
+        ({"pixel_values_videos"}, _videos),
+        ({"input_features"}, _features),
+        ({"input_values"}, _sound),
+        ({"past_values"}, _series),
+    ):
+        if keys <= names:
+            return made(config, names, name, batch, image)
+    return None
+
+
+def _first(config: Any, *fields: str, default: Any = None) -> Any:
+    """The first of the fields that the configuration or the one of its vision or sound tower has."""
+    for part in _parts(config):
+        for field in fields:
+            value = getattr(part, field, None)
+            if value is not None:
+                return value
+    return default
+
+
+def _parts(config: Any) -> list[Any]:
+    towers = ("vision_config", "image_encoder", "backbone_config", "encoder_config", "audio_config", "speech_config")
+    found = [config] + [part for key in towers if (part := getattr(config, key, None)) is not None]
+    encoder = getattr(config, "encoder", None)
+    return [*found, encoder] if hasattr(encoder, "model_type") else found
+
+
+def _size(config: Any, name: str, image: int | None) -> tuple[int, int]:
+    fixed = _first(config, "image_size", "crop_size")
+    if isinstance(fixed, (list, tuple)):
+        high, wide = (int(fixed[0]), int(fixed[-1]))
+    elif isinstance(fixed, dict):
+        high, wide = int(fixed.get("height", 224)), int(fixed.get("width", 224))
+    else:
+        high = wide = int(fixed or image or 224)
+    if image is not None and fixed and (high, wide) != (image, image):
+        raise UserError(f"--image {image} does not fit `{name}`, whose positions are for images of {high}.")
+    return high, wide
+
+
+def _channels(config: Any) -> int:
+    value = _first(config, "num_channels", "in_channels", "in_chans", "num_input_channels", default=3)
+    return int(value) if isinstance(value, int) else 3
+
+
+def _images(config: Any, names: set[str], name: str, batch: int, image: int | None) -> Media:
+    """[B, C, H, W], with frames or tiles before C where the configuration has a number of them."""
+    size, channels = _size(config, name, image), _channels(config)
+    frames = getattr(config, "num_frames", None) if "input_ids" not in names else None
+    shape = (batch, *((int(frames),) if frames else ()), channels, *size)
+    patch = _first(config, "patch_size")
+    tokens = _first(config, "mm_tokens_per_image", "image_seq_length", "image_seq_len")
+    if tokens is None and isinstance(patch, int):
+        tokens = (size[0] // patch) * (size[1] // patch)
+    return Media({"pixel_values": shape}, tokens=None if tokens is None else int(tokens))
+
+
+def _patches(config: Any, names: set[str], name: str, batch: int, image: int | None) -> Media:
+    """Patches of all images in one dim [B patches, C T P P], and how many each has, of time, height and width."""
+    import numpy as np
+
+    patch = int(_first(config, "patch_size", default=14))
+    merge = int(_first(config, "spatial_merge_size", default=2))
+    side = max(1, (image or 224) // (patch * merge)) * merge
+    deep = int(_first(config, "temporal_patch_size", default=1))
+    vision = getattr(config, "vision_config", config)
+    channels = int(getattr(vision, "in_channels", None) or getattr(vision, "in_chans", None) or 3)
+    return Media(
+        {"pixel_values": (batch * side * side, channels * deep * patch * patch)},
+        {"image_grid_thw": np.array([[1, side, side]] * batch, np.int64)},
+        (side // merge) ** 2,
+    )
+
+
+def _flattened(config: Any, names: set[str], name: str, batch: int, image: int | None) -> Media:
+    """Patches of each image with their row and column [B, patches, 2 + P P C]."""
+    vision = getattr(config, "vision_config", config)
+    patches = int(getattr(vision, "seq_len", None) or getattr(vision, "max_num_patches", None) or 256)
+    return Media({"flattened_patches": (batch, patches, 2 + int(vision.patch_embed_hidden_size))})
+
+
+def _videos(config: Any, names: set[str], name: str, batch: int, image: int | None) -> Media:
+    frames = int(_first(config, "frames_per_clip", "num_frames", default=16))
+    return Media({"pixel_values_videos": (batch, frames, _channels(config), *_size(config, name, image))})
+
+
+def _features(config: Any, names: set[str], name: str, batch: int, image: int | None) -> Media:
+    """Spectra: [B, bins, frames] where positions are counted in frames, else [B, frames, bins]."""
+    bins = _first(
+        config,
+        "num_mel_bins",
+        "input_feat_per_channel",
+        "feature_projection_input_dim",
+        "input_dim",
+        "n_mels",
+        default=80,
+    )
+    places = _first(config, "max_source_positions", "max_position_embeddings")
+    kind = str(config.model_type)
+    if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):
+        return Media({"input_features": (batch, int(bins), 2 * int(config.max_source_positions))})
+    if kind.startswith("clap"):
+        audio = getattr(config, "audio_config", config)
+        return Media({"input_features": (batch, 1, int(audio.spec_size) * 4, int(audio.num_mel_bins))})
+    frames = min(1000, int(places or 1000))
+    return Media({"input_features": (batch, frames, int(bins))})
+
+
+def _sound(config: Any, names: set[str], name: str, batch: int, image: int | None) -> Media:
+    """Samples [B, T]; spectra where the configuration has bins, and channels where codecs do."""
+    bins = getattr(config, "num_mel_bins", None)
+    if bins and getattr(config, "max_length", None):
+        return Media({"input_values": (batch, int(config.max_length), int(bins))})
+    channels = _first(config, "audio_channels")
+    codec = "padding_mask" in names or "quantizer" in str(vars(config))
+    if channels or codec:
+        return Media({"input_values": (batch, int(channels or 1), SECOND)})
+    return Media({"input_values": (batch, SECOND)})
+
+
+def _series(config: Any, names: set[str], name: str, batch: int, image: int | None) -> Media:
+    """Values of the past [B, T, C] and what is known of them."""
+    lags = max(getattr(config, "lags_sequence", None) or [0])
+    length = int(_first(config, "context_length", "prediction_length", default=64)) + lags
+    columns = int(getattr(config, "num_input_channels", None) or getattr(config, "input_size", None) or 1)
+    shapes: dict[str, tuple[int, ...]] = {
+        "past_values": (batch, length, columns) if columns > 1 or not lags else (batch, length)
+    }
+    if "past_time_features" in names:
+        known = int(getattr(config, "num_time_features", 0) or 0)
+        horizon = int(getattr(config, "prediction_length", None) or 1)
+        shapes |= {
+            "past_time_features": (batch, length, known),
+            "past_observed_mask": shapes["past_values"],
+            "future_values": (batch, horizon, *shapes["past_values"][2:]),
+            "future_time_features": (batch, horizon, known),
+        }
+    return Media(shapes)

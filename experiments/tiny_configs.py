@@ -1,0 +1,77 @@
+"""A small configuration of every model type of the installed transformers, by rules on the names of fields.
+
+Layers, widths, heads, vocabularies and positions are cut in the class's own default configuration and in those nested in
+it. Not every class can be cut by rules; then less is cut, and nothing at the end: planning needs no weights.
+"""
+
+import copy
+import re
+from typing import Any
+
+
+LAYERS = re.compile(
+    r"^(num_(hidden_)?layers|n_layers?|(encoder|decoder|text|vision|audio|num_encoder|num_decoder)_layers|num_\w*layers"
+    r"|\w*_num_hidden_layers|depth|n_block|num_blocks)$"
+)
+KEPT_LAYERS = re.compile(r"conv|feat_extract|first|dense|head|mlp|adapter|upsampl|kv_shared|mtp|predict|nextn|dropped|downsam")
+WIDTHS = {"hidden_size": 64, "d_model": 64, "n_embd": 64, "embed_dim": 64, "dim": 64, "hidden_dim": 64}
+WIDTHS |= {"intermediate_size": 128, "d_ff": 128, "ffn_dim": 128, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
+WIDTHS |= {"n_inner": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "ffn_hidden_size": 128}
+WIDTHS |= {"num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "encoder_attention_heads": 4}
+WIDTHS |= {"decoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "d_kv": 16, "projection_dim": 64}
+WIDTHS |= {"num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+WIDTHS |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+WIDTHS |= {"n_group": 2, "topk_group": 1}
+VOCABULARY = 512
+POSITIONS = {"max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions", "n_ctx"}
+
+
+def tiny(kind: str, rung: int) -> dict[str, Any]:
+    """Fields of a configuration file of model type `kind`; rung 0 cuts most, 1 layers and vocabulary, 2 nothing."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config_class = CONFIG_MAPPING[kind]
+    fields = config_class().to_dict()
+    return _cut(fields, rung) | {"model_type": kind}
+
+
+def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
+    made = copy.deepcopy(fields)
+    for key in ("architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype"):
+        made.pop(key, None)
+    for key, value in fields.items():
+        if isinstance(value, dict) and (key.endswith("_config") or key in ("encoder", "decoder", "generator")):
+            made[key] = _cut(value, rung) | ({"model_type": value["model_type"]} if value.get("model_type") else {})
+    if rung == 2:
+        return made
+    layers = _layers(fields)
+    for key, value in fields.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        if LAYERS.match(key) and not KEPT_LAYERS.search(key):
+            made[key] = min(value, layers)
+        elif key == "vocab_size" and value > VOCABULARY:
+            made[key] = VOCABULARY
+        elif key in POSITIONS and value > 128 and rung == 0:
+            made[key] = 128
+        elif key in WIDTHS and rung == 0:
+            made[key] = min(value, WIDTHS[key])
+    if isinstance(fields.get("layer_types"), list):
+        made["layer_types"] = fields["layer_types"][:layers]
+    for key, value in fields.items():  # other lists with an entry for each layer
+        depth = fields.get("num_hidden_layers")
+        if isinstance(value, list) and isinstance(depth, int) and len(value) == depth and key != "layer_types":
+            made[key] = value[:layers]
+    high = VOCABULARY - 1
+    for key, value in fields.items():
+        if re.search(r"_(token_id|token_index|token)$", key) and isinstance(value, int) and value >= VOCABULARY:
+            made[key], high = high, high - 1
+    return made
+
+
+def _layers(fields: dict[str, Any]) -> int:
+    """Enough layers for one of each kind, two at least and six at most."""
+    kinds = fields.get("layer_types")
+    if not isinstance(kinds, list) or not kinds:
+        return 2
+    return min(6, max(2, *(kinds.index(each) + 1 for each in set(kinds))))
