@@ -45,6 +45,7 @@ def _environment_type() -> type:
     import jax
     import jax.numpy as jnp
     import torch
+    from jax import core
     from torch.utils import _pytree
     from torchax import tensor
     from torchax.view import View
@@ -52,7 +53,7 @@ def _environment_type() -> type:
     def folds(func: Any, args: Any, kwargs: Any) -> bool:
         leaves = _pytree.tree_flatten((args, kwargs or {}))[0]
         tensors = [leaf for leaf in leaves if isinstance(leaf, (tensor.Tensor, View))]
-        return not any(isinstance(each, View) or isinstance(each._elem, jax.core.Tracer) for each in tensors)
+        return not any(isinstance(each, View) or isinstance(each._elem, core.Tracer) for each in tensors)
 
     def large(result: Any) -> bool:
         leaves = [leaf for leaf in _pytree.tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
@@ -60,19 +61,16 @@ def _environment_type() -> type:
 
     class Environment(tensor.Environment):
         def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-            if not _folding.get() or not folds(func, args, kwargs):
-                return super().dispatch(func, types, args, kwargs)
-            with jax.ensure_compile_time_eval():
-                result = super().dispatch(func, types, args, kwargs)
-            in_place = str(getattr(func, "__name__", func)).partition(".")[0].endswith("_")
-            return super().dispatch(func, types, args, kwargs) if large(result) and not in_place else result
+            with op_scope():
+                if not _folding.get() or not folds(func, args, kwargs):
+                    return super().dispatch(func, types, args, kwargs)
+                with jax.ensure_compile_time_eval():
+                    result = super().dispatch(func, types, args, kwargs)
+                in_place = str(getattr(func, "__name__", func)).partition(".")[0].endswith("_")
+                return super().dispatch(func, types, args, kwargs) if large(result) and not in_place else result
 
         def _should_use_torchax_tensor(self, device: Any) -> bool:
             return True if device is None else bool(super()._should_use_torchax_tensor(device))
-
-        def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-            with op_scope():
-                return super().dispatch(func, types, args, kwargs)
 
         def t2j_iso(self, torchtensors: Any) -> Any:
             def wrapped(value: Any) -> Any:
