@@ -15,6 +15,7 @@ from autoshard.graph._fusion import Fusion as Fusion
 from autoshard.graph._fusion import Liveness as Liveness
 from autoshard.graph._fusion import analyse as analyse
 from autoshard.graph._hosted import TO_HOST as TO_HOST
+from autoshard.graph._in_transit import is_copied as is_copied
 from autoshard.graph._kept import kept_graph as kept_graph
 from autoshard.graph._late import made_late as made_late
 from autoshard.graph._manual import COLLECTIVES as COLLECTIVES

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from autoshard.graph._hosted import INTO_STACKS, TO_DEVICE, TO_HOST, hosted
-from autoshard.graph._in_transit import in_transit
+from autoshard.graph._in_transit import copied_stacks, in_transit
 from autoshard.graph._interleaved import interleaved_passes
 from autoshard.graph._manual import IN, OUT
 from autoshard.graph._records import Op, OpClass, OpGraph
@@ -150,7 +150,7 @@ def analyse(
     away = hosted(graph)
     buffers, copied = _buffers(graph, fusions, materialised, free, reach, bases, kept, updates or {}, overwritten)
     away_or_apart = away.union(*(softmax.tensors for softmax in softmaxes))
-    buffers = (*buffers, *in_transit(graph, reach, away))
+    buffers = (*buffers, *in_transit(graph, reach, away), *copied_stacks(graph, away))
     buffers = tuple(buffer for buffer in buffers if buffer[0] not in away_or_apart)
     more, widths = stored(graph, buffers, wide, (updates or {}) if fused_matmuls else ())
     buffers = tuple(sorted((*buffers, *more)))

@@ -3,12 +3,16 @@
 A loop that sends a slice of each trip to the host, or fetches one, does so beside the computation of the next trip: the
 slice sent last is still held then, and the next one has a place already. What the last trip sends is on its way while
 the program goes on, at most until it is fetched again (libtpu 0.0.51: it peels a trip off such loops).
+
+A trip that is peeled off the backward loop has layouts of its own. Where sequences are at least as long as what they
+hold at each position is wide, the loops lay out positions side by side, and so the stacks that stay on the devices are
+copied for that trip: seen with 8192 and 4096 positions of 4096 numbers, not with 2048.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from autoshard.graph._hosted import INTO_STACKS, TO_DEVICE, TO_HOST
-from autoshard.graph._records import OpGraph
+from autoshard.graph._records import OpClass, OpGraph
 
 
 def in_transit(
@@ -29,6 +33,24 @@ def in_transit(
             stop = min((start for start in fetched if start >= loop.stop), default=loop.stop)
             sources = reach.get(op.operands[0], frozenset())
             yield from ((tensor, loop.start, stop) for tensor in sources if graph.tensors[tensor].loop == op.loop)
+
+
+def is_copied(shape: Sequence[int]) -> bool:
+    """Whether stacks of values of that shape [B, S, D] are copied for the trip that is peeled off."""
+    return len(shape) == 3 and shape[-2] >= shape[-1]
+
+
+def copied_stacks(graph: OpGraph, hosted: frozenset[int]) -> Iterator[tuple[int, int, int]]:
+    """(tensor, start, stop) of the copies of stacks that stay on the devices while others wait on the host."""
+    sending = {op.loop for op in graph.ops if op.kind == TO_HOST and op.loop >= 0 and _is_stacked(graph, op.results[0])}
+    fetching = {op.loop for op in graph.ops if op.kind == TO_DEVICE and op.loop >= 0}
+    slices = [op for op in graph.ops if op.loop in fetching and op.op_class is OpClass.LAYER]
+    stops = {op.operands[0]: graph.loops[op.loop].stop for op in slices}
+    for first in (graph.loops[number] for number in sorted(sending)):
+        for carry in first.carries:
+            stack = carry.result
+            if stack in stops and stack not in hosted and is_copied(graph.tensors[stack].shape[1:]):
+                yield carry.body, first.stop, stops[stack]
 
 
 def _is_stacked(graph: OpGraph, tensor: int) -> bool:

@@ -86,6 +86,28 @@ def test_what_one_trip_sends_is_held_while_the_next_one_computes() -> None:
     )
 
 
+@pytest.mark.parametrize("long", [False, True])
+def test_stacks_that_stay_are_copied_beside_others_that_go_where_sequences_are_long(long: bool) -> None:
+    policy = POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["inner"], offload_src="device",
+        offload_dst="pinned_host",
+    )  # fmt: skip
+
+    def layer(x, weights):
+        inner = checkpoint_name(x @ weights["up"], "inner")
+        return jnp.tanh(inner) @ weights["down"] + x, None
+
+    def loss(params, x):
+        return jax.lax.scan(jax.checkpoint(layer, policy=policy), x, params)[0].sum()
+
+    length = 2 * WIDTH if long else WIDTH // 2
+    params, _ = shapes()
+    graph = read_graph(trace(jax.grad(loss), (params, jax.ShapeDtypeStruct((2, length, WIDTH), "float32"))).module)
+    forward, backward = sorted(graph.loops, key=lambda loop: loop.start)
+    spans = [b[1:] for b in analyse(graph).buffers if graph.tensors[b[0]].shape == (LAYERS, 2, length, WIDTH)]
+    assert ((forward.stop, backward.stop) in spans) == long
+
+
 def test_offloading_frees_the_memory_of_the_saved_stack() -> None:
     made = [make_plan(program(offload), Options(topology="v5e:2x2", mesh="data=4")) for offload in (False, True)]
     on_device, on_host = (result.baseline_plans["data_parallel"].prediction for result in made)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.graph import OpGraph
+from autoshard.graph import OpGraph, is_copied
 from autoshard.plan.model._model import EXPOSED, HOST, Channel, Model, link_names
 from autoshard.plan.model._overlap import lanes
 from autoshard.plan.price._headroom import tight_seconds
@@ -182,6 +182,10 @@ class _Values:
                 spans[self.span(place)] += -size * away[:, number] if path == INPUT else size * kept[:, number]
                 if place.loop >= 0:  # one trip's is on its way beside what the next one computes
                     spans[self.span(place)] += self.local_bytes(place) * away[:, number]
+                    if is_copied(self.model.graph.tensors[place.made].shape):
+                        stays = ~away[:, number] if path == INPUT else kept[:, number]
+                        span = self.model.graph.loops[place.loop].stop, self.span(place)[1]
+                        spans[span] += size * (stays & away.any(axis=1))
                 for tensor, start, stop in self.model.liveness.buffers:
                     if tensor in place.again:  # a slice of the stack is read where it lies
                         spans[start, stop] -= self.local_bytes(place, tensor) * kept[:, number]
