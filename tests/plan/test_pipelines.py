@@ -3,7 +3,7 @@
 import importlib.util
 import math
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,9 +18,9 @@ from autoshard.plan.price._reading import Reading, read_program
 from autoshard.plan.price._task import Task
 from autoshard.plan.solve._floors import floors, least_compute
 from autoshard.plan.solve._search import search
-from autoshard.plan.write._pipelines import PipelineMeshes
+from autoshard.plan.write._pipelines import Kin, PipelineMeshes
 from autoshard.plan.write._recipe import Recipe
-from autoshard.program import Program
+from autoshard.program import Pipeline, Program
 
 
 def experiment() -> ModuleType:
@@ -114,3 +114,11 @@ def test_what_is_chosen_is_the_best_of_all(stack: object) -> None:
         program = stack.program(**recipe.arguments)  # type: ignore[attr-defined]
         _, choices = price_again(made.plan, program, read_program(program, "tpu"))
         assert len(np.asarray(choices)) > 0
+
+
+def test_a_bound_is_stretched_by_the_bubble_of_those_that_it_is_for() -> None:
+    layers = SimpleNamespace(program=SimpleNamespace(stacks=(126,)))
+    kin = Kin(layers, Pipeline(4, 4), {})  # type: ignore[arg-type]
+    assert kin.stretch(Pipeline(4, 16)) == pytest.approx(19 / 16)
+    # Of 126 layers 2 stand outside of four stages, and 6 if each of them has three chunks.
+    assert kin.stretch(Pipeline(4, 16, "circular:3")) == pytest.approx(120 / 124 * 51 / 48)
