@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import numpy as np
 import pytest
 
 from autoshard.base.crew import Crew
@@ -104,16 +103,19 @@ def test_arithmetic_alone_is_less_than_all_ops_together() -> None:
         assert least_compute(program, reading, mesh, FIGURES, enough=0.1 * least) <= least
 
 
-@pytest.mark.parametrize("stack", [STACK, SEARCH.Stack("v5e:2x2*2", 5, 8192, 32768, 512, 4)])
-def test_what_is_chosen_is_the_best_of_all(stack: object) -> None:
-    recipe, made = plan_recipes(stack.program, stack.choices, SEARCH.options_of(stack), of_source=True)  # type: ignore[attr-defined]
+@pytest.mark.parametrize(("number", "stages"), [(20, 2), (22, 1)])
+def test_what_is_chosen_is_the_best_of_all(number: int, stages: int) -> None:
+    stack = SEARCH.stack_of(number)
+    recipe, made = plan_recipes(stack.program, stack.choices, SEARCH.options_of(stack), of_source=True)
     every = SEARCH.enumerated(stack)
     own = tuple(recipe.arguments.values())
     assert every[own] <= min(every.values()) * (1 + SEARCH.EQUAL)
-    if recipe.arguments["stages"] > 1:
-        program = stack.program(**recipe.arguments)  # type: ignore[attr-defined]
-        _, choices = price_again(made.plan, program, read_program(program, "tpu"))
-        assert len(np.asarray(choices)) > 0
+    assert recipe.arguments["stages"] == stages
+    # A plan whose axis of stages is for them alone is priced again as it was made.
+    assert ("stage_axis" in made.plan.provenance) == (stages > 1)
+    program = stack.program(**recipe.arguments)
+    model, choices = price_again(made.plan, program, read_program(program, "tpu"))
+    assert len(choices) == len(model.nodes)
 
 
 def test_a_bound_is_stretched_by_the_bubble_of_those_that_it_is_for() -> None:
