@@ -297,6 +297,8 @@ class _RecipeSearch:
             if given is None and unusable(program, reading, mesh):
                 continue
             found.append(floors(program, reading, mesh, self.limit, figures))
+            if "stages" in recipe.arguments and math.isinf(beat_s) and found[-1].bytes <= self.limit:
+                return bound, found[-1].bytes, ""  # nothing to be slower than, and it may fit
             parts = find_axis_parts(reading.graph, reading.structure, reading.groups, mesh)
             if parts is not None and options.refine_axes:
                 found.append(floors(program, reading, parts.mesh, self.limit, figures))

@@ -3,9 +3,8 @@
 import importlib.util
 import math
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
-import numpy as np
 import pytest
 
 from autoshard.base.crew import Crew
@@ -18,9 +17,9 @@ from autoshard.plan.price._reading import Reading, read_program
 from autoshard.plan.price._task import Task
 from autoshard.plan.solve._floors import floors, least_compute
 from autoshard.plan.solve._search import search
-from autoshard.plan.write._pipelines import PipelineMeshes
+from autoshard.plan.write._pipelines import Kin, PipelineMeshes
 from autoshard.plan.write._recipe import Recipe
-from autoshard.program import Program
+from autoshard.program import Pipeline, Program
 
 
 def experiment() -> ModuleType:
@@ -104,13 +103,24 @@ def test_arithmetic_alone_is_less_than_all_ops_together() -> None:
         assert least_compute(program, reading, mesh, FIGURES, enough=0.1 * least) <= least
 
 
-@pytest.mark.parametrize("stack", [STACK, SEARCH.Stack("v5e:2x2*2", 5, 8192, 32768, 512, 4)])
-def test_what_is_chosen_is_the_best_of_all(stack: object) -> None:
-    recipe, made = plan_recipes(stack.program, stack.choices, SEARCH.options_of(stack), of_source=True)  # type: ignore[attr-defined]
+@pytest.mark.parametrize(("number", "stages"), [(20, 2), (22, 1)])
+def test_what_is_chosen_is_the_best_of_all(number: int, stages: int) -> None:
+    stack = SEARCH.stack_of(number)
+    recipe, made = plan_recipes(stack.program, stack.choices, SEARCH.options_of(stack), of_source=True)
     every = SEARCH.enumerated(stack)
     own = tuple(recipe.arguments.values())
     assert every[own] <= min(every.values()) * (1 + SEARCH.EQUAL)
-    if recipe.arguments["stages"] > 1:
-        program = stack.program(**recipe.arguments)  # type: ignore[attr-defined]
-        _, choices = price_again(made.plan, program, read_program(program, "tpu"))
-        assert len(np.asarray(choices)) > 0
+    assert recipe.arguments["stages"] == stages
+    # A plan whose axis of stages is for them alone is priced again as it was made.
+    assert ("stage_axis" in made.plan.provenance) == (stages > 1)
+    program = stack.program(**recipe.arguments)
+    model, choices = price_again(made.plan, program, read_program(program, "tpu"))
+    assert len(choices) == len(model.nodes)
+
+
+def test_a_bound_is_stretched_by_the_bubble_of_those_that_it_is_for() -> None:
+    layers = SimpleNamespace(program=SimpleNamespace(stacks=(126,)))
+    kin = Kin(layers, Pipeline(4, 4), {})  # type: ignore[arg-type]
+    assert kin.stretch(Pipeline(4, 16)) == pytest.approx(19 / 16)
+    # Of 126 layers 2 stand outside of four stages, and 6 if each of them has three chunks.
+    assert kin.stretch(Pipeline(4, 16, "circular:3")) == pytest.approx(120 / 124 * 51 / 48)

@@ -53,6 +53,16 @@ class Kin:
         """Of the stack that is cut."""
         return max(self.task.program.stacks)
 
+    def stretch(self, other: Pipeline) -> float:
+        """How much longer another pipeline, that is bounded by this one, takes at least than what is no bubble here.
+
+        Its bubble is no larger, so what stands outside of the stages is stretched by no more than the bubble here.
+        More layers may stand outside, of which nothing is said.
+        """
+        layers = self.layers
+        staged = (layers - other.outside(layers)) / (layers - self.pipeline.outside(layers))
+        return staged / (1 - other.bubble(layers))
+
     def bound(self, mesh: Mesh, beat_s: float, weights: Weights | None) -> float:
         """Of one mesh, no further than needed to know that it takes no less than `beat_s`."""
         if mesh not in self.bounds:
@@ -83,7 +93,8 @@ class PipelineMeshes:
     def of(
         self, recipe: Recipe, counts: Sequence[int], beat: Callable[[Program], float], weights: Weights | None
     ) -> StagedMeshes | None:
-        """The meshes for the pipeline of a recipe; None if none has such an axis, or those like it cannot be made.
+        """The meshes for the pipeline of a recipe; None if none has such an axis, if those like it cannot be made, and
+        if the program names axes itself.
 
         `counts` are all microbatches that may be chosen, `beat` says what a step must take less than, `weights` are
         those of the best plan yet.
@@ -102,7 +113,7 @@ class PipelineMeshes:
             if kin is None:
                 return None
             program = kin.task.program
-            beat_s, slower = beat(program), 1 / (1 - pipeline.bubble(kin.layers))
+            beat_s, slower = beat(program), kin.stretch(pipeline)
             bounds = {mesh: slower * kin.bound(mesh, beat_s, weights) for mesh in left}
             others_s = min((others_s, *(bound for bound in bounds.values() if bound >= beat_s)))
             left = tuple(mesh for mesh, bound in bounds.items() if bound < beat_s)
@@ -119,7 +130,9 @@ class PipelineMeshes:
             except UserError:
                 self.kin[recipe] = None
             else:
-                self.kin[recipe] = Kin(self.task(program, pipeline.stages), pipeline, {})
+                task = self.task(program, pipeline.stages)
+                fixed = task.reading.graph.regions or task.reading.graph.constraints  # not every mesh serves them
+                self.kin[recipe] = None if fixed else Kin(task, pipeline, {})
         return self.kin[recipe]
 
 
