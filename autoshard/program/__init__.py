@@ -47,11 +47,11 @@ from autoshard.program._remat import Remat as Remat
 from autoshard.program._remat import parse_remat as parse_remat
 from autoshard.program._ring import ring_attention as ring_attention
 from autoshard.program._ring_pieces import ring_side as ring_side
-from autoshard.program._splash import GPU_AUTO as GPU_AUTO
 from autoshard.program._segments import NotDividedError as NotDividedError
 from autoshard.program._segments import Segments as Segments
 from autoshard.program._segments import in_segments as in_segments
 from autoshard.program._segments import segment_of as segment_of
+from autoshard.program._splash import GPU_AUTO as GPU_AUTO
 from autoshard.program._stack import Pipeline as Pipeline
 from autoshard.program._stack import as_asked as as_asked
 from autoshard.program._stack import check_schedule as check_schedule

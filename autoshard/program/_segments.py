@@ -30,7 +30,7 @@ class Segments:
     microbatches: int
     """Into so many parts of equal size inputs are cut, along their first dim; one of them is traced."""
     names: list[str] = dataclasses.field(default_factory=list)
-    """Of every segment the outermost module that it begins with, in the order in which they run."""
+    """The outermost module that each segment begins with, in the order in which they run."""
     calls: Counter[str] = dataclasses.field(default_factory=Counter)
     """How often each module is called."""
     batch: int = 0

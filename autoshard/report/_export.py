@@ -26,6 +26,7 @@ from autoshard.plan import (
 )
 from autoshard.program import Program
 from autoshard.report._export_parts import head, order_text, table, unpinned
+from autoshard.report._export_pipelining import pipelining_text
 from autoshard.report._export_remat import maxtext_remat
 from autoshard.report._export_torch import dtensor_text, torch_xla_text
 from autoshard.report._names import clean
@@ -60,6 +61,8 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
     Raises `UserError` as `export_plan` does, and for a form that is a file of bytes.
     """
     known = form_named(form)
+    if known.rest is not Rest.STAGES:
+        plan.check_one_step()
     if form not in EXPORT_FORMS:
         raise UserError(
             f"{form} is a file of bytes, no text: write it with `autoshard.exec.jax_export(plan, program)`."
@@ -74,7 +77,7 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
 
 
 def _refuse_nothing(plan: Plan, form: Form) -> None:
-    if form.rest is Rest.MAXTEXT or math.prod(plan.mesh.values()) == 1:
+    if form.rest in (Rest.MAXTEXT, Rest.STAGES) or math.prod(plan.mesh.values()) == 1:
         return
     held = held_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh)
     if form.state:
@@ -89,6 +92,10 @@ def _refuse_nothing(plan: Plan, form: Form) -> None:
 
 def _priced(plan: Plan, form: Form, program: Program | None) -> tuple[Prediction | None, str]:
     """The prediction of what a form holds, and what is said of it."""
+    if form.rest is Rest.STAGES:
+        whole = plan.prediction
+        step, peak = format_seconds(whole.step_time_s), format_bytes(whole.peak_bytes)
+        return whole, f"Predicted: a step of {step}, {peak} of one device of the fullest stage."
     try:
         if program is None and plan.provenance.get("for") != form.name:
             program = reopen(plan)
@@ -242,4 +249,5 @@ EXPORT_FORMS: dict[str, Callable[[Plan, str], str]] = {
     "torch-xla": torch_xla_text,
     "dtensor": dtensor_text,
     "hlo": _hlo,
+    "torch-pipelining": pipelining_text,
 }

@@ -22,6 +22,8 @@ class Rest(enum.StrEnum):
     """DTensor, which splits one op after the other as its operands are."""
     MAXTEXT = "maxtext"
     """MaxText, which splits by kind of dim."""
+    STAGES = "stages"
+    """The runtime, which runs a program for each stage; what a stage does on its own devices is not in the form."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ FORMS = {
         Form("torch-xla", Rest.XLA, state=False, layers=False),
         Form("dtensor", Rest.DTENSOR, state=False, layers=False, ordered=True),
         Form("hlo", Rest.XLA),
+        Form("torch-pipelining", Rest.STAGES, state=False, layers=False),
     )
 }
 
