@@ -26,7 +26,7 @@ from autoshard.plan import (
 )
 from autoshard.program import Program
 from autoshard.report._export_parts import head, order_text, table, unpinned
-from autoshard.report._export_pipelining import pipelining_text
+from autoshard.report._export_pipelining import maxtext_pipeline, pipelining_text
 from autoshard.report._export_remat import maxtext_remat
 from autoshard.report._export_torch import dtensor_text, torch_xla_text
 from autoshard.report._names import clean
@@ -232,13 +232,17 @@ def _maxtext(plan: Plan, sentence: str) -> str:
                 key = f"{prefix}_{use}_parallelism"
                 settings[key] = settings.get(key, 1) * part
     again, missing = maxtext_remat(plan)
+    piped, unpiped = maxtext_pipeline(
+        plan, math.prod(plan.mesh[axis] for axis, use in uses.items() if use == "pipeline")
+    )
     lacks = (
         *unpinned(plan),
         "single tensors that are split in another way than the rest; MaxText's own rules split by kind of dim.",
         "the device order.",
         *missing,
+        *unpiped,
     )
-    body = "".join(f"{key}: {value}\n" for key, value in settings.items()) + again
+    body = "".join(f"{key}: {value}\n" for key, value in settings.items()) + piped + again
     return head(plan, lacks, sentence) + "".join(f"# {note}\n" for note in notes) + body
 
 

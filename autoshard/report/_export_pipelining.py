@@ -1,4 +1,4 @@
-"""A plan with a program for each stage as code for `torch.distributed.pipelining`."""
+"""Pipelines in exports: code for `torch.distributed.pipelining`, and MaxText's settings."""
 
 import math
 
@@ -89,3 +89,30 @@ def pipelining_text(plan: Plan, sentence: str) -> str:
         splits=repr(tuple(chunk.modules[0] for chunk in pipeline.chunks[1:])),
         argument="stages" if name == "interleaved" else "stages[0]",
     )
+
+
+def maxtext_pipeline(plan: Plan, parts: int) -> tuple[str, list[str]]:
+    """Lines of MaxText's configuration for a pipeline whose stages lie on `parts` parts of the devices; what they lack.
+
+    MaxText has a stage on each part, and decoder layers are stages x layers per stage x repeats; its microbatches are
+    a multiple of its stages (the comments of its base.yml).
+    """
+    pipeline = plan.pipeline
+    if pipeline is None or not pipeline.layers:
+        return "", []
+    if parts == 1:
+        return "", [f"the {pipeline.stages} stages of the layers; no axis of the mesh splits them."]
+    lacks = []
+    if parts != pipeline.stages:
+        lacks.append(f"{pipeline.stages} stages on {parts} parts of the devices; here there are {parts} stages.")
+    if pipeline.microbatches % parts:
+        lacks.append(f"{pipeline.microbatches} microbatches; MaxText takes multiples of the {parts} stages alone.")
+    layers, left = divmod(pipeline.layers, parts * pipeline.rounds)
+    if left:
+        lacks.append(f"{pipeline.layers} layers in {parts} stages; they do not divide.")
+    settings = {
+        "num_layers_per_pipeline_stage": layers,
+        "num_pipeline_repeats": pipeline.rounds,
+        "num_pipeline_microbatches": pipeline.microbatches,
+    }
+    return "".join(f"{key}: {value}\n" for key, value in settings.items()), lacks

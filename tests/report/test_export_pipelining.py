@@ -108,3 +108,27 @@ def test_other_plans_and_other_forms_are_refused(plan: Plan) -> None:
     apart = dataclasses.replace(ticks, together=False)
     with pytest.raises(UserError, match="is a program for each stage, and no single step: export it with"):
         export_plan(dataclasses.replace(plan, pipeline=apart), "jax")
+
+
+def maxtext(plan: Plan, pipeline: PlannedPipeline) -> tuple[dict[str, str], str]:
+    words = ("batch over data", "stage over model")
+    text = export_plan(dataclasses.replace(plan, pipeline=pipeline, words=words, choices=""), "maxtext")
+    return dict(re.findall(r"^(\w+): (\w+)$", text, re.MULTILINE)), text
+
+
+def test_maxtext_has_the_pipeline(plan: Plan) -> None:
+    parts = plan.mesh["model"]
+    chunks = (PlannedChunk(1.0, 2.0),) * (2 * parts)
+    ticks = PlannedPipeline("circular:2", parts, 2 * parts, 2, True, chunks, layers=4 * parts)
+    found, text = maxtext(plan, ticks)
+    assert found["ici_pipeline_parallelism"] == str(parts) and "ici_tensor_parallelism" not in found
+    assert found["num_layers_per_pipeline_stage"] == "2"
+    assert (found["num_pipeline_repeats"], found["num_pipeline_microbatches"]) == ("2", str(2 * parts))
+    assert "microbatches;" not in text and "stages on" not in text
+    uneven = dataclasses.replace(ticks, schedule="gpipe", stages=2 * parts, rounds=1, microbatches=2 * parts + 1)
+    found, text = maxtext(plan, dataclasses.replace(uneven, chunks=(PlannedChunk(1.0, 2.0),) * (2 * parts)))
+    assert found["num_layers_per_pipeline_stage"] == "4" and found["num_pipeline_repeats"] == "1"
+    assert f"{2 * parts} stages on {parts} parts of the devices; here there are {parts} stages." in text
+    assert f"{2 * parts + 1} microbatches; MaxText takes multiples of the {parts} stages alone." in text
+    whole = export_plan(dataclasses.replace(plan, pipeline=ticks), "maxtext")
+    assert f"the {parts} stages of the layers; no axis of the mesh splits them." in whole

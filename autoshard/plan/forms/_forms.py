@@ -132,7 +132,7 @@ def splits_in_plan(plan: Plan) -> int:
 
 
 def maxtext_uses(plan: Plan) -> dict[str, str]:
-    """What each axis does, in MaxText's words: expert, data, fsdp, tensor or context; read off a plan."""
+    """What each axis does, in MaxText's words: pipeline, expert, data, fsdp, tensor or context; read off a plan."""
     return {axis: _use(plan, axis) for axis in plan.mesh}
 
 
@@ -146,6 +146,8 @@ def _use(plan: Plan, axis: str) -> str:
         if plan.roles[name] in ("parameter", "optimizer_state") and axis in plan.arguments[name].axes
     ]  # fmt: skip
     groups = _groups_over(plan, axis)
+    if plan.pipeline is not None and "stage" in groups:
+        return "pipeline"
     if "experts" in groups:
         return "expert"
     if "batch" in groups or any(axis in spec.dims[0] for spec in batch):

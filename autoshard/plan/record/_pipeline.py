@@ -42,6 +42,8 @@ class PlannedPipeline:
     """Whether the step is one SPMD program, in which all stages compute at once in every tick."""
     chunks: tuple[PlannedChunk, ...]
     """In the order of the layers: chunk c is on stage c % stages."""
+    layers: int = dataclasses.field(default=0, metadata={"absent": 0})
+    """Layers in all stages, where these are equal layers; 0 if they are not."""
     before_s: float = 0.0
     """Seconds of the step before the first forward work."""
     between_s: float = 0.0
