@@ -315,7 +315,7 @@ def _uses(model: Model, places: _SegmentPlaces) -> list[tuple[tuple[int, ...], b
     return list(found)
 
 
-_TARGETS = "batch.targets"
+_TARGETS = ("batch.targets", "batch.labels")
 """How the arguments begin that only the loss takes, which the last stage has of its own."""
 
 
