@@ -110,9 +110,7 @@ class _SegmentPlaces:
         segment = segment_of(op.name)
         back = "transpose(" in op.name or "rematted" in op.name
         if segment is None:
-            if "jvp(" not in op.name:
-                return None
-            segment = self.last  # a loss beside the module
+            return None
         return (Part.BACKWARD if back else Part.FORWARD), min(segment, self.last)
 
     def _forward(self, op: Op) -> Place | None:
@@ -136,10 +134,15 @@ class _SegmentPlaces:
         for op in self.graph.ops:
             found = self.of[op.id]
             if found is None and op.op_class is not OpClass.FREE:
-                made = [self.maker[t] for t in op.operands if t in self.maker]
-                late = [place for place in made if place[0] is not Part.FORWARD]
-                if late or final:
-                    found = Part.UPDATE, max(late or made, default=(Part.UPDATE, 0))[1]
+                made = sorted((self.graph.tensors[t].bytes, self.maker[t]) for t in op.operands if t in self.maker)
+                late = [each for each in made if each[1][0] is not Part.FORWARD]
+                if made and "jvp(" in op.name:  # a loss beside the module, or the gradient of a cast
+                    back = "transpose(" in op.name
+                    found = (Part.BACKWARD if back else Part.FORWARD), made[-1][1][1]
+                    self.of[op.id] = found
+                elif late or final:
+                    # The largest operand is of its own segment; a norm over all gradients scales those of every one.
+                    found = Part.UPDATE, (late or made)[-1][1][1] if made else 0
                     self.of[op.id] = found
             if found is not None and op.op_class is not OpClass.FREE:
                 for tensor in op.results:

@@ -191,3 +191,11 @@ def test_figures_of_the_record_are_those_of_its_timetable(plan: Plan) -> None:
     assert found.timetable().step_time_s + found.after_s == pytest.approx(plan.prediction.step_time_s)
     slower = dataclasses.replace(found, chunks=(dataclasses.replace(found.chunks[0], hand_over_s=1.0), found.chunks[1]))
     assert slower.timetable().step_time_s > 2.0
+
+
+def test_updates_are_of_the_segment_whose_parameters_they_are(net: str) -> None:
+    _, prices, _ = priced(net, "cpu:2", "stage=2")
+    parameters, update = prices.kinds["parameters"], prices.costs.update_s
+    # What is updated takes memory's time: of the two large weights about as much as they have of all bytes.
+    large = parameters > 0.2 * parameters.sum()
+    assert large.sum() == 2 and (update[large] > 0.1 * update.sum()).all()
