@@ -95,6 +95,7 @@ class _SegmentPlaces:
 
     def __init__(self, graph: OpGraph, trains: bool, count: int) -> None:
         self.graph, self.last = graph, count - 1
+        self.lifted: set[int] = set()
         self.of: list[Place | None] = [self._named(op) if trains else self._forward(op) for op in graph.ops]
         self.maker: dict[int, Place] = {}
         self.users: dict[int, list[int]] = defaultdict(list)
@@ -155,6 +156,7 @@ class _SegmentPlaces:
                 using = [place for t in op.results for user in self.users[t] if (place := self.of[user])]
                 if using:
                     self.of[op.id] = min(using)
+                    self.lifted.add(op.id)
                     for tensor in op.results:
                         self.maker[tensor] = min(using)
 
@@ -245,7 +247,11 @@ def _owners(model: Model, places: _SegmentPlaces) -> tuple[list[int], list[tuple
     """The segment that holds each argument, and the (first, last) segments that share a parameter."""
     owners, tied = [], []
     for argument, tensor in zip(model.program.arguments, model.graph.arguments, strict=True):
-        segments = sorted(_using(places, tensor, Part.FORWARD))
+        found = _using(places, tensor, Part.FORWARD)
+        for user in places.users[tensor]:
+            if user in places.lifted:  # a cast, made once for all that use it
+                found |= {s for cast in model.graph.ops[user].results for s in _using(places, cast, Part.FORWARD)}
+        segments = sorted(found)
         if not segments:
             segments = sorted(_using(places, tensor, Part.UPDATE) or _using(places, tensor, Part.BACKWARD))
         owners.append(segments[0] if segments else 0)

@@ -90,8 +90,8 @@ class _Found:
 
 
 _NOT_HANDED_ON = (
-    "hands every value on to the next stage alone, with a gradient (skip connections stay within two stages, masks "
-    "and what is made of inputs alone within one); use fewer stages or chunks."
+    "hands every value on to the next stage alone, with a gradient (skip connections stay within two stages, masks, "
+    "what is made of inputs alone and shared parameters within one); use fewer stages or chunks."
 )
 
 
