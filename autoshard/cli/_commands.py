@@ -23,7 +23,7 @@ from autoshard.errors import UserError
 
 if TYPE_CHECKING:
     from autoshard.base.crew import Crew
-    from autoshard.plan import Plan, PlanResult
+    from autoshard.plan import Options, Plan, PlanResult
     from autoshard.program import Program
     from autoshard.report import ProgressLine
 
@@ -87,10 +87,12 @@ def _planned(arguments: argparse.Namespace, progress: "ProgressLine", crew: "Cre
         traced += time.perf_counter() - began
         return program
 
-    from autoshard.plan import make_plan, plan_recipes, source_choices
+    from autoshard.plan import is_by_stage, make_plan, plan_recipes, source_choices
     from autoshard.program import read_choices
 
     options = plan_options(arguments)
+    if is_by_stage(vars(arguments), options.form):
+        return _planned_by_stage(arguments, options, progress, crew)
     left = source_choices(vars(arguments), arguments.topology)
     own = read_choices(arguments.program, arguments.entry)
     running = {
@@ -99,6 +101,27 @@ def _planned(arguments: argparse.Namespace, progress: "ProgressLine", crew: "Cre
     if left or own:
         return plan_recipes(traced_with, {**left, **own}, options, of_source=not own, **running)[1], traced
     return make_plan(traced_with(), options, **running), traced
+
+
+def _planned_by_stage(
+    arguments: argparse.Namespace, options: "Options", progress: "ProgressLine", crew: "Crew"
+) -> tuple["PlanResult", float]:
+    """The plan of a program for each stage, and the seconds that tracing took."""
+    from autoshard.plan import plan_by_stage
+
+    traced = 0.0
+
+    def opened(**more: Any) -> "Program":
+        nonlocal traced
+        began = time.perf_counter()
+        whole = {"stages": None, "microbatches": None, "schedule": None}
+        program = open_program(argparse.Namespace(**{**vars(arguments), **whole, **more}), progress, arguments.topology)
+        traced += time.perf_counter() - began
+        return program
+
+    if arguments.save_problem is not None:
+        raise UserError("--save-problem is for one program; leave it out with a program for each stage.")
+    return plan_by_stage(opened, vars(arguments), options, progress=progress, crew=crew), traced
 
 
 def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:

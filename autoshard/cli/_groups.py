@@ -89,7 +89,8 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         type=chosen(schedule),
         metavar="S",
         help="of a pipeline: gpipe (the default), circular:2 (two chunks of layers in each stage, through which "
-        "microbatches go in turn), or circular (as many chunks as there are layers)" + best,
+        "microbatches go in turn), or circular (as many chunks as there are layers); of torch modules as a program for "
+        "each stage: 1f1b, or interleaved:2 (1F1B with two chunks)" + best,
     )
     group.add_argument(
         "--host",

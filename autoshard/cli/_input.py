@@ -44,6 +44,8 @@ def open_program(
 
     What no flag says of a program that a `plan` is for is as that plan has it.
     """
+    if plan is not None:
+        plan.check_one_step()
     progress(f"Tracing {arguments.program}")
     from autoshard.program import lift_constraints, load_rules, open_source
 

@@ -52,9 +52,12 @@ def experts(text: str) -> str:
 
 
 def schedule(text: str) -> str:
+    from autoshard.cost import make_schedule
     from autoshard.program import check_schedule
 
     try:
+        if text.partition(":")[0] in ("1f1b", "interleaved"):
+            return str(make_schedule(text, 2, 2))
         return check_schedule(text)
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None

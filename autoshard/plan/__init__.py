@@ -13,6 +13,7 @@ from autoshard.plan._call import plan as _plan
 from autoshard.plan._make import PlanResult as PlanResult
 from autoshard.plan._make import check_request as check_request
 from autoshard.plan._make import make_plan as make_plan
+from autoshard.plan._make import plan_by_stage as plan_by_stage
 from autoshard.plan._recipes import plan_recipes as plan_recipes
 from autoshard.plan._recipes import plan_remat as plan_remat
 from autoshard.plan._sweep import SweepRow as SweepRow
@@ -102,6 +103,7 @@ from autoshard.plan.write._recipe import Recipe as Recipe
 from autoshard.plan.write._remat_policy import planned_remat as planned_remat
 from autoshard.plan.write._remat_policy import remat_policy as remat_policy
 from autoshard.plan.write._remat_policy import torch_remat_policy as torch_remat_policy
+from autoshard.plan.write._staged import is_by_stage as is_by_stage
 
 
 class _Room(ModuleType):

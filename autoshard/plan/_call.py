@@ -47,6 +47,10 @@ def plan(
     `xla_flags` are the compiler flags that the step will run with (`"--xla_... --xla_..."`, as in `LIBTPU_INIT_ARGS`):
     those that make collectives asynchronous change their prices, and warnings name those that are not in the price.
 
+    A torch module in a file is planned as a program for each stage with `form="torch-pipelining"`, or where
+    `program_options` say a schedule that only such programs have (`{"train": True, "stages": 2, "schedule": "1f1b"}`;
+    `"interleaved:2"`): it is cut between its modules, see `Plan.pipeline`.
+
     What is asked for holds, and the rest is chosen for it. Names are those of reports, patterns take wildcards and may
     begin after any dot. `pins` fix specs (`{"layers.*.mlp.*.weight": "model,None"}`; also `PartitionSpec`s; `?` leaves
     a dim free, `+` stands between axes that split one dim; dims count from the right, so a stack of layers has the spec
@@ -61,10 +65,11 @@ def plan(
     the memory limit.
     """
     from autoshard.base.crew import Crew, helpers_here
-    from autoshard.plan._make import check_request, make_plan
+    from autoshard.plan._make import check_request, make_plan, plan_by_stage
     from autoshard.plan._recipes import plan_recipes, plan_remat
     from autoshard.plan.model._choices import settled_options, source_choices
     from autoshard.plan.model._options import read_options
+    from autoshard.plan.write._staged import is_by_stage
     from autoshard.program import choices_of, open_source, read_choices
 
     read = read_options(topology, options)
@@ -72,6 +77,14 @@ def plan(
     given = dict(program_options or {})
     with Crew(helpers_here(), "autoshard.plan._warm:ready", PATIENCE_S) as crew:
         running = {"progress": progress, "crew": crew}
+        if isinstance(program, str) and is_by_stage(given, read.form):
+            settled = settled_options(given, topology)
+
+            def opened(**more: Any) -> "Program":
+                parts = {"stages": None, "microbatches": None, "schedule": None}
+                return open_source(program, **{**settled, **parts, **more})
+
+            return plan_by_stage(opened, given, read, **running).plan
         if isinstance(program, str):
             settled, own = settled_options(given, topology), read_choices(program, given.get("entry", "program"))
             left = source_choices(given, topology)

@@ -46,6 +46,7 @@ from autoshard.plan.record._plan import Plan
 from autoshard.plan.solve._build import Weights
 from autoshard.plan.solve._infeasible import explain_infeasible
 from autoshard.plan.solve._search import Found, Infeasible
+from autoshard.plan.write._staged import StageSearch
 from autoshard.plan.write._write import WhenAsked, Writer
 from autoshard.program import Program, Role, lift_constraints
 from autoshard.solver import write_contest
@@ -198,6 +199,33 @@ def make_plan(
     return PlanResult(plan, phases.wall, written, offered, found.weights)
 
 
+def plan_by_stage(
+    make: Callable[..., Program],
+    said: Mapping[str, Any],
+    options: Options,
+    *,
+    progress: Callable[[str], None] | None = None,
+    crew: Crew | None = None,
+) -> PlanResult:
+    """The fastest cut of a torch module into a program for each stage, see `StageSearch`.
+
+    Raises `UserError` for what is no torch module or cannot be cut so, `InfeasibleError` if no cut keeps within the
+    memory limit.
+    """
+    made: list[PlanResult] = []
+    wall: dict[str, float] = {}
+
+    def sharded(program: Program, inner: Options) -> Plan:
+        made.append(make_plan(program, inner, progress=progress, crew=crew))
+        for phase, seconds in made[-1].wall_s.items():
+            wall[phase] = wall.get(phase, 0.0) + seconds
+        return made[-1].plan
+
+    plan = StageSearch(make, sharded, said, options, progress or (lambda _: None)).run()
+    candidate = PlanCandidate("plan", "the fastest cut into stages", plan)
+    return PlanResult(plan, wall, {}, (candidate,), made[-1].weights)
+
+
 def _limits(options: Options, topology: Topology) -> Limits:
     """What the options allow a search to spend. Raises `UserError` for no memory at all."""
     memory = topology.usable_bytes if options.memory_limit is None else options.memory_limit
@@ -298,7 +326,9 @@ def _search(
     else:
         looked, chosen = None, given
         check_regions(graph, chosen)
-        _check_batch(task.program, chosen)
+        idle = {axis for axis, groups in task.asked.axis_only if not groups}
+        if not idle.issuperset(axis for axis, size in chosen.axes.items() if size > 1):
+            _check_batch(task.program, chosen)
     # A program that names axes itself keeps them whole.
     axis_parts = None
     if refine_axes and not graph.constraints and not graph.regions:

@@ -80,7 +80,8 @@ class Program:
     stacks: tuple[int, ...] = ()
     """Layers of each stack that may be cut into the stages of a pipeline."""
     pipeline: dict[str, Any] | None = None
-    """What the largest stack is computed by: `schedule`, `stages`, `microbatches` and `rounds`; None for no stages."""
+    """What the largest stack is computed by: `schedule`, `stages`, `microbatches`, `rounds` and its `layers`; None if
+    there are no stages."""
     savable: tuple[str, ...] = ()
     """Values of its layers that a remat policy may name: `self_attn.q_proj`, `context`, `input`."""
     make_args: Callable[[int], tuple[Any, ...]] | None = None

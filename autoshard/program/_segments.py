@@ -30,13 +30,13 @@ class Segments:
     microbatches: int
     """Into so many parts of equal size inputs are cut, along their first dim; one of them is traced."""
     names: list[str] = dataclasses.field(default_factory=list)
-    """Of every segment the outermost module that it begins with, in the order in which they run."""
+    """The outermost module that each segment begins with, in the order in which they run."""
     calls: Counter[str] = dataclasses.field(default_factory=Counter)
     """How often each module is called."""
     batch: int = 0
     """Examples in the whole batch: the first dim of the first input."""
     module: Any = None
-    """The module itself, with its inputs and keyword inputs as they were given."""
+    """The module itself, once it has run."""
     busy: bool = False
     """Whether an op has run since the last module began."""
     inside: bool = False
@@ -67,7 +67,7 @@ def asked_segments() -> Segments | None:
     return _asked.get()
 
 
-def one_microbatch(module: Any, inputs: Any, kwargs: Any, targets: Any) -> tuple[Any, Any, Any]:
+def one_microbatch(inputs: Any, kwargs: Any, targets: Any) -> tuple[Any, Any, Any]:
     """The part of inputs that is one microbatch, where segments are asked for; else all of it.
 
     Raises `NotDividedError` if the microbatches do not divide the first dims of all tensors.
@@ -78,7 +78,7 @@ def one_microbatch(module: Any, inputs: Any, kwargs: Any, targets: Any) -> tuple
     import torch
     from torch.utils import _pytree
 
-    asked.module, asked.batch = module, 0
+    asked.batch = 0
     count = asked.microbatches
 
     def part(value: Any) -> Any:
@@ -107,7 +107,7 @@ def watching(module: Any) -> Iterator[None]:
     if asked is None:
         yield
         return
-    asked.names, asked.calls, asked.busy = [""], Counter(), False
+    asked.module, asked.names, asked.calls, asked.busy = module, [""], Counter(), False
 
     def begin(name: str) -> Any:
         def hook(*_: Any) -> None:

@@ -172,7 +172,7 @@ def in_stages(program: Program, stacks: tuple[int, ...], pipeline: Pipeline | No
     if pipeline is None:
         return dataclasses.replace(program, stacks=stacks)
     told = f"The layers are a pipeline: {pipeline.words(max(stacks))}."
-    said = dataclasses.asdict(pipeline) | {"rounds": pipeline.rounds(max(stacks))}
+    said = dataclasses.asdict(pipeline) | {"rounds": pipeline.rounds(max(stacks)), "layers": max(stacks)}
     return dataclasses.replace(program, stacks=stacks, pipeline=said, notes=(*program.notes, told))
 
 

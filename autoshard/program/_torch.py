@@ -84,7 +84,7 @@ def from_torch(
     parse_remat(remat)
     for flag, text in (("dtype", dtype), ("param_dtype", param_dtype), ("state_dtype", state_dtype)):
         _check_dtype(flag, text)
-    example_inputs, kwargs, targets = one_microbatch(module, example_inputs, kwargs, targets)
+    example_inputs, kwargs, targets = one_microbatch(example_inputs, kwargs, targets)
     inputs = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
     notes = [] if not _has_dropout(module) else ["Dropout is off: the module runs in evaluation mode."]
     stateful = evaluation_mode(module, train if batch_statistics is None else batch_statistics)

@@ -16,6 +16,9 @@ def _time(plan: Plan) -> list[str]:
     if total <= 0:
         return []
     share = prediction.exposed_comm_s / total
+    if plan.by_stage and plan.pipeline is not None:
+        bubble = plan.pipeline.bubble()
+        return [f"Of the time in the stages {bubble:.1%} is bubble; inside of them {share:.1%} is communication."]
     if share < 0.005:
         return ["Compute sets the step time: hardly any communication is exposed."]
     worst = _worst_exposed(prediction)
@@ -68,6 +71,11 @@ def _memory(plan: Plan) -> list[str]:
 
 
 def _gaps(plan: Plan) -> list[str]:
+    if plan.by_stage:
+        return [
+            f"The step is within {plan.plan_gap:.1%} of a lower bound for all cuts between modules by this schedule, "
+            "under the prices of the plan inside of stages."
+        ]
     solver = "is optimal" if plan.solver_gap <= 0 else f"is within {plan.solver_gap:.2%} of optimal (solver gap)"
     return [
         f"The solution of the Problem {solver}; the predicted step time is within {plan.plan_gap:.1%} of a certified "

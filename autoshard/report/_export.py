@@ -28,6 +28,7 @@ from autoshard.plan import (
 )
 from autoshard.program import Program
 from autoshard.report._export_parts import comment, head, order_text, table, unpinned
+from autoshard.report._export_pipelining import maxtext_pipeline, pipelining_text
 from autoshard.report._export_remat import maxtext_remat
 from autoshard.report._export_torch import dtensor_text, torch_xla_text
 from autoshard.units import format_bytes, format_seconds
@@ -61,6 +62,8 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
     Raises `UserError` as `export_plan` does, and for a form that is a file of bytes.
     """
     known = form_named(form)
+    if known.rest is not Rest.STAGES:
+        plan.check_one_step()
     if form not in EXPORT_FORMS:
         raise UserError(
             f"{form} is a file of bytes, no text: write it with `autoshard.exec.jax_export(plan, program)`."
@@ -75,7 +78,7 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
 
 
 def _refuse_nothing(plan: Plan, form: Form) -> None:
-    if form.rest is Rest.MAXTEXT or math.prod(plan.mesh.values()) == 1:
+    if form.rest in (Rest.MAXTEXT, Rest.STAGES) or math.prod(plan.mesh.values()) == 1:
         return
     held = held_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh)
     if form.state:
@@ -90,6 +93,10 @@ def _refuse_nothing(plan: Plan, form: Form) -> None:
 
 def _priced(plan: Plan, form: Form, program: Program | None) -> tuple[Prediction | None, str]:
     """The prediction of what a form holds, and what is said of it."""
+    if form.rest is Rest.STAGES:
+        whole = plan.prediction
+        step, peak = format_seconds(whole.step_time_s), format_bytes(whole.peak_bytes)
+        return whole, f"Predicted: a step of {step}, {peak} of one device of the fullest stage."
     try:
         if program is None and plan.provenance.get("for") != form.name:
             program = reopen(plan)
@@ -238,13 +245,17 @@ def _maxtext(plan: Plan, sentence: str) -> str:
                 key = f"{prefix}_{use}_parallelism"
                 settings[key] = settings.get(key, 1) * part
     again, missing = maxtext_remat(plan)
+    piped, unpiped = maxtext_pipeline(
+        plan, math.prod(plan.mesh[axis] for axis, use in uses.items() if use == "pipeline")
+    )
     lacks = (
         *unpinned(plan),
         "single tensors that are split in another way than the rest; MaxText's own rules split by kind of dim.",
         "the device order.",
         *missing,
+        *unpiped,
     )
-    body = "".join(f"{key}: {value}\n" for key, value in settings.items()) + again
+    body = "".join(f"{key}: {value}\n" for key, value in settings.items()) + piped + again
     return head(plan, lacks, sentence) + "".join(map(comment, notes)) + body
 
 
@@ -255,4 +266,5 @@ EXPORT_FORMS: dict[str, Callable[[Plan, str], str]] = {
     "torch-xla": torch_xla_text,
     "dtensor": dtensor_text,
     "hlo": _hlo,
+    "torch-pipelining": pipelining_text,
 }

@@ -315,7 +315,7 @@ def test_maxtext_says_what_it_cannot_place(plan: Plan):
     assert "remat_policy" not in recomputing(plan, "half of it"), "a choice of the program's own"
 
 
-@pytest.mark.parametrize("form", EXPORT_FORMS)
+@pytest.mark.parametrize("form", [form for form in EXPORT_FORMS if form != "torch-pipelining"])
 @pytest.mark.parametrize("name", ["a'b\"c", "x\nimport os", "{}", "\\"])
 def test_a_hostile_name_stays_a_string(small: Plan, form: str, name: str):
     arguments = {name: Spec((("data",),))}

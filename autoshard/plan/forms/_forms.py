@@ -22,6 +22,8 @@ class Rest(enum.StrEnum):
     """DTensor, which splits one op after the other as its operands are."""
     MAXTEXT = "maxtext"
     """MaxText, which splits by kind of dim."""
+    STAGES = "stages"
+    """The runtime, which runs a program for each stage; what a stage does on its own devices is not in the form."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ FORMS = {
         Form("torch-xla", Rest.XLA, state=False, layers=False),
         Form("dtensor", Rest.DTENSOR, state=False, layers=False, ordered=True),
         Form("hlo", Rest.XLA),
+        Form("torch-pipelining", Rest.STAGES, state=False, layers=False),
     )
 }
 
@@ -133,7 +136,7 @@ USES = ("expert", "data", "fsdp", "tensor", "context")
 
 
 def maxtext_uses(plan: Plan) -> dict[str, str]:
-    """What each axis does, in MaxText's words: expert, data, fsdp, tensor or context; read off a plan."""
+    """What each axis does, in MaxText's words: pipeline, expert, data, fsdp, tensor or context; read off a plan."""
     return {axis: _use(plan, axis) for axis in plan.mesh}
 
 
@@ -147,6 +150,8 @@ def _use(plan: Plan, axis: str) -> str:
         if plan.roles[name] in ("parameter", "optimizer_state") and axis in plan.arguments[name].axes
     ]  # fmt: skip
     groups = _groups_over(plan, axis)
+    if plan.pipeline is not None and "stage" in groups:
+        return "pipeline"
     if "experts" in groups:
         return "expert"
     if "batch" in groups or any(axis in spec.dims[0] for spec in batch):

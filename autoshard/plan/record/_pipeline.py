@@ -3,7 +3,7 @@
 import dataclasses
 
 from autoshard.cost import Schedule, Timetable, timetable
-from autoshard.units import format_seconds
+from autoshard.units import format_bytes, format_seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,12 +42,19 @@ class PlannedPipeline:
     """Whether the step is one SPMD program, in which all stages compute at once in every tick."""
     chunks: tuple[PlannedChunk, ...]
     """In the order of the layers: chunk c is on stage c % stages."""
+    layers: int = dataclasses.field(default=0, metadata={"absent": 0})
+    """Layers in all stages, where these are equal layers; 0 if they are not."""
     before_s: float = 0.0
     """Seconds of the step before the first forward work."""
     between_s: float = 0.0
     """Seconds between the passes, of what comes after the stages, such as a head and a loss."""
     after_s: float = 0.0
     """Seconds of the step after the last backward work."""
+    memory_bytes: tuple[int, ...] = dataclasses.field(default=(), metadata={"absent": ()})
+    """Bytes of one device for each stage, of a cut between modules."""
+    bound_s: float = dataclasses.field(default=0.0, metadata={"absent": 0.0})
+    """No cut between these modules takes less by this schedule, with these microbatches and prices; 0 if that is not
+    known."""
 
     def order(self) -> Schedule:
         """The schedule, with its numbers."""
@@ -91,6 +98,7 @@ class PlannedPipeline:
             many = f"{held[0]}" if min(held) == max(held) else f"{held[0]} (the first) to {held[-1]} (the last)"
             what = "ticks" if self.together else "microbatches" + (" and chunks" if self.rounds > 1 else "")
             lines.append(f"for the backward pass a stage holds the values of up to {many} {what}")
+        lines.extend(self._stage_lines(drawn))
         return tuple(lines)
 
     def bubble(self, drawn: Timetable | None = None) -> float:
@@ -98,3 +106,25 @@ class PlannedPipeline:
         drawn = drawn or self.timetable()
         inside = drawn.step_time_s - self.between_s
         return 1 - sum(drawn.busy_s) / (self.stages * inside) if inside > 0 else 0.0
+
+    def _stage_lines(self, drawn: Timetable) -> list[str]:
+        """A line for each stage of a cut between modules, and how good the cut is."""
+        lines = []
+        for stage, memory in enumerate(self.memory_bytes):
+            own = self.chunks[stage :: self.stages]
+            runs = ", ".join(" to ".join(dict.fromkeys(chunk.modules)) for chunk in own)
+            forward, backward = (
+                sum(times) for times in zip(*((c.forward_s, c.backward_s or 0.0) for c in own), strict=True)
+            )
+            times = f"{format_seconds(forward)} forward" + (
+                f", {format_seconds(backward)} backward" if self.trains else ""
+            )
+            lines.append(f"stage {stage}: {runs}; {times}, {format_bytes(memory)} a device")
+        if self.bound_s:
+            step = drawn.step_time_s + self.after_s
+            lines.append(
+                "no cut between modules is faster by this schedule"
+                if self.bound_s >= step * (1 - 1e-9)
+                else f"no cut between modules is faster by more than {1 - self.bound_s / step:.1%} by this schedule"
+            )
+        return lines

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from autoshard.base.providers import Runner, Viewer, provider
+from autoshard.errors import UserError
 from autoshard.plan.record._parts import Call, MeshTried, Pin, Prediction, Region, Timeline, Unruled
 from autoshard.plan.record._pipeline import PlannedPipeline
 from autoshard.plan.record._spec import Spec, original_mesh
@@ -170,7 +171,21 @@ class Plan:
     def _repr_html_(self) -> str:
         return self._viewer().html()
 
+    @property
+    def by_stage(self) -> bool:
+        """Whether it is for a runtime with a program for each stage, and so for no single step."""
+        return self.pipeline is not None and not self.pipeline.together
+
+    def check_one_step(self) -> None:
+        """Raises `UserError` for a plan that is no single step, so cannot be run, compiled or priced again as one."""
+        if self.by_stage:
+            raise UserError(
+                f"the plan of {self.program_name} is a program for each stage, and no single step: export it with "
+                "`autoshard export --to torch-pipelining`."
+            )
+
     def _runner(self) -> Runner:
+        self.check_one_step()
         return provider("run")(self)
 
     def _viewer(self) -> Viewer:

@@ -55,6 +55,12 @@ class SegmentCosts:
     """Whether a stage may begin with segment k [K]."""
     trains: bool = True
     """Whether there is a backward pass."""
+    forbidden: NDArray[np.bool_] | None = None
+    """Runs of segments i to j - 1 that may not be a chunk [K, K + 1], whatever they cost; None if all may be."""
+
+    def may_be(self, first: int, last: int) -> bool:
+        """Whether segments [first, last) may be a chunk."""
+        return self.forbidden is None or not self.forbidden[first, last]
 
     def memory(self, first: int, last: int, held: float) -> float:
         """Bytes of a stage of segments [first, last) that holds so many microbatches."""
@@ -166,11 +172,11 @@ class _Search:
                 continue
             for end in self._ends(begins):
                 more = max(self._taken(begins, end), float(self.rest[len(begins)][end]), least)
-                if more < self.best[0]:
+                if more < self.best[0] and math.isfinite(more):
                     heapq.heappush(heap, (more, -len(begins), next(ticket), (*begins, end)))
         step, begins = self.best
         if not begins:
-            raise NoCutError("no cut keeps within the memory limit")
+            raise NoCutError("no cut keeps within the memory limit, or none may be")
         return Cut(begins, step, min(bound, step), self.memory, self.tried)
 
     def _ends(self, begins: tuple[int, ...]) -> list[int]:
@@ -200,6 +206,8 @@ class _Search:
         if begins in self.seen:
             return False
         self.seen.add(begins)
+        if not all(self.costs.may_be(i, j) for i, j in itertools.pairwise((*begins, self.count))):
+            return False
         self.tried += 1
         made = cut_timetable(self.costs, self.schedule, begins)
         step = cut_seconds(self.costs, self.schedule, begins, made)
@@ -216,6 +224,8 @@ class _Search:
         chunk = len(begins) - 1
         if self.schedule.rounds == 1:
             return float(self._stage(chunk, begins[-1], np.array([end]))[0])
+        if not self.costs.may_be(begins[-1], end):
+            return math.inf
         stage, stages = chunk % self.schedule.stages, self.schedule.stages
         runs = list(zip(begins, [*begins[1:], end], strict=True))[stage::stages]
         if sum(self.fixed[j] - self.fixed[i] for i, j in runs) > self.limit:
@@ -248,6 +258,8 @@ class _Search:
         if math.isfinite(self.limit):
             held = schedule.in_flight(stage) if self.costs.trains else 1
             taken[[self.costs.memory(first, int(end), held) > self.limit for end in ends]] = math.inf
+        if self.costs.forbidden is not None:
+            taken[self.costs.forbidden[first, ends]] = math.inf
         return taken
 
     def _rest(self) -> list[Floats]:

@@ -104,8 +104,10 @@ def named(plan: Plan, name: str) -> str:
 def reopen(plan: Plan, program: str | None = None, entry: str | None = None) -> Program:
     """The program of a plan, from where it came, or with the same options from where it is now (`program`).
 
-    Raises `UserError` for a plan that does not say where its program is, and as `open_source` does.
+    Raises `UserError` for a plan that does not say where its program is or is no single step, and as `open_source`
+    does.
     """
+    plan.check_one_step()
     source: dict[str, Any] = {"entry": "program", "options": {}, **(plan.provenance.get("source") or {})}
     source |= {key: value for key, value in (("program", program), ("entry", entry)) if value is not None}
     if "program" not in source:

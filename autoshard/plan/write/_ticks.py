@@ -34,6 +34,7 @@ def pipeline_of_ticks(program: Program, graph: OpGraph, timeline: Timeline) -> P
         microbatches=count,
         rounds=rounds,
         together=True,
+        layers=said["layers"],
         chunks=(PlannedChunk((middle - start) / ticks, backward),) * (stages * rounds),
         before_s=start,
         between_s=after - middle if program.training else 0.0,

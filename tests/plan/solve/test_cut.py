@@ -68,6 +68,23 @@ def test_memory_limits_hold_and_no_other_cut_within_them_is_faster(text: str, st
         best_cut(costs, schedule, needs[0] * 0.999)
 
 
+@pytest.mark.parametrize(("text", "stages", "count"), CASES)
+def test_runs_that_may_not_be_are_no_chunks(text: str, stages: int, count: int) -> None:
+    schedule, costs = make_schedule(text, stages, count), some_costs(3, 9)
+    forbidden = np.random.default_rng(5).uniform(size=(9, 10)) < 0.3
+    costs = dataclasses.replace(costs, forbidden=forbidden)
+    every = {
+        cut: cut_seconds(costs, schedule, cut)
+        for cut in all_cuts(costs, schedule)
+        if not any(forbidden[i, j] for i, j in itertools.pairwise((*cut, 9)))
+    }
+    if every:
+        assert best_cut(costs, schedule, leaves=10**6).step_time_s == pytest.approx(min(every.values()))
+    else:
+        with pytest.raises(NoCutError):
+            best_cut(costs, schedule)
+
+
 def test_the_bound_of_a_search_that_is_cut_off_holds() -> None:
     for text, seed in itertools.product(("1f1b", "gpipe", "interleaved:2"), range(4)):
         schedule, costs = make_schedule(text, 3, 6), some_costs(seed, 11)

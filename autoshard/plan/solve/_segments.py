@@ -56,7 +56,7 @@ def segment_prices(
     Nothing of the step may be split over that axis. A parameter that several segments use keeps them in one stage.
     """
     count = len(may_cut)
-    places = _Places(model.graph, model.program.training, count)
+    places = _SegmentPlaces(model.graph, model.program.training, count)
     seconds, exposed = np.zeros((3, count)), np.zeros((3, count))
     for place, spent, waits in _spent(model, choices, places):
         part, segment = place
@@ -72,7 +72,8 @@ def segment_prices(
         else np.zeros(count - 1)
     )
     free = np.array(may_cut, dtype=bool)
-    for first, last in tied:
+    uses = _uses(model, places)
+    for first, last in (*tied, *((use[0], use[-1]) for use, goes in uses if not goes)):
         free[first + 1 : last + 1] = False
     costs = SegmentCosts(
         forward_s=seconds[Part.FORWARD],
@@ -84,15 +85,17 @@ def segment_prices(
         kept_bytes=_kept(model, places, sizes, count),
         may_cut=free,
         trains=model.program.training,
+        forbidden=_forbidden([use for use, _ in uses], count),
     )
     return SegmentPrices(costs, exposed, handed, kinds)
 
 
-class _Places:
+class _SegmentPlaces:
     """The part of the step and the segment of every op and of what makes every tensor."""
 
     def __init__(self, graph: OpGraph, trains: bool, count: int) -> None:
         self.graph, self.last = graph, count - 1
+        self.lifted: set[int] = set()
         self.of: list[Place | None] = [self._named(op) if trains else self._forward(op) for op in graph.ops]
         self.maker: dict[int, Place] = {}
         self.users: dict[int, list[int]] = defaultdict(list)
@@ -108,9 +111,7 @@ class _Places:
         segment = segment_of(op.name)
         back = "transpose(" in op.name or "rematted" in op.name
         if segment is None:
-            if "jvp(" not in op.name:
-                return None
-            segment = self.last  # a loss beside the module
+            return None
         return (Part.BACKWARD if back else Part.FORWARD), min(segment, self.last)
 
     def _forward(self, op: Op) -> Place | None:
@@ -134,10 +135,15 @@ class _Places:
         for op in self.graph.ops:
             found = self.of[op.id]
             if found is None and op.op_class is not OpClass.FREE:
-                made = [self.maker[t] for t in op.operands if t in self.maker]
-                late = [place for place in made if place[0] is not Part.FORWARD]
-                if late or final:
-                    found = Part.UPDATE, max(late or made, default=(Part.UPDATE, 0))[1]
+                made = sorted((self.graph.tensors[t].bytes, self.maker[t]) for t in op.operands if t in self.maker)
+                late = [each for each in made if each[1][0] is not Part.FORWARD]
+                if made and "jvp(" in op.name:  # a loss beside the module, or the gradient of a cast
+                    back = "transpose(" in op.name
+                    found = (Part.BACKWARD if back else Part.FORWARD), made[-1][1][1]
+                    self.of[op.id] = found
+                elif late or final:
+                    # The largest operand is of its own segment; a norm over all gradients scales those of every one.
+                    found = Part.UPDATE, (late or made)[-1][1][1] if made else 0
                     self.of[op.id] = found
             if found is not None and op.op_class is not OpClass.FREE:
                 for tensor in op.results:
@@ -150,6 +156,7 @@ class _Places:
                 using = [place for t in op.results for user in self.users[t] if (place := self.of[user])]
                 if using:
                     self.of[op.id] = min(using)
+                    self.lifted.add(op.id)
                     for tensor in op.results:
                         self.maker[tensor] = min(using)
 
@@ -182,7 +189,7 @@ class _Sizes:
         return float(math.prod(local) * (record.itemsize if itemsize is None else itemsize))
 
 
-def _spent(model: Model, choices: NDArray[np.int64], places: _Places) -> Iterator[tuple[Place, float, bool]]:
+def _spent(model: Model, choices: NDArray[np.int64], places: _SegmentPlaces) -> Iterator[tuple[Place, float, bool]]:
     """Seconds of one step by place, and whether they are communication."""
     once = places.summed_once()
 
@@ -220,7 +227,7 @@ def _spent(model: Model, choices: NDArray[np.int64], places: _Places) -> Iterato
                 yield place, waits, True
 
 
-def _shares(model: Model, node: Node, places: _Places) -> list[tuple[Place, float]]:
+def _shares(model: Model, node: Node, places: _SegmentPlaces) -> list[tuple[Place, float]]:
     """Where the time of a cluster goes: by the bytes of what its ops make, of what reaches memory if anything does."""
     tensors = model.structure.clusters[node.ref].tensors if node.kind == "cluster" else (node.ref,)
     weights: dict[Place, float] = defaultdict(float)
@@ -236,11 +243,15 @@ def _shares(model: Model, node: Node, places: _Places) -> list[tuple[Place, floa
     return [(place, weight / whole) for place, weight in sorted(weights.items())]
 
 
-def _owners(model: Model, places: _Places) -> tuple[list[int], list[tuple[int, int]]]:
+def _owners(model: Model, places: _SegmentPlaces) -> tuple[list[int], list[tuple[int, int]]]:
     """The segment that holds each argument, and the (first, last) segments that share a parameter."""
     owners, tied = [], []
     for argument, tensor in zip(model.program.arguments, model.graph.arguments, strict=True):
-        segments = sorted(_using(places, tensor, Part.FORWARD))
+        found = _using(places, tensor, Part.FORWARD)
+        for user in places.users[tensor]:
+            if user in places.lifted:  # a cast, made once for all that use it
+                found |= {s for cast in model.graph.ops[user].results for s in _using(places, cast, Part.FORWARD)}
+        segments = sorted(found)
         if not segments:
             segments = sorted(_using(places, tensor, Part.UPDATE) or _using(places, tensor, Part.BACKWARD))
         owners.append(segments[0] if segments else 0)
@@ -249,7 +260,7 @@ def _owners(model: Model, places: _Places) -> tuple[list[int], list[tuple[int, i
     return owners, tied
 
 
-def _using(places: _Places, tensor: int, part: Part) -> set[int]:
+def _using(places: _SegmentPlaces, tensor: int, part: Part) -> set[int]:
     return {place[1] for user in places.users[tensor] if (place := places.place(user))[0] is part}
 
 
@@ -270,7 +281,7 @@ def _fixed(
     return kinds
 
 
-def _handed(model: Model, places: _Places, sizes: _Sizes, count: int) -> NDArray[np.float64]:
+def _handed(model: Model, places: _SegmentPlaces, sizes: _Sizes, count: int) -> NDArray[np.float64]:
     """Bytes of what forward work up to segment k makes and later forward work uses, for each k but the last."""
     handed = np.zeros(count - 1)
     for tensor, users in places.users.items():
@@ -283,7 +294,59 @@ def _handed(model: Model, places: _Places, sizes: _Sizes, count: int) -> NDArray
     return handed
 
 
-def _working(model: Model, places: _Places, sizes: _Sizes, count: int) -> NDArray[np.float64]:
+def _uses(model: Model, places: _SegmentPlaces) -> list[tuple[tuple[int, ...], bool]]:
+    """The segment that makes a value of the forward pass and those after it that use it; whether it may be handed on.
+
+    What runs the stages hands on values that have gradients, and the batch goes to the first stage alone. A value has
+    a gradient if parameters are in it.
+    """
+    graph = model.graph
+    arguments = dict(zip(graph.arguments, model.program.arguments, strict=True))
+    derived = {tensor for tensor, argument in arguments.items() if argument.role is Role.PARAMETER}
+    found: dict[tuple[tuple[int, ...], bool], None] = {}
+    for loop in graph.loops:
+        derived |= {t for carry in loop.carries for t in (carry.body, carry.result)}
+    for op in graph.ops:
+        place = places.of[op.id]
+        if any(tensor in derived for tensor in op.operands):
+            derived |= set(op.results)
+        if place is None or place[0] is not Part.FORWARD:
+            continue
+        for tensor in op.results:
+            later = _later(places, tensor, place[1])
+            if later and graph.tensors[tensor].shape:
+                found[(place[1], *later), tensor in derived] = None
+    for tensor, argument in arguments.items():
+        if argument.role is Role.BATCH and not argument.name.startswith(_TARGETS):
+            later = _later(places, tensor, 0)
+            if later:
+                found[(0, *later), False] = None
+    return list(found)
+
+
+_TARGETS = ("batch.targets", "batch.labels")
+"""How the arguments begin that only the loss takes, which the last stage has of its own."""
+
+
+def _later(places: _SegmentPlaces, tensor: int, after: int) -> list[int]:
+    """Segments after one whose forward work uses a value."""
+    return sorted(segment for segment in _using(places, tensor, Part.FORWARD) if segment > after)
+
+
+def _forbidden(uses: Sequence[tuple[int, ...]], count: int) -> NDArray[np.bool_]:
+    """Runs i to j - 1 that a value would have to go past, made before i and used from j on [K, K + 1].
+
+    torch.distributed.pipelining hands values on to the next stage: it takes gradients back from one stage alone, and
+    sends nothing from one chunk to another one of the same stage.
+    """
+    begins, ends = np.arange(count)[:, None], np.arange(count + 1)[None, :]
+    found = np.zeros((count, count + 1), dtype=bool)
+    for use in uses:
+        found |= (use[0] < begins) & (begins < ends) & (ends <= use[-1])
+    return found
+
+
+def _working(model: Model, places: _SegmentPlaces, sizes: _Sizes, count: int) -> NDArray[np.float64]:
     """Bytes of all that the largest op of each segment takes and gives."""
     working = np.zeros(count)
     for op in model.graph.ops:
@@ -294,7 +357,7 @@ def _working(model: Model, places: _Places, sizes: _Sizes, count: int) -> NDArra
     return working
 
 
-def _kept(model: Model, places: _Places, sizes: _Sizes, count: int) -> NDArray[np.float64]:
+def _kept(model: Model, places: _SegmentPlaces, sizes: _Sizes, count: int) -> NDArray[np.float64]:
     """Bytes that segments i to j - 1 keep between the passes [K, K + 1]: each value once, however many use it."""
     kept = np.zeros((count, count + 1))
     backward = [op.id for op in model.graph.ops if (p := places.of[op.id]) and p[0] is Part.BACKWARD]
