@@ -226,8 +226,8 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         f"{sum(row['same'] for _, row in known)} of {len(known)} the same; for {staged} of them a pipeline is best. "
         f"{sum(row['recipes'] for _, row in known)} recipes; the searches took {seconds[0]:.0f} s of processor, the "
         f"enumerations {seconds[1]:.0f} s. The step that is planned takes up to "
-        f"{max(row['chosen_s'] / row['best_s'] - 1 for _, row in known):.1%} longer than the best of all, whose axis of "
-        "stages may split other dims too.",
+        f"{max(row['chosen_s'] / row['best_s'] - 1 for _, row in known):.1%} longer than the best of all, whose axis "
+        "of stages may split other dims too.",
     ]
     return "\n".join(lines) + "\n"
 
