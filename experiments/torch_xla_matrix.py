@@ -77,7 +77,7 @@ def table(rows: dict[str, Any]) -> str:
             if errors:
                 lines.append(f"| {model} | {mesh} | | {errors[0][:100]} | | | | | |")
                 continue
-            for optimizer, row in found.items():
+            for optimizer, row in sorted(found.items(), reverse=True):  # momentum first
                 expected = plain[optimizer]["losses"]
                 off = largest_difference(row["losses"], expected)
                 noise = largest_difference(reordered[optimizer]["losses"], expected)

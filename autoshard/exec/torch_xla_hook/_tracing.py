@@ -12,7 +12,8 @@ _MODES = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 """Of fake tensors, of functionalisation and of proxies: AOT autograd, `make_fx` and export trace in them."""
 
 
-_functorch: Any = vars(torch._C)["_functorch"]
+_is_transformed: Any = vars(torch._C)["_are_functorch_transforms_active"]
+_modes: Any = vars(torch._C)["_len_torch_dispatch_stack"]
 
 
 class _Traces(threading.local):
@@ -36,8 +37,7 @@ def is_traced() -> bool:
     """Whether dynamo, AOT autograd, a functional transform or `traced` traces what runs now on this thread."""
     if torch.compiler.is_compiling():  # first: dynamo knows the answer, and reads no further
         return True
-    if _traces.depth:
+    if _traces.depth or _is_transformed():
         return True
-    if _functorch.peek_interpreter_stack() is not None:
-        return True
-    return any(torch._C._get_dispatch_mode(mode) is not None for mode in _MODES)
+    # Asked for each hook of each step, in most of which there is no mode at all.
+    return bool(_modes()) and any(torch._C._get_dispatch_mode(mode) is not None for mode in _MODES)
