@@ -1,11 +1,11 @@
 """Measured runs on GPUs: the forms of their files, and what each states."""
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from autoshard.base.reading import read_json
 from autoshard.cost import Topology
 from autoshard.errors import UserError
 from autoshard.plan.published._gpu_run import GpuDecoder, GpuRun, gpu_topology
@@ -34,10 +34,10 @@ def read_gpu_rows(path: str | pathlib.Path) -> tuple[GpuRow, ...]:
     """Rows of a file in one of the known forms. Raises: UserError for a file that is none of them."""
     file = pathlib.Path(path)
     try:
-        document = json.loads(file.read_text())
+        document = read_json(file)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise UserError(f"{file} is not JSON: {error}") from error
     rows = rows_of_document(document, str(file))
     if rows is None:
@@ -65,7 +65,7 @@ def names_gpu_rows(name: str) -> bool:
     if name in ("ultrascale", "vtrain"):
         return True
     try:
-        return is_gpu_document(json.loads(pathlib.Path(name).read_text()))
+        return is_gpu_document(read_json(name))
     except (OSError, ValueError):
         return False  # whoever reads it as pairs says what is wrong
 
