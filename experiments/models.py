@@ -8,6 +8,7 @@ results/models.json; a run does what is missing, `--refused` what was refused to
 """
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import os
@@ -42,7 +43,9 @@ def main() -> None:
         write_page(rows)
         return
     _load()
+    # In an order that is as good as random: a run that is broken off has seen a fair sample. Those with a head first.
     kinds = [kind for kind in all_types() if _named(kind, options.only)]
+    kinds.sort(key=lambda kind: (head_of(kind) is None, hashlib.sha256(kind.encode()).digest()))
     wanted = [
         kind
         for kind in kinds
@@ -149,14 +152,16 @@ def work(kind: str, path: Path) -> None:
 def attempt(kind: str, rung: int, folder: Path, **mode: Any) -> tuple[Path, str]:
     """`works`, or what was said."""
     sys.path.insert(0, str(HERE))
-    import autoshard
     from tiny_configs import tiny
+
+    import autoshard
 
     path = folder / f"{kind}-{rung}.config.json"
     try:
         path.write_text(json.dumps(tiny(kind, rung), default=str))
     except Exception as error:
-        return path, f"no default configuration: {type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+        said = (str(error).splitlines() or [""])[0][:200]
+        return path, f"no default configuration: {type(error).__name__}: {said}"
     try:
         for seq in (SEQ, None):
             try:
@@ -191,9 +196,9 @@ def write_page(rows: dict[str, Any]) -> None:
     lines = [
         "# Models of transformers",
         "",
-        f"What comes of `hf:CONFIG` for the model types of transformers {transformers.__version__}, each in a small form "
-        "of its own configuration: a training step planned on v5e:2x2 with `data=4`, and a step of decoding where its "
-        "class is a decoder. `experiments/models.py` makes this page.",
+        f"What comes of `hf:CONFIG` for the model types of transformers {transformers.__version__}, each in a small "
+        "form of its own configuration: a training step planned on v5e:2x2 with `data=4`, and a step of decoding where "
+        "its class is a decoder. `experiments/models.py` makes this page.",
         "",
         f"Of {len(rows)} types tried, {len(heads)} have a class with a task head: {works} of these are planned for "
         f"training. Of {len(decoders)} decoders {decoding} are planned for decoding.",
@@ -204,7 +209,9 @@ def write_page(rows: dict[str, Any]) -> None:
     for kind, row in sorted(rows.items()):
         cells = [f"`{kind}`", f"`{row['head']}`" if row.get("head") else "no task head", row["train"]]
         cells.append(row.get("decode", ""))
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;") for cell in cells) + " |")
+        lines.append(
+            "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;") for cell in cells) + " |"
+        )
     PAGE.write_text("\n".join(lines) + "\n")
 
 

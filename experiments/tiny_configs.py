@@ -1,7 +1,7 @@
 """A small configuration of every model type of the installed transformers, by rules on the names of fields.
 
-Layers, widths, heads, vocabularies and positions are cut in the class's own default configuration and in those nested in
-it. Not every class can be cut by rules; then less is cut, and nothing at the end: planning needs no weights.
+Layers, widths, heads, vocabularies and positions are cut in the class's own default configuration and in those nested
+in it. Not every class can be cut by rules; then less is cut, and nothing at the end: planning needs no weights.
 """
 
 import copy
@@ -13,7 +13,9 @@ LAYERS = re.compile(
     r"^(num_(hidden_)?layers|n_layers?|(encoder|decoder|text|vision|audio|num_encoder|num_decoder)_layers|num_\w*layers"
     r"|\w*_num_hidden_layers|depth|n_block|num_blocks)$"
 )
-KEPT_LAYERS = re.compile(r"conv|feat_extract|first|dense|head|mlp|adapter|upsampl|kv_shared|mtp|predict|nextn|dropped|downsam")
+KEPT_LAYERS = re.compile(
+    r"conv|feat_extract|first|dense|head|mlp|adapter|upsampl|kv_shared|mtp|predict|nextn|dropped|downsam"
+)
 WIDTHS = {"hidden_size": 64, "d_model": 64, "n_embd": 64, "embed_dim": 64, "dim": 64, "hidden_dim": 64}
 WIDTHS |= {"intermediate_size": 128, "d_ff": 128, "ffn_dim": 128, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
 WIDTHS |= {"n_inner": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "ffn_hidden_size": 128}
@@ -56,6 +58,8 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
             made[key] = 128
         elif key in WIDTHS and rung == 0:
             made[key] = min(value, WIDTHS[key])
+    if "num_experts_per_tok" in fields and fields["num_experts_per_tok"] is None:
+        made["num_experts_per_tok"] = 2
     if isinstance(fields.get("layer_types"), list):
         made["layer_types"] = fields["layer_types"][:layers]
     for key, value in fields.items():  # other lists with an entry for each layer

@@ -58,7 +58,11 @@ class ServingCache:
 
     is_compileable = False
 
-    def __init__(self, env: Any, entries: dict[str, Any], position: Any = None, filled: int = 0) -> None:
+    def __init__(
+        self, env: Any, entries: dict[str, Any], position: Any = None, filled: int = 0, *, counted: bool = False
+    ) -> None:
+        """`counted`: the module is not told its positions, but counts them from the length of the cache."""
+        self.counted = counted
         self.env, self.entries, self.position, self.filled = env, dict(entries), position, filled
         self.given: tuple[Any, Held] | None = None
         self._open: list[tuple[dict[str, Any], Any]] = []
@@ -113,9 +117,9 @@ class ServingCache:
         self.given = (keys, held)
         return keys, values
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions are always given, so nobody has to count from here."""
-        return 0
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """How many tokens there are before the new ones, if the module has to count from here."""
+        return self.env.j2t_iso(self.position) if self.counted and self.position is not None else 0
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Where the first new token goes, for masks of modules whose attention is their own."""

@@ -40,6 +40,13 @@ def environment() -> Any:
         root.setLevel(level)
 
 
+def _root(value: Any) -> Any:
+    """The tensor that a torchax tensor is, or that a view looks at."""
+    while not hasattr(value, "_elem"):
+        value = value.parent
+    return value
+
+
 def _environment_type() -> type:
     """torchax's environment, made to take ordinary CPU tensors that a module creates or holds as constants."""
     import jax
@@ -53,13 +60,16 @@ def _environment_type() -> type:
     def folds(func: Any, args: Any, kwargs: Any) -> bool:
         leaves = _pytree.tree_flatten((args, kwargs or {}))[0]
         tensors = [leaf for leaf in leaves if isinstance(leaf, (tensor.Tensor, View))]
-        return not any(isinstance(each, View) or isinstance(each._elem, core.Tracer) for each in tensors)
+        return not any(isinstance(_root(each)._elem, core.Tracer) for each in tensors)
 
     def large(result: Any) -> bool:
         leaves = [leaf for leaf in _pytree.tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
         return any(leaf.numel() > _FOLDED_ELEMENTS for leaf in leaves)
 
     class Environment(tensor.Environment):
+        def _to_copy(self, the_tensor: Any, *rest: Any) -> Any:
+            return super()._to_copy(the_tensor.torch() if isinstance(the_tensor, View) else the_tensor, *rest)
+
         def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             with op_scope():
                 if not _folding.get() or not folds(func, args, kwargs):
@@ -80,4 +90,9 @@ def _environment_type() -> type:
 
             return super().t2j_iso(_pytree.tree_map_only(torch.Tensor, wrapped, torchtensors))
 
+    def values(view: Any) -> Any:
+        with jax.ensure_compile_time_eval():
+            return view.torch().tolist()
+
+    View.tolist = values  # a view of torchax's has none
     return Environment

@@ -49,7 +49,10 @@ def task_of(
         raise UserError(f"--image is for models of images; `{name}` takes `{kind}`.")
     if image is not None:
         _positive("image", image)
-    media = media_of(config, names - ({"past_values"} if text else set()), name, batch=batch, image=image)
+    limit = _positions(config)
+    length = min(limit or 1024, 1024) if seq is None else seq
+    asked = names - ({"past_values"} if text else set())
+    media = media_of(config, asked, name, batch=batch, image=image, room=length // 2 if text else None)
     media = media if sees and media is not None else Media({})
     if not text and not media.shapes:
         raise UserError(f"`{name}` takes `{kind}`, which is not supported; give the module through a Python file.")
@@ -70,8 +73,7 @@ def task_of(
             int(vocabulary or getattr(config, "num_labels", 2)),
         )
 
-    limit = _positions(config)
-    seq = min(limit or 1024, 1024) if seq is None else seq
+    seq = length
     _positive("seq", seq)
     notes: list[str] = []
     if limit is not None and seq > limit:
@@ -89,6 +91,10 @@ def task_of(
     if places:
         notes.append(f"The first {places} tokens of each sequence are those of its image.")
     plain = _always(names, config, seq)
+    if places and "mm_token_type_ids" in names:
+        kinds = np.zeros((batch, seq), np.int64)
+        kinds[:, :places] = 1
+        plain["mm_token_type_ids"] = kinds
 
     def call(given: Mapping[str, Any]) -> dict[str, Any]:
         made = {key: given[key] for key in keys} | media.fixed | plain

@@ -1,6 +1,7 @@
 """What models are given beside ids: images, videos, sound and series, in the shapes that their configurations say."""
 
 import dataclasses
+import math
 from typing import Any
 
 from autoshard.errors import UserError
@@ -22,21 +23,26 @@ class Media:
     """Places of a text that an image takes, where the text has a token for them."""
 
 
-def media_of(config: Any, names: set[str], name: str, *, batch: int, image: int | None) -> Media | None:
+def media_of(
+    config: Any, names: set[str], name: str, *, batch: int, image: int | None, room: int | None
+) -> Media | None:
     """Of the inputs `names` that a model can take: what carries its images, sound or series; None if it has none.
+
+    `room`: the places of a text that an image may take, where it takes as many as it has patches.
 
     Raises `UserError` for a size of images that its positions do not fit.
     """
-    for keys, made in (
-        ({"pixel_values", "image_grid_thw"}, _patches),
-        ({"flattened_patches"}, _flattened),
-        ({"pixel_values"}, _images),
-        ({"pixel_values_videos"}, _videos),
-        ({"input_features"}, _features),
-        ({"input_values"}, _sound),
-        ({"past_values"}, _series),
+    if {"pixel_values", "image_grid_thw"} <= names:
+        return _patches(config, batch, image, room)
+    for key, made in (
+        ("flattened_patches", _flattened),
+        ("pixel_values", _images),
+        ("pixel_values_videos", _videos),
+        ("input_features", _features),
+        ("input_values", _sound),
+        ("past_values", _series),
     ):
-        if keys <= names:
+        if key in names:
             return made(config, names, name, batch, image)
     return None
 
@@ -88,13 +94,14 @@ def _images(config: Any, names: set[str], name: str, batch: int, image: int | No
     return Media({"pixel_values": shape}, tokens=None if tokens is None else int(tokens))
 
 
-def _patches(config: Any, names: set[str], name: str, batch: int, image: int | None) -> Media:
+def _patches(config: Any, batch: int, image: int | None, room: int | None) -> Media:
     """Patches of all images in one dim [B patches, C T P P], and how many each has, of time, height and width."""
     import numpy as np
 
     patch = int(_first(config, "patch_size", default=14))
     merge = int(_first(config, "spatial_merge_size", default=2))
-    side = max(1, (image or 224) // (patch * merge)) * merge
+    most = 16 if room is None else max(1, math.isqrt(room))
+    side = max(1, image // (patch * merge) if image else min(most, 224 // (patch * merge))) * merge
     deep = int(_first(config, "temporal_patch_size", default=1))
     vision = getattr(config, "vision_config", config)
     channels = int(getattr(vision, "in_channels", None) or getattr(vision, "in_chans", None) or 3)
@@ -145,7 +152,7 @@ def _sound(config: Any, names: set[str], name: str, batch: int, image: int | Non
     if bins and getattr(config, "max_length", None):
         return Media({"input_values": (batch, int(config.max_length), int(bins))})
     channels = _first(config, "audio_channels")
-    codec = "padding_mask" in names or "quantizer" in str(vars(config))
+    codec = "padding_mask" in names or hasattr(config, "codebook_size") and hasattr(config, "upsampling_ratios")
     if channels or codec:
         return Media({"input_values": (batch, int(channels or 1), SECOND)})
     return Media({"input_values": (batch, SECOND)})

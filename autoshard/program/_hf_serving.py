@@ -1,6 +1,7 @@
 """Serving steps of decoders: prefill fills a key-value cache, decode adds one token to every sequence."""
 
 import dataclasses
+import inspect
 from typing import Any
 
 from autoshard.errors import UserError
@@ -34,26 +35,32 @@ def serving_program(
 
     if kind not in ("prefill", "decode"):
         raise UserError(f"--serve `{kind}` does not exist; use `prefill` or `decode`.")
-    if function.module.config.is_encoder_decoder or function.module.main_input_name != "input_ids":
-        raise UserError(f"--serve is for decoders; `{name}` is none.")
+    flops = [0.0]
+    taken = inspect.signature(function.module.forward).parameters
+    placed = "position_ids" in taken
+    if function.module.config.is_encoder_decoder or not {"input_ids", "past_key_values"} <= set(taken):
+        raise UserError(
+            f"--serve is for decoders that take `past_key_values`; `{name}` is none. Leave it out to plan inference."
+        )
     if cache_length < seq:
         raise UserError(f"a cache of {cache_length} tokens cannot hold {seq}; give --cache at least {seq}.")
     length = seq if kind == "prefill" else 1
     data = {"input_ids": jax.ShapeDtypeStruct((batch, length), np.int32)}
     if kind == "decode":
         data["position"] = jax.ShapeDtypeStruct((), np.int32)
-    params = function.params
-    flops = [0.0]
 
     def call(weights: Any, entries: Any, given: Any, buffers: Any) -> tuple[ServingCache, Any]:
         import jax.numpy as jnp
 
-        cache = ServingCache(lowered_environment(), entries, given.get("position"), seq)
+        cache = ServingCache(lowered_environment(), entries, given.get("position"), seq, counted=not placed)
         first = given.get("position", 0)
         places = (jax.lax.broadcasted_iota(jnp.int32, (1, length), 1) + first).astype(jnp.int32)
         function.cache = cache
-        inputs = {"input_ids": given["input_ids"], "position_ids": places}
+        inputs = {"input_ids": given["input_ids"]} | ({"position_ids": places} if placed else {})
+        if getattr(function.module.config, "alibi", False) and "attention_mask" in taken:  # which counts all keys
+            inputs["attention_mask"] = jnp.ones((batch, cache.get_mask_sizes(length)[0]), jnp.int32)
         options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        options = {key: value for key, value in options.items() if key in taken}
         with cache.active():
             out = function(weights, (), inputs | options, buffers[0] if buffers else None)
         return cache, out["logits"][:, -1]
@@ -72,6 +79,7 @@ def serving_program(
         return logits
 
     function.settle(shapes, data, name)
+    params = function.params
     entries = _entries(function, seen, cache_length, dtype)
     if not entries:
         raise UserError(f"--serve: `{name}` keeps no keys and values of its tokens, so there is nothing to cache.")

@@ -188,9 +188,10 @@ class TorchFunction:
             stack.enter_context(checkpointed_lists(self.module, self.blocks, remat, env))
             stack.enter_context(watching(self.module))
             stack.enter_context(env)
-            given = jax.tree.map(
-                lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, tuple(args), dict(kwargs))
-            )
+            with jax.ensure_compile_time_eval() if self.folded else contextlib.nullcontext():
+                given = jax.tree.map(
+                    lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, tuple(args), dict(kwargs))
+                )
             state, torch_args, torch_kwargs = env.j2t_iso(given)
             result = then(torch.func.functional_call(self.module, state, torch_args, torch_kwargs))
             if self.stateful:
