@@ -74,10 +74,8 @@ def build_model(name: str, fields: dict[str, Any], dtype: str) -> Any:
     except UserError:
         raise
     except Exception as error:  # whatever a hand-written configuration makes the model's own code raise
-        lines = str(error).strip().splitlines()
-        raise UserError(
-            f"`{name}` cannot be built: {type(error).__name__}: {' '.join(lines[:3])}".rstrip(" .") + "."
-        ) from error
+        said = " ".join(line.strip() for line in str(error).strip().splitlines()[:3])
+        raise UserError(f"`{name}` cannot be built: {type(error).__name__}: {said}".rstrip(" .") + ".") from error
     finally:
         torch.set_default_dtype(before)
     return model.eval()

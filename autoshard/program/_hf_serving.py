@@ -40,7 +40,7 @@ def serving_program(
     placed = "position_ids" in taken
     if function.module.config.is_encoder_decoder or not {"input_ids", "past_key_values"} <= set(taken):
         raise UserError(
-            f"--serve is for decoders that take `past_key_values`; `{name}` is none. Leave it out to plan inference."
+            f"--serve is for decoders; `{name}` is none that takes `past_key_values`. Leave it out to plan inference."
         )
     if cache_length < seq:
         raise UserError(f"a cache of {cache_length} tokens cannot hold {seq}; give --cache at least {seq}.")

@@ -1,0 +1,203 @@
+"""Architectures that no code here knows by name: what transformers' own modules compute, from their configurations."""
+
+import json
+
+import numpy as np
+import pytest
+from hf_reference import close
+
+from autoshard.errors import UserError
+from autoshard.program import open_source
+
+
+BATCH, SEQ = 2, 12
+COMMON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+DECODER = COMMON | {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 64}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GPT_OSS = DECODER | EXPERTS | {"num_local_experts": 4, "sliding_window": 4}
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+VISION |= {"image_size": 16, "patch_size": 8}
+MODELS = {
+    "gpt_oss": ("GptOssForCausalLM", GPT_OSS | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", DECODER | EXPERTS | {"num_experts": 4}),
+    "bloom": ("BloomForCausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96}),
+    "falcon": ("FalconForCausalLM", COMMON | {"alibi": True, "new_decoder_architecture": False}),
+    "gemma3_text": (
+        "Gemma3ForCausalLM",
+        DECODER | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "llama4_text": (
+        "Llama4ForCausalLM",
+        DECODER
+        | {"intermediate_size_mlp": 48, "num_local_experts": 4, "num_experts_per_tok": 1, "attention_chunk_size": 4}
+        | {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0], "moe_layers": [1]},
+    ),
+    "deberta-v2": (
+        "DebertaV2ForMaskedLM",
+        COMMON
+        | {"intermediate_size": 48, "relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"]},
+    ),
+    "clip": (
+        "CLIPModel",
+        {
+            "text_config": VISION | {"vocab_size": 96, "max_position_embeddings": 16, "eos_token_id": 2},
+            "vision_config": VISION,
+            "projection_dim": 16,
+        },
+    ),
+}
+QUICK = ("gpt_oss", "bloom", "clip")
+
+
+def written(kind, folder, **more):
+    architecture, fields = MODELS[kind]
+    path = folder / f"{kind}.json"
+    path.write_text(json.dumps({"model_type": kind, "architectures": [architecture], **fields, **more}))
+    return path
+
+
+def eager(kind):
+    """The module of transformers with weights and its own attention and experts."""
+    import torch
+    import transformers
+
+    architecture, fields = MODELS[kind]
+    config = transformers.AutoConfig.for_model(kind, **fields)
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, architecture)(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # the usual initial values hide a swapped or a missing one
+            parameter.copy_(0.2 * torch.randn_like(parameter) + (parameter.ndim < 2))
+    return model
+
+
+@pytest.mark.parametrize(
+    "kind", [each if each in QUICK else pytest.param(each, marks=pytest.mark.full) for each in MODELS]
+)
+def test_forward_equals_the_eager_module(kind, tmp_path):
+    import jax
+    import torch
+
+    from autoshard.program._torch_function import TorchFunction
+
+    model = eager(kind)
+    experts = {"experts": "slots:all"} if kind in ("gpt_oss", "qwen3_moe") else {}
+    program = open_source(f"hf:{written(kind, tmp_path)}", batch=BATCH, seq=SEQ, dtype="fp32", **experts)
+    function = TorchFunction(model)
+    args = program.make_args(0)
+    own = function.values()
+    params = own if own.keys() == args[0].keys() else unstacked(own, args[0])
+    given = {k: torch.tensor(v).long() if v.dtype.kind == "i" else torch.tensor(v) for k, v in args[1].items()}
+    more = {"use_cache": False} if hasattr(model.config, "use_cache") and kind != "clip" else {}
+    with torch.no_grad():
+        out = model(**given, **more)
+    found = jax.jit(program.fn)(params, args[1], *([function.buffer_values()] if len(args) > 2 else []))
+    if kind == "clip":
+        close(found["logits_per_image"], out.logits_per_image.numpy(), 1e-4)
+    else:
+        close(found, out.logits.numpy(), 1e-4)
+
+
+def unstacked(own, wanted):
+    """Stacked parameters as those of single layers, where the program's are not scanned."""
+    found = {}
+    for name, value in own.items():
+        for i in range(len(value)) if "*" in name else ():
+            found[name.replace("*", str(i))] = value[i]
+        if "*" not in name:
+            found[name] = value
+    assert found.keys() == wanted.keys()
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind", ["bloom", *(pytest.param(each, marks=pytest.mark.full) for each in ("gpt_oss", "falcon"))]
+)
+def test_decoding_equals_the_full_pass(kind, tmp_path):
+    import jax
+
+    source = f"hf:{written(kind, tmp_path)}"
+    options = {"batch": BATCH, "dtype": "fp32"} | ({"experts": "slots:all"} if kind == "gpt_oss" else {})
+    full = open_source(source, seq=SEQ, **options)
+    decode = open_source(source, seq=SEQ, serve="decode", **options)
+    params, batch, *extra = full.make_args(0)
+    rng = np.random.default_rng(3)
+    params = {k: v + rng.standard_normal(v.shape, np.float32) * 0.1 for k, v in params.items()}
+    expected = np.asarray(jax.jit(full.fn)(params, batch, *extra))
+    _, cache, *_ = decode.make_args(0)
+    held = params if params.keys() == decode.make_args(0)[0].keys() else unstacked(params, decode.make_args(0)[0])
+    step = jax.jit(decode.fn)
+    for position in range(SEQ):
+        given = {"input_ids": batch["input_ids"][:, position : position + 1], "position": np.int32(position)}
+        cache, logits = step(held, cache, given, *extra)
+        close(logits, expected[:, position], 2e-5)
+
+
+def test_sinks_are_one_more_key_without_a_value():
+    import jax.numpy as jnp
+
+    from autoshard.program._attention import attend
+
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, heads, 5, 8)), jnp.float32) for heads in (4, 2, 2))
+    sinks = jnp.asarray(rng.standard_normal(4), jnp.float32)
+    found = attend(q, k, v, causal=True, sinks=sinks)
+    scores = np.einsum("bhsd,bhtd->bhst", q, np.repeat(k, 2, 1)) * 8**-0.5
+    scores = np.where(np.tril(np.ones((5, 5), bool)), scores, -np.inf)
+    scores = np.concatenate([scores, np.broadcast_to(sinks[:, None, None], (2, 4, 5, 1))], -1)
+    shares = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    close(found, np.einsum("bhst,bhtd->bshd", shares[..., :-1], np.repeat(v, 2, 1)), 1e-5)
+
+
+def test_sorted_experts_have_their_biases(tmp_path):
+    """Both forms that drop no token compute the same of experts with biases and gates of their own."""
+    import jax
+
+    source = f"hf:{written('gpt_oss', tmp_path, num_hidden_layers=1, layer_types=['full_attention'])}"
+    found = []
+    for experts in ("slots:all", "sorted:2"):
+        program = open_source(source, batch=BATCH, seq=SEQ, dtype="fp32", experts=experts)
+        params, batch, *extra = program.make_args(0)
+        rng = np.random.default_rng(3)
+        params = {k: v + rng.standard_normal(v.shape, np.float32) * 0.2 for k, v in params.items()}
+        found.append(np.asarray(jax.jit(program.fn)(params, batch, *extra)))
+    close(found[1], found[0], 2e-5)
+
+
+def test_rows_and_elements_are_scattered_as_torch_does():
+    import jax
+    import torch
+
+    from autoshard.program._lowerings import masked_scatter
+
+    rng = np.random.default_rng(1)
+    x, source = rng.standard_normal((2, 3, 4)), rng.standard_normal((6, 4))
+    rows = rng.random((2, 3, 1)) < 0.5
+    for mask in (rows, rng.random((2, 3, 4)) < 0.5):
+        expected = torch.tensor(x).masked_scatter(torch.tensor(mask), torch.tensor(source))
+        close(jax.jit(masked_scatter)(x, mask, source), expected.numpy(), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"model_type": "qwen3moe"}, "has no model type `qwen3moe`; .* or use `qwen3_moe`"),
+        ({"model_type": "clip", "architectures": ["ClipModel"]}, "no `ClipModel` for model type `clip`; .*CLIPModel"),
+        ({"model_type": "clip", "text_config": {"hidden_size": 30}}, "cannot be built: .*not a multiple of the number"),
+    ],
+)
+def test_sentences(fields, sentence, tmp_path):
+    (tmp_path / "it.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=sentence):
+        open_source(f"hf:{tmp_path / 'it.json'}", batch=2)
+
+
+def test_floats_that_json_has_not_are_read_as_transformers_writes_them():
+    from transformers import Mamba2Config
+
+    from autoshard.program._hf_model import config_fields
+
+    saved = json.loads(Mamba2Config(time_step_limit=(0.0, float("inf"))).to_json_string(use_diff=False))
+    assert config_fields(Mamba2Config, saved)["time_step_limit"] == [0.0, float("inf")]
