@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from autoshard.errors import UserError
 from autoshard.program._layers import Block
 
 
@@ -120,6 +121,15 @@ class ServingCache:
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """How many tokens there are before the new ones, if the module has to count from here."""
         return self.env.j2t_iso(self.position) if self.counted and self.position is not None else 0
+
+    def __getattr__(self, name: str) -> Any:
+        """What other caches of transformers hold. Raises `UserError` for the states of recurrent layers."""
+        if "state" in name:
+            raise UserError(
+                "--serve: these layers keep recurrent states beside keys and values, which are not planned as a cache; "
+                "leave --serve out to plan the pass over whole sequences."
+            )
+        raise AttributeError(name)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Where the first new token goes, for masks of modules whose attention is their own."""

@@ -52,6 +52,8 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.masked_scatter: masked_scatter,
         aten.masked_scatter.default: masked_scatter,
         tensor.masked_scatter: masked_scatter,
+        aten.ceil: ceil,
+        aten.ceil.default: ceil,
     }
 
 
@@ -144,6 +146,13 @@ def repeat_interleave(x: Any, repeats: Any, dim: int | None = None, *, output_si
     place = dim % x.ndim
     wide = jnp.broadcast_to(jnp.expand_dims(x, place + 1), (*x.shape[: place + 1], repeats, *x.shape[place + 1 :]))
     return wide.reshape(*x.shape[:place], x.shape[place] * repeats, *x.shape[place + 1 :])
+
+
+def ceil(x: Any) -> Any:
+    """`torch.ceil`."""
+    import jax.numpy as jnp
+
+    return jnp.ceil(x).astype(x.dtype)
 
 
 def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
