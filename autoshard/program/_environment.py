@@ -50,6 +50,7 @@ def _root(value: Any) -> Any:
 def _environment_type() -> type:
     """torchax's environment, made to take ordinary CPU tensors that a module creates or holds as constants."""
     import jax
+    import jax.core
     import jax.numpy as jnp
     import torch
     from jax import core
@@ -90,9 +91,13 @@ def _environment_type() -> type:
 
             return super().t2j_iso(_pytree.tree_map_only(torch.Tensor, wrapped, torchtensors))
 
-    def values(view: Any) -> Any:
+    def tolist(self: Any) -> Any:
         with jax.ensure_compile_time_eval():
-            return view.torch().tolist()
+            return self.torch().tolist()
 
-    View.tolist = values  # a view of torchax's has none
+    def type_as(self: Any, other: Any) -> Any:
+        return self.to(other.dtype)
+
+    View.tolist = tolist  # a view of torchax's has none
+    tensor.Tensor.type_as = type_as  # torchax's own changes the tensor that it is asked of, and knows no views
     return Environment

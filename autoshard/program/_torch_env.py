@@ -44,6 +44,8 @@ def canonical_modules() -> Iterator[None]:
 
     checks = os.environ.get(_CHECKS)
     os.environ[_CHECKS] = "1"  # transformers' checks of values, which nobody knows yet
+    validates = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(False)  # which asks for values as well
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it calls one opaque operation for a whole layer
     replaced: list[tuple[Any, str, Any]] = []
@@ -58,6 +60,7 @@ def canonical_modules() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
+        torch.distributions.Distribution.set_default_validate_args(validates)
         os.environ.pop(_CHECKS)
         if checks is not None:
             os.environ[_CHECKS] = checks
