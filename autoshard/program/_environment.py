@@ -50,6 +50,7 @@ def _root(value: Any) -> Any:
 def _environment_type() -> type:
     """torchax's environment, made to take ordinary CPU tensors that a module creates or holds as constants."""
     import jax
+    import jax.core
     import jax.numpy as jnp
     import torch
     from jax import core
