@@ -75,9 +75,9 @@ class Before:
     """What a plan must beat to be of any use, if the mesh is to be searched for."""
     tables: PathTables
     stages: int = 0
-    """Of a pipeline whose meshes have an axis for them."""
+    """How many stages a pipeline has whose meshes have an axis for them; 0 for any other program."""
     meshes: tuple[Mesh, ...] | None = None
-    """Those that are searched; all if not said."""
+    """Which meshes are searched; None for all."""
 
 
 def given_mesh(

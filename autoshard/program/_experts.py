@@ -184,7 +184,7 @@ class GatedExperts:
     """[E, D, I]."""
     activation: Callable[[Any], Any]
     biases: tuple[Any, Any] | None = None
-    """Of the two: [E, 2 I] and [E, D]."""
+    """What is added to the results of the two: [E, 2 I] and [E, D]."""
 
     @property
     def count(self) -> int:

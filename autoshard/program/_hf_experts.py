@@ -24,7 +24,7 @@ class OtherExperts:
     """[E, D, I]."""
     between: Callable[[Any], Any]
     biases: tuple[Any, Any] | None = None
-    """Of the two: [E, F] and [E, D]."""
+    """What is added to the results of the two: [E, F] and [E, D]."""
     after: Callable[[Any], Any] | None = None
 
     @property

@@ -16,9 +16,9 @@ class Media:
     """Inputs of one batch by name."""
 
     shapes: dict[str, tuple[int, ...]]
-    """Those that are data, of floats."""
+    """Shapes of the inputs that are data, of floats."""
     fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Those that follow from sizes alone, as numpy arrays."""
+    """The inputs that follow from sizes alone, as numpy arrays."""
     tokens: int | None = None
     """Places of a text that an image takes, where the text has a token for them."""
 

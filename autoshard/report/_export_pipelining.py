@@ -5,6 +5,7 @@ import math
 from autoshard.errors import UserError
 from autoshard.plan import Plan
 from autoshard.report._export_parts import head
+from autoshard.report._names import clean
 
 
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
@@ -66,9 +67,8 @@ def pipelining_text(plan: Plan, sentence: str) -> str:
     pipeline = plan.pipeline
     if pipeline is None or pipeline.together:
         what = "is one program for all stages" if pipeline is not None else "has no stages"
-        raise UserError(
-            f"the plan of {plan.program_name} {what}: plan a torch module with --stages 2 --for torch-pipelining."
-        )
+        name = clean(plan.program_name)
+        raise UserError(f"the plan of {name} {what}: plan a torch module with --stages 2 --for torch-pipelining.")
     name = pipeline.schedule.partition(":")[0]
     if not pipeline.trains:
         if pipeline.rounds > 1:

@@ -42,7 +42,7 @@ class Capture:
     split: Mapping[int, str]
     """HLO sharding strings of arguments that are split already, by argument number."""
     users: frozenset[int]
-    """Those of them that the script has split itself."""
+    """Which of these arguments the script has split itself."""
 
 
 def capture(

@@ -24,7 +24,7 @@ class Task:
     tables: PathTables | None = None
     """Tables of the paths of other programs, priced with the same figures."""
     stages: int = 0
-    """Of a pipeline, if its meshes have an axis `stage` of that many devices, for stages alone."""
+    """How many stages a pipeline has whose meshes have an axis `stage` of as many devices, for stages alone."""
 
     def priced(self, mesh: Mesh) -> Model:
         """Its decisions on a mesh, with their prices."""
