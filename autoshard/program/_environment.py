@@ -50,7 +50,6 @@ def _root(value: Any) -> Any:
 def _environment_type() -> type:
     """torchax's environment, made to take ordinary CPU tensors that a module creates or holds as constants."""
     import jax
-    import jax.core
     import jax.numpy as jnp
     import torch
     from jax import core
