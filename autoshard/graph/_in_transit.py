@@ -24,7 +24,7 @@ def in_transit(
     """
     fetched = _fetched(graph)
     for op in graph.ops:
-        if op.loop < 0 or graph.loops[op.loop].branches:
+        if op.loop < 0 or graph.loops[op.loop].branches or _does_both(graph, op.loop):
             continue
         loop = graph.loops[op.loop]
         if op.kind == TO_DEVICE:
@@ -51,6 +51,11 @@ def copied_stacks(graph: OpGraph, hosted: frozenset[int]) -> Iterator[tuple[int,
             stack = carry.result
             if stack in stops and stack not in hosted and is_copied(graph.tensors[stack].shape[1:]):
                 yield carry.body, first.stop, stops[stack]
+
+
+def _does_both(graph: OpGraph, loop: int) -> bool:
+    """Whether a loop fetches and sends, as an update of state on the host does: it holds one layer's at once."""
+    return {TO_HOST, TO_DEVICE} <= {op.kind for op in graph.ops if op.loop == loop}
 
 
 def _is_stacked(graph: OpGraph, tensor: int) -> bool:

@@ -13,6 +13,10 @@ from autoshard.program._torch_function import TorchFunction
 from autoshard.program._trace import trace
 
 
+_CACHES = ("past_key_values", "cache")
+"""What models call the cache that they are given: transformers up to 5.23, and from 5.24 on."""
+
+
 def serving_program(
     function: TorchFunction,
     name: str,
@@ -38,9 +42,10 @@ def serving_program(
     flops = [0.0]
     taken = inspect.signature(function.module.forward).parameters
     placed = "position_ids" in taken
-    if function.module.config.is_encoder_decoder or not {"input_ids", "past_key_values"} <= set(taken):
+    held = next((each for each in _CACHES if each in taken), None)
+    if function.module.config.is_encoder_decoder or "input_ids" not in taken or held is None:
         raise UserError(
-            f"--serve is for decoders; `{name}` is none that takes `past_key_values`. Leave it out to plan inference."
+            f"--serve is for decoders; `{name}` takes no cache of keys and values. Leave it out to plan inference."
         )
     if cache_length < seq:
         raise UserError(f"a cache of {cache_length} tokens cannot hold {seq}; give --cache at least {seq}.")
@@ -59,7 +64,7 @@ def serving_program(
         inputs = {"input_ids": given["input_ids"]} | ({"position_ids": places} if placed else {})
         if getattr(function.module.config, "alibi", False) and "attention_mask" in taken:  # which counts all keys
             inputs["attention_mask"] = jnp.ones((batch, cache.get_mask_sizes(length)[0]), jnp.int32)
-        options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        options = {held: cache, "use_cache": True, "logits_to_keep": 1}
         options = {key: value for key, value in options.items() if key in taken}
         with cache.active():
             out = function(weights, (), inputs | options, buffers[0] if buffers else None)
