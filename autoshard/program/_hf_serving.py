@@ -45,7 +45,7 @@ def serving_program(
     held = next((each for each in _CACHES if each in taken), None)
     if function.module.config.is_encoder_decoder or "input_ids" not in taken or held is None:
         raise UserError(
-            f"--serve is for decoders; `{name}` takes no cache of keys and values. Leave it out to plan inference."
+            f"--serve is for decoders; `{name}` is none that takes a cache. Leave it out to plan inference."
         )
     if cache_length < seq:
         raise UserError(f"a cache of {cache_length} tokens cannot hold {seq}; give --cache at least {seq}.")

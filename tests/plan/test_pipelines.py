@@ -103,7 +103,7 @@ def test_arithmetic_alone_is_less_than_all_ops_together() -> None:
         assert least_compute(program, reading, mesh, FIGURES, enough=0.1 * least) <= least
 
 
-@pytest.mark.parametrize(("number", "stages"), [(20, 2), (22, 1)])
+@pytest.mark.parametrize(("number", "stages"), [pytest.param(20, 2, marks=pytest.mark.full), (22, 1)])
 def test_what_is_chosen_is_the_best_of_all(number: int, stages: int) -> None:
     stack = SEARCH.stack_of(number)
     recipe, made = plan_recipes(stack.program, stack.choices, SEARCH.options_of(stack), of_source=True)
