@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from autoshard import __version__
-from autoshard.cli import _commands, _degrees, _graph, _refine, _sweep
+from autoshard.cli import _commands, _degrees, _graph, _refine, _sweep, _validate
 from autoshard.cli._groups import add_cache, add_candidates, add_flags, add_limits, add_planning, add_program
 from autoshard.cli._values import positive, prices, seconds, texts, tolerance, whole
 from autoshard.errors import UserError
@@ -245,7 +245,7 @@ def build_parser() -> argparse.ArgumentParser:
     solve.add_argument("--out", type=Path, metavar="OUT.json", help="write choices, cost and bound here")
 
     validate = _command(
-        commands, "validate", _commands.run_validate, "check the cost model against worked questions and runs"
+        commands, "validate", _validate.run_validate, "check the cost model against worked questions and runs"
     )
     validate.add_argument("--data", metavar="FILE", type=Path, help="other runs or questions, of a shipped file's form")
     validate.add_argument(
