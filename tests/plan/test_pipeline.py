@@ -1,8 +1,6 @@
 """A program written as a pipeline: its stages are found, split and handed on by permutes; it runs and is right."""
 
 import functools
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,16 +15,11 @@ from autoshard.graph import FactorKind
 from autoshard.plan import Options, PlanResult, make_plan, read_asked
 from autoshard.program import Program, trace
 from tests.graph.programs import f32, graph_of, ops
+from tests.scripts import load_script
 
 
-@functools.cache
 def example() -> ModuleType:
-    path = Path(__file__).parents[2] / "examples" / "pipeline.py"
-    spec = importlib.util.spec_from_file_location("pipeline_example", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("examples/pipeline.py")
 
 
 @functools.cache

@@ -1,9 +1,7 @@
 """Pipelines on meshes that are looked for: what is left out is no better, and the best of all is chosen."""
 
-import importlib.util
 import math
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,18 +18,10 @@ from autoshard.plan.solve._search import search
 from autoshard.plan.write._pipelines import Kin, PipelineMeshes
 from autoshard.plan.write._recipe import Recipe
 from autoshard.program import Pipeline, Program
+from tests.scripts import load_script
 
 
-def experiment() -> ModuleType:
-    path = Path(__file__).parents[2] / "experiments" / "pipeline_search.py"
-    spec = importlib.util.spec_from_file_location("pipeline_search", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-SEARCH = experiment()
+SEARCH = load_script("experiments/pipeline_search.py")
 STACK = SEARCH.Stack("v5e:2x2*2", 4, 2048, 8192, 64, 4)
 TOPOLOGY = Topology.parse(STACK.topology)
 FIGURES = load_calibration(TOPOLOGY.chip)

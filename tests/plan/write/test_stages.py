@@ -5,11 +5,8 @@ import functools
 import itertools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-import autoshard
 from autoshard.cost import Topology, load_calibration
 from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan import Options, make_plan, plan_recipes, source_choices
@@ -17,37 +14,17 @@ from autoshard.plan.price._least import least_seconds
 from autoshard.plan.price._reading import read_program
 from autoshard.plan.write._recipe import Recipe
 from autoshard.plan.write._stages import arithmetic_of, in_order, is_sensible, pipeline_of
-from autoshard.program import Pipeline, Program, pipelined, read_pipeline, trace
+from autoshard.program import Pipeline, Program
+from tests.scripts import load_script
 
 
 LAYERS = 8
 
 
-def program(
-    width: int, tokens: int, batch: int, stages: int = 1, schedule: str | None = None, microbatches: int = 1
-) -> Program:
+def program(width: int, tokens: int, batch: int, **how: Any) -> Program:
     """A step of MLPs that are computed again in the backward pass, in stages or not."""
-    if stages == 1 and microbatches > 1:
-        raise UserError("the step has no microbatches without stages")
-
-    @jax.checkpoint
-    def layer(x: Any, own: Any) -> Any:
-        return x + jax.nn.gelu(x @ own["up"]) @ own["down"]
-
-    def step(params: Any, x: Any) -> Any:
-        def loss(p: Any) -> Any:
-            return (autoshard.stack(layer, p["layers"], x @ p["first"]) ** 2).mean()
-
-        value, grads = jax.value_and_grad(loss)(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-    def shape(*sizes: int) -> Any:
-        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
-
-    layers = {"up": shape(LAYERS, width, 4 * width), "down": shape(LAYERS, 4 * width, width)}
-    args = ({"layers": layers, "first": shape(width, width)}, shape(batch, tokens, width))
-    with pipelined(read_pipeline(stages, microbatches, schedule)) as stacks:
-        return dataclasses.replace(trace(step, args, donate_argnums=0, name="mlps"), stacks=tuple(set(stacks)))
+    stack = load_script("experiments/pipeline_search.py").Stack
+    return stack("", LAYERS, width, 4 * width, tokens, batch).program(**how)
 
 
 @pytest.mark.parametrize(
