@@ -12,7 +12,7 @@ copied for that trip: seen with 8192 and 4096 positions of 4096 numbers, not wit
 from collections.abc import Iterator, Mapping, Sequence
 
 from autoshard.graph._hosted import INTO_STACKS, TO_DEVICE, TO_HOST
-from autoshard.graph._records import OpClass, OpGraph
+from autoshard.graph._records import Op, OpClass, OpGraph
 
 
 def in_transit(
@@ -22,15 +22,18 @@ def in_transit(
 
     `reach` are the values in memory behind each tensor.
     """
-    fetched = _fetched(graph)
-    for op in graph.ops:
-        if op.loop < 0 or graph.loops[op.loop].branches or _does_both(graph, op.loop):
-            continue
-        loop = graph.loops[op.loop]
-        if op.kind == TO_DEVICE:
+    sent, fetched = (_moving(graph, kind) for kind in (TO_HOST, TO_DEVICE))
+    # A loop that does both, as an update of state on the host, holds one layer's at once.
+    both = {op.loop for op in sent} & {op.loop for op in fetched}
+    starts = [graph.loops[op.loop].start for op in fetched]
+    for op in fetched:
+        if op.loop not in both:
+            loop = graph.loops[op.loop]
             yield from ((tensor, loop.start, loop.stop) for tensor in op.results if tensor not in hosted)
-        elif op.kind == TO_HOST and _is_stacked(graph, op.results[0]):
-            stop = min((start for start in fetched if start >= loop.stop), default=loop.stop)
+    for op in sent:
+        if op.loop not in both and _is_stacked(graph, op.results[0]):
+            loop = graph.loops[op.loop]
+            stop = min((start for start in starts if start >= loop.stop), default=loop.stop)
             sources = reach.get(op.operands[0], frozenset())
             yield from ((tensor, loop.start, stop) for tensor in sources if graph.tensors[tensor].loop == op.loop)
 
@@ -42,8 +45,8 @@ def is_copied(shape: Sequence[int]) -> bool:
 
 def copied_stacks(graph: OpGraph, hosted: frozenset[int]) -> Iterator[tuple[int, int, int]]:
     """(tensor, start, stop) of the copies of stacks that stay on the devices while others wait on the host."""
-    sending = {op.loop for op in graph.ops if op.kind == TO_HOST and op.loop >= 0 and _is_stacked(graph, op.results[0])}
-    fetching = {op.loop for op in graph.ops if op.kind == TO_DEVICE and op.loop >= 0}
+    sending = {op.loop for op in _moving(graph, TO_HOST) if _is_stacked(graph, op.results[0])}
+    fetching = {op.loop for op in _moving(graph, TO_DEVICE)}
     slices = [op for op in graph.ops if op.loop in fetching and op.op_class is OpClass.LAYER]
     stops = {op.operands[0]: graph.loops[op.loop].stop for op in slices}
     for first in (graph.loops[number] for number in sorted(sending)):
@@ -53,17 +56,12 @@ def copied_stacks(graph: OpGraph, hosted: frozenset[int]) -> Iterator[tuple[int,
                 yield carry.body, first.stop, stops[stack]
 
 
-def _does_both(graph: OpGraph, loop: int) -> bool:
-    """Whether a loop fetches and sends, as an update of state on the host does: it holds one layer's at once."""
-    return {TO_HOST, TO_DEVICE} <= {op.kind for op in graph.ops if op.loop == loop}
+def _moving(graph: OpGraph, kind: str) -> list[Op]:
+    """Ops of that kind in loops."""
+    return [op for op in graph.ops if op.kind == kind and op.loop >= 0 and not graph.loops[op.loop].branches]
 
 
 def _is_stacked(graph: OpGraph, tensor: int) -> bool:
     """Whether a value is only put into stacks."""
     users = [op for op in graph.ops if tensor in op.operands]
     return bool(users) and all(op.kind in INTO_STACKS for op in users)
-
-
-def _fetched(graph: OpGraph) -> list[int]:
-    """Where loops begin that fetch from the host."""
-    return [graph.loops[op.loop].start for op in graph.ops if op.kind == TO_DEVICE and op.loop >= 0]
