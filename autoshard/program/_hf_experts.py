@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from autoshard.program._environment import environment
-from autoshard.program._experts import Experts, GatedExperts, Times, activation_of, mix_experts, sequence_length
+from autoshard.program._experts import Experts, GatedExperts, Times, mix_experts, sequence_length
 from autoshard.program._marks import mark
+from autoshard.program._routers import activation_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

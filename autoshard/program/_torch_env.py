@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from autoshard.program import _experts, _lowerings, _lowerings_nn
+from autoshard.program import _lowerings, _lowerings_nn, _routers
 from autoshard.program._environment import environment
 
 
@@ -127,8 +127,8 @@ def _not_packed(position_ids: Any) -> None:
 
 _REPLACED: dict[tuple[str, str, str], Callable[..., Any]] = {
     ("transformers.pytorch_utils", "Conv1D", "forward"): _conv1d,
-    ("transformers.models.mixtral.modeling_mixtral", "MixtralSparseMoeBlock", "forward"): _experts.mixtral_block,
-    ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3MoE", "forward"): _experts.deepseek_block,
+    ("transformers.models.mixtral.modeling_mixtral", "MixtralSparseMoeBlock", "forward"): _routers.mixtral_block,
+    ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3MoE", "forward"): _routers.deepseek_block,
     ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3Attention", "expand_kv"): _expand_kv,
     ("transformers.masking_utils", "", "find_packed_sequence_indices"): _not_packed,
 }

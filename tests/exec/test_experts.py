@@ -11,7 +11,8 @@ import pytest
 
 from autoshard.plan import Options, PlanResult, make_plan, read_asked
 from autoshard.program import Program, parse_experts, trace
-from autoshard.program._experts import capacity, mix, softmax_router
+from autoshard.program._experts import capacity, mix
+from autoshard.program._routers import softmax_router
 from tests.exec.planned_programs import f32
 
 

@@ -48,6 +48,22 @@ def mlp(width: int = 256) -> Any:
     return torch.nn.Sequential(torch.nn.Linear(width, 4 * width), torch.nn.Tanh(), torch.nn.Linear(4 * width, width))
 
 
+def inferences(called: Any, plain: Any, width: int) -> tuple[list[int], float]:
+    """Programs compiled by the end of each of four calls, and by how much any result differs from that of `plain`."""
+    import torch
+    import torch_xla
+
+    before, counts, differences = compiled(), [], []
+    for _ in range(4):
+        x = torch.randn(16, width)
+        with torch.no_grad():
+            y = called(x.to("xla"))
+        torch_xla.sync()
+        counts.append(compiled() - before)
+        differences.append(difference(y, plain(x)))
+    return counts, max(differences)
+
+
 def difference(one: Any, other: Any) -> float:
     """Largest difference as a part of the largest value."""
     one, other = one.detach().cpu().double(), other.detach().cpu().double()

@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from tests.exec.torch_xla_hook.torch_xla_checks import Check, compiled, difference, mlp, plans, report, spec
+from tests.exec.torch_xla_hook.torch_xla_checks import Check, compiled, difference, inferences, mlp, plans, report, spec
 
 
 CHECKS: dict[str, Check] = {}
@@ -25,7 +25,6 @@ def pair(width: int) -> tuple[Any, Any]:
 
 def inferred(compile_it: bool) -> dict[str, Any]:
     import torch
-    import torch_xla
     import torch_xla.runtime as xr
 
     import autoshard.torch_xla  # noqa: F401
@@ -33,18 +32,12 @@ def inferred(compile_it: bool) -> dict[str, Any]:
     xr.use_spmd(auto=True)
     model, plain = pair(1024)
     called = torch.compile(model, backend="openxla") if compile_it else model
-    planned, before, counts, differences = len(plans()), compiled(), [], []
-    for _ in range(4):
-        x = torch.randn(16, 1024)
-        with torch.no_grad():
-            y = called(x.to("xla"))
-        torch_xla.sync()
-        counts.append(compiled() - before)
-        differences.append(difference(y, plain(x)))
+    planned = len(plans())
+    counts, most = inferences(called, plain, 1024)
     plan = plans()[-1]
     names = [name.removeprefix("_orig_mod.") for name, _ in model.named_parameters()]
     return {
-        "difference": max(differences),
+        "difference": most,
         "compiles": counts,
         "plans": len(plans()) - planned,
         "held": [spec(p).startswith("{devices=") for p in model.parameters()],

@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 from experiments.torch_xla_models import MODELS, Case
-from tests.exec.torch_xla_hook.torch_xla_checks import Check, compiled, difference, mlp, plans, report, spec
+from tests.exec.torch_xla_hook.torch_xla_checks import Check, compiled, difference, inferences, mlp, plans, report, spec
 
 
 CHECKS: dict[str, Check] = {}
@@ -86,21 +86,13 @@ def train(model: Any, plain: Any, steps: int, width: int = 256, rows: int = 64) 
 def compiled_own() -> dict[str, Any]:
     """`torch.compile` of a module of the script's own class, twice called and more."""
     import torch
-    import torch_xla
 
     on()
     plain = net()
     model = copy.deepcopy(plain).to("xla")
     called = torch.compile(model, backend="openxla")
-    before, counts, differences = compiled(), [], []
-    for _ in range(4):
-        x = torch.randn(16, 256)
-        with torch.no_grad():
-            y = called(x.to("xla"))
-        torch_xla.sync()
-        counts.append(compiled() - before)
-        differences.append(difference(y, plain(x)))
-    return {"difference": max(differences), "compiles": counts, "split": is_split(model.parameters())}
+    counts, most = inferences(called, plain, 256)
+    return {"difference": most, "compiles": counts, "split": is_split(model.parameters())}
 
 
 @script
