@@ -148,6 +148,16 @@ def split_by_group(
     return {}
 
 
+def held(model: Model, name: str, arguments: Mapping[int, Assignment]) -> Baseline | None:
+    """A baseline from specs of arguments alone, and of the results that replace them; everything else is left to the
+    solver. None if one has no such spec."""
+    wanted = {model.graph.arguments[p]: spec for p, spec in arguments.items()}
+    wanted |= {result: wanted[argument] for result, argument in model.structure.ties if argument in wanted}
+    allowed: dict[int, NDArray[np.bool_]] = {}
+    good = all(_allow(model, allowed, tensor, asked) for tensor, asked in wanted.items())
+    return Baseline(name, allowed) if good else None
+
+
 def restricted(
     model: Model,
     groups: Groups,

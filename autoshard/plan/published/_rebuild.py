@@ -22,6 +22,7 @@ from autoshard.plan.price._predict import evaluate
 from autoshard.plan.price._price import price
 from autoshard.plan.price._reading import build_model, read_program
 from autoshard.plan.published._published import IncompleteError, MatmulRun, Run, parse_run, read_rows
+from autoshard.plan.published._serving_rows import ServingRun
 from autoshard.plan.record._plan import Plan
 from autoshard.plan.solve._solve import Solved, Terms, solve_within
 from autoshard.plan.solve._weights import even_weights, normalise
@@ -187,7 +188,7 @@ def _step(bare: PublishedRow, run: Run) -> PublishedRow:
     )
 
 
-def unseen_seconds(model: Model, choices: NDArray[np.int64], run: Run, source: str) -> float:
+def unseen_seconds(model: Model, choices: NDArray[np.int64], run: Run | ServingRun, source: str) -> float:
     """Seconds of a run's step, priced with figures that were fitted without the runs of one source."""
     figures = with_flags(without_source(run.topology.chip.name, source), run.flags).calibration
     again = price(
