@@ -12,6 +12,7 @@ from autoshard.plan.model._groups import Groups, tensor_groups
 from autoshard.plan.model._model import Model
 from autoshard.plan.model._restrict import (
     Baseline,
+    Stream,
     allow_factors,
     held,
     restricted,
@@ -34,7 +35,8 @@ class Uses:
     spread: Sequence[int]
     """FSDP: the batch is split, parameters are spread."""
     tensor: Sequence[int]
-    """Megatron's tensor parallelism: heads, ffn and vocabulary are split, and the residual stream's sequence."""
+    """Megatron's tensor parallelism: heads, ffn and vocabulary are split, and the residual stream's sequence, or its
+    width."""
     experts: Sequence[int] = ()
     """Expert parallelism: experts' parameters are split by expert; for everything else these are as `spread`."""
     context: Sequence[int] = ()
@@ -44,6 +46,8 @@ class Uses:
     """The optimizer's state is spread over `copies`, whose parameters are whole (ZeRO-1)."""
     exchange: str = "auto"
     """How queries meet keys and values of other devices of `context`: with `heads`, heads are split in attention."""
+    on_width: bool = False
+    """Over `tensor` the residual stream is split on its width, not on its sequence."""
     holds_head: bool = True
     """Matmuls outside of layers have their batch split too, so that the head's weights are gathered. Else it may be
     computed in parts of its vocabulary from gathered activations, which is cheaper where tokens are few."""
@@ -72,8 +76,10 @@ def stated(model: Model, groups: Groups, name: str, uses: Uses) -> Baseline | No
             if argument.role is Role.OPTIMIZER_STATE and model.structure.cluster_of[model.graph.arguments[p]] >= 0:
                 parameters[p] = updated[p] = spread_over(model, p, copies, {})
     data = (*copies, *spread, *experts)
-    along = (*uses.context, *(tensor if parts > 1 else ()))
-    found = restricted(model, groups, name, parameters, data, along, updated, uses.context)
+    inner = tensor if parts > 1 else ()
+    along, across = ((), inner) if uses.on_width else (inner, ())
+    stream = Stream(data, (*uses.context, *along), across, uses.context)
+    found = restricted(model, groups, name, parameters, stream, updated)
     if found is not None:
         run = _Held(chosen, by_expert, uses, -1 if groups.batch is None else groups.batch, groups.sequence)
         if not _hold_inner(model, groups, found.allowed, run):

@@ -18,7 +18,7 @@ from autoshard.errors import UserError
 from autoshard.plan.published._pair_dims import DIMS, stated_decoder, whole_number
 from autoshard.plan.published._pair_hardware import stated_topology
 from autoshard.plan.published._pair_options import OPTIONS
-from autoshard.plan.published._published import IncompleteError, Run, stack_axis
+from autoshard.plan.published._published import IncompleteError, Run, stack_axis, stream_on_width
 from autoshard.plan.published._serving_rows import ServingRun, read_serving
 from autoshard.program import SAVABLE, SAVED, KernelBlocks
 from autoshard.units import GIB
@@ -238,6 +238,7 @@ def _run(group: Mapping[str, Any], plan: Mapping[str, Any]) -> Run:
         _blocks(said, assumed), _flags(group, said), 0.0, tuple(assumed), **dtypes,
         offloads=offloads, experts=degrees["ep"], context=degrees["cp"],
         stack_axis=stack_axis(str(said.get("framework", ""))),
+        stream_on_width=stream_on_width(str(said.get("framework", ""))),
     )  # fmt: skip
     for key, change in OPTIONS.items():
         if key in said:

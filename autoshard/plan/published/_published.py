@@ -88,6 +88,8 @@ class Run:
     """Tokens come in an order in which all parts of a sequence see as many."""
     stack_axis: int = 0
     """The dim of stacked parameters that counts layers (MaxText's `param_scan_axis`)."""
+    stream_on_width: bool = False
+    """Tensor parallelism splits the residual stream on its width, not on its sequence."""
     scanned: bool = True
     """Layers are a loop over stacked parameters; else they stand one after the other."""
 
@@ -289,12 +291,22 @@ def parse_run(row: Mapping[str, Any]) -> Run | MatmulRun:
     return Run(
         decoder, topology, copies, spread, tensor, batch, int(row["seq"]), remat, saves, flash, blocks,
         read_flags(row.get("xla_flags")), step, tuple(assumed), stack_axis=stack_axis(str(row["source"])),
+        stream_on_width=stream_on_width(str(row["source"])),
     )  # fmt: skip
 
 
 def stack_axis(framework: str) -> int:
     """The dim of stacked parameters that counts layers where nothing is said: 1 in MaxText (`param_scan_axis`)."""
     return int("maxtext" in framework.lower())
+
+
+def stream_on_width(framework: str) -> bool:
+    """Whether tensor parallelism of a framework splits the residual stream on its width.
+
+    MaxText's axis `tensor` does (`activation_embed` in its logical axis rules; `tensor_sequence` is another axis), and
+    so does torchprime's (its configurations mark layers' outputs so). Others are taken to split the sequence.
+    """
+    return bool(re.search(r"maxtext|torchprime|torch_xla|tpu-recipes", framework, re.I))
 
 
 def _chip(row: Mapping[str, Any]) -> Chip:

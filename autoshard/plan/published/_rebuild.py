@@ -278,6 +278,7 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
         exchange=run.exchange,
         expert_count=run.decoder.experts,
         spreads_state=run.spreads_state,
+        on_width=run.stream_on_width,
         holds_head=run.head_on_width or run.spread == 1,
     )
     wanted = stated(model, reading.groups, "stated", uses)
