@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 
 from autoshard.errors import UserError
-from autoshard.exec.tpu._compile import CompileReport, Verdict, compile_plan
+from autoshard.exec.ahead._compile import CompileReport, Verdict, compile_plan
 from autoshard.plan import (
     IncompleteError,
     MeasuredPlan,
