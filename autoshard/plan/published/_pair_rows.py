@@ -15,10 +15,11 @@ from typing import Any
 from autoshard.base.reading import read_json
 from autoshard.cost import Topology, read_flags
 from autoshard.errors import UserError
+from autoshard.plan.published._customs import stack_axis, stream_on_width
 from autoshard.plan.published._pair_dims import DIMS, stated_decoder, whole_number
 from autoshard.plan.published._pair_hardware import stated_topology
 from autoshard.plan.published._pair_options import OPTIONS
-from autoshard.plan.published._published import IncompleteError, Run, stack_axis, stream_on_width
+from autoshard.plan.published._published import IncompleteError, Run
 from autoshard.plan.published._serving_rows import ServingRun, read_serving
 from autoshard.program import SAVABLE, SAVED, KernelBlocks
 from autoshard.units import GIB

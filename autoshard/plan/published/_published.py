@@ -13,6 +13,7 @@ from typing import Any
 from autoshard.base.reading import read_json
 from autoshard.cost import Chip, Decoder, Topology, chip_names, load_chip, read_flags, slice_names
 from autoshard.errors import UserError
+from autoshard.plan.published._customs import stack_axis, stream_on_width
 from autoshard.program import SAVABLE, SAVED, GroupedKernels, GroupedTiles, KernelBlocks
 
 
@@ -293,20 +294,6 @@ def parse_run(row: Mapping[str, Any]) -> Run | MatmulRun:
         read_flags(row.get("xla_flags")), step, tuple(assumed), stack_axis=stack_axis(str(row["source"])),
         stream_on_width=stream_on_width(str(row["source"])),
     )  # fmt: skip
-
-
-def stack_axis(framework: str) -> int:
-    """The dim of stacked parameters that counts layers where nothing is said: 1 in MaxText (`param_scan_axis`)."""
-    return int("maxtext" in framework.lower())
-
-
-def stream_on_width(framework: str) -> bool:
-    """Whether tensor parallelism of a framework splits the residual stream on its width.
-
-    MaxText's axis `tensor` does (`activation_embed` in its logical axis rules; `tensor_sequence` is another axis), and
-    so does torchprime's (its configurations mark layers' outputs so). Others are taken to split the sequence.
-    """
-    return bool(re.search(r"maxtext|torchprime|torch_xla|tpu-recipes", framework, re.I))
 
 
 def _chip(row: Mapping[str, Any]) -> Chip:
