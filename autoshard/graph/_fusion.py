@@ -19,7 +19,7 @@ from autoshard.graph._records import Op, OpClass, OpGraph
 from autoshard.graph._side_by_side import matmuls_of_stages
 from autoshard.graph._softmax import Softmax, is_batched
 from autoshard.graph._stored import stored, widened
-from autoshard.graph._taken_apart import taken_apart
+from autoshard.graph._taken_apart import chosen, taken_apart
 from autoshard.graph._turned import Passes, turned_passes
 
 
@@ -155,6 +155,10 @@ def analyse(
     away_or_apart = away.union(*(softmax.tensors for softmax in softmaxes))
     buffers = (*buffers, *in_transit(graph, reach, away), *copied_stacks(graph, away))
     buffers = tuple(buffer for buffer in buffers if buffer[0] not in away_or_apart)
+    if fused_matmuls:
+        buffers += tuple(
+            (t, graph.tensors[t].producer, _outlast(graph, t, last) + 1) for t, last in chosen(graph).items()
+        )
     more, widths = stored(graph, buffers, wide, (updates or {}) if fused_matmuls else ())
     buffers = tuple(sorted((*buffers, *more)))
     passes = [Passes(tensor, loop, 2) for tensor, loop in copied]

@@ -35,3 +35,22 @@ def test_a_stack_that_is_laid_out_anew_is_the_one_that_came_in() -> None:
 
 def test_what_each_trip_computes_of_its_slice_is_not() -> None:
     assert held(lambda x, w: lax.scan(lambda c, own: (jnp.tanh(c @ jnp.exp(own)), None), x, w)[0]) == []
+
+
+def test_what_is_chosen_among_slices_is_in_memory_where_several_matmuls_take_it() -> None:
+    def run(x: Any, stack: Any, twice: bool) -> Any:
+        def trip(c: Any, k: Any) -> Any:
+            one, other = (lax.dynamic_index_in_dim(stack, n, 0, keepdims=False) for n in (k, (k + 1) % 5))
+            weight = jnp.where(jnp.arange(4)[:, None] > k, one, other)
+            first = jnp.tanh(c @ weight)
+            return first @ weight.T if twice else first, None
+
+        return lax.scan(trip, x, jnp.arange(5))[0]
+
+    for twice in (False, True):
+        graph = graph_of(lambda x, w, twice=twice: run(x, w, twice), f32(8, 4), f32(5, 4, 4))
+        (loop,) = graph.loops
+        (weight,) = (op for op in graph.ops if op.kind == "select" and graph.tensors[op.results[0]].shape == (4, 4))
+        spans = [b[1:] for b in analyse(graph, fused_matmuls=True).buffers if b[0] == weight.results[0]]
+        last = max(op.id for op in graph.ops if op.kind == "dot_general")
+        assert spans == ([(weight.id, last + 1)] if twice else []) and loop.start < weight.id
