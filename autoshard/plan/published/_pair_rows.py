@@ -17,6 +17,7 @@ from autoshard.cost import Chip, Topology, chip_names, load_chip, read_flags
 from autoshard.errors import UserError
 from autoshard.plan.published._pair_dims import DIMS, stated_decoder, whole_number
 from autoshard.plan.published._pair_options import OPTIONS
+from autoshard.plan.published._pair_stages import STAGED, staged
 from autoshard.plan.published._published import IncompleteError, Run, made_of, slice_shape, stack_axis
 from autoshard.program import SAVABLE, SAVED, KernelBlocks
 from autoshard.units import GIB
@@ -210,7 +211,7 @@ def _run(group: Mapping[str, Any], plan: Mapping[str, Any]) -> Run:
     fixed = group.get("fixed") if isinstance(group.get("fixed"), dict) else {}
     assert isinstance(fixed, dict)
     said = {**fixed, **plan}
-    unknown = sorted(set(plan) - _UNCHANGED - set(_DEGREES) - set(DIMS) - set(_SAVES) - OPTIONS.keys())
+    unknown = sorted(set(plan) - _UNCHANGED - set(_DEGREES) - set(DIMS) - set(_SAVES) - OPTIONS.keys() - STAGED)
     if unknown:
         raise IncompleteError(f"{unknown[0]}={plan[unknown[0]]} is not rebuilt")
     assumed: list[str] = []
@@ -236,20 +237,22 @@ def _run(group: Mapping[str, Any], plan: Mapping[str, Any]) -> Run:
     for key, change in OPTIONS.items():
         if key in said:
             run = change(run, said[key])
-    return run
+    return staged(run, said, degrees["pp"])
 
 
 def _topology(group: Mapping[str, Any], assumed: list[str]) -> Topology:
     chip = _chip(group)
     if not str(group["chips"]).isdigit():
         raise IncompleteError(f"the number of chips is not stated ({group['chips']})")
-    count = int(group["chips"])
+    count, slices = int(group["chips"]), whole_number(group, "slices", 1)
+    if count % slices:
+        raise IncompleteError(f"{count} chips do not make {slices} slices")
     text = str(group.get("topology", ""))
-    shapes = [s for s in re.findall(r"\b\d+(?:x\d+)+\b", text) if math.prod(map(int, s.split("x"))) == count]
+    shapes = [s for s in re.findall(r"\b\d+(?:x\d+)+\b", text) if math.prod(map(int, s.split("x"))) == count // slices]
     if not shapes:
-        shapes = [slice_shape(chip, count) or str(count)]
+        shapes = [slice_shape(chip, count // slices) or str(count // slices)]
         assumed.append(f"topology {shapes[0]}")
-    found = made_of(chip, shapes[0])
+    found = made_of(chip, shapes[0], slices)
     if found.num_chips != count:
         raise IncompleteError(f"{count} chips are stated, but {found.name} has {found.num_chips}")
     return found
@@ -272,10 +275,9 @@ def _degrees(said: Mapping[str, Any], topology: Topology) -> dict[str, int]:
     found = {key: int(mesh.get(key) or whole_number(said, key, 1)) for key in _DEGREES}
     if found["fsdp_or_dp"] > 1:
         found["fsdp"] *= found["fsdp_or_dp"]
-    for key in ("pp", "tp_transpose"):
-        if found[key] > 1:
-            raise IncompleteError(f"{key}={found[key]} is not rebuilt")
-    used = ("dp", "fsdp", "tp", "ep", "cp")
+    if found["tp_transpose"] > 1:
+        raise IncompleteError(f"tp_transpose={found['tp_transpose']} is not rebuilt")
+    used = ("dp", "fsdp", "tp", "ep", "cp", "pp")
     product = math.prod(found[key] for key in used)
     if product != topology.num_devices:
         stated = ", ".join(f"{key}={found[key]}" for key in used if found[key] > 1) or "no degree"
