@@ -142,7 +142,7 @@ def run(row: Row, time_limit: float, predict_only: bool) -> dict[str, Any]:
     """Plan, compile (unless this very plan was compiled before) and compare one row."""
     from autoshard.cost import Topology
     from autoshard.exec import compile_figures
-    from autoshard.exec.tpu._compile import report
+    from autoshard.exec.ahead._compile import report
     from autoshard.plan import Options, make_plan
 
     program = row.program()

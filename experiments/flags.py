@@ -79,8 +79,8 @@ def judged(topology: str, flags: str, time_limit: float) -> str:
     """Cells of the table's row. Raises `UserError` if it cannot be compiled."""
     from autoshard.cost import Topology, make_mesh
     from autoshard.exec import estimate
+    from autoshard.exec.ahead._libtpu import compile_with_libtpu
     from autoshard.exec.hlo._hlo import parse_hlo
-    from autoshard.exec.tpu._libtpu import compile_with_libtpu
     from autoshard.plan import Options, make_plan, read_asked
 
     count = Topology.parse(topology).num_devices

@@ -91,7 +91,7 @@ def batch_for(case: Case, shares: Sequence[float]) -> list[int]:
 def judge(case: Case, batch: int, time_limit: float) -> dict[str, Any]:
     """One point."""
     from autoshard.exec import compile_figures
-    from autoshard.exec.tpu._compile import report
+    from autoshard.exec.ahead._compile import report
 
     program, plan, limit = plan_at(case, batch)
     figures = compile_figures(report(program, plan, compiled("headroom", program, plan, time_limit)))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from autoshard.exec.tpu._libtpu import Compiled
+    from autoshard.exec.ahead._libtpu import Compiled
     from autoshard.plan import Plan
     from autoshard.program import Program
 
@@ -42,7 +42,7 @@ def digest(program: "Program", plan: "Plan") -> str:
 
 def compiled(folder: str, program: "Program", plan: "Plan", time_limit: float) -> "Compiled":
     """From the folder of compiled plans, or from the compiler. Raises `UserError` as `compile_with_libtpu` does."""
-    from autoshard.exec.tpu._libtpu import compile_with_libtpu
+    from autoshard.exec.ahead._libtpu import compile_with_libtpu
 
     path = _path(folder, program, plan)
     if path.exists():

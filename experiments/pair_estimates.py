@@ -65,7 +65,7 @@ def key_of(group: "MeasuredGroup", row: "MeasuredPlan") -> str:
 def judge(run: "Run", time_limit: float, *, compile_it: bool) -> dict[str, Any] | None:
     """What the compiler and the estimator say of one run; None if it is not compiled and must not be."""
     from autoshard import UserError
-    from autoshard.exec.tpu._compile import report
+    from autoshard.exec.ahead._compile import report
     from autoshard.plan import stated_plan
 
     try:

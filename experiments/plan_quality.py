@@ -106,7 +106,7 @@ def figures_of(program: "Program", plan: "Plan", time_limit: float, holds: bool 
     """What the compiler says of a plan, and what was predicted of it if that `holds` for what was compiled."""
     from autoshard import UserError
     from autoshard.exec import compile_figures
-    from autoshard.exec.tpu._compile import report
+    from autoshard.exec.ahead._compile import report
 
     prediction = plan.prediction
     known: dict[str, Any] = {

@@ -143,8 +143,8 @@ def judged(program: "Program", plan: Any, time_limit: float) -> dict[str, Any]:
     """The compiler's verdict, and the processor time that it took; without the flag that libtpu refuses off v5e."""
     from autoshard import UserError
     from autoshard.cost._flags import FUSED_GATHERS
-    from autoshard.exec.tpu._compile import report
-    from autoshard.exec.tpu._libtpu import compile_with_libtpu
+    from autoshard.exec.ahead._compile import report
+    from autoshard.exec.ahead._libtpu import compile_with_libtpu
 
     said = plan.provenance.get("xla_flags")
     if said is not None:

@@ -28,8 +28,8 @@ import numpy as np
 if TYPE_CHECKING:
     from autoshard.cost import Calibration, Mesh
     from autoshard.exec import Estimate
+    from autoshard.exec.ahead._libtpu import Compiled
     from autoshard.exec.hlo._hlo import HloModule
-    from autoshard.exec.tpu._libtpu import Compiled
     from autoshard.plan import Plan
     from autoshard.plan.published._published import Run
     from autoshard.program import Program
@@ -112,7 +112,7 @@ def load(row: dict[str, Any]) -> Kept | None:
 
 
 def compile_row(row: dict[str, Any], run: "Run", time_limit: float) -> Kept:
-    from autoshard.exec.tpu._libtpu import compile_with_libtpu
+    from autoshard.exec.ahead._libtpu import compile_with_libtpu
 
     layers, program, plan = rebuild(run)
     found = compile_with_libtpu(program, plan, time_limit)

@@ -32,7 +32,7 @@ SHELVES = {
         ("_recipes",),
         ("_call", "_sweep"),
     ),
-    "exec": (("devices", "hlo"), ("torch_xla_hook",), ("apply",), ("run",), ("tpu",), ("learn",)),
+    "exec": (("devices", "hlo"), ("torch_xla_hook",), ("apply",), ("run",), ("ahead",), ("learn",)),
 }
 """Room -> its shelves and what lies on top of them, in the order in which data flows: one may import those of the
 levels before its own, and of its own level none but itself."""

@@ -62,7 +62,7 @@ def test_files_are_ours_if_they_are_the_users_or_the_systems(tmp_path: Path, mon
 MAY = {
     "pickle": {"base/helper.py", "solver/_apart.py"},  # through the pipes of processes that we started
     "exec_module": {"program/_load.py", "autoload.py"},  # the user's program; torch_xla, whose import is watched
-    "subprocess": {"base/process.py", "base/helper.py", "exec/tpu/_libtpu.py"},
+    "subprocess": {"base/process.py", "base/helper.py", "exec/ahead/_libtpu.py"},
 }
 NEVER = {
     "eval",

@@ -1,6 +1,13 @@
 """Applying plans, running, compiling ahead of time, measuring."""
 
 from autoshard.base.providers import provides
+from autoshard.exec.ahead._compile import CompileReport as CompileReport
+from autoshard.exec.ahead._compile import Unforeseen as Unforeseen
+from autoshard.exec.ahead._compile import Verdict as Verdict
+from autoshard.exec.ahead._compile import compile_figures as compile_figures
+from autoshard.exec.ahead._compile import compile_lines as compile_lines
+from autoshard.exec.ahead._compile import compile_plan as compile_plan
+from autoshard.exec.ahead._compile_pairs import compile_pairs as compile_pairs
 from autoshard.exec.apply._apply import Application as Application
 from autoshard.exec.apply._apply import PlannedFunction as PlannedFunction
 from autoshard.exec.apply._export import jax_export as jax_export
@@ -31,13 +38,6 @@ from autoshard.exec.run._measure import measure as measure
 from autoshard.exec.run._measure import measurement_figures as measurement_figures
 from autoshard.exec.run._trace import CollectiveTime as CollectiveTime
 from autoshard.exec.run._trace import CollectiveTimes as CollectiveTimes
-from autoshard.exec.tpu._compile import CompileReport as CompileReport
-from autoshard.exec.tpu._compile import Unforeseen as Unforeseen
-from autoshard.exec.tpu._compile import Verdict as Verdict
-from autoshard.exec.tpu._compile import compile_figures as compile_figures
-from autoshard.exec.tpu._compile import compile_lines as compile_lines
-from autoshard.exec.tpu._compile import compile_plan as compile_plan
-from autoshard.exec.tpu._compile_pairs import compile_pairs as compile_pairs
 
 
 provides("run")(Application)

@@ -19,6 +19,7 @@ from autoshard.program._kernels import KernelBlocks as KernelBlocks
 from autoshard.program._kernels import flash_attention as flash_attention
 from autoshard.program._latent import LatentDims as LatentDims
 from autoshard.program._lean import import_lean as import_lean
+from autoshard.program._load import config_program as config_program
 from autoshard.program._load import load_program as load_program
 from autoshard.program._load import load_rules as load_rules
 from autoshard.program._load import open_source as open_source

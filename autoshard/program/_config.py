@@ -1,6 +1,7 @@
 """Finding a model configuration: a file of the user's, or one of the bundled ones."""
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,17 @@ def bundled() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.json"))
 
 
-def read_config(text: str) -> tuple[str, dict[str, Any]]:
-    """(short name, fields) of the configuration that `text` names: a file, a directory with one, or a bundled name.
+def read_config(given: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(short name, fields) of a configuration: fields as they are, or what is named: a file, a directory with one, or a
+    bundled configuration.
 
     Raises `UserError` if there is none, or if it is not a model configuration.
     """
+    if not isinstance(given, str):
+        fields = dict(given)
+        _check_fields(fields, "the configuration")
+        return str(fields["model_type"]), fields
+    text = given
     if not text:
         raise UserError(f"`hf:` needs the path of a config.json or a bundled name: {', '.join(bundled())}.")
     path = Path(text)
@@ -52,11 +59,15 @@ def read_config(text: str) -> tuple[str, dict[str, Any]]:
     except (ValueError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"`{path}` is not a readable JSON file: {reason}.") from None
-    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
-        raise UserError(f"`{path}` has no `model_type`; expected the config.json of a Hugging Face model.")
-    _check_counts(fields, str(path))
+    _check_fields(fields, str(path))
     name = path.parent.name if path.stem == "config" and path.parent.name else path.stem
     return name, fields
+
+
+def _check_fields(fields: Any, origin: str) -> None:
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
+        raise UserError(f"`{origin}` has no `model_type`; expected the config.json of a Hugging Face model.")
+    _check_counts(fields, origin)
 
 
 def _check_counts(fields: dict[str, Any], origin: str) -> None:

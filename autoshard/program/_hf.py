@@ -1,5 +1,6 @@
 """`hf:CONFIG`: a Hugging Face architecture from its configuration alone, without weights and without the network."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from autoshard.errors import UserError
@@ -23,7 +24,7 @@ _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "f32": "flo
 
 
 def from_config(
-    config: str,
+    config: str | Mapping[str, Any],
     *,
     train: bool | None = None,
     infer: bool | None = None,
@@ -47,7 +48,7 @@ def from_config(
     stages: int | None = None,
     schedule: str | None = None,
 ) -> Program:
-    """One training step, or one forward pass, of the model that `config` names.
+    """One training step, or one forward pass, of the model that `config` names, or whose fields it has.
 
     `batch` examples (8): sequences of `seq` tokens (the model's context, at most 1024 if not given), or images of
     `image` pixels a side. `dtype` is the compute dtype (bfloat16). Training stores parameters and optimizer moments in

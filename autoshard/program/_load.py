@@ -110,6 +110,16 @@ def _flags(keys: Sequence[str]) -> str:
     return ", ".join(f"`--{key.replace('_', '-')}`" for key in keys)
 
 
+def config_program(fields: Mapping[str, Any], **options: Any) -> Program:
+    """The program of the model whose configuration has these `fields`, with the options that `hf:CONFIG` takes.
+
+    Raises: `UserError` for fields or options that cannot be used.
+    """
+    from autoshard.program._hf import from_config
+
+    return from_config(fields, **options)
+
+
 def _trace_config(config: str, options: dict[str, Any]) -> Program:
     from autoshard.program._hf import from_config
 

@@ -108,6 +108,29 @@ def test_stacks_that_stay_are_copied_beside_others_that_go_where_sequences_are_l
     assert ((forward.stop, backward.stop) in spans) == long
 
 
+def test_other_stacks_that_stay_are_not_copied() -> None:
+    policy = POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=["inner"], names_which_can_be_offloaded=["begin"], offload_src="device",
+        offload_dst="pinned_host",
+    )  # fmt: skip
+
+    def layer(x, weights):
+        x = checkpoint_name(x, "begin")
+        inner = checkpoint_name(x @ weights["up"], "inner")
+        return jnp.tanh(inner) @ weights["down"] + x, None
+
+    def loss(params, x):
+        return jax.lax.scan(jax.checkpoint(layer, policy=policy), x, params)[0].sum()
+
+    params, _ = shapes()
+    length = 4 * WIDTH
+    graph = read_graph(trace(jax.grad(loss), (params, jax.ShapeDtypeStruct((2, length, WIDTH), "float32"))).module)
+    forward, backward = sorted(graph.loops, key=lambda loop: loop.start)
+    buffers = analyse(graph).buffers
+    assert any(graph.tensors[tensor].shape[:1] == (LAYERS,) for tensor, _, _ in buffers)
+    assert (forward.stop, backward.stop) not in [b[1:] for b in buffers if graph.tensors[b[0]].shape[:1] == (LAYERS,)]
+
+
 def test_offloading_frees_the_memory_of_the_saved_stack() -> None:
     made = [make_plan(program(offload), Options(topology="v5e:2x2", mesh="data=4")) for offload in (False, True)]
     on_device, on_host = (result.baseline_plans["data_parallel"].prediction for result in made)

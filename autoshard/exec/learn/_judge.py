@@ -6,10 +6,10 @@ from typing import Any, Protocol, cast
 
 from autoshard.cost import Judge, Topology
 from autoshard.errors import UserError
+from autoshard.exec.ahead._compile import Verdict, compile_plan
 from autoshard.exec.devices._devices import ensure_devices
 from autoshard.exec.run._measure import verify_program
 from autoshard.exec.run._steps import PlannedStep, failure, first_arguments, quartiles, run_in_turn
-from autoshard.exec.tpu._compile import Verdict, compile_plan
 from autoshard.plan import Plan
 from autoshard.program import Program
 

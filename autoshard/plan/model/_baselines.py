@@ -9,6 +9,7 @@ from autoshard.plan.model._groups import Groups
 from autoshard.plan.model._model import Model
 from autoshard.plan.model._restrict import (
     Baseline,
+    Stream,
     allow_factors,
     restricted,
     split_by_group,
@@ -34,19 +35,19 @@ def baselines(model: Model, groups: Groups) -> list[Baseline]:
     found = []
     whole = {p: {} for p in split_parameters(model)}
     spread = {p: spread_over(model, p, every, {}) for p in whole}
-    _append(found, restricted(model, groups, "data_parallel", whole, every, ()))
+    _append(found, restricted(model, groups, "data_parallel", whole, Stream(every)))
     if any(spread.values()):
-        _append(found, restricted(model, groups, "fsdp", spread, every, ()))
+        _append(found, restricted(model, groups, "fsdp", spread, Stream(every)))
     _append(found, _spatial(model, groups, data, tensor) or _spatial(model, groups, (), every))
     if not split or not tensor:
         return found
     megatron = {p: split_by_group(model, groups, p, split, tensor) for p in whole}
-    _append(found, restricted(model, groups, "tensor_parallel", megatron, data, ()))
-    _append(found, restricted(model, groups, "tensor_parallel_sp", megatron, data, tensor))
+    _append(found, restricted(model, groups, "tensor_parallel", megatron, Stream(data)))
+    _append(found, restricted(model, groups, "tensor_parallel_sp", megatron, Stream(data, tensor)))
     if data:
         both = {p: spread_over(model, p, data, megatron[p]) for p in whole}
-        _append(found, restricted(model, groups, "fsdp_tp", both, data, ()))
-        _append(found, restricted(model, groups, "fsdp_tp_sp", both, data, tensor))
+        _append(found, restricted(model, groups, "fsdp_tp", both, Stream(data)))
+        _append(found, restricted(model, groups, "fsdp_tp_sp", both, Stream(data, tensor)))
     return found
 
 
@@ -101,7 +102,7 @@ def _spatial(model: Model, groups: Groups, data: Sequence[int], space: Sequence[
     """Images split over the batch and over their first spatial dim, parameters whole."""
     if not groups.space or groups.batch is None or not space:
         return None
-    plain = restricted(model, groups, "spatial", {p: {} for p in split_parameters(model)}, data, ())
+    plain = restricted(model, groups, "spatial", {p: {} for p in split_parameters(model)}, Stream(data))
     height = groups.space[0]
     if plain is None:
         return None

@@ -23,6 +23,17 @@ class Baseline:
     allowed: dict[int, NDArray[np.bool_]]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stream:
+    """Mesh axes, by number, that split the dims of the residual stream."""
+
+    batch: Sequence[int] = ()
+    sequence: Sequence[int] = ()
+    width: Sequence[int] = ()
+    context: Sequence[int] = ()
+    """Those of the sequence that split it in the batch's arguments as well."""
+
+
 Assignment = Mapping[int, Sequence[int]]
 """Dim -> mesh axes (by number) that split it."""
 
@@ -148,22 +159,30 @@ def split_by_group(
     return {}
 
 
+def held(model: Model, name: str, arguments: Mapping[int, Assignment]) -> Baseline | None:
+    """A baseline from specs of arguments alone, and of the results that replace them; everything else is left to the
+    solver. None if one has no such spec."""
+    wanted = {model.graph.arguments[p]: spec for p, spec in arguments.items()}
+    wanted |= {result: wanted[argument] for result, argument in model.structure.ties if argument in wanted}
+    allowed: dict[int, NDArray[np.bool_]] = {}
+    good = all(_allow(model, allowed, tensor, asked) for tensor, asked in wanted.items())
+    return Baseline(name, allowed) if good else None
+
+
 def restricted(
     model: Model,
     groups: Groups,
     name: str,
     parameters: Mapping[int, Assignment],
-    data: Sequence[int],
-    sequence: Sequence[int],
+    stream: Stream,
     updated: Mapping[int, Assignment] | None = None,
-    context: Sequence[int] = (),
 ) -> Baseline | None:
-    """A baseline from specs of the parameters, the axes of the batch, and those of the residual stream's sequence.
+    """A baseline from specs of the parameters and of the residual stream, whose batch is split as the batch is.
 
-    New values are computed as `updated` says (as the arguments that they replace, without it). `context` are axes of
-    the sequence that split it in the batch's arguments as well. The residual stream is
-    split as the batch is; everything else is left to the solver. None if the batch does not divide.
+    New values are computed as `updated` says (as the arguments that they replace, without it). Everything else is left
+    to the solver. None if the batch does not divide.
     """
+    data, context = stream.batch, stream.context
     allowed: dict[int, NDArray[np.bool_]] = {}
     structure = model.structure
     wanted = {model.graph.arguments[p]: spec for p, spec in parameters.items()}
@@ -187,10 +206,10 @@ def restricted(
             of = {groups.of_factor[(cluster.id, f)]: f for f in range(len(cluster.sizes)) if f not in cluster.blocked}
             if groups.batch is None or not {groups.batch, groups.hidden} <= set(of) or len(of) > 3:
                 continue
-            stream = {of[groups.batch]: data}
+            split = {of[groups.batch]: data, of[groups.hidden]: stream.width}
             if groups.sequence in of:
-                stream[of[groups.sequence]] = sequence  # type: ignore[index]
-            allow_factors(model, allowed, cluster.id, stream)
+                split[of[groups.sequence]] = stream.sequence  # type: ignore[index]
+            allow_factors(model, allowed, cluster.id, split)
     return Baseline(name, allowed)
 
 

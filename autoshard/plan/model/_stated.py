@@ -12,7 +12,9 @@ from autoshard.plan.model._groups import Groups, tensor_groups
 from autoshard.plan.model._model import Model
 from autoshard.plan.model._restrict import (
     Baseline,
+    Stream,
     allow_factors,
+    held,
     restricted,
     split_by_group,
     split_parameters,
@@ -33,7 +35,8 @@ class Uses:
     spread: Sequence[int]
     """FSDP: the batch is split, parameters are spread."""
     tensor: Sequence[int]
-    """Megatron's tensor parallelism: heads, ffn and vocabulary are split, and the residual stream's sequence."""
+    """Megatron's tensor parallelism: heads, ffn and vocabulary are split, and the residual stream's sequence, or its
+    width."""
     experts: Sequence[int] = ()
     """Expert parallelism: experts' parameters are split by expert; for everything else these are as `spread`."""
     context: Sequence[int] = ()
@@ -43,6 +46,8 @@ class Uses:
     """The optimizer's state is spread over `copies`, whose parameters are whole (ZeRO-1)."""
     exchange: str = "auto"
     """How queries meet keys and values of other devices of `context`: with `heads`, heads are split in attention."""
+    on_width: bool = False
+    """Over `tensor` the residual stream is split on its width, not on its sequence."""
     holds_head: bool = True
     """Matmuls outside of layers have their batch split too, so that the head's weights are gathered. Else it may be
     computed in parts of its vocabulary from gathered activations, which is cheaper where tokens are few."""
@@ -71,13 +76,41 @@ def stated(model: Model, groups: Groups, name: str, uses: Uses) -> Baseline | No
             if argument.role is Role.OPTIMIZER_STATE and model.structure.cluster_of[model.graph.arguments[p]] >= 0:
                 parameters[p] = updated[p] = spread_over(model, p, copies, {})
     data = (*copies, *spread, *experts)
-    along = (*uses.context, *(tensor if parts > 1 else ()))
-    found = restricted(model, groups, name, parameters, data, along, updated, uses.context)
+    inner = tensor if parts > 1 else ()
+    along, across = ((), inner) if uses.on_width else (inner, ())
+    stream = Stream(data, (*uses.context, *along), across, uses.context)
+    found = restricted(model, groups, name, parameters, stream, updated)
     if found is not None:
-        held = _Held(chosen, by_expert, uses, -1 if groups.batch is None else groups.batch, groups.sequence)
-        if not _hold_inner(model, groups, found.allowed, held):
+        run = _Held(chosen, by_expert, uses, -1 if groups.batch is None else groups.batch, groups.sequence)
+        if not _hold_inner(model, groups, found.allowed, run):
             return None
     return found
+
+
+def stationary(
+    model: Model, groups: Groups, name: str, width: Sequence[int], inner: Sequence[int], *, by_batch: bool
+) -> Baseline | None:
+    """A step of serving whose weights stay where they are: ffn and heads split over `inner`, the model's width over
+    `width` (Pope et al. 2022). With `by_batch` the cache is split by sequence over both, else by heads where they
+    divide. None if the program's sizes do not allow it."""
+    parts = math.prod(model.axis_sizes[a] for a in inner)
+    chosen = tensor_parallel_groups(model, groups, parts)
+    if not chosen:
+        return None
+    parameters = {}
+    for p in split_parameters(model):
+        taken = split_by_group(model, groups, p, chosen, inner)
+        parameters[p] = spread_over(model, p, width, taken) if width else taken
+    for p, argument in enumerate(model.program.arguments):
+        if argument.name.startswith("cache."):  # [layers, sequences, heads, tokens, head size], or one layer's
+            own = tensor_groups(model.structure, groups.of_factor, model.graph.arguments[p])
+            dim = own.index(groups.batch) + (not by_batch)
+            axes = sorted((*width, *inner)) if by_batch else inner
+            divides = argument.shape[dim] % math.prod(model.axis_sizes[a] for a in axes) == 0
+            if by_batch and not divides:
+                return None
+            parameters[p] = {dim: tuple(axes)} if divides else {}
+    return held(model, name, parameters)
 
 
 def _expert_groups(model: Model, groups: Groups, count: int) -> set[int]:
@@ -150,8 +183,8 @@ def _hold_inner(
             allow_factors(model, allowed, cluster.id, spec)
     for op_id, node in model.op_node.items():
         of = groups_of_op(model, groups, op_id)
-        held = run.uses.holds_head or model.graph.ops[op_id].loop >= 0
-        spec = run.spec(groups.batch, of) if held and groups.batch in of else None
+        holds = run.uses.holds_head or model.graph.ops[op_id].loop >= 0
+        spec = run.spec(groups.batch, of) if holds and groups.batch in of else None
         if spec is not None and op_id in attentions:
             spec = run.attending(attentions[op_id], of)
         if spec is not None:

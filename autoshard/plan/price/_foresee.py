@@ -182,10 +182,9 @@ class _Values:
                 spans[self.span(place)] += -size * away[:, number] if path == INPUT else size * kept[:, number]
                 if place.loop >= 0:  # one trip's is on its way beside what the next one computes
                     spans[self.span(place)] += self.local_bytes(place) * away[:, number]
-                    if is_copied(self.model.graph.tensors[place.made].shape):
-                        stays = ~away[:, number] if path == INPUT else kept[:, number]
+                    if path == INPUT and is_copied(self.model.graph.tensors[place.made].shape):
                         span = self.model.graph.loops[place.loop].stop, self.span(place)[1]
-                        spans[span] += size * (stays & away.any(axis=1))
+                        spans[span] += size * (~away[:, number] & away.any(axis=1))
                 for tensor, start, stop in self.model.liveness.buffers:
                     if tensor in place.again:  # a slice of the stack is read where it lies
                         spans[start, stop] -= self.local_bytes(place, tensor) * kept[:, number]

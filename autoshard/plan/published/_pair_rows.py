@@ -13,12 +13,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from autoshard.base.reading import read_json
-from autoshard.cost import Chip, Topology, chip_names, load_chip, read_flags
+from autoshard.cost import Topology, read_flags
 from autoshard.errors import UserError
+from autoshard.plan.published._customs import stack_axis, stream_on_width
 from autoshard.plan.published._pair_dims import DIMS, stated_decoder, whole_number
+from autoshard.plan.published._pair_hardware import stated_topology
 from autoshard.plan.published._pair_options import OPTIONS
 from autoshard.plan.published._pair_stages import STAGED, staged
-from autoshard.plan.published._published import IncompleteError, Run, made_of, slice_shape, stack_axis
+from autoshard.plan.published._published import IncompleteError, Run
+from autoshard.plan.published._serving_rows import ServingRun, read_serving
 from autoshard.program import SAVABLE, SAVED, KernelBlocks
 from autoshard.units import GIB
 
@@ -41,8 +44,6 @@ _TORCHPRIME = {
     "splash": KernelBlocks((2048, 2048), (2048, 2048), (2048, 2048), fused=True),
 }
 """Blocks of the kernels that torchprime calls: of its attention module, and torch_xla.experimental.splash_attention."""
-_TIMES = ("step_time_s", "device_s", "tokens_per_s_per_chip")
-"""What a row says of its time."""
 _SAVES: dict[str, str] = {
     "decoder_layer_input": "input",
     "query_proj": "query",
@@ -67,7 +68,7 @@ class MeasuredPlan:
     """The choices without how they were said or measured (`trainer`, `shard_mode`): rows that share it are one
     plan."""
     run: Run | None
-    """What ran, to be rebuilt; None if that is not possible."""
+    """The training that ran, to be rebuilt; None if that is not possible."""
     skipped: str = ""
     """Why it cannot be rebuilt; empty if it can."""
     step_s: float | None = None
@@ -78,6 +79,8 @@ class MeasuredPlan:
     """Peak memory of one device, or what a device would have needed; None where it is not stated."""
     fits: bool | None = None
     """Whether the plan ran; False if it ran out of memory, None if nobody says."""
+    serving: ServingRun | None = None
+    """The steps of serving that ran in place of a training."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -162,18 +165,22 @@ def _row(group: Mapping[str, Any], row: Mapping[str, Any], origin: str) -> Measu
     bare = MeasuredPlan(" ".join(words.values()) or "-", choice or "-", None)
     try:
         _check_measured(row, origin)
-        run = _run(group, plan)
+        run = read_serving(group, plan) if "phase" in plan else _run(group, plan)
     except (IncompleteError, UserError) as error:
         return dataclasses.replace(bare, skipped=str(error))
     except (KeyError, TypeError, ValueError) as error:
         return dataclasses.replace(bare, skipped=f"{origin} holds a value of another kind than is expected: {error}")
     on_device = group.get("order_metric") == "device_s"
-    return dataclasses.replace(_measured(bare, row, run, on_device), run=run)
+    found = _measured(bare, row, run, on_device)
+    return (
+        dataclasses.replace(found, serving=run) if isinstance(run, ServingRun) else dataclasses.replace(found, run=run)
+    )
 
 
 def _check_measured(row: Mapping[str, Any], origin: str) -> None:
     for key in (
         "step_time_s",
+        "latency_s",
         "device_s",
         "tokens_per_s_per_chip",
         "peak_memory_gib",
@@ -186,11 +193,11 @@ def _check_measured(row: Mapping[str, Any], origin: str) -> None:
             raise UserError(f"{origin}: {key} is {value!r}, expected a number above 0")
 
 
-def _measured(bare: MeasuredPlan, row: Mapping[str, Any], run: Run, on_device: bool) -> MeasuredPlan:
+def _measured(bare: MeasuredPlan, row: Mapping[str, Any], run: Run | ServingRun, on_device: bool) -> MeasuredPlan:
     """With `on_device` times are those of the devices alone, by which the source orders its rows: what a host does
     between steps is not the plan's. A row that does not state it ran, but has no time to compare."""
     tokens, chips = run.batch * run.seq, run.topology.num_chips
-    step, rate = row.get("step_time_s"), row.get("tokens_per_s_per_chip")
+    step, rate = row.get("step_time_s", row.get("latency_s")), row.get("tokens_per_s_per_chip")
     if step is None and rate is not None:
         step = tokens / (rate * chips)
     ran = step is not None
@@ -215,7 +222,7 @@ def _run(group: Mapping[str, Any], plan: Mapping[str, Any]) -> Run:
     if unknown:
         raise IncompleteError(f"{unknown[0]}={plan[unknown[0]]} is not rebuilt")
     assumed: list[str] = []
-    topology = _topology(group, assumed)
+    topology = stated_topology(group, assumed)
     decoder = stated_decoder(group["model"], said)
     if isinstance(group["model"], dict) and group["model"].get("mtp_layers"):
         decoder = dataclasses.replace(decoder, ahead=whole_number(group["model"], "mtp_layers"))
@@ -233,41 +240,12 @@ def _run(group: Mapping[str, Any], plan: Mapping[str, Any]) -> Run:
         _blocks(said, assumed), _flags(group, said), 0.0, tuple(assumed), **dtypes,
         offloads=offloads, experts=degrees["ep"], context=degrees["cp"],
         stack_axis=stack_axis(str(said.get("framework", ""))),
+        stream_on_width=stream_on_width(str(said.get("framework", ""))),
     )  # fmt: skip
     for key, change in OPTIONS.items():
         if key in said:
             run = change(run, said[key])
     return staged(run, said, degrees["pp"])
-
-
-def _topology(group: Mapping[str, Any], assumed: list[str]) -> Topology:
-    chip = _chip(group)
-    if not str(group["chips"]).isdigit():
-        raise IncompleteError(f"the number of chips is not stated ({group['chips']})")
-    count, slices = int(group["chips"]), whole_number(group, "slices", 1)
-    if count % slices:
-        raise IncompleteError(f"{count} chips do not make {slices} slices")
-    text = str(group.get("topology", ""))
-    shapes = [s for s in re.findall(r"\b\d+(?:x\d+)+\b", text) if math.prod(map(int, s.split("x"))) == count // slices]
-    if not shapes:
-        shapes = [slice_shape(chip, count // slices) or str(count // slices)]
-        assumed.append(f"topology {shapes[0]}")
-    found = made_of(chip, shapes[0], slices)
-    if found.num_chips != count:
-        raise IncompleteError(f"{count} chips are stated, but {found.name} has {found.num_chips}")
-    return found
-
-
-def _chip(group: Mapping[str, Any]) -> Chip:
-    """The chip that the hardware's text names; the one called likely where it names two."""
-    words = re.findall(r"[a-z]+\d+[a-z]*", str(group["hardware"]).lower())
-    known = {alias: name for name in chip_names() for alias in (name, *load_chip(name).aliases)}
-    found = [known[word] for word in words if word in known]
-    if not found:
-        raise IncompleteError(
-            f"the chip of {str(group['hardware'])[:60]!r} is not known ({', '.join(chip_names())} are)"
-        )
-    return load_chip(found[-1] if "likely" in str(group["hardware"]) else found[0])
 
 
 def _degrees(said: Mapping[str, Any], topology: Topology) -> dict[str, int]:

@@ -14,6 +14,7 @@ from autoshard.plan.price._predict import evaluate
 from autoshard.plan.published._pair_rows import MeasuredGroup, MeasuredPlan, read_groups
 from autoshard.plan.published._published import IncompleteError, Run
 from autoshard.plan.published._rebuild import rebuild, source_group, unseen_seconds
+from autoshard.plan.published._serving_rows import ServingRun, rebuild_serving
 
 
 NOISE = 0.02
@@ -154,20 +155,23 @@ def validate_pairs(
 
 
 def _priced_group(group: MeasuredGroup) -> PairGroup:
-    prices: dict[Run, tuple[float, float, int]] = {}
+    prices: dict[Run | ServingRun, tuple[float, float, int]] = {}
     return PairGroup.of(group, [_priced_row(group, row, prices) for row in group.rows])
 
 
-def _priced_row(group: MeasuredGroup, row: MeasuredPlan, prices: dict[Run, tuple[float, float, int]]) -> PairRow:
-    run, bare = row.run, PairRow.measured(row)
+def _priced_row(
+    group: MeasuredGroup, row: MeasuredPlan, prices: dict[Run | ServingRun, tuple[float, float, int]]
+) -> PairRow:
+    run, bare = row.run or row.serving, PairRow.measured(row)
     if run is None:
         return bare
     try:
         if run not in prices:
-            model, choices = rebuild(run)
-            outcome = evaluate(model, choices)
+            serves = isinstance(run, ServingRun)
+            model, choices = rebuild_serving(run) if serves else rebuild(run)
+            outcome, steps = evaluate(model, choices), run.steps if serves else 1
             unseen = unseen_seconds(model, choices, run, source_group(group.source))
-            prices[run] = outcome.step_time_s, unseen, outcome.peak_bytes
+            prices[run] = steps * outcome.step_time_s, steps * unseen, outcome.peak_bytes
     except (IncompleteError, UserError) as error:
         return dataclasses.replace(bare, skipped=str(error))
     step, unseen, peak = prices[run]

@@ -13,6 +13,7 @@ from typing import Any
 from autoshard.base.reading import read_json
 from autoshard.cost import Chip, Decoder, Topology, chip_names, load_chip, read_flags, slice_names
 from autoshard.errors import UserError
+from autoshard.plan.published._customs import stack_axis, stream_on_width
 from autoshard.program import SAVABLE, SAVED, GroupedKernels, GroupedTiles, KernelBlocks, Pipeline
 
 
@@ -88,6 +89,8 @@ class Run:
     """Tokens come in an order in which all parts of a sequence see as many."""
     stack_axis: int = 0
     """The dim of stacked parameters that counts layers (MaxText's `param_scan_axis`)."""
+    stream_on_width: bool = False
+    """Tensor parallelism splits the residual stream on its width, not on its sequence."""
     scanned: bool = True
     """Layers are a loop over stacked parameters; else they stand one after the other."""
 
@@ -293,12 +296,8 @@ def parse_run(row: Mapping[str, Any]) -> Run | MatmulRun:
     return Run(
         decoder, topology, copies, spread, tensor, batch, int(row["seq"]), remat, saves, flash, blocks,
         read_flags(row.get("xla_flags")), step, tuple(assumed), stack_axis=stack_axis(str(row["source"])),
+        stream_on_width=stream_on_width(str(row["source"])),
     )  # fmt: skip
-
-
-def stack_axis(framework: str) -> int:
-    """The dim of stacked parameters that counts layers where nothing is said: 1 in MaxText (`param_scan_axis`)."""
-    return int("maxtext" in framework.lower())
 
 
 def _chip(row: Mapping[str, Any]) -> Chip:

@@ -23,6 +23,7 @@ from autoshard.plan.model._stated import Uses, stated
 from autoshard.plan.price._predict import evaluate
 from autoshard.plan.price._reading import Reading, build_model, read_program
 from autoshard.plan.published._published import IncompleteError, MatmulRun, Run, parse_run, read_rows
+from autoshard.plan.published._serving_rows import ServingRun
 from autoshard.plan.record._plan import Plan
 from autoshard.plan.solve._solve import Solved, Terms, solve_within
 from autoshard.plan.solve._weights import even_weights, normalise
@@ -188,13 +189,13 @@ def _step(bare: PublishedRow, run: Run) -> PublishedRow:
     )
 
 
-def unseen_seconds(model: Model, choices: NDArray[np.int64], run: Run, source: str) -> float:
+def unseen_seconds(model: Model, choices: NDArray[np.int64], run: Run | ServingRun, source: str) -> float:
     """Seconds of a run's step, priced with figures that were fitted without the runs of one source."""
     figures = with_flags(without_source(run.topology.chip.name, source), run.flags).calibration
     reading = Reading(
         model.graph, model.structure, model.liveness, find_groups(model.program, model.graph, model.structure)
     )
-    staged = run.pipeline is not None
+    staged = isinstance(run, Run) and run.pipeline is not None
     again = build_model(model.program, reading, model.mesh, run.topology.usable_bytes, figures, staged=staged)
     return evaluate(again, choices).step_time_s
 
@@ -285,6 +286,7 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
         exchange=run.exchange,
         expert_count=run.decoder.experts,
         spreads_state=run.spreads_state,
+        on_width=run.stream_on_width,
         holds_head=run.head_on_width or run.spread == 1,
     )
     stage = list(sizes).index(STAGE) if staged else None

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from autoshard.exec.tpu._libtpu import Compiled
-from autoshard.exec.tpu._live import host_arguments, memory_at_peak
+from autoshard.exec.ahead._libtpu import Compiled
+from autoshard.exec.ahead._live import host_arguments, memory_at_peak
 from autoshard.plan import Plan, Spec
 from tests.exec.planned_programs import handmade, mlp
 

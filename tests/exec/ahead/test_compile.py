@@ -14,11 +14,11 @@ import pytest
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
 from autoshard.exec import Verdict, compile_figures, compile_lines, compile_plan
+from autoshard.exec.ahead import _libtpu as room
+from autoshard.exec.ahead._compile import report
+from autoshard.exec.ahead._libtpu import Compiled, libtpu_topology, parse_out_of_memory
 from autoshard.exec.hlo._collectives import plan_mesh, read_collectives
 from autoshard.exec.hlo._unforeseen import unforeseen
-from autoshard.exec.tpu import _libtpu as room
-from autoshard.exec.tpu._compile import report
-from autoshard.exec.tpu._libtpu import Compiled, libtpu_topology, parse_out_of_memory
 from autoshard.plan import Collective, Plan
 from autoshard.program import trace
 from tests.exec import planned_programs as made
@@ -72,7 +72,7 @@ def processes() -> set[str]:
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
                 continue
-            if "_tpu_worker" in command and f"PPid:\t{os.getpid()}" in (entry / "status").read_text():
+            if "_worker" in command and f"PPid:\t{os.getpid()}" in (entry / "status").read_text():
                 found.add(entry.name)
     return found
 

@@ -5,14 +5,14 @@ import enum
 import re
 from typing import Any
 
+from autoshard.exec.ahead._libtpu import Compiled, compile_with_libtpu
+from autoshard.exec.ahead._live import host_arguments, memory_at_peak
 from autoshard.exec.hlo._collectives import CompiledCollective, plan_mesh, read_collectives, wire_by_axis
 from autoshard.exec.hlo._estimate import Estimate, decided, estimate
 from autoshard.exec.hlo._flops import FlopCheck, check_flops
 from autoshard.exec.hlo._hlo import parse_hlo
 from autoshard.exec.hlo._unforeseen import Unforeseen, involuntary, unforeseen
 from autoshard.exec.run._measure import verify_program
-from autoshard.exec.tpu._libtpu import Compiled, compile_with_libtpu
-from autoshard.exec.tpu._live import host_arguments, memory_at_peak
 from autoshard.plan import Plan
 from autoshard.program import Program
 from autoshard.units import format_bytes

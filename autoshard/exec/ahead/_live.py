@@ -5,8 +5,8 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from autoshard.exec.ahead._libtpu import Compiled
 from autoshard.exec.hlo._hlo import HOST_SPACE, Shape, tiling
-from autoshard.exec.tpu._libtpu import Compiled
 from autoshard.plan import Plan
 
 

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 
 from autoshard.errors import UserError
-from autoshard.exec.tpu._compile import CompileReport, Verdict, compile_plan
+from autoshard.exec.ahead._compile import CompileReport, Verdict, compile_plan
 from autoshard.plan import (
     IncompleteError,
     MeasuredPlan,
@@ -49,7 +49,7 @@ def compile_pairs(
 def _row(row: MeasuredPlan, seen: dict[Run, CompileReport | str], time_limit: float) -> PairRow:
     run, bare = row.run, PairRow.measured(row)
     if run is None:
-        return bare
+        return bare if row.serving is None else dataclasses.replace(bare, skipped="steps of serving are not compiled")
     if run not in seen:
         try:
             seen[run] = compile_plan(*stated_plan(run), time_limit=time_limit)

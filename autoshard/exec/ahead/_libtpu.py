@@ -147,7 +147,7 @@ def _run(directory: Path, time_limit: float, topology: str, flags: Sequence[str]
     log = directory / "stderr.txt"
     with open(log, "wb") as stderr:
         process = subprocess.Popen(
-            python_command("autoshard.exec.tpu._tpu_worker", str(directory)),
+            python_command("autoshard.exec.ahead._worker", str(directory)),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
