@@ -16,8 +16,10 @@ from autoshard.graph._in_transit import copied_stacks, in_transit
 from autoshard.graph._interleaved import interleaved_passes
 from autoshard.graph._manual import IN, OUT
 from autoshard.graph._records import Op, OpClass, OpGraph
+from autoshard.graph._side_by_side import matmuls_of_stages
 from autoshard.graph._softmax import Softmax, is_batched
 from autoshard.graph._stored import stored, widened
+from autoshard.graph._taken_apart import chosen, taken_apart
 from autoshard.graph._turned import Passes, turned_passes
 
 
@@ -88,7 +90,8 @@ def analyse(
             consumers[tensor].append(op.id)
     wide = widened(graph)
     sizes = [t.elements * wide[t.id] if t.id in wide else t.bytes for t in graph.tensors]
-    pinned = set(graph.results)
+    pinned = {*graph.results, *taken_apart(graph)}
+    inner = _plain_matmuls(graph) if fused_matmuls else frozenset()
     for loop in graph.loops:
         for carry in loop.carries:
             pinned.update((carry.init, carry.update))
@@ -135,7 +138,7 @@ def analyse(
         writes = []
         for tensor in op.results:
             users, after = consumers[tensor], ends[tensor]
-            if _is_written(graph, op.id, tensor, users, after, reads, pinned, sizes, kernels, fused_matmuls):
+            if _is_written(graph, op.id, tensor, users, after, reads, pinned, sizes, kernels, fused_matmuls, inner):
                 materialised.add(tensor)
                 reach[tensor] = frozenset((tensor,))
                 writes.append(tensor)
@@ -152,6 +155,10 @@ def analyse(
     away_or_apart = away.union(*(softmax.tensors for softmax in softmaxes))
     buffers = (*buffers, *in_transit(graph, reach, away), *copied_stacks(graph, away))
     buffers = tuple(buffer for buffer in buffers if buffer[0] not in away_or_apart)
+    if fused_matmuls:
+        buffers += tuple(
+            (t, graph.tensors[t].producer, _outlast(graph, t, last) + 1) for t, last in chosen(graph).items()
+        )
     more, widths = stored(graph, buffers, wide, (updates or {}) if fused_matmuls else ())
     buffers = tuple(sorted((*buffers, *more)))
     passes = [Passes(tensor, loop, 2) for tensor, loop in copied]
@@ -231,7 +238,9 @@ def _is_written(
     sizes: Sequence[int],
     kernels: Collection[int],
     fused_matmuls: bool,
+    inner: Collection[int],
 ) -> bool:
+    """`inner`: matmuls whose kernels compute what leads to them."""
     op = graph.ops[op_id]
     if _ends(op, pinned, kernels):
         return True
@@ -239,7 +248,7 @@ def _is_written(
         return True  # else it goes to the host as the stack's slice
 
     def inside(user: int) -> bool:
-        return fused_matmuls and graph.ops[user].loop == op.loop and _is_plain_matmul(graph.ops[user])
+        return user in inner and graph.ops[user].loop == op.loop
 
     apart = any(u in kernels and not inside(u) for u in users)
     if fused_matmuls and sum(graph.ops[u].kind in _PARTS for u in users) > 1:
@@ -292,9 +301,10 @@ def _ends_of(
     return found
 
 
-def _is_plain_matmul(op: Op) -> bool:
-    """True for a dot without batch dims. Of those with some, `_softmax` has the ones of attention."""
-    return op.kind == "dot_general" and op.rule is not None and not is_batched(op)
+def _plain_matmuls(graph: OpGraph) -> frozenset[int]:
+    """Dots without batch dims, those of stages among them. Of others `_softmax` has the ones of attention."""
+    dots = (op for op in graph.ops if op.kind == "dot_general" and op.rule is not None)
+    return matmuls_of_stages(graph).union(op.id for op in dots if not is_batched(op))
 
 
 def _buffers(

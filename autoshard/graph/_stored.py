@@ -16,6 +16,7 @@ Buffer = tuple[int, int, int]
 
 _MATMULS = frozenset({"dot_general", "convolution"})
 _VIEWS = frozenset({"reshape", "transpose", "broadcast_in_dim", "sharding_constraint"})
+_PLACED = frozenset({"reshape", "transpose", "slice"})
 
 
 def stored(
@@ -31,7 +32,8 @@ def stored(
             widths[buffer] = wide[buffer[0]]
     narrow = _filled_narrow(graph)
     widths |= {buffer: narrow[buffer[0]] for buffer in buffers if buffer[0] in narrow}
-    copied = _converted(graph)
+    copied, between = _converted(graph)
+    widths |= {buffer: between[buffer[0]] for buffer in buffers if buffer[0] in between}
     for buffer, width in _copied(graph, updated).items():
         copied[buffer] = copied.get(buffer, 0) + width
     widths |= copied
@@ -126,29 +128,58 @@ def _outermost(graph: OpGraph, loop: int) -> int:
     return loop
 
 
-def _converted(graph: OpGraph) -> dict[Buffer, int]:
-    """A stack that loops narrow slice by slice: its narrow copy, from the first of these loops to the last."""
+def _laid_out(makers: Mapping[int, Op], tensor: int) -> int:
+    """What a value outside of loops is another layout or a part of: where layers are stacked along another dim than the
+    first, they are transposed before a loop; where they stand in stages, they are parted and set side by side."""
+    maker = makers.get(tensor)
+    while maker is not None and maker.kind in _PLACED and maker.loop < 0:
+        tensor = maker.operands[0]
+        maker = makers.get(tensor)
+    return tensor
+
+
+def _converted(graph: OpGraph) -> tuple[dict[Buffer, int], dict[int, int]]:
+    """A stack that loops narrow slice by slice: its narrow copy, from the first of these loops to the last. And what
+    lies between: values that are slices of such stacks, or chosen among them, by their bytes of an element."""
     makers = {tensor: op for op in graph.ops for tensor in op.results}
     spans: dict[tuple[int, int], tuple[int, int]] = {}
+    between: dict[int, int] = {}
     for op in graph.ops:
         if op.kind != "convert" or op.loop < 0:
             continue
         width = _itemsize(graph, op.results[0])
-        source = op.operands[0]
-        if width >= _itemsize(graph, source):
+        if width >= _itemsize(graph, op.operands[0]):
             continue
-        maker = makers.get(source)
-        while maker is not None and maker.kind in _VIEWS and maker.loop == op.loop:
-            maker = makers.get(maker.operands[0])
-        if maker is None or maker.op_class is not OpClass.LAYER or maker.kind != "dynamic_slice":
+        stacks, passed = _sliced(makers, op.operands[0])
+        if not stacks or any(_laid_out(makers, stack) not in graph.arguments for stack in stacks):
             continue
-        stack = maker.operands[0]
-        turned = makers.get(stack)  # stacked along another dim than the first, it comes transposed
-        given = turned.operands[0] if turned is not None and turned.kind == "transpose" else stack
-        if given not in graph.arguments:
-            continue
+        between |= dict.fromkeys(passed, width)
         outer = _outermost(graph, op.loop)
         start, stop = graph.loops[outer].start, graph.loops[outer].stop
-        before = spans.get((stack, width), (start, stop))
-        spans[(stack, width)] = (min(before[0], start), max(before[1], stop))
-    return {(stack, start, stop): width for (stack, width), (start, stop) in spans.items()}
+        for stack in stacks:
+            before = spans.get((stack, width), (start, stop))
+            spans[(stack, width)] = (min(before[0], start), max(before[1], stop))
+    return {(stack, start, stop): width for (stack, width), (start, stop) in spans.items()}, between
+
+
+def _sliced(makers: Mapping[int, Op], tensor: int) -> tuple[set[int], set[int]]:
+    """The stacks whose slices a value in a loop is, or is chosen among, and what lies between; none if it is not."""
+    stacks, passed, left = set[int](), set[int](), [(tensor, False)]
+    while left:
+        value, is_slice = left.pop()
+        maker = makers.get(value)
+        if maker is None or maker.loop < 0:
+            if not is_slice:
+                return set(), set()
+            stacks.add(value)
+            continue
+        passed.add(value)
+        if maker.kind == "select":
+            left += ((each, is_slice) for each in maker.operands[1:])
+        elif maker.kind == "dynamic_slice" and maker.op_class in (OpClass.LAYER, OpClass.POINTWISE):
+            left.append((maker.operands[0], is_slice or maker.op_class is OpClass.LAYER))
+        elif maker.kind in _VIEWS:
+            left.append((maker.operands[0], is_slice))
+        else:
+            return set(), set()
+    return stacks, passed

@@ -13,6 +13,7 @@ copied again in the backward pass, which is written out here: `jax.grad` of the 
 and would add gradients of all chunks where one has changed.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,7 +77,9 @@ def _around(layer: Callable[[Any, Any], Any], weights: Any, parts: Any, stages: 
     def flat(outside: Sequence[Any], x: Sequence[Any], w: Sequence[Any]) -> list[Any]:
         return core.eval_jaxpr(closed.jaxpr, outside, *x, *w)
 
-    run = _Rounds(flat, stages, count, rounds)
+    # A part of the state that no layer changes is there for the others: it has a gradient only if it is asked for one.
+    changed = [new is not old for new, old in zip(closed.jaxpr.outvars, closed.jaxpr.invars, strict=False)]
+    run = _Rounds(flat, stages, count, rounds, changed)
     done = _differentiable(run)(jax.tree.leaves(weights), list(closed.consts), jax.tree.leaves(parts))
     return tree.unflatten(done)
 
@@ -84,8 +87,11 @@ def _around(layer: Callable[[Any, Any], Any], weights: Any, parts: Any, stages: 
 class _Rounds:
     """The loop over the ticks of several rounds, and its gradient; trees are lists of leaves here."""
 
-    def __init__(self, layer: Callable[..., list[Any]], stages: int, count: int, rounds: int) -> None:
+    def __init__(
+        self, layer: Callable[..., list[Any]], stages: int, count: int, rounds: int, changed: Sequence[bool]
+    ) -> None:
         self.layer, self.stages, self.count, self.rounds = layer, stages, count, rounds
+        self.changed = changed
         self.ticks = count * rounds + stages - 1
 
     def picked(self, weights: Sequence[Any], tick: Any) -> list[Any]:
@@ -124,8 +130,14 @@ class _Rounds:
         last = (begun // self.stages) % self.rounds == self.rounds - 1
         return (begun >= 0) & last
 
-    def forward(self, weights: Any, outside: Any, parts: Any, keep: bool) -> tuple[list[Any], Any]:
-        """Results by microbatch; with `keep` also what the backward pass needs of every tick, and how to read it."""
+    def moving(self, *asked: Sequence[bool]) -> "_Moving":
+        """What has gradients, of weights, of what comes from outside and of the microbatches that are `asked` for."""
+        weights, outside, parts = map(tuple, asked)
+        state = tuple(own or new for own, new in zip(parts, self.changed, strict=True))
+        return _Moving(weights, outside, parts, state)
+
+    def forward(self, weights: Any, outside: Any, parts: Any, moving: "_Moving | None") -> tuple[list[Any], Any]:
+        """Results by microbatch; and for gradients of what moves, what every tick keeps for them and how to read it."""
         import jax
         import jax.numpy as jnp
 
@@ -140,8 +152,8 @@ class _Rounds:
                 for new, rolled in zip(given, [jnp.roll(leaf, 1, axis=0) for leaf in state], strict=True)
             ]
             own = self.picked(weights, tick)
-            if keep:
-                state, kept = self._recorded(own, outside, state, known)
+            if moving is not None:
+                state, kept = self._recorded(own, outside, state, moving, known)
             else:
                 state, kept = self._computed(own, outside, state), None
             # Earlier rounds write into the places of their microbatches too: the last one is what stays.
@@ -156,25 +168,33 @@ class _Rounds:
     def _computed(self, own: Any, outside: Any, state: Any) -> list[Any]:
         return _chunk(lambda x, w: self.layer(outside, x, w), own, state)
 
-    def _recorded(self, own: Any, outside: Any, state: Any, known: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    def _recorded(
+        self, own: Any, outside: Any, state: Any, moving: "_Moving", known: dict[str, Any]
+    ) -> tuple[list[Any], list[Any]]:
         """The state after a tick, and what its gradient needs but for the weights, which are found again."""
         import jax
 
-        floats, others = zip(*(_split(leaves) for leaves in (own, outside, state)), strict=True)
+        leaves = (own, outside, state)
+        masks = list(map(_and_float, leaves, (moving.weights, moving.outside, moving.state)))
+        floats, others = zip(*map(_split, leaves, masks), strict=True)
 
-        def run(*moving: Any) -> tuple[list[Any], list[Any]]:
-            like = (own, outside, state)
-            return _split(self._computed(*map(_merged, like, moving, others)))
+        def run(*given: Any) -> tuple[list[Any], list[Any]]:
+            return _split(self._computed(*map(_merged, masks, given, others)), masks[2])
 
         after, back, rest = jax.vjp(run, *floats, has_aux=True)
-        leaves, tree = jax.tree.flatten(back)
+        found, tree = jax.tree.flatten(back)
         ids = {id(leaf): number for number, leaf in enumerate(own)}
-        known["tree"], known["own"] = tree, [ids.get(id(leaf)) for leaf in leaves]
-        kept = [leaf for leaf, number in zip(leaves, known["own"], strict=True) if number is None]
-        return _merged(state, after, rest), kept
+        known["tree"], known["own"] = tree, [ids.get(id(leaf)) for leaf in found]
+        kept = [leaf for leaf, number in zip(found, known["own"], strict=True) if number is None]
+        return _merged(masks[2], after, rest), kept
 
-    def backward(self, weights: Any, outside: Any, parts: Any, kept: Any, above: Any) -> tuple[Any, Any, Any]:
-        """Gradients of weights, of what comes from outside, and of the microbatches, those of floats."""
+    def backward(
+        self, weights: Any, outside: Any, parts: Any, kept: Any, above: Any, moving: "_Moving"
+    ) -> tuple[Any, Any, Any]:
+        """Gradients of weights, of what comes from outside, and of the microbatches, those of what moves.
+
+        `above` are those of the results, for what moves of the state.
+        """
         import jax
         import jax.numpy as jnp
 
@@ -202,12 +222,12 @@ class _Rounds:
             of_weights = [self._added(total, new, tick) for total, new in zip(of_weights, of_own, strict=True)]
             return (state, of_weights, [a + b for a, b in zip(of_outside, more, strict=True)], of_parts), None
 
-        moving = _floats(parts)
+        of_state = _split(parts, _and_float(parts, moving.state))[0]
         begin = (
-            [jnp.zeros((self.stages, *leaf.shape[1:]), leaf.dtype) for leaf in moving],
-            [jnp.zeros_like(leaf) for leaf in _floats(weights)],
-            [jnp.zeros_like(leaf) for leaf in _floats(outside)],
-            [jnp.zeros((leaf.shape[0], self.stages, *leaf.shape[1:]), leaf.dtype) for leaf in moving],
+            [jnp.zeros((self.stages, *leaf.shape[1:]), leaf.dtype) for leaf in of_state],
+            [jnp.zeros_like(leaf) for leaf in _split(weights, _and_float(weights, moving.weights))[0]],
+            [jnp.zeros_like(leaf) for leaf in _split(outside, _and_float(outside, moving.outside))[0]],
+            [jnp.zeros((leaf.shape[0], self.stages, *leaf.shape[1:]), leaf.dtype) for leaf in of_state],
         )
         (_, of_weights, of_outside, of_parts), _ = jax.lax.scan(
             step, begin, (jnp.arange(self.ticks), ticks), reverse=True
@@ -227,28 +247,54 @@ class _Rounds:
         return total
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Moving:
+    """Of which leaves gradients are computed, if they are floats."""
+
+    weights: tuple[bool, ...]
+    outside: tuple[bool, ...]
+    parts: tuple[bool, ...]
+    """Of the microbatches."""
+    state: tuple[bool, ...]
+    """Of what is handed from stage to stage: also where only layers make it depend on what moves."""
+
+
 def _differentiable(run: _Rounds) -> Callable[[list[Any], list[Any], list[Any]], list[Any]]:
     import jax
+    import jax.numpy as jnp
 
     @jax.custom_vjp
     def rounds(weights: list[Any], outside: list[Any], parts: list[Any]) -> list[Any]:
-        return run.forward(weights, outside, parts, keep=False)[0]
+        return run.forward(weights, outside, parts, None)[0]
 
     trees: dict[str, Any] = {}
 
-    def forward(weights: list[Any], outside: list[Any], parts: list[Any]) -> tuple[list[Any], Any]:
-        out, (kept, known) = run.forward(weights, outside, parts, keep=True)
-        trees.update(known)
+    # Tables of positions and masks are floats too, but nobody asks for their gradients: it would be summed over the
+    # stages at every tick.
+    def forward(*asked: list[Any]) -> tuple[list[Any], Any]:
+        moving = run.moving(*([leaf.perturbed for leaf in leaves] for leaves in asked))
+        weights, outside, parts = ([leaf.value for leaf in leaves] for leaves in asked)
+        out, (kept, known) = run.forward(weights, outside, parts, moving)
+        trees.update(known, moving=moving)
         return out, (weights, outside, parts, kept)
 
     def backward(kept: Any, above: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        weights, outside, parts, ticks = kept
-        floats = [leaf for leaf, like in zip(above, parts, strict=True) if _is_float(like)]
-        found = run.backward(weights, outside, parts, (ticks, trees), floats)
-        w, o, p = (_merged_zeros(like, new) for like, new in zip((weights, outside, parts), found, strict=True))
+        *given, ticks = kept
+        moving, parts = trees["moving"], given[2]
+        zero = jax.custom_derivatives.SymbolicZero
+        above = [
+            jnp.zeros(like.shape, like.dtype) if isinstance(leaf, zero) else leaf
+            for leaf, like, moves in zip(above, parts, _and_float(parts, moving.state), strict=True)
+            if moves
+        ]
+        found = run.backward(given[0], given[1], parts, (ticks, trees), above, moving)
+        masks = map(_and_float, given, (moving.weights, moving.outside, moving.state))
+        w, o, p = (
+            [next(new) if moves else None for moves in mask] for mask, new in zip(masks, map(iter, found), strict=True)
+        )
         return w, o, p
 
-    rounds.defvjp(forward, backward)
+    rounds.defvjp(forward, backward, symbolic_zeros=True)
     return rounds
 
 
@@ -310,25 +356,18 @@ def _is_float(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def _floats(leaves: Sequence[Any]) -> list[Any]:
-    return [leaf for leaf in leaves if _is_float(leaf)]
+def _and_float(leaves: Sequence[Any], moving: Sequence[bool]) -> list[bool]:
+    """Which of the leaves have gradients."""
+    return [moves and _is_float(leaf) for leaf, moves in zip(leaves, moving, strict=True)]
 
 
-def _split(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Floats, and all others."""
-    return _floats(leaves), [leaf for leaf in leaves if not _is_float(leaf)]
+def _split(leaves: Sequence[Any], mask: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """Those of the mask, and all others."""
+    some, rest = ([leaf for leaf, own in zip(leaves, mask, strict=True) if own is kind] for kind in (True, False))
+    return some, rest
 
 
-def _merged(like: Sequence[Any], floats: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """The inverse of `_split` for leaves as they are in `like`."""
-    some, rest = iter(floats), iter(others)
-    return [next(some) if _is_float(leaf) else next(rest) for leaf in like]
-
-
-def _merged_zeros(like: Sequence[Any], floats: Sequence[Any]) -> list[Any]:
-    """Gradients of all leaves: of those that are no floats there is none."""
-    import jax
-    import numpy as np
-
-    none = [np.zeros(leaf.shape, jax.dtypes.float0) for leaf in like if not _is_float(leaf)]
-    return _merged(like, floats, none)
+def _merged(mask: Sequence[bool], some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """The inverse of `_split`."""
+    first, rest = iter(some), iter(others)
+    return [next(first) if own else next(rest) for own in mask]

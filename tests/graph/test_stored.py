@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import autoshard
 from autoshard.graph import analyse, read_graph
 from autoshard.program import trace
 
@@ -43,3 +44,23 @@ def test_a_stack_of_gradients_that_is_narrowed_afterwards_is_narrow(gradients: s
     liveness = analyse(graph, (), {}, fused_matmuls=True)
     carried = {carry.body for loop in graph.loops for carry in loop.carries}
     assert [w for (t, *_), w in liveness.widths.items() if t in carried and t not in graph.arguments] == widths
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "circular:2"])
+def test_stacks_of_stages_are_narrowed_once_for_both_passes(schedule: str) -> None:
+    def run(params, x):
+        def loss(stack):
+            layer = jax.checkpoint(lambda h, w: jnp.tanh(h @ w.astype(h.dtype)))
+            return autoshard.stack(layer, stack, x, stages=2, microbatches=4, schedule=schedule).astype("float32").sum()
+
+        return params - 1e-3 * jax.grad(loss)(params)
+
+    given = (jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), "float32"), jax.ShapeDtypeStruct((64, WIDTH), "bfloat16"))
+    graph = read_graph(trace(run, given, name="stages", donate_argnums=(0,)).module)
+    liveness = analyse(graph, (), {}, fused_matmuls=True)
+    elements = LAYERS * WIDTH * WIDTH
+    (stack,) = (b for b, w in liveness.widths.items() if w == 2 and graph.tensors[b[0]].elements == elements)
+    assert graph.tensors[stack[0]].loop < 0 and graph.tensors[stack[0]].shape != (LAYERS, WIDTH, WIDTH)
+    whole = [loop for loop in graph.loops if loop.parent < 0]
+    assert len(whole) > 1
+    assert stack[1:] == (min(loop.start for loop in whole), max(loop.stop for loop in whole))

@@ -12,8 +12,9 @@ import pytest
 import autoshard
 from autoshard.errors import UserError
 from autoshard.exec import measure
+from autoshard.graph import read_graph
 from autoshard.plan import Options, make_plan, read_asked
-from autoshard.program import open_source, pipelined, read_pipeline
+from autoshard.program import open_source, pipelined, read_pipeline, trace
 
 
 LAYERS, BATCH, LENGTH, WIDTH, INNER = 8, 8, 3, 6, 10
@@ -44,6 +45,27 @@ def loss(weights: Any, x: Any, table: Any, remat: bool, **how: Any) -> Any:
 
 def value_and_gradients(remat: bool = False, **how: Any) -> Any:
     return jax.jit(jax.value_and_grad(lambda *a: loss(*a, remat, **how), argnums=(0, 1, 2)))(WEIGHTS, X, TABLE)
+
+
+@pytest.mark.parametrize(("asked", "sums"), [((0, 1, 2), 1), ((0, 1), 0), ((0,), 0)])
+def test_rounds_sum_no_gradients_that_nobody_asks_for(asked: tuple[int, ...], sums: int) -> None:
+    """Of a table that all stages read the gradient is summed over them at every tick."""
+
+    def run(*args: Any) -> Any:
+        return jax.grad(lambda *a: loss(*a, True, stages=2, microbatches=4, schedule="circular:2"), argnums=asked)(
+            *args
+        )
+
+    graph = read_graph(trace(run, (WEIGHTS, X, TABLE), name="rounds").module)
+    tables = [c for loop in graph.loops for c in loop.carries if loop.parent < 0 if shape_of(graph, c) == TABLE.shape]
+    assert len(tables) == sums
+    wanted = jax.grad(lambda *a: loss(*a, True), argnums=asked)(WEIGHTS, X, TABLE)
+    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(run(WEIGHTS, X, TABLE)), strict=True):
+        np.testing.assert_allclose(b, a, rtol=0, atol=1e-5 * abs(a).max())
+
+
+def shape_of(graph: Any, carry: Any) -> tuple[int, ...]:
+    return graph.tensors[carry.body].shape
 
 
 @pytest.mark.parametrize(

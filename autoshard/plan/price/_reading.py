@@ -11,6 +11,7 @@ from autoshard.graph import (
     build_structure,
     find_softmaxes,
     kept_graph,
+    made_late,
     read_graph,
     replace_names,
 )
@@ -22,6 +23,11 @@ from autoshard.plan.price._path_tables import PathTables
 from autoshard.plan.price._price import price
 from autoshard.plan.record._plan import Plan
 from autoshard.program import Lifted, Program, Role, lift_constraints
+
+
+LATE_IN_STAGES = frozenset({"v6e"})
+"""Chips whose compiler was seen to make the gradient of the head after the backward pass of a pipeline every time: all
+three that were compiled (`experiments/pipeline_fidelity.py`, libtpu 0.0.51). That for v5p did so in two of five."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,4 +110,6 @@ def build_model(
     """
     where = (stage_axis(reading, mesh) if staged else None) or axis_parts_of(reading.groups, mesh) or mesh
     graph, structure, liveness = reading.graph, reading.structure, reading.liveness
+    if program.pipeline is not None and mesh.topology.chip.name in LATE_IN_STAGES:
+        liveness = made_late(graph, liveness)
     return price(program, graph, structure, liveness, where, memory_limit, calibration, tables)

@@ -6,24 +6,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoshard.cost import Chip, Topology, chip_names, load_chip
+from autoshard.plan.published._pair_dims import whole_number
 from autoshard.plan.published._published import IncompleteError, made_of, slice_shape
 
 
 def stated_topology(group: Mapping[str, Any], assumed: list[str]) -> Topology:
-    """The slice that a group ran on; what it leaves open is filled in, and said in `assumed`.
+    """The slice that a group ran on, or its `slices`; what it leaves open is filled in, and said in `assumed`.
 
     Raises `IncompleteError` where no such slice is known.
     """
     chip = _chip(group)
     if not str(group["chips"]).isdigit():
         raise IncompleteError(f"the number of chips is not stated ({group['chips']})")
-    count = int(group["chips"])
-    text = str(group.get("topology", ""))
-    shapes = [s for s in re.findall(r"\b\d+(?:x\d+)+\b", text) if math.prod(map(int, s.split("x"))) == count]
+    count, slices = int(group["chips"]), whole_number(group, "slices", 1)
+    if count % slices:
+        raise IncompleteError(f"{count} chips do not make {slices} slices")
+    text, each = str(group.get("topology", "")), count // slices
+    shapes = [s for s in re.findall(r"\b\d+(?:x\d+)+\b", text) if math.prod(map(int, s.split("x"))) == each]
     if not shapes:
-        shapes = [slice_shape(chip, count) or str(count)]
+        shapes = [slice_shape(chip, each) or str(each)]
         assumed.append(f"topology {shapes[0]}")
-    found = made_of(chip, shapes[0])
+    found = made_of(chip, shapes[0], slices)
     if found.num_chips != count:
         raise IncompleteError(f"{count} chips are stated, but {found.name} has {found.num_chips}")
     return found

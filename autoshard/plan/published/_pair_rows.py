@@ -19,6 +19,7 @@ from autoshard.plan.published._customs import stack_axis, stream_on_width
 from autoshard.plan.published._pair_dims import DIMS, stated_decoder, whole_number
 from autoshard.plan.published._pair_hardware import stated_topology
 from autoshard.plan.published._pair_options import OPTIONS
+from autoshard.plan.published._pair_stages import STAGED, staged
 from autoshard.plan.published._published import IncompleteError, Run
 from autoshard.plan.published._serving_rows import ServingRun, read_serving
 from autoshard.program import SAVABLE, SAVED, KernelBlocks
@@ -217,7 +218,7 @@ def _run(group: Mapping[str, Any], plan: Mapping[str, Any]) -> Run:
     fixed = group.get("fixed") if isinstance(group.get("fixed"), dict) else {}
     assert isinstance(fixed, dict)
     said = {**fixed, **plan}
-    unknown = sorted(set(plan) - _UNCHANGED - set(_DEGREES) - set(DIMS) - set(_SAVES) - OPTIONS.keys())
+    unknown = sorted(set(plan) - _UNCHANGED - set(_DEGREES) - set(DIMS) - set(_SAVES) - OPTIONS.keys() - STAGED)
     if unknown:
         raise IncompleteError(f"{unknown[0]}={plan[unknown[0]]} is not rebuilt")
     assumed: list[str] = []
@@ -244,7 +245,7 @@ def _run(group: Mapping[str, Any], plan: Mapping[str, Any]) -> Run:
     for key, change in OPTIONS.items():
         if key in said:
             run = change(run, said[key])
-    return run
+    return staged(run, said, degrees["pp"])
 
 
 def _degrees(said: Mapping[str, Any], topology: Topology) -> dict[str, int]:
@@ -252,10 +253,9 @@ def _degrees(said: Mapping[str, Any], topology: Topology) -> dict[str, int]:
     found = {key: int(mesh.get(key) or whole_number(said, key, 1)) for key in _DEGREES}
     if found["fsdp_or_dp"] > 1:
         found["fsdp"] *= found["fsdp_or_dp"]
-    for key in ("pp", "tp_transpose"):
-        if found[key] > 1:
-            raise IncompleteError(f"{key}={found[key]} is not rebuilt")
-    used = ("dp", "fsdp", "tp", "ep", "cp")
+    if found["tp_transpose"] > 1:
+        raise IncompleteError(f"tp_transpose={found['tp_transpose']} is not rebuilt")
+    used = ("dp", "fsdp", "tp", "ep", "cp", "pp")
     product = math.prod(found[key] for key in used)
     if product != topology.num_devices:
         stated = ", ".join(f"{key}={found[key]}" for key in used if found[key] > 1) or "no degree"

@@ -14,7 +14,7 @@ from autoshard.base.reading import read_json
 from autoshard.cost import Chip, Decoder, Topology, chip_names, load_chip, read_flags, slice_names
 from autoshard.errors import UserError
 from autoshard.plan.published._customs import stack_axis, stream_on_width
-from autoshard.program import SAVABLE, SAVED, GroupedKernels, GroupedTiles, KernelBlocks
+from autoshard.program import SAVABLE, SAVED, GroupedKernels, GroupedTiles, KernelBlocks, Pipeline
 
 
 FILE = pathlib.Path(__file__).with_name("published.json")
@@ -100,6 +100,10 @@ class Run:
     """Gradients are summed once, after the backward passes of all microbatches, and whole on every device."""
     keeps_gathered: bool = False
     """Weights are gathered once a step, and kept whole in the compute dtype for the backward pass."""
+    pipeline: Pipeline | None = None
+    """Stages that stand on devices of their own; each holds layers whole, spread and split as the other degrees say."""
+    network: tuple[tuple[str, int], ...] = ()
+    """How many slices a mesh axis spans; empty: the first axes span them."""
 
     @property
     def kernels(self) -> GroupedKernels | None:

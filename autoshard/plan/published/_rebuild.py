@@ -15,12 +15,13 @@ from autoshard.cost import Calibration, Compute, chip_names, load_calibration, l
 from autoshard.errors import UserError
 from autoshard.graph import made_late
 from autoshard.plan.mesh._portfolio import Contender
-from autoshard.plan.model._groups import Groups
+from autoshard.plan.model._groups import Groups, find_groups
+from autoshard.plan.model._held_stages import with_stages_held, without_axis
 from autoshard.plan.model._model import Model
+from autoshard.plan.model._stage_axis import STAGE
 from autoshard.plan.model._stated import Uses, stated
 from autoshard.plan.price._predict import evaluate
-from autoshard.plan.price._price import price
-from autoshard.plan.price._reading import build_model, read_program
+from autoshard.plan.price._reading import Reading, build_model, read_program
 from autoshard.plan.published._published import IncompleteError, MatmulRun, Run, parse_run, read_rows
 from autoshard.plan.published._serving_rows import ServingRun
 from autoshard.plan.record._plan import Plan
@@ -191,10 +192,11 @@ def _step(bare: PublishedRow, run: Run) -> PublishedRow:
 def unseen_seconds(model: Model, choices: NDArray[np.int64], run: Run | ServingRun, source: str) -> float:
     """Seconds of a run's step, priced with figures that were fitted without the runs of one source."""
     figures = with_flags(without_source(run.topology.chip.name, source), run.flags).calibration
-    again = price(
-        model.program, model.graph, model.structure, model.liveness, model.mesh, run.topology.usable_bytes,
-        calibration=figures,
-    )  # fmt: skip
+    reading = Reading(
+        model.graph, model.structure, model.liveness, find_groups(model.program, model.graph, model.structure)
+    )
+    staged = isinstance(run, Run) and run.pipeline is not None
+    again = build_model(model.program, reading, model.mesh, run.topology.usable_bytes, figures, staged=staged)
     return evaluate(again, choices).step_time_s
 
 
@@ -208,9 +210,11 @@ def without_source(chip: str, source: str) -> Calibration:
 
 
 def mesh_sizes(run: Run) -> dict[str, int]:
-    """Mesh axes of a run, major first: copies, FSDP, experts, sequences (context parallelism), tensor parallelism."""
+    """Mesh axes of a run, major first: copies, stages, FSDP, experts, sequences (context parallelism), tensor
+    parallelism."""
     return {
         "data": run.copies,
+        STAGE: 1 if run.pipeline is None else run.pipeline.stages,
         "fsdp": run.spread,
         "expert": run.experts,
         "context": run.context,
@@ -239,6 +243,8 @@ def stated_plan(run: Run) -> tuple[Program, Plan]:
         solution=solved.solution, bound_s=0.0, weightings=0,
     )  # fmt: skip
     plan = Writer(program, groups, run.topology.usable_bytes, 0, [], {}).write(chosen)
+    if run.pipeline is not None:
+        plan = dataclasses.replace(plan, provenance=plan.provenance | {"stage_axis": STAGE})
     if run.flags:
         said = with_flags(load_calibration(run.topology.chip), run.flags).said(run.flags)
         plan = dataclasses.replace(plan, provenance=plan.provenance | {"xla_flags": said})
@@ -255,7 +261,7 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
     from jax.sharding import AbstractMesh
 
     sizes = {name: size for name, size in mesh_sizes(run).items() if size > 1} or {"data": 1}
-    mesh = make_mesh(run.topology, sizes)
+    mesh = make_mesh(run.topology, sizes, dict(run.network) or None)
     abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     kernels = None if attention == "splash" else run.kernels  # what is compiled has slots in their place
     program = decoder_program(
@@ -266,12 +272,14 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
         routing="kernels" if kernels else "capacity", expert_kernels=kernels, capacity_factor=run.capacity,
         stack_axis=run.stack_axis, scanned=run.scanned, summed_late=run.copies if run.sums_late else 1,
         gathered_on=abstract if run.keeps_gathered else None, whole_on=abstract if run.sums_late else None,
+        pipeline=run.pipeline,
     )  # fmt: skip
     reading = read_program(program, mesh.topology.backend)
     figures = with_flags(load_calibration(run.topology.chip), run.flags).calibration
     if run.topology.num_devices > 1 and _makes_late(run.topology.chip.name, figures):
         reading = dataclasses.replace(reading, liveness=made_late(reading.graph, reading.liveness))
-    model = build_model(program, reading, mesh, run.topology.usable_bytes, figures)
+    staged = run.pipeline is not None
+    model = build_model(program, reading, mesh, run.topology.usable_bytes, figures, staged=staged)
     axes = {name: [k] for k, name in enumerate(sizes)}
     uses = Uses(
         *(axes.get(use, []) for use in ("data", "fsdp", "model", "expert", "context")),
@@ -281,7 +289,10 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
         on_width=run.stream_on_width,
         holds_head=run.head_on_width or run.spread == 1,
     )
-    wanted = stated(model, reading.groups, "stated", uses)
+    stage = list(sizes).index(STAGE) if staged else None
+    wanted = stated(model if stage is None else without_axis(model, stage), reading.groups, "stated", uses)
+    if wanted is not None and stage is not None:
+        wanted = with_stages_held(model, wanted, stage, run.stack_axis)
     if wanted is None:
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise IncompleteError(f"the model's sizes do not allow the stated sharding ({listed})")

@@ -112,7 +112,7 @@ def test_dtypes_and_the_optimizer_are_those_of_the_row(tmp_path: pathlib.Path):
         ({}, {"plan": {"fsdp": 2, "cp": 2}}, ""),
         ({}, {"plan": {"fsdp": 2, "cp": 2, "cp_method": "ring"}}, ""),
         ({}, {"plan": {"fsdp": 2, "cp": 2, "cp_method": "tree"}}, "cp_method=tree is not rebuilt"),
-        ({}, {"plan": {"fsdp": 4, "pp": 2}}, "pp=2 is not rebuilt"),
+        ({}, {"plan": {"fsdp": 4, "pp": 2}}, "fsdp=4, pp=2 make 8 devices, but v5p:2x2x1 has 4"),
         ({"hardware": "a cluster"}, {}, "the chip of 'a cluster' is not known"),
         ({"chips": "many"}, {}, "number of chips is not stated (many)"),
         ({"topology": "2x2x2"}, {"plan": {"fsdp": 4}}, ""),
