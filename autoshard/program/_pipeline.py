@@ -254,9 +254,9 @@ class _Moving:
     weights: tuple[bool, ...]
     outside: tuple[bool, ...]
     parts: tuple[bool, ...]
-    """Of the microbatches."""
+    """Which of the microbatches are asked for."""
     state: tuple[bool, ...]
-    """Of what is handed from stage to stage: also where only layers make it depend on what moves."""
+    """What is handed from stage to stage has gradients also where only layers make it depend on what moves."""
 
 
 def _differentiable(run: _Rounds) -> Callable[[list[Any], list[Any], list[Any]], list[Any]]:
