@@ -89,7 +89,8 @@ def places(axes, dims):
     return axes * (2 * (axes + 1) + 1) + 2 + 2 * (dims + axes) + 1 + axes
 
 
-@njit(cache=True, nogil=True)
+# What every pair goes through is put in line: handing over the records costs as much as the work.
+@njit(cache=True, nogil=True, inline="always")
 def _add(steps, count, place, kind, group, size):
     if group == 0:
         return count
@@ -100,7 +101,6 @@ def _add(steps, count, place, kind, group, size):
     return count + 1
 
 
-# What every pair goes through is put in line: handing over the records costs as much as the work.
 @njit(cache=True, nogil=True, inline="always")
 def _sum(rules, f, t, last, minor, local, item, steps):
     """Fills in the sums of a pair; returns how many there are and the elements left on a device."""
@@ -124,12 +124,13 @@ def _sum(rules, f, t, last, minor, local, item, steps):
                 else:
                     total |= 1 << other
         how = rules.scattering[scatter]
-        for turn in range(axes + 1):
-            group = 0
-            if turn == 0 and how == AS_ONE:
-                group = scatter
-            elif turn > 0 and how == STAGED:
-                group = scatter & 1 << turn - 1
+        # All at once is turn 0, axis by axis the turns after it.
+        begin = 1 if how == STAGED else 0
+        end = axes + 1 if how == STAGED else 1 if how == AS_ONE else 0
+        for turn in range(begin, end):
+            group = scatter & 1 << turn - 1 if how == STAGED else scatter
+            if group == 0:
+                continue
             minor /= rules.parts[group & ends_last]
             whole = rules.tpu and (group & ends_last) > 0 and minor % (2 * rules.odd) == rules.odd
             kind = REDUCE if whole else SCATTER
@@ -145,7 +146,7 @@ def _sum(rules, f, t, last, minor, local, item, steps):
     return count, local / rules.parts[summed]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def _tangled(f, t, moved, gathered):
     """Whether a pair gathers everything, whether its moves are one, and axes (as bits) that need a permute."""
     axes = len(f)
@@ -226,7 +227,7 @@ def _steps(rules, f, t, summed, shared, dims, minor, local, sizes, steps):
     return count
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def _seconds(rules, kind, group, size):
     """As `Collectives.time_of_groups` has it."""
     points = rules.curves.shape[2]
@@ -293,8 +294,8 @@ def charge_pairs(rules, shares, links, early, ends, sizes, turns, tables, first)
     plain = Sizes(sizes.item, sizes.reduced, False)
     row, spent = np.zeros(len(tables)), np.zeros(len(tables))
     least = np.zeros(rules.launch.shape)
-    for kind in range(least.shape[0]):
-        for group in range(1, least.shape[1]):
+    for kind in range(len(rules.launch)):
+        for group in range(1, len(rules.parts)):
             least[kind, group] = _seconds(rules, kind, group, 0.0)
     shared = np.zeros(len(ends.target), np.bool_)
     for j in range(len(ends.target)):
