@@ -24,7 +24,7 @@ class _Planned:
     compute_s: float
     """What its ops take on that mesh with nothing moved between them."""
     gain_s: float
-    """By how much a step could be faster at most if all memory were there."""
+    """A step could be faster by no more seconds if all memory were there."""
 
 
 class Roomy:
