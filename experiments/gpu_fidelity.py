@@ -40,6 +40,7 @@ MATRIX = Matrix(
         Row("vit-256", hf("vit-l16", train=True, batch=1024), MANY, FAR),
         Row("mlp-256", jax_mlp(8, 4096, 16384), MANY, FAR),
     ),
+    "the compiler of JAX's CUDA plugin, no GPU",
 )
 
 
