@@ -64,6 +64,7 @@ class Matrix:
     """Of the script, and of its results."""
     title: str
     rows: tuple[Row, ...]
+    compiler: str = "libtpu, no TPU"
 
     @property
     def results(self) -> Path:
@@ -252,7 +253,7 @@ def table(matrix: Matrix, results: list[dict[str, Any]]) -> str:
     lines = [
         f"# {matrix.title}",
         "",
-        f"`python experiments/{matrix.name}.py`; libtpu, no TPU. Bytes of one device, GiB. `memory` and `wire` are",
+        f"`python experiments/{matrix.name}.py`; {matrix.compiler}. Bytes of one device, GiB. `memory` and `wire` are",
         "predicted over compiled; `wire` is of all axes together; `code` is the commit whose predictions these are.",
         "",
         "| row | topology | plan | predicted | compiled | memory | limit | verdicts | wire | by axis | unforeseen | "

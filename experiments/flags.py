@@ -79,7 +79,7 @@ def judged(topology: str, flags: str, time_limit: float) -> str:
     """Cells of the table's row. Raises `UserError` if it cannot be compiled."""
     from autoshard.cost import Topology, make_mesh
     from autoshard.exec import estimate
-    from autoshard.exec.ahead._libtpu import compile_with_libtpu
+    from autoshard.exec.ahead._libtpu import compile_without_devices
     from autoshard.exec.hlo._hlo import parse_hlo
     from autoshard.plan import Options, make_plan, read_asked
 
@@ -88,7 +88,7 @@ def judged(topology: str, flags: str, time_limit: float) -> str:
     asked = read_asked({"params.0": "-,data,-", "params.1": "-,-,data"}, None, None, None, None)
     mesh = {"data": count}
     made = make_plan(program, Options(topology=topology, mesh=mesh, xla_flags=flags, calibration=False, asked=asked))
-    text = compile_with_libtpu(program, made.plan, time_limit).text
+    text = compile_without_devices(program, made.plan, time_limit).text
     found = estimate(parse_hlo(text), make_mesh(Topology.parse(topology), made.plan.mesh))
     compute = 1e3 * found.compute_s
     return " | ".join([f"{compute:.1f}", *(hidden(found, kinds, far=False) for kinds in CLASSES.values())])

@@ -41,13 +41,13 @@ def digest(program: "Program", plan: "Plan") -> str:
 
 
 def compiled(folder: str, program: "Program", plan: "Plan", time_limit: float) -> "Compiled":
-    """From the folder of compiled plans, or from the compiler. Raises `UserError` as `compile_with_libtpu` does."""
-    from autoshard.exec.ahead._libtpu import compile_with_libtpu
+    """From the folder of compiled plans, or from the compiler. Raises `UserError` as `compile_without_devices` does."""
+    from autoshard.exec.ahead._libtpu import compile_without_devices
 
     path = _path(folder, program, plan)
     if path.exists():
         return pickle.loads(gzip.decompress(path.read_bytes()))
-    found = compile_with_libtpu(program, plan, time_limit)
+    found = compile_without_devices(program, plan, time_limit)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _whole(path) as part:
         part.write_bytes(gzip.compress(pickle.dumps(found)))

@@ -144,7 +144,7 @@ def judged(program: "Program", plan: Any, time_limit: float) -> dict[str, Any]:
     from autoshard import UserError
     from autoshard.cost._flags import FUSED_GATHERS
     from autoshard.exec.ahead._compile import report
-    from autoshard.exec.ahead._libtpu import compile_with_libtpu
+    from autoshard.exec.ahead._libtpu import compile_without_devices
 
     said = plan.provenance.get("xla_flags")
     if said is not None:
@@ -152,7 +152,7 @@ def judged(program: "Program", plan: Any, time_limit: float) -> dict[str, Any]:
         plan = dataclasses.replace(plan, provenance={**plan.provenance, "xla_flags": {**said, "flags": kept}})
     used = processor_s()
     try:
-        found = report(program, plan, compile_with_libtpu(program, plan, time_limit))
+        found = report(program, plan, compile_without_devices(program, plan, time_limit))
     except UserError as error:
         return {"failed": str(error), "compile_processor_s": processor_s() - used}
     verdict = {"fits": found.estimate is not None, "compiled_bytes": found.peak_compiled}

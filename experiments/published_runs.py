@@ -112,10 +112,10 @@ def load(row: dict[str, Any]) -> Kept | None:
 
 
 def compile_row(row: dict[str, Any], run: "Run", time_limit: float) -> Kept:
-    from autoshard.exec.ahead._libtpu import compile_with_libtpu
+    from autoshard.exec.ahead._libtpu import compile_without_devices
 
     layers, program, plan = rebuild(run)
-    found = compile_with_libtpu(program, plan, time_limit)
+    found = compile_without_devices(program, plan, time_limit)
     predicted = plan.prediction
     kept = Kept(layers, predicted.step_time_s, predicted.peak_bytes, plan.device_order, plan.mesh, found)
     KEPT.mkdir(parents=True, exist_ok=True)

@@ -107,7 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
         commands,
         "compile",
         _commands.run_compile,
-        "compile a planned program for TPUs, without a TPU",
+        "compile a planned program for TPUs or GPUs, without one",
         PROGRAM_HELP,
     )
     add_program(compile_)
@@ -120,7 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_program(compare)
     add_candidates(compare)
-    compare.add_argument("--compile", action="store_true", help="compile each for its TPUs, without a TPU")
+    compare.add_argument("--compile", action="store_true", help="compile each for its TPUs or GPUs, without one")
     compare.add_argument("--measure", action="store_true", help="run each on the devices that are here")
     compare.add_argument("--steps", type=positive, default=10, metavar="N", help="steps to time (default: 10)")
     add_planning(compare, required=True)

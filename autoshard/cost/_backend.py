@@ -79,6 +79,8 @@ class Backend:
     """Whether a gather joins whole shards, so that those of an inner dim are copied before and after it."""
     compiles_ahead: bool
     """Whether programs are compiled with no device of that kind present (libtpu)."""
+    described: bool
+    """Whether a description of the chip stands for the chip where its compiler works with no device present."""
     judge: str
     """Who judges plans unless asked otherwise: `measure`, the devices that are here, or `compile`."""
     attention: str
@@ -94,7 +96,7 @@ BACKENDS = {
             sums_in_two_phases=True, sum_dtype="", scatters=Scatters.BY_GROUP, stages=True, joins_sums=True,
             one_ring=False, packs_blocks=False, caches=False, burst_bytes=512, sorting=Sorting.BITONIC,
             tiled=True, fuses_into_matmuls=True, relays_shards=True, copies_shards=False, compiles_ahead=True,
-            judge="compile", attention="splash",
+            described=False, judge="compile", attention="splash",
         ),
         Backend(
             name="gpu", platform="cuda", noun="GPUs in an island",
@@ -102,7 +104,7 @@ BACKENDS = {
             sums_in_two_phases=True, sum_dtype="", scatters=Scatters.ALWAYS, stages=False, joins_sums=False,
             one_ring=True, packs_blocks=False, caches=False, burst_bytes=64, sorting=Sorting.RADIX,
             tiled=False, fuses_into_matmuls=False, relays_shards=False, copies_shards=False, compiles_ahead=False,
-            judge="compile", attention="cudnn",
+            described=True, judge="compile", attention="cudnn",
         ),
         Backend(
             name="cpu", platform="cpu", noun="devices of one machine",
@@ -110,7 +112,7 @@ BACKENDS = {
             sums_in_two_phases=False, sum_dtype="f32", scatters=Scatters.NEVER, stages=False, joins_sums=False,
             one_ring=False, packs_blocks=True, caches=True, burst_bytes=64, sorting=Sorting.COMPARISON,
             tiled=False, fuses_into_matmuls=False, relays_shards=False, copies_shards=True, compiles_ahead=False,
-            judge="measure", attention="plain",
+            described=False, judge="measure", attention="plain",
         ),
     )
 }  # fmt: skip

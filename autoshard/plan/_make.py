@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -65,6 +66,8 @@ class PlanResult:
     """The plan, and as many others that really differ as were asked for and found, by predicted time."""
     weights: Weights
     """The weights with the highest bound, a good start for another recipe of the program."""
+    free_s: float = 0.0
+    """No plan takes less on any mesh that was looked at, whatever fits into memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,7 +199,9 @@ def make_plan(
         others += [elsewhere(other, search_on.price) for other in searched.elsewhere]
         offered = pick(first, plan, others, options.candidates, writer.write)
     phases.stop()
-    return PlanResult(plan, phases.wall, written, offered, found.weights)
+    found_on = [outcome.found for outcome in searched.outcomes]
+    free_s = min((each.free_s if isinstance(each, Found) else 0.0 for each in found_on), default=0.0)
+    return PlanResult(plan, phases.wall, written, offered, found.weights, min(free_s, searched.free_s))
 
 
 def plan_by_stage(
@@ -303,6 +308,8 @@ class _Searched:
     tried: tuple[MeshTried, ...]
     elsewhere: tuple[MeshBest, ...]
     """The best on other meshes, if the mesh was searched for."""
+    free_s: float
+    """None on other meshes takes less, whatever fits into memory."""
 
 
 def _search(
@@ -345,8 +352,9 @@ def _search(
         refined = search_on.with_parts(axis_parts, original, (1 - share) * time_limit)
         best = refined if refined.is_better_than(original) else original
         outcomes = (original, refined)
-    tried, others = (looked.tried, looked.others) if looked is not None else ((), ())
-    return _Searched(best, original, outcomes, tried, others)
+    if looked is None:
+        return _Searched(best, original, outcomes, (), (), math.inf)
+    return _Searched(best, original, outcomes, looked.tried, looked.others, looked.free_s)
 
 
 def _check_batch(program: Program, mesh: Mesh) -> None:

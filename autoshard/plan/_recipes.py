@@ -37,14 +37,16 @@ from autoshard.plan.write._recipe import (
     RecipeTried,
     beaten,
     difference,
+    elements_of,
     figures_of,
     line_of,
     needs_no_less,
     verdict_of,
 )
 from autoshard.plan.write._recipe_order import LEAST_GAIN, in_order
-from autoshard.plan.write._stages import BUBBLE, UNSTAGED, Arithmetic
-from autoshard.program import HOSTS, INPUT, Choices, Program, Role
+from autoshard.plan.write._roomy import Roomy
+from autoshard.plan.write._stages import BUBBLE, Arithmetic
+from autoshard.program import HOSTS, INPUT, Choices, Program
 
 
 FINENESS = 16
@@ -140,6 +142,7 @@ class _RecipeSearch:
         self.counts: tuple[int, ...] = ()
         """Microbatches that may be chosen."""
         self.pipelines = PipelineMeshes(self.topology, make, self._task)
+        self.roomy = Roomy(self.topology)
 
     def least(self, **some: Any) -> float:
         """Seconds of an element in the best recipe with these choices."""
@@ -163,13 +166,10 @@ class _RecipeSearch:
                 return f"does not fit: {difference(other.recipe, recipe)} does not"
         if recipe.arguments.get("exchange") == "ring" and self.splits.get(recipe.but(exchange=AUTO)) is False:
             return "not planned: the best plan without it splits no sequence"
-        pipeline = _stages.pipeline_of(recipe)
-        if pipeline is not None:
-            alone, layers = self.arithmetic.get(_stages.without_pipeline(recipe)), max(self.stacks or (), default=0)
-            slow = alone is not None and alone.in_stages(pipeline, layers) >= self._beaten_by_s(recipe)
-            return BUBBLE if slow else ""
-        first = {"microbatches": 1, "host": HOSTS[0]}
-        eases = [name for name, value in first.items() if recipe.arguments.get(name, value) != value]
+        if _stages.pipeline_of(recipe) is not None:
+            slow = self._in_stages(recipe) >= self._beaten_by_s(recipe)
+            return BUBBLE if slow else self.roomy.slower(recipe, self.tried)
+        eases = [n for n, first in (("microbatches", 1), ("host", HOSTS[0])) if recipe.arguments.get(n, first) != first]
         for name, other in itertools.product(eases, self.tried):
             if other.recipe != recipe.but(**{name: other.recipe.arguments[name]}):
                 continue
@@ -188,9 +188,8 @@ class _RecipeSearch:
     def plan(self, recipe: Recipe, foreseen: Foreseen | None = None, *, whatever: bool = False, **instead: Any) -> bool:
         """Whether it is the best so far; `whatever` is known of it, it is planned."""
         staged = self._staged(recipe, instead)
-        if staged is not None and not staged.meshes and not whatever:
-            elements = _elements(staged.program)
-            self.tried.append(RecipeTried(recipe, UNSTAGED, None, elements, None, staged.bound_s))
+        if staged is not None and (staged.ended or not staged.meshes) and not whatever:
+            self.tried.append(staged.row(recipe, self._in_stages(recipe), self.best and self.best[0].elements))
             return False
         try:
             program = self.make(**recipe.arguments)
@@ -202,17 +201,20 @@ class _RecipeSearch:
             self.tried.append(RecipeTried(recipe, f"cannot be: {error}"))
             return False
         self.layers, self.savable, self.stacks = program.layers, program.savable, program.stacks
-        elements = _elements(program)
+        elements = elements_of(program)
         options = dataclasses.replace(self.options, **instead)
         beat_s = self._beaten_by_s(recipe) * elements
         bound, least, verdict = self._bound(recipe, program, options, beat_s, staged)
+        stages = recipe.arguments["stages"] if staged is not None and staged.meshes else 0
+        if self.of_source and not verdict and not whatever:
+            verdict = self.roomy.why_not(recipe, self._task(program, stages))
         if verdict and not whatever:
-            self.tried.append(RecipeTried(recipe, verdict, None, elements, None, bound))
+            self.tried.append(RecipeTried(recipe, verdict, None, elements, None, bound, held_bytes=least))
             return False
         problem = None if self.problem is None else self.problem.with_name(f".{self.problem.name}")
         before = Before(None if whatever else self._rival(recipe, elements), self.tables)
         if staged is not None and staged.meshes:
-            before = dataclasses.replace(before, stages=recipe.arguments["stages"], meshes=staged.meshes)
+            before = dataclasses.replace(before, stages=stages, meshes=staged.meshes)
         try:
             made = make_plan(program, options, save_problem=problem, before=before, **self.running)
         except Beaten as error:
@@ -227,16 +229,17 @@ class _RecipeSearch:
                 raise
             self.tried.append(RecipeTried(recipe, f"cannot be: {error}", None, elements, None, bound))
             return False
-        for phase, seconds in made.wall_s.items():
-            self.wall[phase] = self.wall.get(phase, 0.0) + seconds
+        self.wall = {k: self.wall.get(k, 0.0) + made.wall_s.get(k, 0.0) for k in {**self.wall, **made.wall_s}}
         self.splits[recipe] = splits_sequence(made.plan.words)
         found = made.plan.prediction
         row = RecipeTried(
             recipe, "", found.step_time_s, elements, found.peak_bytes, bound, found.expected_s, None, foreseen
         )
         self.tried.append(row)
-        if self.of_source and recipe.arguments.get("remat") == FULL:
-            self.full[recipe] = program, made.plan
+        if self.of_source:
+            self.roomy.add(recipe, self._task(program, stages), made.plan.mesh, found.expected_s - made.free_s)
+            if recipe.arguments.get("remat") == FULL:
+                self.full[recipe] = program, made.plan
         better = row.per_element_s < self._beaten_by_s(recipe)
         if better:
             self.best = row, made
@@ -273,7 +276,14 @@ class _RecipeSearch:
             return None
         best = None if self.best is None else self.best[1].weights
         counts = self.counts or (recipe.arguments["microbatches"],)
-        return self.pipelines.of(recipe, counts, lambda p: self._beaten_by_s(recipe) * _elements(p), best)
+        return self.pipelines.of(recipe, counts, lambda p: self._beaten_by_s(recipe) * elements_of(p), best)
+
+    def _in_stages(self, recipe: Recipe) -> float:
+        """Seconds of an element below which no plan of a pipeline is, by arithmetic and bubble; 0 if not known."""
+        pipeline, alone = _stages.pipeline_of(recipe), self.arithmetic.get(_stages.without_pipeline(recipe))
+        if pipeline is None or alone is None:
+            return 0.0
+        return alone.in_stages(pipeline, max(self.stacks or (), default=0))
 
     def _bound(
         self, recipe: Recipe, program: Program, options: Options, beat_s: float, staged: StagedMeshes | None
@@ -283,7 +293,7 @@ class _RecipeSearch:
         figures = priced_with(options, self.topology).calibration
         bound = least_seconds(reading.graph, self.topology, figures)
         if program.stacks and recipe.arguments.get("stages") == 1:
-            alone = _stages.arithmetic_of(reading.graph, bound, _elements(program), max(program.stacks))
+            alone = _stages.arithmetic_of(reading.graph, bound, elements_of(program), max(program.stacks))
             self.arithmetic.setdefault(_stages.without_pipeline(recipe), alone)
         if bound >= beat_s:
             return bound, 0, ARITHMETIC
@@ -293,12 +303,12 @@ class _RecipeSearch:
             return bound, 0, ""
         given = given_mesh(self.topology, options.mesh, program_mesh(reading.graph, self.topology.num_devices))
         found: list[Floors] = []
-        for mesh in candidate_meshes(self.topology) if given is None else (given,):
+        for mesh in reversed(candidate_meshes(self.topology)) if given is None else (given,):
             if given is None and unusable(program, reading, mesh):
                 continue
             found.append(floors(program, reading, mesh, self.limit, figures))
-            if "stages" in recipe.arguments and math.isinf(beat_s) and found[-1].bytes <= self.limit:
-                return bound, found[-1].bytes, ""  # nothing to be slower than, and it may fit
+            if found[-1].bytes <= self.limit and found[-1].seconds < beat_s:
+                return bound, found[-1].bytes, ""  # it may fit and be faster: others say no more
             parts = find_axis_parts(reading.graph, reading.structure, reading.groups, mesh)
             if parts is not None and options.refine_axes:
                 found.append(floors(program, reading, parts.mesh, self.limit, figures))
@@ -356,7 +366,7 @@ class _RecipeSearch:
         for _ in range(RETRIES):
             foreseen = foresee(model, choices, room)
             enough = (1 - WORTH_PLANNING) * self.best[0].per_element_s
-            if foreseen is None or foreseen.expected_s / _elements(program) >= enough:
+            if foreseen is None or foreseen.expected_s / elements_of(program) >= enough:
                 return False
             better = self.plan(base.but(remat=str(foreseen.policy)), foreseen, mesh=dict(plan.mesh), refine_axes=False)
             if self.tried[-1].step_time_s is not None:
@@ -388,9 +398,3 @@ class _RecipeSearch:
 
         offered = tuple(dataclasses.replace(each, plan=told(each.plan)) for each in made.candidates)
         return row.recipe, dataclasses.replace(made, plan=told(made.plan), candidates=offered, wall_s=self.wall)
-
-
-def _elements(program: Program) -> int:
-    """Elements of the batch's largest argument, or tokens where the program says how many."""
-    sizes = (math.prod(a.shape) for a in program.arguments if a.role is Role.BATCH)
-    return program.tokens or max(sizes, default=1) or 1

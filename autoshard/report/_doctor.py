@@ -32,6 +32,7 @@ _ABILITIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ),
     ("drive PyTorch/XLA", ("torch_xla",), "pip install 'autoshard[xla]'"),
     ("compile for TPUs without a TPU", ("libtpu",), "pip install 'autoshard[tpu]'"),
+    ("compile for GPUs without a GPU", ("jax_cuda12_plugin",), "pip install 'autoshard[cuda]'"),
     ("tables and figures in notebooks", ("pandas", "matplotlib"), "pip install 'autoshard[notebook]'"),
 )
 

@@ -51,6 +51,7 @@ def solve(
     progress: Callable[[Progress], None] | None = None,
     stop: threading.Event | None = None,
     clock: Clock = time.monotonic,
+    enough: float = math.inf,
 ) -> Solution:
     """Chooses one alternative per node at the least cost that keeps memory within the limit at all times.
 
@@ -59,6 +60,7 @@ def solve(
     `progress` is called whenever the incumbent or the bound improves; setting `stop` ends the search early.
     The time limit counts seconds of `clock`: by default those on the wall, with `processor_seconds` those of work
     (it is handed to the second process, so it must be a function of a module).
+    A bound of `enough` ends it too: choices that cost as much are of no use, and then none may be returned ([0]).
     `threads` is 1 or 2 (one searches while a second process solves restricted problems exactly); more are not used.
     Returns the best choices, their exact cost (recomputed by `evaluate` from the whole problem) and a lower bound.
     Raises `UserError` for a problem that is not well formed or a limit that is not positive.
@@ -68,7 +70,7 @@ def solve(
     if threads < 1:
         raise UserError(f"{threads} threads were asked for; at least 1 is needed")
     validate(problem)
-    return _Solve(problem, time_limit, clock, seed, threads, iterations, progress, stop).run(hint)
+    return _Solve(problem, time_limit, clock, seed, threads, iterations, progress, stop, enough).run(hint)
 
 
 class _Solve:
@@ -82,6 +84,7 @@ class _Solve:
         iterations: int | None,
         progress: Callable[[Progress], None] | None,
         stop: threading.Event | None,
+        enough: float = math.inf,
     ):
         self.problem = problem
         self.began = time.monotonic()
@@ -92,7 +95,8 @@ class _Solve:
         self.threads = threads
         self.iterations = iterations
         self.progress = progress
-        self.stopped = (lambda: False) if stop is None else stop.is_set
+        self.told = (lambda: False) if stop is None else stop.is_set
+        self.enough = enough
         self.best: Ints | None = None
         self.cost: int | None = None
         self.bound = self.least = _trivial_bound(problem)
@@ -116,6 +120,8 @@ class _Solve:
         }
         self.raise_bound(graph.offset)
         done = self.search(graph)
+        if self.best is None and not done and self.bound >= self.enough:
+            return self.of_no_use()
         if self.best is None or self.cost is None:
             return self.infeasible(proven=done)
         done = done or self.bound >= self.cost
@@ -123,6 +129,10 @@ class _Solve:
             # A hint dearer than what the search tells from forbidden: others like it were not looked at.
             self.bound, done = self.least, False
         return self.finish(Status.OPTIMAL if done else Status.FEASIBLE)
+
+    def stopped(self) -> bool:
+        """Told to, or since all that is left is of no use."""
+        return self.told() or self.bound >= self.enough
 
     def due(self) -> bool:
         return self.stopped() or self.clock() >= self.deadline
@@ -151,9 +161,13 @@ class _Solve:
                 self.offer(graph.restore(start))
                 return True
             times = [int(np.argmax(over))]
+        if self.bound >= self.enough:
+            return False
         if table_entries(graph) <= _SMALL:
             cap = (0.3 if self.iterations is None else 1.0) * (self.deadline - self.clock())
-            cutoff = None if self.cost is None else self.cost - graph.offset
+            most = math.inf if self.cost is None else self.cost
+            useless = self.enough < most
+            cutoff = None if math.isinf(min(most, self.enough)) else min(most, self.enough) - graph.offset
             job = Exact(
                 graph,
                 deadline=self.clock() + cap,
@@ -169,6 +183,9 @@ class _Solve:
             if result.choices is not None:
                 self.offer(graph.restore(result.choices))
             if result.finished and result.exact:
+                if useless and result.choices is None:
+                    self.raise_bound(math.ceil(self.enough))
+                    return False
                 return True
             self.raise_mip_bound(graph, result.bound)
             if result.finished or self.due():
@@ -270,6 +287,11 @@ class _Solve:
             if self.best is not None:
                 return self.finish(Status.FEASIBLE)
         return self.without(choices, proven)
+
+    def of_no_use(self) -> Solution:
+        """The answer when no choices cost less than what is enough."""
+        self.stats["solve_s"] = time.monotonic() - self.began
+        return Solution(np.zeros(0, dtype=np.int64), FORBIDDEN, self.bound, Status.UNKNOWN, self.stats)
 
     def only_dear(self) -> bool:
         """Whether choices keep the limit and avoid what is forbidden, and only their sum reaches `FORBIDDEN`."""

@@ -72,6 +72,6 @@ def test_a_row_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     def refuse(*_: Any) -> None:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr("autoshard.exec.ahead._libtpu.compile_with_libtpu", refuse)
+    monkeypatch.setattr("autoshard.exec.ahead._libtpu.compile_without_devices", refuse)
     plan_quality.judge(row, 300.0, 1)
     assert kept.Results(plan_quality.RESULTS).rows == rows

@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,9 @@ from autoshard.plan.price._reading import Reading, read_program
 from autoshard.plan.price._task import Task
 from autoshard.plan.solve._floors import floors, least_compute
 from autoshard.plan.solve._search import search
-from autoshard.plan.write._pipelines import Kin, PipelineMeshes
-from autoshard.plan.write._recipe import Recipe
+from autoshard.plan.write._pipelines import Kin, PipelineMeshes, StagedMeshes
+from autoshard.plan.write._recipe import Recipe, RecipeTried
+from autoshard.plan.write._stages import UNLOOKED, pipeline_words
 from autoshard.program import Pipeline, Program
 from tests.scripts import load_script
 
@@ -82,6 +84,33 @@ def test_no_pipeline_takes_less_than_the_bound_from_larger_microbatches(schedule
     assert 0 < everything.bound_s <= best
     nothing = PipelineMeshes(TOPOLOGY, STACK.program, task).of(recipe, (2, 4), lambda program: 0.3 * best, {})
     assert nothing is not None and nothing.bound_s <= best and len(nothing.meshes) <= len(everything.meshes)
+
+
+def test_after_enough_work_no_more_pipelines_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def make(**recipe: Any) -> Program:
+        made.append(recipe["microbatches"])
+        return STACK.program(**recipe)
+
+    def of(looking: PipelineMeshes, count: int) -> StagedMeshes:
+        recipe = Recipe((("stages", 2), ("schedule", "gpipe"), ("microbatches", count)))
+        found = looking.of(recipe, (2, 4), lambda program: math.inf, {})
+        assert found is not None
+        return found
+
+    whole = of(PipelineMeshes(TOPOLOGY, make, task), 4)
+    assert not whole.ended and made == [2], "known by the one with fewest microbatches"
+    monkeypatch.setattr("autoshard.plan.write._pipelines.MOST_PAIRS", 1)
+    looking = PipelineMeshes(TOPOLOGY, make, task)
+    part, later = of(looking, 2), of(looking, 4)
+    assert part.ended and later.ended and made == [2, 2], "nothing more is made"
+    assert part.bound_s <= whole.bound_s and later.bound_s <= whole.bound_s
+    row = later.row(Recipe((("stages", 2), ("schedule", "gpipe"), ("microbatches", 4))), 0.0, 1)
+    assert row.verdict == UNLOOKED and row.bound_s == later.bound_s
+    best = RecipeTried(Recipe((("stages", 1), ("schedule", None), ("microbatches", 1))), "", 1.0, 1)
+    said = pipeline_words(best, [best, row], (4,))
+    assert "1 more were not looked at, of which none takes less than" in said
 
 
 def test_arithmetic_alone_is_less_than_all_ops_together() -> None:

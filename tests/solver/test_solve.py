@@ -3,6 +3,7 @@ import random
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from random_problems import brute_force, make_problem, problems
 
 from autoshard.errors import UserError
@@ -182,3 +183,19 @@ def test_costs_too_far_apart_are_refused():
         solve(wide)
     hinted = solve(wide, hint=np.array([1, 0]))
     assert (hinted.status, hinted.cost, hinted.lower_bound) == (Status.FEASIBLE, FORBIDDEN - 1, -(10**18))
+
+
+@settings(max_examples=80, deadline=None)
+@given(problems(most_nodes=6), st.integers(-3, 3))
+def test_a_bound_that_is_enough_ends_it_and_holds(problem: Problem, more: int) -> None:
+    best = brute_force(problem)
+    if best is None:
+        return
+    enough = best + more
+    answer = solve(problem, time_limit=20, enough=enough)
+    assert answer.lower_bound <= best
+    if len(answer.choices):
+        judged = evaluate(problem, answer.choices)
+        assert judged.feasible and judged.cost == answer.cost >= best
+    if answer.cost != best or not len(answer.choices):
+        assert more <= 0 and answer.lower_bound >= enough, "what costs less was found, or is said not to be"

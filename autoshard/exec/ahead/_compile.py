@@ -5,7 +5,7 @@ import enum
 import re
 from typing import Any
 
-from autoshard.exec.ahead._libtpu import Compiled, compile_with_libtpu
+from autoshard.exec.ahead._libtpu import Compiled, compile_without_devices
 from autoshard.exec.ahead._live import host_arguments, memory_at_peak
 from autoshard.exec.hlo._collectives import CompiledCollective, plan_mesh, read_collectives, wire_by_axis
 from autoshard.exec.hlo._estimate import Estimate, decided, estimate
@@ -61,13 +61,14 @@ class CompileReport:
 
 
 def compile_plan(program: Program, plan: Plan, time_limit: float = 600.0) -> CompileReport:
-    """Apply the plan and compile it for its topology with libtpu, with no TPU present.
+    """Apply the plan and compile it for its topology with no device present: for TPUs with libtpu, for GPUs with JAX's
+    CUDA plugin.
 
-    Runs in a subprocess that is gone afterwards whatever happens. Raises `UserError` if libtpu is missing, the
-    topology is no TPU or refused, the program is not the plan's, or `time_limit` seconds are over.
+    Runs in a subprocess that is gone afterwards whatever happens. Raises `UserError` if the compiler is missing, there
+    is none for the topology or it is refused, the program is not the plan's, or `time_limit` seconds are over.
     """
     program = verify_program(program, plan)
-    return report(program, plan, compile_with_libtpu(program, plan, time_limit))
+    return report(program, plan, compile_without_devices(program, plan, time_limit))
 
 
 def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
@@ -104,6 +105,9 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
     found = read_collectives(module, mesh)
     timed = estimate(module, mesh)
     flops = check_flops(program, timed, mesh.num_devices)
+    peak = max(0, compiled.memory["peak"] - host_arguments(compiled)) or None
+    limit = mesh.topology.usable_bytes
+    over = peak - limit if peak is not None and mesh.topology.traits.described else 0  # this compiler knows no limit
     rematerialised = re.search(r"%[\w.\-]+\.remat[\w.\-]* = ", compiled.text) is not None
     warnings = list(_warnings(compiled.log))
     if timed.unknown_trips:
@@ -111,10 +115,10 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
     if flops.complaint:
         warnings.append(flops.complaint)
     return CompileReport(
-        verdict=Verdict.FITS_WITH_REMAT if rematerialised else Verdict.FITS,
-        over_bytes=0,
-        available_bytes=None,
-        peak_compiled=max(0, compiled.memory["peak"] - host_arguments(compiled)) or None,
+        verdict=Verdict.DOES_NOT_FIT if over > 0 else Verdict.FITS_WITH_REMAT if rematerialised else Verdict.FITS,
+        over_bytes=max(0, over),
+        available_bytes=limit if over > 0 else None,
+        peak_compiled=peak,
         memory_at_peak=memory_at_peak(compiled, plan),
         wire_compiled=wire_by_axis(found),
         collectives=tuple(found),

@@ -1,4 +1,4 @@
-"""Compiling for TPUs with no TPU present: libtpu in a process of its own, with a time limit."""
+"""Compiling with no device present: libtpu, or the GPU compiler, in a process of its own, with a time limit."""
 
 import contextlib
 import dataclasses
@@ -20,6 +20,7 @@ from autoshard import mlir
 from autoshard.base.process import python_command, scratch_folders
 from autoshard.cost import Topology
 from autoshard.errors import UserError
+from autoshard.exec.ahead._target import Target, gpu_target
 from autoshard.exec.apply._apply import donated_aliases
 from autoshard.exec.apply._calls import lower_for_compiler
 from autoshard.plan import Plan
@@ -44,7 +45,7 @@ _GIB = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compiled:
-    """What libtpu left: scheduled HLO and memory, or how much it lacked."""
+    """What the compiler left: scheduled HLO and memory, or how much it lacked."""
 
     text: str
     """Scheduled HLO; empty if the program does not fit."""
@@ -60,31 +61,41 @@ class Compiled:
     """The compiler's report of live ranges, its last part the buffers at the peak; empty if it left none."""
 
 
-def compile_with_libtpu(program: Program, plan: Plan, time_limit: float) -> Compiled:
-    """Apply the plan to the program's module and compile it for the plan's topology.
+def compile_without_devices(program: Program, plan: Plan, time_limit: float) -> Compiled:
+    """Apply the plan to the program's module and compile it for the plan's topology: by libtpu, or for GPUs by the
+    compiler in JAX's CUDA plugin from a description of the chip.
 
-    Raises `UserError` if libtpu is not installed, the topology is no TPU, the compiler refuses it, fails, dies or
+    Raises `UserError` if the compiler is not installed, there is none for the topology, it refuses it, fails, dies or
     takes longer than `time_limit` seconds; no process and no lock is left behind in any case.
     """
     topology = Topology.parse(plan.topology)
-    if not topology.traits.compiles_ahead:
-        raise UserError(
-            f"the plan is for {plan.topology}; only TPU topologies can be compiled for without the devices: "
-            "use `autoshard measure` where the devices are."
-        )
-    if importlib.util.find_spec("libtpu") is None:
-        raise UserError("compiling for TPU needs libtpu, which is not installed: pip install 'autoshard[tpu]'.")
-    name, options = libtpu_topology(topology)
+    target = _target(topology)
     with _scratch() as directory, _no_new_lock():
         plan.save(directory / "plan.json")
         (directory / "module.mlirbc").write_bytes(program.module)
-        for number, body in lower_for_compiler(program, plan, "tpu").items():
+        for number, body in lower_for_compiler(program, plan, target.platform).items():
             (directory / f"call-{number}.mlirbc").write_bytes(body)
         aliases = sorted(donated_aliases(program, plan).items())
-        (directory / "job.json").write_text(json.dumps({"topology": name, "options": options, "aliases": aliases}))
+        job = {"platform": target.platform, "topology": target.name, "options": target.options, "aliases": aliases}
+        (directory / "job.json").write_text(json.dumps(job))
         flags = plan.provenance.get("xla_flags", {}).get("flags", [])
-        code, log = _run(directory, time_limit, topology.name, flags)
-        return _read_result(directory, code, log, topology.name, _argument_bytes(program, plan))
+        code, log = _run(directory, time_limit, target, flags)
+        return _read_result(directory, code, log, target, _argument_bytes(program, plan))
+
+
+def _target(topology: Topology) -> Target:
+    """What compiles for a topology. Raises `UserError` where nothing does, or it is not installed."""
+    if topology.traits.compiles_ahead:
+        if importlib.util.find_spec("libtpu") is None:
+            raise UserError("compiling for TPU needs libtpu, which is not installed: pip install 'autoshard[tpu]'.")
+        name, options = libtpu_topology(topology)
+        return Target("tpu", "TPU", topology.name, name, options, _ENVIRONMENT)
+    if topology.traits.described:
+        return gpu_target(topology)
+    raise UserError(
+        f"the plan is for {topology.name}; only TPU and GPU topologies can be compiled for without the devices: "
+        "use `autoshard measure` where the devices are."
+    )
 
 
 def _argument_bytes(program: Program, plan: Plan) -> int:
@@ -138,10 +149,10 @@ def _no_new_lock() -> Iterator[None]:
                 _LOCK.unlink(missing_ok=True)
 
 
-def _run(directory: Path, time_limit: float, topology: str, flags: Sequence[str] = ()) -> tuple[int, str]:
+def _run(directory: Path, time_limit: float, target: Target, flags: Sequence[str] = ()) -> tuple[int, str]:
     """`flags`: those that the plan was made for; they go before what the environment says."""
-    environment = {**os.environ, **_ENVIRONMENT, "TPU_LOG_DIR": str(directory)}
-    environment.pop("XLA_FLAGS", None)
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment |= {**target.environment, "TPU_LOG_DIR": str(directory)}
     if flags:
         environment["LIBTPU_INIT_ARGS"] = " ".join([*flags, os.environ.get("LIBTPU_INIT_ARGS", "")]).strip()
     log = directory / "stderr.txt"
@@ -158,7 +169,8 @@ def _run(directory: Path, time_limit: float, topology: str, flags: Sequence[str]
             code = process.wait(timeout=time_limit)
         except subprocess.TimeoutExpired:
             raise UserError(
-                f"the TPU compiler did not finish {topology} within {time_limit:g} s: give it longer with --time-limit."
+                f"the {target.noun} compiler did not finish {target.topology} within {time_limit:g} s: "
+                "give it longer with --time-limit."
             ) from None
         finally:
             _end(process)
@@ -182,20 +194,21 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         time.sleep(0.02)
 
 
-def _read_result(directory: Path, code: int, log: str, topology: str, argument_bytes: int) -> Compiled:
+def _read_result(directory: Path, code: int, log: str, target: Target, argument_bytes: int) -> Compiled:
+    noun, topology = target.noun, target.topology
     path = directory / "result.json"
     if not path.exists():
         reason = _last_line(log)
         how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-        raise UserError(f"the TPU compiler {how} on {topology}; it may not support this shape ({reason}).")
+        raise UserError(f"the {noun} compiler {how} on {topology}; it may not support this shape ({reason}).")
     result = json.loads(path.read_text())
     status, message = result["status"], result.get("message", "")
     if status == "refused":
-        raise UserError(f"the TPU compiler refuses the topology {topology}: {message}")
+        raise UserError(f"the {noun} compiler refuses the topology {topology}: {message}")
     if status == "user":
         raise UserError(message)
     if status == "failed":
-        raise UserError(f"the TPU compiler failed on {topology}: {' '.join(message.split())[:300]}")
+        raise UserError(f"the {noun} compiler failed on {topology}: {' '.join(message.split())[:300]}")
     if status == "memory":
         needed, available = parse_out_of_memory(message)
         if needed is not None and "HLO temporaries" in message:

@@ -1,4 +1,4 @@
-"""The process in which libtpu compiles: `main` is called with a directory.
+"""The process in which libtpu, or the GPU compiler, works: `main` is called with a directory.
 
 Reads `plan.json`, `module.mlirbc`, `job.json` and the bodies of calls (`call-N.mlirbc`) from the directory and leaves
 `result.json` there, `program.hlo`, the scheduled HLO, and `program.live`, what lives at its peak. libtpu may abort, or
@@ -11,6 +11,10 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+
+_NO_TILES = "Couldn't find output tile sizes"
+"""What Triton's matmuls fail with for some shapes where no device can time them; a library's are taken then."""
 
 
 def main(folder: str) -> None:
@@ -34,7 +38,8 @@ def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
     from autoshard.plan.record._store import load_plan
 
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=job["topology"], **job["options"]).devices
+        found = topologies.get_topology_desc(job["topology"], job["platform"], **job["options"])
+        devices = sorted(found.devices, key=lambda device: device.id) if job["platform"] != "tpu" else found.devices
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         return {"status": "refused", "message": _first_line(error)}
     jax.config.update("jax_enable_x64", True)  # the module's own types, 64-bit ones too
@@ -48,9 +53,15 @@ def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
     dump = directory / "dump"
     dump.mkdir()
     start = time.perf_counter()
+    options: dict[str, Any] = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
     try:
         # as_text() fails on some programs with asynchronous ops; the dump has the same text.
-        compiled = lowered.compile(compiler_options={"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True})
+        try:
+            compiled = lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            if _NO_TILES not in str(error):
+                raise
+            compiled = lowered.compile(compiler_options=options | {"xla_gpu_enable_triton_gemm": False})
     except jax.errors.JaxRuntimeError as error:
         seconds = time.perf_counter() - start
         if "RESOURCE_EXHAUSTED" in str(error):
@@ -58,7 +69,7 @@ def _compile(directory: Path, job: dict[str, Any]) -> dict[str, Any]:
         return {"status": "failed", "message": str(error)[:2000], "compile_s": seconds}
     seconds = time.perf_counter() - start
     # The compiler dumps the modules of its helpers too (for the sparse cores, for instance).
-    texts = sorted(dump.glob("*.after_optimizations.txt"), key=lambda path: (".jit_" not in path.name, path.name))
+    texts = sorted(dump.glob("*after_optimizations.txt"), key=lambda path: (".jit_" not in path.name, path.name))
     if texts:
         live = texts[0].with_name(texts[0].name.removesuffix(".txt") + "-live-range.txt")
         os.replace(texts[0], directory / "program.hlo")

@@ -14,6 +14,8 @@ _IDLE = frozenset({"AllocateBuffer", "AssumeGatherIndicesInBound", "Sharding", "
 
 _ATTENTION = re.compile(r"flash_attention|splash_m[hq]a")
 
+_CUDNN = "__cudnn$fmhaSoftmax"
+
 _FLOPS = {"fwd": 4, "dkv": 8, "dq": 6}
 """Of jax's attention kernels, for each pair of positions and head channel: two matmuls, four, three."""
 _BLOCK = 512
@@ -46,7 +48,10 @@ def is_idle(op: Instruction) -> bool:
 
 
 def read_kernel(owner: Computation, op: Instruction) -> Kernel | None:
-    """A Pallas kernel's own figures (`cost_estimate`), else those of its operands; None for any other custom call."""
+    """A Pallas kernel's own figures (`cost_estimate`), else those of its operands, as of cuDNN's attention; None for
+    any other custom call."""
+    if _CUDNN in op.attributes:
+        return _cudnn(owner, op)
     if 'custom_call_target="tpu_custom_call"' not in op.attributes:
         return None
     name = _name(op)
@@ -62,6 +67,20 @@ def read_kernel(owner: Computation, op: Instruction) -> Kernel | None:
         scores = flops / (_flops_of(name) * head)
         steps = scores / math.prod(_block(operands, floats[0], floats[1].dims[-2], scores))
     return Kernel(name, flops, traffic or sum(s.bytes for s in operands) + op.bytes, head, steps)
+
+
+def _cudnn(owner: Computation, op: Instruction) -> Kernel | None:
+    """cuDNN's attention on [batch, heads, positions, head dim]: two matmuls over the scores, backward five. A causal
+    mask leaves out half of them."""
+    shapes = [owner.by_name[o].shapes[0] for o in op.operands[:2] if o in owner.by_name and owner.by_name[o].shapes]
+    if len(shapes) < 2 or any(len(shape.dims) != 4 for shape in shapes):
+        return None
+    queries, keys = shapes
+    matmuls = 5 if f"{_CUDNN}Backward" in op.attributes else 2
+    share = 0.5 if re.search(r'"mask_type":\s*"\w*CAUSAL', op.attributes) else 1.0
+    flops = 2.0 * matmuls * share * math.prod(queries.dims) * keys.dims[-2]
+    traffic = sum(owner.by_name[o].shapes[0].bytes for o in op.operands if o in owner.by_name) + op.bytes
+    return Kernel(_name(op), flops, traffic, queries.dims[-1])
 
 
 def _block(operands: Sequence[Shape], queries: Shape, keys: int, scores: float) -> tuple[int, int]:

@@ -91,6 +91,9 @@ class Reader:
             return self._inner_arithmetic(_called(op))
         if op.opcode in ("dot", "convolution"):
             return (_matmul(owner, op),), 0.0
+        if op.opcode == "custom-call":
+            found = _library_call(owner, op)
+            return ((found,) if found is not None else ()), 0.0
         if op.opcode in _NO_ARITHMETIC or not op.shapes:
             return (), 0.0
         if op.opcode in ("reduce", "reduce-window", "scatter", "sort"):
@@ -206,6 +209,27 @@ def _called(op: Instruction) -> str:
     return (op.attribute("calls") or op.attribute("to_apply") or "").lstrip("%")
 
 
+def _library_call(owner: Computation, op: Instruction) -> Matmul | None:
+    """A matmul of cuBLAS, or a convolution of cuDNN; None for any other call."""
+    target = re.search(r'custom_call_target="__(cublas|cudnn\$conv)([$\w]*)"', op.attributes)
+    sides = [owner.by_name[name].shapes[0] for name in op.operands[:2] if name in owner.by_name]
+    if target is None or len(sides) < 2 or not op.shapes:
+        return None
+    left, right = sides
+    if target[1] == "cublas":
+        dims = {
+            key: _numbers((re.search(rf'"{key}_dimensions":\[([^\]]*)\]', op.attributes) or ["", ""])[1])
+            for key in ("lhs_contracting", "lhs_batch")
+        }
+        return _product(left, right, dims["lhs_contracting"], dims["lhs_batch"], 1)
+    # The labels are those of the convolution forward, of which a gradient's call makes an operand.
+    if "BackwardInput" in target[2]:
+        return _convolution(op, op.shapes[0], right, left, 1)
+    if "BackwardFilter" in target[2]:
+        return _convolution(op, left, op.shapes[0], right, 1)
+    return _convolution(op, left, right, op.shapes[0], 1)
+
+
 def _matmul(owner: Computation, op: Instruction) -> Matmul:
     left, right = (owner.by_name[name].shapes[0] for name in op.operands[:2])
     precision = op.attribute("operand_precision") or ""
@@ -213,26 +237,29 @@ def _matmul(owner: Computation, op: Instruction) -> Matmul:
     if left.dtype not in ("f32", "f64"):
         passes = 1
     if op.opcode == "dot":
-        contracted = math.prod(left.dims[d] for d in _numbers(op.attribute("lhs_contracting_dims")))
-        batch = math.prod(left.dims[d] for d in _numbers(op.attribute("lhs_batch_dims")))
-        m = math.prod(left.dims) // max(1, contracted * batch)
-        n = math.prod(right.dims) // max(1, contracted * batch)
-        return Matmul(m, n, contracted, 2.0 * batch * m * n * contracted, left.dtype, passes)
-    return _convolution(op, left, right, passes)
+        contracted, batch = (_numbers(op.attribute(f"lhs_{which}_dims")) for which in ("contracting", "batch"))
+        return _product(left, right, contracted, batch, passes)
+    return _convolution(op, left, right, op.shapes[0], passes)
+
+
+def _product(left: Shape, right: Shape, contracting: list[int], batches: list[int], passes: int) -> Matmul:
+    contracted, batch = (math.prod(left.dims[d] for d in dims) for dims in (contracting, batches))
+    m = math.prod(left.dims) // max(1, contracted * batch)
+    n = math.prod(right.dims) // max(1, contracted * batch)
+    return Matmul(m, n, contracted, 2.0 * batch * m * n * contracted, left.dtype, passes)
 
 
 def _numbers(text: str | None) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text or "")]
 
 
-def _convolution(op: Instruction, left: Shape, right: Shape, passes: int) -> Matmul:
+def _convolution(op: Instruction, left: Shape, right: Shape, result: Shape, passes: int) -> Matmul:
     """Flops as XLA counts them: only the places where a kernel element meets an input element.
 
     TPU programs express batched matmuls as convolutions whose window is dilated or strided so that each batch meets
     itself only; counting the whole window would be wrong by the batch size.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
-    result = op.shapes[0]
     if labels is None:
         return Matmul(1, 1, 1, 0.0, left.dtype, passes)
     inputs, kernel, outputs = labels[1], labels[2], labels[3]

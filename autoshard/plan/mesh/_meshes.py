@@ -8,6 +8,7 @@ the best mesh so far.
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -26,6 +27,10 @@ from autoshard.plan.record._parts import MeshTried
 from autoshard.units import format_seconds
 
 
+SCOUTED = 16
+"""Meshes from which on one of them is looked at ahead."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chosen:
     """The best mesh, priced, with the choices found on it; without choices if nothing fits on any mesh."""
@@ -36,6 +41,8 @@ class Chosen:
     tried: tuple[MeshTried, ...]
     others: tuple[MeshBest, ...]
     """The best found on every other mesh."""
+    free_s: float
+    """On no other mesh does a plan take less, whatever fits into memory."""
 
 
 class Beaten(Exception):
@@ -61,6 +68,8 @@ class MeshSearch:
         """Without prices."""
         self.refusals: list[UserError] = []
         self.best: Trial | None = None
+        self.ceiling = rival
+        """What meshes are held against as long as there is no best one."""
         self.nearest: Trial | None = None
         """To fitting, where nothing fits."""
 
@@ -72,8 +81,11 @@ class MeshSearch:
         """
         crew.share("trials", self.trials)
         meshes = candidate_meshes(topology) if meshes is None else meshes
-        work = InOrder(self.trials, meshes, self.take, ahead=not crew.alone, first=self.rival)
-        crew.run(work)
+        self.ceiling = self.rival or self.scouted(meshes)
+        crew.run(InOrder(self.trials, meshes, self.take, ahead=not crew.alone, first=self.ceiling))
+        if self.best is None and self.rival is None and self.ceiling is not None:
+            self.done, self.ceiling = [], None  # what was found ahead was not found again
+            crew.run(InOrder(self.trials, meshes, self.take, ahead=not crew.alone))
         crew.drop("trials")
         self.trials.forget()
         if self.best is None and self.rival is not None:
@@ -83,7 +95,26 @@ class MeshSearch:
             raise self.refused(topology)
         known = None if chosen.best is None else chosen.best.choices
         others = tuple(each.best for each in self.done if each.best is not None and each.mesh != chosen.mesh)
-        return Chosen(chosen.model, chosen.required, known, _records(self.done, chosen), others)
+        free_s = min((each.free_s for each in self.done if each.mesh != chosen.mesh), default=math.inf)
+        return Chosen(chosen.model, chosen.required, known, _records(self.done, chosen), others, free_s)
+
+    def scouted(self, meshes: Sequence[Mesh]) -> Rival | None:
+        """What one mesh shows that others can be held against from the beginning; None if it shows nothing.
+
+        It is the one on which ops take least with nothing moved between them, of those that take little work to price.
+        Others are held against what it comes to and a little more, so that a simpler mesh may still be preferred.
+        """
+        if len(meshes) < SCOUTED:
+            return None
+        floors = [(self.trials.floor(mesh), number) for number, mesh in enumerate(meshes) if self.trials.is_small(mesh)]
+        if not floors:
+            return None
+        _, number = min(floors)
+        trial = self.trials.trial(meshes[number], None, keep=True)
+        if trial.best is None:
+            return None
+        self.progress(f"mesh {mesh_text(trial.mesh)}: {_so_far(trial, None)}, to hold others against")
+        return dataclasses.replace(trial.rival(), step_s=(1 + 2 * LEAST_GAIN) * trial.step_s, axes=sys.maxsize)
 
     def take(self, trial: Trial) -> None:
         """The next one, held against the best before it."""
@@ -92,7 +123,7 @@ class MeshSearch:
                 raise trial.refusal  # it is not the mesh
             self.refusals.append(trial.refusal)
         self.done.append(dataclasses.replace(trial, model=None, required=None))
-        rival = self.rival if self.best is None else self.best.rival()
+        rival = self.ceiling if self.best is None else self.best.rival()
         self.progress(f"mesh {mesh_text(trial.mesh)}: {_so_far(trial, rival)}")
         if trial.beats(rival):
             self.best = trial

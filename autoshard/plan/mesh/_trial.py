@@ -33,6 +33,8 @@ from autoshard.units import format_count, format_seconds
 
 MOST_PAIRS = 30_000_000
 """Pairs of alternatives up to which a mesh is solved."""
+SMALL_PAIRS = 3_000_000
+"""Pairs of alternatives up to which a mesh is priced in a second or less."""
 MOST_AHEAD = 6
 """Meshes whose prices a process keeps until they are needed, with no more than so many pairs in all."""
 BOUNDS = 8
@@ -88,6 +90,8 @@ class Trial:
     looked for."""
     weights: Weights | None = None
     """The weights whose bound is the highest so far."""
+    free_s: float = 0.0
+    """No plan on it takes less, whatever fits into memory."""
     model: Model | None = None
     """It priced, and below what is required: of a mesh that beats its rival or has none."""
     required: Required | None = None
@@ -134,9 +138,9 @@ class Trials:
         """What there is to be known of a mesh without others, if it is going to be tried here and can be kept."""
         if mesh in self._ahead or unusable(self.task.program, self.task.reading, mesh):
             return
-        if self._size(mesh) > MOST_PAIRS:
-            self._floor(mesh)
-        elif self._has_room(self._size(mesh)):
+        if self.pairs(mesh) > MOST_PAIRS:
+            self.floor(mesh)
+        elif self._has_room(self.pairs(mesh)):
             with contextlib.suppress(UserError):
                 self._keep(self._priced(mesh))
 
@@ -176,15 +180,15 @@ class Trials:
         """What is known of a mesh without solving it; None if it must be, and then it is kept for that."""
         excluded = unusable(self.task.program, self.task.reading, mesh)
         if excluded:
-            return Trial(mesh, excluded)
+            return Trial(mesh, excluded, free_s=math.inf)
         begun = self._ahead.pop(mesh, None)
         if begun is None:
-            if self._size(mesh) > MOST_PAIRS:
+            if self.pairs(mesh) > MOST_PAIRS:
                 return self._unsolved(mesh, _beaten_by_s(rival, mesh))
             try:
                 begun = self._priced(mesh)
             except UserError as error:
-                return Trial(mesh, f"excluded: {error}", error)
+                return Trial(mesh, f"excluded: {error}", error, free_s=math.inf)
         model, required = begun.model, begun.required
         climb = begun.climb if begun.climb is not None and begun.rival == rival else None
         if climb is None:
@@ -197,13 +201,17 @@ class Trials:
             self._keep(dataclasses.replace(begun, rival=rival, climb=climb if solve else None))
         return None if solve else _tried(climb, required, rival)
 
-    def _size(self, mesh: Mesh) -> int:
+    def is_small(self, mesh: Mesh) -> bool:
+        """Whether a mesh can be used, and takes little work to price."""
+        return not unusable(self.task.program, self.task.reading, mesh) and self.pairs(mesh) <= SMALL_PAIRS
+
+    def pairs(self, mesh: Mesh) -> int:
         """Pairs of alternatives at both ends of all values that move, before any is priced."""
         if mesh not in self._pairs:
             self._pairs[mesh] = _pairs(self.task.reading, mesh, bool(self.task.stages))
         return self._pairs[mesh]
 
-    def _floor(self, mesh: Mesh) -> float:
+    def floor(self, mesh: Mesh) -> float:
         """Seconds that no plan on the mesh can undercut, without prices."""
         if mesh not in self._floors:
             task = self.task
@@ -220,22 +228,22 @@ class Trials:
     def _keep(self, begun: "_Begun") -> None:
         mesh = begun.model.mesh
         self._ahead.pop(mesh, None)
-        while not self._has_room(self._size(mesh)):
+        while not self._has_room(self.pairs(mesh)):
             del self._ahead[next(iter(self._ahead))]  # the oldest
         self._ahead[mesh] = begun
 
     def _has_room(self, pairs: int) -> bool:
-        kept = sum(self._size(mesh) for mesh in self._ahead)
+        kept = sum(self.pairs(mesh) for mesh in self._ahead)
         return not kept or len(self._ahead) < MOST_AHEAD and kept + pairs <= MOST_PAIRS
 
     def _unsolved(self, mesh: Mesh, beat_s: float) -> Trial:
         """One mesh with more pairs than are solved here: what no plan on it can undercut may do to leave it out."""
-        bound, pairs = self._floor(mesh), format_count(self._size(mesh))
+        bound, pairs = self.floor(mesh), format_count(self.pairs(mesh))
         if bound >= beat_s:
-            return Trial(mesh, bound_s=bound)
+            return Trial(mesh, bound_s=bound, free_s=bound)
         why = f"not solved: {pairs} pairs of alternatives, and all that is known is that no plan on it "
         why += f"takes less than {format_seconds(bound)}; give it with --mesh to solve it"
-        return Trial(mesh, why, bound_s=bound)
+        return Trial(mesh, why, bound_s=bound, free_s=bound)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -284,6 +292,7 @@ def _tried(climb: Climb, required: Required, rival: Rival | None) -> Trial:
         best=best,
         excess=math.inf if solved is None else solved.solution.stats.get("excess", math.inf),
         weights=weighing.weights,
+        free_s=climb.free_s,
     )
     needed = rival is None or trial.beats(rival)
     return dataclasses.replace(trial, model=climb.model, required=required) if needed else trial

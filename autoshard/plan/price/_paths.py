@@ -21,6 +21,7 @@ from autoshard.plan.xla._states import (
     States,
     Step,
     Wave,
+    distinct,
     emitted,
     emitted_gather,
     extents,
@@ -92,9 +93,19 @@ class PathPrices:
         return self._laid_out(found, relayouts(path, self.collectives))
 
     def compiled(self, path: Path, overlap: Overlap) -> dict[str, Seconds]:
-        """The same, pair by pair."""
+        """The same, pair by pair, and each pair of states once."""
         from autoshard.plan.xla._transition import Sizes, charge_pairs
 
+        height = _height(path)
+        first_row, rows = distinct(np.concatenate([path.held, path.kept, path.source], axis=1))
+        first_column, columns = distinct(path.target)
+        path = dataclasses.replace(
+            path,
+            held=path.held[first_row],
+            kept=path.kept[first_row],
+            source=path.source[first_row],
+            target=path.target[first_column],
+        )
         tables = np.zeros((len(self._links), len(path.source), len(path.target)))
         first = np.full(len(tables), np.iinfo(np.int64).max)
         same = bool((path.held == path.kept).all())
@@ -103,10 +114,11 @@ class PathPrices:
         links = np.array([bits for bits in self._links.values() if bits >= 0], dtype=np.int64)
         sizes = Sizes(path.itemsize, path.reduce_itemsize, path.collected)
         shares = np.stack([self._hidden(overlap, kind) for kind in KINDS], axis=1)
-        charge_pairs(self._rules, shares, links, early, ends, sizes, _height(path), tables, first)
+        charge_pairs(self._rules, shares, links, early, ends, sizes, first_row // height, tables, first)
         names, order = list(self._links), np.argsort(first).tolist()
-        found = {names[k]: tables[k].copy() for k in order if first[k] < np.iinfo(np.int64).max}
-        return self._laid_out(found, relayouts(path, self.collectives, compiled=True))
+        found = {names[k]: tables[k] for k in order if first[k] < np.iinfo(np.int64).max}
+        found = self._laid_out(found, relayouts(path, self.collectives, compiled=True))
+        return {what: table[rows[:, None], columns] for what, table in found.items()}
 
     def _laid_out(self, found: dict[str, Seconds], again: "Relayouts") -> dict[str, Seconds]:
         """With the time of what is laid out anew."""

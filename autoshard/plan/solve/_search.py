@@ -70,6 +70,8 @@ class Found:
     """The weights that give the certified bound."""
     seen: tuple[Candidate, ...]
     """What every weighting found that fits, the best included."""
+    free_s: float = 0.0
+    """No choice takes less, whatever fits into memory."""
 
 
 def search(
@@ -125,6 +127,7 @@ def search(
         rounds=climb.rounds,
         weights=weighing.weights,
         seen=tuple(climb.seen),
+        free_s=climb.free_s,
     )
 
 
@@ -143,26 +146,32 @@ class Climb:
     rounds: int = 0
     seen: "list[Candidate]" = dataclasses.field(default_factory=list)
     """What every weighting found that fits."""
+    free_s: float = 0.0
+    """No choice takes less, whatever fits into memory."""
 
     def bound_first(self, required: Required, enough_s: float, rounds: int = 1) -> None:
         """Raises the bound of a large model, up to `enough_s`, by what holds whatever fits in memory.
 
         With more `rounds` that of a small one too, and weights are chosen anew by what choices without a memory limit
-        take. These are not kept: within the limit the bound may be higher than they allow.
+        take, as long as the bound rises fast enough to get there. These choices are not kept: within the limit the
+        bound may be higher than they allow.
         """
         weights, tried = self.weighing.weights, Weighing(self.weighing.weights)
-        for _ in range(rounds):
-            enough = enough_s * 1e12
+        for left in range(rounds - 1, -1, -1):
+            enough, before_s = enough_s * 1e12, self.weighing.bound_s
             found = first_bound(self.model, self.repeats, weights, required.allowed, enough, small=rounds > 1)
             if found is None:
                 return
             bound_s = found.picoseconds * 1e-12
             if bound_s > self.weighing.bound_s:
                 self.messages = found.messages
+            self.free_s = max(self.free_s, bound_s)
             tried.add_bound(weights, bound_s)
             self.weighing.add_bound(weights, bound_s)
             if bound_s >= enough_s or found.choices is None:
                 return
+            if before_s > 0 and self.weighing.bound_s + left * (self.weighing.bound_s - before_s) < enough_s:
+                return  # it rises too slowly
             tried.add_choice(evaluate(self.model, found.choices))
             following = tried.following(GOOD_ENOUGH * enough_s, enough_s)
             if following is None:
@@ -200,11 +209,13 @@ class Climb:
             hint = self.best.choices if self.best is not None else None
             share = max(2.0, left / (2 if self.rounds == 1 else 3))
             allowed = required.allowed
-            terms = Terms(limits.memory_bytes, share, limits.seed, hint, allowed, self.messages, stop=stop)
+            enough = beat_s * 1e12
+            terms = Terms(limits.memory_bytes, share, limits.seed, hint, allowed, self.messages, True, stop, enough)
             solved = solve_within(self.model, weights, terms, self.repeats)
             if stop is not None and stop.is_set():
                 raise Stopped
             self.messages = solved.messages
+            self.free_s = max(self.free_s, solved.free * 1e-12)
             lower = solved.solution.lower_bound * 1e-12
             if lower > weighing.bound_s or self.certified is None:
                 self.certified = solved

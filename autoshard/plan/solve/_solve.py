@@ -1,6 +1,7 @@
 """Solving one weighting: narrowed first where it is large, and with what repeats shared."""
 
 import dataclasses
+import math
 import threading
 from typing import NamedTuple
 
@@ -10,7 +11,17 @@ from numpy.typing import NDArray
 from autoshard.plan.model._model import Decisions, Model
 from autoshard.plan.solve._build import Allowed, Kept, Weights, build_network, build_problem, entries, kept_of
 from autoshard.plan.solve._repeats import Repeats
-from autoshard.solver import Messages, Problem, Solution, Status, narrow, processor_seconds, solve
+from autoshard.solver import (
+    FORBIDDEN,
+    Messages,
+    Narrowed,
+    Problem,
+    Solution,
+    Status,
+    narrow,
+    processor_seconds,
+    solve,
+)
 from autoshard.solver import evaluate as evaluate_problem
 
 
@@ -34,6 +45,8 @@ class Solved:
     """Messages to begin the next weighting with, where there are any."""
     of: NDArray[np.int64] | None = None
     """[nodes of the model] the node of `problem` that decides it; None if each decides for itself."""
+    free: int = 0
+    """Picoseconds that no choice takes less than, whatever fits into memory; 0 where that was not looked at."""
 
     @property
     def choices(self) -> NDArray[np.int64]:
@@ -98,6 +111,8 @@ class Terms:
     """Whether it is solved without the memory limit first: an optimum that fits is one with it."""
     stop: threading.Event | None = None
     """Ends it early, with whatever there is, when it is set."""
+    enough: float = math.inf
+    """Picoseconds from which on choices are of no use: a bound of as much ends it, perhaps without any."""
 
     def left(self, began: float) -> "Terms":
         """With what is left of the time limit, which began then."""
@@ -131,8 +146,8 @@ def solve_tied(repeats: Repeats, weights: Weights, terms: Terms) -> Solved | Non
     shared = repeats.allowed(terms.allowed)
     if shared is None:
         return None
-    part = dataclasses.replace(terms, hint=repeats.part(terms.hint), allowed=shared)
-    return dataclasses.replace(_solve(repeats, weights, part), of=repeats.of)
+    part = dataclasses.replace(terms, hint=repeats.part(terms.hint), allowed=shared, enough=math.inf)
+    return dataclasses.replace(_solve(repeats, weights, part), of=repeats.of, free=0)
 
 
 def _solve(model: Decisions, weights: Weights, terms: Terms) -> Solved:
@@ -140,9 +155,12 @@ def _solve(model: Decisions, weights: Weights, terms: Terms) -> Solved:
     limit = terms.memory_limit
     if terms.free_first or limit is None:
         free = _solve_narrowed(model, weights, None, dataclasses.replace(terms, time_limit=terms.time_limit / 2))
-        if limit is None or evaluate_problem(free.problem, free.solution.choices).feasible:
-            return free
-        terms = dataclasses.replace(terms, messages=free.messages)
+        known = max(0, free.solution.lower_bound)
+        useless = free.solution.lower_bound >= terms.enough
+        if limit is None or useless or evaluate_problem(free.problem, free.solution.choices).feasible:
+            return dataclasses.replace(free, free=known)
+        limited = dataclasses.replace(terms, messages=free.messages)
+        return dataclasses.replace(_solve_narrowed(model, weights, limit, limited.left(began)), free=known)
     return _solve_narrowed(model, weights, limit, terms.left(began))
 
 
@@ -152,8 +170,10 @@ def _solve_narrowed(model: Decisions, weights: Weights, enforced: int | None, te
     hint, messages = terms.hint, terms.messages
     narrowed = None
     if entries(model, kept) > LARGE:
-        narrowed = narrow(build_network(model, weights, enforced, kept), hint, messages)
+        narrowed = narrow(build_network(model, weights, enforced, kept), hint, messages, terms.enough)
         messages = narrowed.messages or messages
+        if narrowed.bound >= terms.enough:
+            return _of_no_use(model, weights, terms, kept, narrowed)
         kept, hint = narrowed.kept, hint if narrowed.choices is None else narrowed.choices
     problem = build_problem(model, weights, terms.memory_limit, kept)
     solution = solve(
@@ -164,6 +184,7 @@ def _solve_narrowed(model: Decisions, weights: Weights, enforced: int | None, te
         hint=None if hint is None else _places(kept, hint),
         stop=terms.stop,
         clock=processor_seconds,
+        enough=terms.enough,
     )
     if narrowed is not None and not narrowed.complete:
         lower = min(solution.lower_bound, max(0, int(narrowed.bound)))
@@ -171,6 +192,13 @@ def _solve_narrowed(model: Decisions, weights: Weights, enforced: int | None, te
         status = Status.UNKNOWN if solution.status is Status.INFEASIBLE else status
         solution = dataclasses.replace(solution, lower_bound=lower, status=status)
     return Solved(problem, solution, kept, enforced is not None, messages)
+
+
+def _of_no_use(model: Decisions, weights: Weights, terms: Terms, kept: Kept, narrowed: Narrowed) -> Solved:
+    """Without choices, where none costs less than enough; its problem is but a part of the whole."""
+    part = build_problem(model, weights, terms.memory_limit, [mine[:1] for mine in kept])
+    solution = Solution(np.zeros(0, dtype=np.int64), FORBIDDEN, int(narrowed.bound), Status.UNKNOWN, {})
+    return Solved(part, solution, kept, False, narrowed.messages or terms.messages)
 
 
 def _places(kept: Kept, choices: NDArray[np.int64]) -> NDArray[np.int64] | None:

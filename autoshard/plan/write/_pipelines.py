@@ -20,12 +20,15 @@ from autoshard.plan.model._stage_axis import with_stages
 from autoshard.plan.price._task import Task
 from autoshard.plan.solve._build import Weights
 from autoshard.plan.solve._floors import least_compute
-from autoshard.plan.write._recipe import Recipe
-from autoshard.plan.write._stages import pipeline_of
+from autoshard.plan.write._recipe import Recipe, RecipeTried, elements_of
+from autoshard.plan.write._stages import UNLOOKED, UNSTAGED, pipeline_of
 from autoshard.program import Pipeline, Program
 
 
 GPIPE = "gpipe"
+MOST_PAIRS = 60_000_000
+"""Pairs of alternatives of pipelines that are looked at in one search: work, not time, so that the same input gives the
+same plan. Pipelines of few stages come first, and among them those with little bubble."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,8 +38,20 @@ class StagedMeshes:
     meshes: tuple[Mesh, ...]
     bound_s: float
     """A step takes no less on any mesh with such an axis."""
-    program: Program
-    """One of as many stages."""
+    program: Program | None
+    """One of as many stages; None if none was made."""
+    ended: bool = False
+    """Whether meshes are left that are not looked at, since enough others were."""
+
+    def row(self, recipe: Recipe, least_s: float, elements: int | None) -> RecipeTried:
+        """What is said of a pipeline that is not planned.
+
+        No plan takes less than `least_s` for each of the `elements` of the batch, which its program says if there is
+        one.
+        """
+        elements = elements if self.program is None else elements_of(self.program)
+        bound_s = max(self.bound_s, least_s * (elements or 0))
+        return RecipeTried(recipe, UNLOOKED if self.ended else UNSTAGED, None, elements, None, bound_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +62,8 @@ class Kin:
     pipeline: Pipeline
     bounds: dict[Mesh, float]
     """Seconds of a step that are no bubble, below which none is; no further than was needed."""
+    pairs: dict[Mesh, int] = dataclasses.field(default_factory=dict)
+    """Pairs of alternatives of the meshes that were priced."""
 
     @property
     def layers(self) -> int:
@@ -63,8 +80,11 @@ class Kin:
         staged = (layers - other.outside(layers)) / (layers - self.pipeline.outside(layers))
         return staged / (1 - other.bubble(layers))
 
-    def bound(self, mesh: Mesh, beat_s: float, weights: Weights | None) -> float:
-        """Of one mesh, no further than needed to know that it takes no less than `beat_s`."""
+    def bound(self, mesh: Mesh, beat_s: float, weights: Weights | None, no_more: bool = False) -> float:
+        """Of one mesh, no further than needed to know that it takes no less than `beat_s`; with `no_more` 0 if it is
+        not known yet."""
+        if mesh not in self.bounds and no_more:
+            return 0.0
         if mesh not in self.bounds:
             self.bounds[mesh] = self._bound(mesh, beat_s, weights)
         return self.bounds[mesh]
@@ -77,6 +97,7 @@ class Kin:
         found = least_compute(task.program, task.reading, mesh, task.calibration, enough_s)
         if found < enough_s and weights is not None:
             trials = Trials(task, math.inf, True)
+            self.pairs[mesh] = trials.pairs(mesh)
             trial = trials.bound(mesh, Rival(enough_s, sys.maxsize, weights))
             found = max(found, trials.bounded(mesh) if trial is None else trial.bound_s or 0.0)
         return useful * found
@@ -89,6 +110,14 @@ class PipelineMeshes:
         """`make` gives the program of a recipe, `task` what is to be planned of a program with so many stages."""
         self.topology, self.make, self.task = topology, make, task
         self.kin: dict[Recipe, Kin | None] = {}
+        self.planned = 0
+        """Pairs of alternatives of pipelines that were found to be worth planning."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more is looked at."""
+        bounded = sum(sum(kin.pairs.values()) for kin in self.kin.values() if kin is not None)
+        return self.planned + bounded >= MOST_PAIRS
 
     def of(
         self, recipe: Recipe, counts: Sequence[int], beat: Callable[[Program], float], weights: Weights | None
@@ -97,29 +126,34 @@ class PipelineMeshes:
         if the program names axes itself.
 
         `counts` are all microbatches that may be chosen, `beat` says what a step must take less than, `weights` are
-        those of the best plan yet.
+        those of the best plan yet. What is looked at after `MOST_PAIRS` is as far as it is known by then.
         """
         pipeline = pipeline_of(recipe)
         assert pipeline is not None
         left = with_stages(candidate_meshes(self.topology), pipeline.stages)
-        others_s = least_s = math.inf
-        program = None
+        others_s, least_s = math.inf, 0.0
+        program, kin = None, None
         if not left:
             return None
         for count in _fewer(pipeline, counts):
             if not left or program is not None and (count, GPIPE) == (pipeline.microbatches, pipeline.schedule):
                 break
-            kin = self._kin(recipe.but(schedule=GPIPE, microbatches=count))
+            like = recipe.but(schedule=GPIPE, microbatches=count)
+            if self.ended and like not in self.kin:
+                break
+            kin = self._kin(like)
             if kin is None:
                 return None
             program = kin.task.program
             beat_s, slower = beat(program), kin.stretch(pipeline)
-            bounds = {mesh: slower * kin.bound(mesh, beat_s, weights) for mesh in left}
+            bounds = {mesh: slower * kin.bound(mesh, beat_s, weights, no_more=self.ended) for mesh in left}
             others_s = min((others_s, *(bound for bound in bounds.values() if bound >= beat_s)))
             left = tuple(mesh for mesh, bound in bounds.items() if bound < beat_s)
             least_s = min((others_s, *bounds.values()))
-        assert program is not None
-        return StagedMeshes(left, least_s, program)
+        ended = bool(left) and self.ended
+        if kin is not None and not ended:
+            self.planned += sum(kin.pairs.get(mesh, 0) for mesh in left)
+        return StagedMeshes(left, least_s, program, ended)
 
     def _kin(self, recipe: Recipe) -> Kin | None:
         if recipe not in self.kin:

@@ -7,7 +7,7 @@ from typing import Any
 
 from autoshard.plan.model._choices import REMATS
 from autoshard.plan.price._foresee import Foreseen
-from autoshard.program import HOSTS
+from autoshard.program import HOSTS, Program, Role
 from autoshard.units import format_seconds
 
 
@@ -67,6 +67,12 @@ class RecipeTried:
         if self.expected_s is None:
             return math.inf
         return self.expected_s / (self.elements or 1)
+
+
+def elements_of(program: Program) -> int:
+    """Elements of the batch's largest argument, or tokens where the program says how many."""
+    sizes = (math.prod(a.shape) for a in program.arguments if a.role is Role.BATCH)
+    return program.tokens or max(sizes, default=1) or 1
 
 
 def beaten(recipe: Recipe, bound_s: float, elements: int, least_bytes: int) -> RecipeTried:

@@ -13,6 +13,7 @@ from autoshard.units import format_seconds
 
 BUBBLE = "not planned: slower by its arithmetic and its bubble alone"
 UNSTAGED = "slower on every mesh with an axis of stages"
+UNLOOKED = "not looked at: enough other pipelines were"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,20 +100,28 @@ def pipeline_words(best: RecipeTried, rows: Sequence[RecipeTried], stacks: Seque
     if "stages" not in best.recipe.arguments:
         return ""
     layers = max(stacks, default=0)
-    chosen = pipeline_of(best.recipe)
+    chosen, more = pipeline_of(best.recipe), _unlooked(rows)
     if chosen is not None:
-        return f"pipeline of {chosen.words(layers)}"
+        return f"pipeline of {chosen.words(layers)}{more}"
     others = [(row, pipeline) for row in rows if (pipeline := pipeline_of(row.recipe)) is not None]
     if not layers:
         return "no pipeline: the program has no layers that repeat"
     if not others:
         return "no pipeline: no number of stages goes with the layers, the batch and the devices"
+    others = [each for each in others if each[0].verdict != UNLOOKED] or others
     planned = [(row, pipeline) for row, pipeline in others if row.step_time_s is not None]
     if planned:
         row, pipeline = min(planned, key=lambda pair: pair[0].per_element_s)
         assert row.step_time_s is not None
-        return (
-            f"no pipeline: the best is {row.verdict} ({format_seconds(row.step_time_s)}) with {pipeline.words(layers)}"
-        )
+        step = f"{row.verdict} ({format_seconds(row.step_time_s)})"
+        return f"no pipeline: the best is {step} with {pipeline.words(layers)}{more}"
     row, pipeline = min(others, key=lambda pair: pair[1].bubble(layers))
-    return f"no pipeline: none of {len(others)} was worth planning; {pipeline.words(layers)}: {row.verdict}"
+    return f"no pipeline: none of {len(others)} was worth planning; {pipeline.words(layers)}: {row.verdict}{more}"
+
+
+def _unlooked(rows: Sequence[RecipeTried]) -> str:
+    """How many pipelines were not looked at, and what none of them goes below; empty if all were."""
+    bounds = [row.bound_s or 0.0 for row in rows if row.verdict == UNLOOKED]
+    if not bounds:
+        return ""
+    return f"; {len(bounds)} more were not looked at, of which none takes less than {format_seconds(min(bounds))}"

@@ -89,7 +89,8 @@ def places(axes, dims):
     return axes * (2 * (axes + 1) + 1) + 2 + 2 * (dims + axes) + 1 + axes
 
 
-@njit(cache=True, nogil=True)
+# What every pair goes through is put in line: handing over the records costs as much as the work.
+@njit(cache=True, nogil=True, inline="always")
 def _add(steps, count, place, kind, group, size):
     if group == 0:
         return count
@@ -100,7 +101,6 @@ def _add(steps, count, place, kind, group, size):
     return count + 1
 
 
-# What every pair goes through is put in line: handing over the records costs as much as the work.
 @njit(cache=True, nogil=True, inline="always")
 def _sum(rules, f, t, last, minor, local, item, steps):
     """Fills in the sums of a pair; returns how many there are and the elements left on a device."""
@@ -124,12 +124,13 @@ def _sum(rules, f, t, last, minor, local, item, steps):
                 else:
                     total |= 1 << other
         how = rules.scattering[scatter]
-        for turn in range(axes + 1):
-            group = 0
-            if turn == 0 and how == AS_ONE:
-                group = scatter
-            elif turn > 0 and how == STAGED:
-                group = scatter & 1 << turn - 1
+        # All at once is turn 0, axis by axis the turns after it.
+        begin = 1 if how == STAGED else 0
+        end = axes + 1 if how == STAGED else 1 if how == AS_ONE else 0
+        for turn in range(begin, end):
+            group = scatter & 1 << turn - 1 if how == STAGED else scatter
+            if group == 0:
+                continue
             minor /= rules.parts[group & ends_last]
             whole = rules.tpu and (group & ends_last) > 0 and minor % (2 * rules.odd) == rules.odd
             kind = REDUCE if whole else SCATTER
@@ -145,7 +146,7 @@ def _sum(rules, f, t, last, minor, local, item, steps):
     return count, local / rules.parts[summed]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def _tangled(f, t, moved, gathered):
     """Whether a pair gathers everything, whether its moves are one, and axes (as bits) that need a permute."""
     axes = len(f)
@@ -170,10 +171,14 @@ def _tangled(f, t, moved, gathered):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _steps(rules, f, t, dims, minor, local, sizes, steps):
-    """Fills in the collectives of one pair as `waves` has them; returns how many there are."""
-    axes = len(f)
-    count, local = _sum(rules, f, t, dims - 1, minor, local, sizes.reduced, steps)
+def _steps(rules, f, t, summed, shared, dims, minor, local, sizes, steps):
+    """Fills in the collectives of one pair as `waves` has them; returns how many there are.
+
+    `summed`: whether there are partial sums; `shared`: whether axes share a dim at either end.
+    """
+    axes, count = len(f), 0
+    if summed:
+        count, local = _sum(rules, f, t, dims - 1, minor, local, sizes.reduced, steps)
     place = axes * (2 * (axes + 1) + 1) + 1
     moved, gathered, sliced, split = 0, 0, 0, 0
     changed = False
@@ -188,7 +193,7 @@ def _steps(rules, f, t, dims, minor, local, sizes, steps):
         elif f[axis] == WHOLE and t[axis] >= 0:
             sliced |= 1 << axis
     whole, joint, swaps = False, False, 0
-    if changed:
+    if changed and shared:  # else no move touches another
         whole, joint, swaps = _tangled(f, t, moved, gathered)
     if gathered == 0 and not whole:
         local /= rules.parts[sliced]
@@ -197,7 +202,10 @@ def _steps(rules, f, t, dims, minor, local, sizes, steps):
     place += 1
     everything = split if whole else gathered
     together = 0 if rules.gathering[everything] == STAGED else everything
-    for turn in range(dims + axes if everything else 0):
+    # Gathers are all together or all staged, and on a TPU those together are one: other turns have none.
+    begin = 0 if together else dims
+    end = dims + axes if together == 0 else 1 if rules.tpu else dims
+    for turn in range(begin, end if everything else begin):
         group = 0
         if turn >= dims:
             group = (everything ^ together) & 1 << dims + axes - 1 - turn
@@ -205,7 +213,7 @@ def _steps(rules, f, t, dims, minor, local, sizes, steps):
             for axis in range(axes):
                 if f[axis] == dims - 1 - turn:
                     group |= together & 1 << axis
-        elif turn == 0:
+        else:
             group = together
         local *= rules.parts[group]
         kind = REDUCE if rules.gathering[group] == AS_SUM else GATHER
@@ -219,7 +227,7 @@ def _steps(rules, f, t, dims, minor, local, sizes, steps):
     return count
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, inline="always")
 def _seconds(rules, kind, group, size):
     """As `Collectives.time_of_groups` has it."""
     points = rules.curves.shape[2]
@@ -235,13 +243,15 @@ def _seconds(rules, kind, group, size):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _charge(rules, shares, links, steps, count, before, rank, spent, first):
-    """Adds the seconds of a pair's collectives to `spent` [links, exposed last]; notes in `first` who was first."""
+def _charge(rules, shares, links, least_of, steps, count, before, rank, spent, first):
+    """Adds the seconds of a pair's collectives to `spent` [links, exposed last]; notes in `first` who was first.
+
+    `least_of` [kinds, groups] are seconds of collectives without bytes.
+    """
     for step in range(count):
         kind, group = steps.kind[step], steps.group[step]
         seconds = _seconds(rules, kind, group, steps.size[step])
-        least = _seconds(rules, kind, group, 0.0)
-        hidden = max(shares[0, kind, group] * seconds, shares[1, kind, group] * (seconds - least))
+        hidden = max(shares[0, kind, group] * seconds, shares[1, kind, group] * (seconds - least_of[kind, group]))
         for link in range(len(spent)):
             mine = seconds - hidden
             if link < len(links):
@@ -252,35 +262,65 @@ def _charge(rules, shares, links, steps, count, before, rank, spent, first):
 
 
 @njit(cache=True, nogil=True)
-def charge_pairs(rules, shares, links, early, ends, sizes, height, tables, first):
+def _shares_dim(state):
+    """Whether two axes split one dim."""
+    for a in range(len(state)):
+        for b in range(a):
+            if state[a] >= 0 and state[a] == state[b]:
+                return True
+    return False
+
+
+@njit(cache=True, nogil=True)
+def _has_sums(state):
+    """Whether a value is a partial sum over some axis."""
+    for entry in state:
+        if entry <= PARTIAL:
+            return True
+    return False
+
+
+@njit(cache=True, nogil=True)
+def charge_pairs(rules, shares, links, early, ends, sizes, turns, tables, first):
     """Fills `tables` [links, exposed last][from, to] with seconds; `early` are gathers that come first, row by row.
 
     `links` has the mesh axes of each link as bits, `shares` [2, kinds, groups] what of a collective is hidden: of all
-    of it, and of what its bytes take. `first` [tables] tells in which order tables get their first entry, the rows
-    taken `height` at a time, collective by collective; it is left as it is for tables without any.
+    of it, and of what its bytes take. `first` [tables] tells in which order tables get their first entry, each row in
+    its turn of `turns` [from], collective by collective; it is left as it is for tables without any.
     """
     axes = ends.source.shape[1]
     most = places(axes, max(ends.dims, early.dims))
     steps = Steps(np.zeros(most, np.int64), np.zeros(most, np.int64), np.zeros(most, np.int64), np.zeros(most))
     plain = Sizes(sizes.item, sizes.reduced, False)
     row, spent = np.zeros(len(tables)), np.zeros(len(tables))
+    least = np.zeros(rules.launch.shape)
+    for kind in range(len(rules.launch)):
+        for group in range(1, len(rules.parts)):
+            least[kind, group] = _seconds(rules, kind, group, 0.0)
+    shared = np.zeros(len(ends.target), np.bool_)
+    for j in range(len(ends.target)):
+        shared[j] = _shares_dim(ends.target[j])
     for i in range(len(ends.source)):
-        rank = i // height * 2 * most * len(tables)
+        rank = turns[i] * 2 * most * len(tables)
         row[:] = 0.0
         if len(early.source):
             f, t = early.source[i], early.target[i]
-            count = _steps(rules, f, t, early.dims, early.minor[i], early.local[i], plain, steps)
-            _charge(rules, shares, links, steps, count, 0, rank, row, first)
+            alike = _shares_dim(f) or _shares_dim(t)
+            count = _steps(rules, f, t, _has_sums(f), alike, early.dims, early.minor[i], early.local[i], plain, steps)
+            _charge(rules, shares, links, least, steps, count, 0, rank, row, first)
+        f = ends.source[i]
+        summed, doubled = _has_sums(f), _shares_dim(f)
         for j in range(len(ends.target)):
-            f, t = ends.source[i], ends.target[j]
-            count = _steps(rules, f, t, ends.dims, ends.minor[i], ends.local[i], sizes, steps)
+            t = ends.target[j]
+            alike = doubled or shared[j]
+            count = _steps(rules, f, t, summed, alike, ends.dims, ends.minor[i], ends.local[i], sizes, steps)
             if sizes.collected:
                 for step in range(count):
                     if steps.kind[step] == REDUCE or steps.kind[step] == SCATTER:
                         steps.kind[step] = GATHER
                         steps.size[step] *= rules.parts[steps.group[step]]
             spent[:] = row
-            _charge(rules, shares, links, steps, count, most, rank, spent, first)
+            _charge(rules, shares, links, least, steps, count, most, rank, spent, first)
             for link in range(len(tables)):
                 tables[link, i, j] = spent[link]
 

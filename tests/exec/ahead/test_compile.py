@@ -85,7 +85,7 @@ def test_libtpu_is_needed(program, monkeypatch: pytest.MonkeyPatch):
 
 def test_only_tpus_are_compiled_for(program):
     plan = handmade(program, {"data": 2, "model": 4}, SPECS)
-    with pytest.raises(UserError, match="the plan is for cpu:8; only TPU topologies can be compiled for"):
+    with pytest.raises(UserError, match="the plan is for cpu:8; only TPU and GPU topologies can be compiled for"):
         compile_plan(program, plan)
 
 

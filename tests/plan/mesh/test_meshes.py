@@ -79,6 +79,19 @@ def test_the_chosen_one_comes_first_and_the_rest_say_why_they_lost(name: str, to
     assert steps == sorted(steps)
 
 
+def test_a_mesh_looked_at_ahead_leaves_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoshard.plan.mesh._meshes.SCOUTED", 2)
+    lines: list[str] = []
+    options = Options(topology="v5e:4x4", mesh="auto", refine_axes=False, time_limit=math.inf)
+    plan = make_plan(made.program("wide mlp"), options, progress=lines.append).plan
+    in_order = searched("wide mlp", "v5e:4x4")
+    assert sum(line.endswith("to hold others against") for line in lines) == 1
+    # Axes of equal sizes may have changed places.
+    assert plan.mesh == in_order.mesh and plan.prediction.peak_bytes == in_order.prediction.peak_bytes
+    assert plan.prediction.step_time_s == pytest.approx(in_order.prediction.step_time_s, rel=1e-9)
+    assert {each.mesh for each in plan.meshes} == {each.mesh for each in in_order.meshes}
+
+
 def test_the_chosen_mesh_given_by_hand_is_the_same_plan() -> None:
     found, given = (
         searched("wide mlp", "v5e:4x4"),

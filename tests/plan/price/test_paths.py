@@ -1,6 +1,8 @@
 """Compiled prices of paths against those by numpy, which the partitioner's programs are compared with elsewhere."""
 
+import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from autoshard.cost import Collectives, Topology, make_mesh
 from autoshard.plan.model._model import Path, link_names
 from autoshard.plan.model._overlap import Overlap
 from autoshard.plan.price._paths import PathPrices
+from autoshard.plan.xla import _transition
 from autoshard.plan.xla._states import PARTIAL, WHOLE, States
 
 
@@ -69,3 +72,23 @@ def test_early_gathers_come_before_the_rest_in_both() -> None:
     stays = [int(np.flatnonzero((target == row).all(axis=1))[0]) for row in kept]
     total = sum(plain.values(), np.zeros((3, len(target))))
     assert total[0, stays[0]] > 0 and total[1, stays[1]] == 0 and total[2, stays[2]] > 0
+
+
+def test_equal_pairs_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = make_mesh(Topology.parse("v5p:4x4x4"), {"data": 8, "fsdp": 4, "model": 2})
+    prices = PathPrices(Collectives(mesh), link_names(mesh))
+    path = random_path(np.random.default_rng(3), 3)
+    priced: list[int] = []
+    charge = _transition.charge_pairs
+
+    def counted(*given: Any) -> None:
+        priced.append(len(given[4].source) * len(given[4].target))
+        charge(*given)
+
+    monkeypatch.setattr(_transition, "charge_pairs", counted)
+    once = prices.compiled(path, Overlap.MATMUL)
+    rows, columns = np.repeat(np.arange(len(path.source)), 3), np.tile(np.arange(len(path.target)), 2)
+    ends = {"held": path.held[rows], "kept": path.kept[rows], "source": path.source[rows]}
+    more = prices.compiled(dataclasses.replace(path, **ends, target=path.target[columns]), Overlap.MATMUL)
+    assert priced == [len(path.source) * len(path.target)] * 2
+    assert list(more) == list(once) and all((more[k] == once[k][rows[:, None], columns]).all() for k in once)

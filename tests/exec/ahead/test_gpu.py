@@ -1,0 +1,145 @@
+"""The GPU compiler as referee, with no GPU: what it is told of the chip, and what it says of plans."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard.cost import Topology, load_chip
+from autoshard.errors import UserError
+from autoshard.exec import CompileReport, Verdict, compile_lines, compile_plan
+from autoshard.exec.ahead import _target as room
+from autoshard.exec.ahead._target import gpu_target
+from autoshard.exec.hlo._hlo import parse_hlo
+from autoshard.exec.hlo._work import Reader
+from autoshard.plan import Options, make_plan
+from autoshard.program import Program, config_program, trace
+
+
+NEEDS_PLUGIN = pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins.xla_cuda12") is None if importlib.util.find_spec("jax_plugins") else True,
+    reason="JAX's CUDA plugin is not installed",
+)
+FIELDS = {
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "bos_token_id": None,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 2048, "eos_token_id": None,
+}  # fmt: skip
+
+
+def llama(batch: int = 16) -> Program:
+    return config_program(FIELDS, train=True, batch=batch, seq=512, attention="cudnn")
+
+
+def compiled(program: Program, topology: str, mesh: str) -> CompileReport:
+    return compile_plan(program, make_plan(program, Options(topology=topology, mesh=mesh)).plan, 300.0)
+
+
+@NEEDS_PLUGIN
+@pytest.mark.parametrize(("topology", "mesh"), [("h100:8", "data=4,model=2"), ("a100:8*2", "data=16")])
+def test_a_step_is_compiled_as_planned_with_no_gpu(topology: str, mesh: str) -> None:
+    found = compiled(llama(), topology, mesh)
+    assert found.verdict is Verdict.FITS and found.peak_compiled is not None and found.hlo
+    assert found.peak_predicted == pytest.approx(found.peak_compiled, rel=0.15)
+    assert found.wire_compiled.keys() >= {axis for axis, size in found.wire_predicted.items() if size}
+    for axis, size in found.wire_predicted.items():
+        assert found.wire_compiled[axis] == pytest.approx(size, rel=0.05)
+    # cuDNN's attention and Triton's matmuls are counted.
+    assert found.flops is not None and found.flops.ratio == pytest.approx(1.0, abs=0.03)
+    assert found.estimate is not None and found.estimate.unknown_trips == 0
+
+
+@NEEDS_PLUGIN
+def test_what_does_not_fit_is_said_though_the_compiler_knows_no_limit() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        return jnp.fft.fft(x.astype(jnp.complex64)).real @ x.T
+
+    program = trace(f, (jax.ShapeDtypeStruct((131072, 65536), jnp.float32),), name="wide")
+    plan = make_plan(program, Options(topology="h200:1", mesh="data=1", memory_limit=4000 << 30)).plan
+    found = compile_plan(program, plan, 300.0)
+    limit = Topology.parse("h200:1").usable_bytes
+    assert found.verdict is Verdict.DOES_NOT_FIT and found.available_bytes == limit
+    assert found.peak_compiled is not None and found.over_bytes == found.peak_compiled - limit > 0
+    assert "does not fit, by" in compile_lines(found)[0]
+
+
+def test_every_gpu_is_described_by_its_own_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: object())
+    for name in ("a100", "h100", "h200", "b200", "gb200"):
+        chip = load_chip(name)
+        target = gpu_target(Topology.make(chip, chip.small_shapes[-1]))
+        text = target.options["target_config"]
+        figures = dict(line.split(": ") for line in text.splitlines() if line.startswith("  ") and "{" not in line)
+        # Drivers report up to 7 % more or less than what data sheets call 80 or 141 GB.
+        assert int(figures["  device_memory_size"]) == pytest.approx(chip.hbm_bytes, rel=0.08)
+        assert int(figures["  memory_bandwidth"]) == pytest.approx(chip.memory_bytes_per_s, rel=0.05)
+    islands = gpu_target(Topology.parse("h100:8*4"))
+    assert islands.options["topology"] == "1x4x8" and islands.environment["JAX_PLATFORMS"] == "cpu"
+
+
+def test_without_the_plugin_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs JAX's CUDA plugin.*pip install 'autoshard\[cuda\]'"):
+        gpu_target(Topology.parse("h100:8"))
+
+
+CUDNN = """HloModule attention, is_scheduled=true
+
+ENTRY %main (q: bf16[2,8,256,64], k: bf16[2,4,256,64]) -> bf16[2,8,256,64] {
+  %q = bf16[2,8,256,64]{3,2,1,0} parameter(0)
+  %k = bf16[2,4,256,64]{3,2,1,0} parameter(1)
+  %call = (bf16[2,8,256,64]{3,2,1,0}, u8[0]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmaxWAY", \
+backend_config={"cudnn_fmha_backend_config": {"mask_type": "MASK"}}
+  ROOT %out = bf16[2,8,256,64]{3,2,1,0} get-tuple-element(%call), index=0
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "mask", "matmuls"), [("", "NO_MASK", 2), ("", "CAUSAL", 1), ("Backward", "PADDING_CAUSAL", 2.5)]
+)
+def test_attention_of_cudnn_is_read_from_its_call(way: str, mask: str, matmuls: float) -> None:
+    module = parse_hlo(CUDNN.replace("WAY", way).replace('MASK"', f'{mask}"'))
+    entry = module.computations[module.entry]
+    work = Reader(module).work(entry, entry.by_name["call"])
+    assert work.kernel is not None and work.kernel.head == 64
+    assert work.flops == matmuls * 2 * 2 * 8 * 256 * 256 * 64
+
+
+CUBLAS = """HloModule products, is_scheduled=true
+
+ENTRY %main (a: bf16[4,32,64], b: bf16[4,64,16]) -> bf16[4,32,16] {
+  %a = bf16[4,32,64]{2,1,0} parameter(0)
+  %b = bf16[4,64,16]{2,1,0} parameter(1)
+  %call = (bf16[4,32,16]{2,1,0}, s8[1024]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],\
+"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]}}}
+  ROOT %out = bf16[4,32,16]{2,1,0} get-tuple-element(%call), index=0
+}
+"""
+CONVOLUTIONS = """HloModule convolutions, is_scheduled=true
+
+ENTRY %main (x: f32[2,8,10,10], k: f32[16,8,3,3], y: f32[2,16,8,8]) -> f32[2,16,8,8] {
+  %x = f32[2,8,10,10]{3,2,1,0} parameter(0)
+  %k = f32[16,8,3,3]{3,2,1,0} parameter(1)
+  %y = f32[2,16,8,8]{3,2,1,0} parameter(2)
+  %one = (f32[2,16,8,8]{3,2,1,0}, u8[0]{0}) custom-call(%x, %k), window={size=3x3}, dim_labels=bf01_oi01->bf01, \
+custom_call_target="__cudnn$convForward"
+  %two = (f32[2,8,10,10]{3,2,1,0}, u8[0]{0}) custom-call(%y, %k), window={size=3x3}, dim_labels=bf01_oi01->bf01, \
+custom_call_target="__cudnn$convBackwardInput"
+  %three = (f32[16,8,3,3]{3,2,1,0}, u8[0]{0}) custom-call(%x, %y), window={size=3x3}, dim_labels=bf01_oi01->bf01, \
+custom_call_target="__cudnn$convBackwardFilter"
+  ROOT %out = f32[2,16,8,8]{3,2,1,0} get-tuple-element(%one), index=0
+}
+"""
+
+
+def test_matmuls_and_convolutions_of_libraries_are_counted() -> None:
+    module = parse_hlo(CUBLAS)
+    entry = module.computations[module.entry]
+    (found,) = Reader(module).work(entry, entry.by_name["call"]).matmuls
+    assert (found.m, found.n, found.k, found.flops) == (32, 16, 64, 2.0 * 4 * 32 * 16 * 64)
+    module = parse_hlo(CONVOLUTIONS)
+    entry = module.computations[module.entry]
+    works = [Reader(module).work(entry, entry.by_name[name]).flops for name in ("one", "two", "three")]
+    assert works == [2.0 * 2 * 8 * 8 * 16 * 8 * 9] * 3
