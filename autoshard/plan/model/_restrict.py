@@ -31,7 +31,7 @@ class Stream:
     sequence: Sequence[int] = ()
     width: Sequence[int] = ()
     context: Sequence[int] = ()
-    """Those of the sequence that split it in the batch's arguments as well."""
+    """Axes of the sequence that split it in the batch's arguments as well; they are among `sequence`."""
 
 
 Assignment = Mapping[int, Sequence[int]]

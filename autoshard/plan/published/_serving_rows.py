@@ -48,7 +48,7 @@ class ServingRun:
     phase: str
     """`prefill` or `decode`."""
     batch: int
-    """Sequences."""
+    """How many sequences are served at once."""
     seq: int
     """Tokens that each sequence gets in the measured time: one step of a prefill, or as many steps of decoding."""
     context: int
