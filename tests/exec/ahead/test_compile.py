@@ -268,7 +268,7 @@ def test_the_compiler_gets_all_it_needs(program, monkeypatch: pytest.MonkeyPatch
     found = compile_plan(program, planned(program))
     assert (found.verdict, found.over_bytes) == (Verdict.DOES_NOT_FIT, 2**30)
     job = json.loads((keep / "job.json").read_text())
-    assert job == {"topology": "v5e:2x2", "options": {}, "aliases": [[0, 0], [1, 1]]}
+    assert job == {"platform": "tpu", "topology": "v5e:2x2", "options": {}, "aliases": [[0, 0], [1, 1]]}
     assert (keep / "module.mlirbc").read_bytes() == program.module
 
 

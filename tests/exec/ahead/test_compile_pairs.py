@@ -55,7 +55,7 @@ def test_reports_become_rows(pairs: pathlib.Path, monkeypatch: pytest.MonkeyPatc
     assert again.predicted_s == 0.25 and again.choice == first.choice
     assert slow.skipped == "the compiler took longer than 5 s" and slow.predicted_s is None
     assert (large.fits, large.predicted_bytes, large.measured_fits) == (False, 7, False)
-    assert "pp=4 is not rebuilt" in staged.skipped
+    assert "4 stages are more than the 2 layers" in staged.skipped
     assert said[0] == "first-v5p, row 1 of 5: fsdp=4"
 
 

@@ -120,7 +120,9 @@ def test_what_cannot_be_rebuilt_is_said_and_the_rest_goes_on(tmp_path: pathlib.P
 def test_more_slices_and_slower_links_take_longer(tmp_path: pathlib.Path) -> None:
     variants = [SMALL | {"id": str(n), "slices": n} for n in (1, 2, 8)]
     times = [row.ours for row in rows_of(tmp_path, variants) if row.ours is not None]
-    assert len(times) == 3 and times == sorted(times) and times[0] < times[-1]
+    assert len(times) == 3 and times[0] < times[1]
+    # What is left open is completed within the solver's tolerance.
+    assert times[1] <= times[2] * (1 + 1e-6)
 
 
 def test_tensor_parallelism_is_computed_as_stated(tmp_path: pathlib.Path) -> None:
