@@ -90,7 +90,8 @@ def analyse(
             consumers[tensor].append(op.id)
     wide = widened(graph)
     sizes = [t.elements * wide[t.id] if t.id in wide else t.bytes for t in graph.tensors]
-    pinned = {*graph.results, *taken_apart(graph)}
+    apart = taken_apart(graph)
+    pinned = {*graph.results, *apart}
     inner = _plain_matmuls(graph) if fused_matmuls else frozenset()
     for loop in graph.loops:
         for carry in loop.carries:
@@ -157,7 +158,7 @@ def analyse(
     buffers = tuple(buffer for buffer in buffers if buffer[0] not in away_or_apart)
     if fused_matmuls:
         buffers += tuple(
-            (t, graph.tensors[t].producer, _outlast(graph, t, last) + 1) for t, last in chosen(graph).items()
+            (t, graph.tensors[t].producer, _outlast(graph, t, last) + 1) for t, last in chosen(graph, apart).items()
         )
     more, widths = stored(graph, buffers, wide, (updates or {}) if fused_matmuls else ())
     buffers = tuple(sorted((*buffers, *more)))

@@ -34,17 +34,16 @@ def taken_apart(graph: OpGraph) -> frozenset[int]:
     return frozenset(found)
 
 
-def chosen(graph: OpGraph) -> dict[int, int]:
+def chosen(graph: OpGraph, apart: frozenset[int]) -> dict[int, int]:
     """Values chosen among slices of stacks that several matmuls take, and the last of these matmuls.
 
-    None that a loop takes apart, which is stored anyhow."""
+    None of those that a loop takes `apart`, which are stored anyhow."""
     makers: dict[int, Op] = {tensor: op for op in graph.ops for tensor in op.results}
     users: dict[int, list[Op]] = {}
     for op in graph.ops:
         for tensor in set(op.operands):
             users.setdefault(tensor, []).append(op)
     found: dict[int, int] = {}
-    apart = taken_apart(graph)
     for op in graph.ops:
         if op.kind == "select" and op.loop >= 0 and all(_is_slice(makers, value) for value in op.operands[1:]):
             matmuls = _matmuls(users, op.results[0])

@@ -14,7 +14,7 @@ from autoshard.errors import UserError
 _CHIPS = pathlib.Path(__file__).with_name("gpu_targets.json")
 _FLAGS = ("--xla_gpu_autotune_level=0",)
 """Without a device nothing can be timed, so that kernels are chosen by the compiler's own estimates."""
-_PLUGIN = "jax_plugins.xla_cuda12"
+_PLUGIN = "jax_cuda12_plugin"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def gpu_target(topology: Topology) -> Target:
 
     Raises `UserError` if the plugin is not installed, or the chip has no description.
     """
-    if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec(_PLUGIN) is None:
+    if importlib.util.find_spec(_PLUGIN) is None:
         raise UserError(
             "compiling for GPUs needs JAX's CUDA plugin, which is not installed: pip install 'autoshard[cuda]'."
         )

@@ -18,8 +18,7 @@ from autoshard.program import Program, config_program, trace
 
 
 NEEDS_PLUGIN = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins.xla_cuda12") is None if importlib.util.find_spec("jax_plugins") else True,
-    reason="JAX's CUDA plugin is not installed",
+    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="JAX's CUDA plugin is not installed"
 )
 FIELDS = {
     "model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "bos_token_id": None,
