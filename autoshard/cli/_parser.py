@@ -217,7 +217,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--to",
         required=True,
         metavar="FORM",
-        help="jax, jax-export, flax, maxtext, torch-xla, dtensor, hlo or torch-pipelining",
+        help="jax, jax-export, flax, maxtext, torch-xla, dtensor, fsdp2, hlo or torch-pipelining",
     )
     export.add_argument(
         "--program", metavar="PROGRAM", help="where the program is now (default: where it was); a Python file is run"
