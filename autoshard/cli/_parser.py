@@ -156,7 +156,7 @@ def build_parser() -> argparse.ArgumentParser:
     refine.add_argument(
         "--judge",
         choices=("compile", "measure"),
-        help="the TPU compiler, or the devices that are here (default: measure for cpu topologies, else compile)",
+        help="compilers of TPUs and GPUs, or the devices that are here (default: measure for cpu topologies)",
     )
     refine.add_argument("--plans", type=positive, default=4, metavar="N", help="judged in a round (default: 4)")
     refine.add_argument("--rounds", type=positive, default=3, metavar="N", help="at most (default: 3)")
@@ -217,7 +217,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--to",
         required=True,
         metavar="FORM",
-        help="jax, jax-export, flax, maxtext, torch-xla, dtensor, hlo or torch-pipelining",
+        help="jax, jax-export, flax, maxtext, torch-xla, dtensor, fsdp2, hlo or torch-pipelining",
     )
     export.add_argument(
         "--program", metavar="PROGRAM", help="where the program is now (default: where it was); a Python file is run"

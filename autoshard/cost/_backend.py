@@ -77,6 +77,12 @@ class Backend:
     """Whether shards of inner dims are put in place by a fusion of their own before or after a collective."""
     copies_shards: bool
     """Whether a gather joins whole shards, so that those of an inner dim are copied before and after it."""
+    narrows_stacks: bool
+    """Whether a stack of layers is converted once before the loop that narrows slices of it, and held beside it."""
+    late_gradients: bool
+    """Whether gradients of weights that the optimizer alone takes are made after the loops that stand before it."""
+    holds_in_flight: bool
+    """Whether what collectives bring, and what they sum, has memory of its own, and small ones are joined."""
     compiles_ahead: bool
     """Whether programs are compiled with no device of that kind present (libtpu)."""
     described: bool
@@ -85,6 +91,11 @@ class Backend:
     """Who judges plans unless asked otherwise: `measure`, the devices that are here, or `compile`."""
     attention: str
     """The kernel that computes attention where it may be chosen: `splash`, `cudnn`, or `plain`, scores in memory."""
+
+    @property
+    def compiles_without_devices(self) -> bool:
+        """Whether there is a compiler that works with no device present, with or without a description of the chip."""
+        return self.compiles_ahead or self.described
 
 
 BACKENDS = {
@@ -95,24 +106,27 @@ BACKENDS = {
             torus=True, shares_machine=False, overlaps=True, in_turn=False,
             sums_in_two_phases=True, sum_dtype="", scatters=Scatters.BY_GROUP, stages=True, joins_sums=True,
             one_ring=False, packs_blocks=False, caches=False, burst_bytes=512, sorting=Sorting.BITONIC,
-            tiled=True, fuses_into_matmuls=True, relays_shards=True, copies_shards=False, compiles_ahead=True,
-            described=False, judge="compile", attention="splash",
+            tiled=True, fuses_into_matmuls=True, relays_shards=True, copies_shards=False,
+            narrows_stacks=True, late_gradients=False, holds_in_flight=False,
+            compiles_ahead=True, described=False, judge="compile", attention="splash",
         ),
         Backend(
             name="gpu", platform="cuda", noun="GPUs in an island",
             torus=False, shares_machine=False, overlaps=True, in_turn=False,
             sums_in_two_phases=True, sum_dtype="", scatters=Scatters.ALWAYS, stages=False, joins_sums=False,
             one_ring=True, packs_blocks=False, caches=False, burst_bytes=64, sorting=Sorting.RADIX,
-            tiled=False, fuses_into_matmuls=False, relays_shards=False, copies_shards=False, compiles_ahead=False,
-            described=True, judge="compile", attention="cudnn",
+            tiled=False, fuses_into_matmuls=False, relays_shards=False, copies_shards=False,
+            narrows_stacks=False, late_gradients=True, holds_in_flight=True,
+            compiles_ahead=False, described=True, judge="compile", attention="cudnn",
         ),
         Backend(
             name="cpu", platform="cpu", noun="devices of one machine",
             torus=False, shares_machine=True, overlaps=False, in_turn=True,
             sums_in_two_phases=False, sum_dtype="f32", scatters=Scatters.NEVER, stages=False, joins_sums=False,
             one_ring=False, packs_blocks=True, caches=True, burst_bytes=64, sorting=Sorting.COMPARISON,
-            tiled=False, fuses_into_matmuls=False, relays_shards=False, copies_shards=True, compiles_ahead=False,
-            described=False, judge="measure", attention="plain",
+            tiled=False, fuses_into_matmuls=False, relays_shards=False, copies_shards=True,
+            narrows_stacks=True, late_gradients=False, holds_in_flight=False,
+            compiles_ahead=False, described=False, judge="measure", attention="plain",
         ),
     )
 }  # fmt: skip

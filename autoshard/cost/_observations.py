@@ -18,6 +18,8 @@ Judge = Literal["compile", "measure"]
 STEP = "step"
 """`Observation.op` of a whole step."""
 
+_COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-pjrt",)}
+"""The package beside jaxlib that has a backend's compiler."""
 _FIELDS = frozenset({"topology", "compiler", "judge", "op", "about", "bill", "seen"})
 
 
@@ -63,12 +65,11 @@ def content_hash(observations: Iterable[Observation]) -> str:
 
 
 def compiler_version(topology: Topology, flags: Sequence[str] = ()) -> str:
-    """What makes programs for a topology, with which flags, and what it stands on: TPU compilers are the same
-    everywhere, CPU devices are parts of this machine."""
-    made = [f"{package} {found}" for package in ("jaxlib", "libtpu") if (found := _version(package))]
-    if not topology.traits.compiles_ahead:
-        made = made[:1]
-    else:
+    """What makes programs for a topology, with which flags, and what it stands on: compilers of TPUs and of GPUs are
+    the same everywhere, CPU devices are parts of this machine."""
+    packages = ("jaxlib", *_COMPILERS.get(topology.traits.name, ()))
+    made = [f"{package} {found}" for package in packages if (found := _version(package))]
+    if topology.traits.compiles_ahead:
         made += sorted(set(flags))
     if topology.traits.shares_machine:
         made.append(f"{topology.host_cores} cores of {_processor()}")

@@ -76,12 +76,14 @@ def analyse(
     updates: Mapping[int, int] | None = None,
     fused_matmuls: bool = False,
     softmaxes: tuple[Softmax, ...] = (),
+    narrows_stacks: bool = True,
 ) -> Liveness:
     """Fusions, and the lifetime of every value that reaches memory.
 
     `kept`: arguments that the caller keeps (not donated), held throughout. `updates`: for donated state, argument
     tensor -> the result tensor that is written over it. `fused_matmuls`: a matmul's kernel computes the pointwise
     values that it takes, as TPU compilers have it. `softmaxes`: those that `find_softmaxes` gives, for the same ones.
+    `narrows_stacks`: a stack whose slices a loop narrows is converted before the loop, and both are held.
     """
     free = {t for op in graph.ops if op.op_class is OpClass.FREE for t in op.results}
     consumers: list[list[int]] = [[] for _ in graph.tensors]
@@ -160,7 +162,7 @@ def analyse(
         buffers += tuple(
             (t, graph.tensors[t].producer, _outlast(graph, t, last) + 1) for t, last in chosen(graph, apart).items()
         )
-    more, widths = stored(graph, buffers, wide, (updates or {}) if fused_matmuls else ())
+    more, widths = stored(graph, buffers, wide, (updates or {}) if fused_matmuls else (), narrows_stacks)
     buffers = tuple(sorted((*buffers, *more)))
     passes = [Passes(tensor, loop, 2) for tensor, loop in copied]
     if fused_matmuls:

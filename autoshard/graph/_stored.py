@@ -20,11 +20,17 @@ _PLACED = frozenset({"reshape", "transpose", "slice"})
 
 
 def stored(
-    graph: OpGraph, buffers: Iterable[Buffer], wide: Mapping[int, int], updated: Collection[int] = ()
+    graph: OpGraph,
+    buffers: Iterable[Buffer],
+    wide: Mapping[int, int],
+    updated: Collection[int] = (),
+    narrows_stacks: bool = True,
 ) -> tuple[tuple[Buffer, ...], Mapping[Buffer, int]]:
     """Buffers of copied stacks, and the bytes of an element of every buffer whose dtype is not its tensor's.
 
     `wide`: what `widened` gives. `updated`: arguments that are written over, whose stacks loops within loops copy.
+    Without `narrows_stacks` a slice is narrowed where it is taken, and the stack has no narrow copy: the GPU compiler's
+    way (all decoders that were compiled for h100:8, jaxlib 0.10.2).
     """
     widths: dict[Buffer, int] = {}
     for buffer in buffers:
@@ -34,6 +40,7 @@ def stored(
     widths |= {buffer: narrow[buffer[0]] for buffer in buffers if buffer[0] in narrow}
     copied, between = _converted(graph)
     widths |= {buffer: between[buffer[0]] for buffer in buffers if buffer[0] in between}
+    copied = copied if narrows_stacks else {}
     for buffer, width in _copied(graph, updated).items():
         copied[buffer] = copied.get(buffer, 0) + width
     widths |= copied

@@ -39,7 +39,7 @@ from autoshard.plan.model._options import Limits, Options
 from autoshard.plan.model._stage_axis import STAGE
 from autoshard.plan.price._flag_gains import flag_gains
 from autoshard.plan.price._path_tables import PathTables
-from autoshard.plan.price._predict import predict
+from autoshard.plan.price._prediction import predict
 from autoshard.plan.price._reading import Reading, read_program
 from autoshard.plan.price._task import Task
 from autoshard.plan.record._parts import MeshTried

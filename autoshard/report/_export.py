@@ -27,6 +27,7 @@ from autoshard.plan import (
     splits_nothing,
 )
 from autoshard.program import Program
+from autoshard.report._export_fsdp2 import fsdp2_text
 from autoshard.report._export_parts import comment, head, order_text, table, unpinned
 from autoshard.report._export_pipelining import maxtext_pipeline, pipelining_text
 from autoshard.report._export_remat import maxtext_remat
@@ -265,6 +266,7 @@ EXPORT_FORMS: dict[str, Callable[[Plan, str], str]] = {
     "maxtext": _maxtext,
     "torch-xla": torch_xla_text,
     "dtensor": dtensor_text,
+    "fsdp2": fsdp2_text,
     "hlo": _hlo,
     "torch-pipelining": pipelining_text,
 }

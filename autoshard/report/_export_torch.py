@@ -6,7 +6,7 @@ from autoshard.plan import Plan, Spec, in_mesh_order, is_stacked, layer_pattern,
 from autoshard.report._export_parts import head, order_text, table, unpinned
 
 
-def _torch_parameters(plan: Plan) -> tuple[dict[str, Spec], tuple[str, ...]]:
+def plan_parameters(plan: Plan) -> tuple[dict[str, Spec], tuple[str, ...]]:
     """Parameters by the name that a torch module gives them, `*` for any layer; and sentences on what is left out.
 
     A stacked parameter has its layers as leading dim, which a module with a list of layers does not have.
@@ -23,13 +23,14 @@ def _torch_parameters(plan: Plan) -> tuple[dict[str, Spec], tuple[str, ...]]:
     return specs, tuple(sentences)
 
 
-def _inputs(plan: Plan) -> dict[str, Spec]:
+def plan_inputs(plan: Plan) -> dict[str, Spec]:
     """What a step takes beside parameters and optimizer state, by the name that a torch module gives it."""
     taken = ("batch", "other")
     return {name.removeprefix("batch."): spec for name, spec in plan.arguments.items() if plan.roles[name] in taken}
 
 
-def _pattern(plan: Plan, name: str) -> str:
+def plan_pattern(plan: Plan, name: str) -> str:
+    """A regular expression for the names that a torch module gives to a parameter of the plan, one for each layer."""
     return layer_pattern(name, (plan.shapes[name] or (0,))[0])
 
 
@@ -72,14 +73,14 @@ def _tuple(spec: Spec) -> str:
 
 
 def torch_xla_text(plan: Plan, sentence: str) -> str:
-    specs, lost = _torch_parameters(plan)
+    specs, lost = plan_parameters(plan)
     lacks = (*unpinned(plan), *lost, "optimizer state; state made like its parameter is split like it.")
-    rows = {_pattern(plan, name): _tuple(spec) for name, spec in specs.items()}
+    rows = {plan_pattern(plan, name): _tuple(spec) for name, spec in specs.items()}
     return head(plan, lacks, sentence) + _TORCH_XLA.format(
         mesh=f"MESH = {plan.mesh!r}",
         order=f"DEVICE_ORDER = {order_text(plan)}",
         parameters=table("PARAMETERS", rows),
-        inputs=table("INPUTS", {name: _tuple(spec) for name, spec in _inputs(plan).items()}),
+        inputs=table("INPUTS", {name: _tuple(spec) for name, spec in plan_inputs(plan).items()}),
     )
 
 
@@ -135,7 +136,7 @@ def placements(spec: Spec, mesh: Mapping[str, int]) -> list[tuple[str, int] | No
 
 
 def dtensor_text(plan: Plan, sentence: str) -> str:
-    specs, lost = _torch_parameters(plan)
+    specs, lost = plan_parameters(plan)
     unlike: list[str] = []
 
     def row(name: str, spec: Spec) -> str:
@@ -147,8 +148,8 @@ def dtensor_text(plan: Plan, sentence: str) -> str:
             found = [None] * len(plan.mesh)
         return "[" + ", ".join(f"Shard({p[1]})" if p else "Replicate()" for p in found) + "]"
 
-    rows = {_pattern(plan, name): row(name, spec) for name, spec in specs.items()}
-    inputs = {name: row(name, spec) for name, spec in _inputs(plan).items()}
+    rows = {plan_pattern(plan, name): row(name, spec) for name, spec in specs.items()}
+    inputs = {name: row(name, spec) for name, spec in plan_inputs(plan).items()}
     order = plan.device_order != tuple(range(len(plan.device_order)))
     lacks = (
         *unpinned(plan, "DTensor splits each op as its operands are"),

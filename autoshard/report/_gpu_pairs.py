@@ -40,7 +40,13 @@ def gpu_pair_figures(found: GpuPairs) -> dict[str, Any]:
             for each in found.errors()
         ],
         "regret": {name: _regret_figures(found, choose) for name, choose in _CHOICES if _has_regrets(found)},
-        "verdicts": {"counted": counted, "right": right, "rows": said, "false_fits": false_fits},
+        "verdicts": {
+            "counted": counted,
+            "right": right,
+            "rows": said,
+            "false_fits": false_fits,
+            "false_fits_not_for_memory": found.not_for_memory(),
+        },
         "problems": [
             {
                 "problem": problem.name,
@@ -111,7 +117,8 @@ def gpu_pair_report(found: GpuPairs) -> RenderableType:
             Text(
                 f"does it fit: right in {right} of {counted} rows that are not within 10 % of the limit "
                 f'({100 * right / max(1, counted):.1f} %); false "fits" {false_fits} of {said} '
-                f"({100 * false_fits / max(1, said):.1f} %)"
+                f"({100 * false_fits / max(1, said):.1f} %), {found.not_for_memory()} of which did not fail for "
+                "memory: a run that holds as much did run"
             ),
             Text(),
         ]

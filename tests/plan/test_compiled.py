@@ -8,7 +8,8 @@ import pytest
 
 from autoshard.exec import plan_mesh, read_collectives, wire_by_axis
 from autoshard.plan import Plan
-from autoshard.plan.price._predict import evaluate, predict, tensor_spec
+from autoshard.plan.price._predict import evaluate, tensor_spec
+from autoshard.plan.price._prediction import predict
 from autoshard.plan.write._pins import make_pins
 from autoshard.plan.write._regions import make_regions
 from autoshard.program import Program

@@ -318,18 +318,18 @@ def test_maxtext_says_what_it_cannot_place(plan: Plan):
 @pytest.mark.parametrize("form", [form for form in EXPORT_FORMS if form != "torch-pipelining"])
 @pytest.mark.parametrize("name", ["a'b\"c", "x\nimport os", "{}", "\\"])
 def test_a_hostile_name_stays_a_string(small: Plan, form: str, name: str):
-    arguments = {name: Spec((("data",),))}
+    arguments = {name: Spec((("data",),)), f"batch.{name}": Spec((("data", "model"),))}
     hostile = dataclasses.replace(
         small,
         program_name=name,
         arguments=arguments,
         results=arguments,
-        shapes={name: (8,)},
-        dtypes={name: "float32"},
-        roles={name: "parameter"},
+        shapes=dict.fromkeys(arguments, (8,)),
+        dtypes=dict.fromkeys(arguments, "float32"),
+        roles=dict(zip(arguments, ("parameter", "batch"), strict=True)),
     )
     text = export_plan(hostile, form)
-    if form in ("jax", "flax", "torch-xla", "dtensor"):
+    if form in ("jax", "flax", "torch-xla", "dtensor", "fsdp2"):
         compile(text, form, "exec")
     assert "\nimport os" not in text.replace("import jax", "")
 
@@ -412,7 +412,7 @@ def test_names_in_code_are_exactly_those_of_the_plan(form: str, plan: Plan):
     (mesh,) = [
         node.value for node in code.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MESH"
     ]
-    assert ast.literal_eval(mesh) == hostile.mesh
+    assert ast.literal_eval(mesh) == ({"data": 8} if form == "fsdp2" else hostile.mesh)
     texts = {node.value for node in ast.walk(code) if isinstance(node, ast.Constant)}
     parameter, batch = hostile.arguments
     assert {parameter, layer_pattern(parameter, 8)} & texts and batch in texts

@@ -24,6 +24,7 @@ def test_figures_and_words_say_the_same():
     assert problem["chosen"] in said and f"regret {problem['regret']:.3f}" in said
     counted = figures["verdicts"]
     assert f"right in {counted['right']} of {counted['counted']} rows" in said
+    assert f"{counted['false_fits_not_for_memory']} of which did not fail for memory" in said
 
 
 def test_rows_that_are_not_rebuilt_are_named():

@@ -55,8 +55,8 @@ class Judging(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompileJudge:
-    """The TPU compiler with no TPU present: whether a plan fits, and what runs beside what. Times are our prices of its
-    schedule."""
+    """The compiler of TPUs or of GPUs with none present: whether a plan fits, and what runs beside what. Times are our
+    prices of its schedule."""
 
     time_limit: float = 600.0
     """Seconds that the compiler may take for each plan."""
@@ -145,8 +145,9 @@ def judge_of(name: Judge | None, topology: Topology, steps: int, time_limit: flo
         return MeasureJudge(steps)
     if name != "compile":
         raise UserError(f"{name!r} is no judge; there are compile and measure.")
-    if not topology.traits.compiles_ahead:
+    if not topology.traits.compiles_without_devices:
         raise UserError(
-            f"the judge compile is for TPU topologies, and {topology.name} is none: use measure, where the devices are."
+            f"the judge compile is for TPU and GPU topologies, and {topology.name} is neither: use measure, where the "
+            "devices are."
         )
     return CompileJudge(time_limit)

@@ -97,11 +97,11 @@ def refine(
     """Plan `program` on `topology`, have the best few plans judged, learn from it, plan again until the choice stands.
 
     `judge` is `"measure"` (the devices that are here, `steps` timed steps of each plan; the default for CPU
-    topologies) or `"compile"` (the TPU compiler, at most `compile_limit` seconds for each plan). `plans` is how many
-    plans that really differ are judged in a round, `rounds` how many rounds there are at most. What is seen is kept in
-    the user's database and used by later plans of the topology; with `calibration=False` the database is neither read
-    nor written. What is seen of steps with compiler flags (`xla_flags`) serves plans with the same
-    flags alone. The other `options` are those of `autoshard.plan`.
+    topologies) or `"compile"` (the compiler of TPUs or of GPUs, with none present, at most `compile_limit` seconds for
+    each plan). `plans` is how many plans that really differ are judged in a round, `rounds` how many rounds there are
+    at most. What is seen is kept in the user's database and used by later plans of the topology; with
+    `calibration=False` the database is neither read nor written. What is seen of steps with compiler flags
+    (`xla_flags`) serves plans with the same flags alone. The other `options` are those of `autoshard.plan`.
 
     A judge that fails on a plan drops that plan, and says why. Raises `UserError` if it fails on all of them or none
     fits, and as `autoshard.plan` does.

@@ -49,6 +49,7 @@ FORMS = {
         Form("maxtext", Rest.MAXTEXT),
         Form("torch-xla", Rest.XLA, state=False, layers=False),
         Form("dtensor", Rest.DTENSOR, state=False, layers=False, ordered=True),
+        Form("fsdp2", Rest.DTENSOR, state=False, layers=False),
         Form("hlo", Rest.XLA),
         Form("torch-pipelining", Rest.STAGES, state=False, layers=False),
     )

@@ -19,7 +19,8 @@ from autoshard.plan.model._model import Model
 from autoshard.plan.model._options import Limits
 from autoshard.plan.model._stated import Uses, stated
 from autoshard.plan.price._again import price_again
-from autoshard.plan.price._predict import evaluate, predict, tensor_spec
+from autoshard.plan.price._predict import evaluate, tensor_spec
+from autoshard.plan.price._prediction import predict
 from autoshard.plan.price._reading import read_program
 from autoshard.plan.record._parts import Prediction
 from autoshard.plan.record._plan import Plan

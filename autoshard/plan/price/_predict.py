@@ -8,6 +8,7 @@ import dataclasses
 import math
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +19,9 @@ from autoshard.plan.model._factors import factor_states
 from autoshard.plan.model._model import EXPOSED, Channel, Model, Path, Reshard, link_names
 from autoshard.plan.model._overlap import AT_NARROW, Overlap, lanes
 from autoshard.plan.model._ring import is_ring, ring_memory
-from autoshard.plan.price._headroom import tight_seconds
+from autoshard.plan.price._in_flight import in_flight
 from autoshard.plan.price._paths import Relayouts, path_steps, relayouts
-from autoshard.plan.record._parts import Collective, Prediction
+from autoshard.plan.record._parts import Collective
 from autoshard.plan.record._spec import Spec
 from autoshard.plan.xla._states import States
 from autoshard.plan.xla._tables import padded_bytes, table_of
@@ -41,6 +42,8 @@ class Outcome:
     peak_time: int
     memory: dict[str, int]
     host_bytes: int = 0
+    solved_bytes: int = 0
+    """The peak as the solver knows it: without what collectives hold beside the values of the program."""
 
     @property
     def blocks(self) -> list[int]:
@@ -145,8 +148,11 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
             Collective(kind, axes, math.ceil(count), int(round(wire)), seconds, hidden, cause, lines[key], exposed)
         )
     collectives.sort(key=lambda c: (-c.seconds, c.kind, c.axes, c.cause))
-    peak, when, memory = _memory(model, choices)
-    return Outcome(dict(channels), tuple(collectives), peak, when, memory, host_bytes(model, choices))
+    peak, when, memory = _memory(model, memory_events(model, choices))
+    solved = peak
+    if model.mesh.topology.traits.holds_in_flight:
+        solved, _, _ = _memory(model, solved_events(model, choices))
+    return Outcome(dict(channels), tuple(collectives), peak, when, memory, host_bytes(model, choices), solved)
 
 
 def host_bytes(model: Model, choices: NDArray[np.int64]) -> int:
@@ -271,7 +277,17 @@ def _reshard_time_of(path: Path, collectives: Collectives) -> ReshardTime:
 
 
 def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, int, str]]:
-    """(op id, bytes that come or go, kind) in order, from the specs and lifetimes of every buffer."""
+    """(op id, bytes that come or go, kind) in order, from the specs and lifetimes of every buffer, those of collectives
+    among them where they have some."""
+    events = solved_events(model, choices)
+    if not model.mesh.topology.traits.holds_in_flight:
+        return events
+    steps = [reshard_steps(model, reshard, choices) for reshard in model.reshards]
+    return sorted([*events, *in_flight(model, choices, steps)], key=lambda e: (e[0], e[1]))
+
+
+def solved_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, int, str]]:
+    """The same without those of collectives: what the `Problem` has as well."""
     sizes = dict(model.mesh.axes)
     events: list[tuple[int, int, str]] = []
     kinds = {
@@ -320,69 +336,15 @@ def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, i
     return sorted(events, key=lambda e: (e[0], e[1]))
 
 
-def _memory(model: Model, choices: NDArray[np.int64]) -> tuple[int, int, dict[str, int]]:
+def _memory(model: Model, events: Sequence[tuple[int, int, str]]) -> tuple[int, int, dict[str, int]]:
     """Peak bytes, when (op id), and what holds them."""
     now: dict[str, int] = defaultdict(int)
     total = peak = when = 0
     at_peak: dict[str, int] = {}
-    for moment, size, kind in memory_events(model, choices):
+    for moment, size, kind in events:
         now[kind] += size
         total += size
         if total > peak:
             peak, when, at_peak = total, moment, dict(now)
     at_peak["temporaries"] = at_peak.get("temporaries", 0) + model.fixed_bytes
     return peak + model.fixed_bytes, when, {k: v for k, v in sorted(at_peak.items()) if v}
-
-
-def predict(model: Model, outcome: Outcome, memory_limit: int) -> Prediction:
-    """An outcome as the record that plans carry."""
-    step, compute = outcome.step_time_s, outcome.compute_s
-    exposed = step - compute
-    wire: dict[str, int] = {axis: 0 for axis in model.axis_names}
-    for c in outcome.collectives:
-        for axis, share in _wire_shares(model, c).items():
-            wire[axis] += int(round(share))
-    return Prediction(
-        step_time_s=step,
-        compute_s=compute,
-        hidden_comm_s=outcome.hidden_s,
-        exposed_comm_s=exposed,
-        mfu=mfu(model, step),
-        peak_bytes=outcome.peak_bytes,
-        memory=outcome.memory,
-        fits=outcome.peak_bytes <= memory_limit,
-        wire_bytes=wire,
-        collectives=outcome.collectives,
-        peak_at=_op_name(model, outcome.peak_time),
-        tight_s=tight_seconds(model.mesh.topology, outcome.peak_bytes, compute, outcome.hidden_s),
-        host_bytes=outcome.host_bytes,
-    )
-
-
-def _wire_shares(model: Model, c: Collective) -> dict[str, float]:
-    """A collective's wire bytes by mesh axis, by the same attribution as `Collectives.wire_bytes`."""
-    shares = model.collectives.wire_bytes(c.kind, c.axes, 1.0)  # type: ignore[arg-type]
-    whole = sum(float(v) for v in shares.values())
-    return {axis: c.wire_bytes * float(v) / whole for axis, v in shares.items()} if whole else {}
-
-
-def mfu(model: Model, step: float) -> float | None:
-    """Model FLOPs (the program's own count, else the matmul FLOPs of the graph) over the peak of all devices."""
-    flops = model.program.model_flops or model.graph.flops
-    if not flops or step <= 0:
-        return None
-    dtypes: dict[str, float] = defaultdict(float)
-    for op in model.graph.ops:
-        if op.flops:
-            dtypes[model.graph.tensors[op.operands[0]].dtype] += op.flops * model.graph.trips(op.loop)
-    dtype = max(dtypes, key=lambda d: (dtypes[d], d), default="bfloat16")
-    topology = model.mesh.topology
-    return flops / (step * topology.peak_flops(dtype) * topology.num_devices)
-
-
-def _op_name(model: Model, moment: int) -> str:
-    ops = model.graph.ops
-    if not ops:
-        return ""
-    op = ops[min(moment, len(ops) - 1)]
-    return f"{op.kind} {op.name}".strip()

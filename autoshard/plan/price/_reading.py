@@ -57,9 +57,13 @@ def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
     named = list(zip(graph.arguments, program.arguments, strict=True))
     undonated = [t for t, a in named if not a.donated]
     updates = {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None}
-    fused = BACKENDS[backend].fuses_into_matmuls
+    traits = BACKENDS[backend]
+    fused = traits.fuses_into_matmuls
     softmaxes = find_softmaxes(graph, structure) if fused else ()
-    liveness = analyse(graph, undonated, updates, fused_matmuls=fused, softmaxes=softmaxes)
+    narrows = traits.narrows_stacks
+    liveness = analyse(graph, undonated, updates, fused_matmuls=fused, softmaxes=softmaxes, narrows_stacks=narrows)
+    if traits.late_gradients:
+        liveness = made_late(graph, liveness)
     return Reading(graph, structure, liveness, find_groups(program, graph, structure))
 
 

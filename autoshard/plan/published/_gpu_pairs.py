@@ -10,6 +10,7 @@ import numpy as np
 
 from autoshard.errors import UserError
 from autoshard.plan.published._gpu_rows import GpuRow, read_gpu_rows
+from autoshard.plan.published._gpu_run import GpuRun, waiting
 from autoshard.plan.published._gpu_stage import host_figures
 from autoshard.plan.published._gpu_step import GpuStep, price_step
 
@@ -160,6 +161,34 @@ class GpuPairs:
         counted = [each for each in said if not each.near]
         right = sum(each.fits == each.row.fits for each in counted)
         return len(counted), right, len(said), sum(each.fits and not each.row.fits for each in said)
+
+    def not_for_memory(self) -> int:
+        """Of the false "fits", those that did not fail for memory: a run that holds as much or more did run.
+
+        Told by what was measured alone. Such a run is one of the same model, degrees of model parallelism and
+        recomputation, with no smaller microbatch, no more of its state split, over no more replicas, and no fewer
+        microbatches under way.
+        """
+        ran = [each.row.run for each in self.rows if each.row.fits and each.row.run is not None]
+        false = [each.row.run for each in self.rows if each.row.run and each.fits and each.row.fits is False]
+        return sum(any(_holds_as_much(other, run) for other in ran) for run in false)
+
+
+def _holds_as_much(other: GpuRun, run: GpuRun) -> bool:
+    """Whether a GPU of the other run holds no less than one of this."""
+    same = all(
+        getattr(other, name) == getattr(run, name)
+        for name in ("decoder", "framework", "seq", "tp", "pp", "recompute", "chunks")
+    )
+    return (
+        same
+        and other.topology.chip.name == run.topology.chip.name
+        and other.micro_batch >= run.micro_batch
+        and other.zero <= run.zero
+        and other.dp <= run.dp
+        and (other.dp > 1 or run.dp == 1)  # a single replica keeps no copies for its sums
+        and waiting(other, 0) >= waiting(run, 0)
+    )
 
 
 def _errors(table: str, rows: Sequence[PricedGpuRow]) -> GpuErrors:

@@ -202,6 +202,7 @@ class Climb:
         start = processor_seconds()
         weighing = self.weighing
         weights = weighing.following(0.0) or weighing.weights
+        room = limits.memory_bytes
         for self.rounds in range(1, MAX_ROUNDS + 1):
             left = limits.seconds - (processor_seconds() - start)
             if self.rounds > 1 and left < 0.1 * limits.seconds:
@@ -210,19 +211,23 @@ class Climb:
             share = max(2.0, left / (2 if self.rounds == 1 else 3))
             allowed = required.allowed
             enough = beat_s * 1e12 if beat_s > 0 else math.inf  # a program without ops takes no time
-            terms = Terms(limits.memory_bytes, share, limits.seed, hint, allowed, self.messages, True, stop, enough)
+            terms = Terms(room, share, limits.seed, hint, allowed, self.messages, True, stop, enough)
             solved = solve_within(self.model, weights, terms, self.repeats)
             if stop is not None and stop.is_set():
                 raise Stopped
             self.messages = solved.messages
             self.free_s = max(self.free_s, solved.free * 1e-12)
             lower = solved.solution.lower_bound * 1e-12
-            if lower > weighing.bound_s or self.certified is None:
-                self.certified = solved
-            weighing.add_bound(weights, lower)
+            if room == limits.memory_bytes:  # with less room nothing is said of what fits the limit
+                if lower > weighing.bound_s or self.certified is None:
+                    self.certified = solved
+                weighing.add_bound(weights, lower)
             candidate = make_candidate(self.model, f"weighting {self.rounds}", solved, limits.memory_bytes)
             if candidate is None or not required.holds(candidate.choices):
                 return
+            if not candidate.fits and candidate.outcome.solved_bytes <= room:
+                room -= candidate.outcome.peak_bytes - limits.memory_bytes  # for what collectives hold beside it
+                continue
             if candidate.fits:
                 candidate = dataclasses.replace(candidate, weights=weights)
                 self.seen.append(candidate)
@@ -297,6 +302,9 @@ class Completing:
         if fits or least_bytes(self.model, kept_of(self.model, baseline.allowed)) > self.memory_limit:
             return free
         limited = self._completed(baseline, self.memory_limit, time_limit)
+        if limited is not None and not limited.fits and limited.outcome.solved_bytes <= self.memory_limit:
+            room = 2 * self.memory_limit - limited.outcome.peak_bytes  # for what collectives hold beside it
+            limited = self._completed(baseline, room, time_limit)
         # A baseline that cannot fit is shown all the same, with what it would take.
         return limited if limited is not None and limited.fits else free
 
@@ -331,9 +339,9 @@ def make_candidate(model: Model, name: str, solved: Solved, memory_limit: int) -
         outcome = evaluate(model, choices)
     except ValueError:
         return None
-    if checked.peak_usage + model.fixed_bytes != outcome.peak_bytes:
+    if checked.peak_usage + model.fixed_bytes != outcome.solved_bytes:
         raise RuntimeError(
-            f"memory from specs is {outcome.peak_bytes} bytes but the solved problem says "
+            f"memory from specs is {outcome.solved_bytes} bytes but the solved problem says "
             f"{checked.peak_usage + model.fixed_bytes}: the plan cannot be trusted"
         )
     return judged(model, name, choices, outcome, memory_limit)

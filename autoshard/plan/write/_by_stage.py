@@ -6,7 +6,7 @@ import numpy as np
 
 from autoshard.cost import Schedule
 from autoshard.plan.model._model import Model
-from autoshard.plan.price._predict import mfu
+from autoshard.plan.price._prediction import mfu
 from autoshard.plan.record._parts import Collective, Prediction
 from autoshard.plan.record._pipeline import PlannedChunk, PlannedPipeline
 from autoshard.plan.solve._cut import Cut, cut_timetable

@@ -16,7 +16,8 @@ from autoshard.plan.model._groups import Groups
 from autoshard.plan.model._model import Model
 from autoshard.plan.price._alike import alike_lines
 from autoshard.plan.price._headroom import tight_seconds
-from autoshard.plan.price._predict import Outcome, argument_bytes_on_host, predict, tensor_spec
+from autoshard.plan.price._predict import Outcome, argument_bytes_on_host, tensor_spec
+from autoshard.plan.price._prediction import predict
 from autoshard.plan.price._timeline import make_timeline
 from autoshard.plan.price._unruled import call_lines, find_unruled, unruled_lines
 from autoshard.plan.record._parts import MeshTried, Prediction, Unruled

@@ -1,14 +1,15 @@
 """The GPU compiler as referee, with no GPU: what it is told of the chip, and what it says of plans."""
 
 import importlib.util
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.cost import Topology, load_chip
+from autoshard.cost import Database, Topology, compiler_version, load_chip
 from autoshard.errors import UserError
-from autoshard.exec import CompileReport, Verdict, compile_lines, compile_plan
+from autoshard.exec import CompileReport, Verdict, compile_lines, compile_plan, refine
 from autoshard.exec.ahead import _target as room
 from autoshard.exec.ahead._target import gpu_target
 from autoshard.exec.hlo._hlo import parse_hlo
@@ -46,6 +47,27 @@ def test_a_step_is_compiled_as_planned_with_no_gpu(topology: str, mesh: str) -> 
     # cuDNN's attention and Triton's matmuls are counted.
     assert found.flops is not None and found.flops.ratio == pytest.approx(1.0, abs=0.03)
     assert found.estimate is not None and found.estimate.unknown_trips == 0
+
+
+@NEEDS_PLUGIN
+def test_plans_for_gpus_are_judged_by_their_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSHARD_DATA_DIR", str(tmp_path))
+
+    def loss(weights: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
+        return jnp.square(jnp.tanh(x @ weights[0]) @ weights[1]).sum()
+
+    shapes = (512, 2048), (2048, 512), (1024, 512)
+    arrays = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    program = trace(lambda w, v, x: jax.grad(loss)((w, v), x), arrays, name="mlp")
+    result = refine(program, topology="h100:8", mesh="data=4,model=2", plans=2, rounds=1)
+    assert result.judge == "compile" and len(result.judged) == 2
+    for each in result.judged:
+        assert each.seen.verdict == Verdict.FITS.value and not each.seen.failed
+        assert each.seen.seconds
+        assert each.seen.peak_bytes and each.seen.peak_bytes > sum(2 * m * n for m, n in shapes) // 8  # its arguments
+    place = Topology.parse("h100:8")
+    kept = Database(tmp_path).read(place.name, compiler_version(place))
+    assert [one.judge for one in kept] == ["compile"] * 2 and "jax-cuda12-pjrt" in kept[0].compiler
 
 
 @NEEDS_PLUGIN

@@ -160,7 +160,7 @@ def test_that_nothing_fits_is_an_error(judged_by):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"judge": "compile"}, "compile is for TPU topologies, and cpu:8 is none"),
+        ({"judge": "compile"}, "compile is for TPU and GPU topologies, and cpu:8 is neither"),
         ({"judge": "guess"}, "'guess' is no judge"),
         ({"plans": 0}, "0 plans in 3 rounds"),
         ({"steps": 0}, "0 steps are to be timed"),
@@ -174,6 +174,7 @@ def test_bad_input_gets_one_sentence(options: dict, message: str):
 def test_the_judge_is_the_devices_for_cpu_and_else_the_compiler():
     assert judge_of(None, Topology.parse("cpu:8"), 3, 60.0) == MeasureJudge(3)
     assert judge_of(None, Topology.parse("v5e:4x4"), 3, 60.0) == CompileJudge(60.0)
+    assert judge_of(None, Topology.parse("h100:8*2"), 3, 60.0) == CompileJudge(60.0)
     assert judge_of("measure", Topology.parse("v5e:4x4"), 3, 60.0) == MeasureJudge(3)
 
 

@@ -10,7 +10,7 @@ import pytest
 from autoshard.cost import Topology
 from autoshard.errors import UserError
 from autoshard.plan import validate_gpu_pairs
-from autoshard.plan.published._gpu_pairs import SHIPPED, GpuProblem, PricedGpuRow
+from autoshard.plan.published._gpu_pairs import SHIPPED, GpuPairs, GpuProblem, PricedGpuRow
 from autoshard.plan.published._gpu_rows import GpuRow, names_gpu_rows, read_gpu_rows
 from autoshard.plan.published._gpu_run import GpuDecoder, GpuRun, eager_framework, gpu_stages, gpu_topology, waiting
 from autoshard.plan.published._gpu_stage import GpuPrices, host_figures
@@ -172,3 +172,20 @@ def test_choices_and_regrets_by_hand():
     crashed = GpuProblem("p", (*problem.rows, priced(0.4, None)))
     assert crashed.regret(crashed.chosen) == math.inf
     assert GpuProblem("p", problem.rows[:1]).regret(problem.rows[0]) is None
+
+
+def test_what_failed_beside_a_run_that_holds_as_much_did_not_fail_for_memory():
+    def row(fits: bool, *degrees: int, **other) -> PricedGpuRow:
+        stated = run(*degrees, **other)
+        taken = GpuRow("t", "p", "s", "l", stated, 1.0 if fits else None, None, fits)
+        return PricedGpuRow(taken, price_step(stated))
+
+    failed = row(False, 4, 1, 2, micro_batch=1, zero=1)
+    assert GpuPairs((GpuProblem("p", (failed,)),)).not_for_memory() == 0
+    more = {"micro_batch": 2}, {"zero": 0}, {"accumulation": 64}
+    for change in more:
+        other = row(True, 2, 1, 2, **{"zero": 1} | change)
+        assert GpuPairs((GpuProblem("p", (failed, other)),)).not_for_memory() == 1
+        assert other.step is not None and failed.step is not None and other.step.peak_bytes >= failed.step.peak_bytes
+    for less in (row(True, 8, 1, 2, zero=1), row(True, 4, 2, 2, zero=1), row(True, 4, 1, 2, zero=1, accumulation=1)):
+        assert GpuPairs((GpuProblem("p", (failed, less)),)).not_for_memory() == 0
