@@ -31,6 +31,12 @@ FLAGS = {
     "degrees": {
         *("--batch", "--debug", "--framework", "--json", "--out", "--quiet", "--seq", "--topology"),
     },
+    "completion": {"--debug", "--json", "--quiet"},
+    "estimate": {
+        *("--batch", "--cache", "--debug", "--infer", "--json", "--param-dtype", "--quiet", "--remat", "--seq"),
+        *("--serve", "--state-dtype", "--topology", "--train"),
+    },
+    "list": {"--debug", "--json", "--quiet"},
     "explain": {"--debug", "--entry", "--json", "--program", "--quiet", "--time-limit"},
     "export": {"--debug", "--entry", "--force", "--json", "--out", "--program", "--quiet", "--to", "-o"},
     "graph": {"--debug", "--json", "--out", "--plan", "--quiet", "--whole", "-o"} | PROGRAM,

@@ -7,26 +7,39 @@ and `autoshard --help` must not wait for imports.
 import argparse
 import difflib
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from autoshard import __version__
-from autoshard.cli import _commands, _degrees, _graph, _refine, _sweep, _validate
-from autoshard.cli._groups import add_cache, add_candidates, add_flags, add_limits, add_planning, add_program
+from autoshard.cli import _commands, _degrees, _doors, _estimate, _graph, _refine, _sweep, _validate
+from autoshard.cli._groups import (
+    add_cache,
+    add_candidates,
+    add_estimated,
+    add_flags,
+    add_limits,
+    add_planning,
+    add_program,
+)
 from autoshard.cli._values import positive, prices, seconds, texts, tolerance, whole
 from autoshard.errors import UserError
 
 
+_COLUMNS = 79
 PROGRAM_HELP = """\
 PROGRAM is a Python file, a file with a module, or hf:CONFIG.
 
-  model.py      defines `program` (see --entry): an autoshard.Program, or a function that returns one, or
-                (function, arguments) for JAX, or (module, example inputs) for torch; shapes are enough
-                (jax.ShapeDtypeStruct, meta tensors), so nothing large is ever allocated;
-                --train takes a torch module and the `loss` of the file
-  step.mlir     StableHLO as text or portable bytecode, a jax.export artifact, an HLO proto or unoptimised dump
-  hf:NAME       a bundled Hugging Face configuration, such as hf:llama3-8b or hf:gpt2, or the path of a config.json
+  model.py   defines `program` (see --entry): an autoshard.Program, or a
+             function that returns one, or (function, arguments) for JAX, or
+             (module, example inputs) for torch; shapes are enough
+             (jax.ShapeDtypeStruct, meta tensors), so nothing large is ever
+             allocated; --train takes a torch module and the `loss` of the file
+  step.mlir  StableHLO as text or portable bytecode, a jax.export artifact, an
+             HLO proto or unoptimised dump
+  hf:NAME    a bundled Hugging Face configuration, such as hf:llama3-8b or
+             hf:gpt2 (`autoshard list models`), or the path of a config.json
 """
 
 
@@ -143,6 +156,11 @@ def build_parser() -> argparse.ArgumentParser:
     sweep.add_argument("--out", metavar="SWEEP.json", type=Path, help="keep rows here; rows it has are not made again")
     add_cache(sweep)
     sweep.add_argument("--plot", metavar="SWEEP.png", type=Path, help="draw step time, MFU and headroom here")
+
+    estimate = _command(
+        commands, "estimate", _estimate.run_estimate, "guess memory and step time from a model's dims, without a plan"
+    )
+    add_estimated(estimate)
 
     refine = _command(
         commands,
@@ -264,6 +282,16 @@ def build_parser() -> argparse.ArgumentParser:
     validate.add_argument("--html", metavar="PAIRS.html", type=Path, help="with --pairs: write one page here")
     validate.add_argument("--plot", metavar="PAIRS.png", type=Path, help="with --pairs: draw predicted over measured")
 
+    list_ = _command(commands, "list", _doors.run_list, "say which models, topologies and chips can be named")
+    list_.add_argument("what", choices=_doors.LISTS, help="models are bundled configurations, for hf:NAME")
+    list_.add_argument("pattern", nargs="?", metavar="PATTERN", help="of topologies: 'v5e:*', 'v6e:16x16*1-4' ...")
+
+    completion = _command(
+        commands, "completion", _doors.run_completion, "print a shell's completion of this command, to be sourced"
+    )
+    completion.add_argument("shell", choices=_doors.SHELLS, help="docs/command.md says where it belongs")
+    completion.set_defaults(whole=parser)
+
     _command(commands, "doctor", _commands.run_doctor, "say what is installed, what is here, and what will work")
     return parser
 
@@ -284,7 +312,7 @@ def _command(
     parser = commands.add_parser(
         name,
         help=summary,
-        description=summary[0].upper() + summary[1:] + ".",
+        description=textwrap.fill(summary[0].upper() + summary[1:] + ".", _COLUMNS),
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

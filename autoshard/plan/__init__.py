@@ -16,9 +16,13 @@ from autoshard.plan._make import make_plan as make_plan
 from autoshard.plan._make import plan_by_stage as plan_by_stage
 from autoshard.plan._recipes import plan_recipes as plan_recipes
 from autoshard.plan._recipes import plan_remat as plan_remat
-from autoshard.plan._sweep import SweepRow as SweepRow
-from autoshard.plan._sweep import SweepTask as SweepTask
-from autoshard.plan._sweep import sweep as sweep
+from autoshard.plan.capacity._estimates import ModelEstimate as ModelEstimate
+from autoshard.plan.capacity._estimates import config_decoder as config_decoder
+from autoshard.plan.capacity._estimates import estimate_config as estimate_config
+from autoshard.plan.capacity._estimates import least_estimate as least_estimate
+from autoshard.plan.capacity._sweep import SweepRow as SweepRow
+from autoshard.plan.capacity._sweep import SweepTask as SweepTask
+from autoshard.plan.capacity._sweep import sweep as sweep
 from autoshard.plan.forms._forms import FORMS as FORMS
 from autoshard.plan.forms._forms import Form as Form
 from autoshard.plan.forms._forms import Rest as Rest
