@@ -43,7 +43,12 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
     mode.add_argument("--train", action="store_true", default=None, help="a training step: loss, backward, optimizer")
     mode.add_argument("--infer", action="store_false", dest="train", default=None, help="a forward pass")
     if several:
-        group.add_argument("--batch", type=numbers, metavar="N,N,...", help="sequences in one step, over all devices")
+        group.add_argument(
+            "--batch",
+            type=chosen(numbers),
+            metavar="N,N,...",
+            help="sequences in one step, over all devices" + best,
+        )
     else:
         group.add_argument(
             "--batch", type=chosen(positive), metavar="N", help="sequences in one step, over all devices" + best
@@ -56,7 +61,7 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
     again = "what the backward pass computes again: none, dots, full, full,keep=q_proj,offload=input (by value), "
     again += "or full:20+none for the first 20 layers alone"
     if several:
-        group.add_argument("--remat", type=remats, metavar="R,R,...", help=again)
+        group.add_argument("--remat", type=chosen(remats), metavar="R,R,...", help=again + best)
     else:
         group.add_argument("--remat", type=chosen(remat), metavar="R", help=again + best)
     group.add_argument("--optimizer", metavar="NAME", help="adamw (default), sgd, momentum")

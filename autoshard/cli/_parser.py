@@ -23,7 +23,7 @@ from autoshard.cli._groups import (
     add_planning,
     add_program,
 )
-from autoshard.cli._values import positive, prices, seconds, texts, tolerance, whole
+from autoshard.cli._values import positive, prices, seconds, texts, tokens, tolerance, whole
 from autoshard.errors import UserError
 
 
@@ -141,19 +141,29 @@ def build_parser() -> argparse.ArgumentParser:
     sweep = _command(
         commands, "sweep", _sweep.run_sweep, "plan for several topologies, batches and remat variants", PROGRAM_HELP
     )
-    add_program(sweep, several=True)
-    sweep.add_argument("--topology", required=True, type=texts, metavar="T,T,...", help="v5e:16x16,v5p:4x4x8 ...")
+    add_program(sweep, several=True, auto=True)
+    sweep.add_argument(
+        "--topology", required=True, type=texts, metavar="T,T,...", help="names or patterns: v5p-256, 'v6e:*' ..."
+    )
+    sweep.add_argument("--chips", type=positive, metavar="N", help="leave out topologies of more than N chips")
     add_limits(sweep)
     add_flags(sweep)
+    sweep.add_argument("--tokens", type=tokens, metavar="N", help="of a whole run, for its days and cost: 15T, 300B")
     sweep.add_argument(
         "--price",
         type=prices,
         default={},
         metavar="CHIP=X,...",
-        help="of one chip for one hour, in any currency",
+        help="of one chip for one hour, in any currency; or a file PRICES.json with the same",
     )
     sweep.add_argument("--jobs", type=positive, metavar="N", help="processes that plan (default: one for each core)")
-    sweep.add_argument("--out", metavar="SWEEP.json", type=Path, help="keep rows here; rows it has are not made again")
+    sweep.add_argument(
+        "-o",
+        "--out",
+        metavar="PLACE",
+        type=Path,
+        help="keep rows here: in SWEEP.json, or in a folder with the plan of each; what it has is not made again",
+    )
     add_cache(sweep)
     sweep.add_argument("--plot", metavar="SWEEP.png", type=Path, help="draw step time, MFU and headroom here")
 

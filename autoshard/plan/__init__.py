@@ -20,9 +20,12 @@ from autoshard.plan.capacity._estimates import ModelEstimate as ModelEstimate
 from autoshard.plan.capacity._estimates import config_decoder as config_decoder
 from autoshard.plan.capacity._estimates import estimate_config as estimate_config
 from autoshard.plan.capacity._estimates import least_estimate as least_estimate
-from autoshard.plan.capacity._sweep import SweepRow as SweepRow
-from autoshard.plan.capacity._sweep import SweepTask as SweepTask
+from autoshard.plan.capacity._sweep import read_sweep as read_sweep
 from autoshard.plan.capacity._sweep import sweep as sweep
+from autoshard.plan.capacity._sweep_row import SweepChoice as SweepChoice
+from autoshard.plan.capacity._sweep_row import SweepRow as SweepRow
+from autoshard.plan.capacity._sweep_row import choose_rows as choose_rows
+from autoshard.plan.capacity._sweep_task import SweepTask as SweepTask
 from autoshard.plan.forms._forms import FORMS as FORMS
 from autoshard.plan.forms._forms import Form as Form
 from autoshard.plan.forms._forms import Rest as Rest
