@@ -50,7 +50,7 @@ FLAGS = {
     },
     "report": {
         *("--compare", "--compiled", "--debug", "--json", "--measured", "--out", "--perfetto", "--profile", "--quiet"),
-        "-o",
+        *("--price", "--tokens", "-o"),
     },
     "sweep": {
         *("--chips", "--debug", "--jobs", "--json", "--no-cache", "--out", "--plot", "--price", "--quiet", "--tokens"),

@@ -230,14 +230,20 @@ def build_parser() -> argparse.ArgumentParser:
         "--time-limit", type=seconds, default=60.0, metavar="S", help="of processor, to solve (default: 60)"
     )
 
-    report = _command(commands, "report", _commands.run_report, "show a plan that was saved")
-    report.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
+    report = _command(commands, "report", _commands.run_report, "show a plan, or a sweep, that was saved")
+    report.add_argument(
+        "plan", metavar="PLAN.json", type=Path, help="from `autoshard plan --out`, or `autoshard sweep --out`"
+    )
     report.add_argument("-o", "--out", metavar="REPORT.html", type=Path, help="write a page here instead")
     report.add_argument("--perfetto", metavar="TRACE.json", type=Path, help="write a trace for ui.perfetto.dev here")
     report.add_argument("--compiled", metavar="C.json", type=Path, help="what `autoshard compile --json` printed")
     report.add_argument("--profile", metavar="P.json.gz", type=Path, help="what `autoshard measure --profile` wrote")
     report.add_argument("--compare", metavar="OTHER.json", type=Path, help="another plan to set beside this one")
     report.add_argument("--measured", metavar="M.json", type=Path, help="what `autoshard measure --json` printed")
+    report.add_argument("--tokens", type=tokens, metavar="N", help="of a sweep: tokens of a whole run, as 15T, 300B")
+    report.add_argument(
+        "--price", type=prices, default={}, metavar="CHIP=X,...", help="of a sweep: a chip's hour, or PRICES.json"
+    )
 
     export = _command(commands, "export", _commands.run_export, "write a plan as code or configuration for elsewhere")
     export.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")

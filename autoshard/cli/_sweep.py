@@ -3,13 +3,17 @@
 import argparse
 import contextlib
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from autoshard.base.process import cores
 from autoshard.cli._input import PROGRAM_OPTIONS, check_writable, need_no_accelerator, planning_flags, stand_in_devices
 from autoshard.cli._output import print_json, print_rich, show_progress
 from autoshard.cli._process import settle_imports
 from autoshard.errors import UserError
+
+
+if TYPE_CHECKING:
+    from autoshard.plan import SweepRow
 
 
 def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
@@ -53,6 +57,35 @@ def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
         print_rich(sweep_report(rows, prices, arguments.tokens), answer)
         if arguments.out is not None:
             print(f"Kept in {arguments.out}", file=answer)
+    return 0
+
+
+def report_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
+    """`autoshard report` of what a sweep kept: its table, or a page."""
+    from autoshard.cost import Topology, load_chip
+    from autoshard.plan import read_sweep
+    from autoshard.report import sweep_figures, sweep_page, sweep_report, write_text
+
+    for flag in ("perfetto", "compiled", "profile", "compare", "measured"):
+        if getattr(arguments, flag):
+            raise UserError(f"--{flag} is for one plan; {arguments.plan} is a sweep.")
+    prices = {load_chip(chip).name: price for chip, price in arguments.price.items()}
+
+    def place(row: "SweepRow") -> tuple[str, int, str, int, str]:
+        return row.chip, Topology.parse(row.topology).num_chips, row.topology, row.batch or 0, row.remat or ""
+
+    rows = sorted(read_sweep(arguments.plan).values(), key=place)
+    if not rows:
+        raise UserError(f"{arguments.plan} has no rows yet; run its sweep first.")
+    if arguments.out is not None:
+        write_text(arguments.out, sweep_page(rows, prices, arguments.tokens))
+    if arguments.json:
+        written = [] if arguments.out is None else [str(arguments.out)]
+        print_json(sweep_figures(rows, prices, arguments.tokens) | {"written": written}, answer)
+    elif arguments.out is not None:
+        print(f"Written: {arguments.out}", file=answer)
+    else:
+        print_rich(sweep_report(rows, prices, arguments.tokens), answer)
     return 0
 
 

@@ -56,6 +56,7 @@ from autoshard.report._refinement import refinement_report as refinement_report
 from autoshard.report._sweep import plot_sweep as plot_sweep
 from autoshard.report._sweep import sweep_figures as sweep_figures
 from autoshard.report._sweep import sweep_report as sweep_report
+from autoshard.report._sweep_page import sweep_page as sweep_page
 from autoshard.report._terminal import terminal_report as terminal_report
 from autoshard.report._validation import Validation as Validation
 from autoshard.report._validation import passes as passes

@@ -173,10 +173,12 @@ def _read(path: Path) -> dict[str, SweepRow]:
 
 
 def read_sweep(path: str | os.PathLike[str]) -> dict[str, SweepRow]:
-    """The rows of a file by key, in the order in which they are kept.
+    """The rows of a sweep's file or folder by key, in the order in which they are kept.
 
     Raises `UserError` for a file that cannot be read, or that no sweep wrote.
     """
+    if Path(path).is_dir():
+        path = Path(path) / ROWS
     try:
         data = read_json(path)
         _check_format(data["format"])
@@ -187,6 +189,18 @@ def read_sweep(path: str | os.PathLike[str]) -> dict[str, SweepRow]:
         raise UserError(
             f"{path} is not a file that `autoshard sweep --out` wrote; name another one, or remove it."
         ) from error
+
+
+def is_sweep(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is the folder of a sweep, or a file that says that it has a sweep's rows."""
+    file = Path(path)
+    if file.is_dir():
+        return (file / ROWS).is_file()
+    try:
+        with open(file, "rb") as opened:
+            return f'"format": "{FORMAT}"'.encode() in opened.read(64)
+    except OSError:
+        return False
 
 
 def _check_format(name: Any) -> None:
