@@ -37,6 +37,9 @@ FLAGS = {
         *("--serve", "--state-dtype", "--topology", "--train"),
     },
     "list": {"--debug", "--json", "--quiet"},
+    "serve-plan": {
+        *("--debug", "--input", "--json", "--output", "--quiet", "--topology", "--tpot", "--ttft", "--weights"),
+    },
     "explain": {"--debug", "--entry", "--json", "--program", "--quiet", "--time-limit"},
     "export": {"--debug", "--entry", "--force", "--json", "--out", "--program", "--quiet", "--to", "-o"},
     "graph": {"--debug", "--json", "--out", "--plan", "--quiet", "--whole", "-o"} | PROGRAM,

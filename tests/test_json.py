@@ -70,7 +70,7 @@ def test_every_command_has_the_flag_and_a_section():
     (commands,) = (a.choices for a in build_parser()._actions if isinstance(a.choices, dict))
     for name, parser in commands.items():
         assert "--json" in {flag for action in parser._actions for flag in action.option_strings}, name
-    assert set(re.findall(r"^## `autoshard (\w+)`$", TEXT, re.MULTILINE)) == set(commands)
+    assert set(re.findall(r"^## `autoshard ([\w-]+)`$", TEXT, re.MULTILINE)) == set(commands)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,7 @@ def test_every_command_has_the_flag_and_a_section():
         ("estimate", "hf:llama-tiny --train --topology v5e:2x4"),
         ("list", "models"),
         ("completion", "bash"),
+        ("serve-plan", "hf:llama3-8b --topology v6e:2x4 --input 1000 --output 1000"),
         ("validate", f"--data {Path(autoshard.__file__).parent / 'cost' / 'questions.json'}"),
     ],
 )

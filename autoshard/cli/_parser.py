@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from autoshard import __version__
-from autoshard.cli import _commands, _degrees, _doors, _estimate, _graph, _refine, _sweep, _validate
+from autoshard.cli import _commands, _degrees, _doors, _estimate, _graph, _refine, _serve_plan, _sweep, _validate
 from autoshard.cli._groups import (
     add_cache,
     add_candidates,
@@ -23,7 +23,7 @@ from autoshard.cli._groups import (
     add_planning,
     add_program,
 )
-from autoshard.cli._values import positive, prices, seconds, texts, tokens, tolerance, whole
+from autoshard.cli._values import latency, positive, prices, seconds, texts, tokens, tolerance, whole
 from autoshard.errors import UserError
 
 
@@ -171,6 +171,21 @@ def build_parser() -> argparse.ArgumentParser:
         commands, "estimate", _estimate.run_estimate, "guess memory and step time from a model's dims, without a plan"
     )
     add_estimated(estimate)
+
+    serve = _command(
+        commands, "serve-plan", _serve_plan.run_serve_plan, "say how to serve a decoder within limits of latency"
+    )
+    serve.add_argument("program", metavar="PROGRAM", help="hf:CONFIG of a decoder")
+    serve.add_argument("--topology", required=True, metavar="CHIP:SHAPE", help="v6e:2x4, h100:8 ...")
+    serve.add_argument("--input", required=True, type=positive, metavar="N", help="tokens of a prompt")
+    serve.add_argument("--output", required=True, type=positive, metavar="N", help="tokens of an answer")
+    serve.add_argument(
+        "--ttft", type=latency, default=float("inf"), metavar="T", help="time to first token at most, as 500ms"
+    )
+    serve.add_argument(
+        "--tpot", type=latency, default=float("inf"), metavar="T", help="time per further token at most, as 30ms"
+    )
+    serve.add_argument("--weights", choices=("bf16", "fp8", "int8"), default="bf16", help="as stored (default: bf16)")
 
     refine = _command(
         commands,

@@ -174,6 +174,17 @@ def seconds(text: str) -> float:
     return _above_zero(text, "a positive number of seconds")
 
 
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def latency(text: str) -> float:
+    """`500ms`, `0.5s`; a bare number is of seconds."""
+    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        return _above_zero(text.removesuffix(unit), "") * _UNITS.get(unit, 1.0)
+    raise argparse.ArgumentTypeError(f"{_short(text)} is not a time above zero, such as 500ms or 0.5s")
+
+
 def seconds_or_none(text: str) -> float:
     return float("inf") if text == "inf" else seconds(text)
 

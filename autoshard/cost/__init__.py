@@ -79,6 +79,10 @@ from autoshard.cost._schedules import StageWork as StageWork
 from autoshard.cost._schedules import Timetable as Timetable
 from autoshard.cost._schedules import make_schedule as make_schedule
 from autoshard.cost._schedules import timetable as timetable
+from autoshard.cost._serving import ServingAsked as ServingAsked
+from autoshard.cost._serving import ServingPoint as ServingPoint
+from autoshard.cost._serving import serving_point as serving_point
+from autoshard.cost._serving import serving_points as serving_points
 from autoshard.cost._topology import PhysicalAxis as PhysicalAxis
 from autoshard.cost._topology import Topology as Topology
 from autoshard.cost._topology import slice_names as slice_names

@@ -24,6 +24,8 @@ _SPLASH_BACKWARD = 5
 """Passes of matmuls over the scores in the backward kernel, beside two forward ones (see `graph.MATMULS`)."""
 _STREAMS = {"norms": 4, "rotary": 2, "product": 3}
 """Times that a layer's elementwise ops read or write a value: two norms, turned queries and keys, the gated product."""
+_KERNELS = 4
+"""Elementwise kernels of a layer where they are none of a matmul: two norms, turned queries and keys, the product."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,7 +116,12 @@ def estimates(
         data = devices // model
         if devices % model or asked.batch % data or decoder.heads % model:
             continue
-        yield _Layout(decoder, compute, asked, data, model).estimate()
+        yield layout_estimate(decoder, compute, asked, data, model)
+
+
+def layout_estimate(decoder: Decoder, compute: Compute, asked: StepAsked, data: int, model: int) -> StepEstimate:
+    """The estimate of one layout: `data` parts of the batch, each on `model` devices."""
+    return _Layout(decoder, compute, asked, data, model).estimate()
 
 
 class _Layout:
@@ -182,7 +189,7 @@ class _Layout:
             shared = decoder.shared_experts * inner / model
             if shared:
                 matmuls += [(sparse, tokens, gates * shared, width, 1.0), (sparse, tokens, width, shared, 1.0)]
-        dots = [count * float(self.compute.dot_seconds(m, n, k, b)) for count, m, n, k, b in matmuls]
+        dots = [count * self._dot(m, n, k, b) for count, m, n, k, b in matmuls]
         turned = [
             count * (float(self.compute.dot_seconds(m, k, n, b)) + float(self.compute.dot_seconds(k, n, m, b)))
             for count, m, n, k, b in matmuls
@@ -192,6 +199,13 @@ class _Layout:
         if not self.asked.training:
             return forward, 0.0
         return forward, sum(turned) + self._attention(_SPLASH_BACKWARD) + 2 * streams
+
+    def _dot(self, m: float, n: float, k: float, batch: float) -> float:
+        """A matmul with weights `[k, n]`; those that are stored in a byte are multiplied so."""
+        if self.asked.training or self.asked.param_bytes >= 2:
+            return float(self.compute.dot_seconds(m, n, k, batch))
+        size = batch * (2.0 * (m * k + m * n) + self.asked.param_bytes * k * n)
+        return float(self.compute.dot_seconds(m, n, k, batch, "fp8", size))
 
     def _attention(self, passes: int) -> float:
         decoder, asked = self.decoder, self.asked
@@ -232,7 +246,10 @@ class _Layout:
             del widths["product"]
         elements = sum(_STREAMS[name] * size for name, size in widths.items())
         size = 2.0 * self.tokens / self.model * elements
-        return (decoder.layers + decoder.ahead) * float(self.compute.memory_seconds(size))
+        each = float(self.compute.memory_seconds(size))
+        if not self.compute.topology.traits.fuses_into_matmuls:
+            each += _KERNELS * self.compute.calibration.op_overhead_s
+        return (decoder.layers + decoder.ahead) * each
 
     def _head(self) -> float:
         rows = self.asked.batch / self.data if self.asked.kind in ("prefill", "decode") else self.tokens

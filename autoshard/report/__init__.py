@@ -53,6 +53,9 @@ from autoshard.report._picture import visualize_spec as visualize_spec
 from autoshard.report._picture import visualize_tensor_sharding as visualize_tensor_sharding
 from autoshard.report._progress import ProgressLine as ProgressLine
 from autoshard.report._refinement import refinement_report as refinement_report
+from autoshard.report._serving import serving_figures as serving_figures
+from autoshard.report._serving import serving_report as serving_report
+from autoshard.report._serving import vllm_flags as vllm_flags
 from autoshard.report._sweep import plot_sweep as plot_sweep
 from autoshard.report._sweep import sweep_figures as sweep_figures
 from autoshard.report._sweep import sweep_report as sweep_report
