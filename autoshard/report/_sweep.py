@@ -17,6 +17,10 @@ from autoshard.report._saving import save_picture
 from autoshard.units import GIB, format_count, format_seconds
 
 
+_SHORT = 4
+"""Characters of a remat policy that stands among the figures."""
+
+
 def sweep_figures(rows: Sequence[SweepRow], prices: Mapping[str, float], tokens: float | None = None) -> dict[str, Any]:
     """The object that `autoshard sweep --json` prints; what is unknown is `None`. `tokens` are those of a whole run."""
     choice = choose_rows(rows, prices)
@@ -58,10 +62,12 @@ def sweep_report(rows: Sequence[SweepRow], prices: Mapping[str, float], tokens: 
     varied = [name for name in ("batch", "remat") if any(getattr(row, name) is not None for row in rows)]
     table = _table("")
     table.add_column("topology", no_wrap=True)
-    # A remat policy may be long: where it is chosen it stands with the mesh.
-    shown = [name for name in varied if name == "batch" or not any(row.recipe for row in rows)]
+    # What is the same in all rows, or long, stands with the mesh alone: 80 columns are few.
+    remats = {row.remat for row in rows}
+    short = len(remats) > 1 and all(len(each or "") <= _SHORT for each in remats)
+    shown = [name for name in varied if name == "batch" or short]
     money = ["cost"] if prices and tokens else ["$/M tok"] if prices else []
-    for name in (*shown, "step", "tok/s", "/chip", "MFU", *(["days"] if tokens else []), *money, "GiB left"):
+    for name in (*shown, "step", "tok/s", "/chip", "MFU", *(["days"] if tokens else []), *money, "left"):
         table.add_column(name, justify="right", no_wrap=True)
     notes: list[Text] = []
     for number, row in enumerate(rows):
@@ -100,7 +106,7 @@ def _legend(rows: Sequence[SweepRow], choice: SweepChoice, prices: Mapping[str, 
     priced = all(row.price_per_token(prices) is not None for row in rows if not row.failed)
     best = "cheapest for each token" if priced else "fastest"
     other = "cheaper" if priced else "of fewer chips"
-    lines = [f"* {best}; f: none is both faster and {other}; s: the fewest chips that fit"]
+    lines = [f"* {best}; f: none is both faster and {other}; s: the fewest chips that fit; left: GiB of a device"]
     if prices and not priced:
         missing = sorted({row.chip for row in rows if not row.failed} - set(prices))
         lines.append(f"No price is given of {', '.join(missing)}, so that the fastest is marked, not the cheapest.")
