@@ -31,6 +31,15 @@ FLAGS = {
     "degrees": {
         *("--batch", "--debug", "--framework", "--json", "--out", "--quiet", "--seq", "--topology"),
     },
+    "completion": {"--debug", "--json", "--quiet"},
+    "estimate": {
+        *("--batch", "--cache", "--debug", "--infer", "--json", "--param-dtype", "--quiet", "--remat", "--seq"),
+        *("--serve", "--state-dtype", "--topology", "--train"),
+    },
+    "list": {"--debug", "--json", "--quiet"},
+    "serve-plan": {
+        *("--debug", "--input", "--json", "--output", "--quiet", "--topology", "--tpot", "--ttft", "--weights"),
+    },
     "explain": {"--debug", "--entry", "--json", "--program", "--quiet", "--time-limit"},
     "export": {"--debug", "--entry", "--force", "--json", "--out", "--program", "--quiet", "--to", "-o"},
     "graph": {"--debug", "--json", "--out", "--plan", "--quiet", "--whole", "-o"} | PROGRAM,
@@ -44,9 +53,12 @@ FLAGS = {
     },
     "report": {
         *("--compare", "--compiled", "--debug", "--json", "--measured", "--out", "--perfetto", "--profile", "--quiet"),
-        "-o",
+        *("--price", "--tokens", "-o"),
     },
-    "sweep": {"--debug", "--jobs", "--json", "--no-cache", "--out", "--plot", "--price", "--quiet", "--xla-flags"}
+    "sweep": {
+        *("--chips", "--debug", "--jobs", "--json", "--no-cache", "--out", "--plot", "--price", "--quiet", "--tokens"),
+        *("--xla-flags", "-o"),
+    }
     | PROGRAM
     | LIMITS,
     "validate": {"--compile", "--data", "--debug", "--html", "--json", "--only", "--pairs", "--plot", "--quiet"},
@@ -136,7 +148,16 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
             "sweep x.py --topology cpu:8 --remat all",
             "argument --remat: remat `all` does not exist; use `none`, `dots` or `full`",
         ),
-        ("sweep x.py --topology cpu:8 --price 3", "argument --price: '3' is not CHIP=PRICE, such as v5e=1.2"),
+        (
+            "sweep x.py --topology cpu:8 --price 3",
+            "argument --price: '3' is not CHIP=PRICE, such as v5e=1.2, or a file",
+        ),
+        ("sweep x.py --topology cpu:8 --price v5e=-1", "argument --price: '-1' is not a positive number"),
+        ("sweep x.py --topology cpu:8 --price no.json", "argument --price: no.json cannot be read: No such file"),
+        ("sweep x.py --topology cpu:8 --tokens 0", "argument --tokens: '0' is not a number of tokens from 1 on"),
+        ("sweep x.py --topology v5q:*", "unknown chip 'v5q'; did you mean v5 or v5p or v5e"),
+        ("sweep x.py --topology v5e:9x*", "topology 'v5e:9x*' stands for none; v5e comes in 1x1"),
+        ("sweep x.py --topology v5e:8x* --chips 4", "--chips 4 leaves no topology: the smallest, v5e:8x8, has 64"),
         ("sweep x.py --topology cpu:8 --price v9=3", "v9"),
     ],
 )

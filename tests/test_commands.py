@@ -106,7 +106,7 @@ def test_the_mesh_comes_from_the_flag_then_the_environment_then_a_search(folder:
 def test_a_sweep_is_a_table_a_plot_and_rows_that_are_kept(folder: Path):
     line = ("sweep", "step.py", "--topology", "cpu:8,cpu:7", "--out", "sweep.json", "--plot", "sweep.svg")
     shown = run(*line, cwd=folder).stdout
-    assert "no plan, see below" in shown and "- cpu:7: " in shown
+    assert "no plan" in shown and "- cpu:7: " in shown
     assert (folder / "sweep.svg").read_text().startswith("<?xml")
     again = run(*line, "--json", "--price", "cpu=2.5", cwd=folder)
     assert "2 of 2 rows are in sweep.json already" in again.stderr

@@ -63,7 +63,7 @@ def test_it_opens_with_the_two_commands():
 def test_the_commands_it_shows_exist():
     (block,) = (text for text in README.split("```") if "\nautoshard plan PROGRAM" in text)
     for line in block.strip().splitlines():
-        command, arguments = re.fullmatch(r"autoshard (\w+) (.*?)(?:#.*)?", line).groups()  # type: ignore[union-attr]
+        command, arguments = re.fullmatch(r"autoshard ([\w-]+) (.*?)(?:#.*)?", line).groups()  # type: ignore[union-attr]
         parser = parser_of(build_parser(), command)
         known = {flag for action in parser._actions for flag in action.option_strings}
         assert set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", arguments)) <= known

@@ -30,7 +30,7 @@ SHELVES = {
         ("write",),
         ("published", "_make", "_warm"),
         ("_recipes",),
-        ("_call", "_sweep"),
+        ("_call", "capacity"),
     ),
     "exec": (("devices", "hlo"), ("torch_xla_hook",), ("apply",), ("run",), ("ahead",), ("learn",)),
 }

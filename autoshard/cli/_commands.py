@@ -18,6 +18,7 @@ from autoshard.cli._input import (
 )
 from autoshard.cli._output import print_json, print_rich, show_progress
 from autoshard.cli._process import start_helpers
+from autoshard.cli._sweep import report_sweep
 from autoshard.errors import UserError
 
 
@@ -324,9 +325,14 @@ def _export_bytes(arguments: argparse.Namespace, plan: "Plan", answer: TextIO) -
 def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
     check_writable("--out", arguments.out)
     check_writable("--perfetto", arguments.perfetto)
-    from autoshard.plan import load_plan
+    from autoshard.plan import is_sweep, load_plan
     from autoshard.report import html_report, perfetto_json, plan_figures, read_profile, terminal_report, write_text
 
+    if is_sweep(arguments.plan):
+        return report_sweep(arguments, answer)
+    for flag, value in (("tokens", arguments.tokens), ("price", arguments.price)):
+        if value:
+            raise UserError(f"--{flag} is for a sweep; {arguments.plan} is none that `autoshard sweep --out` kept.")
     plan = load_plan(arguments.plan)
     written: dict[str, str] = {}
     if arguments.perfetto is not None:

@@ -16,6 +16,7 @@ from autoshard.cli._values import (
     roles,
     schedule,
     seconds_or_none,
+    texts,
     whole,
     xla_flags,
 )
@@ -42,7 +43,12 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
     mode.add_argument("--train", action="store_true", default=None, help="a training step: loss, backward, optimizer")
     mode.add_argument("--infer", action="store_false", dest="train", default=None, help="a forward pass")
     if several:
-        group.add_argument("--batch", type=numbers, metavar="N,N,...", help="sequences in one step, over all devices")
+        group.add_argument(
+            "--batch",
+            type=chosen(numbers),
+            metavar="N,N,...",
+            help="sequences in one step, over all devices" + best,
+        )
     else:
         group.add_argument(
             "--batch", type=chosen(positive), metavar="N", help="sequences in one step, over all devices" + best
@@ -55,7 +61,7 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
     again = "what the backward pass computes again: none, dots, full, full,keep=q_proj,offload=input (by value), "
     again += "or full:20+none for the first 20 layers alone"
     if several:
-        group.add_argument("--remat", type=remats, metavar="R,R,...", help=again)
+        group.add_argument("--remat", type=chosen(remats), metavar="R,R,...", help=again + best)
     else:
         group.add_argument("--remat", type=chosen(remat), metavar="R", help=again + best)
     group.add_argument("--optimizer", metavar="NAME", help="adamw (default), sgd, momentum")
@@ -120,6 +126,24 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         help="the busiest device has X times the mean number of tokens for its experts (default: 1; for experts in "
         "groups)",
     )
+
+
+def add_estimated(parser: argparse.ArgumentParser) -> None:
+    """What decides memory and time of a decoder's step by closed form."""
+    parser.add_argument("program", metavar="PROGRAM", help="hf:CONFIG")
+    parser.add_argument(
+        "--topology", required=True, type=texts, metavar="T,T,...", help="names or patterns: v5p-256, 'v6e:*' ..."
+    )
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--train", action="store_true", default=None, help="a training step: loss, backward, optimizer")
+    mode.add_argument("--infer", action="store_false", dest="train", default=None, help="a forward pass")
+    parser.add_argument("--serve", choices=("prefill", "decode"), help="a step of serving, with a key-value cache")
+    parser.add_argument("--batch", type=positive, metavar="N", help="sequences in a step (default: one for a device)")
+    parser.add_argument("--seq", type=positive, metavar="N", help="tokens of one sequence")
+    parser.add_argument("--cache", type=positive, metavar="N", help="tokens the cache holds (default: --seq)")
+    parser.add_argument("--remat", type=remat, metavar="R", help="none, dots or full (default: one column for each)")
+    parser.add_argument("--param-dtype", metavar="DTYPE", help="of parameters (default: float32 in training)")
+    parser.add_argument("--state-dtype", metavar="DTYPE", help="of the optimizer's state (default: float32)")
 
 
 def add_planning(parser: argparse.ArgumentParser, required: bool, problem: bool = True) -> None:

@@ -7,26 +7,39 @@ and `autoshard --help` must not wait for imports.
 import argparse
 import difflib
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from autoshard import __version__
-from autoshard.cli import _commands, _degrees, _graph, _refine, _sweep, _validate
-from autoshard.cli._groups import add_cache, add_candidates, add_flags, add_limits, add_planning, add_program
-from autoshard.cli._values import positive, prices, seconds, texts, tolerance, whole
+from autoshard.cli import _commands, _degrees, _doors, _estimate, _graph, _refine, _serve_plan, _sweep, _validate
+from autoshard.cli._groups import (
+    add_cache,
+    add_candidates,
+    add_estimated,
+    add_flags,
+    add_limits,
+    add_planning,
+    add_program,
+)
+from autoshard.cli._values import latency, positive, prices, seconds, texts, tokens, tolerance, whole
 from autoshard.errors import UserError
 
 
+_COLUMNS = 79
 PROGRAM_HELP = """\
 PROGRAM is a Python file, a file with a module, or hf:CONFIG.
 
-  model.py      defines `program` (see --entry): an autoshard.Program, or a function that returns one, or
-                (function, arguments) for JAX, or (module, example inputs) for torch; shapes are enough
-                (jax.ShapeDtypeStruct, meta tensors), so nothing large is ever allocated;
-                --train takes a torch module and the `loss` of the file
-  step.mlir     StableHLO as text or portable bytecode, a jax.export artifact, an HLO proto or unoptimised dump
-  hf:NAME       a bundled Hugging Face configuration, such as hf:llama3-8b or hf:gpt2, or the path of a config.json
+  model.py   defines `program` (see --entry): an autoshard.Program, or a
+             function that returns one, or (function, arguments) for JAX, or
+             (module, example inputs) for torch; shapes are enough
+             (jax.ShapeDtypeStruct, meta tensors), so nothing large is ever
+             allocated; --train takes a torch module and the `loss` of the file
+  step.mlir  StableHLO as text or portable bytecode, a jax.export artifact, an
+             HLO proto or unoptimised dump
+  hf:NAME    a bundled Hugging Face configuration, such as hf:llama3-8b or
+             hf:gpt2 (`autoshard list models`), or the path of a config.json
 """
 
 
@@ -128,21 +141,51 @@ def build_parser() -> argparse.ArgumentParser:
     sweep = _command(
         commands, "sweep", _sweep.run_sweep, "plan for several topologies, batches and remat variants", PROGRAM_HELP
     )
-    add_program(sweep, several=True)
-    sweep.add_argument("--topology", required=True, type=texts, metavar="T,T,...", help="v5e:16x16,v5p:4x4x8 ...")
+    add_program(sweep, several=True, auto=True)
+    sweep.add_argument(
+        "--topology", required=True, type=texts, metavar="T,T,...", help="names or patterns: v5p-256, 'v6e:*' ..."
+    )
+    sweep.add_argument("--chips", type=positive, metavar="N", help="leave out topologies of more than N chips")
     add_limits(sweep)
     add_flags(sweep)
+    sweep.add_argument("--tokens", type=tokens, metavar="N", help="of a whole run, for its days and cost: 15T, 300B")
     sweep.add_argument(
         "--price",
         type=prices,
         default={},
         metavar="CHIP=X,...",
-        help="of one chip for one hour, in any currency",
+        help="of one chip for one hour, in any currency; or a file PRICES.json with the same",
     )
     sweep.add_argument("--jobs", type=positive, metavar="N", help="processes that plan (default: one for each core)")
-    sweep.add_argument("--out", metavar="SWEEP.json", type=Path, help="keep rows here; rows it has are not made again")
+    sweep.add_argument(
+        "-o",
+        "--out",
+        metavar="PLACE",
+        type=Path,
+        help="keep rows here: in SWEEP.json, or in a folder with the plan of each; what it has is not made again",
+    )
     add_cache(sweep)
     sweep.add_argument("--plot", metavar="SWEEP.png", type=Path, help="draw step time, MFU and headroom here")
+
+    estimate = _command(
+        commands, "estimate", _estimate.run_estimate, "guess memory and step time from a model's dims, without a plan"
+    )
+    add_estimated(estimate)
+
+    serve = _command(
+        commands, "serve-plan", _serve_plan.run_serve_plan, "say how to serve a decoder within limits of latency"
+    )
+    serve.add_argument("program", metavar="PROGRAM", help="hf:CONFIG of a decoder")
+    serve.add_argument("--topology", required=True, metavar="CHIP:SHAPE", help="v6e:2x4, h100:8 ...")
+    serve.add_argument("--input", required=True, type=positive, metavar="N", help="tokens of a prompt")
+    serve.add_argument("--output", required=True, type=positive, metavar="N", help="tokens of an answer")
+    serve.add_argument(
+        "--ttft", type=latency, default=float("inf"), metavar="T", help="time to first token at most, as 500ms"
+    )
+    serve.add_argument(
+        "--tpot", type=latency, default=float("inf"), metavar="T", help="time per further token at most, as 30ms"
+    )
+    serve.add_argument("--weights", choices=("bf16", "fp8", "int8"), default="bf16", help="as stored (default: bf16)")
 
     refine = _command(
         commands,
@@ -202,14 +245,20 @@ def build_parser() -> argparse.ArgumentParser:
         "--time-limit", type=seconds, default=60.0, metavar="S", help="of processor, to solve (default: 60)"
     )
 
-    report = _command(commands, "report", _commands.run_report, "show a plan that was saved")
-    report.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
+    report = _command(commands, "report", _commands.run_report, "show a plan, or a sweep, that was saved")
+    report.add_argument(
+        "plan", metavar="PLAN.json", type=Path, help="from `autoshard plan --out`, or `autoshard sweep --out`"
+    )
     report.add_argument("-o", "--out", metavar="REPORT.html", type=Path, help="write a page here instead")
     report.add_argument("--perfetto", metavar="TRACE.json", type=Path, help="write a trace for ui.perfetto.dev here")
     report.add_argument("--compiled", metavar="C.json", type=Path, help="what `autoshard compile --json` printed")
     report.add_argument("--profile", metavar="P.json.gz", type=Path, help="what `autoshard measure --profile` wrote")
     report.add_argument("--compare", metavar="OTHER.json", type=Path, help="another plan to set beside this one")
     report.add_argument("--measured", metavar="M.json", type=Path, help="what `autoshard measure --json` printed")
+    report.add_argument("--tokens", type=tokens, metavar="N", help="of a sweep: tokens of a whole run, as 15T, 300B")
+    report.add_argument(
+        "--price", type=prices, default={}, metavar="CHIP=X,...", help="of a sweep: a chip's hour, or PRICES.json"
+    )
 
     export = _command(commands, "export", _commands.run_export, "write a plan as code or configuration for elsewhere")
     export.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
@@ -264,6 +313,16 @@ def build_parser() -> argparse.ArgumentParser:
     validate.add_argument("--html", metavar="PAIRS.html", type=Path, help="with --pairs: write one page here")
     validate.add_argument("--plot", metavar="PAIRS.png", type=Path, help="with --pairs: draw predicted over measured")
 
+    list_ = _command(commands, "list", _doors.run_list, "say which models, topologies and chips can be named")
+    list_.add_argument("what", choices=_doors.LISTS, help="models are bundled configurations, for hf:NAME")
+    list_.add_argument("pattern", nargs="?", metavar="PATTERN", help="of topologies: 'v5e:*', 'v6e:16x16*1-4' ...")
+
+    completion = _command(
+        commands, "completion", _doors.run_completion, "print a shell's completion of this command, to be sourced"
+    )
+    completion.add_argument("shell", choices=_doors.SHELLS, help="docs/command.md says where it belongs")
+    completion.set_defaults(whole=parser)
+
     _command(commands, "doctor", _commands.run_doctor, "say what is installed, what is here, and what will work")
     return parser
 
@@ -284,7 +343,7 @@ def _command(
     parser = commands.add_parser(
         name,
         help=summary,
-        description=summary[0].upper() + summary[1:] + ".",
+        description=textwrap.fill(summary[0].upper() + summary[1:] + ".", _COLUMNS),
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

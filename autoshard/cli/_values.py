@@ -95,13 +95,46 @@ def remats(text: str) -> list[str]:
 
 
 def prices(text: str) -> dict[str, float]:
+    """`v5p=4.2,v6e=2.7`, or a file of JSON with the same: `{"v5p": 4.2, "v6e": 2.7}`."""
+    if text.endswith(".json"):
+        return _priced(text)
     found = {}
     for part in texts(text):
         chip, equals, price = (piece.strip() for piece in part.partition("="))
         if not chip or not equals:
-            raise argparse.ArgumentTypeError(f"{part!r} is not CHIP=PRICE, such as v5e=1.2")
+            raise argparse.ArgumentTypeError(f"{part!r} is not CHIP=PRICE, such as v5e=1.2, or a file PRICES.json")
         found[chip] = factor(price)
     return found
+
+
+def _priced(path: str) -> dict[str, float]:
+    from autoshard.base.reading import read_json
+
+    try:
+        data = read_json(path)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict) or not data:
+        raise argparse.ArgumentTypeError(f'{path} is no object of prices, such as {{"v5e": 1.2}}')
+    for chip, price in data.items():
+        if isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < float("inf"):
+            raise argparse.ArgumentTypeError(f"{path}: the price of {chip} is {price!r}, expected a positive number")
+    return {chip: float(price) for chip, price in data.items()}
+
+
+_SCALES = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+
+
+def tokens(text: str) -> float:
+    """A number of tokens: `15T`, `300B`, `5e9`."""
+    scale = _SCALES.get(text[-1:], None)
+    with contextlib.suppress(ValueError):
+        value = float(text[:-1]) * scale if scale else float(text)
+        if 1 <= value < 1e21:
+            return value
+    raise argparse.ArgumentTypeError(f"{_short(text)} is not a number of tokens from 1 on, such as 15T, 300B or 5e9")
 
 
 MOST = 2**31 - 1
@@ -139,6 +172,17 @@ def _above_zero(text: str, what: str) -> float:
 
 def seconds(text: str) -> float:
     return _above_zero(text, "a positive number of seconds")
+
+
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def latency(text: str) -> float:
+    """`500ms`, `0.5s`; a bare number is of seconds."""
+    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        return _above_zero(text.removesuffix(unit), "") * _UNITS.get(unit, 1.0)
+    raise argparse.ArgumentTypeError(f"{_short(text)} is not a time above zero, such as 500ms or 0.5s")
 
 
 def seconds_or_none(text: str) -> float:

@@ -15,6 +15,8 @@ from autoshard.cost._calibration import Calibration as Calibration
 from autoshard.cost._calibration import figure_names as figure_names
 from autoshard.cost._calibration import load_calibration as load_calibration
 from autoshard.cost._calibration import save_calibration as save_calibration
+from autoshard.cost._catalogue import find_topologies as find_topologies
+from autoshard.cost._catalogue import shapes_of as shapes_of
 from autoshard.cost._chip import Chip as Chip
 from autoshard.cost._chip import chip_names as chip_names
 from autoshard.cost._chip import chip_of_kind as chip_of_kind
@@ -30,6 +32,9 @@ from autoshard.cost._database import Database as Database
 from autoshard.cost._database import data_directory as data_directory
 from autoshard.cost._decoder import Decoder as Decoder
 from autoshard.cost._decoder import train_state_bytes as train_state_bytes
+from autoshard.cost._estimate import StepAsked as StepAsked
+from autoshard.cost._estimate import StepEstimate as StepEstimate
+from autoshard.cost._estimate import estimate_step as estimate_step
 from autoshard.cost._factorise import MOST_AXES as MOST_AXES
 from autoshard.cost._factorise import candidate_meshes as candidate_meshes
 from autoshard.cost._fit import Fit as Fit
@@ -74,6 +79,11 @@ from autoshard.cost._schedules import StageWork as StageWork
 from autoshard.cost._schedules import Timetable as Timetable
 from autoshard.cost._schedules import make_schedule as make_schedule
 from autoshard.cost._schedules import timetable as timetable
+from autoshard.cost._serving import ServingAsked as ServingAsked
+from autoshard.cost._serving import ServingPoint as ServingPoint
+from autoshard.cost._serving import serving_point as serving_point
+from autoshard.cost._serving import serving_points as serving_points
 from autoshard.cost._topology import PhysicalAxis as PhysicalAxis
 from autoshard.cost._topology import Topology as Topology
 from autoshard.cost._topology import slice_names as slice_names
+from autoshard.cost._topology import slice_shapes as slice_shapes

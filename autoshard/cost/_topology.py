@@ -46,6 +46,16 @@ def slice_names() -> tuple[str, ...]:
     return tuple(_slice_table())
 
 
+def slice_shapes(chip: Chip) -> dict[str, tuple[int, ...]]:
+    """Slice name -> shape, of one chip."""
+    found = {name: text.partition(":") for name, text in _slice_table().items()}
+    return {
+        name: tuple(int(size) for size in shape.split("x"))
+        for name, (owner, _, shape) in found.items()
+        if owner == chip.name
+    }
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Topology:
     """Chips of one kind in slices (or islands) of one shape.

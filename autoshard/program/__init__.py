@@ -4,7 +4,9 @@ from autoshard.program._artifact import load_artifact as load_artifact
 from autoshard.program._choices import Choices as Choices
 from autoshard.program._choices import choices as choices
 from autoshard.program._choices import choices_of as choices_of
+from autoshard.program._config import bundled as bundled
 from autoshard.program._config import read_config as read_config
+from autoshard.program._config_dims import config_dims as config_dims
 from autoshard.program._constraints import lift_constraints as lift_constraints
 from autoshard.program._decoder import SAVABLE as SAVABLE
 from autoshard.program._decoder import SAVED as SAVED

@@ -17,6 +17,8 @@ from autoshard.report._diff import difference_figures as difference_figures
 from autoshard.report._diff import difference_report as difference_report
 from autoshard.report._doctor import doctor as doctor
 from autoshard.report._doctor import doctor_report as doctor_report
+from autoshard.report._estimates import estimate_figures as estimate_figures
+from autoshard.report._estimates import estimates_report as estimates_report
 from autoshard.report._explain import explanation_report as explanation_report
 from autoshard.report._export import EXPORT_FORMS as EXPORT_FORMS
 from autoshard.report._export import Export as Export
@@ -33,6 +35,10 @@ from autoshard.report._graph_files import graph_form as graph_form
 from autoshard.report._graph_files import write_graph as write_graph
 from autoshard.report._graph_svg import graph_svg as graph_svg
 from autoshard.report._html import html_report as html_report
+from autoshard.report._listing import chip_rows as chip_rows
+from autoshard.report._listing import listing_report as listing_report
+from autoshard.report._listing import model_rows as model_rows
+from autoshard.report._listing import topology_rows as topology_rows
 from autoshard.report._measurement import measurement_report as measurement_report
 from autoshard.report._notebook import NotebookView as NotebookView
 from autoshard.report._pairs import pair_figures as pair_figures
@@ -47,9 +53,13 @@ from autoshard.report._picture import visualize_spec as visualize_spec
 from autoshard.report._picture import visualize_tensor_sharding as visualize_tensor_sharding
 from autoshard.report._progress import ProgressLine as ProgressLine
 from autoshard.report._refinement import refinement_report as refinement_report
+from autoshard.report._serving import serving_figures as serving_figures
+from autoshard.report._serving import serving_report as serving_report
+from autoshard.report._serving import vllm_flags as vllm_flags
 from autoshard.report._sweep import plot_sweep as plot_sweep
 from autoshard.report._sweep import sweep_figures as sweep_figures
 from autoshard.report._sweep import sweep_report as sweep_report
+from autoshard.report._sweep_page import sweep_page as sweep_page
 from autoshard.report._terminal import terminal_report as terminal_report
 from autoshard.report._validation import Validation as Validation
 from autoshard.report._validation import passes as passes

@@ -1,10 +1,14 @@
 """What is installed, what is here, and what will therefore work."""
 
 import dataclasses
+import glob
 import importlib.metadata
+import json
 import os
 import platform
 import re
+import subprocess
+import sys
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -37,10 +41,24 @@ _ABILITIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 
 
+_LOOK = """
+import json
+import jax
+devices = [f"{device.id}: {device.device_kind}" for device in jax.devices()]
+print()
+print(json.dumps({"devices": devices, "backend": jax.default_backend()}))
+"""
+"""What a process of its own runs to see devices."""
+_WAIT_S = 120.0
+"""Seconds in which it must have seen them."""
+_ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*")
+"""Files of Linux that say that GPUs or TPUs are here."""
+
+
 def doctor() -> dict[str, Any]:
-    """Versions, abilities and devices, as plain values. Starts JAX, to see its devices."""
+    """Versions, abilities and devices, as plain values. JAX is started by another process, to see its devices."""
     abilities = [_ability(*row) for row in _ABILITIES]
-    devices, backend = _devices()
+    devices, backend, unused = _devices()
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -49,7 +67,7 @@ def doctor() -> dict[str, Any]:
         "backend": backend,
         "devices": devices,
         "abilities": [dataclasses.asdict(ability) for ability in abilities],
-        "warnings": _warnings(),
+        "warnings": [*_warnings(), *filter(None, [unused])],
         "environment": {
             key: os.environ[key]
             for key in ("JAX_PLATFORMS", "XLA_FLAGS", "PJRT_DEVICE", "XLA_AUTO_SPMD", "XLA_AUTO_SPMD_MESH")
@@ -73,14 +91,26 @@ def _ability(name: str, packages: tuple[str, ...], install: str) -> Ability:
     return Ability(name, True, ", ".join(f"{package} {version}" for package, version in versions.items()))
 
 
-def _devices() -> tuple[list[str], str]:
-    try:
-        import jax
+def _devices() -> tuple[list[str], str, str]:
+    """Devices and backend that JAX finds, or why it starts none, and what it says of an accelerator that is not used.
 
-        devices = jax.devices()
-    except (ImportError, RuntimeError) as error:  # RuntimeError: no backend could be started
-        return [], f"none: {str(error).splitlines()[0]}"
-    return [f"{device.id}: {device.device_kind}" for device in devices], jax.default_backend()
+    In a process of its own: plugins of accelerators that are not here complain on the terminal, and may wait for them.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _LOOK], capture_output=True, text=True, timeout=_WAIT_S, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        return [], f"none: JAX found no device in {_WAIT_S:.0f} s; JAX_PLATFORMS=cpu looks for no accelerator", ""
+    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    if done.returncode or not done.stdout.strip():
+        return [], f"none: {said[-1] if said else 'JAX could not be started'}", ""
+    found = json.loads(done.stdout.splitlines()[-1])
+    here = [path for pattern in _ACCELERATORS for path in glob.glob(pattern)]
+    if found["backend"] != "cpu" or not here or os.environ.get("JAX_PLATFORMS", "") == "cpu":
+        return found["devices"], found["backend"], ""
+    why = next((line for line in reversed(said) if "Error" in line), "")
+    return found["devices"], found["backend"], f"{here[0]} is here, but JAX uses the CPU. {why}".strip()
 
 
 def _warnings() -> list[str]:

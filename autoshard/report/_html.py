@@ -237,7 +237,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 def _page_data(plan: Plan) -> str:
-    """What the page's script draws from. `<` is escaped: a name must not be able to close the script element."""
+    """What the page's script draws from."""
     topology = Topology.parse(plan.topology)
     axes = [axis for axis in topology.physical_axes if axis.size > 1] or list(topology.physical_axes[-1:])
     data = {
@@ -247,6 +247,11 @@ def _page_data(plan: Plan) -> str:
         "drawn": DRAWN_DEVICES,
         "trees": [tree.to_json() for tree in module_trees(plan)],
     }
+    return script_json(data)
+
+
+def script_json(data: Any) -> str:
+    """JSON that can stand in a script element. `<` is escaped: a name must not be able to close the element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -9,7 +9,7 @@ import pytest
 
 import autoshard
 from autoshard.errors import UserError
-from autoshard.plan import Options, SweepRow, SweepTask, make_plan
+from autoshard.plan import Options, SweepChoice, SweepRow, SweepTask, choose_rows, make_plan
 from autoshard.program import open_source
 
 
@@ -120,3 +120,115 @@ def test_time_and_price_of_a_token() -> None:
     assert row.price_per_token({"v5e": 1.8}) == pytest.approx(1.8 * 16 * 2 / 3600 / 4096)
     assert row.price_per_token({"v5p": 1.8}) is None
     assert SweepRow("v5e:4x4", 8, None, step_time_s=2.0, chips=16).price_per_token({"v5e": 1.8}) is None
+
+
+def test_a_folder_keeps_the_plan_of_each_row(source: str, tmp_path: Path) -> None:
+    place, said = tmp_path / "kept", Recorder()
+    (row,) = autoshard.sweep(source, topologies=["cpu:2"], path=place)
+    assert row.plan == "cpu-2.plan.json"
+    plan = autoshard.load(place / row.plan)
+    assert plan.prediction.step_time_s == row.step_time_s and plan.topology == "cpu:2"
+    written = {path.name: path.read_bytes() for path in place.iterdir()}
+    assert set(written) == {"sweep.json", "cpu-2.plan.json"}
+    assert autoshard.sweep(source, topologies=["cpu:2"], path=place, progress=said) == [row]
+    assert said.lines == [f"1 of 1 rows are in {place} already"]
+    (place / row.plan).unlink()  # a row without its plan is made again, and the same
+    assert autoshard.sweep(source, topologies=["cpu:2"], path=place) == [row]
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == written
+    (other,) = autoshard.sweep(source, topologies=["cpu:2"], path=place, memory_limit=1 << 30)
+    assert other.plan == "cpu-2.2.plan.json"
+
+
+def test_a_sweep_that_is_ended_goes_on_where_it_was(source: str, tmp_path: Path) -> None:
+    def end(line: str) -> None:
+        if line.startswith("1/2"):
+            raise KeyboardInterrupt
+
+    place, said = tmp_path / "kept", Recorder()
+    with pytest.raises(KeyboardInterrupt):
+        autoshard.sweep(source, topologies=["cpu:2", "cpu:4"], path=place, progress=end)
+    assert [path.name for path in sorted(place.iterdir())] == ["cpu-2.plan.json", "sweep.json"]
+    rows = autoshard.sweep(source, topologies=["cpu:2", "cpu:4"], path=place, progress=said)
+    assert said.lines[0].startswith("1 of 2 rows are in") and said.lines[1].startswith("2/2 cpu:4: ")
+    whole = tmp_path / "whole"
+    assert autoshard.sweep(source, topologies=["cpu:2", "cpu:4"], path=whole) == rows
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == {
+        path.name: path.read_bytes() for path in whole.iterdir()
+    }
+
+
+def test_patterns_stand_for_topologies(source: str) -> None:
+    rows = autoshard.sweep(source, topologies=["v5e:1x*", "v5e:1x1", "v5e:2x2*1-2"])
+    assert [row.topology for row in rows] == ["v5e:1x1", "v5e:2x2", "v5e:2x2*2"]
+
+
+class Dying(concurrent.futures.Executor):
+    """Workers that die at their first calls."""
+
+    def __init__(self, deaths: int) -> None:
+        self.deaths = deaths
+
+    def submit(self, fn, /, *args, **kwargs):
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        self.deaths -= 1
+        if self.deaths >= 0:
+            future.set_exception(concurrent.futures.BrokenExecutor("killed"))
+        else:
+            future.set_result(fn(*args))
+        return future
+
+
+def test_a_worker_that_dies_is_replaced(source: str) -> None:
+    assert autoshard.sweep(source, topologies=["cpu:2"], executor=Dying(2)) == autoshard.sweep(
+        source, topologies=["cpu:2"]
+    )
+    with pytest.raises(UserError, match=r"a worker of the sweep died \(killed\): run it again with fewer --jobs"):
+        autoshard.sweep(source, topologies=["cpu:2"], executor=Dying(3))
+
+
+def test_what_cannot_hold_its_state_is_said_at_once() -> None:
+    options = {"train": True, "batch": 8, "seq": 64}
+    (row,) = autoshard.sweep("hf:llama-tiny", topologies=["v5e:1x1"], program_options=options, memory_limit=1 << 20)
+    assert row.failed == (
+        "it does not fit: parameters, state and batch alone are 2.07 MiB, and the 1 devices of v5e:1x1 hold 1.00 MiB."
+    )
+
+
+def test_recipes_are_chosen_for_each_topology() -> None:
+    options = {"train": True, "batch": "auto", "remat": "full", "seq": 32}
+    (row,) = autoshard.sweep("hf:llama-tiny", topologies=["v5e:1x1"], program_options=options, mesh="data=1")
+    assert row.batch == row.recipe["batch"] and set(row.recipe) == {"batch"}
+    assert row.batch is not None and row.tokens == 32 * row.batch
+    with pytest.raises(UserError, match="neither a file nor a bundled configuration"):
+        autoshard.sweep("hf:llama-tinny", topologies=["v5e:1x1"], program_options=options)
+
+
+def made(topology: str, step: float, tokens: int = 1000, **more) -> SweepRow:
+    return SweepRow(topology, None, None, step_time_s=step, tokens=tokens, **more)
+
+
+ROWS = [
+    made("v5e:4x4", 8.0, chips=16),
+    made("v5e:8x8", 3.0, chips=64),
+    made("v5p:2x2x2", 2.0, chips=8),
+    made("v5e:16x16", 1.9, chips=256),
+    SweepRow("v5e:2x2", None, None, failed="it does not fit"),
+    made("v5e:4x8", 8.0, chips=32),
+]
+
+
+def test_what_stands_out() -> None:
+    priced = choose_rows(ROWS, {"v5e": 1.0, "v5p": 10.0})
+    # Dollars a token: 128, 192, 160, 486, and 256 of the last.
+    assert (priced.best, priced.smallest, priced.frontier) == (0, 2, (3, 2, 0))
+    fastest = choose_rows(ROWS, {"v5e": 1.0})
+    assert (fastest.best, fastest.smallest, fastest.frontier) == (3, 2, (3, 2))
+    assert choose_rows(ROWS[4:5], {}) == SweepChoice(None, None, ())
+
+
+def test_days_and_cost_of_a_run() -> None:
+    row = ROWS[0]
+    assert row.days(86_400_000.0) == pytest.approx(8.0)
+    assert row.cost(86_400_000.0, {"v5e": 1.5}) == pytest.approx(8 * 24 * 16 * 1.5)
+    assert row.tokens_per_s_per_chip == pytest.approx(1000 / 8 / 16)
+    assert ROWS[4].days(1.0) is None and ROWS[4].cost(1.0, {"v5e": 1.5}) is None

@@ -2,17 +2,25 @@
 
 import importlib.metadata
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from autoshard.report import doctor, doctor_report
+from autoshard.report import _doctor, doctor, doctor_report
+from tests.command import run
 
 
 def text_of(found: dict) -> str:
     stream = io.StringIO()
     Console(file=stream, width=100).print(doctor_report(found))
     return stream.getvalue()
+
+
+@pytest.fixture
+def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process looks for devices."""
+    monkeypatch.setattr(_doctor, "_devices", lambda: ([], "cpu", ""))
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str | None]) -> None:
@@ -40,7 +48,7 @@ def test_everything_works_in_the_environment_of_the_tests():
     assert "JAX sees 8 device(s) on cpu: 0: cpu, 1: cpu" in text_of(found)
 
 
-def test_what_is_missing_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch):
+def test_what_is_missing_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch, unseen: None):
     pretend(monkeypatch, {"libtpu": None, "pandas": None, "matplotlib": None})
     notes = {ability["name"]: ability["note"] for ability in doctor()["abilities"] if not ability["works"]}
     assert notes == {
@@ -56,8 +64,35 @@ def test_what_is_missing_is_named_with_the_way_to_get_it(monkeypatch: pytest.Mon
         ({"jax": "0.10.2", "jaxlib": "0.10.1"}, "jax 0.10.2 and jaxlib 0.10.1 differ; install one version of both."),
     ],
 )
-def test_versions_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch, versions: dict, sentence: str):
+def test_versions_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch, unseen: None, versions: dict, sentence: str):
     pretend(monkeypatch, versions)
     (warning,) = doctor()["warnings"]
     assert sentence in warning
     assert "Warning: " in text_of(doctor())
+
+
+def test_accelerators_that_are_not_here_are_silent():
+    done = run("doctor", env={"JAX_PLATFORMS": None, "PJRT_DEVICE": None})
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert "JAX sees 8 device(s) on cpu" in done.stdout
+
+
+def test_a_process_that_cannot_look_says_why(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_doctor, "_LOOK", "raise RuntimeError('no backend')")
+    found = doctor()
+    assert (found["devices"], found["backend"]) == ([], "none: RuntimeError: no backend")
+    monkeypatch.setattr(_doctor, "_LOOK", "import time; time.sleep(60)")
+    monkeypatch.setattr(_doctor, "_WAIT_S", 0.5)
+    assert "found no device in" in doctor()["backend"]
+
+
+def test_an_accelerator_that_is_here_and_not_used_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    monkeypatch.setattr(_doctor, "_ACCELERATORS", (str(tmp_path / "nvidia*"),))
+    look = "import sys; print('RuntimeError: cuInit(0) failed', file=sys.stderr); print('{}')"
+    answer = '{"devices": ["0: cpu"], "backend": "cpu"}'
+    monkeypatch.setattr(_doctor, "_LOOK", look.replace("'{}'", f"'{answer}'"))
+    (warning,) = doctor()["warnings"]
+    assert warning == f"{tmp_path / 'nvidia0'} is here, but JAX uses the CPU. RuntimeError: cuInit(0) failed"

@@ -1,0 +1,1 @@
+"""What if: one model on many topologies, with many batches; guessed, planned, and served."""

@@ -1,0 +1,113 @@
+"""First guesses of a step as a table: one topology with its memory by kind, or a line for each of several."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.plan import ModelEstimate
+from autoshard.units import format_bytes, format_count, format_seconds
+
+
+def estimate_figures(found: Sequence[ModelEstimate], failed: Sequence[str] = ()) -> dict[str, Any]:
+    """The object that `autoshard estimate --json` prints; sizes in bytes of one device. `failed` are sentences of
+    topologies that have no estimate."""
+    return {
+        "failed": list(failed),
+        "rows": [
+            {
+                "model": each.name,
+                "topology": each.topology.name,
+                "parameters": each.parameters,
+                "remat": each.estimate.asked.remat if each.counted and each.estimate.asked.training else None,
+                "batch": each.estimate.asked.batch or None,
+                "seq": each.estimate.asked.seq or None,
+                "layout": dict(each.estimate.layout),
+                "step_time_s": each.estimate.step_time_s,
+                "exposed_comm_s": each.estimate.exposed_s,
+                "mfu": each.estimate.mfu,
+                "bytes": dict(each.estimate.bytes),
+                "peak_bytes": each.estimate.peak_bytes,
+                "memory_limit_bytes": each.estimate.limit_bytes,
+                "fits": each.estimate.fits,
+                "least": not each.counted,
+            }
+            for each in found
+        ],
+    }
+
+
+def estimates_report(program: str, found: Sequence[ModelEstimate], failed: Sequence[str] = ()) -> RenderableType:
+    """A column for each policy on one topology; of several a line for each, with what fits and is fastest."""
+    first = found[0]
+    places = list(dict.fromkeys(each.topology.name for each in found))
+    said = f"{program}, {format_count(first.parameters)} parameters"
+    asked = first.estimate.asked
+    if first.counted:
+        step = {"train": "a training step", "infer": "a forward pass"}.get(asked.kind, f"a step of {asked.kind}")
+        over = "tokens in a cache" if asked.kind == "decode" else "tokens"
+        said += f": {step} of {asked.batch} x {asked.seq} {over}" if len(places) == 1 else f": {step}"
+        note = "From the model's dims by closed form, for the usual layouts: a first guess, no plan."
+    else:
+        note = "The least that any plan needs: arguments split over all devices, arithmetic alone. No plan."
+    table = _by_kind(found) if len(places) == 1 else _by_topology(found)
+    notes = [Text(f"- {sentence}", style="yellow") for sentence in failed]
+    return Group(Text(said, style="bold"), Text(note, style="dim"), Text(), table, *notes)
+
+
+def _table() -> Table:
+    return Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+
+
+def _by_kind(found: Sequence[ModelEstimate]) -> Table:
+    table = _table()
+    training = found[0].counted and found[0].estimate.asked.training
+    table.add_column(found[0].topology.name, no_wrap=True)
+    for each in found:
+        name = f"remat {each.estimate.asked.remat}" if training else "step"
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = [each.estimate for each in found]
+    if found[0].counted:
+        table.add_row("layout", *(_layout(row.layout) for row in rows))
+    table.add_row("step", *(format_seconds(row.step_time_s) for row in rows))
+    if found[0].counted:
+        table.add_row("exposed communication", *(format_seconds(row.exposed_s) for row in rows))
+        table.add_row("tokens/s", *(format_count(row.asked.tokens / row.step_time_s) for row in rows))
+    table.add_row("MFU", *(f"{row.mfu:.1%}" for row in rows))
+    for kind in dict.fromkeys(kind for row in rows for kind in row.bytes):
+        table.add_row(kind, *(format_bytes(row.bytes.get(kind, 0)) for row in rows))
+    table.add_row("memory of a device", *(format_bytes(row.peak_bytes) for row in rows))
+    limit = format_bytes(rows[0].limit_bytes)
+    table.add_row(f"fits {limit}", *(_fits(row.fits) for row in rows))
+    return table
+
+
+def _by_topology(found: Sequence[ModelEstimate]) -> Table:
+    table = _table()
+    table.add_column("topology", no_wrap=True)
+    for name in ("chips", "layout", "remat", "step", "tokens/s", "MFU", "memory", "fits"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in dict.fromkeys(each.topology.name for each in found):
+        mine = [each for each in found if each.topology.name == name]
+        best = min(mine, key=lambda each: (not each.estimate.fits, _order(each)))
+        row = best.estimate
+        rate = format_count(row.asked.tokens / row.step_time_s) if best.counted and row.step_time_s else ""
+        cells = [name, str(best.topology.num_chips), _layout(row.layout)]
+        cells += [row.asked.remat if best.counted and row.asked.training else "", format_seconds(row.step_time_s), rate]
+        table.add_row(*cells, f"{row.mfu:.1%}", format_bytes(row.peak_bytes), _fits(row.fits))
+    return table
+
+
+def _order(each: ModelEstimate) -> float:
+    return each.estimate.step_time_s if each.estimate.fits else each.estimate.peak_bytes
+
+
+def _layout(layout: Any) -> str:
+    return "x".join(str(size) for size in layout.values())
+
+
+def _fits(fits: bool) -> Text:
+    return Text("yes", style="green") if fits else Text("no", style="yellow")

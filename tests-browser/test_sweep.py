@@ -1,0 +1,107 @@
+"""The page of a sweep in a real browser: point, filter, and change what was assumed."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from autoshard.report import sweep_page
+from tests.report.test_sweep import PRICES, ROWS
+
+
+@pytest.fixture
+def opened(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+    wrong: list[str] = []
+    contexts = []
+
+    def visit(width: int = 1240, color_scheme: str = "light", prices: dict[str, float] = PRICES) -> Page:
+        file = tmp_path / "sweep.html"
+        file.write_text(sweep_page(ROWS, prices, 15e12), encoding="utf-8")
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=color_scheme)  # type: ignore[arg-type]
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: wrong.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
+        page.on("request", lambda request: None if request.url == file.as_uri() else wrong.append(request.url[:200]))
+        page.goto(file.as_uri())
+        return page
+
+    yield visit
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+def topologies(page: Page) -> list[str]:
+    return page.locator("#rows tbody tr td:nth-child(2)").all_inner_texts()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1240, 390])
+def test_it_fits_its_window_in_both_schemes(opened: Callable[..., Page], width: int, scheme: str):
+    page = opened(width, scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.locator("#plot circle").count() == 3
+    ink, paper = page.evaluate(
+        "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+    )
+    assert ink != paper
+    assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
+
+
+def test_plans_can_be_pointed_at_with_mouse_and_keys(opened: Callable[..., Page]):
+    page = opened()
+    page.locator("#plot circle").nth(1).hover()
+    said = page.locator("#pointed").inner_text()
+    assert "v6e:16x16*4" in said and "batch 1024" in said and "2.0 GiB left" in said
+    page.locator("#least-left").focus()
+    page.locator("#plot circle").nth(0).focus()
+    assert "v5p:8x8x16" in page.locator("#pointed").inner_text()
+    assert page.locator("#rows tr.pointed td").nth(1).inner_text() == "v5p:8x8x16"
+
+
+def test_prices_and_tokens_change_what_is_best(opened: Callable[..., Page]):
+    page = opened()
+    assert "cheapest: v5e:16x16" in page.locator("#counted").inner_text()
+    cost = page.locator("#rows tr.best td").nth(9)
+    before = cost.inner_text()
+    page.locator("#tokens").fill("30000")
+    assert page.locator("#rows tr.best td").nth(8).inner_text() == "3643"  # days, twice those of 15 T
+    assert cost.inner_text() != before
+    page.locator("[data-chip=v5e]").fill("9")
+    assert "cheapest: v6e:16x16*4" in page.locator("#counted").inner_text()
+    page.locator("[data-chip=v6e]").fill("")
+    assert "not every chip has a price" in page.locator("#counted").inner_text()
+    assert page.locator("#plot-title").inner_text() == "Chips over days"
+    page.locator("[data-chip=v6e]").fill("-3")  # no price, and no sense
+    assert "not every chip has a price" in page.locator("#counted").inner_text()
+
+
+def test_filters_leave_out_rows_of_table_and_plot(opened: Callable[..., Page]):
+    page = opened()
+    page.locator("#most-chips").fill("300")
+    assert topologies(page) == ["v5e:16x16"] and page.locator("#plot circle").count() == 1
+    page.locator("#most-chips").fill("")
+    page.locator("[data-shown=v5p]").uncheck()
+    assert sorted(topologies(page)) == ["v5e:16x16", "v6e:16x16*4"]
+    page.locator("#least-left").fill("3")
+    assert topologies(page) == [] and "loosen a filter" in page.locator("#counted").inner_text()
+    page.locator("#least-left").fill("")
+    page.locator("#most-cost").fill("15000000")
+    assert topologies(page) == ["v5e:16x16"]
+
+
+def test_the_table_sorts_by_its_heads(opened: Callable[..., Page]):
+    page = opened()
+    assert topologies(page) == ["v5p:8x8x16", "v6e:16x16*4", "v5e:16x16"]
+    page.locator("#rows th button").nth(1).click()
+    assert topologies(page)[0] == "v5e:16x16"
+    page.locator("#rows th button").nth(1).click()
+    assert topologies(page)[-1] == "v5e:16x16"
+    assert page.locator("#rows th[aria-sort]").inner_text() == "chips"
+
+
+def test_what_has_no_plan_says_why(opened: Callable[..., Page]):
+    page = opened()
+    assert "v5e:4x4: it does not fit" in page.get_by_role("region", name="Without a plan").inner_text()

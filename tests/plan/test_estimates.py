@@ -1,0 +1,100 @@
+"""First guesses: parameters as the models have them, steps that grow as they must, and near what is planned."""
+
+import dataclasses
+import math
+
+import pytest
+
+from autoshard.cost import StepAsked, Topology, estimate_step
+from autoshard.errors import UserError
+from autoshard.plan import Options, config_decoder, estimate_config, least_estimate, make_plan
+from autoshard.program import Role, bundled, open_source
+
+
+V5E = Topology.parse("v5e:4x4")
+COUNTED = ("llama-tiny", "gemma2-tiny", "mixtral-tiny", "deepseek-v3-tiny", "gpt2-tiny")
+LEFT_OUT = {"gpt2-tiny": 0.05, "gemma2-tiny": 0.004}
+"""Learned positions, biases and norms: parts of a tiny model, not of a large one."""
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_parameters_are_those_of_the_model(name: str):
+    program = open_source(f"hf:{name}", batch=8, seq=64)
+    true = sum(math.prod(a.shape) for a in program.arguments if a.role is Role.PARAMETER)
+    decoder = config_decoder(f"hf:{name}")
+    assert decoder is not None
+    assert decoder.params == pytest.approx(true, rel=LEFT_OUT.get(name, 0))
+
+
+def test_what_is_no_decoder_has_no_counts():
+    counted = {name for name in bundled() if config_decoder(f"hf:{name}") is not None}
+    assert {"bert-large", "vit-l16", "resnet-50", "t5-large", "whisper-large"} == {
+        name for name in bundled() if name not in counted and "tiny" not in name and "mini" not in name
+    }
+    assert estimate_config("hf:resnet-tiny", V5E) == []
+
+
+def step(**changed) -> StepAsked:
+    return dataclasses.replace(StepAsked(64, 4096, "train", "full"), **changed)
+
+
+def test_a_step_grows_with_what_it_computes():
+    decoder = config_decoder("hf:llama3-8b")
+    assert decoder is not None
+    one = estimate_step(decoder, V5E, step())
+    twice = estimate_step(decoder, V5E, step(batch=128))
+    assert 1.8 < twice.step_time_s / one.step_time_s < 2.1
+    assert twice.bytes["saved"] == 2 * one.bytes["saved"]
+    assert twice.bytes["parameters"] == one.bytes["parameters"]
+    none = estimate_step(decoder, V5E, step(remat="none"))
+    assert none.compute_s < one.compute_s and none.bytes["saved"] > 8 * one.bytes["saved"]
+    assert one.step_time_s == one.compute_s + one.exposed_s
+    peak = V5E.peak_flops("bf16") * V5E.num_devices
+    assert one.mfu == pytest.approx(decoder.train_flops(64 * 4096, 4096) / peak / one.step_time_s)
+    held = 12 * decoder.params / V5E.num_devices
+    assert one.bytes["parameters"] + one.bytes["optimizer state"] == pytest.approx(held)
+
+
+def test_serving_reads_its_weights_and_its_cache():
+    decoder = config_decoder("hf:llama3-8b")
+    assert decoder is not None
+    asked = StepAsked(16, 8192, "decode", param_bytes=2)
+    found = estimate_step(decoder, V5E, asked)
+    read = sum(found.bytes[kind] for kind in ("parameters", "cache")) / V5E.memory_bytes_per_s
+    assert read < found.step_time_s < 3 * read
+    prefill = estimate_step(decoder, V5E, dataclasses.replace(asked, kind="prefill", seq=1024))
+    assert prefill.asked.tokens == 1024 * found.asked.tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"train": True, "serve": "decode"}, "--serve is for inference"),
+        ({"remat": "full"}, "--remat is for training steps"),
+        ({"train": True, "remat": "full:2+none"}, "--remat full:2+none is not estimated; give none, dots, full"),
+        ({"cache": 64}, "--cache is for serving"),
+        ({"train": True, "param_dtype": "int3"}, "--param-dtype int3 is not estimated; give bf16 or"),
+        ({"train": True, "batch": 7}, "no layout of the 16 devices of v5e:4x4 divides a batch of 7 and 8 heads; give"),
+    ],
+)
+def test_what_cannot_be_guessed_is_said(options: dict, sentence: str):
+    with pytest.raises(UserError) as caught:
+        estimate_config("hf:llama-tiny", V5E, **options)
+    assert sentence in str(caught.value)
+
+
+def test_the_batch_it_asks_for_can_be():
+    with pytest.raises(UserError, match="a multiple of 2"):
+        estimate_config("hf:llama-tiny", V5E, train=True, batch=7)
+    assert len(estimate_config("hf:llama-tiny", V5E, train=True, batch=2)) == 3
+
+
+def test_the_least_of_a_traced_program_is_below_its_plan():
+    program = open_source("hf:resnet-tiny", train=True, batch=32)
+    topology = Topology.parse("v5e:2x2")
+    least = least_estimate(program, topology)
+    plan = make_plan(program, Options(topology=topology.name)).plan
+    assert not least.counted
+    assert 0 < least.estimate.step_time_s <= plan.prediction.step_time_s
+    assert 0 < least.estimate.peak_bytes <= plan.prediction.peak_bytes
+    assert set(least.estimate.bytes) >= {"parameters", "optimizer state", "batch"}
