@@ -476,6 +476,11 @@ PROGRAMS = {
     "huge": "import jax\nprogram = (lambda x: x + 1, (jax.ShapeDtypeStruct((2**40, 2**40), 'float32'),))",
     "huge within": "import jax\nprogram = (lambda x: x[:, None] + x, (jax.ShapeDtypeStruct((2**30,), 'float32'),))",
     "negative": "import jax\nprogram = (lambda x: x + 1, (jax.ShapeDtypeStruct((-8,), 'float32'),))",
+    "too long": (
+        "import jax\nmost = 2**31 - 1\n"
+        "loop = lambda f: lambda x: jax.lax.fori_loop(0, most, lambda i, x: f(x), x)\n"
+        "program = (loop(loop(lambda x: x @ x)), (jax.ShapeDtypeStruct((64, 64), 'float32'),))"
+    ),
     "imports nothing": "import there_is_no_such_module",
     "bytes": "# \udcff\nprogram = 1",
 }
