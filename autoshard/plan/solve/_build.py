@@ -65,7 +65,8 @@ def build_network(model: Decisions, weights: Weights, memory_limit: int | None, 
             scale = weight * reshard.trips * 1e12
             links.append(Link(*ends, _at_most(table, scale), scale))
             continue
-        key = (reshard.trips, *((weight, id(table)) for weight, table in parts), -1 if reshard.forbidden is None else len(links))
+        own = -1 if reshard.forbidden is None else len(links)
+        key = (reshard.trips, *((weight, id(table)) for weight, table in parts), own)
         if key not in shared:
             table = sum(
                 (weight * t for weight, t in parts), np.zeros((len(reshard.path.source), len(reshard.path.target)))
