@@ -405,17 +405,17 @@ def test_calibrations_that_are_none(
     assert "own.json" in said
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("AUTOSHARD_CALIBRATION", "no.json", "no.json"),
-        ("AUTOSHARD_CALIBRATION", ".", "Is a directory"),
-        ("XLA_AUTO_SPMD_MESH", "x", "is not an axis"),
-        ("XLA_AUTO_SPMD_MESH", "-2,-4", "is not an axis"),
-        ("XLA_AUTO_SPMD_MESH", LONG, "is not an axis"),
-        ("LIBTPU_INIT_ARGS", "rm -rf", ""),
-    ],
+VARIABLES = (
+    ("AUTOSHARD_CALIBRATION", "no.json", "no.json"),
+    ("AUTOSHARD_CALIBRATION", ".", "Is a directory"),
+    ("XLA_AUTO_SPMD_MESH", "x", "is not an axis"),
+    ("XLA_AUTO_SPMD_MESH", "-2,-4", "is not an axis"),
+    ("XLA_AUTO_SPMD_MESH", LONG, "is not an axis"),
+    ("LIBTPU_INIT_ARGS", "rm -rf", ""),
 )
+
+
+@pytest.mark.parametrize(("name", "value", "said"), VARIABLES)
 def test_variables_that_cannot_be(
     name: str, value: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

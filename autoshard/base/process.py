@@ -106,8 +106,13 @@ def scratch_folder(what: str) -> Iterator[pathlib.Path]:
         folder.mkdir(mode=0o700)
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        scratch_folders.discard(folder)
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+        except BaseException:  # a signal, in the middle of it
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        finally:
+            scratch_folders.discard(folder)
 
 
 _living: dict[int, float] = {}

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_children_end_with_their_stdin_whatever_they_do(tmp_path: Path, monkeypa
         assert child.wait(5) == 0
 
 
-@pytest.mark.parametrize("moment", ["before", "made", "inside", "never"])
+@pytest.mark.parametrize("moment", ["before", "made", "inside", "after", "never"])
 def test_a_folder_for_temporary_files_is_gone_whenever_a_signal_comes(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -86,6 +87,15 @@ def test_a_folder_for_temporary_files_is_gone_whenever_a_signal_comes(
             make(self, *arguments, **options)
         raise KeyboardInterrupt
 
+    remove, removals = shutil.rmtree, []
+
+    def removed(*arguments: Any, **options: Any) -> None:
+        removals.append(arguments)
+        if moment == "after" and len(removals) == 1:
+            raise KeyboardInterrupt
+        remove(*arguments, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", removed)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     if moment in ("before", "made"):
         monkeypatch.setattr(Path, "mkdir", interrupted)
