@@ -9,6 +9,8 @@ from typing import Any
 from kept import checked_out
 
 
+ANSWERS = ("optimal", "infeasible", "feasible", "none found")
+"""What may be said of a problem that is not refused."""
 WARM = 0.25
 """Share of a long run after which what it holds is not to grow."""
 GROWTH = 0.02
@@ -145,7 +147,7 @@ def counts(rows: dict[str, Any]) -> list[str]:
     problems = _summed(rows_of(rows, "problems"))
     kills = rows_of(rows, "kill")
     runs, wrong_runs = programs.total(), sum(n for what, n in programs.items() if what[:7] in ("differs", "raised:"))
-    answers = sum(problems[what] for what in ("optimal", "infeasible", "feasible"))
+    answers = sum(problems[what] for what in ANSWERS)
     inputs = len(bad.READERS) * len(bad.FILES) + sum(
         len(cases) for cases in (bad.LINES, bad.EDITED, bad.PROBLEMS, bad.CALIBRATIONS, bad.CONFIGS, bad.PROGRAMS)
     )
@@ -186,11 +188,11 @@ def _programs_table(rows: dict[str, Any]) -> list[str]:
 
 
 def _problems_table(rows: dict[str, Any]) -> list[str]:
-    lines = ["| random problems | solved | optimal | proven infeasible | feasible | refused | wrong |"]
-    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    lines = ["| random problems | solved | optimal | infeasible | feasible | none, not proven | refused | wrong |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for key, row in rows.items():
         _, each, kind = key.split(" ", 2)
-        known = [row.get(what, 0) for what in ("optimal", "infeasible", "feasible", "refused")]
+        known = [row.get(what, 0) for what in (*ANSWERS, "refused")]
         lines.append(f"| {kind} | {each} | {' | '.join(map(str, known))} | {int(each) - sum(known)} |")
     return [*lines, ""]
 

@@ -156,7 +156,11 @@ def _least_peak(sizes: list[int], terms: list[tuple[int, int, int, list[int]]]) 
 
 
 def judged(problem: Problem) -> str:
-    """What `solve` says of a problem, `optimal`, `feasible`, `infeasible` or `refused`, or `wrong: ...` if it is."""
+    """What `solve` says of a problem, or `wrong: ...` if it is.
+
+    Right are `optimal`, `feasible` (not proven optimal), `infeasible`, `none found` where there is none and that is
+    not proven, and `refused`.
+    """
     best = brute_force(problem)
     try:
         answer = solve(problem, time_limit=20)
@@ -174,4 +178,6 @@ def judged(problem: Problem) -> str:
         return "optimal" if answer.cost == best else f"wrong: {answer.cost} is called optimal, {best} is possible"
     if answer.status is Status.INFEASIBLE:
         return "infeasible" if best is None else f"wrong: called infeasible, {best} is possible"
-    return "feasible" if answer.status is Status.FEASIBLE else f"wrong: {answer.status}"
+    if answer.status is Status.UNKNOWN:
+        return "none found" if best is None else f"wrong: {answer.status}, {best} is possible"
+    return "feasible"
