@@ -1,4 +1,4 @@
-"""What a process holds does not grow with the plans it makes; `make bench` makes 300, and 2,000 steps under the hook."""
+"""What a process holds does not grow with its plans; `make bench` makes 300, and 2,000 steps under the hook."""
 
 import json
 import os

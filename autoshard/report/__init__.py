@@ -34,6 +34,7 @@ from autoshard.report._graph_files import write_graph as write_graph
 from autoshard.report._graph_svg import graph_svg as graph_svg
 from autoshard.report._html import html_report as html_report
 from autoshard.report._measurement import measurement_report as measurement_report
+from autoshard.report._names import Printable as Printable
 from autoshard.report._notebook import NotebookView as NotebookView
 from autoshard.report._pairs import pair_figures as pair_figures
 from autoshard.report._pairs import pair_report as pair_report
