@@ -169,6 +169,7 @@ def run_places(results: Results) -> None:
 
     left = [place for place in (*WORKS, *REFUSES, TOGETHER) if f"place {place}" not in results.rows]
     with tempfile.TemporaryDirectory() as made:
+        os.chmod(made, 0o755)  # one of the places is another user's
 
         def folder(name: str) -> Path:
             (path := Path(made) / name.replace("/", " ")).mkdir()

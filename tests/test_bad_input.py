@@ -445,6 +445,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "unknown kind": {"model_type": "nothing"},
     "kind of number": {"model_type": 7},
     "unknown class": {"architectures": ["Nothing"]},
+    "function for a class": {"architectures": ["auto_docstring"]},
+    "module for a class": {"architectures": ["nn"]},
+    "layer for a class": {"architectures": ["LlamaAttention"]},
     "classes of text": {"architectures": "LlamaForCausalLM"},
     "activation that is none": {"hidden_act": "nothing"},
     "code from elsewhere": {"auto_map": {"AutoModelForCausalLM": "code.Mine"}, "model_type": "mine"},
@@ -456,7 +459,8 @@ def test_configurations_that_cannot_be(what: str, folder: Path, capsys: pytest.C
     base = json.loads((Path(autoshard.__file__).parent / "program/configs/llama-tiny.json").read_text())
     (folder / "code.py").write_text("open('executed', 'w')\n")
     (folder / "own.json").write_text(json.dumps(base | CONFIGS[what]))
-    refused(["plan", "hf:own.json", "--topology", "v5e:1x1", "--no-cache", "--out", "x.json"], folder, capsys)
+    said = refused(["plan", "hf:own.json", "--topology", "v5e:1x1", "--no-cache", "--out", "x.json"], folder, capsys)
+    assert "for a class" not in what or "transformers offers no" in said
 
 
 PROGRAMS = {

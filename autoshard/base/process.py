@@ -5,11 +5,9 @@ import gc
 import os
 import pathlib
 import select
-import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -100,6 +98,9 @@ def scratch_folder(what: str) -> Iterator[pathlib.Path]:
 
     Also when that comes just as it is made: `tempfile` makes a folder first, and then sees to its end.
     """
+    import shutil  # here, since every command starts with this module
+    import tempfile
+
     folder = pathlib.Path(tempfile.gettempdir()) / f"autoshard-{what}-{os.urandom(8).hex()}"
     try:
         scratch_folders.add(folder)
