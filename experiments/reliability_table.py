@@ -141,7 +141,7 @@ def table(rows: dict[str, Any]) -> str:
 def counts(rows: dict[str, Any]) -> list[str]:
     """One line for each thing that is counted."""
     from tests import test_bad_input as bad
-    from tests.solver import test_random_problems as few
+    from tests.solver.random_problems import EACH, KINDS
 
     programs = _summed(rows_of(rows, "programs"))
     problems = _summed(rows_of(rows, "problems"))
@@ -158,7 +158,7 @@ def counts(rows: dict[str, Any]) -> list[str]:
     lines += [
         f"| random problems against brute force | 20,000 | {problems.total():,} | {answers:,} answered, "
         f"{problems['refused']:,} refused, {problems.total() - answers - problems['refused']} wrong |",
-        f"| of these in `make test` | 2,000 | {few.EACH * len(few.KINDS):,} | asserted |",
+        f"| of these in `make test` | 2,000 | {EACH * len(KINDS):,} | asserted |",
         f"| runs of random programs | 500 | {runs} | {runs - wrong_runs} |",
         f"| bad inputs in one table (`tests/test_bad_input.py`) | 300 | {inputs} | asserted |",
         f"| commands ended at random moments | 200 | {len(kills)} | {len(fine)} |",

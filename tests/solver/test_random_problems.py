@@ -3,11 +3,7 @@
 import collections
 
 import pytest
-from random_problems import EXTREMES, KINDS, judged, random_problem
-
-
-EACH = 223
-"""Of every kind: 2,007 in all."""
+from random_problems import EACH, EXTREMES, KINDS, judged, random_problem
 
 
 @pytest.mark.parametrize("kind", KINDS)
