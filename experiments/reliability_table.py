@@ -86,7 +86,8 @@ MENDED = (
         "refused: 11 days of a step can be reckoned exactly",
     ),
     (
-        "SIGINT just as a folder for temporary files was made, or being removed, left it",
+        "SIGINT just as a folder for temporary files was made, or was being removed, left it (2 of 200 kills; mended, and "
+        "made again)",
         "taken away whenever a signal comes",
     ),
     (
@@ -108,6 +109,15 @@ MENDED = (
     (
         "a plan's bytes changed with how its program's file was named, and from where",
         "named as seen from the plan's file",
+    ),
+    (
+        "names of axes and baselines in an edited plan, and the program that it names, were printed as they are: "
+        "they could steer the terminal, and hide what is run",
+        "what could move the cursor or turn the text around is replaced in all that is printed",
+    ),
+    (
+        "a configuration could have any function of its model's module called, as its class",
+        "only classes of models",
     ),
 )
 """What was found on the way, and how it is now."""
