@@ -86,8 +86,8 @@ MENDED = (
         "refused: 11 days of a step can be reckoned exactly",
     ),
     (
-        "SIGINT just as a folder for temporary files was made, or was being removed, left it (2 of 200 kills; mended, and "
-        "made again)",
+        "SIGINT just as a folder for temporary files was made, or was being removed, left it (2 of 200 kills; mended, "
+        "and made again)",
         "taken away whenever a signal comes",
     ),
     (
