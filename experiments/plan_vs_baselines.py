@@ -35,11 +35,11 @@ ROWS = [
 def run(name: str, options: list[str]) -> dict:
     """`autoshard plan hf:NAME OPTIONS --json` on its own; with wall and CPU seconds, and peak bytes of all."""
     command = [sys.executable, "-m", "autoshard", "plan", f"hf:{name}", *options, "--json", "--quiet"]
-    before, start, most = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), 0
+    before, start, most = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), (0, 0)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(command, stdout=out, stderr=err)
         while process.poll() is None:
-            most = max(most, resident(process.pid))
+            most = tuple(map(max, most, resident(process.pid)))
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(SAMPLE_S)
         wall, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -47,13 +47,13 @@ def run(name: str, options: list[str]) -> dict:
         err.seek(0)
         answer, said = out.read(), err.read()
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    seen = {"wall": wall, "cpu": used, "rss": most}
+    seen = {"wall": wall, "cpu": used, "rss": most[0], "pss": most[1]}
     lines = said.strip().splitlines()
     return seen | (json.loads(answer) if process.returncode == 0 else {"error": lines[-1] if lines else "failed"})
 
 
-def resident(root: int) -> int:
-    """Resident bytes of a process and all that it started; pages that several share count for each."""
+def resident(root: int) -> tuple[int, int]:
+    """Resident bytes of a process and all that it started: with pages that several share counted for each, and once."""
     parents, sizes = {}, {}
     for status in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError):  # it has just ended
@@ -63,7 +63,12 @@ def resident(root: int) -> int:
     family = {root}
     while more := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= more
-    return sum(sizes.get(pid, 0) for pid in family)
+    shared = 0
+    for pid in family:
+        with contextlib.suppress(OSError):
+            found = re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+            shared += 1024 * int(found[1]) if found else 0
+    return sum(sizes.get(pid, 0) for pid in family), shared
 
 
 def main() -> None:

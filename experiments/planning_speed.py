@@ -34,6 +34,15 @@ ROWS = {
     "llama3.1-405b searched": ("llama3.1-405b", WIDE, "v5p:8x16x16", None, 60, 6, ""),
     "llama3.1-405b recipe": ("llama3.1-405b", LEFT, "v5p:8x16x16", None, 90, 6, ""),
     "llama3.1-405b pipeline": ("llama3.1-405b", (*LEFT, "--stages", "auto"), "v5p:8x16x16*4", None, 120, 6, ""),
+    "maxtext-1024b pipeline": (
+        str(Path(__file__).parent / "data" / "maxtext_1024b.json"),
+        ("--batch", "4096", "--seq", "2048", "--remat", "auto", "--stages", "auto"),
+        "v5p:8x8x16*2",
+        None,
+        120,
+        6,
+        "",
+    ),
     "mixtral-8x7b searched": ("mixtral-8x7b", WIDE, "v5p:8x8x16", None, 60, 6, ""),
     "deepseek-v3 searched": ("deepseek-v3", WIDE, "v5p:8x8x16", None, 60, 6, ""),
     "gpt2-xl searched": ("gpt2-xl", TEXT, "v5p:4x4x4", None, 20, 2, ""),
@@ -57,7 +66,8 @@ HEAD = f"""# How long planning takes
 `python experiments/planning_speed.py`. One training step each, in a process of its own, nothing cached; the peer is
 meta-pytorch/autoparallel on two cores (trace, build and solve of Llama-3-8B on (32, 8), batch 64 x 8192). `loop`: what
 twenty million additions in Python took just before, which says how fast a shared machine is. `planner GB`: the most
-that all processes of a plan held at once, with pages that they share counted for each. The machine has {cores()} cores.
+that all processes of a plan held at once, with pages that they share counted for each (in brackets once).
+The machine has {cores()} cores.
 
 | row | wall s | CPU s | planner GB | aim | peer | {" s | ".join(PHASES)} s | mesh | step ms | plan gap | loop s |
 {"| --- " * (10 + len(PHASES))}|
@@ -70,7 +80,7 @@ def line(label: str, found: dict) -> str:
         label,
         f"{found['wall']:.1f}",
         f"{found['cpu']:.1f}",
-        f"{found['rss'] / 1e9:.2f}",
+        f"{found['rss'] / 1e9:.2f}" + (f" ({found['pss'] / 1e9:.2f})" if "pss" in found else ""),
         f"{seconds} s, {size} GB",
     ]
     cells.append(peer)
@@ -120,7 +130,7 @@ def main() -> None:
         program, options, topology, mesh, *_ = ROWS[label]
         slow = loop()
         found = run(program, ["--train", "--no-cache", *options, "--topology", topology, "--mesh", mesh or "auto"])
-        wanted = ("wall", "cpu", "rss", "error", "wall_s", "mesh", "step_time_s", "plan_gap", "meshes")
+        wanted = ("wall", "cpu", "rss", "pss", "error", "wall_s", "mesh", "step_time_s", "plan_gap", "meshes")
         kept[label] = {key: found[key] for key in wanted if key in found} | {"loop_s": slow}
         print(line(label, kept[label]), flush=True)
         RESULTS.mkdir(exist_ok=True)

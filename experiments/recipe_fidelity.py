@@ -22,6 +22,7 @@ from compile_fidelity import EXPERTS, SMALL, WIDE, Matrix, Row, dm, main, train 
 from compile_programs import hf, llama  # noqa: E402
 
 
+RAGGED = {"attention": "splash", "experts": "ragged:4"}
 PARTS = {"attention": "splash", "microbatches": 4}
 FEW = llama(4, 4096, 11008, 32, 8, 32000)
 QKV = "q_proj/k_proj/v_proj"
@@ -43,6 +44,7 @@ MATRIX = Matrix(
         Row("gpt2-xl-parts-v6e", train("gpt2-xl", 128, 1024, "dots", microbatches=4), "v6e:4x4", dm(8, 2)),
         Row("experts-splash-v5p", train(EXPERTS, 32, 2048, attention="splash"), "v5p:2x2x4", dm(4, 4)),
         Row("experts-splash-parts-v6e", train(EXPERTS, 32, 1024, **PARTS), "v6e:4x4", dm(4, 4)),
+        Row("experts-ragged-v6e", train(EXPERTS, 32, 1024, **RAGGED), "v6e:4x4", dm(4, 4)),
         Row("gemma2-splash-v6e", train("gemma2-9b", 16, 8192, attention="splash"), "v6e:4x4", dm(4, 4)),
         Row("gemma2-parts-v5p", train("gemma2-9b", 32, 2048, microbatches=2), "v5p:2x2x4", dm(8, 2)),
         Row("bert-splash-v5e", train("bert-large", 64, 512, "none", attention="splash"), "v5e:2x4", dm(8, 1)),

@@ -104,8 +104,8 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         "--experts",
         type=chosen(experts),
         metavar="E",
-        help="how tokens reach experts: einsums into slots (the default; slots:all drops none), sorted, or sorted:8 "
-        "for experts in 8 groups" + ("; auto: the fastest that drops none" if auto else ""),
+        help="how tokens reach experts: einsums into slots (the default; slots:all drops none), sorted, or sorted:8 or "
+        "ragged:8 for experts in 8 groups" + ("; auto: the fastest that drops none" if auto else ""),
     )
     group.add_argument(
         "--capacity-factor",
@@ -117,7 +117,8 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         "--imbalance",
         type=factor,
         metavar="X",
-        help="the busiest device has X times the mean number of tokens for its experts (default: 1; for sorted:8)",
+        help="the busiest device has X times the mean number of tokens for its experts (default: 1; for experts in "
+        "groups)",
     )
 
 

@@ -5,6 +5,7 @@ from autoshard.graph._attentions import find_attentions as find_attentions
 from autoshard.graph._calls import GROUPED as GROUPED
 from autoshard.graph._calls import GROUPED_GRADIENT as GROUPED_GRADIENT
 from autoshard.graph._calls import MATMULS as MATMULS
+from autoshard.graph._calls import RAGGED as RAGGED
 from autoshard.graph._calls import RING as RING
 from autoshard.graph._clusters import Cluster as Cluster
 from autoshard.graph._clusters import Edge as Edge

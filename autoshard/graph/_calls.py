@@ -25,6 +25,9 @@ CUDNN = "cudnn_attention"
 """Beginning of the names of calls that cuDNN's attention computes (`program/_cudnn_attention.py`)."""
 RING = "ring_attention"
 """Beginning of the names of calls that send keys and values around a ring of devices (`program/_ring.py`)."""
+RAGGED = "ragged_exchange"
+"""Beginning of the names of calls that send rows to the devices of their experts (`program/_ragged_exchange.py`); the
+share of the rows that is real ends them."""
 RING_ATTENTION, RING_BACKWARD, RING_FUSED = RING, f"{RING}_backward", f"{RING}_backward_fused"
 """Kinds that these calls have as ops of a graph."""
 

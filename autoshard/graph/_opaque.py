@@ -48,7 +48,8 @@ def read_opaque(op: Any, operands: Sequence[Tensor], results: Sequence[Tensor], 
     if text:
         rule, sloping = whole_where_untied(parse_rule(text)), tuple(work.sloping.items())
         uneven = tuple(work.uneven.items())
-        return Opaque(target, rule, work.flops, work.traffic, own, fixed, work.dtype, head, sloping, work.steps, uneven)
+        said = Opaque(target, rule, work.flops, work.traffic, own, fixed, work.dtype, head, sloping, work.steps, uneven)
+        return dataclasses.replace(said, sent=work.sent)
     for beginning, each in _KERNELS.items():
         if target.startswith(beginning):
             rule, count = _attention(operands, results, each)

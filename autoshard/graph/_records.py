@@ -100,6 +100,8 @@ class Opaque:
     """Steps of a Pallas kernel's grid, without those that a mask skips."""
     uneven: tuple[tuple[int, float], ...] = ()
     """The (factor, times): where the factor is split, the busiest part has so many times the mean work."""
+    sent: float = 1.0
+    """Share of the rows of a call that exchanges them between devices which is real, and sent."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ class CallWork:
     """Steps of a kernel's grid that compute something."""
     uneven: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """Factor of the call's rule -> times the mean work that the busiest part of it has, where it is split."""
+    sent: float = 1.0
+    """Share of the rows of a call that exchanges them which is real, and sent."""
 
 
 FIXED_SHAPES = ("tpu_custom_call", "__cudnn$", "__gpu$xla.gpu.triton", "mosaic_gpu", "CustomSPMDPartitioning")
@@ -68,6 +70,7 @@ def emit_call(
     told = {"flops": str(work.flops), "traffic": str(work.traffic), "dtype": work.dtype, "sloping": sloping}
     told["steps"] = str(work.steps or "")
     told["uneven"] = ",".join(f"{factor}:{times}" for factor, times in work.uneven.items())
+    told["sent"] = str(work.sent) if work.sent < 1 else ""
     for key, text in told.items():
         if text:
             call.operation.attributes[f"autoshard.{key}"] = ir.StringAttr.get(text)
@@ -153,7 +156,7 @@ def call_work(op: Any) -> CallWork:
     busiest = (entry.split(":") for entry in told("uneven").split(",") if entry)
     uneven = {int(f): float(times) for f, times in busiest}
     flops, traffic, steps = (int(told(key) or 0) for key in ("flops", "traffic", "steps"))
-    return CallWork(flops, traffic, told("dtype"), along, steps, uneven)
+    return CallWork(flops, traffic, told("dtype"), along, steps, uneven, float(told("sent") or 1))
 
 
 def call_shapes(op: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

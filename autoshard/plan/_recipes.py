@@ -45,7 +45,7 @@ from autoshard.plan.write._recipe import (
 )
 from autoshard.plan.write._recipe_order import LEAST_GAIN, in_order
 from autoshard.plan.write._roomy import Roomy
-from autoshard.plan.write._stages import BUBBLE, Arithmetic
+from autoshard.plan.write._stages import BUBBLE, Arithmetic, on_some
 from autoshard.program import HOSTS, INPUT, Choices, Program
 
 
@@ -124,6 +124,7 @@ class _RecipeSearch:
     def __init__(self, make: Make, options: Options, running: Mapping[str, Any], of_source: bool) -> None:
         self.make, self.options, self.running, self.of_source = make, options, dict(running), of_source
         self.topology = Topology.parse(options.topology)
+        self.slices = self.topology.slices
         self.best: tuple[RecipeTried, PlanResult] | None = None
         self.layers: int | None = None
         self.savable: tuple[str, ...] = ()
@@ -188,7 +189,7 @@ class _RecipeSearch:
     def plan(self, recipe: Recipe, foreseen: Foreseen | None = None, *, whatever: bool = False, **instead: Any) -> bool:
         """Whether it is the best so far; `whatever` is known of it, it is planned."""
         staged = self._staged(recipe, instead)
-        if staged is not None and (staged.ended or not staged.meshes) and not whatever:
+        if staged is not None and not staged.meshes and not whatever:
             self.tried.append(staged.row(recipe, self._in_stages(recipe), self.best and self.best[0].elements))
             return False
         try:
@@ -215,14 +216,16 @@ class _RecipeSearch:
         before = Before(None if whatever else self._rival(recipe, elements), self.tables)
         if staged is not None and staged.meshes:
             before = dataclasses.replace(before, stages=stages, meshes=staged.meshes)
+        unlooked = (0, 0.0) if staged is None else (staged.unlooked, staged.bound_s)
         try:
             made = make_plan(program, options, save_problem=problem, before=before, **self.running)
         except Beaten as error:
-            self.tried.append(beaten(recipe, error.bound_s, elements, least))
+            self.tried.append(on_some(beaten(recipe, error.bound_s, elements, least), *unlooked))
             return False
         except InfeasibleError as error:
             self.refused = error
-            self.tried.append(RecipeTried(recipe, "does not fit", None, elements, None, bound, None, None, foreseen))
+            row = RecipeTried(recipe, "does not fit", None, elements, None, bound, None, None, foreseen)
+            self.tried.append(on_some(row, *unlooked))
             return False
         except UserError as error:
             if not self.of_source or not self.tried:
@@ -232,16 +235,14 @@ class _RecipeSearch:
         self.wall = {k: self.wall.get(k, 0.0) + made.wall_s.get(k, 0.0) for k in {**self.wall, **made.wall_s}}
         self.splits[recipe] = splits_sequence(made.plan.words)
         found = made.plan.prediction
-        row = RecipeTried(
-            recipe, "", found.step_time_s, elements, found.peak_bytes, bound, found.expected_s, None, foreseen
-        )
+        times = found.step_time_s, elements, found.peak_bytes, bound, found.expected_s
+        row = on_some(RecipeTried(recipe, "", *times, None, foreseen), *unlooked)
         self.tried.append(row)
         if self.of_source:
             self.roomy.add(recipe, self._task(program, stages), made.plan.mesh, found.expected_s - made.free_s)
             if recipe.arguments.get("remat") == FULL:
                 self.full[recipe] = program, made.plan
-        better = row.per_element_s < self._beaten_by_s(recipe)
-        if better:
+        if better := row.per_element_s < self._beaten_by_s(recipe):
             self.best = row, made
         if problem is not None and self.problem is not None:
             if better:
@@ -350,9 +351,7 @@ class _RecipeSearch:
         """
         assert self.best is not None
         base = self.best[0].recipe.but(remat=FULL)
-        if FULL not in remats:
-            return False
-        if base not in self.full:  # it was known to be slower: what its layers may keep was not looked at
+        if base not in self.full and FULL in remats:  # it was known to be slower
             self.tried = [each for each in self.tried if each.recipe != base]
             self.plan(base, whatever=True, mesh=dict(self.best[1].plan.mesh), refine_axes=False)
         if base not in self.full:

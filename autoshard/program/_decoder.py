@@ -187,10 +187,12 @@ def decoder_program(
 
 def _check_groups(routing: str, experts: int) -> None:
     """Raises `UserError` for a routing that is none, or whose groups do not divide the experts."""
-    known = routing.startswith("sorted")
+    known = routing.startswith(("sorted", "ragged"))
     form = parse_experts(routing) if known else None
     if form is None:
-        raise UserError(f"routing {routing!r} is not known; known are {', '.join(ROUTINGS)}, sorted and sorted:8")
+        raise UserError(
+            f"routing {routing!r} is not known; known are {', '.join(ROUTINGS)}, sorted, sorted:8 and ragged:8"
+        )
     if experts % form.groups:
         raise UserError(f"decoder: {experts} experts do not divide into the {form.groups} groups of {routing!r}")
 

@@ -1,12 +1,15 @@
 """How tokens get to their experts and back by sorting: each sequence's tokens lie by groups of experts, in order.
 
 Every group has the same number of rows in each sequence, so that a mesh can split sequences first and groups of experts
-then: between the two lies an all-to-all, padded to those rows. Within a group tokens lie by expert.
+then: between the two lies an all-to-all, padded to those rows, or of those that are real. Within a group tokens lie by
+expert.
 """
 
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from autoshard.program._ragged_exchange import ragged_exchange, ragged_return
 
 
 class Dispatch(NamedTuple):
@@ -18,6 +21,37 @@ class Dispatch(NamedTuple):
     """Rows [B, G, R, D] to what became of each pair of token and expert [B, S, K, D]; zeros for what was dropped."""
     sizes: Callable[[], Any]
     """Rows of each expert [B, G, E / G] (int32): within a group those of its experts follow one another."""
+
+    def by_group(self, real: int | None, busiest: float = 1.0) -> "ByGroup":
+        """The same with groups before sequences, which is where a mesh exchanges one for the other.
+
+        `real`: of all rows so many are real, and only these are sent, up to `busiest` times their mean to a device;
+        None: all are.
+        """
+        sizes = self.sizes()
+        if real is None:
+            return ByGroup(
+                lambda x: self.to_groups(x).swapaxes(0, 1),
+                lambda out: self.from_groups(out.swapaxes(0, 1)),
+                sizes.swapaxes(0, 1),
+            )
+        filled = sizes.sum(-1)
+        return ByGroup(
+            lambda x: ragged_exchange(self.to_groups(x), filled, real, busiest),
+            lambda out: self.from_groups(ragged_return(out, filled, real, busiest)),
+            sizes.swapaxes(0, 1),
+        )
+
+
+class ByGroup(NamedTuple):
+    """What tokens of a group are."""
+
+    there: Callable[[Any], Any]
+    """Tokens [B, S, D] to rows [G, B, R, D]; zeros where a group has fewer."""
+    back: Callable[[Any], Any]
+    """Rows [G, B, R, D] to what became of each pair of token and expert [B, S, K, D]; zeros for what was dropped."""
+    sizes: Any
+    """Rows of each expert [G, B, E / G] (int32)."""
 
 
 def rows_for_all(length: int, active: int, experts: int, groups: int) -> int:

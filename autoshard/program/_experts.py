@@ -4,7 +4,7 @@ Gathering expert weights for each token cannot scale. With `slots` tokens are cu
 a group every expert has `capacity` slots, and one-hot matrices move tokens to slots and back, as in GShard (Lepikhin et
 al. 2020, section 3.2). Each dim can be split: batch, group, expert, slot, features. With `sorted` the tokens of each
 sequence are sorted by expert, which costs no matmul and drops none; what a mesh can split then is batch, groups of
-experts, and features.
+experts, and features. With `ragged` they are sorted too, and devices send only the rows that there are.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ GROUP = 512
 CAPACITY_FACTOR = 1.25
 """Slots over the mean number of tokens an expert receives; what does not fit is dropped."""
 
-EXPERTS = ("slots", "sorted", "auto")
+EXPERTS = ("slots", "sorted", "ragged", "auto")
 """How tokens may reach their experts; `auto` is the fastest form that drops none."""
 
-LOSSLESS = ("sorted", "sorted:2", "sorted:4", "slots:all")
+LOSSLESS = ("sorted", "sorted:2", "sorted:4", "ragged:4", "ragged:8", "slots:all")
 """The forms among which `auto` chooses: they compute the same thing."""
 
 
@@ -39,8 +39,11 @@ class ExpertForm:
     """How tokens reach their experts."""
 
     kind: str = "slots"
+    """`slots` or `sorted`."""
     groups: int = 1
     """The number of groups of experts that tokens are sorted into; groups can lie on different devices."""
+    ragged: bool = False
+    """Whether only the rows that a group of a sequence really has are sent to its device."""
     all_slots: bool = False
     """As many slots for each expert as there may be tokens."""
 
@@ -51,15 +54,17 @@ class ExpertForm:
 
 
 def parse_experts(text: str) -> ExpertForm:
-    """`slots`, `slots:all`, `sorted` or `sorted:8`. Raises `UserError` for what is none of these."""
+    """`slots`, `slots:all`, `sorted`, `sorted:8` or `ragged:8`. Raises `UserError` for what is none of these."""
     kind, _, more = text.partition(":")
     if kind == "slots" and more in ("", "all"):
         return ExpertForm(all_slots=more == "all")
     if kind == "sorted" and (not more and ":" not in text or more.isdecimal() and int(more) > 0):
         return ExpertForm(kind, int(more or 1))
+    if kind == "ragged" and more.isdecimal() and int(more) > 1:
+        return ExpertForm("sorted", int(more), ragged=True)
     raise UserError(
-        f"experts `{text}` is not known; use slots, slots:all (none is dropped), sorted, or sorted:8 for experts in "
-        "8 groups that may lie on different devices."
+        f"experts `{text}` is not known; use slots, slots:all (none is dropped), sorted, or sorted:8 or ragged:8 for "
+        "experts in 8 groups that may lie on different devices."
     )
 
 
@@ -77,8 +82,8 @@ def check_experts(
     form = parse_experts(text or "slots")
     if factor is not None and not form.limited:
         raise UserError(
-            f"--capacity-factor limits what an expert may be sent, but experts `{text}` drop no token; use slots or "
-            "sorted:8, or leave it out."
+            f"--capacity-factor limits what an expert may be sent, but experts `{text}` drop no token; use slots, "
+            "sorted:8 or ragged:8, or leave it out."
         )
     if imbalance is not None:
         if imbalance < 1:
@@ -262,25 +267,29 @@ def _sorted(x: Any, weights: Any, mask: Any, layers: Experts, active: int, one: 
         raise UserError(f"experts `sorted:{groups}` cannot be: {experts} experts do not divide into {groups} groups.")
     rows = rows_of(length, active, experts, groups, how.factor)
     lossless = rows == rows_of(length, active, experts, groups, None)
+    ragged = how.form.ragged and batch % groups == 0
+    if how.form.ragged and not ragged:
+        _tell(f"Rows of experts are sent padded: the batch of {batch} is no multiple of the {groups} groups.")
     _tell(
         "Experts get the tokens of each sequence sorted"
         + (f", in {groups} groups of experts with {rows} rows each" if groups > 1 else "")
+        + (", of which only those that are real are sent" if ragged else "")
         + (" (no token is ever dropped)." if lossless else "; tokens beyond the rows are dropped.")
     )
     index = jax.lax.broadcasted_iota(jnp.int32, mask.shape, 2)
     hot = choose(mask.astype(jnp.float32), active)
     chosen = jnp.stack([jnp.where(each, index, 0).sum(-1) for each in hot], -1)
     share = jnp.stack([jnp.where(each, weights, 0.0).sum(-1) for each in hot], -1)
-    to_groups, from_groups, sizes = dispatch(chosen, experts, groups, rows)
-    moved = to_groups(x).swapaxes(0, 1)  # group before sequence, which is split first
-    counts = sizes().swapaxes(0, 1)
     real = batch * min(groups * rows, length * active)
     busiest = min(how.imbalance, max(1.0, groups * rows / (length * active)))  # no more than there are rows for
     if busiest > 1 and experts > groups:
         _tell(
             f"The busiest device is held to have {busiest:g} times the mean number of tokens for its experts: their "
-            "matmuls take as much longer where groups of experts are split; the exchange is padded, and takes the same."
+            "matmuls take as much longer where groups of experts are split; the exchange "
+            + ("takes as much longer too." if ragged else "is padded, and takes the same.")
         )
+    exchange = dispatch(chosen, experts, groups, rows).by_group(real if ragged else None, busiest)
+    moved, counts = exchange.there(x), exchange.sizes
 
     def times(rows: Any, weight: Any, bias: Any) -> Any:
         found = grouped_matmul(rows, weight, counts, real, busiest)
@@ -288,7 +297,7 @@ def _sorted(x: Any, weights: Any, mask: Any, layers: Experts, active: int, one: 
 
     out = layers.apply(moved, times, one)
     _flops.record(2.0 * batch * length * active * layers.weights_each)
-    return jnp.einsum("bskd,bsk->bsd", from_groups(out.swapaxes(0, 1)), share.astype(x.dtype))
+    return jnp.einsum("bskd,bsk->bsd", exchange.back(out), share.astype(x.dtype))
 
 
 def _bias_of_rows(bias: Any, sizes: Any, rows: int) -> Any:

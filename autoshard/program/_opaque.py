@@ -17,6 +17,7 @@ from typing import Any
 from autoshard import mlir
 from autoshard.program._pallas import PallasCall
 from autoshard.program._ragged import RaggedDot
+from autoshard.program._ragged_exchange import RaggedCall, RaggedCalls
 from autoshard.program._register import Partition
 from autoshard.program._ring import RingCall, RingCalls
 from autoshard.program._splash import kernels_as_they_are
@@ -150,7 +151,13 @@ def _emit_ruled(found: Found, values: Sequence[Any], params: dict[str, Any]) -> 
     call, partition, static = params["call"], params["partition"], params["static_args"]
     operands, results = _shapes(call.in_avals), _shapes(call.out_avals)
     if isinstance(partition, RingCalls):
-        return _emit_ring(found, values, partition.of(operands), operands, results)
+        ring = partition.of(operands)
+        work = mlir.CallWork(ring.flops, dtype=ring.dtype, steps=ring.steps)
+        return _emit_exchanging(found, values, ring, work, (operands, results))
+    if isinstance(partition, RaggedCalls):
+        rows = partition.of(operands)
+        work = mlir.CallWork(dtype=rows.dtype, uneven=rows.uneven, sent=rows.sent)
+        return _emit_exchanging(found, values, rows, work, (operands, results))
     work = mlir.CallWork()
     if isinstance(partition, Partition):
         name = partition.rule.name
@@ -181,14 +188,19 @@ def _emit_ruled(found: Found, values: Sequence[Any], params: dict[str, Any]) -> 
     return mlir.emit_call(values, [(r.shape, r.dtype) for r in results], name, digest, rule, work)
 
 
-def _emit_ring(
-    found: Found, values: Sequence[Any], ring: RingCall, operands: tuple[Any, ...], results: Sequence[Any]
+def _emit_exchanging(
+    found: Found,
+    values: Sequence[Any],
+    call: RingCall | RaggedCall,
+    work: mlir.CallWork,
+    shapes: tuple[tuple[Any, ...], Sequence[Any]],
 ) -> list[Any]:
-    digest = _digest(ring, operands)
-    found[f"{ring.name}#{digest}"] = OpaqueCall(ring.name, operands, ring.on_shards)
-    work = mlir.CallWork(ring.flops, dtype=ring.dtype, steps=ring.steps)
-    shapes = [(r.shape, r.dtype) for r in results]
-    return mlir.emit_call(values, shapes, ring.name, digest, mlir.rule_attribute(*ring.rule), work)
+    """A call that sends something between the devices of an axis itself; `shapes` of its operands and results."""
+    operands, results = shapes
+    digest = _digest(call, operands)
+    found[f"{call.name}#{digest}"] = OpaqueCall(call.name, operands, call.on_shards)
+    made = [(r.shape, r.dtype) for r in results]
+    return mlir.emit_call(values, made, call.name, digest, mlir.rule_attribute(*call.rule), work)
 
 
 def _mlir_rule(rule: Any, static: Sequence[Any], operands: Sequence[Any], results: Sequence[Any]) -> Any:

@@ -179,8 +179,10 @@ def _by_groups(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mappi
 
     (batch, length), count, groups = x.shape[:2], dims.active_experts, parse_experts(routing.kind).groups
     rows = rows_of(length, count, dims.experts, groups, None)
-    to_groups, from_groups, sizes = dispatch(chosen, dims.experts, groups, rows)
-    moved, counts = to_groups(x).swapaxes(0, 1), sizes().swapaxes(0, 1)
+    ragged = parse_experts(routing.kind).ragged and batch % groups == 0
+    real = batch * min(groups * rows, length * count)
+    exchange = dispatch(chosen, dims.experts, groups, rows).by_group(real if ragged else None)
+    moved, counts = exchange.there(x), exchange.sizes
 
     def grouped(left: Any, name: str) -> Any:
         weight = weights[f"experts.{name}.weight"].astype(x.dtype).swapaxes(1, 2)
@@ -190,7 +192,7 @@ def _by_groups(dims: ExpertDims, x: Any, share: Any, chosen: Any, weights: Mappi
     up = checkpoint_name(grouped(moved, "up_proj"), "up")
     gate = checkpoint_name(grouped(moved, "gate_proj"), "gate") if dims.gated else None
     out = checkpoint_name(grouped(_activated(gate, up), "down_proj"), "down")
-    return jnp.einsum("bskd,bsk->bsd", from_groups(out.swapaxes(0, 1)), share)
+    return jnp.einsum("bskd,bsk->bsd", exchange.back(out), share)
 
 
 def _activated(gate: Any | None, up: Any) -> Any:

@@ -17,7 +17,7 @@ from tests.exec.planned_programs import f32
 
 
 BATCH, LENGTH, WIDTH, INNER, EXPERTS, ACTIVE = 16, 8, 64, 512, 8, 2
-FORMS = ("slots:all", "sorted", "sorted:4", "sorted:8")
+FORMS = ("slots:all", "sorted", "sorted:4", "sorted:8", "ragged:4", "ragged:8")
 
 
 def routing(weights: Any, x: Any) -> tuple[Any, Any]:
@@ -84,10 +84,19 @@ def test_values_and_gradients_are_those_of_a_plain_mixture(form: str, which: str
         np.testing.assert_allclose(np.asarray(mine), theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
 
 
+def test_devices_send_the_rows_that_there_are() -> None:
+    large = program("ragged:4", None, 1024, 16)
+    options = Options(topology="v5e:2x2", mesh="data=4", asked=read_asked(pins=SPLIT), refine_axes=False)
+    exchanged = [c for c in make_plan(large, options).plan.prediction.collectives if c.kind == "all-to-all"]
+    assert sum(c.count for c in exchanged) == 4, "there and back, and their gradients"
+    rows = BATCH // 4 * ACTIVE * 1024  # none is dropped, none is padded
+    assert {c.wire_bytes / c.count for c in exchanged} == {3 / 4 * rows * 1024 * 4}
+
+
 def test_tokens_reach_groups_of_experts_by_an_all_to_all() -> None:
     large = program("sorted:4", 1.25, 1024, 16)
     options = Options(topology="v5e:2x2", mesh="data=4", asked=read_asked(pins=SPLIT), refine_axes=False)
     exchanged = [c for c in make_plan(large, options).plan.prediction.collectives if c.kind == "all-to-all"]
     assert sum(c.count for c in exchanged) == 4, "there and back, and their gradients"
     rows = BATCH // 4 * 1.25 * ACTIVE * 1024  # a device's tokens, padded; three quarters of them go elsewhere
-    assert {c.wire_bytes for c in exchanged} == {3 / 4 * rows * 1024 * 4}
+    assert {c.wire_bytes / c.count for c in exchanged} == {3 / 4 * rows * 1024 * 4}

@@ -100,11 +100,11 @@ def test_after_enough_work_no_more_pipelines_are_looked_at(monkeypatch: pytest.M
         return found
 
     whole = of(PipelineMeshes(TOPOLOGY, make, task), 4)
-    assert not whole.ended and made == [2], "known by the one with fewest microbatches"
+    assert not whole.unlooked and made == [2], "known by the one with fewest microbatches"
     monkeypatch.setattr("autoshard.plan.write._pipelines.MOST_PAIRS", 1)
     looking = PipelineMeshes(TOPOLOGY, make, task)
     part, later = of(looking, 2), of(looking, 4)
-    assert part.ended and later.ended and made == [2, 2], "nothing more is made"
+    assert part.unlooked and later.unlooked and made == [2, 2], "nothing more is made"
     assert part.bound_s <= whole.bound_s and later.bound_s <= whole.bound_s
     row = later.row(Recipe((("stages", 2), ("schedule", "gpipe"), ("microbatches", 4))), 0.0, 1)
     assert row.verdict == UNLOOKED and row.bound_s == later.bound_s

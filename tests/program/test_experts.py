@@ -85,7 +85,7 @@ def test_rows_beyond_those_of_a_group_are_dropped_and_said() -> None:
         ({"experts": "sorted:3"}, "experts `sorted:3` cannot be: 4 experts do not divide into 3 groups."),
         ({"imbalance": 1.2}, "--imbalance is for experts in groups, such as sorted:8: `slots` takes the same"),
         ({"experts": "sorted:2", "imbalance": 0.5}, "--imbalance is 0.5, but the busiest device has no less"),
-        ({"experts": "sorted", "capacity_factor": 2.0}, "but experts `sorted` drop no token; use slots or sorted:8"),
+        ({"experts": "sorted", "capacity_factor": 2.0}, "but experts `sorted` drop no token; use slots, sorted:8"),
     ],
 )
 def test_bad_forms_are_named(options: dict[str, Any], said: str) -> None:

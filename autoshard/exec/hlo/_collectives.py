@@ -10,6 +10,7 @@ from typing import cast
 from autoshard.cost import KINDS, Collectives, Kind, Mesh, Topology, make_mesh
 from autoshard.exec.hlo._hlo import Computation, HloModule, Instruction, parse_hlo
 from autoshard.exec.hlo._trips import trip_count
+from autoshard.graph import RAGGED
 from autoshard.plan import Plan
 
 
@@ -176,6 +177,8 @@ class Walk:
         if group <= 1:
             return []
         size = sum(shape.bytes for shape in shapes) * (group if kind == "reduce-scatter" else 1)
+        if op.opcode.startswith("ragged-all-to-all"):
+            size = round(size * _real_share(op))
         record = self.record(op, kind, axes, group, size, 1.0, place)
         return [dataclasses.replace(record, members=members)]
 
@@ -305,6 +308,12 @@ def _named(owner: Computation, op: Instruction) -> Instruction | None:
         frontier = [near for near in following if near.name not in seen and near.opcode not in ("parameter", "tuple")]
         seen |= {near.name for near in frontier}
     return None
+
+
+def _real_share(op: Instruction) -> float:
+    """Of what a ragged all-to-all has room for, the share that one of ours sends; others may send all of it."""
+    found = re.search(rf"{RAGGED}(?:_back)?_([0-9.e-]+)/", op.op_name)
+    return float(found[1]) if found else 1.0
 
 
 def _starts(computation: Computation) -> bool:

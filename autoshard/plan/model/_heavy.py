@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from autoshard.cost import Compute
 from autoshard.graph import IN, MATMULS, OUT, FactorKind, Op, OpGraph, Rule
 from autoshard.plan.model._factors import factor_states
+from autoshard.plan.model._ragged import is_ragged, ragged_passes
 from autoshard.plan.model._residency import Residency
 from autoshard.plan.model._ring import is_ring, ring_seconds, ring_work
 from autoshard.plan.xla._halos import even_halos, extended_elements, near_shifts
@@ -35,11 +36,14 @@ def heavy_strategies(graph: OpGraph, op: Op, axes: Sequence[int], backend: str) 
     even = op.opaque is not None and op.opaque.on_shards
     states = enumerate_states(op.rule.sizes, axes, whole_factors(graph, op, backend), even)
     states = states[even_halos(op, states, axes) & near_shifts(graph, op, states, axes)]
-    return states[_in_turn(op.rule, states, axes)] if even else states
+    return states[_in_turn(op.rule, states, axes, is_ragged(op))] if even else states
 
 
-def _in_turn(rule: Rule, states: States, axes: Sequence[int]) -> NDArray[np.bool_]:
-    """States in which factors of one dim take axes from the major one on, each once those before it are used up."""
+def _in_turn(rule: Rule, states: States, axes: Sequence[int], apart: bool) -> NDArray[np.bool_]:
+    """States in which factors of one dim take axes from the major one on, each once those before it are used up.
+
+    `apart`: the dim's parts on one device may be of any place of the later factor, so nothing need be used up.
+    """
     kept = np.ones(len(states), dtype=bool)
     for dim in {dim for dims in (*rule.operands, *rule.results) for dim in dims if len(dim) > 1}:
         for before, after in itertools.pairwise(dim):
@@ -48,7 +52,7 @@ def _in_turn(rule: Rule, states: States, axes: Sequence[int]) -> NDArray[np.bool
             places = np.arange(len(axes))
             last = np.where(states == before, places, -1).max(axis=1)
             first = np.where(states == after, places, len(axes)).min(axis=1)
-            kept &= ~(states == after).any(axis=1) | ((left == 1) & (last < first))
+            kept &= ~(states == after).any(axis=1) | (((left == 1) | apart) & (last < first))
     return kept
 
 
@@ -90,6 +94,8 @@ def heavy_seconds(
         # A shard is copied into one with its halo: read, written.
         first = graph.tensors[op.operands[0]]
         size = size + 2 * extended_elements(graph, op, states, axes) * first.itemsize
+    if is_ragged(op):
+        size = size * ragged_passes(op, states, compute.topology.backend)
     if op.kind in _SORTS:
         first = graph.tensors[op.operands[0]]
         local = local_elements(factor_states(states, operands[0][1]), first.shape, axes) if op.rule else first.elements

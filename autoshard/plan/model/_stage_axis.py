@@ -98,7 +98,8 @@ def stage_axis(grouped: Grouped, mesh: Mesh) -> StageAxis | None:
 def with_stages(meshes: Iterable[Mesh], stages: int) -> tuple[Mesh, ...]:
     """The meshes with an axis of as many devices as there are stages, which is then called `stage`.
 
-    Of a mesh with several such axes, which lie on different links, each may be it. Those left out have none.
+    Of a mesh with several such axes, which lie on different links, each may be it. Those left out have none. First come
+    those whose stages are slices: little is handed from one to the next, and all else stays within fast links.
     """
     found: dict[tuple[object, ...], Mesh] = {}
     for mesh in meshes:
@@ -110,4 +111,4 @@ def with_stages(meshes: Iterable[Mesh], stages: int) -> tuple[Mesh, ...]:
             sizes = {STAGE if own == name else next(rest): size for own, size in mesh.axes.items() if size > 1}
             named = make_mesh(mesh.topology, sizes)
             found.setdefault((named.sizes, named.layout, named.names.index(STAGE)), named)
-    return tuple(found.values())
+    return tuple(sorted(found.values(), key=lambda mesh: mesh.kinds([STAGE]) != {"network"}))

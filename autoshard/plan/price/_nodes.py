@@ -15,6 +15,7 @@ from autoshard.plan.model._exchange import ExchangeAsked
 from autoshard.plan.model._hand import by_hand, own_collectives
 from autoshard.plan.model._heavy import FOLDED_OPS, heavy_seconds, heavy_strategies
 from autoshard.plan.model._model import EXPOSED, HOST, Channel, MemoryTerm, Node, link_names
+from autoshard.plan.model._ragged import is_ragged, ragged_exchanges
 from autoshard.plan.model._residency import Residency
 from autoshard.plan.model._ring import is_ring, ring_memory, ring_permutes
 from autoshard.plan.model._stage_axis import StageAxis
@@ -279,6 +280,8 @@ class NodePricer:
         inner += own_collectives(self.graph, op, states, self.collectives)
         if is_ring(op):
             inner += tuple(ring_permutes(self.graph, op, states, self.axes, seconds, self.collectives))
+        if is_ragged(op):
+            inner += tuple(ragged_exchanges(self.graph, op, states, self.axes, self.collectives))
         time: dict[Channel, Seconds] = {(op.loop, "compute"): seconds * trips}
         if inner:
             waits = (each.times(self.collectives)[1] for each in inner)

@@ -5,7 +5,8 @@ half as long, parameters that are gathered once more are moved once more, and wh
 twice as much. So a pipeline takes at least as long as one of as many stages with fewer microbatches, once through the
 stages, would without its bubble, stretched by its own. That one's program is priced on every mesh with an axis of
 stages (`autoshard/plan/model/_stage_axis.py`) and bounded by messages between decisions, whatever fits into memory;
-then the one with twice as many microbatches on those meshes that are left.
+then the one with twice as many microbatches on those meshes that are left. Of these the ones with the lowest bounds are
+planned; a good plan on one of them rules out most others.
 """
 
 import dataclasses
@@ -26,9 +27,14 @@ from autoshard.program import Pipeline, Program
 
 
 GPIPE = "gpipe"
-MOST_PAIRS = 60_000_000
+MOST_PAIRS = 120_000_000
 """Pairs of alternatives of pipelines that are looked at in one search: work, not time, so that the same input gives the
-same plan. Pipelines of few stages come first, and among them those with little bubble."""
+same plan. Pipelines whose stages are slices come first, then those of few stages, and among them those with little
+bubble."""
+KIN_PAIRS = 30_000_000
+"""Of these, the most for bounds from one pipeline."""
+AT_ONCE = 12_000_000
+"""Pairs of the meshes on which one pipeline is planned, and of at least one mesh."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,8 +46,8 @@ class StagedMeshes:
     """A step takes no less on any mesh with such an axis."""
     program: Program | None
     """One of as many stages; None if none was made."""
-    ended: bool = False
-    """Whether meshes are left that are not looked at, since enough others were."""
+    unlooked: int = 0
+    """How many more meshes there are that are not looked at, since enough others were."""
 
     def row(self, recipe: Recipe, least_s: float, elements: int | None) -> RecipeTried:
         """What is said of a pipeline that is not planned.
@@ -51,7 +57,7 @@ class StagedMeshes:
         """
         elements = elements if self.program is None else elements_of(self.program)
         bound_s = max(self.bound_s, least_s * (elements or 0))
-        return RecipeTried(recipe, UNLOOKED if self.ended else UNSTAGED, None, elements, None, bound_s)
+        return RecipeTried(recipe, UNLOOKED if self.unlooked else UNSTAGED, None, elements, None, bound_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +70,11 @@ class Kin:
     """Seconds of a step that are no bubble, below which none is; no further than was needed."""
     pairs: dict[Mesh, int] = dataclasses.field(default_factory=dict)
     """Pairs of alternatives of the meshes that were priced."""
+
+    @property
+    def spent(self) -> int:
+        """Pairs of all meshes that were priced."""
+        return sum(self.pairs.values())
 
     @property
     def layers(self) -> int:
@@ -116,7 +127,7 @@ class PipelineMeshes:
     @property
     def ended(self) -> bool:
         """Whether no more is looked at."""
-        bounded = sum(sum(kin.pairs.values()) for kin in self.kin.values() if kin is not None)
+        bounded = sum(kin.spent for kin in self.kin.values() if kin is not None)
         return self.planned + bounded >= MOST_PAIRS
 
     def of(
@@ -131,7 +142,7 @@ class PipelineMeshes:
         pipeline = pipeline_of(recipe)
         assert pipeline is not None
         left = with_stages(candidate_meshes(self.topology), pipeline.stages)
-        others_s, least_s = math.inf, 0.0
+        others_s, least_s, unlooked = math.inf, 0.0, 0
         program, kin = None, None
         if not left:
             return None
@@ -146,14 +157,24 @@ class PipelineMeshes:
                 return None
             program = kin.task.program
             beat_s, slower = beat(program), kin.stretch(pipeline)
-            bounds = {mesh: slower * kin.bound(mesh, beat_s, weights, no_more=self.ended) for mesh in left}
+            bounds = {mesh: slower * self._bound(kin, mesh, beat_s, weights) for mesh in left}
             others_s = min((others_s, *(bound for bound in bounds.values() if bound >= beat_s)))
             left = tuple(mesh for mesh, bound in bounds.items() if bound < beat_s)
             least_s = min((others_s, *bounds.values()))
-        ended = bool(left) and self.ended
-        if kin is not None and not ended:
+            if unpriced := [mesh for mesh in left if weights is not None and mesh not in kin.bounds]:
+                left, unlooked = tuple(mesh for mesh in left if mesh in kin.bounds), unlooked + len(unpriced)
+            few = _first(sorted(left, key=bounds.__getitem__), kin)
+            left, unlooked = few, unlooked + len(left) - len(few)
+            if sum(kin.pairs.get(mesh, 0) for mesh in left) <= AT_ONCE and weights is not None:
+                break  # to plan them takes no longer than to know more
+        if self.ended:
+            left, unlooked = (), unlooked + len(left)
+        if kin is not None:
             self.planned += sum(kin.pairs.get(mesh, 0) for mesh in left)
-        return StagedMeshes(left, least_s, program, ended)
+        return StagedMeshes(left, least_s, program, unlooked)
+
+    def _bound(self, kin: Kin, mesh: Mesh, beat_s: float, weights: Weights | None) -> float:
+        return kin.bound(mesh, beat_s, weights, no_more=self.ended or kin.spent >= KIN_PAIRS)
 
     def _kin(self, recipe: Recipe) -> Kin | None:
         if recipe not in self.kin:
@@ -168,6 +189,18 @@ class PipelineMeshes:
                 fixed = task.reading.graph.regions or task.reading.graph.constraints  # not every mesh serves them
                 self.kin[recipe] = None if fixed else Kin(task, pipeline, {})
         return self.kin[recipe]
+
+
+def _first(meshes: Sequence[Mesh], kin: Kin) -> tuple[Mesh, ...]:
+    """As many of the meshes as are planned at once, at least one."""
+    found: list[Mesh] = []
+    pairs = 0
+    for mesh in meshes:
+        pairs += kin.pairs.get(mesh, 0)
+        if found and pairs > AT_ONCE:
+            break
+        found.append(mesh)
+    return tuple(found)
 
 
 def _fewer(pipeline: Pipeline, counts: Sequence[int]) -> list[int]:

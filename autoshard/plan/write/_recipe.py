@@ -60,6 +60,8 @@ class RecipeTried:
     """What tells whether memory binds where there is no peak."""
     foreseen: Foreseen | None = None
     """What it was expected to come to before it was planned, of a policy that the planner made value by value."""
+    unlooked: int = 0
+    """How many meshes with an axis of stages were not looked at for it."""
 
     @property
     def per_element_s(self) -> float:

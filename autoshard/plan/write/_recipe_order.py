@@ -20,6 +20,8 @@ class Tried(Protocol):
     of_source: bool
     stacks: tuple[int, ...] | None
     """Layers of the program's stacks, once they are known."""
+    slices: int
+    """Of the topology."""
 
     @property
     def best(self) -> object | None:
@@ -36,7 +38,7 @@ def in_order(choices: Choices, tried: Tried) -> Iterator[Recipe]:
     names = [name for name in choices if name != "batch" or not tried.of_source]
     others = list(itertools.product(*(choices[name] for name in names)))
     if "stages" in names:
-        others = _stages.in_order(others, names)
+        others = _stages.in_order(others, names, tried.slices)
     elif tried.of_source and "microbatches" in names:  # the first of them is what others are held against
         place = names.index("microbatches")
         others.sort(key=lambda values: choices["microbatches"].index(values[place]))

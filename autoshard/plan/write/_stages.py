@@ -14,6 +14,7 @@ from autoshard.units import format_seconds
 BUBBLE = "not planned: slower by its arithmetic and its bubble alone"
 UNSTAGED = "slower on every mesh with an axis of stages"
 UNLOOKED = "not looked at: enough other pipelines were"
+UNFIT = "not looked at further: it fits on none of the first meshes"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,16 +64,25 @@ def without_pipeline(recipe: Recipe) -> Recipe:
     return Recipe(tuple((name, value) for name, value in recipe.choices if name not in PARTS))
 
 
-def in_order(recipes: Sequence[tuple[Any, ...]], names: Sequence[str]) -> list[tuple[Any, ...]]:
-    """Recipes without stages first, fewer microbatches before more; then fewer stages, and of these more microbatches
-    first: their bubble is the smallest, and what does not fit with them does not with fewer."""
+def in_order(recipes: Sequence[tuple[Any, ...]], names: Sequence[str], slices: int) -> list[tuple[Any, ...]]:
+    """Recipes without stages first, fewer microbatches before more; then as many stages as `slices`, which hand little
+    over slow links, then fewer stages before more. Of these more microbatches come first: their bubble is the smallest,
+    and what does not fit with them does not with fewer."""
     places = [names.index(name) for name in ("stages", "microbatches")]
 
-    def key(values: tuple[Any, ...]) -> tuple[int, int]:
+    def key(values: tuple[Any, ...]) -> tuple[bool, bool, int, int]:
         stages, count = (values[place] for place in places)
-        return stages, count if stages == 1 else -count
+        return stages > 1, stages != slices, stages, count if stages == 1 else -count
 
     return sorted(recipes, key=key)
+
+
+def on_some(row: RecipeTried, unlooked: int, bound_s: float) -> RecipeTried:
+    """A row of a pipeline for which so many meshes were not looked at, on which no step takes less than `bound_s`."""
+    if not unlooked:
+        return row
+    verdict = UNFIT if row.verdict.startswith("does not fit") else row.verdict
+    return dataclasses.replace(row, verdict=verdict, unlooked=unlooked, bound_s=min(row.bound_s or 0.0, bound_s))
 
 
 def is_sensible(said: Mapping[str, Any], counts: Sequence[int], stacks: Sequence[int] | None) -> bool:
@@ -122,6 +132,11 @@ def pipeline_words(best: RecipeTried, rows: Sequence[RecipeTried], stacks: Seque
 def _unlooked(rows: Sequence[RecipeTried]) -> str:
     """How many pipelines were not looked at, and what none of them goes below; empty if all were."""
     bounds = [row.bound_s or 0.0 for row in rows if row.verdict == UNLOOKED]
-    if not bounds:
-        return ""
-    return f"; {len(bounds)} more were not looked at, of which none takes less than {format_seconds(min(bounds))}"
+    some = [row for row in rows if row.unlooked and row.verdict != UNLOOKED]
+    said = ""
+    if bounds:
+        said += f"; {len(bounds)} more were not looked at, of which none takes less than {format_seconds(min(bounds))}"
+    if some:
+        least_s = format_seconds(min(row.bound_s or 0.0 for row in some))
+        said += f"; {len(some)} were planned on their most promising meshes, and on others take no less than {least_s}"
+    return said
