@@ -10,3 +10,7 @@ class UserError(Exception):
 
 class InfeasibleError(UserError):
     """No plan keeps every device within the memory limit."""
+
+
+class OutOfRangeError(UserError):
+    """Costs or bytes add up to more than is reckoned exactly."""

@@ -1,62 +1,68 @@
-"""Random programs under random plans, and commands that are ended at random moments: what happened, counted.
+"""What happens to autoshard when things go wrong, counted.
 
-    python experiments/reliability.py [--programs 167] [--kills 200]
+    python experiments/reliability.py [--programs 167] [--kills 200] [--problems 20000] [--plans 300] [--steps 2000]
 
-Each program runs on three meshes of 8 CPU devices, planned with specs asked for so that it is split, and is compared
-with the unplanned run (`tests/random_programs.py`, `tests/random_runs.py`). A command is ended by SIGKILL, SIGTERM or
-SIGINT at a random moment: its file is whole or not there, its processes are gone two seconds later, nothing is left in
-the temporary folder, and the next run writes the very same plan. Writes `results/reliability.md`; exit code 1 if
-anything was wrong.
+**Programs**: each of so many random JAX programs runs on three meshes of 8 CPU devices, planned with specs asked for so
+that it is split, and is compared with the unplanned run (`tests/random_programs.py`, `tests/random_runs.py`).
+**Problems**: small ones of every kind that is hard to get right, solved and judged by brute force
+(`tests/solver/random_problems.py`). **Kills**: a command is ended by SIGKILL, SIGTERM or SIGINT at a random moment, by
+the clock or as it is about to touch a file: its files are whole or not there, its processes are gone two seconds later,
+nothing is left where something could clear up, and the next run in the same place makes the very same
+(`tests/faults.py`). **Places**: the same plan, or a sentence, where something is missing (`tests/environments.py`).
+**Long runs**: plans in one process, and steps under the PyTorch/XLA hook (`tests/long_runs.py`).
+
+Rows are kept in `results/reliability.json` as they are made, and are not made again. Writes `results/reliability.md`;
+exit code 1 if anything was wrong.
 """
 
 import argparse
 import collections
 import json
 import os
-import platform
 import random
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+from typing import Any
+
+from kept import Results
+from reliability_table import rows_of, table, wrong
 
 
 ROOT = Path(__file__).parent.parent
 TABLE = Path(__file__).parent / "results" / "reliability.md"
 AT_ONCE = 20
 """Programs of one process: compiled programs stay in its memory."""
-GONE_S = 2.0
-LINES = (
-    ("plan", "hf:gpt2-tiny", "--train", "--topology", "v5e:2x4", "--mesh", "data=4,model=2"),
-    ("plan", "hf:llama-tiny", "--topology", "v5e:4x4"),
-    ("sweep", "hf:gpt2-tiny", "--topology", "v5e:2x2,v5e:2x4", "--batch", "16,32", "--seq", "64", "--jobs", "2"),
-)
+sys.path.insert(0, str(ROOT))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=int, default=167, metavar="N", help="each on three meshes (default: 167)")
     parser.add_argument("--kills", type=int, default=200, metavar="N", help="commands to end (default: 200)")
+    parser.add_argument("--problems", type=int, default=20_000, metavar="N", help="to solve (default: 20000)")
+    parser.add_argument("--plans", type=int, default=300, metavar="N", help="in one process (default: 300)")
+    parser.add_argument("--steps", type=int, default=2000, metavar="N", help="under the hook (default: 2000)")
     parser.add_argument("--worker", nargs=2, type=int, metavar=("FIRST", "END"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         work(*options.worker)
         return 0
-    ended = run_kills(options.kills)
-    outcomes: collections.Counter[str] = collections.Counter()
-    for first in range(0, options.programs, AT_ONCE):
-        outcomes += run_programs(first, min(options.programs, first + AT_ONCE))
-        TABLE.write_text(table(outcomes, ended))
+    results = Results(TABLE.with_suffix(".json"))
+    run_problems(options.problems, results)
+    run_places(results)
+    run_long("plans", options.plans, results)
+    run_long("steps", options.steps, results)
+    run_kills(options.kills, results)
+    run_programs(options.programs, results)
+    TABLE.write_text(table(results.rows))
     print(TABLE.read_text())
-    wrong = sum(count for outcome, count in outcomes.items() if outcome.partition(":")[0] in ("differs", "raised"))
-    return 1 if wrong or any(what != "as it should be" for _, what in ended) else 0
+    return 1 if wrong(results.rows) else 0
 
 
 def work(first: int, end: int) -> None:
     """Runs some programs here, and prints each outcome as a line of JSON."""
-    sys.path.insert(0, str(ROOT))
     from tests.random_programs import random_program
     from tests.random_runs import MESHES, expected, run
 
@@ -71,8 +77,21 @@ def work(first: int, end: int) -> None:
             print(json.dumps([seed, mesh, outcome]), flush=True)
 
 
-def run_programs(first: int, end: int) -> collections.Counter[str]:
-    """Outcome -> runs, of some programs in a process of their own; what differs or raises stands with seed and mesh."""
+def run_programs(count: int, results: Results) -> None:
+    """Keeps outcome -> runs for the seeds that no row holds yet."""
+    for first in range(0, count, AT_ONCE):
+        end = min(count, first + AT_ONCE)
+        if not any(low <= first and end <= high for low, high in map(_seeds, rows_of(results.rows, "programs"))):
+            results.keep(f"programs {first} {end}", _run_programs(first, end))
+
+
+def _seeds(key: str) -> tuple[int, int]:
+    _, first, end = key.split()
+    return int(first), int(end)
+
+
+def _run_programs(first: int, end: int) -> dict[str, int]:
+    """Of some programs in a process of their own; what differs or raises stands with seed and mesh."""
     found: collections.Counter[str] = collections.Counter()
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "AUTOSHARD_CACHE_DIR": ""}
@@ -88,152 +107,146 @@ def run_programs(first: int, end: int) -> collections.Counter[str]:
         found[outcome] += 1
     if done.returncode:
         found[f"raised: the process of seeds {first} to {end - 1} ended with {done.returncode}"] += 1
-    return found
+    return dict(found)
 
 
-def run_kills(count: int) -> list[tuple[str, str]]:
-    """Signal and what was seen of each command that was ended."""
-    draw = random.Random(0)
-    seen: list[tuple[str, str]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        expected = {line: finished(line, Path(folder) / "whole.json")[1] for line in LINES if count}
-        seconds = {line: finished(line, Path(folder) / "whole.json")[0] for line in LINES if count}
-        for number in range(count):
-            line = draw.choice(LINES)
-            sent = draw.choice((signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
-            what = end_one(line, Path(folder), number, sent, draw.uniform(0.0, seconds[line]), expected[line])
-            seen.append((sent.name, what))
-            if what != "as it should be":
-                print(*line, sent.name, what, flush=True)
-    return seen
+def run_kills(count: int, results: Results) -> None:
+    """Keeps what was seen of each command that was ended."""
+    from tests.faults import COMMANDS, draw_ending, end_one, prepare, whole
+
+    left = [number for number in range(count) if f"kill {number}" not in results.rows]
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        (inputs := folder / "inputs").mkdir()
+        if left:
+            prepare(inputs)
+        known = {}
+        for number in left:
+            draw = random.Random(f"kill {number}")
+            command = COMMANDS[number % len(COMMANDS)]
+            if command not in known:
+                # A home of its own: what `refine` learns there changes the plans of others.
+                known[command] = whole(command, inputs, folder / f"home{len(known)}")
+                for path in [*inputs.glob("new*")]:
+                    path.unlink()
+            ending = draw_ending(draw, known[command])
+            seen = end_one(command, inputs, folder / f"place{number}", ending, known[command])
+            moment = f"at {ending.seconds:.2f} s" if ending.event is None else f"at file {ending.event}"
+            row: dict[str, Any] = {
+                "command": command.line,
+                "signal": ending.sent.name,
+                "moment": moment,
+                "wrong": seen.wrong,
+            }
+            results.keep(f"kill {number}", row | {"early": seen.early, "beside": seen.beside})
+            print(number, command.line, ending.sent.name, moment, seen, flush=True)
 
 
-def command_of(line: tuple[str, ...], out: Path) -> list[str]:
-    code = "from autoshard.cli import main; raise SystemExit(main())"
-    return [sys.executable, "-c", code, *line, "--quiet", "--no-cache", "--out", str(out)]
+def run_problems(count: int, results: Results) -> None:
+    """Keeps outcome -> problems for each kind."""
+    from tests.solver.random_problems import KINDS, judged, random_problem
+
+    each = -(-count // len(KINDS)) if count else 0
+    for kind in KINDS:
+        key = f"problems {each} {kind}"
+        if not each or key in results.rows:
+            continue
+        found: collections.Counter[str] = collections.Counter()
+        for seed in range(each):
+            outcome = judged(random_problem(kind, seed))
+            found[f"{outcome} (seed {seed})" if outcome.startswith("wrong") else outcome] += 1
+        results.keep(key, dict(found))
+        print(key, dict(found), flush=True)
 
 
-def finished(line: tuple[str, ...], out: Path) -> tuple[float, bytes]:
-    """Seconds that a command takes, and the file that it writes."""
-    out.unlink(missing_ok=True)
-    began = time.monotonic()
-    subprocess.run(command_of(line, out), check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
-    return time.monotonic() - began, out.read_bytes()
+TOGETHER = "eight processes at once, one cache and one database"
 
 
-def end_one(line: tuple[str, ...], folder: Path, number: int, sent: signal.Signals, after: float, whole: bytes) -> str:
-    (scratch := folder / f"tmp{number}").mkdir()
-    out = folder / f"out{number}.json"
-    process = subprocess.Popen(
-        command_of(line, out),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(scratch)},
-        start_new_session=True,
-    )
-    time.sleep(after)
-    process.send_signal(sent)
-    until = time.monotonic() + GONE_S
-    while time.monotonic() < until and (process.poll() is None or living(process.pid)):
-        time.sleep(0.05)
-    left = living(process.pid)
-    if process.poll() is None or left:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return f"{left} processes left after {GONE_S:g} s"
-    if line[0] == "plan" and out.exists() and out.read_bytes() != whole:
-        return "half a file"
-    if line[0] == "sweep" and out.exists():
-        json.loads(out.read_text())
-    if list(scratch.iterdir()) or list(folder.glob(".*")):
-        return "something left in a folder"
-    return "as it should be" if finished(line, out)[1] == whole else "another plan afterwards"
+def run_places(results: Results) -> None:
+    """Keeps what was wrong in each place: empty for nothing."""
+    from tests.environments import PLAN, REFUSES, WORKS, run, seen
+    from tests.faults import STEP
 
+    left = [place for place in (*WORKS, *REFUSES, TOGETHER) if f"place {place}" not in results.rows]
+    with tempfile.TemporaryDirectory() as made:
+        os.chmod(made, 0o755)  # one of the places is another user's
 
-def living(session: int) -> int:
-    """Processes of a session that have not ended."""
-    count = 0
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:
+        def folder(name: str) -> Path:
+            (path := Path(made) / name.replace("/", " ")).mkdir()
+            (path / "step.py").write_text(STEP)
+            return path
+
+        if left:
+            usual = run("", here := folder("usual"), made="pass")
+            if usual.returncode:
+                raise SystemExit(usual.stderr)
+            wanted = (here / "new.json").read_bytes()
+        for place in left:
+            if place == TOGETHER:
                 continue
-            count += fields[0] != "Z" and int(fields[3]) == session
-    return count
+            found = seen(place, folder(place), wanted)
+            results.keep(f"place {place}", found)
+            print(place, found or "as it should be", flush=True)
+        if TOGETHER in left:
+            results.keep(f"place {TOGETHER}", _together([folder(f"beside {k}") for k in range(8)], PLAN, wanted))
 
 
-MENDED = (
-    (
-        "a folder `autoshard/` or a file `json.py` in the working directory was executed by helpers, or broke them",
-        "children have no working directory on their path",
-    ),
-    (
-        "a topology or an axis with a newline became code in every export",
-        "names are text, a literal or one line of a comment",
-    ),
-    ("`explain` and `export` ran a plan's program without saying so", "it is said before"),
-    (
-        "`-o` to a link, a pipe or a device was replaced by a file; modes were widened",
-        "links, devices, modes and owners stay",
-    ),
-    (
-        "a closed or full stdout, a closed stderr, a deleted working directory: tracebacks",
-        "one sentence, exit code 2",
-    ),
-    (
-        "deep JSON, numbers of 5,000 digits, NaN and negative figures, `schema: true`: tracebacks, or valid plans",
-        "damaged, in one sentence",
-    ),
-    ("a gzip file that unpacks to gigabytes was unpacked", "read up to a bound"),
-    (
-        "`v5e:4x4*99999999`, `--seq 99999999999`, tensors past 64 bits: hours, gigabytes, or wrong sums",
-        "refused at once",
-    ),
-    (
-        "a sweep went on after SIGINT, and its workers after SIGTERM and SIGKILL",
-        "all gone within two seconds",
-    ),
-    (
-        "plans for `cpu:N` changed with the cores in use",
-        "the machine's cores, or those that `cpu:8@4` says",
-    ),
-)
-"""What was found on the way, and how it is now."""
-
-
-def table(outcomes: collections.Counter[str], ended: list[tuple[str, str]]) -> str:
-    runs = sum(outcomes.values())
-    kinds = collections.Counter(outcome.partition(":")[0] for outcome in outcomes.elements())
-    lines = [
-        "# Reliability",
-        "",
-        f"`python experiments/reliability.py`, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, "
-        f"Python {platform.python_version()}. Bad inputs are counted by `tests/test_bad_input.py`.",
-        "",
-        f"| {runs} runs of random programs on 8 CPU devices | runs |",
-        "| --- | --- |",
-        f"| equal, the plan splits something | {kinds['split']} |",
-        f"| equal, nothing split | {kinds['whole']} |",
-        f"| refused with a reason | {kinds['refused']} |",
-        f"| differ | {kinds['differs']} |",
-        f"| raised | {kinds['raised']} |",
-        "",
+def _together(folders: list[Path], line: str, wanted: bytes) -> str:
+    """Plans, with refinements that write observations between them, under one home."""
+    home = folders[0] / "home"
+    home.mkdir()
+    environment = {**os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environment |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    refine = "refine step.py --topology cpu:4@2 --mesh data=4 --plans 2 --rounds 1 --steps 2 --quiet --out new.json"
+    code = "from autoshard.cli import main; raise SystemExit(main())"
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *(refine if number % 2 else line).split()],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, folder in enumerate(folders)
     ]
-    named = [(what, n) for what, n in sorted(outcomes.items()) if ":" in what]
-    if named:
-        lines += ["| refused, different or raised | runs |", "| --- | --- |"]
-        lines += [f"| {what.replace('|', '/')} | {n} |" for what, n in named]
-        lines += [""]
-    if ended:
-        lines += [f"| {len(ended)} commands ended at random moments | ended | as it should be |", "| --- | --- | --- |"]
-        for name in sorted({name for name, _ in ended}):
-            own = [what for each, what in ended if each == name]
-            lines.append(f"| {name} | {len(own)} | {own.count('as it should be')} |")
-    lines += ["", "| found on the way | now |", "| --- | --- |"]
-    lines += [f"| {found} | {now} |" for found, now in MENDED]
-    return "\n".join(lines) + "\n"
+    ends = [process.communicate()[1] for process in running]
+    wrong = [f"process {n} ended with {p.returncode}: {ends[n][-200:]}" for n, p in enumerate(running) if p.returncode]
+    wrong += [f"process {n} said {said[-200:]}" for n, said in enumerate(ends) if "cannot" in said or "aside" in said]
+    for number in range(0, len(folders), 2):
+        out = folders[number] / "new.json"
+        if not out.exists() or out.read_bytes() != wanted:
+            wrong.append(f"process {number} made another plan")
+    from autoshard.cost import Database
+
+    kept = Database(home / ".local/share/autoshard").read("cpu:4@2", _compiler("cpu:4@2"))
+    if len(kept) < 2:
+        wrong.append(f"{len(kept)} observations are kept")
+    wrong += [f"{path.name} is left" for path in home.rglob("*") if path.name.startswith(".autoshard-")]
+    return "; ".join(wrong)
+
+
+def _compiler(topology: str) -> str:
+    from autoshard.cost import Topology, compiler_version
+
+    return compiler_version(Topology.parse(topology))
+
+
+def run_long(kind: str, count: int, results: Results) -> None:
+    """Keeps what a process held at some moments of a long run."""
+    key = f"long {kind} {count}"
+    if not count or key in results.rows:
+        return
+    environment = {**os.environ, "AUTOSHARD_CACHE_DIR": "", "AUTOSHARD_DATA_DIR": "", "JAX_PLATFORMS": "cpu"}
+    environment |= {"PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
+    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    if kind == "steps":
+        environment |= {"XLA_AUTO_SPMD_MESH": "4,2", "XLA_FLAGS": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-W", "ignore", "-m", "tests.long_runs", kind, str(count)]
+        environment["TMPDIR"] = folder
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT, check=True)
+    results.keep(key, [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")])
 
 
 if __name__ == "__main__":

@@ -405,17 +405,17 @@ def test_calibrations_that_are_none(
     assert "own.json" in said
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("AUTOSHARD_CALIBRATION", "no.json", "no.json"),
-        ("AUTOSHARD_CALIBRATION", ".", "Is a directory"),
-        ("XLA_AUTO_SPMD_MESH", "x", "is not an axis"),
-        ("XLA_AUTO_SPMD_MESH", "-2,-4", "is not an axis"),
-        ("XLA_AUTO_SPMD_MESH", LONG, "is not an axis"),
-        ("LIBTPU_INIT_ARGS", "rm -rf", ""),
-    ],
+VARIABLES = (
+    ("AUTOSHARD_CALIBRATION", "no.json", "no.json"),
+    ("AUTOSHARD_CALIBRATION", ".", "Is a directory"),
+    ("XLA_AUTO_SPMD_MESH", "x", "is not an axis"),
+    ("XLA_AUTO_SPMD_MESH", "-2,-4", "is not an axis"),
+    ("XLA_AUTO_SPMD_MESH", LONG, "is not an axis"),
+    ("LIBTPU_INIT_ARGS", "rm -rf", ""),
 )
+
+
+@pytest.mark.parametrize(("name", "value", "said"), VARIABLES)
 def test_variables_that_cannot_be(
     name: str, value: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -445,6 +445,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "unknown kind": {"model_type": "nothing"},
     "kind of number": {"model_type": 7},
     "unknown class": {"architectures": ["Nothing"]},
+    "function for a class": {"architectures": ["auto_docstring"]},
+    "module for a class": {"architectures": ["nn"]},
+    "layer for a class": {"architectures": ["LlamaAttention"]},
     "classes of text": {"architectures": "LlamaForCausalLM"},
     "activation that is none": {"hidden_act": "nothing"},
     "code from elsewhere": {"auto_map": {"AutoModelForCausalLM": "code.Mine"}, "model_type": "mine"},
@@ -456,7 +459,8 @@ def test_configurations_that_cannot_be(what: str, folder: Path, capsys: pytest.C
     base = json.loads((Path(autoshard.__file__).parent / "program/configs/llama-tiny.json").read_text())
     (folder / "code.py").write_text("open('executed', 'w')\n")
     (folder / "own.json").write_text(json.dumps(base | CONFIGS[what]))
-    refused(["plan", "hf:own.json", "--topology", "v5e:1x1", "--no-cache", "--out", "x.json"], folder, capsys)
+    said = refused(["plan", "hf:own.json", "--topology", "v5e:1x1", "--no-cache", "--out", "x.json"], folder, capsys)
+    assert "for a class" not in what or "transformers offers no" in said
 
 
 PROGRAMS = {
@@ -476,6 +480,11 @@ PROGRAMS = {
     "huge": "import jax\nprogram = (lambda x: x + 1, (jax.ShapeDtypeStruct((2**40, 2**40), 'float32'),))",
     "huge within": "import jax\nprogram = (lambda x: x[:, None] + x, (jax.ShapeDtypeStruct((2**30,), 'float32'),))",
     "negative": "import jax\nprogram = (lambda x: x + 1, (jax.ShapeDtypeStruct((-8,), 'float32'),))",
+    "too long": (
+        "import jax\nmost = 2**31 - 1\n"
+        "loop = lambda f: lambda x: jax.lax.fori_loop(0, most, lambda i, x: f(x), x)\n"
+        "program = (loop(loop(lambda x: x @ x)), (jax.ShapeDtypeStruct((64, 64), 'float32'),))"
+    ),
     "imports nothing": "import there_is_no_such_module",
     "bytes": "# \udcff\nprogram = 1",
 }

@@ -2,9 +2,11 @@
 
 import ast
 import dataclasses
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from autoshard import cli
 from autoshard.base.files import is_ours
 from autoshard.base.kept import read_entry, write_entry
 from autoshard.cost import Database
+from autoshard.plan.record._store import plan_to_json
 from tests.cost.observed import bill, observation
 from tests.plan.record.test_store import PLAN
 
@@ -29,6 +32,36 @@ def test_that_a_plans_program_is_run_is_said_before(
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "Running named.py, which plan.json names, for its program"
     assert lines.index("it runs") > 0
+
+
+ESCAPES = ("w\x1b]0;owned\x07\x1b[2K\x1b[1A", "\u202egnp.exe", "a\r\nb\x85c", "[red]x[/red][link=https://a.b]y[/link]")
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+@pytest.mark.parametrize("line", ["report plan.json", "diff plan.json other.json", "explain plan.json z"])
+def test_names_in_a_plan_never_steer_the_terminal(
+    line: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Those of axes, baselines and all else that a plan holds; and of the program that is said to be run."""
+    monkeypatch.chdir(tmp_path)
+    source = {"program": f"{name}.py", "entry": "program", "options": {}}
+    PLAN.save("other.json")
+    own = {*PLAN.mesh, *PLAN.arguments, *PLAN.results, *PLAN.baselines, *PLAN.words, PLAN.program_name}
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {renamed(key): renamed(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [renamed(each) for each in value]
+        return name + value if value in own and value != "batch" else value
+
+    plan = dataclasses.replace(PLAN, provenance=PLAN.provenance | {"source": source})
+    Path("plan.json").write_text(json.dumps(renamed(json.loads(plan_to_json(plan)))))
+    code = cli.main(line.split())
+    shown = capsys.readouterr()
+    assert code == (2 if line.startswith("explain") else 0), shown.err
+    assert name[0] in shown.out + shown.err or "\N{REPLACEMENT CHARACTER}" in shown.out + shown.err
+    assert not set(shown.out + shown.err) & set("\x1b\x07\r\x85\u202e")
 
 
 def test_what_is_kept_is_private_and_others_files_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

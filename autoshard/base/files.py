@@ -8,6 +8,8 @@ from pathlib import Path
 
 PRIVATE = 0o600
 """The mode of a file that is its user's alone."""
+BESIDE = ".autoshard-"
+"""How files are called while they are written; a process that is killed leaves them."""
 _DESCRIPTORS = ("/dev/fd/", "/dev/std", "/proc/")
 """Paths that stand for a file which is open already."""
 
@@ -25,7 +27,7 @@ def write_whole(path: str | os.PathLike[str], content: bytes, mode: int = 0o666)
         return
     target = Path(os.path.realpath(path))
     # The mode is the creation's own, since to ask for the mask is to change it for all threads.
-    beside = target.with_name(f".autoshard-{os.urandom(6).hex()}")
+    beside = target.with_name(f"{BESIDE}{os.urandom(6).hex()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     handle = os.open(beside, flags, mode if before is None else PRIVATE)
     try:

@@ -6,23 +6,27 @@ everything that decides the content (what went in, the sources that make it, the
 entry cannot be stale.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
 import logging
 import os
 import platform
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from autoshard.base.files import PRIVATE, is_ours, write_whole
+from autoshard.base.files import BESIDE, PRIVATE, is_ours, write_whole
 
 
 VARIABLE = "AUTOSHARD_CACHE_DIR"
 """Directory of the entries; set but empty for none."""
 MOST = 64
 """Entries of one kind that are kept; the oldest go first."""
+FORGOTTEN_S = 3600.0
+"""Seconds after which a file that is being written has been given up."""
 _log = logging.getLogger("autoshard")
 _warned: set[str] = set()
 
@@ -84,10 +88,9 @@ def read_entry(kind: str, key: str) -> bytes | None:
             if not is_ours(os.fstat(file.fileno())):
                 return None
             first, _, body = file.read().partition(b"\n")
-        whole = json.loads(first) == {"key": key, "body": hashlib.sha256(body).hexdigest()}
-    except (OSError, ValueError):
+    except OSError:
         return None
-    return body if whole else None
+    return body if first == _head(key, body) else None
 
 
 def write_entry(kind: str, key: str, body: bytes) -> None:
@@ -95,10 +98,9 @@ def write_entry(kind: str, key: str, body: bytes) -> None:
     folder = cache_directory()
     if folder is None:
         return
-    head = json.dumps({"key": key, "body": hashlib.sha256(body).hexdigest()}).encode()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_whole(folder / f"{key}.{kind}", head + b"\n" + body, PRIVATE)
+        write_whole(folder / f"{key}.{kind}", _head(key, body) + b"\n" + body, PRIVATE)
         _drop_oldest(folder, kind)
     except OSError as error:
         if str(folder) not in _warned:
@@ -107,7 +109,24 @@ def write_entry(kind: str, key: str, body: bytes) -> None:
             _log.warning("autoshard: %s cannot be used as a cache (%s); planning goes on without it.", folder, reason)
 
 
+def _head(key: str, body: bytes) -> bytes:
+    return json.dumps({"key": key, "body": hashlib.sha256(body).hexdigest()}).encode()
+
+
 def _drop_oldest(folder: Path, kind: str) -> None:
-    entries = sorted(folder.glob(f"*.{kind}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in entries[MOST:]:
+    for path in _newest_first(folder.glob(f"*.{kind}"))[MOST:]:
         path.unlink(missing_ok=True)
+    # What processes that were killed had begun to write; nobody else is at it after so long.
+    for path in folder.glob(f"{BESIDE}*"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > FORGOTTEN_S:
+                path.unlink()
+
+
+def _newest_first(paths: Iterable[Path]) -> list[Path]:
+    """Those that are still there: other processes drop entries as well."""
+    times: dict[Path, float] = {}
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            times[path] = path.stat().st_mtime
+    return sorted(times, key=times.__getitem__, reverse=True)

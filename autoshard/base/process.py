@@ -1,5 +1,6 @@
 """Python processes of our own, and what one that does its work and then ends may do to be fast."""
 
+import contextlib
 import gc
 import os
 import pathlib
@@ -9,6 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+
+from autoshard.errors import UserError
 
 
 def end_with_stdin() -> None:
@@ -66,8 +70,50 @@ def collect_seldom() -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
+LEAST_ADDRESSES = 5 << 30
+"""Bytes of addresses that XLA needs on two cores; with 4 GiB it aborts the process as it starts its threads."""
+
+
+def check_addresses() -> None:
+    """Refuse a limit (`ulimit -v`) below which XLA would end the process with no word of ours. Raises `UserError`."""
+    try:
+        import resource
+    except ImportError:  # Windows, which has no such limit
+        return
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESSES:
+        raise UserError(
+            f"there is not enough memory: this process is limited to {limit / 2**30:.3g} GiB of addresses, and XLA, "
+            f"which reads the program, needs {LEAST_ADDRESSES >> 30}; raise the limit (`ulimit -v`)."
+        )
+
+
 scratch_folders: set[pathlib.Path] = set()
 """Folders that are taken away when the work in them is done, or given up."""
+
+
+@contextlib.contextmanager
+def scratch_folder(what: str) -> Iterator[pathlib.Path]:
+    """A folder of the user alone for temporary files, gone after the `with` block, and when a signal ends the command.
+
+    Also when that comes just as it is made: `tempfile` makes a folder first, and then sees to its end.
+    """
+    import shutil  # here, since every command starts with this module
+    import tempfile
+
+    folder = pathlib.Path(tempfile.gettempdir()) / f"autoshard-{what}-{os.urandom(8).hex()}"
+    try:
+        scratch_folders.add(folder)
+        folder.mkdir(mode=0o700)
+        yield folder
+    finally:
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+        except BaseException:  # a signal, in the middle of it
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        finally:
+            scratch_folders.discard(folder)
 
 
 _living: dict[int, float] = {}

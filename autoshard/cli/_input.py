@@ -47,6 +47,7 @@ def open_program(
     if plan is not None:
         plan.check_one_step()
     progress(f"Tracing {arguments.program}")
+    from autoshard.plan.record._place import is_same_program
     from autoshard.program import lift_constraints, load_rules, open_source
 
     settle_imports()
@@ -55,7 +56,7 @@ def open_program(
 
     options = {name: getattr(arguments, name) for name in PROGRAM_OPTIONS if getattr(arguments, name) is not None}
     source = plan.provenance.get("source") if plan is not None else None
-    if source and source["program"] == arguments.program:
+    if source and is_same_program(source["program"], arguments.program):
         options = {name: value for name, value in source["options"].items() if name in PROGRAM_OPTIONS} | options
         recipe = source.get("recipe")
     if topology is not None:

@@ -23,4 +23,6 @@ def print_json(value: dict[str, Any], answer: TextIO) -> None:
 def print_rich(renderable: Any, answer: TextIO) -> None:
     from rich.console import Console
 
-    Console(file=answer).print(renderable)
+    from autoshard.report import Printable
+
+    Console(file=answer).print(Printable(renderable))

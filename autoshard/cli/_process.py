@@ -8,7 +8,7 @@ import threading
 import time
 
 from autoshard.base.crew import Crew, helpers_here
-from autoshard.base.process import collect_seldom, scratch_folders
+from autoshard.base.process import check_addresses, collect_seldom, scratch_folders
 
 
 GRACE_S = 1.2
@@ -53,7 +53,7 @@ def _end_in_time(signals: int) -> None:
     time.sleep(GRACE_S)
     import shutil
 
-    for folder in scratch_folders:
+    for folder in tuple(scratch_folders):
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(128 + number)
 
@@ -73,5 +73,9 @@ def settle_worker() -> None:
 
 
 def start_helpers() -> Crew:
-    """A helper process for each further core, which imports what it needs while this one still traces."""
+    """A helper process for each further core, which imports what it needs while this one still traces.
+
+    Raises `UserError` where there is not enough memory for it all.
+    """
+    check_addresses()
     return Crew(helpers_here(), "autoshard.plan._warm:ready") if _own else Crew()

@@ -118,8 +118,9 @@ def _model_class(name: str, kind: str, config_class: Any, architecture: str | No
                 architecture = text if isinstance(text, str) else text[0]
                 break
     for module in _modules(folder, "modeling_") if architecture else ():
-        if hasattr(module, str(architecture)):
-            return getattr(module, str(architecture))
+        offered_class = getattr(module, str(architecture), None)
+        if _is_model(offered_class):
+            return offered_class
     offers = sorted(
         {
             each
@@ -131,6 +132,13 @@ def _model_class(name: str, kind: str, config_class: Any, architecture: str | No
     said = f"transformers offers no `{architecture}` for" if architecture else "transformers has no class for"
     more = f"; `architectures` may name {', '.join(offers)}" if offers else ""
     raise UserError(f"`{name}`: {said} model type `{kind}`{more}.")
+
+
+def _is_model(offered: Any) -> bool:
+    """Whether it is a class of models: a configuration may not have just anything called that is in the module."""
+    import torch
+
+    return isinstance(offered, type) and issubclass(offered, torch.nn.Module) and hasattr(offered, "from_pretrained")
 
 
 def _modules(folder: str, prefix: str) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from autoshard.base.process import check_addresses
 from autoshard.errors import UserError
 from autoshard.program._artifact import SUFFIXES, load_artifact
 from autoshard.program._choices import Choices, checked_choices, choices_of
@@ -40,8 +41,10 @@ def open_source(
     hold where the source takes them and `options` say nothing else. `recipe` are the arguments of the function in a
     Python file, of those that it leaves to the planner (`read_choices`).
 
-    Raises `UserError` if `text` names neither, or if `options` are given to a source that takes none.
+    Raises `UserError` if `text` names neither, if `options` are given to a source that takes none, or if the process is
+    limited to less memory than XLA needs.
     """
+    check_addresses()
     said: dict[str, Any] = {key: value for key, value in sorted(options.items()) if value is not None}
     program = _open(text, entry, roles, said, kept, preferred or {}, recipe or {})
     if callable(roles):

@@ -40,6 +40,7 @@ from autoshard.report._listing import listing_report as listing_report
 from autoshard.report._listing import model_rows as model_rows
 from autoshard.report._listing import topology_rows as topology_rows
 from autoshard.report._measurement import measurement_report as measurement_report
+from autoshard.report._names import Printable as Printable
 from autoshard.report._notebook import NotebookView as NotebookView
 from autoshard.report._pairs import pair_figures as pair_figures
 from autoshard.report._pairs import pair_report as pair_report

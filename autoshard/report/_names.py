@@ -1,7 +1,7 @@
 """Names that a user chose, made safe and short enough to show."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 
@@ -18,6 +18,23 @@ def clean(name: str, width: int | None = None) -> str:
         return text
     head = (width - 1) // 3
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+class Printable:
+    """What rich shows, whatever names are in it: what could move a cursor or turn the text around is replaced.
+
+    Reports clean the names that they know; this holds for all of them, and for those of plans that others edited.
+    """
+
+    def __init__(self, shown: Any) -> None:
+        self._shown = shown
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.segment import Segment
+
+        for text, style, control in console.render(self._shown, options):
+            whole = control or text.isprintable() or text == "\n"
+            yield Segment(text if whole else "\n".join(map(clean, text.split("\n"))), style, control)
 
 
 def breakable(name: str) -> str:

@@ -5,6 +5,8 @@ import time
 from types import TracebackType
 from typing import TextIO
 
+from autoshard.report._names import clean
+
 
 class ProgressLine:
     """Call it with one line at the start of every phase; it says how long the previous phase took.
@@ -34,6 +36,7 @@ class ProgressLine:
     def __call__(self, line: str) -> None:
         if self._quiet:
             return
+        line = clean(line)  # it may name what a plan says is run, and must not be made to hide that
         self._finish()
         self._phase = (line, time.perf_counter())
         if self._status:

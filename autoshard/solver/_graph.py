@@ -6,7 +6,7 @@ import itertools as it
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UserError
+from ..errors import OutOfRangeError
 from ._problem import FORBIDDEN, Problem
 
 
@@ -180,7 +180,7 @@ def _add_terms(graph: Graph, problem: Problem) -> None:
     if problem.usage_limit is None or (most := most_usage(problem)) <= problem.usage_limit:
         return
     if most >= EXACT:
-        raise UserError(
+        raise OutOfRangeError(
             f"the usages of the problem add up to {most} at some time; up to {EXACT - 1} they are reckoned exactly: "
             "give them and the limit in larger units"
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UserError
+from ..errors import OutOfRangeError, UserError
 from ._clock import Clock
 from ._eliminate import Elimination
 from ._evaluate import evaluate
@@ -63,7 +63,8 @@ def solve(
     A bound of `enough` ends it too: choices that cost as much are of no use, and then none may be returned ([0]).
     `threads` is 1 or 2 (one searches while a second process solves restricted problems exactly); more are not used.
     Returns the best choices, their exact cost (recomputed by `evaluate` from the whole problem) and a lower bound.
-    Raises `UserError` for a problem that is not well formed or a limit that is not positive.
+    Raises `UserError` for a problem that is not well formed or a limit that is not positive, and `OutOfRangeError` for
+    one whose sums cannot be told from what is forbidden, or are more than 64 bits hold.
     """
     if not time_limit > 0:
         raise UserError(f"the time limit is {time_limit:g} s; it must be more than 0")
@@ -255,7 +256,7 @@ class _Solve:
             return self.finish(Status.FEASIBLE)
         said = f"lie up to {apart} apart" if blind else f"add up to as much as {dearest}"
         if proven and (blind or (dearest >= FORBIDDEN and self.only_dear())):
-            raise UserError(
+            raise OutOfRangeError(
                 f"the costs of the problem {said}, and no choices were found whose cost is less than {FORBIDDEN}"
                 f"{' above the least that may be' if blind else ''}: such sums cannot be told from forbidden ones; "
                 f"divide all costs by {dearest // FORBIDDEN + 1}"

@@ -1,15 +1,18 @@
 """Processes of our own: they import this package, and nothing from where the user happens to stand."""
 
+import contextlib
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import autoshard
 from autoshard.base.crew import Crew
-from autoshard.base.process import python_command
+from autoshard.base.process import python_command, scratch_folder, scratch_folders
 
 
 TRAP = "import pathlib; pathlib.Path(__file__).with_name('executed').touch(); raise SystemExit('not this one')\n"
@@ -71,3 +74,34 @@ def test_children_end_with_their_stdin_whatever_they_do(tmp_path: Path, monkeypa
         child.stdin.write(b"unread")
         child.stdin.close()
         assert child.wait(5) == 0
+
+
+@pytest.mark.parametrize("moment", ["before", "made", "inside", "after", "never"])
+def test_a_folder_for_temporary_files_is_gone_whenever_a_signal_comes(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    make = Path.mkdir
+
+    def interrupted(self: Path, *arguments: Any, **options: Any) -> None:
+        if moment == "made":
+            make(self, *arguments, **options)
+        raise KeyboardInterrupt
+
+    remove, removals = shutil.rmtree, []
+
+    def removed(*arguments: Any, **options: Any) -> None:
+        removals.append(arguments)
+        if moment == "after" and len(removals) == 1:
+            raise KeyboardInterrupt
+        remove(*arguments, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    if moment in ("before", "made"):
+        monkeypatch.setattr(Path, "mkdir", interrupted)
+    with contextlib.suppress(KeyboardInterrupt), scratch_folder("test") as folder:
+        assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700 and folder in scratch_folders
+        (folder / "file").write_bytes(b"1")
+        if moment == "inside":
+            raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir()) and not scratch_folders

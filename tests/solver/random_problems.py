@@ -1,11 +1,13 @@
 """Random small problems and the brute force that judges them."""
 
 import itertools as it
+import random
 
 import numpy as np
 from hypothesis import strategies as st
 
-from autoshard.solver import FORBIDDEN, Problem
+from autoshard.errors import UserError
+from autoshard.solver import FORBIDDEN, Problem, Status, evaluate, solve
 
 
 def make_problem(
@@ -91,3 +93,93 @@ def problems(draw: st.DrawFn, memory: bool = True, most_nodes: int = 6, negative
         stop = start + draw(st.integers(0, 5))
         terms.append((node, start, stop, [draw(st.integers(0, 9)) for _ in range(sizes[node])]))
     return make_problem(costs, edges, terms, draw(st.one_of(st.none(), st.integers(1, 30))))
+
+
+EXTREMES = {
+    "far below 0": (-(10**18), -4 * 10**18, -(2**63) + 1, -3 * 10**17, 5, 0),
+    "the edge of int64": (-(2**63), 2**63 - 1, FORBIDDEN - 1, FORBIDDEN, FORBIDDEN + 5, 9 * 10**17, 7, 0),
+    "just not forbidden": (FORBIDDEN - 1, FORBIDDEN // 2, FORBIDDEN // 3, 10**17, 1, 0),
+    "both signs": (-3 * 10**17, 3 * 10**17, -(10**16), 10**15, 3, 0),
+}
+KINDS = ("plain", "tight memory", "infeasible", "empty intervals", "self and double edges", *EXTREMES)
+"""Of `random_problem`; the last are extremes of 64 bits."""
+EACH = 223
+"""Of every kind, in `make test`: 2,007 in all."""
+
+
+def random_problem(kind: str, seed: int) -> Problem:
+    """A problem of one of `KINDS`, drawn by its seed."""
+    draw = random.Random(f"{kind} {seed}")
+    sizes = [draw.randint(1, 3) for _ in range(draw.randint(1, 6 if kind not in EXTREMES else 5))]
+    nodes = range(len(sizes))
+    most = draw.choice((3, 30, 10**12))
+
+    def cost() -> int:
+        if kind in EXTREMES:
+            extreme = draw.random() < 0.6
+            return min(2**63 - 1, draw.choice(EXTREMES[kind]) + draw.randint(0, 9)) if extreme else draw.randint(0, 9)
+        return FORBIDDEN if draw.random() < 0.1 else draw.randint(-3 if seed % 5 == 0 else 0, most)
+
+    ends = [(draw.choice(nodes), draw.choice(nodes)) for _ in range(draw.randint(0, 2 * len(sizes)))]
+    if kind == "self and double edges":
+        ends += [(node, node) for node in nodes if draw.random() < 0.7]
+        ends += [draw.choice(((a, b), (b, a))) for a, b in ends if draw.random() < 0.7]
+    costs = [[cost() for _ in range(size)] for size in sizes]
+    edges = [(a, b, [cost() for _ in range(sizes[a] * sizes[b])]) for a, b in ends]
+    terms = []
+    for _ in range(draw.randint(0, 2 * len(sizes))):
+        node, start = draw.choice(nodes), draw.randint(0, 5)
+        empty = kind == "empty intervals" and draw.random() < 0.6
+        usage = (0, 5, 2**63 - 1, 2**61) if kind in EXTREMES and seed % 2 else range(10)
+        usages = [draw.choice((2**63 - 1, 50) if empty else usage) for _ in range(sizes[node])]
+        terms.append((node, start, start + (0 if empty else draw.randint(0, 4)), usages))
+    if kind in EXTREMES:
+        return make_problem(costs, edges, terms, draw.choice((None, 2**63 - 1, 2**60, 5, 20)))
+    if kind == "infeasible" and draw.random() < 0.5:
+        a, b = draw.choice(nodes), draw.choice(nodes)
+        edges.append((a, b, [FORBIDDEN] * (sizes[a] * sizes[b])))
+    limit = None if draw.random() < 0.3 else draw.randint(1, 40)
+    if kind in ("tight memory", "infeasible"):
+        # What no choices need less than, that or a byte beside it.
+        limit = max(1, _least_peak(sizes, terms) + draw.choice((0, 0, 1) if kind == "tight memory" else (-1, -1, 0)))
+    return make_problem(costs, edges, terms, limit)
+
+
+def _least_peak(sizes: list[int], terms: list[tuple[int, int, int, list[int]]]) -> int:
+    def peak(choices: tuple[int, ...]) -> int:
+        return max(
+            (
+                sum(usages[choices[node]] for node, start, stop, usages in terms if start <= when < stop)
+                for when in range(10)
+            ),
+        )
+
+    return min(peak(choices) for choices in it.product(*map(range, sizes)))
+
+
+def judged(problem: Problem) -> str:
+    """What `solve` says of a problem, or `wrong: ...` if it is.
+
+    Right are `optimal`, `feasible` (not proven optimal), `infeasible`, `none found` where there is none and that is
+    not proven, and `refused`.
+    """
+    best = brute_force(problem)
+    try:
+        answer = solve(problem, time_limit=20)
+    except UserError as error:
+        understood = "divide all costs by" in str(error) or "in larger units" in str(error)
+        return "refused" if understood else f"wrong: refused with {error}"
+    seen = evaluate(problem, answer.choices)
+    if answer.cost != seen.cost:
+        return f"wrong: the cost is {seen.cost}, not {answer.cost}"
+    if seen.feasible != (answer.status in (Status.OPTIMAL, Status.FEASIBLE)):
+        return f"wrong: {answer.status}, but the choices are {'' if seen.feasible else 'not '}feasible"
+    if best is not None and answer.lower_bound > best:
+        return f"wrong: the bound is {answer.lower_bound}, but {best} is possible"
+    if answer.status is Status.OPTIMAL:
+        return "optimal" if answer.cost == best else f"wrong: {answer.cost} is called optimal, {best} is possible"
+    if answer.status is Status.INFEASIBLE:
+        return "infeasible" if best is None else f"wrong: called infeasible, {best} is possible"
+    if answer.status is Status.UNKNOWN:
+        return "none found" if best is None else f"wrong: {answer.status}, {best} is possible"
+    return "feasible"

@@ -7,17 +7,15 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from autoshard import mlir
-from autoshard.base.process import python_command, scratch_folders
+from autoshard.base.process import python_command, scratch_folder
 from autoshard.cost import Topology
 from autoshard.errors import UserError
 from autoshard.exec.ahead._target import Target, gpu_target
@@ -70,7 +68,7 @@ def compile_without_devices(program: Program, plan: Plan, time_limit: float) -> 
     """
     topology = Topology.parse(plan.topology)
     target = _target(topology)
-    with _scratch() as directory, _no_new_lock():
+    with scratch_folder("compile") as directory, _no_new_lock():
         plan.save(directory / "plan.json")
         (directory / "module.mlirbc").write_bytes(program.module)
         for number, body in lower_for_compiler(program, plan, target.platform).items():
@@ -124,17 +122,6 @@ def libtpu_topology(topology: Topology) -> tuple[str, dict[str, Any]]:
         options["wrap"] = topology.wrap
     shape = "x".join(map(str, topology.shape)) + ("_twisted" if topology.twisted else "")
     return f"{topology.chip.name}:{shape}", options
-
-
-@contextlib.contextmanager
-def _scratch() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="autoshard-compile-"))
-    scratch_folders.add(directory)
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        scratch_folders.discard(directory)
 
 
 @contextlib.contextmanager

@@ -2,10 +2,10 @@
 
 import contextlib
 import pathlib
-import tempfile
 from collections.abc import Iterator
 
 from autoshard.base.files import write_whole
+from autoshard.base.process import scratch_folder
 from autoshard.errors import UserError
 
 
@@ -19,10 +19,10 @@ def profiled(path: pathlib.Path) -> Iterator[None]:
 
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
+    with scratch_folder("profile") as folder:
+        with jax.profiler.trace(str(folder), profiler_options=options):
             yield
-        traces = sorted(pathlib.Path(folder).rglob("*.trace.json.gz"))
+        traces = sorted(folder.rglob("*.trace.json.gz"))
         if not traces:
             raise UserError("JAX's profiler wrote no trace here; measure without --profile.")
         write_whole(path, traces[0].read_bytes())

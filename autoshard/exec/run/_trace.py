@@ -9,11 +9,11 @@ import dataclasses
 import itertools as it
 import re
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from autoshard.base.process import scratch_folder
 from autoshard.exec.devices._xspace import events_in
 from autoshard.exec.hlo._collectives import CompiledCollective
 
@@ -58,11 +58,11 @@ def time_collectives(
     collectives `found` in its text."""
     import jax
 
-    with tempfile.TemporaryDirectory(prefix="autoshard-profile-") as directory:
+    with scratch_folder("profile") as directory:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
         try:
-            jax.profiler.start_trace(directory, profiler_options=options)
+            jax.profiler.start_trace(str(directory), profiler_options=options)
         except RuntimeError as error:
             return CollectiveTimes((), f"the profiler did not start: {' '.join(str(error).split())[:200]}")
         try:
@@ -71,7 +71,7 @@ def time_collectives(
         finally:
             jax.profiler.stop_trace()
         try:
-            ran = [event for file in sorted(Path(directory).rglob("*.xplane.pb")) for event in read_events(file)]
+            ran = [event for file in sorted(directory.rglob("*.xplane.pb")) for event in read_events(file)]
         except ValueError as error:
             return CollectiveTimes((), f"what the profiler wrote cannot be read: {error}")
     return collective_times([event for event in ran if event.module in ("", module)], steps, found)

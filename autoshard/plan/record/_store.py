@@ -14,6 +14,7 @@ from autoshard.base.providers import provides
 from autoshard.base.reading import is_shallow, parse_json, read_bytes
 from autoshard.errors import UserError
 from autoshard.plan.record._check import check_plan
+from autoshard.plan.record._place import seen_from_file, seen_from_here
 from autoshard.plan.record._plan import SCHEMA, Plan
 from autoshard.plan.record._spec import Spec
 
@@ -29,11 +30,13 @@ _AGAIN = "make it again with `autoshard plan ... --out`"
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write the plan as JSON beside `path` and rename it into place; equal plans give equal bytes.
 
+    The program's file, if it has one, is named as seen from the plan's.
+
     Raises `UserError` if the directory is missing or cannot be written.
     """
     target = Path(path)
-    text = plan_to_json(plan)
     try:
+        text = plan_to_json(dataclasses.replace(plan, provenance=seen_from_file(plan.provenance, target)))
         write_whole(target, text.encode())
     except OSError as error:
         hint = "; give a path in a directory that exists" if isinstance(error, FileNotFoundError) else ""
@@ -52,7 +55,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         raise UserError(f"cannot read the plan file {path}: {error.strerror}.") from error
     except ValueError as error:
         raise UserError(f"{path} is not a plan file (it is not text); {_AGAIN}.") from error
-    return plan_from_json(text, str(path))
+    plan = plan_from_json(text, str(path))
+    return dataclasses.replace(plan, provenance=seen_from_here(plan.provenance, path))
 
 
 def parameter_specs(plan: Plan | str | os.PathLike[str]) -> dict[str, Spec]:

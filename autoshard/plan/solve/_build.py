@@ -19,6 +19,11 @@ Kept = Sequence[NDArray[np.int64]]
 """For every node the alternatives that are left, ascending."""
 
 
+DEAREST = FORBIDDEN - 4096
+"""Picoseconds that stand for about as many or more: allowed, but choices that come to so much are out of range. What
+floats make of it stays below `FORBIDDEN`."""
+
+
 def kept_of(model: Decisions, allowed: Allowed | None) -> Kept:
     """The alternatives that may be chosen."""
     allowed = allowed or {}
@@ -48,7 +53,7 @@ def build_network(model: Decisions, weights: Weights, memory_limit: int | None, 
     for node, mine in zip(model.nodes, kept, strict=True):
         seconds = sum((_weight(weights, c) * t for c, t in node.time.items()), np.zeros(len(node.states)))
         cost = np.full(len(node.states), float(FORBIDDEN))
-        cost[mine] = np.rint(seconds[mine] * 1e12)
+        cost[mine] = _picoseconds(seconds[mine])
         costs.append(cost)
     shared: dict[tuple[object, ...], NDArray[np.float64]] = {}
     for number in linked_reshards(model, weights):
@@ -57,13 +62,16 @@ def build_network(model: Decisions, weights: Weights, memory_limit: int | None, 
         ends = (reshard.source, reshard.target, reshard.rows, reshard.columns)
         if len(parts) == 1 and reshard.forbidden is None:
             weight, table = parts[0]
-            links.append(Link(*ends, table, weight * reshard.trips * 1e12))
+            scale = weight * reshard.trips * 1e12
+            links.append(Link(*ends, _at_most(table, scale), scale))
             continue
-        key = (*((weight, id(table)) for weight, table in parts), -1 if reshard.forbidden is None else len(links))
+        own = -1 if reshard.forbidden is None else len(links)
+        key = (reshard.trips, *((weight, id(table)) for weight, table in parts), own)
         if key not in shared:
             table = sum(
                 (weight * t for weight, t in parts), np.zeros((len(reshard.path.source), len(reshard.path.target)))
             )
+            table = _at_most(table, reshard.trips * 1e12)
             shared[key] = table if reshard.forbidden is None else np.where(reshard.forbidden, float(FORBIDDEN), table)
         links.append(Link(*ends, shared[key], reshard.trips * 1e12))
     if memory_limit is not None:
@@ -75,8 +83,9 @@ def build_problem(model: Decisions, weights: Weights, memory_limit: int | None, 
     """The `Problem` whose objective is exposed communication plus the weighted channels of every block.
 
     With weights that are non-negative and sum to one in every block the objective bounds the plan's true time
-    (`exposed + max over the channels` per block) from below. With `kept` only these alternatives are in it. A program
-    that leaves nothing to decide (all scalars) has a Problem of one node with one alternative, which stands for none.
+    (`exposed + max over the channels` per block) from below. Times of `DEAREST` and more stand in it as `DEAREST`.
+    With `kept` only these alternatives are in it. A program that leaves nothing to decide (all scalars) has a Problem
+    of one node with one alternative, which stands for none.
     """
     kept = kept_of(model, None) if kept is None else kept
     costs, offsets = [], [0]
@@ -131,7 +140,20 @@ def _weight(weights: Weights, channel: Channel) -> float:
 
 
 def _picoseconds(seconds: NDArray[np.float64]) -> NDArray[np.int64]:
-    return np.rint(np.asarray(seconds) * 1e12).astype(np.int64)
+    return np.rint(_at_most(np.asarray(seconds), 1e12) * 1e12).astype(np.int64)
+
+
+def _at_most(costs: NDArray[np.float64], scale: float) -> NDArray[np.float64]:
+    """The same array where `scale` times it is nowhere above `DEAREST`.
+
+    Raises `ArithmeticError` for what is not a number.
+    """
+    most = DEAREST / max(scale, 1e-300)
+    if (costs <= most).all():
+        return costs
+    if np.isnan(costs).any():
+        raise ArithmeticError("a price is not a number")
+    return np.minimum(costs, most)
 
 
 def _flat(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.errors import OutOfRangeError
 from autoshard.plan.model._model import Decisions, Model
-from autoshard.plan.solve._build import Allowed, Kept, Weights, build_network, build_problem, entries, kept_of
+from autoshard.plan.solve._build import DEAREST, Allowed, Kept, Weights, build_network, build_problem, entries, kept_of
 from autoshard.plan.solve._repeats import Repeats
 from autoshard.solver import (
     FORBIDDEN,
@@ -29,6 +30,14 @@ LARGE = 100_000
 """Numbers in edge tables from which on a Problem is narrowed before it is written out."""
 ROUNDS = 8
 """Rounds of search for one Problem that is not proven sooner: work, not time, so that plans can be made again."""
+
+
+LONG = DEAREST - 1024
+"""Picoseconds from which on choices are out of range, since what is cut down to `DEAREST` may be among them."""
+TOO_LONG = (
+    "the program takes too long or too much memory to be planned exactly: 11 days of one step and 4 EiB of one device "
+    "can be; plan fewer iterations of its loops, since what they repeat is planned once, or smaller tensors"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,16 +185,21 @@ def _solve_narrowed(model: Decisions, weights: Weights, enforced: int | None, te
             return _of_no_use(model, weights, terms, kept, narrowed)
         kept, hint = narrowed.kept, hint if narrowed.choices is None else narrowed.choices
     problem = build_problem(model, weights, terms.memory_limit, kept)
-    solution = solve(
-        problem if enforced is not None else dataclasses.replace(problem, usage_limit=None),
-        time_limit=terms.time_limit,
-        iterations=ROUNDS,
-        seed=terms.seed,
-        hint=None if hint is None else _places(kept, hint),
-        stop=terms.stop,
-        clock=processor_seconds,
-        enough=terms.enough,
-    )
+    try:
+        solution = solve(
+            problem if enforced is not None else dataclasses.replace(problem, usage_limit=None),
+            time_limit=terms.time_limit,
+            iterations=ROUNDS,
+            seed=terms.seed,
+            hint=None if hint is None else _places(kept, hint),
+            stop=terms.stop,
+            clock=processor_seconds,
+            enough=terms.enough,
+        )
+    except OutOfRangeError:
+        raise OutOfRangeError(TOO_LONG) from None
+    if solution.status in (Status.OPTIMAL, Status.FEASIBLE) and solution.cost >= LONG:
+        raise OutOfRangeError(TOO_LONG)
     if narrowed is not None and not narrowed.complete:
         lower = min(solution.lower_bound, max(0, int(narrowed.bound)))
         status = Status.FEASIBLE if solution.status is Status.OPTIMAL else solution.status

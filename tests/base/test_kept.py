@@ -1,0 +1,55 @@
+"""What is kept is whole, whoever else writes or drops at the same time."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from autoshard.base import kept
+
+
+ROOT = Path(__file__).parents[2]
+WRITER = """
+import sys
+from autoshard.base import kept
+
+kept.MOST = 4
+for turn in range(30):
+    for key in range(6):
+        kept.write_entry("graph", str(key), f"{key} ".encode() * (1000 + 100 * key))
+        found = kept.read_entry("graph", str(key))
+        assert found in (None, f"{key} ".encode() * (1000 + 100 * key)), "half an entry"
+"""
+
+
+def test_eight_processes_share_one_cache(tmp_path: Path):
+    env = os.environ | {"AUTOSHARD_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WRITER]
+    writers = [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for _ in range(8)]
+    for writer in writers:
+        _, said = writer.communicate(timeout=300)
+        assert (writer.returncode, said) == (0, "")
+    assert not list(tmp_path.glob(".autoshard-*")) and len(list(tmp_path.iterdir())) <= 12
+
+
+def test_what_killed_processes_were_writing_goes_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path))
+    for name, age in (("old", 2 * kept.FORGOTTEN_S), ("new", 0.0)):
+        (path := tmp_path / f".autoshard-{name}").write_bytes(b"half")
+        os.utime(path, (time.time() - age,) * 2)
+    kept.write_entry("graph", "key", b"body")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".autoshard-new", "key.graph"]
+
+
+def test_a_damaged_entry_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path))
+    kept.write_entry("graph", "key", b"body")
+    whole = (tmp_path / "key.graph").read_bytes()
+    for damaged in (b"", whole[:10], whole[:-1], whole + b"x", whole.replace(b"body", b"bode"), b"[" * 100_000):
+        (tmp_path / "key.graph").write_bytes(damaged)
+        assert kept.read_entry("graph", "key") is None
+    (tmp_path / "key.graph").write_bytes(whole)
+    assert kept.read_entry("graph", "key") == b"body" and kept.read_entry("graph", "other") is None

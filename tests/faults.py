@@ -1,0 +1,297 @@
+"""Every command, ended at random moments, and what is looked at afterwards.
+
+A command is ended by the clock, or from within as it is about to open, rename or remove its n-th file: that is where
+half a file would come from. Both the moment and the signal are drawn with a seed.
+"""
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+ROOT = Path(__file__).parents[1]
+GONE_S = 2.0
+MARK = "ending"
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree", "sqlite3.connect"}
+"""Python's audit events that change what is on a disk; an opening only if it is for writing."""
+
+STEP = """
+import jax
+import jax.numpy as jnp
+
+
+def step(x, w1, w2):
+    return jnp.tanh(x @ w1) @ w2
+
+
+program = (step, tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in ((32, 64), (64, 128), (128, 64))))
+"""
+ROW = "gemm-tpu7x-16384"
+"""Of the published runs, the one that is checked."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Command:
+    """A command, and what it makes that is always the same."""
+
+    line: str
+    same: tuple[str, ...] = ()
+    """Files that it writes, the same bytes each time."""
+    whole: tuple[str, ...] = ()
+    """Files of JSON that it writes, which hold times."""
+    said: bool = False
+    """Whether the answer on stdout is always the same."""
+    differs: tuple[str, ...] = ()
+    """Figures of its JSON on stdout that are times."""
+
+    @property
+    def name(self) -> str:
+        return self.line.split()[0]
+
+
+PLANNING = (
+    Command("plan step.py --topology cpu:8@2 --mesh data=4,model=2 --out new.json", same=("new.json",)),
+    Command(
+        "plan step.py --topology v5e:2x2 --out new.json --save-problem newproblem.json",
+        same=("new.json", "newproblem.json"),
+    ),
+)
+"""These make what the others read, and come first."""
+
+COMMANDS = (
+    *PLANNING,
+    Command("plan hf:llama-tiny --topology v5e:2x2 --mesh data=4 --out new.json", same=("new.json",)),
+    Command("compare step.py --topology v5e:2x2 --json", said=True),
+    Command("measure step.py --plan plan.json --check --json --profile new.json.gz --steps 2"),
+    Command("compile step.py --plan tpuplan.json --json --hlo new.txt", same=("new.txt",), differs=("compile_s",)),
+    Command(
+        "refine step.py --topology cpu:8@2 --mesh data=4,model=2 --plans 2 --rounds 1 --steps 2 --out new.json",
+        whole=("new.json",),
+    ),
+    Command("sweep step.py --topology v5e:2x2,cpu:8@2 --jobs 2 --out new.json --json", same=("new.json",), said=True),
+    Command("degrees hf:llama3-8b --topology h100:8 --batch 8 --seq 4096 --out new.toml", same=("new.toml",)),
+    Command("diff plan.json tpuplan.json --json", said=True),
+    Command("explain plan.json w1", said=True),
+    Command("report plan.json -o new.html --perfetto new.json", same=("new.html", "new.json")),
+    Command("export plan.json --to jax -o new.py", same=("new.py",)),
+    Command("graph step.py --plan plan.json -o new.json", same=("new.json",)),
+    Command("solve problem.json --out new.json --iterations 100", same=("new.json",)),
+    Command("validate --data rows.json --json", said=True),
+    Command("doctor", said=True),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ending:
+    """How a command is ended: after `seconds`, or as it is about to touch its file number `event`."""
+
+    sent: signal.Signals
+    seconds: float = 0.0
+    event: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Whole:
+    """A run that nothing ended."""
+
+    seconds: float
+    events: int
+    """Files that its first process opened for writing, renamed or removed."""
+    made: dict[str, Any]
+    """What it made that is always the same, by file; stdout under the empty name."""
+
+
+def prepare(folder: Path) -> None:
+    """Puts what the commands read into an empty folder."""
+    (folder / "step.py").write_text(STEP)
+    rows = json.loads((ROOT / "autoshard/plan/published/published.json").read_text())["rows"]
+    (folder / "rows.json").write_text(json.dumps([row for row in rows if row["id"] == ROW]))
+    for command, name in zip(PLANNING, ("plan.json", "tpuplan.json"), strict=True):
+        whole(command, folder)
+        (folder / "new.json").rename(folder / name)
+    (folder / "newproblem.json").rename(folder / "problem.json")
+
+
+def whole(command: Command, folder: Path, home: Path | None = None) -> Whole:
+    """Runs a command in a folder until it is done. Raises `RuntimeError` if it fails."""
+    home = folder / "home" if home is None else home
+    began = time.monotonic()
+    process = start(command, folder, home, counting=True)
+    said, errors = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"{command.line} ended with {process.returncode}: {errors.decode()[-500:]}")
+    events = int((home / "events").read_text())
+    return Whole(time.monotonic() - began, events, made(command, folder, said))
+
+
+def made(command: Command, folder: Path, said: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = {name: _content(folder, name) for name in command.same}
+    for name in command.whole:
+        json.loads((folder / name).read_text())
+    if command.name == "measure" and not json.loads(said)["passed"]:
+        raise RuntimeError("the planned step differs")
+    if command.said:
+        found[""] = said
+    if command.differs:
+        found[""] = {key: value for key, value in json.loads(said).items() if key not in command.differs}
+    return found
+
+
+def _content(folder: Path, name: str) -> bytes:
+    """Of a file that a command made, wherever it ran: a compiled program says in which file its lines were."""
+    return (folder / name).read_bytes().replace(str(folder).encode(), b"FOLDER")
+
+
+def start(
+    command: Command, folder: Path, home: Path, ending: Ending | None = None, counting: bool = False
+) -> subprocess.Popen[bytes]:
+    """A command in a session of its own, with a home and a folder for temporary files inside `home`."""
+    (home / "tmp").mkdir(parents=True, exist_ok=True)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("AUTOSHARD_", "XDG_"))}
+    environment |= {"HOME": str(home), "TMPDIR": str(home / "tmp"), "JAX_PLATFORMS": "cpu"}
+    environment |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": str(ROOT)}
+    hook = "None, 0" if ending is None or ending.event is None else f"{ending.event}, {int(ending.sent)}"
+    counted = str(home / "events") if counting else ""
+    code = f"from tests.faults import watch; watch({hook}, {counted!r}, {str(folder)!r}, {str(home)!r})\n"
+    code += "from autoshard.cli import main; raise SystemExit(main())"
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As in what a shell runs in the background: a child would ignore it as well.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *command.line.split(), "--quiet"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=folder,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def watch(event: int | None, sent: int, counted: str, *folders: str) -> None:
+    """Runs in a command's own process: counts what it is about to do to files below `folders`, and ends it there.
+
+    What was counted stands in the file `counted` at the end; that it ends is said by a file in the last folder.
+    """
+    import atexit
+
+    number = 0
+
+    def audit(name: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal number
+        if name not in EVENTS or not arguments or not isinstance(arguments[0], (str, os.PathLike, bytes)):
+            return
+        if name == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            return
+        if not os.path.abspath(os.fsdecode(arguments[0])).startswith(folders):
+            return
+        number += 1
+        if number - 1 == event:
+            os.close(os.open(os.path.join(folders[-1], MARK), os.O_WRONLY | os.O_CREAT))
+            os.kill(os.getpid(), sent)
+
+    sys.addaudithook(audit)
+    if counted:
+        atexit.register(lambda: Path(counted).write_text(str(number)))
+
+
+def draw_ending(draw: random.Random, known: Whole) -> Ending:
+    """By the clock or at a file, as likely."""
+    sent = draw.choice(SIGNALS)
+    if known.events and draw.random() < 0.5:
+        return Ending(sent, event=draw.randrange(known.events))
+    return Ending(sent, draw.uniform(0.0, known.seconds))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seen:
+    """What was seen of a command that was ended."""
+
+    wrong: str
+    """What should not be, empty for nothing."""
+    early: bool
+    """Whether the command had ended by itself before."""
+    beside: int
+    """Files under made-up names that a killed command was writing, which nobody could take away any more."""
+
+
+def end_one(command: Command, prepared: Path, place: Path, ending: Ending, known: Whole) -> Seen:
+    """Ends a command, looks at what is left, and runs it again in the same place, which is gone afterwards."""
+    folder, home = place / "work", place / "home"
+    folder.mkdir(parents=True)
+    for path in prepared.iterdir():
+        if path.is_file():
+            shutil.copy(path, folder / path.name)
+    shared = set(Path("/dev/shm").glob("*")) if Path("/dev/shm").is_dir() else set()
+    process = start(command, folder, home, ending)
+    if ending.event is None:
+        time.sleep(ending.seconds)
+        early = process.poll() is not None
+        process.send_signal(ending.sent)
+    else:
+        until = time.monotonic() + 120
+        while time.monotonic() < until and process.poll() is None and not (home / MARK).exists():
+            time.sleep(0.01)
+        early = not (home / MARK).exists()
+    until = time.monotonic() + GONE_S
+    while time.monotonic() < until and (process.poll() is None or living(process.pid)):
+        time.sleep(0.02)
+    wrong = []
+    if process.poll() is None or living(process.pid):
+        wrong.append(f"after {GONE_S:g} s {living(process.pid)} processes are left")
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    wrong += left_over(command, folder, home, ending, known, shared)
+    beside = sum(1 for inner in (folder, home) for _ in inner.rglob(".autoshard-*"))
+    try:
+        if whole(command, folder, home).made != known.made:
+            wrong.append("the next run makes something else")
+    except (RuntimeError, ValueError, OSError) as error:
+        wrong.append(f"the next run fails: {' '.join(str(error).split())}")
+    shutil.rmtree(place)
+    return Seen("; ".join(wrong), early, beside)
+
+
+def left_over(command: Command, folder: Path, home: Path, ending: Ending, known: Whole, shared: set[Path]) -> list[str]:
+    """What an ended command has left that it should not have."""
+    wrong = []
+    for name in command.same:
+        # A sweep keeps its rows one by one.
+        if (folder / name).exists() and command.name != "sweep" and _content(folder, name) != known.made[name]:
+            wrong.append(f"{name} is half written")
+    for name in (*command.whole, *(command.same if command.name == "sweep" else ())):
+        try:
+            json.loads((folder / name).read_text())
+        except FileNotFoundError:
+            continue
+        except ValueError:
+            wrong.append(f"{name} is half written")
+    if Path("/dev/shm").is_dir() and set(Path("/dev/shm").glob("*")) - shared:
+        wrong.append("shared memory is left")
+    if ending.sent is signal.SIGKILL:
+        return wrong  # nobody could have cleared up; the next run must do with it
+    wrong += [f"{path.name} is left" for path in (home / "tmp").iterdir()]
+    wrong += [f"{path.name} is left" for place in (folder, home) for path in place.rglob(".autoshard-*")]
+    return wrong
+
+
+def living(session: int) -> int:
+    """Processes of a session that have not ended."""
+    count = 0
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            count += fields[0] != "Z" and int(fields[3]) == session
+    return count
