@@ -155,7 +155,11 @@ def judged(program: "Program", plan: Any, time_limit: float) -> dict[str, Any]:
         found = report(program, plan, compile_without_devices(program, plan, time_limit))
     except UserError as error:
         return {"failed": str(error), "compile_processor_s": processor_s() - used}
-    verdict = {"fits": found.estimate is not None, "compiled_bytes": found.peak_compiled}
+    verdict = {
+        "fits": found.estimate is not None,
+        "verdict": found.verdict.value,
+        "compiled_bytes": found.peak_compiled,
+    }
     return verdict | {"compile_processor_s": processor_s() - used}
 
 
@@ -168,7 +172,8 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         "sharding, under the run's own compiler flags; step times of both are predicted, the published one's as its",
         "author states it. `faster`: predicted tokens a second over the published recipe's. `compile all`: processor",
         f"time of compiling the found plan, times {POLICIES * len(SHARES)} candidates, over the search's.",
-        "`fits` is the compiler's verdict, and its peak is as it states it.",
+        "`fits` is the compiler's verdict, and its peak is as it states it. A peak above what the chip has beside a `yes` is",
+        "not explained: these programs offload, and the compiler took them.",
         "",
         "| run | published | found | mesh | faster | GiB: ours, compiled | fits | plans | search s | compile all |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -184,7 +189,8 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
             ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items()),
             f"{row['faster']:.3f}",
             f"{found['peak_bytes'] / GIB:.1f}, " + ("-" if size is None else f"{size / GIB:.1f}"),
-            {True: "yes", False: "no", None: row.get("failed", "not compiled")[:60]}[row.get("fits")],
+            row.get("verdict")
+            or {True: "yes", False: "no", None: row.get("failed", "not compiled")[:60]}[row.get("fits")],
             f"{row['planned']} of {row['tried']}",
             f"{row['search_processor_s']:.0f}",
             f"{spent * POLICIES * len(SHARES) / row['search_processor_s']:.0f}x" if spent and "fits" in row else "-",

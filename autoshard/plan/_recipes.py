@@ -216,7 +216,8 @@ class _RecipeSearch:
         before = Before(None if whatever else self._rival(recipe, elements), self.tables)
         if staged is not None and staged.meshes:
             before = dataclasses.replace(before, stages=stages, meshes=staged.meshes)
-        unlooked = (0, 0.0) if staged is None else (staged.unlooked, staged.bound_s)
+        floor = self._in_stages(recipe) * elements
+        unlooked = (0, 0.0) if staged is None else (staged.unlooked, max(floor, staged.bound_s))
         try:
             made = make_plan(program, options, save_problem=problem, before=before, **self.running)
         except Beaten as error:

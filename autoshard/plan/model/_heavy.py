@@ -95,7 +95,7 @@ def heavy_seconds(
         first = graph.tensors[op.operands[0]]
         size = size + 2 * extended_elements(graph, op, states, axes) * first.itemsize
     if is_ragged(op):
-        size = size * ragged_passes(op, states, compute.topology.backend)
+        size = size * ragged_passes(op, states, compute.topology.traits.tiled)
     if op.kind in _SORTS:
         first = graph.tensors[op.operands[0]]
         local = local_elements(factor_states(states, operands[0][1]), first.shape, axes) if op.rule else first.elements

@@ -17,8 +17,8 @@ _EXCHANGED = 1
 
 
 _PASSES = 2.5
-"""Passes over what it reads and writes where TPUs exchange: the compiler copies operand and result from and to a layout
-of whole rows, and the result is filled with zeros before (seen in its schedule)."""
+"""Passes over what it reads and writes where arrays lie in tiles: TPUs' compiler copies operand and result from and to
+a layout of whole rows, and the result is filled with zeros before (seen in its schedule)."""
 
 
 def is_ragged(op: Op) -> bool:
@@ -26,20 +26,23 @@ def is_ragged(op: Op) -> bool:
     return op.opaque is not None and op.opaque.on_shards and op.opaque.target.startswith(RAGGED)
 
 
-def ragged_passes(op: Op, states: States, backend: str) -> Seconds:
+def ragged_passes(op: Op, states: States, tiled: bool) -> Seconds:
     """How often the call goes over its operand and result, in every state."""
     exchanges = (states == _EXCHANGED).any(axis=1)
-    return np.where(exchanges & (backend == "tpu"), _PASSES, 1.0)
+    return np.where(exchanges & tiled, _PASSES, 1.0)
 
 
 def ragged_exchanges(
     graph: OpGraph, op: Op, states: States, axes: Sequence[int], collectives: Collectives
 ) -> list[Inner]:
-    """The all-to-all in every state. It takes as long as the busiest device has rows for; CPUs send what is padded."""
+    """The all-to-all in every state. It takes as long as the busiest device has rows for.
+
+    Devices that are threads of one machine have no ragged one, and send what is padded.
+    """
     assert op.rule is not None and op.opaque is not None
     rows = graph.tensors[op.operands[0]]
     size = local_elements(factor_states(states, op.rule.operands[0]), rows.shape, axes) * rows.itemsize
-    if collectives.mesh.topology.backend != "cpu":
+    if not collectives.mesh.topology.traits.shares_machine:
         size = size * min(1.0, op.opaque.sent * dict(op.opaque.uneven).get(_EXCHANGED, 1.0))
     over = states == _EXCHANGED
     found = []

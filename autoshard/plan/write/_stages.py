@@ -78,11 +78,11 @@ def in_order(recipes: Sequence[tuple[Any, ...]], names: Sequence[str], slices: i
 
 
 def on_some(row: RecipeTried, unlooked: int, bound_s: float) -> RecipeTried:
-    """A row of a pipeline for which so many meshes were not looked at, on which no step takes less than `bound_s`."""
+    """A row of a pipeline of which so many meshes were not looked at; on none a step takes less than `bound_s`."""
     if not unlooked:
         return row
     verdict = UNFIT if row.verdict.startswith("does not fit") else row.verdict
-    return dataclasses.replace(row, verdict=verdict, unlooked=unlooked, bound_s=min(row.bound_s or 0.0, bound_s))
+    return dataclasses.replace(row, verdict=verdict, unlooked=unlooked, bound_s=bound_s)
 
 
 def is_sensible(said: Mapping[str, Any], counts: Sequence[int], stacks: Sequence[int] | None) -> bool:

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 import jax
@@ -231,7 +232,7 @@ class FakeWorker:
 
 def test_a_time_limit_leaves_nothing_behind(program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(room.tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(room, "_LOCK", tmp_path / "lock")
     worker = FakeWorker(monkeypatch, f"touch {tmp_path}/lock; sleep 60 & sleep 60")
     with pytest.raises(UserError, match="the TPU compiler did not finish v5e:2x2 within 0.3 s: give it longer"):
