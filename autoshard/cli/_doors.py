@@ -33,7 +33,7 @@ def run_list(arguments: argparse.Namespace, answer: TextIO) -> int:
 def run_completion(arguments: argparse.Namespace, answer: TextIO) -> int:
     import shtab
 
-    text = shtab.complete(arguments.whole, shell=arguments.shell)
+    text = shtab.complete(arguments.whole, arguments.shell)
     if arguments.json:
         print_json({"shell": arguments.shell, "text": text}, answer)
     else:

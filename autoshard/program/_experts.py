@@ -44,6 +44,12 @@ class ExpertForm:
     """The number of groups of experts that tokens are sorted into; groups can lie on different devices."""
     ragged: bool = False
     """Whether only the rows that a group of a sequence really has are sent to its device."""
+
+    @property
+    def text(self) -> str:
+        """As `parse_experts` takes it, of experts that are sorted in groups."""
+        return f"{'ragged' if self.ragged else self.kind}:{self.groups}"
+
     all_slots: bool = False
     """As many slots for each expert as there may be tokens."""
 
@@ -264,7 +270,7 @@ def _sorted(x: Any, weights: Any, mask: Any, layers: Experts, active: int, one: 
     assert how is not None
     (batch, length), experts, groups = x.shape[:2], mask.shape[-1], how.form.groups
     if experts % groups:
-        raise UserError(f"experts `sorted:{groups}` cannot be: {experts} experts do not divide into {groups} groups.")
+        raise UserError(f"experts `{how.form.text}` cannot be: {experts} experts do not divide into {groups} groups.")
     rows = rows_of(length, active, experts, groups, how.factor)
     lossless = rows == rows_of(length, active, experts, groups, None)
     ragged = how.form.ragged and batch % groups == 0

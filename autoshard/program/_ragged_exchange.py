@@ -44,7 +44,7 @@ def ragged_return(rows: Any, filled: Any, real: int, busiest: float = 1.0) -> An
 @dataclasses.dataclass(frozen=True, slots=True)
 class _RealRows:
     share: float
-    """Of the rows, those that are real."""
+    """The share of the rows that is real."""
     busiest: float
 
 
@@ -81,7 +81,7 @@ class RaggedCall:
     settings: _RealRows
     there: bool
     shape: tuple[int, ...]
-    """Of its rows."""
+    """The shape of its rows."""
     dtype: str
 
     @property

@@ -7,13 +7,13 @@ import json
 import os
 import platform
 import re
-import subprocess
-import sys
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from autoshard.base.process import told_by
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,16 +96,14 @@ def _devices() -> tuple[list[str], str, str]:
 
     In a process of its own: plugins of accelerators that are not here complain on the terminal, and may wait for them.
     """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _LOOK], capture_output=True, text=True, timeout=_WAIT_S, stdin=subprocess.DEVNULL
-        )
-    except subprocess.TimeoutExpired:
+    told = told_by(_LOOK, _WAIT_S)
+    if told is None:
         return [], f"none: JAX found no device in {_WAIT_S:.0f} s; JAX_PLATFORMS=cpu looks for no accelerator", ""
-    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    if done.returncode or not done.stdout.strip():
+    out, complaints, code = told
+    said = [line.strip() for line in complaints.splitlines() if line.strip()]
+    if code or not out.strip():
         return [], f"none: {said[-1] if said else 'JAX could not be started'}", ""
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(out.splitlines()[-1])
     here = [path for pattern in _ACCELERATORS for path in glob.glob(pattern)]
     if found["backend"] != "cpu" or not here or os.environ.get("JAX_PLATFORMS", "") == "cpu":
         return found["devices"], found["backend"], ""

@@ -26,7 +26,8 @@ import pytest
 def test_a_family_runs_as_planned(name: str, mode: str, mesh: str):
     row = families.row_of(family_programs.make(name, mode), family_programs.MESHES[mesh])
     assert "error" not in row
-    assert row["equal"], (row["worst"], row["max_rel_diff"])
+    # Convolutions of some processors round more: no more than the unplanned step does with its examples reordered.
+    assert row["equal"] or families.is_rounding(row), (row["worst"], row["max_rel_diff"], row["rounding"])
     assert max(families.errors_of(row), default=0.0) <= families.OUTLIER, row["wire"]
 
 

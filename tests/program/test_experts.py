@@ -40,7 +40,7 @@ def plain(x: Any, weights: Any, gate_up: Any, down: Any) -> Any:
     return jnp.einsum("bse,bsei,edi->bsd", weights, jax.nn.silu(gate) * up, down)
 
 
-@pytest.mark.parametrize("form", LOSSLESS)
+@pytest.mark.parametrize("form", [form for form in LOSSLESS if form != "ragged:8"])  # there are four experts
 def test_forms_that_drop_no_token_compute_the_same(form: str) -> None:
     x, weights, mask, gate_up, down = arguments()
 
@@ -60,7 +60,9 @@ def test_forms_that_drop_no_token_compute_the_same(form: str) -> None:
         theirs = (theirs[0], theirs[1] * mask, *theirs[2:])  # a weight counts only where its expert is chosen
         for mine, other in zip((grads[0], grads[1] * mask, *grads[2:]), theirs, strict=True):
             np.testing.assert_allclose(mine, other, rtol=0, atol=1e-5 * np.abs(other).max())
-    assert all(note.endswith("(no token is ever dropped).") for note in notes) and notes
+    padded = "Rows of experts are sent padded: the batch of 1 is no multiple of the 4 groups."
+    assert (padded in notes) == (form == "ragged:4")
+    assert all(note.endswith("(no token is ever dropped).") for note in notes if note != padded) and notes
 
 
 def test_rows_beyond_those_of_a_group_are_dropped_and_said() -> None:
@@ -83,6 +85,7 @@ def test_rows_beyond_those_of_a_group_are_dropped_and_said() -> None:
         ({"experts": "some"}, "experts `some` is not known; use slots, slots:all"),
         ({"experts": "sorted:0"}, "experts `sorted:0` is not known"),
         ({"experts": "sorted:3"}, "experts `sorted:3` cannot be: 4 experts do not divide into 3 groups."),
+        ({"experts": "ragged:8"}, "experts `ragged:8` cannot be: 4 experts do not divide into 8 groups."),
         ({"imbalance": 1.2}, "--imbalance is for experts in groups, such as sorted:8: `slots` takes the same"),
         ({"experts": "sorted:2", "imbalance": 0.5}, "--imbalance is 0.5, but the busiest device has no less"),
         ({"experts": "sorted", "capacity_factor": 2.0}, "but experts `sorted` drop no token; use slots, sorted:8"),

@@ -21,7 +21,7 @@ class Tried(Protocol):
     stacks: tuple[int, ...] | None
     """Layers of the program's stacks, once they are known."""
     slices: int
-    """Of the topology."""
+    """The number of slices of the topology."""
 
     @property
     def best(self) -> object | None:

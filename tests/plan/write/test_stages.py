@@ -115,7 +115,12 @@ def test_what_goes_together(
 
 def test_more_microbatches_of_a_pipeline_come_first() -> None:
     rows = [(stages, count) for stages in (2, 1) for count in (2, 4)]
-    assert in_order(rows, ["stages", "microbatches"]) == [(1, 2), (1, 4), (2, 4), (2, 2)]
+    assert in_order(rows, ["stages", "microbatches"], 1) == [(1, 2), (1, 4), (2, 4), (2, 2)]
+
+
+def test_as_many_stages_as_slices_come_before_fewer() -> None:
+    rows = [(stages, 8) for stages in (1, 2, 4, 8)]
+    assert [stages for stages, _ in in_order(rows, ["stages", "microbatches"], 4)] == [1, 4, 2, 8]
 
 
 def test_the_bubble_is_the_share_of_ticks_that_nobody_uses() -> None:
