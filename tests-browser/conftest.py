@@ -20,14 +20,14 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def visit(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
-    """`visit(plan, **options)` opens the plan's page; whatever goes wrong on the page fails the test at its end."""
+def show(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+    """`show(text)` opens a page of that text; whatever goes wrong on the page fails the test at its end."""
     wrong: list[str] = []
     contexts = []
 
-    def visit(plan: Plan, width: int = 1240, color_scheme: str = "light", **report) -> Page:
-        file = tmp_path / "report.html"
-        file.write_text(html_report(plan, **report), encoding="utf-8")
+    def shown(text: str, width: int = 1240, color_scheme: str = "light") -> Page:
+        file = tmp_path / "page.html"
+        file.write_text(text, encoding="utf-8")
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=color_scheme)  # type: ignore[arg-type]
         contexts.append(context)
         page = context.new_page()
@@ -37,7 +37,17 @@ def visit(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
         page.goto(file.as_uri())
         return page
 
-    yield visit
+    yield shown
     for context in contexts:
         context.close()
     assert wrong == []
+
+
+@pytest.fixture
+def visit(show: Callable[..., Page]) -> Callable[..., Page]:
+    """`visit(plan, **options)` opens the plan's page."""
+
+    def visited(plan: Plan, width: int = 1240, color_scheme: str = "light", **report) -> Page:
+        return show(html_report(plan, **report), width, color_scheme)
+
+    return visited
