@@ -59,6 +59,7 @@ from autoshard.mlir._own import drop_gspmd as drop_gspmd
 from autoshard.mlir._own import drop_layouts as drop_layouts
 from autoshard.mlir._own import drop_sent_arguments as drop_sent_arguments
 from autoshard.mlir._own import mesh_texts as mesh_texts
+from autoshard.mlir._own import order_hosted as order_hosted
 from autoshard.mlir._own import use_mesh as use_mesh
 from autoshard.mlir._pins import PinLike as PinLike
 from autoshard.mlir._pins import count_pins as count_pins

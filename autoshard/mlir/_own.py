@@ -82,6 +82,43 @@ def drop_layouts(module: Any) -> Any:
     return _drop_calls(module, "LayoutConstraint")
 
 
+def order_hosted(module: Any) -> Any:
+    """Constrain what `@main` sends to its host, and what it fetches, to lie in the order of its dims (in place).
+
+    What a forward loop stacks in its host's memory, a backward loop fetches. Left free, the two get layouts of their
+    own, and the TPU compiler brings the whole stack to the device between them, copies it there and sends it back.
+    """
+    from jaxlib.mlir import ir
+
+    for op in collect(main_function(module).operation, {"stablehlo.custom_call"}):
+        if str(op.attributes["call_target_name"]).strip('"') != PLACEMENT:
+            continue
+        with module.context, op.location:
+            if "host" in str(op.attributes[_PLACES]):
+                with ir.InsertionPoint(op):
+                    op.operands[0] = _in_order(op.operands[0])
+            else:
+                before = op.results[0]
+                with ir.InsertionPoint.after(op):
+                    ordered = _in_order(before)
+                before.replace_all_uses_except(ordered, [ordered.owner.operation])
+    return module
+
+
+def _in_order(value: Any) -> Any:
+    """The value, its last dim innermost in memory; needs a current context, location and insertion point."""
+    from jaxlib.mlir import ir
+
+    rank = ir.RankedTensorType(value.type).rank
+    order = ir.Attribute.parse(f"[dense<{list(range(rank))[::-1]}> : tensor<{rank}xindex>]")
+    attributes = {
+        "call_target_name": ir.StringAttr.get("LayoutConstraint"),
+        "operand_layouts": order,
+        "result_layouts": order,
+    }
+    return ir.Operation.create("stablehlo.custom_call", [value.type], [value], attributes).results[0]
+
+
 def _drop_calls(module: Any, target: str) -> Any:
     """Let the operands of custom calls to `target` take the places of their results."""
     for op in collect(main_function(module).operation, {"stablehlo.custom_call"}):

@@ -259,6 +259,8 @@ def _insert_choices(application: Application, ir: Any, lowered: Any) -> None:
     if application.mesh.devices.flat[0].platform != "tpu":
         mlir.unfold_pooling(ir)
         mlir.drop_layouts(ir)
+    else:
+        mlir.order_hosted(ir)
     text = lowered.as_text()
     if mlir.PLACEMENT in text:
         check_host_memory(application.mesh.devices.flat[0])
