@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from autoshard.exec.ahead._libtpu import Compiled, compile_without_devices
-from autoshard.exec.ahead._live import host_arguments, memory_at_peak
+from autoshard.exec.ahead._live import device_peak, memory_at_peak
 from autoshard.exec.hlo._collectives import CompiledCollective, plan_mesh, read_collectives, wire_by_axis
 from autoshard.exec.hlo._estimate import Estimate, decided, estimate
 from autoshard.exec.hlo._flops import FlopCheck, check_flops
@@ -105,7 +105,8 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
     found = read_collectives(module, mesh)
     timed = estimate(module, mesh)
     flops = check_flops(program, timed, mesh.num_devices)
-    peak = max(0, compiled.memory["peak"] - host_arguments(compiled)) or None
+    at_peak = memory_at_peak(compiled, plan)
+    peak = device_peak(compiled, at_peak)
     limit = mesh.topology.usable_bytes
     over = peak - limit if peak is not None and mesh.topology.traits.described else 0  # this compiler knows no limit
     rematerialised = re.search(r"%[\w.\-]+\.remat[\w.\-]* = ", compiled.text) is not None
@@ -119,7 +120,7 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
         over_bytes=max(0, over),
         available_bytes=limit if over > 0 else None,
         peak_compiled=peak,
-        memory_at_peak=memory_at_peak(compiled, plan),
+        memory_at_peak=at_peak,
         wire_compiled=wire_by_axis(found),
         collectives=tuple(found),
         unforeseen=unforeseen(program, plan, found, compiled.log),

@@ -90,6 +90,24 @@ def host_arguments(compiled: Compiled) -> int:
     )
 
 
+def device_peak(compiled: Compiled, at_peak: Mapping[str, int]) -> int | None:
+    """Bytes of a device at the compiled program's peak, of which `at_peak` tells the kinds; None if nothing tells.
+
+    The compiler states arguments and the fullest of all memories together. Where that is the host's, with stacks in it
+    that a loop offloads, the device's peak is what lives there at once, or failing that all that was allocated.
+    """
+    stated, on_host = compiled.memory["peak"], host_arguments(compiled)
+    stacks = compiled.memory.get("host", 0) - on_host
+    if stacks > 0 and stated <= (compiled.memory["arguments"] + stacks) * _ALIGNED:
+        allocated = sum(compiled.memory[part] for part in ("arguments", "results", "temporaries"))
+        return sum(at_peak.values()) or allocated - compiled.memory["donated"]
+    return max(0, stated - on_host) or None
+
+
+_ALIGNED = 1.001
+"""What small buffers and their alignment add to what is stated."""
+
+
 def _ranges(report: str) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
     """(instruction, index in its result, first, last moment) of every buffer."""
     part = report.partition("BufferLiveRange:")[2].partition("\n  Live ranges at")[0]

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from autoshard.exec.ahead._libtpu import Compiled
-from autoshard.exec.ahead._live import host_arguments, memory_at_peak
+from autoshard.exec.ahead._live import device_peak, host_arguments, memory_at_peak
 from autoshard.plan import Plan, Spec
 from tests.exec.planned_programs import handmade, mlp
 
@@ -91,3 +91,24 @@ def test_arguments_on_the_host_are_told_apart() -> None:
     assert text != TEXT
     assert host_arguments(dataclasses.replace(compiled(LIVE), text=text)) == 64 * 128 * 4
     assert host_arguments(compiled(LIVE)) == 0
+
+
+STATED = {"arguments": 1000, "results": 400, "donated": 400, "temporaries": 700}
+
+
+@pytest.mark.parametrize(
+    ("peak", "host", "at_peak", "device"),
+    [
+        (1600, 0, {}, 1600),
+        (1600, 500, {}, 1600),  # the device is fuller than its host
+        (3000, 2000, {"parameters": 900, "temporaries": 600}, 1500),  # the host is fuller: live ranges tell
+        (3000, 2000, {}, 1700),  # and without them what was allocated
+        (0, 0, {}, None),
+    ],
+)
+def test_the_peak_of_a_device_is_not_that_of_stacks_on_its_host(
+    peak: int, host: int, at_peak: dict[str, int], device: int | None
+) -> None:
+    """The compiler states the arguments and whichever memory is fuller."""
+    stated = dataclasses.replace(compiled(""), memory={**STATED, "peak": peak, "host": host})
+    assert device_peak(stated, at_peak) == device
