@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from autoshard.exec.ahead._libtpu import Compiled
+    from autoshard.exec.ahead._compiled import Compiled
     from autoshard.plan import Plan
     from autoshard.program import Program
 

@@ -28,7 +28,7 @@ import numpy as np
 if TYPE_CHECKING:
     from autoshard.cost import Calibration, Mesh
     from autoshard.exec import Estimate
-    from autoshard.exec.ahead._libtpu import Compiled
+    from autoshard.exec.ahead._compiled import Compiled
     from autoshard.exec.hlo._hlo import HloModule
     from autoshard.plan import Plan
     from autoshard.plan.published._published import Run

@@ -24,7 +24,7 @@ FLAGS = {
     "compare": {"--candidates", "--compile", "--debug", "--json", "--measure", "--quiet", "--steps"}
     | PROGRAM
     | PLANNING,
-    "compile": {"--debug", "--hlo", "--json", "--plan", "--quiet", "--time-limit"} | PROGRAM,
+    "compile": {"--debug", "--hlo", "--json", "--plan", "--quick", "--quiet", "--time-limit"} | PROGRAM,
     "diff": {"--debug", "--json", "--quiet"},
     "doctor": {"--debug", "--json", "--quiet"},
     "plan": {"--candidates", "--debug", "--for", "--json", "--no-cache", "--out", "--quiet"} | PROGRAM | PLANNING,

@@ -172,8 +172,8 @@ def run_compile(arguments: argparse.Namespace, answer: TextIO) -> int:
     plan = load_plan(arguments.plan)
     with show_progress(arguments) as progress:
         program = open_program(arguments, progress, plan.topology, plan=plan)
-        progress(f"Compiling for {plan.topology} (a minute or two for a large model)")
-        result = compile_plan(program, plan, time_limit=arguments.time_limit)
+        progress(f"Compiling for {plan.topology}" + ("" if arguments.quick else " (minutes for a large model)"))
+        result = compile_plan(program, plan, time_limit=arguments.time_limit, quick=arguments.quick)
     if arguments.hlo is not None:
         write_text(arguments.hlo, result.hlo)
     if arguments.json:
@@ -207,7 +207,7 @@ def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
             try:
                 if arguments.compile:
                     progress(f"Compiling {name}")
-                    compiled = compile_figures(compile_plan(program, plan))
+                    compiled = compile_figures(compile_plan(program, plan, quick=True))
                 if arguments.measure:
                     progress(f"Running {name}")
                     measured = measurement_figures(measure(program, plan, steps=arguments.steps))

@@ -126,6 +126,9 @@ def build_parser() -> argparse.ArgumentParser:
     add_program(compile_)
     compile_.add_argument("--plan", required=True, metavar="PLAN.json", type=Path, help="from `autoshard plan --out`")
     compile_.add_argument("--hlo", metavar="OUT.txt", type=Path, help="write the compiled program here")
+    compile_.add_argument(
+        "--quick", action="store_true", help="write no machine code: verdict, memory and schedule in seconds (TPUs)"
+    )
     compile_.add_argument("--time-limit", type=seconds, default=600.0, metavar="S", help="in all (default: 600)")
 
     compare = _command(
@@ -308,7 +311,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--only", type=texts, metavar="NAME,...", help="with --pairs: groups whose names contain these"
     )
     validate.add_argument(
-        "--compile", action="store_true", help="with --pairs: by the TPU compiler and its schedule, minutes a row"
+        "--compile", action="store_true", help="with --pairs: by the TPU compiler and its schedule, a minute a row"
     )
     validate.add_argument("--html", metavar="PAIRS.html", type=Path, help="with --pairs: write one page here")
     validate.add_argument("--plot", metavar="PAIRS.png", type=Path, help="with --pairs: draw predicted over measured")

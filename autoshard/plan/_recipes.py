@@ -1,7 +1,6 @@
 """What a person decides beside mesh and sharding, decided with them: a program in several recipes, the best taken."""
 
 import dataclasses
-import itertools
 import math
 import os
 import sys
@@ -31,12 +30,12 @@ from autoshard.plan.write import _stages
 from autoshard.plan.write._pipelines import PipelineMeshes, StagedMeshes
 from autoshard.plan.write._recipe import (
     ARITHMETIC,
-    SLOWER,
     UNMOVED,
     Recipe,
     RecipeTried,
     beaten,
     difference,
+    eased,
     elements_of,
     figures_of,
     line_of,
@@ -46,15 +45,11 @@ from autoshard.plan.write._recipe import (
 from autoshard.plan.write._recipe_order import LEAST_GAIN, in_order
 from autoshard.plan.write._roomy import Roomy
 from autoshard.plan.write._stages import BUBBLE, Arithmetic, on_some
-from autoshard.program import HOSTS, INPUT, Choices, Program
+from autoshard.program import INPUT, Choices, Program
 
 
 FINENESS = 16
 """A mixture is looked for to within one part in so many of the layers."""
-
-TIGHT = 0.8
-"""Share of the memory limit from which a plan may be slower for lack of memory: more microbatches, and state on
-the hosts, are then tried."""
 
 TABLES = 400_000_000
 """Bytes of tables of paths that are kept from one recipe to the next."""
@@ -170,16 +165,12 @@ class _RecipeSearch:
         if _stages.pipeline_of(recipe) is not None:
             slow = self._in_stages(recipe) >= self._beaten_by_s(recipe)
             return BUBBLE if slow else self.roomy.slower(recipe, self.tried)
-        eases = [n for n, first in (("microbatches", 1), ("host", HOSTS[0])) if recipe.arguments.get(n, first) != first]
-        for name, other in itertools.product(eases, self.tried):
-            if other.recipe != recipe.but(**{name: other.recipe.arguments[name]}):
-                continue
-            held = other.held_bytes if other.peak_bytes is None else other.peak_bytes
-            if other.verdict in SLOWER:
-                return f"not planned: {difference(other.recipe, recipe)} is slower whatever fits"
-            if held is not None and held < TIGHT * self.limit:
-                return f"not planned: memory does not bind with {difference(other.recipe, recipe)}"
-        return ""
+        return eased(recipe, self.tried, self.limit)
+
+    @property
+    def cut(self) -> int:
+        """Layers of the stack that stages are cut from; 0 if none is known."""
+        return max(self.stacks or (), default=0)
 
     @property
     def limit(self) -> int:
@@ -221,6 +212,7 @@ class _RecipeSearch:
         try:
             made = make_plan(program, options, save_problem=problem, before=before, **self.running)
         except Beaten as error:
+            self.pipelines.slower(recipe, self.cut)
             self.tried.append(on_some(beaten(recipe, error.bound_s, elements, least), *unlooked))
             return False
         except InfeasibleError as error:
@@ -245,6 +237,8 @@ class _RecipeSearch:
                 self.full[recipe] = program, made.plan
         if better := row.per_element_s < self._beaten_by_s(recipe):
             self.best = row, made
+        else:
+            self.pipelines.slower(recipe, self.cut)
         if problem is not None and self.problem is not None:
             if better:
                 os.replace(problem, self.problem)
@@ -276,6 +270,8 @@ class _RecipeSearch:
         mesh = instead.get("mesh", self.options.mesh)
         if not self.of_source or _stages.pipeline_of(recipe) is None or given_mesh(self.topology, mesh) is not None:
             return None
+        if self.pipelines.outdone(recipe, self.cut):
+            return StagedMeshes((), 0.0, None, outdone=True)
         best = None if self.best is None else self.best[1].weights
         counts = self.counts or (recipe.arguments["microbatches"],)
         return self.pipelines.of(recipe, counts, lambda p: self._beaten_by_s(recipe) * elements_of(p), best)
@@ -285,7 +281,7 @@ class _RecipeSearch:
         pipeline, alone = _stages.pipeline_of(recipe), self.arithmetic.get(_stages.without_pipeline(recipe))
         if pipeline is None or alone is None:
             return 0.0
-        return alone.in_stages(pipeline, max(self.stacks or (), default=0))
+        return alone.in_stages(pipeline, self.cut)
 
     def _bound(
         self, recipe: Recipe, program: Program, options: Options, beat_s: float, staged: StagedMeshes | None

@@ -67,7 +67,8 @@ def _memory(plan: Plan) -> list[str]:
     where = f" at {readable(prediction.peak_at)}" if prediction.peak_at else ""
     room = plan.memory_limit_bytes - prediction.peak_bytes
     left = f"{format_bytes(room)} is left" if room >= 0 else f"{format_bytes(-room)} is missing"
-    return [f"Memory peaks{where}, where {kind.replace('_', ' ')} hold most ({format_bytes(size)}); {left}."]
+    words = kind.replace("_", " ") + (" hold" if kind.endswith("s") else " holds")
+    return [f"Memory peaks{where}, where {words} most ({format_bytes(size)}); {left}."]
 
 
 def _gaps(plan: Plan) -> list[str]:

@@ -5,7 +5,8 @@ import enum
 import re
 from typing import Any
 
-from autoshard.exec.ahead._libtpu import Compiled, compile_without_devices
+from autoshard.exec.ahead._compiled import Compiled
+from autoshard.exec.ahead._libtpu import compile_without_devices
 from autoshard.exec.ahead._live import device_peak, memory_at_peak
 from autoshard.exec.hlo._collectives import CompiledCollective, plan_mesh, read_collectives, wire_by_axis
 from autoshard.exec.hlo._estimate import Estimate, decided, estimate
@@ -41,7 +42,8 @@ class CompileReport:
     not fit; None if the compiler did not say."""
     memory_predicted: dict[str, int]
     memory_compiled: dict[str, int]
-    """Arguments, results, temporaries, donated, peak; and `host`, bytes in the host's memory."""
+    """Arguments, temporaries, and `host`, bytes in the host's memory; results, donated and peak where machine code was
+    written, and what is `on_chip` where it was not."""
     host_predicted: int
     """Bytes of one device that the program keeps in its host's memory."""
     memory_at_peak: dict[str, int]
@@ -60,15 +62,20 @@ class CompileReport:
     warnings: tuple[str, ...]
 
 
-def compile_plan(program: Program, plan: Plan, time_limit: float = 600.0) -> CompileReport:
+UNCODED = "no machine code was written: a kernel that the code generator refuses would not be seen"
+
+
+def compile_plan(program: Program, plan: Plan, time_limit: float = 600.0, *, quick: bool = False) -> CompileReport:
     """Apply the plan and compile it for its topology with no device present: for TPUs with libtpu, for GPUs with JAX's
     CUDA plugin.
 
+    With `quick` libtpu is ended before it writes machine code, which takes most of its time: what a report says is
+    known by then, but a kernel that the code generator would refuse is not seen. It changes nothing for GPUs.
     Runs in a subprocess that is gone afterwards whatever happens. Raises `UserError` if the compiler is missing, there
     is none for the topology or it is refused, the program is not the plan's, or `time_limit` seconds are over.
     """
     program = verify_program(program, plan)
-    return report(program, plan, compile_without_devices(program, plan, time_limit))
+    return report(program, plan, compile_without_devices(program, plan, time_limit, quick))
 
 
 def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
@@ -113,6 +120,8 @@ def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:
     warnings = list(_warnings(compiled.log))
     if timed.unknown_trips:
         warnings.append(f"{timed.unknown_trips} loops have a trip count that the compiled text does not tell")
+    if not compiled.coded:
+        warnings.append(UNCODED)
     if flops.complaint:
         warnings.append(flops.complaint)
     return CompileReport(

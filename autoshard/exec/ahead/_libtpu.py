@@ -1,7 +1,6 @@
 """Compiling with no device present: libtpu, or the GPU compiler, in a process of its own, with a time limit."""
 
 import contextlib
-import dataclasses
 import importlib.util
 import json
 import math
@@ -10,7 +9,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from autoshard import mlir
 from autoshard.base.process import python_command, scratch_folder
 from autoshard.cost import Topology
 from autoshard.errors import UserError
+from autoshard.exec.ahead._compiled import Compiled
+from autoshard.exec.ahead._placed import placed, read_placed
 from autoshard.exec.ahead._target import Target, gpu_target
 from autoshard.exec.apply._apply import donated_aliases
 from autoshard.exec.apply._calls import lower_for_compiler
@@ -38,30 +39,17 @@ _ENVIRONMENT = {
 
 _LOCK = Path("/tmp/libtpu_lockfile")
 
+RESULT = "result.json"
+_POLL_S = 0.25
+
 _GIB = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Compiled:
-    """What the compiler left: scheduled HLO and memory, or how much it lacked."""
-
-    text: str
-    """Scheduled HLO; empty if the program does not fit."""
-    memory: dict[str, int]
-    """Bytes of one device: arguments, results, temporaries, donated, peak; and in its host's memory, `host`."""
-    compile_s: float
-    needed_bytes: int | None
-    """What the program needed, if it does not fit."""
-    available_bytes: int | None
-    log: str
-    """What the compiler wrote to stderr."""
-    live: str = ""
-    """The compiler's report of live ranges, its last part the buffers at the peak; empty if it left none."""
-
-
-def compile_without_devices(program: Program, plan: Plan, time_limit: float) -> Compiled:
+def compile_without_devices(program: Program, plan: Plan, time_limit: float, quick: bool = False) -> Compiled:
     """Apply the plan to the program's module and compile it for the plan's topology: by libtpu, or for GPUs by the
     compiler in JAX's CUDA plugin from a description of the chip.
+
+    With `quick` libtpu is ended when every value has its place in memory, before it writes machine code.
 
     Raises `UserError` if the compiler is not installed, there is none for the topology, it refuses it, fails, dies or
     takes longer than `time_limit` seconds; no process and no lock is left behind in any case.
@@ -77,7 +65,12 @@ def compile_without_devices(program: Program, plan: Plan, time_limit: float) -> 
         job = {"platform": target.platform, "topology": target.name, "options": target.options, "aliases": aliases}
         (directory / "job.json").write_text(json.dumps(job))
         flags = plan.provenance.get("xla_flags", {}).get("flags", [])
-        code, log = _run(directory, time_limit, target, flags)
+        began = time.monotonic()
+        quick = quick and target.platform == "tpu"
+        code, log = _run(directory, time_limit, target, flags, until=placed if quick else None)
+        stem = placed(directory) if quick and not (directory / RESULT).exists() else None
+        if stem is not None:
+            return read_placed(directory, stem, _argument_bytes(program, plan), time.monotonic() - began, log)
         return _read_result(directory, code, log, target, _argument_bytes(program, plan))
 
 
@@ -136,8 +129,15 @@ def _no_new_lock() -> Iterator[None]:
                 _LOCK.unlink(missing_ok=True)
 
 
-def _run(directory: Path, time_limit: float, target: Target, flags: Sequence[str] = ()) -> tuple[int, str]:
-    """`flags`: those that the plan was made for; they go before what the environment says."""
+def _run(
+    directory: Path,
+    time_limit: float,
+    target: Target,
+    flags: Sequence[str] = (),
+    until: Callable[[Path], object] | None = None,
+) -> tuple[int, str]:
+    """`flags`: those that the plan was made for; they go before what the environment says. The process is ended when
+    `until` finds something in the directory."""
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     environment |= {**target.environment, "TPU_LOG_DIR": str(directory)}
     if flags:
@@ -153,7 +153,7 @@ def _run(directory: Path, time_limit: float, target: Target, flags: Sequence[str
             start_new_session=True,
         )
         try:
-            code = process.wait(timeout=time_limit)
+            code = _wait(process, time_limit, lambda: until is not None and until(directory) is not None)
         except subprocess.TimeoutExpired:
             raise UserError(
                 f"the {target.noun} compiler did not finish {target.topology} within {time_limit:g} s: "
@@ -162,6 +162,19 @@ def _run(directory: Path, time_limit: float, target: Target, flags: Sequence[str
         finally:
             _end(process)
     return code, log.read_text(errors="replace")
+
+
+def _wait(process: "subprocess.Popen[bytes]", time_limit: float, enough: Callable[[], bool]) -> int:
+    """The process's exit code, or 0 if there is enough of it before. Raises `TimeoutExpired`."""
+    end = time.monotonic() + time_limit
+    while not enough():
+        left = end - time.monotonic()
+        try:
+            return process.wait(timeout=min(_POLL_S, max(left, 0.0)))
+        except subprocess.TimeoutExpired:
+            if left <= _POLL_S:
+                raise
+    return 0
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -183,7 +196,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 def _read_result(directory: Path, code: int, log: str, target: Target, argument_bytes: int) -> Compiled:
     noun, topology = target.noun, target.topology
-    path = directory / "result.json"
+    path = directory / RESULT
     if not path.exists():
         reason = _last_line(log)
         how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"

@@ -5,7 +5,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from autoshard.exec.ahead._libtpu import Compiled
+from autoshard.exec.ahead._compiled import Compiled
 from autoshard.exec.hlo._hlo import HOST_SPACE, Shape, tiling
 from autoshard.plan import Plan
 
@@ -93,15 +93,19 @@ def host_arguments(compiled: Compiled) -> int:
 def device_peak(compiled: Compiled, at_peak: Mapping[str, int]) -> int | None:
     """Bytes of a device at the compiled program's peak, of which `at_peak` tells the kinds; None if nothing tells.
 
-    The compiler states arguments and the fullest of all memories together. Where that is the host's, with stacks in it
-    that a loop offloads, the device's peak is what lives there at once, or failing that all that was allocated.
+    The compiler states arguments and the fullest of all memories together: of small programs that may be the memory on
+    the chip. Where it is the host's, with stacks in it that a loop offloads, and before machine code is written, when
+    nothing is stated, the device's peak is what lives there at once, and no more than was allocated.
     """
-    stated, on_host = compiled.memory["peak"], host_arguments(compiled)
-    stacks = compiled.memory.get("host", 0) - on_host
-    if stacks > 0 and stated <= (compiled.memory["arguments"] + stacks) * _ALIGNED:
-        allocated = sum(compiled.memory[part] for part in ("arguments", "results", "temporaries"))
-        return sum(at_peak.values()) or allocated - compiled.memory["donated"]
-    return max(0, stated - on_host) or None
+    memory, on_host = compiled.memory, host_arguments(compiled)
+    allocated = sum(memory.get(part, 0) for part in ("arguments", "results", "temporaries")) - memory.get("donated", 0)
+    live = min(sum(at_peak.values()) or allocated, allocated)
+    if "peak" not in memory:
+        return max(live, memory["arguments"] + memory["on_chip"]) or None
+    stated, stacks = memory["peak"] - on_host, memory.get("host", 0) - on_host
+    if stacks > 0 and stated <= (memory["arguments"] + stacks) * _ALIGNED:
+        return live
+    return max(0, stated) or None
 
 
 _ALIGNED = 1.001

@@ -22,7 +22,7 @@ from autoshard.plan.price._task import Task
 from autoshard.plan.solve._build import Weights
 from autoshard.plan.solve._floors import least_compute
 from autoshard.plan.write._recipe import Recipe, RecipeTried, elements_of
-from autoshard.plan.write._stages import UNLOOKED, UNSTAGED, pipeline_of
+from autoshard.plan.write._stages import OUTDONE, UNLOOKED, UNSTAGED, pipeline_of, promise
 from autoshard.program import Pipeline, Program
 
 
@@ -35,6 +35,9 @@ KIN_PAIRS = 30_000_000
 """Of these, the most for bounds from one pipeline."""
 AT_ONCE = 12_000_000
 """Pairs of the meshes on which one pipeline is planned, and of at least one mesh."""
+EVERY = 8_000_000
+"""Pairs up to which every pipeline is looked at; after them, of each number of stages, only more promising ones than
+what has been planned in vain."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +51,8 @@ class StagedMeshes:
     """One of as many stages; None if none was made."""
     unlooked: int = 0
     """How many more meshes there are that are not looked at, since enough others were."""
+    outdone: bool = False
+    """Whether none is looked at, since a more promising pipeline of as many stages is slower than the best plan."""
 
     def row(self, recipe: Recipe, least_s: float, elements: int | None) -> RecipeTried:
         """What is said of a pipeline that is not planned.
@@ -57,7 +62,8 @@ class StagedMeshes:
         """
         elements = elements if self.program is None else elements_of(self.program)
         bound_s = max(self.bound_s, least_s * (elements or 0))
-        return RecipeTried(recipe, UNLOOKED if self.unlooked else UNSTAGED, None, elements, None, bound_s)
+        verdict = OUTDONE if self.outdone else UNLOOKED if self.unlooked else UNSTAGED
+        return RecipeTried(recipe, verdict, None, elements, None, bound_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,12 +129,33 @@ class PipelineMeshes:
         self.kin: dict[Recipe, Kin | None] = {}
         self.planned = 0
         """Pairs of alternatives of pipelines that were found to be worth planning."""
+        self.in_vain: dict[int, float] = {}
+        """Number of stages -> the least promise of a pipeline that was planned and is slower than the best plan."""
+
+    @property
+    def spent(self) -> int:
+        """Pairs of alternatives that were looked at."""
+        return self.planned + sum(kin.spent for kin in self.kin.values() if kin is not None)
 
     @property
     def ended(self) -> bool:
         """Whether no more is looked at."""
-        bounded = sum(kin.spent for kin in self.kin.values() if kin is not None)
-        return self.planned + bounded >= MOST_PAIRS
+        return self.spent >= MOST_PAIRS
+
+    def slower(self, recipe: Recipe, layers: int) -> None:
+        """Take note that the pipeline of a recipe fits and is slower than the best plan."""
+        pipeline = pipeline_of(recipe)
+        if pipeline is not None and layers:
+            known = self.in_vain.get(pipeline.stages, math.inf)
+            self.in_vain[pipeline.stages] = min(known, promise(pipeline, layers))
+
+    def outdone(self, recipe: Recipe, layers: int) -> bool:
+        """Whether its pipeline need not be looked at for what became of a more promising one."""
+        pipeline = pipeline_of(recipe)
+        known = None if pipeline is None else self.in_vain.get(pipeline.stages)
+        if pipeline is None or known is None or self.spent < EVERY:
+            return False
+        return promise(pipeline, layers) >= known
 
     def of(
         self, recipe: Recipe, counts: Sequence[int], beat: Callable[[Program], float], weights: Weights | None

@@ -1,6 +1,7 @@
 """Recipes, what came of each that was considered, and how a plan tells it."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,10 @@ UNMOVED = "not planned: slower even if nothing had to be moved"
 BEATEN = "slower on every mesh"
 SLOWER = (ARITHMETIC, UNMOVED)
 """Verdicts of what is slower than the best yet by a bound that holds whatever fits into memory."""
+
+TIGHT = 0.8
+"""Share of the memory limit from which a plan may be slower for lack of memory: more microbatches, and state on
+the hosts, are then tried."""
 
 _LESS_MEMORY = {"remat": 1, "microbatches": 1, "batch": -1, "host": 1}
 """Options of a source that the planner may choose: 1 if values that come later need less memory, -1 if more."""
@@ -154,3 +159,18 @@ def figures_of(row: RecipeTried, rows: Sequence[RecipeTried], varied: bool) -> d
     if varied and row.step_time_s is not None and row.elements:
         figures["seconds_per_element"] = row.step_time_s / row.elements
     return figures
+
+
+def eased(recipe: Recipe, tried: Sequence[RecipeTried], limit: int) -> str:
+    """Why a recipe that only eases memory need not be planned beside those `tried`, with `limit` bytes of a device;
+    empty if it must."""
+    eases = [n for n, first in (("microbatches", 1), ("host", HOSTS[0])) if recipe.arguments.get(n, first) != first]
+    for name, other in itertools.product(eases, tried):
+        if other.recipe != recipe.but(**{name: other.recipe.arguments[name]}):
+            continue
+        held = other.held_bytes if other.peak_bytes is None else other.peak_bytes
+        if other.verdict in SLOWER:
+            return f"not planned: {difference(other.recipe, recipe)} is slower whatever fits"
+        if held is not None and held < TIGHT * limit:
+            return f"not planned: memory does not bind with {difference(other.recipe, recipe)}"
+    return ""

@@ -2,9 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
+from autoshard.plan.model._choices import PARTS
 from autoshard.plan.write import _stages
 from autoshard.plan.write._recipe import Recipe
 from autoshard.program import Choices
@@ -37,17 +38,21 @@ def in_order(choices: Choices, tried: Tried) -> Iterator[Recipe]:
     """All recipes, fewer microbatches first; batches grow as long as that pays, and get smaller only if none fits."""
     names = [name for name in choices if name != "batch" or not tried.of_source]
     others = list(itertools.product(*(choices[name] for name in names)))
-    if "stages" in names:
-        others = _stages.in_order(others, names, tried.slices)
-    elif tried.of_source and "microbatches" in names:  # the first of them is what others are held against
+    staged = set(PARTS) <= set(names)
+    if not staged and tried.of_source and "microbatches" in names:  # the first is what others are held against
         place = names.index("microbatches")
         others.sort(key=lambda values: choices["microbatches"].index(values[place]))
 
+    def ordered() -> Iterable[tuple[Any, ...]]:
+        if not staged:
+            return others
+        return _stages.in_order(others, names, tried.slices, lambda: max(tried.stacks or (), default=0))
+
     def recipes(**batch: Any) -> Iterator[Recipe]:
-        for values in others:
+        for values in ordered():
             recipe = Recipe((*batch.items(), *zip(names, values, strict=True)))
             counts = choices.get("microbatches", ())
-            if "stages" not in names or _stages.is_sensible(recipe.arguments, counts, tried.stacks):
+            if not staged or _stages.is_sensible(recipe.arguments, counts, tried.stacks):
                 yield recipe
 
     if len(names) == len(choices):

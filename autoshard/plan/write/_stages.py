@@ -1,7 +1,7 @@
 """Pipelines among the recipes of a search: which are worth planning, what is bubble, and what they came to."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autoshard.graph import OpGraph
@@ -14,7 +14,13 @@ from autoshard.units import format_seconds
 BUBBLE = "not planned: slower by its arithmetic and its bubble alone"
 UNSTAGED = "slower on every mesh with an axis of stages"
 UNLOOKED = "not looked at: enough other pipelines were"
+OUTDONE = "not looked at: a more promising one of as many stages is slower"
+NOT_LOOKED = (UNLOOKED, OUTDONE)
 UNFIT = "not looked at further: it fits on none of the first meshes"
+
+MOVED = 0.3
+"""What parameters and gradients take on the links over what is computed, where pipelines are put in order, and only
+there: about as in the best plan without stages of Llama-3.1-405B on four slices of v5p."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,17 +70,36 @@ def without_pipeline(recipe: Recipe) -> Recipe:
     return Recipe(tuple((name, value) for name, value in recipe.choices if name not in PARTS))
 
 
-def in_order(recipes: Sequence[tuple[Any, ...]], names: Sequence[str], slices: int) -> list[tuple[Any, ...]]:
+def in_order(
+    recipes: Sequence[tuple[Any, ...]], names: Sequence[str], slices: int, layers: Callable[[], int]
+) -> Iterator[tuple[Any, ...]]:
     """Recipes without stages first, fewer microbatches before more; then as many stages as `slices`, which hand little
-    over slow links, then fewer stages before more. Of these more microbatches come first: their bubble is the smallest,
-    and what does not fit with them does not with fewer."""
-    places = [names.index(name) for name in ("stages", "microbatches")]
+    over slow links, then fewer stages before more, of which the most promising pipelines come first. The `layers` of
+    the stack that is cut are asked for when a program has been made."""
+    places = [names.index(name) for name in ("stages", "microbatches", "schedule")]
 
-    def key(values: tuple[Any, ...]) -> tuple[bool, bool, int, int]:
-        stages, count = (values[place] for place in places)
-        return stages > 1, stages != slices, stages, count if stages == 1 else -count
+    def parts(values: tuple[Any, ...]) -> list[Any]:
+        return [values[place] for place in places]
 
-    return sorted(recipes, key=key)
+    yield from sorted((each for each in recipes if parts(each)[0] == 1), key=lambda values: parts(values)[1])
+
+    def key(values: tuple[Any, ...]) -> tuple[bool, int, float]:
+        stages, count, schedule = parts(values)
+        if schedule is None or not layers():
+            return stages != slices, stages, -count
+        return stages != slices, stages, promise(Pipeline(stages, count, schedule), layers())
+
+    yield from sorted((each for each in recipes if parts(each)[0] > 1), key=key)
+
+
+def promise(pipeline: Pipeline, layers: int) -> float:
+    """Roughly what a step in the pipeline takes, over its compute without stages: less is more promising.
+
+    The bubble stretches compute. In every tick each stage gathers the parameters of one of its chunks, and sums
+    gradients, so that more microbatches in fewer rounds move more.
+    """
+    chunks = pipeline.stages * max(1, pipeline.rounds(layers))
+    return 1 / (1 - pipeline.bubble(layers)) + MOVED * pipeline.ticks(layers) / chunks
 
 
 def on_some(row: RecipeTried, unlooked: int, bound_s: float) -> RecipeTried:
@@ -118,7 +143,7 @@ def pipeline_words(best: RecipeTried, rows: Sequence[RecipeTried], stacks: Seque
         return "no pipeline: the program has no layers that repeat"
     if not others:
         return "no pipeline: no number of stages goes with the layers, the batch and the devices"
-    others = [each for each in others if each[0].verdict != UNLOOKED] or others
+    others = [each for each in others if each[0].verdict not in NOT_LOOKED] or others
     planned = [(row, pipeline) for row, pipeline in others if row.step_time_s is not None]
     if planned:
         row, pipeline = min(planned, key=lambda pair: pair[0].per_element_s)
@@ -131,8 +156,8 @@ def pipeline_words(best: RecipeTried, rows: Sequence[RecipeTried], stacks: Seque
 
 def _unlooked(rows: Sequence[RecipeTried]) -> str:
     """How many pipelines were not looked at, and what none of them goes below; empty if all were."""
-    bounds = [row.bound_s or 0.0 for row in rows if row.verdict == UNLOOKED]
-    some = [row for row in rows if row.unlooked and row.verdict != UNLOOKED]
+    bounds = [row.bound_s or 0.0 for row in rows if row.verdict in NOT_LOOKED]
+    some = [row for row in rows if row.unlooked and row.verdict not in NOT_LOOKED]
     said = ""
     if bounds:
         said += f"; {len(bounds)} more were not looked at, of which none takes less than {format_seconds(min(bounds))}"

@@ -17,10 +17,11 @@ from autoshard.errors import UserError
 from autoshard.exec import Verdict, compile_figures, compile_lines, compile_plan
 from autoshard.exec.ahead import _libtpu as room
 from autoshard.exec.ahead._compile import report
-from autoshard.exec.ahead._libtpu import Compiled, libtpu_topology, parse_out_of_memory
+from autoshard.exec.ahead._compiled import Compiled
+from autoshard.exec.ahead._libtpu import libtpu_topology, parse_out_of_memory
 from autoshard.exec.hlo._collectives import plan_mesh, read_collectives
 from autoshard.exec.hlo._unforeseen import unforeseen
-from autoshard.plan import Collective, Plan
+from autoshard.plan import Collective, Options, Plan, make_plan
 from autoshard.program import trace
 from tests.exec import planned_programs as made
 from tests.exec.planned_programs import handmade
@@ -260,6 +261,65 @@ def test_a_compiler_that_dies_or_refuses(program, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UserError, match=sentence):
         compile_plan(program, planned(program))
     assert worker.gone()
+
+
+SPACES = """Memory Space: default (color=0)
+Total bytes: 409600 (400.0KiB)
+
+Memory Space: vmem (color=1)
+Total bytes: 64 (64B)
+
+Memory Space: cmem (color=5)
+Total bytes: 512 (512B)
+"""
+
+
+def dumping(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, last: str) -> FakeWorker:
+    """A compiler that leaves its dumps, of which `last` ends the name of the last, and then is busy for long."""
+    left, stem = tmp_path / "left", "module_0000.jit_stand_in.cl_1"
+    left.mkdir()
+    (left / f"{stem}.after_optimizations.txt").write_text(hlo())
+    (left / f"{stem}.after_optimizations-memory-usage-report.txt").write_text(SPACES)
+    (left / f"{stem}.{last}").write_text("")
+    (left / f"{stem}.debug_options").write_text("")
+    return FakeWorker(monkeypatch, f"cp -r {left} $1/dump; sleep 60")
+
+
+def test_a_quick_compilation_ends_when_memory_is_assigned(program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    worker = dumping(monkeypatch, tmp_path, "after_optimizations_after_buffer_assignment.txt")
+    found = compile_plan(program, planned(program), quick=True)
+    arguments = found.memory_compiled["arguments"]
+    assert worker.gone() and found.verdict is Verdict.FITS and found.estimate is not None
+    assert found.memory_compiled == {
+        "arguments": arguments,
+        "temporaries": 409600 - arguments,
+        "on_chip": 64,
+        "host": 512,
+    }
+    assert found.peak_compiled == 409600 and any("no machine code" in warning for warning in found.warnings)
+
+
+def test_a_quick_compilation_waits_for_memory_that_is_not_assigned(
+    program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """A program that does not fit leaves all dumps but one."""
+    worker = dumping(monkeypatch, tmp_path, "oom_intermediate_module.txt")
+    with pytest.raises(UserError, match="did not finish v5e:2x2 within 1 s"):
+        compile_plan(program, planned(program), time_limit=1, quick=True)
+    assert worker.gone()
+
+
+def test_a_quick_compilation_decides_as_a_whole_one():
+    if importlib.util.find_spec("libtpu") is None:  # an optional extra
+        pytest.skip("libtpu is not installed")
+    program = made.decoder()
+    plan = make_plan(program, Options(topology="v5e:2x2", mesh={"data": 2, "model": 2})).plan
+    quick, whole = (compile_plan(program, plan, quick=each) for each in (True, False))
+    assert quick.verdict is whole.verdict is Verdict.FITS and quick.estimate is not None and whole.estimate is not None
+    assert quick.estimate.step_time_s == whole.estimate.step_time_s
+    assert quick.wire_compiled == whole.wire_compiled
+    assert quick.peak_compiled == pytest.approx(whole.peak_compiled, rel=0.1)
+    assert len(quick.warnings) == len(whole.warnings) + 1
 
 
 def test_the_compiler_gets_all_it_needs(program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

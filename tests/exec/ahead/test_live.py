@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from autoshard.exec.ahead._libtpu import Compiled
+from autoshard.exec.ahead._compiled import Compiled
 from autoshard.exec.ahead._live import device_peak, host_arguments, memory_at_peak
 from autoshard.plan import Plan, Spec
 from tests.exec.planned_programs import handmade, mlp

@@ -202,7 +202,7 @@ def test_the_compiler_tells_whether_it_fits_and_what_is_hidden(monkeypatch: pyte
         "b": SimpleNamespace(verdict=Verdict.DOES_NOT_FIT, peak_compiled=9, estimate=None),
     }
 
-    def compile_plan(program, plan, time_limit):
+    def compile_plan(program, plan, time_limit, quick):
         if plan.program_name not in reports:
             raise UserError("it takes too long")
         return reports[plan.program_name]

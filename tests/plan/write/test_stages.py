@@ -12,8 +12,10 @@ from autoshard.errors import InfeasibleError, UserError
 from autoshard.plan import Options, make_plan, plan_recipes, source_choices
 from autoshard.plan.price._least import least_seconds
 from autoshard.plan.price._reading import read_program
+from autoshard.plan.price._task import Task
+from autoshard.plan.write._pipelines import PipelineMeshes
 from autoshard.plan.write._recipe import Recipe
-from autoshard.plan.write._stages import arithmetic_of, in_order, is_sensible, pipeline_of
+from autoshard.plan.write._stages import arithmetic_of, in_order, is_sensible, pipeline_of, promise
 from autoshard.program import Pipeline, Program
 from tests.scripts import load_script
 
@@ -113,14 +115,44 @@ def test_what_goes_together(
     assert is_sensible(said, (1, 2, 3, 4, 16), stacks) == sensible
 
 
-def test_more_microbatches_of_a_pipeline_come_first() -> None:
-    rows = [(stages, count) for stages in (2, 1) for count in (2, 4)]
-    assert in_order(rows, ["stages", "microbatches"], 1) == [(1, 2), (1, 4), (2, 4), (2, 2)]
+NAMES = ["stages", "schedule", "microbatches"]
+
+
+def test_more_microbatches_come_first_of_a_pipeline_of_which_no_layers_are_known() -> None:
+    rows = [(stages, None if stages == 1 else "gpipe", count) for stages in (2, 1) for count in (2, 4)]
+    found = [(stages, count) for stages, _, count in in_order(rows, NAMES, 1, lambda: 0)]
+    assert found == [(1, 2), (1, 4), (2, 4), (2, 2)]
 
 
 def test_as_many_stages_as_slices_come_before_fewer() -> None:
-    rows = [(stages, 8) for stages in (1, 2, 4, 8)]
-    assert [stages for stages, _ in in_order(rows, ["stages", "microbatches"], 4)] == [1, 4, 2, 8]
+    rows = [(stages, None if stages == 1 else "gpipe", 8) for stages in (1, 2, 4, 8)]
+    assert [stages for stages, *_ in in_order(rows, NAMES, 4, lambda: 8)] == [1, 4, 2, 8]
+
+
+def test_the_most_promising_pipeline_of_as_many_stages_comes_first() -> None:
+    """Little bubble, but no parameters that are gathered anew in many ticks."""
+    rows = [(4, schedule, count) for schedule in ("gpipe", "circular:4") for count in (4, 32)]
+    found = [(schedule, count) for _, schedule, count in in_order(rows, NAMES, 1, lambda: 16)]
+    assert found == [("circular:4", 4), ("gpipe", 4), ("circular:4", 32), ("gpipe", 32)]
+    assert promise(Pipeline(4, 4, "circular:4"), 16) == pytest.approx(19 / 16 * 1.3)
+
+
+def test_of_pipelines_that_are_planned_in_vain_less_promising_ones_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unplanned(_: Program, stages: int) -> Task:
+        raise AssertionError(f"{stages} stages are looked at")
+
+    search = PipelineMeshes(Topology.parse("v5e:2x4"), lambda **said: program(8, 8, 8), unplanned)
+
+    def recipe(stages: int, microbatches: int) -> Recipe:
+        return Recipe((("stages", stages), ("schedule", "circular:4"), ("microbatches", microbatches)))
+
+    search.slower(recipe(4, 8), 16)
+    assert not search.outdone(recipe(4, 16), 16)  # little was looked at
+    search.planned = 100_000_000
+    assert search.outdone(recipe(4, 16), 16) and search.outdone(recipe(4, 8), 16)
+    assert not search.outdone(recipe(4, 4), 16) and not search.outdone(recipe(2, 16), 16)
 
 
 def test_the_bubble_is_the_share_of_ticks_that_nobody_uses() -> None:
