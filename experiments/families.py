@@ -101,8 +101,8 @@ def work(name: str, mode: str) -> None:
         print(json.dumps({"mesh": label} | row_of(program, mesh)), flush=True)
 
 
-def row_of(program: "Program", mesh: dict[str, int]) -> dict[str, Any]:
-    """Plan a program for eight CPU devices, run it, and compare."""
+def row_of(program: "Program", mesh: dict[str, int], seed: int = 0) -> dict[str, Any]:
+    """Plan a program for eight CPU devices, run it on the values of a seed, and compare."""
     from autoshard.errors import UserError
     from autoshard.exec import measure
     from autoshard.plan import Options, make_plan
@@ -115,7 +115,7 @@ def row_of(program: "Program", mesh: dict[str, int]) -> dict[str, Any]:
         row["peak_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
         row["words"] = list(plan.words)
         row["without_rule"] = [w for w in plan.warnings if "has no sharding rule" in w]
-        found = measure(program, plan, steps=1, warmup=0, check=True)
+        found = measure(program, plan, steps=1, warmup=0, seed=seed, check=True)
     except UserError as error:
         return row | {"error": str(error)}
     assert found.check is not None

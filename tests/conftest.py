@@ -1,6 +1,9 @@
 """Eight CPU devices and quick compilation for every test: set before anything imports jax."""
 
+import gc
 import os
+
+from tests.compiling import QUICKLY
 
 
 _COUNT = "--xla_force_host_platform_device_count"
@@ -11,5 +14,6 @@ os.environ["AUTOSHARD_CACHE_DIR"] = ""  # nothing of an earlier run, nothing lef
 os.environ["AUTOSHARD_DATA_DIR"] = ""
 if _COUNT not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_COUNT}=8".strip()
-# Tests compile many programs and run each a few times. The partitioner and XLA's own passes are not changed by it.
-os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] += f" {QUICKLY}"
+# Tracing makes many objects that live long; looking through all of them for garbage so often is a tenth of the time.
+gc.set_threshold(20_000, 20, 10)

@@ -1,6 +1,8 @@
 """Every command at work on a program: what it prints, what it writes, and when it fails."""
 
 import json
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,7 @@ def fails():
 """
 
 ON_CPU = ("--topology", "cpu:8", "--mesh", "data=4,model=2")
+Here = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +59,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = run("plan", "step.py", *ON_CPU, "--out", "plan.json", "--quiet", cwd=folder)
     assert result.returncode == 0, result.stderr
     return folder
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    """The command in this process, with variables of the environment that it alone sees."""
+
+    def called(*arguments: str, at: Path = folder, **variables: str) -> subprocess.CompletedProcess[str]:
+        with monkeypatch.context() as alone:
+            alone.chdir(at)
+            alone.delenv("XLA_AUTO_SPMD_MESH", raising=False)
+            for name, value in variables.items():
+                alone.setenv(name, value)
+            code = cli.main(list(arguments))
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+
+    return called
 
 
 def test_json_is_one_object_and_nothing_else_is_on_stdout(folder: Path):
@@ -89,9 +108,9 @@ def test_progress_is_plain_lines_when_piped_and_nothing_when_quiet(folder: Path)
     assert quiet.stderr == "noise from the user's file\n"
 
 
-def test_the_mesh_comes_from_the_flag_then_the_environment_then_a_search(folder: Path):
+def test_the_mesh_comes_from_the_flag_then_the_environment_then_a_search(folder: Path, here: Here):
     def mesh(*arguments: str, **env: str) -> dict[str, int]:
-        result = run("plan", "step.py", "--topology", "cpu:8", "--json", *arguments, cwd=folder, env=env)
+        result = here("plan", "step.py", "--topology", "cpu:8", "--json", *arguments, **env)
         figures = json.loads(result.stdout)
         searched = figures["meshes"]
         assert not searched or searched[0]["mesh"] == ",".join(f"{k}={v}" for k, v in figures["mesh"].items())
@@ -103,12 +122,12 @@ def test_the_mesh_comes_from_the_flag_then_the_environment_then_a_search(folder:
     assert mesh("--mesh", "a=4,b=2", XLA_AUTO_SPMD_MESH="2,4") == {"a": 4, "b": 2}
 
 
-def test_a_sweep_is_a_table_a_plot_and_rows_that_are_kept(folder: Path):
+def test_a_sweep_is_a_table_a_plot_and_rows_that_are_kept(folder: Path, here: Here):
     line = ("sweep", "step.py", "--topology", "cpu:8,cpu:7", "--out", "sweep.json", "--plot", "sweep.svg")
-    shown = run(*line, cwd=folder).stdout
+    shown = here(*line).stdout
     assert "no plan" in shown and "- cpu:7: " in shown
     assert (folder / "sweep.svg").read_text().startswith("<?xml")
-    again = run(*line, "--json", "--price", "cpu=2.5", cwd=folder)
+    again = here(*line, "--json", "--price", "cpu=2.5")
     assert "2 of 2 rows are in sweep.json already" in again.stderr
     planned, failed = json.loads(again.stdout)["rows"]
     assert planned["topology"] == "cpu:8" and planned["failed"] is None and planned["step_time_s"] > 0
@@ -127,24 +146,24 @@ def test_measure_a_saved_plan_and_check_it(folder: Path):
         assert set(both) == {"predicted", "compiled"}
 
 
-def test_measure_fails_past_the_tolerance(folder: Path):
-    result = run("measure", "step.py", *ON_CPU, "--check", "--tolerance", "0", "--steps", "1", cwd=folder)
+def test_measure_fails_past_the_tolerance(folder: Path, here: Here):
+    result = here("measure", "step.py", *ON_CPU, "--check", "--tolerance", "0", "--steps", "1")
     assert result.returncode == 1
     assert "DIFFERS with the unplanned run" in " ".join(result.stdout.split())
 
 
-def test_solve_takes_the_problem_that_plan_saved(folder: Path):
-    result = run("plan", "step.py", *ON_CPU, "--json", "--save-problem", "problem.json.gz", cwd=folder)
+def test_solve_takes_the_problem_that_plan_saved(folder: Path, here: Here):
+    result = here("plan", "step.py", *ON_CPU, "--json", "--save-problem", "problem.json.gz")
     figures = json.loads(result.stdout)
-    solved = run("solve", "problem.json.gz", "--time-limit", "20", "--out", "choices.json", cwd=folder)
+    solved = here("solve", "problem.json.gz", "--time-limit", "20", "--out", "choices.json")
     assert solved.returncode == 0
     record = json.loads((folder / "choices.json").read_text())
     assert record["choices"] == json.loads(solved.stdout)
     assert record["cost"] == figures["objective"]
 
 
-def test_compare_runs_the_plan_and_every_baseline(folder: Path):
-    result = run("compare", "step.py", *ON_CPU, "--measure", "--steps", "2", "--json", cwd=folder)
+def test_compare_runs_the_plan_and_every_baseline(folder: Path, here: Here):
+    result = here("compare", "step.py", *ON_CPU, "--measure", "--steps", "2", "--json")
     assert result.returncode == 0, result.stderr
     plans = json.loads(result.stdout)["plans"]
     assert {"plan", "fsdp", "fsdp*", "data_parallel", "data_parallel*"} <= set(plans)
@@ -154,23 +173,23 @@ def test_compare_runs_the_plan_and_every_baseline(folder: Path):
         assert (row["predicted"] is None) == (name != "plan" and not name.endswith("*"))
         if row["predicted"]:
             assert row["predicted"]["step_time_s"] >= plans["plan"]["predicted"]["step_time_s"] * (1 - 1e-9)
-    table = run("compare", "step.py", *ON_CPU, cwd=folder).stdout
+    table = here("compare", "step.py", *ON_CPU).stdout
     assert "fsdp* " in table
     assert "measured" not in table
 
 
-def test_candidates_are_shown_and_written_beside_the_plan(folder: Path):
+def test_candidates_are_shown_and_written_beside_the_plan(folder: Path, here: Here):
     options = [*ON_CPU, "--candidates", "3"]
-    figures = json.loads(run("plan", "step.py", *options, "--json", cwd=folder).stdout)
+    figures = json.loads(here("plan", "step.py", *options, "--json").stdout)
     offered = figures["candidates"]
     assert offered[0]["name"] == "plan" and 1 < len(offered) <= 3
     assert offered[0]["step_time_s"] == figures["step_time_s"]
-    shown = run("plan", "step.py", *options, "--out", "many.json", cwd=folder).stdout
+    shown = here("plan", "step.py", *options, "--out", "many.json").stdout
     assert "Candidates that really differ" in shown
     assert f"Candidate {len(offered)} written to many.{len(offered)}.json" in shown
     steps = [autoshard.load(path).prediction.step_time_s for path in (folder / "many.json", folder / "many.2.json")]
     assert steps == pytest.approx([each["step_time_s"] for each in offered[:2]])
-    compared = json.loads(run("compare", "step.py", *options, "--json", cwd=folder).stdout)["plans"]
+    compared = json.loads(here("compare", "step.py", *options, "--json").stdout)["plans"]
     assert {each["name"] for each in offered} <= set(compared)
 
 
@@ -206,9 +225,9 @@ def test_a_plan_that_cannot_be_judged_is_dropped_and_the_others_go_on(
     assert all(plans[name]["compiled"] for name in plans if name != "plan")
 
 
-def test_validate_prints_every_row_and_its_difference():
+def test_validate_prints_every_row_and_its_difference(here: Here):
     questions = str(Path(autoshard.__file__).parent / "cost" / "questions.json")
-    result = run("validate", "--json", "--data", questions)
+    result = here("validate", "--json", "--data", questions)
     figures = json.loads(result.stdout)
     assert len(figures["rows"]) > 40
     for row in figures["rows"]:
@@ -217,7 +236,7 @@ def test_validate_prints_every_row_and_its_difference():
             assert row["delta_percent"] == pytest.approx(100 * (row["ours"] - row["theirs"]) / row["theirs"])
     assert sum(group["rows"] for group in figures["groups"].values()) == len(figures["rows"])
     assert result.returncode == 0
-    table = run("validate", "--data", questions).stdout
+    table = here("validate", "--data", questions).stdout
     assert all(row["id"] in table for row in figures["rows"])
 
 
@@ -236,47 +255,47 @@ def test_validate_rebuilds_published_runs(tmp_path: Path):
     assert len(progress) == len(chosen) and all(" " in line and "/" in line for line in progress)
 
 
-def test_validate_names_a_bad_row_and_goes_on(tmp_path: Path):
+def test_validate_names_a_bad_row_and_goes_on(tmp_path: Path, here: Here):
     (row,) = (row for row in read_rows() if row["id"] == "gemm-tpu7x-16384")
     wrong = row | {"id": "wrong", "value": "fast"}
     (tmp_path / "runs.json").write_text(json.dumps([wrong, row]))
-    result = run("validate", "--data", "runs.json", cwd=tmp_path)
+    result = here("validate", "--data", "runs.json", at=tmp_path)
     assert result.returncode == 0 and row["id"] in "".join(result.stdout.split())
     assert "1 row that cannot be read, left out:" in result.stdout
     assert "row 0 (wrong): value is 'fast', expected a number above 0" in " ".join(result.stdout.split())
     (tmp_path / "runs.json").write_text(json.dumps([wrong]))
-    result = run("validate", "--data", "runs.json", cwd=tmp_path)
+    result = here("validate", "--data", "runs.json", at=tmp_path)
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and "row 0 (wrong): value" in result.stderr
 
 
-def test_a_plan_says_what_compiler_flags_change(folder: Path):
+def test_a_plan_says_what_compiler_flags_change(folder: Path, here: Here):
     command = ("plan", "step.py", "--topology", "v6e:2x4", "--mesh", "data=8", "--json", "--xla-flags")
-    figures = json.loads(run(*command, "--xla_made_up=1", cwd=folder).stdout)
+    figures = json.loads(here(*command, "--xla_made_up=1").stdout)
     assert "not in the price, whatever it does: --xla_made_up." in figures["warnings"]
-    text = run(*command[:-2], "--xla-flags", "--xla_made_up=1", cwd=folder).stdout
+    text = here(*command[:-2], "--xla-flags", "--xla_made_up=1").stdout
     assert "Priced for compiler flags" in text and "--xla_made_up=1: no price changes." in text
-    refused = run(*command, "made_up", cwd=folder)
+    refused = here(*command, "made_up")
     assert refused.returncode == 2 and "'made_up' is not an XLA flag" in refused.stderr
 
 
-def test_diff_of_two_plans(folder: Path):
+def test_diff_of_two_plans(folder: Path, here: Here):
     command = ("plan", "step.py", "--topology", "cpu:8", "--mesh", "data=8", "--out", "other.json")
-    assert run(*command, cwd=folder).returncode == 0
-    figures = json.loads(run("diff", "plan.json", "other.json", "--json", cwd=folder).stdout)
+    assert here(*command).returncode == 0
+    figures = json.loads(here("diff", "plan.json", "other.json", "--json").stdout)
     assert figures["settings"]["mesh"] == {"first": "data=4,model=2", "second": "data=8"}
     assert "topology" not in figures["settings"]
     assert figures["shared"] == 3
-    same = run("diff", "plan.json", "plan.json", cwd=folder).stdout
+    same = here("diff", "plan.json", "plan.json").stdout
     assert "0 of 3 common arguments are split differently." in same
 
 
-def test_report_of_a_saved_plan(folder: Path):
-    text = run("report", "plan.json", cwd=folder)
+def test_report_of_a_saved_plan(folder: Path, here: Here):
+    text = here("report", "plan.json")
     assert text.stdout.splitlines()[0].startswith("step on cpu:8 (8 devices), mesh data=4, model=2")
-    page = run("report", "plan.json", "-o", "report.html", "--compare", "plan.json", cwd=folder)
+    page = here("report", "plan.json", "-o", "report.html", "--compare", "plan.json")
     assert page.stdout == "Written: report.html\n"
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
-    figures = json.loads(run("report", "plan.json", "--perfetto", "trace.json", "--json", cwd=folder).stdout)
+    figures = json.loads(here("report", "plan.json", "--perfetto", "trace.json", "--json").stdout)
     assert figures["fits"] is True
     assert figures["written"] == ["trace.json"]
     trace = json.loads((folder / "trace.json").read_text())
@@ -284,11 +303,11 @@ def test_report_of_a_saved_plan(folder: Path):
     assert last == pytest.approx(figures["step_time_s"] * 1e6, rel=1e-3)
 
 
-def test_a_profile_stands_beside_the_prediction(folder: Path):
-    assert run("measure", "step.py", "--plan", "plan.json", "--profile", "p.json.gz", cwd=folder).returncode == 0
+def test_a_profile_stands_beside_the_prediction(folder: Path, here: Here):
+    assert here("measure", "step.py", "--plan", "plan.json", "--profile", "p.json.gz").returncode == 0
     spans = [{"name": "fusion.1", "lane": "compute", "start_s": 0.0, "seconds": 1e-3}]
     (folder / "c.json").write_text(json.dumps({"step_time_s": {}, "time": {"spans": spans}}))
-    run("report", "plan.json", "--perfetto", "t.json", "--profile", "p.json.gz", "--compiled", "c.json", cwd=folder)
+    here("report", "plan.json", "--perfetto", "t.json", "--profile", "p.json.gz", "--compiled", "c.json")
     events = json.loads((folder / "t.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} >= {1, 2, 3}
     assert any("dot" in event["name"] for event in events if event["pid"] >= 3 and event["ph"] == "X")

@@ -11,6 +11,7 @@ import pytest
 import autoshard
 from autoshard.cli import main
 from autoshard.cli._parser import build_parser, parser_of
+from tests.compiling import QUICKLY
 
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -35,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(command: list[str], folder: Path, **variables: str) -> str:
-    env = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"} | variables  # no devices of ours
+    env = os.environ | {"XLA_FLAGS": QUICKLY} | variables  # no devices of ours
     result = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True)
     assert result.returncode == 0, f"{' '.join(command)}\n{result.stderr}"
     return result.stdout
@@ -81,16 +82,27 @@ def commands(page: str) -> list[str]:
     return [line.removeprefix("$ autoshard ") for line in lines if line.startswith("$ autoshard ")]
 
 
-@pytest.mark.parametrize("page", ["start.md", "constraints.md", "command.md", "pipelines.md"])
+LONG = re.compile(r"sweep |.* --(remat|stages) auto ")
+"""Commands that plan many times; other tests have them do the same for smaller programs."""
+
+
+@pytest.mark.parametrize(
+    ("page", "long"),
+    [
+        *((page, False) for page in ("start.md", "constraints.md", "command.md", "pipelines.md")),
+        *(pytest.param(page, True, marks=pytest.mark.full) for page in ("command.md", "pipelines.md")),
+    ],
+)
 def test_the_commands_shown_work(
-    page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: str, long: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(folder)
     # Without the compiler's minute; that it is shown with flags that exist is checked below.
-    for line in commands(page):
-        if not line.startswith("compile "):
-            assert main([*line.split(), "--quiet"]) == 0, line
-            assert capsys.readouterr().out.strip(), line
+    lines = [line for line in commands(page) if not line.startswith("compile ") and bool(LONG.match(line)) is long]
+    assert lines
+    for line in lines:
+        assert main([*line.split(), "--quiet"]) == 0, line
+        assert capsys.readouterr().out.strip(), line
 
 
 def test_every_command_shown_anywhere_has_its_flags():

@@ -21,6 +21,7 @@ from autoshard.program import Program, lift_constraints, trace
 
 
 SIZES, NAMES = (4, 2), ("data", "model")
+FULL = pytest.mark.full
 
 
 def concrete() -> Any:
@@ -137,8 +138,14 @@ def planned(name: str, kind: str) -> tuple[Program, PlanResult]:
     return program, make_plan(program, Options(topology="cpu:8"))
 
 
-@pytest.mark.parametrize("kind", ["concrete", "abstract"])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "abstract") for name in PROGRAMS),
+        ("constrained", "concrete"),
+        *(pytest.param(name, "concrete", marks=FULL) for name in PROGRAMS if name != "constrained"),
+    ],
+)
 def test_planned_equals_the_same_written_without_a_mesh(name: str, kind: str) -> None:
     program, made = planned(name, kind)
     assert made.plan.mesh == {"data": 4, "model": 2}, "the program's own mesh"
@@ -297,8 +304,14 @@ def replicating(mesh: Any) -> Any:
     return sgd(loss), ({"up": f32(64, 128), "down": f32(128, 64)}, f32(32, 64, sharding=said))
 
 
-@pytest.mark.parametrize("kind", ["concrete", "abstract"])
-@pytest.mark.parametrize("made", [replicating, scanned])
+@pytest.mark.parametrize(
+    ("made", "kind"),
+    [
+        (replicating, "concrete"),
+        (scanned, "abstract"),
+        *(pytest.param(*case, marks=FULL) for case in ((replicating, "abstract"), (scanned, "concrete"))),
+    ],
+)
 def test_constraints_on_one_device_say_nothing(made: Any, kind: str) -> None:
     fn, args = made(one_device(kind))
     program = trace(fn, args)
@@ -331,7 +344,7 @@ def wholly_replicated(mesh: Any) -> Any:
     return step, (args[0], f32(32, 64, sharding=None if mesh is None else NamedSharding(mesh, P())))
 
 
-@pytest.mark.parametrize("kind", ["concrete", "abstract"])
+@pytest.mark.parametrize("kind", [pytest.param("concrete", marks=FULL), "abstract"])
 def test_constraints_are_lifted_where_the_user_asks_for_it(kind: str, tmp_path: pathlib.Path) -> None:
     fn, args = wholly_replicated(concrete() if kind == "concrete" else abstract())
     program = trace(fn, args)

@@ -14,6 +14,7 @@ from autoshard.program import Program, open_source
 MESHES = {"gpt2-tiny": (4, 2), "llama-tiny": (4, 2), "gemma2-tiny": (2, 4), "t5-tiny": (4, 2), "vit-tiny": (8, 1)}
 MESHES |= {"deepseek-v3-tiny": (4, 2), "mixtral-tiny": (4, 2)}
 FULL = pytest.mark.full
+KEPT = "full,keep=q_proj/context,offload=up_proj/input"
 
 
 def step(config: str, **recipe: Any) -> Program:
@@ -30,8 +31,9 @@ def loss(program: Program) -> tuple[Any, float]:
 @pytest.mark.parametrize(
     ("config", "recipe"),
     [
-        ("llama-tiny", {"attention": "splash", "microbatches": 2, "remat": "dots"}),
-        ("llama-tiny", {"remat": "full,keep=q_proj/context,offload=up_proj/input", "microbatches": 2}),
+        ("llama-tiny", {"attention": "splash", "microbatches": 2, "remat": KEPT}),
+        pytest.param("llama-tiny", {"remat": KEPT, "microbatches": 2}, marks=FULL),
+        pytest.param("llama-tiny", {"attention": "splash", "microbatches": 2, "remat": "dots"}, marks=FULL),
         pytest.param("llama-tiny", {"attention": "splash", "remat": "full,keep=input,offload=context"}, marks=FULL),
         pytest.param("gpt2-tiny", {"remat": "dots,offload=c_attn/input"}, marks=FULL),
         pytest.param("gpt2-tiny", {"remat": "full,offload=context/c_fc:2+full,keep=c_attn"}, marks=FULL),

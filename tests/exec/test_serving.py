@@ -49,7 +49,7 @@ def test_on_cpu_devices_no_second_cache_is_held_and_no_token_is_gathered(tmp_pat
     assert " all-gather(" not in compiled.as_text()
 
 
-@pytest.mark.parametrize("attention", ["plain", "cached"])
+@pytest.mark.parametrize("attention", [pytest.param("plain", marks=pytest.mark.full), "cached"])
 def test_for_tpus_the_cache_is_held_once_and_read_once(tmp_path: Path, attention: str):
     if importlib.util.find_spec("libtpu") is None:  # an optional extra
         pytest.skip("libtpu is not installed")

@@ -122,9 +122,15 @@ def test_arithmetic_alone_is_less_than_all_ops_together() -> None:
         assert least_compute(program, reading, mesh, FIGURES, enough=0.1 * least) <= least
 
 
-@pytest.mark.parametrize(("number", "stages"), [pytest.param(20, 2, marks=pytest.mark.full), (22, 1)])
-def test_what_is_chosen_is_the_best_of_all(number: int, stages: int) -> None:
-    stack = SEARCH.stack_of(number)
+@pytest.mark.parametrize(
+    ("stack", "stages"),
+    [
+        (SEARCH.Stack("v5e:2x2*2", 2, 1024, 4096, 64, 8), 1),
+        pytest.param(SEARCH.stack_of(20), 2, marks=pytest.mark.full),
+        pytest.param(SEARCH.stack_of(22), 1, marks=pytest.mark.full),
+    ],
+)
+def test_what_is_chosen_is_the_best_of_all(stack: Any, stages: int) -> None:
     recipe, made = plan_recipes(stack.program, stack.choices, SEARCH.options_of(stack), of_source=True)
     every = SEARCH.enumerated(stack)
     own = tuple(recipe.arguments.values())

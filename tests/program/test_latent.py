@@ -80,7 +80,8 @@ def test_a_plain_step_trains() -> None:
         for name, s in parameters_of(DIMS, "float32", 0).items()
     }
     ids = jnp.arange(2 * 16).reshape(2, 16) % DIMS.vocabulary
-    value, gradients = jax.value_and_grad(lambda p: _loss(DIMS, p, {"input_ids": ids, "labels": ids}, how))(params)
+    step = jax.value_and_grad(lambda p: _loss(DIMS, p, {"input_ids": ids, "labels": ids}, how))
+    value, gradients = jax.jit(step)(params)
     assert np.isfinite(float(value))
     assert float(jnp.abs(gradients["layers.*.attn.kv_down.weight"]).max()) > 0
 

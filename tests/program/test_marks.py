@@ -91,8 +91,19 @@ def test_the_first_layers_have_a_policy_of_their_own() -> None:
     assert len(again(program)) == 15, "one layer by itself needs no loop"
 
 
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("remat", ["full,keep=fc", "full,offload=fc/input", "dots,offload=fc", "full,keep=fc:2+none"])
+@pytest.mark.parametrize(
+    ("remat", "scan"),
+    [
+        ("full,offload=fc/input", True),
+        ("full,keep=fc:2+none", True),
+        ("full,keep=fc", False),
+        *(pytest.param(remat, True, marks=pytest.mark.full) for remat in ("full,keep=fc", "dots,offload=fc")),
+        *(
+            pytest.param(remat, False, marks=pytest.mark.full)
+            for remat in ("full,offload=fc/input", "dots,offload=fc", "full,keep=fc:2+none")
+        ),
+    ],
+)
 def test_every_policy_computes_the_same_step(remat: str, scan: bool) -> None:
     torch.manual_seed(0)
     module = Chain(4).eval()

@@ -24,8 +24,23 @@ def step(**options: Any) -> Program:
     return decoder_program(DIMS, batch=4, seq=16, attention="plain", **options)
 
 
-@pytest.mark.parametrize("changes", [{}, {"gated": False}, {"shared_experts": 0, "dense_layers": 0}])
-@pytest.mark.parametrize("routing", ["dropless", "capacity", "sorted", "sorted:2"])
+@pytest.mark.parametrize(
+    ("routing", "changes"),
+    [
+        ("dropless", {"gated": False}),
+        ("capacity", {}),
+        ("sorted:2", {"shared_experts": 0, "dense_layers": 0}),
+        *(
+            pytest.param(routing, changes, marks=pytest.mark.full)
+            for routing, changes in [
+                *(("dropless", changes) for changes in ({}, {"shared_experts": 0, "dense_layers": 0})),
+                *(("capacity", changes) for changes in ({"gated": False}, {"shared_experts": 0, "dense_layers": 0})),
+                *(("sorted", changes) for changes in ({}, {"gated": False}, {"shared_experts": 0, "dense_layers": 0})),
+                *(("sorted:2", changes) for changes in ({}, {"gated": False})),
+            ]
+        ),
+    ],
+)
 def test_parameters_and_model_flops_are_those_of_the_closed_form(changes: dict, routing: str) -> None:
     dims = dataclasses.replace(DIMS, **changes)
     program = decoder_program(dims, batch=4, seq=16, routing=routing)
@@ -71,10 +86,10 @@ def test_values_and_gradients_are_those_of_a_plain_mixture(routing: str, factor:
     def total(made: Any, *given: Any) -> Any:
         return (made(*given) * jnp.cos(jnp.arange(32.0))).sum()
 
-    found = jax.value_and_grad(
-        lambda w, v: total(lambda *a: routed(DIMS, a[1], a[0], Routing(routing, factor)), w, v), (0, 1)
-    )
-    wanted = jax.value_and_grad(lambda w, v: total(plain, w, v), (0, 1))
+    def gradients(made: Any) -> Any:
+        return jax.jit(jax.value_and_grad(lambda w, v: total(made, w, v), (0, 1)))
+
+    found, wanted = gradients(lambda w, v: routed(DIMS, v, w, Routing(routing, factor))), gradients(plain)
     for mine, theirs in zip(jax.tree.leaves(found(weights, x)), jax.tree.leaves(wanted(weights, x)), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=2e-4)
 
@@ -83,8 +98,8 @@ def test_tokens_beyond_the_slots_are_dropped() -> None:
     weights, x = values()
     same = jnp.broadcast_to(x[:1, :1], x.shape)  # one sequence's tokens all choose the same two experts: 8 slots each
     lone = {k: jnp.zeros_like(v) if k.startswith("shared") else v for k, v in weights.items()}
-    found = np.asarray(routed(DIMS, same, lone, Routing("capacity")))
-    np.testing.assert_allclose(found[:, :8], plain(lone, same)[:, :8], rtol=1e-4, atol=1e-5)
+    found = np.asarray(jax.jit(lambda x, w: routed(DIMS, x, w, Routing("capacity")))(same, lone))
+    np.testing.assert_allclose(found[:, :8], jax.jit(plain)(lone, same)[:, :8], rtol=1e-4, atol=1e-5)
     assert not found[:, 8:].any() and found[:, :8].any()
 
 
@@ -109,11 +124,12 @@ def test_microbatches_give_the_step_of_the_whole_batch() -> None:
     options: dict[str, Any] = {
         "compute_dtype": "float32", "optimizer": "sgd", "routing": "capacity", "capacity_factor": 2.0
     }  # fmt: skip
-    whole, parts = (trained(step(accumulation=n, **options)) for n in (1, 2))
+    made = [step(accumulation=n, **options) for n in (1, 2)]
+    whole, parts = map(trained, made)
     assert parts[1] == pytest.approx(whole[1], rel=1e-5)
     for mine, theirs in zip(jax.tree.leaves(parts[0]), jax.tree.leaves(whole[0]), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
-    assert step(accumulation=2).model_flops == step().model_flops
+    assert made[1].model_flops == made[0].model_flops
 
 
 def test_moments_and_offloads() -> None:

@@ -19,6 +19,9 @@ from autoshard.graph import read_graph
 from autoshard.program import DecoderDims, Pipeline, decoder_program, from_torch, open_source
 
 
+FULL = pytest.mark.full
+
+
 def agree(plain: Any, staged: Any) -> None:
     """Loss, gradients (which the state of momentum holds) and updates of two programs with the same arguments."""
     args = plain.make_args(0)
@@ -60,7 +63,10 @@ class Attending(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("stages", "microbatches", "schedule"), [(2, 4, "gpipe"), (2, 2, "circular"), (3, 4, "gpipe")])
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "schedule"),
+    [pytest.param(2, 4, "gpipe", marks=FULL), (2, 2, "circular"), (3, 4, "gpipe")],
+)
 def test_what_belongs_to_the_batch_goes_along_with_it(stages: int, microbatches: int, schedule: str) -> None:
     inputs = (meta(4, 4, 8), meta(4, 16))  # as many tokens as examples: shapes do not tell what belongs to the batch
     options: dict[str, Any] = {"train": True, "optimizer": "momentum"}
@@ -122,7 +128,10 @@ def test_layers_that_are_left_over_come_before_the_stages(tmp_path: Path) -> Non
 DIMS = DecoderDims(4, 32, 64, 4, 2, 8, 64)
 
 
-@pytest.mark.parametrize(("layers", "stages", "schedule"), [(4, 2, "circular"), (5, 2, "gpipe")])
+@pytest.mark.parametrize(
+    ("layers", "stages", "schedule"),
+    [(5, 2, "circular"), *(pytest.param(*case, marks=FULL) for case in ((4, 2, "circular"), (5, 2, "gpipe")))],
+)
 def test_a_decoder_from_its_dims_is_the_same_in_stages(layers: int, stages: int, schedule: str) -> None:
     options: dict[str, Any] = {"batch": 4, "seq": 8, "attention": "plain", "compute_dtype": "float32"}
     options |= {"optimizer": "momentum", "remat": "minimal"}

@@ -100,11 +100,17 @@ def _tensors_of_process() -> Iterator[Any]:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
-    tensor = torch.Tensor
+    kinds = _subclasses(torch.Tensor) - _subclasses(FakeTensor) - _subclasses(FunctionalTensor)
+    wanted = set(map(id, kinds))  # to ask each of a million objects for its class is slow, and not all can be hashed
     for thing in gc.get_objects():
-        if issubclass(type(thing), tensor) and not issubclass(type(thing), (FakeTensor, FunctionalTensor)):
+        if id(type(thing)) in wanted:
             thing._fix_weakref()  # a tensor that only C++ held is Python's too from here on
             yield thing
+
+
+def _subclasses(kind: type) -> set[type]:
+    """A class and all that are made from it."""
+    return {kind}.union(*map(_subclasses, kind.__subclasses__()))
 
 
 def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -36,7 +36,10 @@ def compiled(program: Program, topology: str, mesh: str) -> CompileReport:
 
 
 @NEEDS_PLUGIN
-@pytest.mark.parametrize(("topology", "mesh"), [("h100:8", "data=4,model=2"), ("a100:8*2", "data=16")])
+@pytest.mark.parametrize(
+    ("topology", "mesh"),
+    [("h100:8", "data=4,model=2"), pytest.param("a100:8*2", "data=16", marks=pytest.mark.full)],
+)
 def test_a_step_is_compiled_as_planned_with_no_gpu(topology: str, mesh: str) -> None:
     found = compiled(llama(), topology, mesh)
     assert found.verdict is Verdict.FITS and found.peak_compiled is not None and found.hlo

@@ -34,6 +34,12 @@ def unchanged(installed: Path) -> dict[str, dict[str, Any]]:
     return run(installed, "unchanged_script", "failing", XLA_AUTO_SPMD="1")
 
 
+@pytest.fixture(scope="module")
+def unasked(installed: Path) -> dict[str, dict[str, Any]]:
+    """Checks in one process in which nothing asks for auto-sharding; the second one plans by itself."""
+    return run(installed, "without_asking", "offline", XLA_AUTO_SPMD_MESH="4,2", JAX_PLATFORMS="cpu")
+
+
 def split(specs: list[str]) -> list[bool]:
     return [text.startswith("{devices=") for text in specs]
 
@@ -116,15 +122,15 @@ def test_a_model_moved_too_early(installed: Path):
     assert "call xr.use_spmd(auto=True)" in said
 
 
-def test_who_does_not_ask_gets_nothing(installed: Path):
-    found = run(installed, "without_asking")["without_asking"]
+def test_who_does_not_ask_gets_nothing(unasked: dict[str, Any]):
+    found = unasked["without_asking"]
     assert found["loaded"] == ["autoshard", "autoshard.autoload", "autoshard.errors"]
     assert found["value"] == 512.0
     assert found["to"] == "TensorBase.to"
 
 
-def test_a_module_that_is_planned_and_made_in_parts(installed: Path):
-    found = run(installed, "offline", XLA_AUTO_SPMD_MESH="4,2", JAX_PLATFORMS="cpu")["offline"]
+def test_a_module_that_is_planned_and_made_in_parts(unasked: dict[str, Any]):
+    found = unasked["offline"]
     assert found["weight"] == "{devices=[2,4]0,2,4,6,1,3,5,7}"
     assert found["difference"] < 1e-5
     assert found["mesh"] == "OrderedDict([('data', 4), ('model', 2)])"

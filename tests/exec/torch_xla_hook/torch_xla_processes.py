@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.compiling import QUICKLY
+
 
 ROOT = Path(__file__).parents[3]
 
@@ -18,7 +20,7 @@ def run_checks(module: str, *names: str, path: str = "", **environment: str) -> 
     here: Mapping[str, str] = {
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": "8",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # each program runs a few times: see tests/conftest.py
+        "XLA_FLAGS": QUICKLY,
         "PYTHONFAULTHANDLER": "1",
         "PYTHONPATH": os.pathsep.join([*([path] if path else []), str(ROOT)]),
     }

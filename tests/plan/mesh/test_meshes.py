@@ -27,9 +27,10 @@ from tests.graph.programs import f32
 from tests.plan import programs as made
 
 
+WIDE = ("wide mlp", "v5e:4x4")
 CASES = [
     ("mlp", "cpu:8"),
-    ("wide mlp", "v5e:4x4"),
+    WIDE,
     pytest.param("decoder", "v5e:2x4", marks=pytest.mark.full),
     ("mlp", "v5p:2x2x2*2"),
 ]
@@ -51,7 +52,9 @@ def on(name: str, topology: str, mesh: str) -> PlanResult:
     return make_plan(made.program(name), Options(topology=topology, mesh=mesh, refine_axes=False))
 
 
-@pytest.mark.parametrize(("name", "topology"), CASES)
+@pytest.mark.parametrize(
+    ("name", "topology"), [pytest.param(*each, marks=pytest.mark.full) if each == WIDE else each for each in CASES]
+)
 def test_no_mesh_is_better_and_every_bound_holds(name: str, topology: str) -> None:
     plan = searched(name, topology)
     every = {",".join(f"{k}={v}" for k, v in m.axes.items()): m for m in candidate_meshes(Topology.parse(topology))}
@@ -109,16 +112,23 @@ def test_equal_input_gives_equal_bytes() -> None:
     assert plan_to_json(again) == plan_to_json(searched("wide mlp", "v5e:4x4"))
 
 
-@pytest.mark.parametrize("helpers", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_helpers_do_not_change_the_plan(helpers: int) -> None:
-    options: dict[str, Any] = {"topology": "v5e:2x4", "mesh": "auto", "refine_axes": False, "time_limit": math.inf}
+@pytest.mark.parametrize(
+    ("name", "topology", "helpers"),
+    [
+        ("wide mlp", "v5e:4x4", 2),
+        pytest.param("decoder", "v5e:2x4", 1, marks=pytest.mark.full),
+        pytest.param("decoder", "v5e:2x4", 2, marks=pytest.mark.full),
+    ],
+)
+def test_helpers_do_not_change_the_plan(name: str, topology: str, helpers: int) -> None:
+    options: dict[str, Any] = {"topology": topology, "mesh": "auto", "refine_axes": False, "time_limit": math.inf}
     lines: list[str] = []
     with Crew(helpers, "autoshard.plan._warm:ready") as crew:
         wait_for_helpers(crew)
         before = crew.jobs_helped
-        helped = make_plan(made.program("decoder"), Options(**options), crew=crew, progress=lines.append)
+        helped = make_plan(made.program(name), Options(**options), crew=crew, progress=lines.append)
     assert crew.jobs_helped > before and not any("helper" in line for line in lines)
-    assert plan_to_json(helped.plan) == plan_to_json(searched("decoder", "v5e:2x4"))
+    assert plan_to_json(helped.plan) == plan_to_json(searched(name, topology))
 
 
 def test_a_helper_that_dies_does_not_change_the_plan() -> None:

@@ -33,7 +33,7 @@ def program(width: int, tokens: int, batch: int, **how: Any) -> Program:
     ("width", "tokens", "schedules", "stages"),
     [
         (8192, 1024, ("gpipe",), 2),  # gradients take longer from slice to slice than what layers hand on
-        (256, 64, ("gpipe", "circular:2"), 1),
+        pytest.param(256, 64, ("gpipe", "circular:2"), 1, marks=pytest.mark.full),
     ],
 )
 def test_the_best_of_all_recipes_is_taken(width: int, tokens: int, schedules: tuple[str, ...], stages: int) -> None:
