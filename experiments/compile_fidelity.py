@@ -1,10 +1,12 @@
 """Plans for every TPU generation, predicted against what the real TPU compiler makes of them.
 
-    python experiments/compile_fidelity.py [ROW ...] [--predict] [--time-limit S]
+    python experiments/compile_fidelity.py [ROW ...] [--predict] [--whole] [--time-limit S]
 
 Every row runs in a process of its own with a time limit; results are kept by row in
 `experiments/results/compile_fidelity.json`, so that a broken run goes on where it stopped. Scheduled programs are
 kept under `build/compile_fidelity`, and a plan that was compiled before is not compiled again. `--predict` only plans.
+Programs are compiled until every value has its place in memory (`autoshard compile --quick`), or with machine code
+(`--whole`).
 """
 
 import argparse
@@ -139,7 +141,7 @@ ROWS = (
 MATRIX = Matrix("compile_fidelity", "Plans predicted against the TPU compiler", ROWS)
 
 
-def run(row: Row, time_limit: float, predict_only: bool) -> dict[str, Any]:
+def run(row: Row, time_limit: float, predict_only: bool, whole: bool) -> dict[str, Any]:
     """Plan, compile (unless this very plan was compiled before) and compare one row."""
     from autoshard.cost import Topology
     from autoshard.exec import compile_figures
@@ -172,7 +174,9 @@ def run(row: Row, time_limit: float, predict_only: bool) -> dict[str, Any]:
     }
     if predict_only:
         return figures
-    found = compile_figures(report(program, plan, compiled("compile_fidelity", program, plan, time_limit)))
+    left = compiled("compile_fidelity", program, plan, time_limit, whole)
+    figures["whole"] = left.coded
+    found = compile_figures(report(program, plan, left))
     if found["time"]:
         del found["time"]["spans"]  # thousands of lines a row
     for record in (*found["collectives"], *found["unforeseen"]):
@@ -180,10 +184,10 @@ def run(row: Row, time_limit: float, predict_only: bool) -> dict[str, Any]:
     return figures | found
 
 
-def in_process(row: Row, time_limit: float, predict_only: bool) -> dict[str, Any]:
+def in_process(row: Row, time_limit: float, predict_only: bool, whole: bool) -> dict[str, Any]:
     """`run` in a process of its own; what it could not do is `failed`."""
     command = [sys.executable, sys.argv[0], row.name, "--inside", "--time-limit", str(time_limit)]
-    command += ["--predict"] if predict_only else []
+    command += [flag for flag, asked in (("--predict", predict_only), ("--whole", whole)) if asked]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit + 300)
     except subprocess.TimeoutExpired:
@@ -199,6 +203,7 @@ def main(matrix: Matrix, description: str | None) -> int:
     parser.add_argument("rows", nargs="*", help=f"rows to run (default: all): {', '.join(r.name for r in matrix.rows)}")
     parser.add_argument("--time-limit", type=float, default=900.0, help="of one compilation, in seconds")
     parser.add_argument("--predict", action="store_true", help="only plan, and print what is predicted")
+    parser.add_argument("--whole", action="store_true", help="compile with machine code, minutes a row")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     rows = [row for row in matrix.rows if not arguments.rows or row.name in arguments.rows]
@@ -206,12 +211,14 @@ def main(matrix: Matrix, description: str | None) -> int:
         from autoshard import UserError
 
         try:
-            print(json.dumps(run(rows[0], arguments.time_limit, arguments.predict)))
+            print(json.dumps(run(rows[0], arguments.time_limit, arguments.predict, arguments.whole)))
         except UserError as error:
             raise SystemExit(str(error)) from error
         return 0
     for row in rows:
-        result: dict[str, Any] = {"row": row.name} | in_process(row, arguments.time_limit, arguments.predict)
+        result: dict[str, Any] = {"row": row.name} | in_process(
+            row, arguments.time_limit, arguments.predict, arguments.whole
+        )
         if arguments.predict:
             if "failed" in result:
                 print(f"{row.name:<24} {result['failed']}", flush=True)
@@ -288,7 +295,8 @@ def table(matrix: Matrix, results: list[dict[str, Any]]) -> str:
             f"{(peak['compiled'] or 0) / 2**30:.2f} | {f'{ratio:.2f}' if ratio else '-'} | {limit / 2**30:.2f} | "
             f"{ours} / {theirs} | {f'{total[0] / total[1]:.2f}' if total[1] else '-'} | {', '.join(axes)} | "
             f"{blamed if result['unforeseen'] else '-'} | {times['predicted']:.4g} | "
-            f"{times['estimated'] or 0:.4g} | {result['compile_s']:.0f} | {result['code']} |"
+            f"{times['estimated'] or 0:.4g} | {_compile_time(result)} | "
+            f"{result['code']} |"
         )
     lines += _unforeseen_lines(done)
     lines += ["", f"Memory: {_spread(memory)}. Bytes on the wire by axis: {_spread(wires)}."]
@@ -302,6 +310,11 @@ def table(matrix: Matrix, results: list[dict[str, Any]]) -> str:
         f"- {row.name} ({row.topology}, {row.plan}): not compiled" for row in matrix.rows if row.name not in known
     ]
     return "\n".join(lines) + "\n"
+
+
+def _compile_time(result: dict[str, Any]) -> str:
+    """Seconds, and whether machine code was left out."""
+    return f"{result['compile_s']:.0f}" + ("" if result.get("whole", True) else " (quick)")
 
 
 def _unforeseen_lines(done: list[dict[str, Any]]) -> list[str]:

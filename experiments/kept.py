@@ -40,14 +40,19 @@ def digest(program: "Program", plan: "Plan") -> str:
     return found.hexdigest()[:12]
 
 
-def compiled(folder: str, program: "Program", plan: "Plan", time_limit: float) -> "Compiled":
-    """From the folder of compiled plans, or from the compiler. Raises `UserError` as `compile_without_devices` does."""
+def compiled(folder: str, program: "Program", plan: "Plan", time_limit: float, whole: bool = False) -> "Compiled":
+    """From the folder of compiled plans, or from the compiler, `whole` with its machine code, which takes minutes.
+
+    Raises `UserError` as `compile_without_devices` does.
+    """
     from autoshard.exec.ahead._libtpu import compile_without_devices
 
     path = _path(folder, program, plan)
     if path.exists():
-        return pickle.loads(gzip.decompress(path.read_bytes()))
-    found = compile_without_devices(program, plan, time_limit)
+        known = pickle.loads(gzip.decompress(path.read_bytes()))
+        if known.coded or not whole:
+            return known
+    found = compile_without_devices(program, plan, time_limit, quick=not whole)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _whole(path) as part:
         part.write_bytes(gzip.compress(pickle.dumps(found)))

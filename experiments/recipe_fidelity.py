@@ -1,7 +1,7 @@
 """Recipes of training steps (attention's kernel, what is kept, computed again or offloaded, microbatches, state on the
 hosts) against the real TPU compiler.
 
-    python experiments/recipe_fidelity.py [ROW ...] [--predict] [--time-limit S]
+    python experiments/recipe_fidelity.py [ROW ...] [--predict] [--whole] [--time-limit S]
 
 Runs rows as `compile_fidelity.py` does and shares its compiled programs; results are kept by row in
 `experiments/results/recipe_fidelity.json`.
