@@ -21,7 +21,7 @@ LIMITS = {"--memory-limit", "--mesh", "--no-calibration", "--no-refine-axes", "-
 PLANNING = LIMITS | {"--axis-only", "--forbid", "--ignore-constraints", "--pin", "--pin-from", "--replicate"}
 PLANNING |= {"--save-problem", "--xla-flags"}
 FLAGS = {
-    "compare": {"--candidates", "--compile", "--debug", "--json", "--measure", "--quiet", "--steps"}
+    "compare": {"--candidates", "--compile", "--debug", "--json", "--measure", "--on", "--quiet", "--steps"}
     | PROGRAM
     | PLANNING,
     "compile": {"--debug", "--hlo", "--json", "--plan", "--quiet", "--time-limit"} | PROGRAM,
@@ -47,8 +47,8 @@ FLAGS = {
     | PROGRAM
     | PLANNING,
     "refine": {
-        *("--compile-limit", "--debug", "--json", "--judge", "--out", "--plans", "--quiet", "--rounds", "--steps"),
-        *PROGRAM,
+        *("--compile-limit", "--debug", "--json", "--judge", "--on", "--out", "--plans", "--quiet", "--rounds"),
+        *("--steps", *PROGRAM),
         *(PLANNING - {"--save-problem"}),
     },
     "report": {
@@ -57,7 +57,7 @@ FLAGS = {
     },
     "sweep": {
         *("--chips", "--debug", "--jobs", "--json", "--no-cache", "--out", "--plot", "--price", "--quiet", "--tokens"),
-        *("--xla-flags", "-o"),
+        *("--on", "--xla-flags", "-o"),
     }
     | PROGRAM
     | LIMITS,
