@@ -139,7 +139,7 @@ class RayPool(concurrent.futures.Executor):
     def _listen(self) -> None:
         source = self._process.stdout
         assert source is not None
-        with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+        with source, contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
             while True:
                 match pickle.load(source):
                     case ("value" | "failed" | "lost" as kind, int(number), answer):

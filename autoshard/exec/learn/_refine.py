@@ -102,7 +102,8 @@ def refine(
     topologies) or `"compile"` (the compiler of TPUs or of GPUs, with none present, at most `compile_limit` seconds for
     each plan, which are tasks of `executor` if there is one, as of `compile_plans`). `plans` is how many plans that
     really differ are judged in a round, `rounds` how many rounds there are at most. What is seen is kept in the user's
-    database and used by later plans of the topology; with `calibration=False` the database is neither read nor written. What is seen of steps with compiler flags
+    database and used by later plans of the topology; with `calibration=False` the database is neither read nor
+    written. What is seen of steps with compiler flags
     (`xla_flags`) serves plans with the same flags alone. The other `options` are those of `autoshard.plan`.
 
     A judge that fails on a plan drops that plan, and says why. Raises `UserError` if it fails on all of them or none
