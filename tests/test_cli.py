@@ -159,6 +159,11 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         ("sweep x.py --topology v5e:9x*", "topology 'v5e:9x*' stands for none; v5e comes in 1x1"),
         ("sweep x.py --topology v5e:8x* --chips 4", "--chips 4 leaves no topology: the smallest, v5e:8x8, has 64"),
         ("sweep x.py --topology cpu:8 --price v9=3", "v9"),
+        ("sweep x.py --topology cpu:8 --on dask", "argument --on: 'dask' is not ray, HOST:PORT or ray://HOST:PORT"),
+        ("sweep x.py --topology cpu:8 --on 127.0.0.1:1 --out s", "no Ray can be reached at 127.0.0.1:1 (Connection"),
+        ("compare x.py --topology v5e:2x2 --on ray", "--on is for --compile: what is measured runs on the devices"),
+        ("refine x.py --topology cpu:8 --on ray", "--on is for --judge compile: what is measured runs on the devices"),
+        ("refine x.py --topology v5e:2x2 --on 127.0.0.1:1", "--on 127.0.0.1:1: no Ray can be reached at 127.0.0.1:1"),
     ],
 )
 def test_bad_input_gets_one_sentence_and_exit_code_2(

@@ -153,7 +153,7 @@ def test_a_node_works_as_the_machine_that_asks(tmp_path: Path, monkeypatch: pyte
 def test_a_node_with_other_packages_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoshard.base.ray_node._settled", None)
     setting = setting_here()
-    other = NodeSetting(setting.environment, setting.folder, setting.packages | {"jax": "0.0.1"}, None)
+    other = NodeSetting(setting.environment, setting.folder, {**setting.packages, "jax": "0.0.1"}, None)
     done, error = answered(other, nap, 0.0)
     assert not done and isinstance(error, UserError)
     assert "has jax" in str(error) and str(error).endswith("and this machine has jax 0.0.1: install the same there.")
