@@ -5,7 +5,7 @@
 One sweep of a small model, by the command, in turn: by local processes (`--jobs 2`), by a Ray of its own (`--on ray`,
 `--jobs 2`), by a cluster of two nodes of one CPU on this machine, and by such a cluster of which one node is killed,
 with SIGKILL, while it works at a row. Files are compared byte for byte with those of the first one. Processor time is
-that of all processes that were started, also of those that outlived who started them: this process adopts orphans and
+that of all processes that were started, also of those that outlived who started them: this process adopts orphans, and
 waits for each.
 
 Then what one small call costs: by a helper of the planner (`autoshard.base.crew`), by `HelperPool`, which local sweeps
@@ -23,12 +23,12 @@ import datetime
 import importlib.metadata
 import multiprocessing
 import os
-import resource
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,6 +52,8 @@ LOCAL, OWN, CLUSTER, KILLED = "local processes", "a Ray of its own", "a cluster 
 PR_SET_CHILD_SUBREAPER = 36
 LEFT_S = 20.0
 """Seconds in which orphans must end by themselves."""
+LOOK_S = 0.2
+"""Seconds between two looks at the processes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +70,47 @@ class Ran:
     note: str = ""
 
 
-def processor_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+class Meter:
+    """Adds up the processor time of all that this process starts, by looking at it again and again.
+
+    What a system counts for ended children is not enough: Ray's node managers do not wait for theirs.
+    """
+
+    def __init__(self) -> None:
+        self.ticks: dict[tuple[str, str], int] = {}
+        """Of each process, by its number and its start."""
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> "Meter":
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.thread.join()
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.ticks.values()) / os.sysconf("SC_CLK_TCK")
+
+    def _look(self) -> None:
+        while not self.over.wait(LOOK_S):
+            seen = {number: fields for number, fields in processes()}
+            for number, fields in seen.items():
+                above = number
+                while above in seen and above != str(os.getpid()):
+                    above = seen[above][1]
+                if above == str(os.getpid()) != number:
+                    self.ticks[number, fields[19]] = int(fields[11]) + int(fields[12])
+
+
+def processes() -> Iterator[tuple[str, list[str]]]:
+    """Number of each process, and its `/proc/N/stat` from the state on."""
+    for each in Path("/proc").iterdir():
+        if each.name.isdigit():
+            with contextlib.suppress(OSError):
+                yield each.name, (each / "stat").read_text().rpartition(")")[2].split()
 
 
 def adopt() -> int:
@@ -84,11 +124,10 @@ def adopt() -> int:
         if child:
             continue
         if time.monotonic() > until:
-            for each in Path("/proc").iterdir():
-                with contextlib.suppress(OSError, ValueError):
-                    if int((each / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                        os.kill(int(each.name), signal.SIGKILL)
-                        killed += 1
+            for number, fields in processes():
+                if fields[1] == str(os.getpid()):
+                    os.kill(int(number), signal.SIGKILL)
+                    killed += 1
             until += LEFT_S
         time.sleep(0.05)
 
@@ -110,18 +149,19 @@ def sweep(out: Path, *flags: str, rows: Callable[[int], None] = lambda done: Non
 
 
 def run(way: str, folder: Path) -> Ran:
-    out, before, note = folder / "out", processor_s(), ""
-    if way == LOCAL:
-        wall = sweep(out, "--jobs", "2")
-    elif way == OWN:
-        wall = sweep(out, "--jobs", "2", "--on", "ray")
-    else:
-        with local_cluster() as cluster:
-            rows = _Killer(cluster) if way == KILLED else lambda done: None
-            wall = sweep(out, "--on", cluster.address, rows=rows)
-            note = getattr(rows, "note", "")
-    left = adopt()
-    return Ran(wall, processor_s() - before, {p.name: p.read_bytes() for p in sorted(out.iterdir())}, left, note)
+    out, note = folder / "out", ""
+    with Meter() as meter:
+        if way == LOCAL:
+            wall = sweep(out, "--jobs", "2")
+        elif way == OWN:
+            wall = sweep(out, "--jobs", "2", "--on", "ray")
+        else:
+            with local_cluster() as cluster:
+                rows = _Killer(cluster) if way == KILLED else lambda done: None
+                wall = sweep(out, "--on", cluster.address, rows=rows)
+                note = getattr(rows, "note", "")
+        left = adopt()
+    return Ran(wall, meter.seconds, {p.name: p.read_bytes() for p in sorted(out.iterdir())}, left, note)
 
 
 class _Killer:
