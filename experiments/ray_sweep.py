@@ -164,6 +164,15 @@ def run(way: str, folder: Path) -> Ran:
     return Ran(wall, meter.seconds, {p.name: p.read_bytes() for p in sorted(out.iterdir())}, left, note)
 
 
+def at_work() -> int:
+    """Tasks of Ray that run: its workers are called by what they do."""
+    found = 0
+    for number, _ in processes():
+        with contextlib.suppress(OSError):
+            found += Path(f"/proc/{number}/cmdline").read_bytes().startswith(b"ray::run_call")
+    return found
+
+
 class _Killer:
     """Kills a node when two rows are done: the next two are at work then, one on each node."""
 
@@ -172,9 +181,11 @@ class _Killer:
 
     def __call__(self, done: int) -> None:
         if done == 2:
-            time.sleep(0.3)
+            until = time.monotonic() + 5
+            while (rows := at_work()) < 2 and time.monotonic() < until:
+                time.sleep(0.05)
             self.cluster.tell("kill")
-            self.note = f"killed after row {done} of {ROWS}"
+            self.note = f"after row {done} of {ROWS}, with {rows} rows at work on the two nodes"
 
 
 @contextlib.contextmanager
@@ -246,7 +257,7 @@ def table(runs: dict[str, list[Ran]], calls: dict[str, tuple[float, float]], opt
     notes = sorted({ran.note for ran in runs[KILLED]})
     lines += [
         "",
-        f"The node was {' or '.join(notes)}, at work on another.",
+        f"The node was killed {'; or '.join(notes)}. What is left is a node of one CPU.",
         "",
         "## One small call",
         "",

@@ -42,8 +42,16 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+START = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
+from autoshard.cli import main
+raise SystemExit(main())
+"""
+
+
 def start(folder: Path, on: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "autoshard", *SWEEP, "--out", str(folder), "--on", on]
+    command = [sys.executable, "-c", START, *SWEEP, "--out", str(folder), "--on", on]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -92,6 +100,7 @@ def test_a_ray_of_its_own_ends_with_the_command_which_goes_on_where_it_was(
     while (left := started(Path(short))) and time.monotonic() < until:
         time.sleep(0.1)
     assert not left
+    assert 1 < len(files(tmp_path / "out")) < ROWS + 1
     again = run(*SWEEP, "--out", str(tmp_path / "out"), "--quiet", "--on", "ray")
     assert again.returncode == 0 and again.stderr == ""
     assert files(tmp_path / "out") == alone

@@ -79,24 +79,22 @@ class _Driver:
         """
         task = self.ray.remote(num_cpus=1, max_retries=0)(run_call)
         shared = self.ray.put(setting)
-        free = threading.BoundedSemaphore(most) if most else contextlib.nullcontext()
+        free = threading.Semaphore(most or sys.maxsize)
         running: dict[int, Any] = {}
 
         def ended(number: int, future: "concurrent.futures.Future[bytes]") -> None:
+            del running[number]
+            free.release()  # before what follows, which may have to wait until more calls have come in
             error = future.exception()
             if error is None:
                 self.say("value", number, future.result())
             else:
                 wrong = isinstance(error, self.ray.exceptions.RayTaskError)
                 self.say("failed" if wrong else "lost", number, _line(error))
-            del running[number]
-            if isinstance(free, threading.BoundedSemaphore):
-                free.release()
 
         while True:
             number, data = pickle.load(sys.stdin.buffer)
-            if isinstance(free, threading.BoundedSemaphore):
-                free.acquire()
+            free.acquire()
             running[number] = reference = task.remote(shared, data)
             reference.future().add_done_callback(lambda future, number=number: ended(number, future))
 

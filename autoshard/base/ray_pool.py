@@ -52,7 +52,7 @@ class RayPool(concurrent.futures.Executor):
             stderr=subprocess.DEVNULL,  # Ray's own opinions; what matters is said on stdout
             start_new_session=True,  # an interrupt of the terminal is ours to pass on
         )
-        self._lock = threading.Lock()
+        self._lock, self._sending = threading.Lock(), threading.Lock()
         self._waiting: dict[int, concurrent.futures.Future[Any]] = {}
         self._number, self._ended, self._connected = 0, False, False
         self._said: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
@@ -104,11 +104,12 @@ class RayPool(concurrent.futures.Executor):
         with self._lock:
             if self._ended:
                 raise RuntimeError("the connection to Ray has ended")
-            self._number += 1
-            self._waiting[self._number] = future
+            self._number = number = self._number + 1
+            self._waiting[number] = future
             future.set_running_or_notify_cancel()
-            with contextlib.suppress(OSError):  # who listens sees the end too, and says so of every call
-                self._send((self._number, data))
+        # Who listens sees the end too, and says so of every call. It must not wait for what is written here.
+        with self._sending, contextlib.suppress(OSError, ValueError):
+            self._send((number, data))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = True) -> None:

@@ -78,11 +78,13 @@ def program():
 
 
 @pytest.mark.full
-def test_calls_of_a_client_from_elsewhere_and_at_most_so_many(cluster: LocalCluster) -> None:
+def test_at_most_so_many_at_a_time_whatever_their_size(cluster: LocalCluster) -> None:
     with RayPool(cluster.address, most=1) as pool:
         began = time.monotonic()
         concurrent.futures.wait([pool.submit(nap, 0.5) for _ in range(4)])
         assert time.monotonic() - began >= 2.0
+        large = [bytes([number]) * (1 << 20) for number in range(8)]  # more than pipes hold, there and back
+        assert [each.result(60) for each in [pool.submit(bytes.upper, data) for data in large]] == large
 
 
 def test_an_address_where_nothing_listens_is_named_at_once() -> None:
