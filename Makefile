@@ -1,7 +1,7 @@
 # The virtual environment is made once, and again when pyproject.toml changes.
 VENV ?= .venv
 PYTHON ?= python3
-EXTRAS ?= dev,docs,xla,tpu,cuda,browser
+EXTRAS ?= dev,docs,xla,tpu,cuda,browser,ray
 WORKERS ?= 2
 RUN := $(VENV)/bin
 STAMP := $(VENV)/.autoshard-installed

@@ -11,6 +11,7 @@ from autoshard.errors import UserError as UserError
 
 
 if TYPE_CHECKING:
+    from autoshard.base.ray_pool import RayPool as RayPool
     from autoshard.exec import refine as refine
     from autoshard.exec.torch_xla_hook import plan_first_step
     from autoshard.plan import Plan as Plan
@@ -37,6 +38,7 @@ _HOMES = {
     "Argument": ("autoshard.program", "Argument"),
     "Plan": ("autoshard.plan", "Plan"),
     "Program": ("autoshard.program", "Program"),
+    "RayPool": ("autoshard.base.ray_pool", "RayPool"),
     "Role": ("autoshard.program", "Role"),
     "Spec": ("autoshard.plan", "Spec"),
     "choices": ("autoshard.program", "choices"),

@@ -21,7 +21,7 @@ LIMITS = {"--memory-limit", "--mesh", "--no-calibration", "--no-refine-axes", "-
 PLANNING = LIMITS | {"--axis-only", "--forbid", "--ignore-constraints", "--pin", "--pin-from", "--replicate"}
 PLANNING |= {"--save-problem", "--xla-flags"}
 FLAGS = {
-    "compare": {"--candidates", "--compile", "--debug", "--json", "--measure", "--quiet", "--steps"}
+    "compare": {"--candidates", "--compile", "--debug", "--json", "--measure", "--on", "--quiet", "--steps"}
     | PROGRAM
     | PLANNING,
     "compile": {"--debug", "--hlo", "--json", "--plan", "--quick", "--quiet", "--time-limit"} | PROGRAM,
@@ -47,8 +47,8 @@ FLAGS = {
     | PROGRAM
     | PLANNING,
     "refine": {
-        *("--compile-limit", "--debug", "--json", "--judge", "--out", "--plans", "--quiet", "--rounds", "--steps"),
-        *PROGRAM,
+        *("--compile-limit", "--debug", "--json", "--judge", "--on", "--out", "--plans", "--quiet", "--rounds"),
+        *("--steps", *PROGRAM),
         *(PLANNING - {"--save-problem"}),
     },
     "report": {
@@ -57,7 +57,7 @@ FLAGS = {
     },
     "sweep": {
         *("--chips", "--debug", "--jobs", "--json", "--no-cache", "--out", "--plot", "--price", "--quiet", "--tokens"),
-        *("--xla-flags", "-o"),
+        *("--on", "--xla-flags", "-o"),
     }
     | PROGRAM
     | LIMITS,
@@ -159,6 +159,11 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         ("sweep x.py --topology v5e:9x*", "topology 'v5e:9x*' stands for none; v5e comes in 1x1"),
         ("sweep x.py --topology v5e:8x* --chips 4", "--chips 4 leaves no topology: the smallest, v5e:8x8, has 64"),
         ("sweep x.py --topology cpu:8 --price v9=3", "v9"),
+        ("sweep x.py --topology cpu:8 --on dask", "argument --on: 'dask' is not ray, HOST:PORT or ray://HOST:PORT"),
+        ("sweep x.py --topology cpu:8 --on 127.0.0.1:1 --out s", "no Ray can be reached at 127.0.0.1:1 (Connection"),
+        ("compare x.py --topology v5e:2x2 --on ray", "--on is for --compile: what is measured runs on the devices"),
+        ("refine x.py --topology cpu:8 --on ray", "--on is for --judge compile: what is measured runs on the devices"),
+        ("refine x.py --topology v5e:2x2 --on 127.0.0.1:1", "--on 127.0.0.1:1: no Ray can be reached at 127.0.0.1:1"),
     ],
 )
 def test_bad_input_gets_one_sentence_and_exit_code_2(

@@ -203,7 +203,7 @@ def test_a_plan_that_cannot_be_judged_is_dropped_and_the_others_go_on(
 
     names = iter(["plan", "fsdp", "fsdp*", "data_parallel", "data_parallel*"])
 
-    def judge(program, plan, **_):
+    def judge(program, plan, time_limit):
         if next(names) in failing:
             raise UserError("it ran out of memory")
         times = {"step_time_s": {"estimated": 1.0}, "time": {"by_kind": {}}}
@@ -212,7 +212,7 @@ def test_a_plan_that_cannot_be_judged_is_dropped_and_the_others_go_on(
     def five(plan, baselines, propagated, offered):
         return [(name, plan, True) for name in ("plan", "fsdp", "fsdp*", "data_parallel", "data_parallel*")]
 
-    monkeypatch.setattr(autoshard.exec, "compile_plan", judge)
+    monkeypatch.setattr("autoshard.exec.ahead._compile.compile_plan", judge)
     monkeypatch.setattr(autoshard.exec, "compile_figures", lambda figures: figures)
     monkeypatch.setattr(autoshard.report, "candidates", five)
     code = cli.main(["compare", str(folder / "step.py"), *ON_CPU, "--compile", "--json", "--quiet"])

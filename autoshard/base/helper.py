@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import IO, Any
 
 from autoshard.base.process import collect_seldom, processor_seconds, start_python
+from autoshard.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +90,10 @@ class Helper:
         self._ended = False
 
     def call(self, job: Job, shared: Sequence[Shared]) -> tuple[Any, float]:
-        """What it answers, waited for, and the seconds of processor it took. Raises any `Exception` if it fails."""
+        """What it answers, waited for, and the seconds of processor it took. Raises any `Exception` if it fails.
+
+        A `UserError` of the call comes as it is, any other as a `RuntimeError` of its text.
+        """
         source = self._process.stdout
         assert source is not None
         try:
@@ -106,7 +110,7 @@ class Helper:
         except (OSError, EOFError, ValueError) as error:
             raise RuntimeError(self._how_it_ended()) from error
         if not done:
-            raise RuntimeError(value)
+            raise value if isinstance(value, UserError) else RuntimeError(value)
         return value, seconds
 
     def stop(self) -> None:
@@ -165,6 +169,8 @@ def main(prepare: str | None = None) -> None:
             answer = True, value
         except Stopped as stopped:
             answer = True, stopped
+        except UserError as error:
+            answer = False, UserError(str(error))
         except Exception as error:
             answer = False, f"{type(error).__name__}: {error}"
         names = {id(thing): name for name, thing in things.items()}

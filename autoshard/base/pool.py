@@ -8,14 +8,50 @@ import concurrent.futures
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 from autoshard.base.helper import Helper, Job
 
 
 JOIN_S = 5.0
 """Seconds that a thread gets to see that its helper has ended."""
+RETRIES = 2
+"""Times that a call is given to another worker when one has died at it."""
+
+
+_T = TypeVar("_T")
+_V = TypeVar("_V")
+
+
+def as_ended(
+    executor: concurrent.futures.Executor, call: Callable[[_T], _V], items: Iterable[_T]
+) -> Iterator[tuple[int, _V]]:
+    """Make a call for each item by an executor; yields the number of the item and its outcome as they end.
+
+    Calls begin while later items are still made. A call whose worker died is given to another one. Raises what a call
+    raises, and `BrokenExecutor` when workers die at one again and again, or the executor is broken as a whole.
+    """
+    given: list[_T] = []
+    running: dict[concurrent.futures.Future[_V], tuple[int, int]] = {}
+    for item in items:
+        running[executor.submit(call, item)] = len(given), 0
+        given.append(item)
+    while running:
+        ended, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+        for future in ended:
+            number, tries = running.pop(future)
+            try:
+                value = future.result()
+            except concurrent.futures.BrokenExecutor as error:
+                if tries == RETRIES:
+                    raise
+                try:
+                    running[executor.submit(call, given[number])] = number, tries + 1
+                except RuntimeError:  # it takes no more
+                    raise error from None
+                continue
+            yield number, value
 
 
 class HelperPool(concurrent.futures.Executor):
@@ -32,8 +68,8 @@ class HelperPool(concurrent.futures.Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "concurrent.futures.Future[Any]":
         """What the call comes to, once it has: call, arguments and result can be pickled.
 
-        A call that raises has a `RuntimeError` of the same text as its outcome, and one whose process dies a
-        `BrokenExecutor`. Raises `RuntimeError` after `shutdown`, and for arguments by keyword.
+        A call that raises has a `RuntimeError` of the same text as its outcome, or its `UserError`, and one whose
+        process dies a `BrokenExecutor`. Raises `RuntimeError` after `shutdown`, and for arguments by keyword.
         """
         if kwargs:
             raise RuntimeError("arguments by keyword are not taken to another process")

@@ -10,13 +10,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from autoshard.errors import UserError
 
 
 def end_with_stdin() -> None:
-    """From now on this process ends when the other end of its stdin is closed: whoever started it is gone.
+    """From now on this process ends when the other end of its stdin is closed: whoever started it is gone."""
+    when_stdin_ends(lambda: os._exit(0))
+
+
+def when_stdin_ends(call: Callable[[], None]) -> None:
+    """From now on a thread makes this call when the other end of this process' stdin is closed.
 
     Also while it imports or works, and with unread messages; a thread that reads them would see the end only after.
     """
@@ -27,7 +32,7 @@ def end_with_stdin() -> None:
         closed = select.poll()
         closed.register(0, 0)  # nothing but its end
         closed.poll()
-        os._exit(0)
+        call()
 
     threading.Thread(target=watch, daemon=True).start()
 
@@ -42,19 +47,21 @@ import sys
 sys.path.insert(0, {packages!r})
 from autoshard.base.process import end_with_stdin
 sys.path.append(sys.path.pop(0))
-end_with_stdin()
+{watch}
 from {module} import main
 main(*sys.argv[1:])
 """
 
 
-def python_command(module: str, *arguments: str) -> list[str]:
+def python_command(module: str, *arguments: str, watched: bool = True) -> list[str]:
     """The command of a Python process that calls the module's `main` with these texts.
 
-    Nothing is imported from the working directory (`-P`), where a file may be called `json.py` as well.
+    Nothing is imported from the working directory (`-P`), where a file may be called `json.py` as well. It ends with
+    its stdin, unless it sees to that itself (`watched`).
     """
     # Not `-m`: the records of the module would then belong to `__main__` and could not be read back here.
-    return [sys.executable, "-P", "-c", _START.format(packages=_PACKAGES, module=module), *arguments]
+    watch = "end_with_stdin()" if watched else ""
+    return [sys.executable, "-P", "-c", _START.format(packages=_PACKAGES, module=module, watch=watch), *arguments]
 
 
 def told_by(script: str, seconds: float) -> tuple[str, str, int] | None:

@@ -16,6 +16,7 @@ from autoshard.cli._input import (
     stand_in_devices,
     start_devices,
 )
+from autoshard.cli._on import connect, ray_of
 from autoshard.cli._output import print_json, print_rich, show_progress
 from autoshard.cli._process import start_helpers
 from autoshard.cli._sweep import report_sweep
@@ -24,6 +25,7 @@ from autoshard.errors import UserError
 
 if TYPE_CHECKING:
     from autoshard.base.crew import Crew
+    from autoshard.base.ray_pool import RayPool
     from autoshard.plan import Options, Plan, PlanResult
     from autoshard.program import Program
     from autoshard.report import ProgressLine
@@ -184,6 +186,8 @@ def run_compile(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
+    if arguments.on and not arguments.compile:
+        raise UserError("--on is for --compile: what is measured runs on the devices that are here.")
     from autoshard.cost import Topology
 
     topology = Topology.parse(arguments.topology)
@@ -191,23 +195,32 @@ def run_compare(arguments: argparse.Namespace, answer: TextIO) -> int:
         start_devices(topology)
     else:
         need_no_accelerator()
-    from autoshard.exec import compile_figures, compile_plan, measure, measurement_figures
+    with ray_of(arguments) as pool:
+        return _compare(arguments, answer, pool)
+
+
+def _compare(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None") -> int:
+    from autoshard.exec import compile_figures, compile_plans, measure, measurement_figures
     from autoshard.plan import make_plan
     from autoshard.report import ComparisonRow, candidates, comparison_figures, comparison_report
 
     rows = []
     options = plan_options(arguments)
     with show_progress(arguments) as progress:
+        connect(pool, progress)
         program = open_program(arguments, progress, arguments.topology)
         made = make_plan(program, options, save_problem=arguments.save_problem, progress=progress)
         run = arguments.compile or arguments.measure
-        for name, plan, holds in candidates(made.plan, made.baseline_plans, run, made.candidates):
+        offered = list(candidates(made.plan, made.baseline_plans, run, made.candidates))
+        plans = {name: plan for name, plan, _ in offered} if arguments.compile else {}
+        reports = dict(compile_plans(program, plans, quick=True, executor=pool, progress=progress))
+        for name, plan, holds in offered:
             compiled = measured = None
             failed = ""
             try:
-                if arguments.compile:
-                    progress(f"Compiling {name}")
-                    compiled = compile_figures(compile_plan(program, plan, quick=True))
+                if isinstance(report := reports.get(name), UserError):
+                    raise report
+                compiled = None if report is None else compile_figures(report)
                 if arguments.measure:
                     progress(f"Running {name}")
                     measured = measurement_figures(measure(program, plan, steps=arguments.steps))

@@ -23,6 +23,7 @@ from autoshard.cli._groups import (
     add_planning,
     add_program,
 )
+from autoshard.cli._on import add_on
 from autoshard.cli._values import latency, positive, prices, seconds, texts, tokens, tolerance, whole
 from autoshard.errors import UserError
 
@@ -137,6 +138,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_program(compare)
     add_candidates(compare)
     compare.add_argument("--compile", action="store_true", help="compile each for its TPUs or GPUs, without one")
+    add_on(compare, "compile")
     compare.add_argument("--measure", action="store_true", help="run each on the devices that are here")
     compare.add_argument("--steps", type=positive, default=10, metavar="N", help="steps to time (default: 10)")
     add_planning(compare, required=True)
@@ -159,7 +161,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="CHIP=X,...",
         help="of one chip for one hour, in any currency; or a file PRICES.json with the same",
     )
-    sweep.add_argument("--jobs", type=positive, metavar="N", help="processes that plan (default: one for each core)")
+    sweep.add_argument(
+        "--jobs",
+        type=positive,
+        metavar="N",
+        help="processes that plan (default: one for each core), or with --on tasks at a time (default: all)",
+    )
+    add_on(sweep, "plan")
     sweep.add_argument(
         "-o",
         "--out",
@@ -214,6 +222,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="S",
         help="for compiling one plan (default: 600)",
     )
+    add_on(refine, "compile")
     refine.add_argument("--out", metavar="PLAN.json", type=Path, help="write the plan that was judged best here")
 
     degrees = _command(

@@ -1,7 +1,7 @@
 """`autoshard refine`."""
 
 import argparse
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from autoshard.cli._input import (
     check_writable,
@@ -11,7 +11,13 @@ from autoshard.cli._input import (
     said_options,
     start_devices,
 )
+from autoshard.cli._on import connect, ray_of
 from autoshard.cli._output import print_json, print_rich, show_progress
+from autoshard.errors import UserError
+
+
+if TYPE_CHECKING:
+    from autoshard.base.ray_pool import RayPool
 
 
 def run_refine(arguments: argparse.Namespace, answer: TextIO) -> int:
@@ -20,9 +26,16 @@ def run_refine(arguments: argparse.Namespace, answer: TextIO) -> int:
 
     topology = Topology.parse(arguments.topology)
     if (arguments.judge or topology.traits.judge) == "measure":
+        if arguments.on:
+            raise UserError("--on is for --judge compile: what is measured runs on the devices that are here.")
         start_devices(topology)
     else:
         need_no_accelerator()
+    with ray_of(arguments) as pool:
+        return _refine(arguments, answer, pool)
+
+
+def _refine(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None") -> int:
     from autoshard.exec import refine, refinement_figures
     from autoshard.plan import save_plan
     from autoshard.report import refinement_report
@@ -31,8 +44,9 @@ def run_refine(arguments: argparse.Namespace, answer: TextIO) -> int:
     plan_options(arguments)  # refuses what cannot be before anything is traced
     judging = {name: getattr(arguments, name) for name in ("judge", "plans", "rounds", "steps", "compile_limit")}
     with show_progress(arguments) as progress:
+        connect(pool, progress)
         program = open_program(arguments, progress, arguments.topology)
-        result = refine(program, topology=arguments.topology, **options, **judging, progress=progress)
+        result = refine(program, topology=arguments.topology, **options, **judging, executor=pool, progress=progress)
         if arguments.out is not None:
             save_plan(result.plan, arguments.out)
     if arguments.json:

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, TextIO
 
 from autoshard.base.process import cores
 from autoshard.cli._input import PROGRAM_OPTIONS, check_writable, need_no_accelerator, planning_flags, stand_in_devices
+from autoshard.cli._on import WORKER, connect, ray_of
 from autoshard.cli._output import print_json, print_rich, show_progress
 from autoshard.cli._process import settle_imports
 from autoshard.errors import UserError
 
 
 if TYPE_CHECKING:
+    from autoshard.base.ray_pool import RayPool
     from autoshard.plan import SweepRow
 
 
@@ -20,6 +22,11 @@ def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
     check_place(arguments.out)
     check_writable("--plot", arguments.plot)
     need_no_accelerator()
+    with ray_of(arguments) as pool:
+        return _swept(arguments, answer, pool)
+
+
+def _swept(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None") -> int:
     settle_imports()
     from autoshard.base.pool import HelperPool
     from autoshard.cost import Topology, load_chip
@@ -35,9 +42,10 @@ def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
     options |= {"entry": arguments.entry, "roles": arguments.roles, "kept": arguments.cached}
     options["rules"] = None if arguments.rules is None else str(arguments.rules)
     with show_progress(arguments) as progress, contextlib.ExitStack() as pools:
+        connect(pool, progress)
         tasks = len(names) * max(1, len(batches)) * max(1, len(remats))
         jobs = min(tasks, arguments.jobs or cores())
-        executor = pools.enter_context(HelperPool(jobs, "autoshard.cli._process:settle_worker")) if jobs > 1 else None
+        executor = pool or (pools.enter_context(HelperPool(jobs, WORKER)) if jobs > 1 else None)
         rows = sweep(
             arguments.program,
             topologies=names,

@@ -11,6 +11,7 @@ from autoshard.cost._bill import hidden_seconds as hidden_seconds
 from autoshard.cost._bill import hidden_shares as hidden_shares
 from autoshard.cost._bill import hiding_shares as hiding_shares
 from autoshard.cost._bill import traffic_class as traffic_class
+from autoshard.cost._calibration import OWN_FILE as OWN_FILE
 from autoshard.cost._calibration import Calibration as Calibration
 from autoshard.cost._calibration import figure_names as figure_names
 from autoshard.cost._calibration import load_calibration as load_calibration

@@ -7,6 +7,7 @@ from autoshard.exec.ahead._compile import Verdict as Verdict
 from autoshard.exec.ahead._compile import compile_figures as compile_figures
 from autoshard.exec.ahead._compile import compile_lines as compile_lines
 from autoshard.exec.ahead._compile import compile_plan as compile_plan
+from autoshard.exec.ahead._compile import compile_plans as compile_plans
 from autoshard.exec.ahead._compile_pairs import compile_pairs as compile_pairs
 from autoshard.exec.apply._apply import Application as Application
 from autoshard.exec.apply._apply import PlannedFunction as PlannedFunction

@@ -38,6 +38,7 @@ _ABILITIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("compile for TPUs without a TPU", ("libtpu",), "pip install 'autoshard[tpu]'"),
     ("compile for GPUs without a GPU", ("jax_cuda12_plugin",), "pip install 'autoshard[cuda]'"),
     ("tables and figures in notebooks", ("pandas", "matplotlib"), "pip install 'autoshard[notebook]'"),
+    ("give candidates to a Ray cluster (--on)", ("ray", "grpcio"), "pip install 'autoshard[ray]'"),
 )
 
 

@@ -4,13 +4,14 @@ import concurrent.futures
 import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import autoshard
 from autoshard.errors import UserError
 from autoshard.plan import Options, SweepChoice, SweepRow, SweepTask, choose_rows, make_plan
-from autoshard.program import open_source
+from autoshard.program import open_source, read_config
 
 
 PROGRAM = """
@@ -184,6 +185,52 @@ def test_a_worker_that_dies_is_replaced(source: str) -> None:
     )
     with pytest.raises(UserError, match=r"a worker of the sweep died \(killed\): run it again with fewer --jobs"):
         autoshard.sweep(source, topologies=["cpu:2"], executor=Dying(3))
+
+
+class Elsewhere(concurrent.futures.Executor):
+    """A worker on a machine where something is not as it is here."""
+
+    def __init__(self, change) -> None:
+        self.change = change
+
+    def submit(self, fn, /, *args, **kwargs):
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        self.change()
+        try:
+            future.set_result(fn(*pickle.loads(pickle.dumps(args))))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def test_a_worker_that_reads_another_file_makes_no_row(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = Elsewhere(lambda: Path(source).unlink())
+    with pytest.raises(UserError, match=r"step\.py or a file that is read with it is not on .* what it was where the"):
+        autoshard.sweep(source, topologies=["cpu:2"], executor=there, path=tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+    Path(source).write_text(PROGRAM)
+    (config := tmp_path / "config.json").write_text(json.dumps(read_config("llama-tiny")[1]))
+    there = Elsewhere(lambda: config.write_text(config.read_text() + " "))
+    options = {"train": True, "batch": 8, "seq": 64}
+    with pytest.raises(UserError, match=r"config\.json or a file that is read with it is not on"):
+        autoshard.sweep(f"hf:{config}", topologies=["cpu:2"], executor=there, program_options=options)
+    (figures := tmp_path / "figures.json").write_text('{"schema": 1, "chips": {}}')
+    monkeypatch.setenv("AUTOSHARD_CALIBRATION", str(figures))
+    there = Elsewhere(lambda: figures.write_text(figures.read_text() + " "))
+    with pytest.raises(UserError, match="or a file that is read with it is not on"):
+        autoshard.sweep(source, topologies=["cpu:2"], executor=there)
+
+
+def test_a_worker_that_has_learned_something_else_makes_no_row(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def learn() -> None:
+        fit = SimpleNamespace(observations=3)
+        monkeypatch.setattr("autoshard.plan.capacity._sweep_task.learned_fit", lambda *_: fit)
+        monkeypatch.setattr("autoshard.plan.capacity._sweep_task.said_of_fit", lambda fit: "three of them")
+
+    with pytest.raises(UserError, match="^what was learned is not on .* what it was where the sweep began"):
+        autoshard.sweep(source, topologies=["cpu:2"], executor=Elsewhere(learn))
 
 
 def test_what_cannot_hold_its_state_is_said_at_once() -> None:

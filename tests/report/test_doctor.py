@@ -49,11 +49,12 @@ def test_everything_works_in_the_environment_of_the_tests():
 
 
 def test_what_is_missing_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch, unseen: None):
-    pretend(monkeypatch, {"libtpu": None, "pandas": None, "matplotlib": None})
+    pretend(monkeypatch, {"libtpu": None, "pandas": None, "matplotlib": None, "ray": None})
     notes = {ability["name"]: ability["note"] for ability in doctor()["abilities"] if not ability["works"]}
     assert notes == {
         "compile for TPUs without a TPU": "libtpu not installed: pip install 'autoshard[tpu]'",
         "tables and figures in notebooks": "pandas and matplotlib not installed: pip install 'autoshard[notebook]'",
+        "give candidates to a Ray cluster (--on)": "ray not installed: pip install 'autoshard[ray]'",
     }
 
 

@@ -1,12 +1,16 @@
 """What the real compiler says of a plan: does it fit, what does it send, how long will it take?"""
 
+import concurrent.futures
 import dataclasses
 import enum
 import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from autoshard.base.pool import as_ended
+from autoshard.errors import UserError
 from autoshard.exec.ahead._compiled import Compiled
-from autoshard.exec.ahead._libtpu import compile_without_devices
+from autoshard.exec.ahead._libtpu import CompileJob, compile_job, compile_without_devices, try_job
 from autoshard.exec.ahead._live import device_peak, memory_at_peak
 from autoshard.exec.hlo._collectives import CompiledCollective, plan_mesh, read_collectives, wire_by_axis
 from autoshard.exec.hlo._estimate import Estimate, decided, estimate
@@ -76,6 +80,56 @@ def compile_plan(program: Program, plan: Plan, time_limit: float = 600.0, *, qui
     """
     program = verify_program(program, plan)
     return report(program, plan, compile_without_devices(program, plan, time_limit, quick))
+
+
+def compile_plans(
+    program: Program,
+    plans: Mapping[str, Plan],
+    time_limit: float = 600.0,
+    *,
+    quick: bool = False,
+    executor: concurrent.futures.Executor | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Iterator[tuple[str, CompileReport | UserError]]:
+    """Every plan, by name, compiled as `compile_plan` does: its report, or why there is none, in the plans' order.
+
+    They are tasks of `executor`, any of `concurrent.futures`' interface (also one of a cluster, whose nodes need the
+    compiler); without one they are compiled one after the other. Raises `UserError` if workers die again and again.
+    """
+    say = progress or (lambda line: None)
+    if executor is None:
+        for name, plan in plans.items():
+            say(f"Compiling {name} for {plan.topology}")
+            try:
+                yield name, compile_plan(program, plan, time_limit, quick=quick)
+            except UserError as error:
+                yield name, error
+        return
+    found: dict[str, CompileReport | UserError] = {}
+    asked: list[tuple[str, Program]] = []
+
+    def jobs() -> Iterator[CompileJob]:
+        for name, plan in plans.items():
+            say(f"Compiling {name} for {plan.topology}")
+            try:
+                verified = verify_program(program, plan)
+                job = compile_job(verified, plan, time_limit, quick)
+            except UserError as error:
+                found[name] = error
+                continue
+            asked.append((name, verified))
+            yield job
+
+    left = list(plans)
+    try:
+        for number, made in as_ended(executor, try_job, jobs()):
+            name, verified = asked[number]
+            found[name] = made if isinstance(made, UserError) else report(verified, plans[name], made)
+            while left and left[0] in found:
+                yield left[0], found[left.pop(0)]
+    except concurrent.futures.BrokenExecutor as error:
+        raise UserError(f"a worker that compiles died again and again ({error}); compile without --on.") from error
+    yield from ((name, found[name]) for name in left)
 
 
 def report(program: Program, plan: Plan, compiled: Compiled) -> CompileReport:

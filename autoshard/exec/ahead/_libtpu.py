@@ -1,6 +1,7 @@
 """Compiling with no device present: libtpu, or the GPU compiler, in a process of its own, with a time limit."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import math
@@ -23,6 +24,7 @@ from autoshard.exec.ahead._target import Target, gpu_target
 from autoshard.exec.apply._apply import donated_aliases
 from autoshard.exec.apply._calls import lower_for_compiler
 from autoshard.plan import Plan
+from autoshard.plan.record._store import plan_to_json
 from autoshard.program import Program
 
 
@@ -45,6 +47,23 @@ _POLL_S = 0.25
 _GIB = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompileJob:
+    """One plan to be compiled, here or on another machine. It can be pickled."""
+
+    target: Target
+    files: dict[str, bytes]
+    """What the compiler's process reads, by file name."""
+    flags: tuple[str, ...]
+    """Compiler flags that the plan was made for."""
+    argument_bytes: int
+    """Bytes of the arguments on one device."""
+    time_limit: float
+    """Seconds that the compiler may take."""
+    quick: bool
+    """Whether it is ended before machine code is written, where it can be."""
+
+
 def compile_without_devices(program: Program, plan: Plan, time_limit: float, quick: bool = False) -> Compiled:
     """Apply the plan to the program's module and compile it for the plan's topology: by libtpu, or for GPUs by the
     compiler in JAX's CUDA plugin from a description of the chip.
@@ -54,24 +73,45 @@ def compile_without_devices(program: Program, plan: Plan, time_limit: float, qui
     Raises `UserError` if the compiler is not installed, there is none for the topology, it refuses it, fails, dies or
     takes longer than `time_limit` seconds; no process and no lock is left behind in any case.
     """
-    topology = Topology.parse(plan.topology)
-    target = _target(topology)
+    return run_job(compile_job(program, plan, time_limit, quick))
+
+
+def compile_job(program: Program, plan: Plan, time_limit: float, quick: bool) -> CompileJob:
+    """What there is to compile. Raises `UserError` if nothing compiles for the topology, or not here."""
+    target = _target(Topology.parse(plan.topology))
+    aliases = sorted(donated_aliases(program, plan).items())
+    job = {"platform": target.platform, "topology": target.name, "options": target.options, "aliases": aliases}
+    files = {
+        "plan.json": plan_to_json(plan).encode(),
+        "module.mlirbc": program.module,
+        "job.json": json.dumps(job).encode(),
+    }
+    for number, body in lower_for_compiler(program, plan, target.platform).items():
+        files[f"call-{number}.mlirbc"] = body
+    flags = tuple(plan.provenance.get("xla_flags", {}).get("flags", []))
+    quick = quick and target.platform == "tpu"
+    return CompileJob(target, files, flags, _argument_bytes(program, plan), time_limit, quick)
+
+
+def run_job(job: CompileJob) -> Compiled:
+    """Compile in a process of its own, which is gone afterwards. Raises `UserError` as `compile_without_devices`."""
     with scratch_folder("compile") as directory, _no_new_lock():
-        plan.save(directory / "plan.json")
-        (directory / "module.mlirbc").write_bytes(program.module)
-        for number, body in lower_for_compiler(program, plan, target.platform).items():
-            (directory / f"call-{number}.mlirbc").write_bytes(body)
-        aliases = sorted(donated_aliases(program, plan).items())
-        job = {"platform": target.platform, "topology": target.name, "options": target.options, "aliases": aliases}
-        (directory / "job.json").write_text(json.dumps(job))
-        flags = plan.provenance.get("xla_flags", {}).get("flags", [])
+        for name, data in job.files.items():
+            (directory / name).write_bytes(data)
         began = time.monotonic()
-        quick = quick and target.platform == "tpu"
-        code, log = _run(directory, time_limit, target, flags, until=placed if quick else None)
-        stem = placed(directory) if quick and not (directory / RESULT).exists() else None
+        code, log = _run(directory, job.time_limit, job.target, job.flags, until=placed if job.quick else None)
+        stem = placed(directory) if job.quick and not (directory / RESULT).exists() else None
         if stem is not None:
-            return read_placed(directory, stem, _argument_bytes(program, plan), time.monotonic() - began, log)
-        return _read_result(directory, code, log, target, _argument_bytes(program, plan))
+            return read_placed(directory, stem, job.argument_bytes, time.monotonic() - began, log)
+        return _read_result(directory, code, log, job.target, job.argument_bytes)
+
+
+def try_job(job: CompileJob) -> Compiled | UserError:
+    """The same, for a worker of an executor: what the compiler has against one plan does not end the others."""
+    try:
+        return run_job(job)
+    except UserError as error:
+        return UserError(str(error))
 
 
 def _target(topology: Topology) -> Target:

@@ -1,12 +1,13 @@
 """Judges: who says how long plans take by more than the prices that chose them, and what they saw."""
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, cast
 
 from autoshard.cost import Judge, Topology
 from autoshard.errors import UserError
-from autoshard.exec.ahead._compile import Verdict, compile_plan
+from autoshard.exec.ahead._compile import Verdict, compile_plans
 from autoshard.exec.devices._devices import ensure_devices
 from autoshard.exec.run._measure import verify_program
 from autoshard.exec.run._steps import PlannedStep, failure, first_arguments, quartiles, run_in_turn
@@ -61,16 +62,16 @@ class CompileJudge:
     time_limit: float = 600.0
     """Seconds that the compiler may take for each plan."""
     name: Judge = "compile"
+    executor: concurrent.futures.Executor | None = None
+    """Whose tasks the compilations are; None if they are made here, one after the other."""
 
     def judge(
         self, program: Program, plans: Mapping[str, Plan], progress: Callable[[str], None]
     ) -> Iterator[tuple[str, Seen]]:
-        for name, plan in plans.items():
-            progress(f"Compiling {name} for {plan.topology}")
-            try:
-                report = compile_plan(program, plan, self.time_limit, quick=True)
-            except UserError as error:
-                yield name, Seen(failed=str(error))
+        compiled = compile_plans(program, plans, self.time_limit, quick=True, executor=self.executor, progress=progress)
+        for name, report in compiled:
+            if isinstance(report, UserError):
+                yield name, Seen(failed=str(report))
                 continue
             timed = report.estimate
             if timed is None:
@@ -133,15 +134,24 @@ class MeasureJudge:
             yield name, Seen(middle, (high - low) / 2 / middle, "ran")
 
 
-def judge_of(name: Judge | None, topology: Topology, steps: int, time_limit: float) -> Judging:
+def judge_of(
+    name: Judge | None,
+    topology: Topology,
+    steps: int,
+    time_limit: float,
+    executor: concurrent.futures.Executor | None = None,
+) -> Judging:
     """The judge of that name; by default devices for CPU topologies, which are here, and else the compiler.
 
-    Raises `UserError` for an unknown name, and for a compiler that makes no programs for the topology.
+    Raises `UserError` for an unknown name, for a compiler that makes no programs for the topology, and for an executor
+    that is to measure.
     """
     name = name or cast(Judge, topology.traits.judge)
     if name == "measure":
         if steps < 1:
             raise UserError(f"refine: {steps} steps are to be timed; at least 1 is needed.")
+        if executor is not None:
+            raise UserError("refine: the judge measure runs plans on the devices that are here, not by an executor.")
         return MeasureJudge(steps)
     if name != "compile":
         raise UserError(f"{name!r} is no judge; there are compile and measure.")
@@ -150,4 +160,4 @@ def judge_of(name: Judge | None, topology: Topology, steps: int, time_limit: flo
             f"the judge compile is for TPU and GPU topologies, and {topology.name} is neither: use measure, where the "
             "devices are."
         )
-    return CompileJudge(time_limit)
+    return CompileJudge(time_limit, executor=executor)

@@ -5,6 +5,7 @@ user's database as soon as it is known, and fits the figures to it. A run that w
 its first round with what others have seen and finds its own judgements in the database instead of making them again.
 """
 
+import concurrent.futures
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -91,6 +92,7 @@ def refine(
     rounds: int = ROUNDS,
     steps: int = 10,
     compile_limit: float = 600.0,
+    executor: concurrent.futures.Executor | None = None,
     progress: Callable[[str], None] | None = None,
     **options: Unpack[PlanOptions],
 ) -> Refinement:
@@ -98,9 +100,10 @@ def refine(
 
     `judge` is `"measure"` (the devices that are here, `steps` timed steps of each plan; the default for CPU
     topologies) or `"compile"` (the compiler of TPUs or of GPUs, with none present, at most `compile_limit` seconds for
-    each plan). `plans` is how many plans that really differ are judged in a round, `rounds` how many rounds there are
-    at most. What is seen is kept in the user's database and used by later plans of the topology; with
-    `calibration=False` the database is neither read nor written. What is seen of steps with compiler flags
+    each plan, which are tasks of `executor` if there is one, as of `compile_plans`). `plans` is how many plans that
+    really differ are judged in a round, `rounds` how many rounds there are at most. What is seen is kept in the user's
+    database and used by later plans of the topology; with `calibration=False` the database is neither read nor
+    written. What is seen of steps with compiler flags
     (`xla_flags`) serves plans with the same flags alone. The other `options` are those of `autoshard.plan`.
 
     A judge that fails on a plan drops that plan, and says why. Raises `UserError` if it fails on all of them or none
@@ -113,7 +116,7 @@ def refine(
     parsed = Topology.parse(topology)
     read = read_options(topology, options)
     check_request(read)
-    judging = judge_of(judge, parsed, steps, compile_limit)
+    judging = judge_of(judge, parsed, steps, compile_limit, executor)
     if judging.name == "measure":
         from autoshard.exec.devices._devices import ensure_devices
 

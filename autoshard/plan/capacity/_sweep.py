@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from autoshard.base.files import write_whole
+from autoshard.base.pool import as_ended
 from autoshard.base.reading import read_json
 from autoshard.cost import find_topologies
 from autoshard.errors import UserError
@@ -23,8 +24,6 @@ from autoshard.program import read_config
 FORMAT = "autoshard-sweep"
 ROWS = "sweep.json"
 """The file of rows in a sweep's folder."""
-RETRIES = 2
-"""Times that a task is given to another worker when one has died at it."""
 
 
 def sweep(
@@ -51,7 +50,8 @@ def sweep(
     keeps the plan of each row as well, beside `sweep.json`.
 
     Raises `UserError` for a topology that does not exist, a mesh that no topology of the list has, a file of another
-    kind, and workers that die again and again; what fails in one row is said in that row.
+    kind, workers that die again and again, and workers that read another program or other figures than are here; what
+    fails in one row is said in that row.
     """
     store = _Store(path)
     say = progress or (lambda line: None)
@@ -70,9 +70,10 @@ def sweep(
         arguments = tuple(sorted({**base, **own}.items()))
         for name in names:
             task = SweepTask(source, entry, arguments, (name,), tuple(sorted(options.items())), rules, kept)
-            row = store.row(task.key(name))
+            key = task.key(name)
+            row = store.row(key)
             if row is None:
-                tasks.append((task, b, r))
+                tasks.append((dataclasses.replace(task, keys=(key,)), b, r))
             else:
                 rows[name, b, r] = row
     if rows:
@@ -81,7 +82,7 @@ def sweep(
     for task, b, r, made in _results(tasks, executor):
         done += 1
         (name,) = task.topologies
-        row = rows[name, b, r] = store.keep(task.key(name), made)
+        row = rows[name, b, r] = store.keep(task.keys[0], made)
         said = row.failed or f"{row.step_time_s:.4g} s"
         say(f"{done}/{whole} {name}{'' if row.batch is None else f', batch {row.batch}'}: {said}")
     count = (range(max(1, len(batches))), range(max(1, len(remats))))
@@ -96,31 +97,13 @@ def _results(
             (made,) = task.make()
             yield task, b, r, made
         return
-    running = {executor.submit(run_task, each[0]): (each, 0) for each in tasks}
-    while running:
-        ended, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
-        for future in ended:
-            (task, b, r), tries = running.pop(future)
-            try:
-                (made,) = future.result()
-            except concurrent.futures.BrokenExecutor as error:
-                running[_again(executor, task, tries, error)] = (task, b, r), tries + 1
-                continue
-            yield task, b, r, made
-
-
-def _again(
-    executor: concurrent.futures.Executor, task: SweepTask, tries: int, error: Exception
-) -> "concurrent.futures.Future[list[MadeRow]]":
-    """The task of a worker that died, given to another one."""
-    if tries < RETRIES:
-        try:
-            return executor.submit(run_task, task)
-        except RuntimeError:  # an executor that is broken as a whole
-            pass
-    raise UserError(
-        f"a worker of the sweep died ({error}): run it again with fewer --jobs; what is done is kept."
-    ) from error
+    try:
+        for number, (made,) in as_ended(executor, run_task, [task for task, _, _ in tasks]):
+            yield *tasks[number], made
+    except concurrent.futures.BrokenExecutor as error:
+        raise UserError(
+            f"a worker of the sweep died ({error}): run it again with fewer --jobs; what is done is kept."
+        ) from error
 
 
 class _Store:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import autoshard
-from autoshard.cost import Topology, chosen_flags, learned_fit, said_of_fit
+from autoshard.cost import OWN_FILE, Topology, chosen_flags, learned_fit, said_of_fit
 from autoshard.errors import UserError
 from autoshard.plan._make import check_request, make_plan
 from autoshard.plan._recipes import plan_recipes
@@ -50,6 +51,20 @@ class SweepTask:
     rules: str | None = None
     kept: bool = False
     """Whether programs and their ops come from the cache on disk where they are there."""
+    keys: tuple[str, ...] = ()
+    """What decides the row of each topology where the task was made (see `key`); empty if nobody is to compare it."""
+
+    def check_same(self) -> None:
+        """Raises `UserError` if this process would make another row than is asked for: it reads another program, or
+        other figures."""
+        for topology, key in zip(self.topologies, self.keys, strict=False):
+            if self.key(topology) != key:
+                source, named = self._content(), json.loads(key)[: len(self._content())]
+                what = f"{self.source} or a file that is read with it" if source != named else "what was learned"
+                raise UserError(
+                    f"{what} is not on {platform.node()} what it was where the sweep began, so that rows would not be "
+                    "comparable: have the same there, and run it again."
+                )
 
     def run(self) -> list[SweepRow]:
         """A row for each topology; one that cannot be planned says why."""
@@ -118,9 +133,11 @@ class SweepTask:
         return MadeRow(row, plan_to_json(plan))
 
     def _content(self) -> list[str]:
-        """The source, and of a file the hash of what it holds."""
-        file = Path(self.source)
-        return [self.source, hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""]
+        """The source, and of every file that is read with it the hash of what it holds."""
+        file = Path(self.source.removeprefix("hf:"))
+        config = file / "config.json" if file.is_dir() else file
+        others = filter(None, (self.rules, os.environ.get(OWN_FILE)))
+        return [self.source, _hash(config), *(_hash(Path(each)) for each in others)]
 
     def key(self, topology: str) -> str:
         """What decides a row, as text: equal keys have equal rows."""
@@ -131,6 +148,10 @@ class SweepTask:
         if learned is not None and learned.observations:
             said.append(said_of_fit(learned))
         return json.dumps(said, sort_keys=True)
+
+
+def _hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
 
 
 def _check_state(program: Program, options: Options) -> None:
@@ -161,6 +182,7 @@ def impossible(topology: str, planning: PlanOptions, program: Mapping[str, Any] 
 
 
 def run_task(task: SweepTask) -> list[MadeRow]:
-    """`task.make`, as a function that a worker process can import."""
+    """`task.make`, as a function that a worker process can import. Raises `UserError` as `check_same` does."""
+    task.check_same()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     return list(task.make())

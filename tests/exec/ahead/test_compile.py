@@ -1,11 +1,14 @@
 """The compiler as referee: what it says is read right, and no process, lock or file stays behind."""
 
+import concurrent.futures
 import dataclasses
 import importlib.util
 import json
 import os
+import pickle
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import jax
@@ -14,7 +17,7 @@ import pytest
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import UserError
-from autoshard.exec import Verdict, compile_figures, compile_lines, compile_plan
+from autoshard.exec import CompileReport, Verdict, compile_figures, compile_lines, compile_plan, compile_plans
 from autoshard.exec.ahead import _libtpu as room
 from autoshard.exec.ahead._compile import report
 from autoshard.exec.ahead._compiled import Compiled
@@ -25,6 +28,7 @@ from autoshard.plan import Collective, Options, Plan, make_plan
 from autoshard.program import trace
 from tests.exec import planned_programs as made
 from tests.exec.planned_programs import handmade
+from tests.plan.test_sweep import Dying
 
 
 def tiny():
@@ -331,6 +335,39 @@ def test_the_compiler_gets_all_it_needs(program, monkeypatch: pytest.MonkeyPatch
     job = json.loads((keep / "job.json").read_text())
     assert job == {"platform": "tpu", "topology": "v5e:2x2", "options": {}, "aliases": [[0, 0], [1, 1]]}
     assert (keep / "module.mlirbc").read_bytes() == program.module
+
+
+def test_plans_are_compiled_by_an_executor_and_come_in_their_order(program, monkeypatch: pytest.MonkeyPatch):
+    done = """{"status": "memory", "message": "(2.00G) exceeds available HBM (1.00G)", "compile_s": 1}"""
+    FakeWorker(monkeypatch, f"echo '{done}' > $1/result.json")
+    plan = planned(program)
+    elsewhere = dataclasses.replace(plan, topology="cpu:4")
+    plans = {"first": plan, "elsewhere": elsewhere, "last": plan}
+    lines: list[str] = []
+    with Backwards() as executor:
+        found = list(compile_plans(program, plans, executor=executor, progress=lines.append))
+    assert [name for name, _ in found] == list(plans)
+    assert [type(each) for _, each in found] == [CompileReport, UserError, CompileReport]
+    assert found[0] == ("first", compile_plan(program, plan)) and executor.took == 2
+    assert lines == [f"Compiling {name} for {each.topology}" for name, each in plans.items()]
+    with pytest.raises(UserError, match=r"a worker that compiles died again and again \(killed\)"):
+        list(compile_plans(program, plans, executor=Dying(9)))
+
+
+class Backwards(concurrent.futures.ThreadPoolExecutor):
+    """Calls whose first takes longer than the others; what goes out and comes back could go to another machine."""
+
+    took = 0
+
+    def submit(self, fn, /, *args, **kwargs):
+        self.took += 1
+        return super().submit(late, 0.5 if self.took == 1 else 0.0, pickle.dumps((fn, args)))
+
+
+def late(seconds: float, data: bytes):
+    time.sleep(seconds)
+    call, arguments = pickle.loads(data)
+    return pickle.loads(pickle.dumps(call(*arguments)))
 
 
 def test_a_shortage_of_temporaries_counts_the_arguments_too(program, monkeypatch: pytest.MonkeyPatch):

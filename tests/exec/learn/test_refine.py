@@ -207,7 +207,7 @@ def test_the_compiler_tells_whether_it_fits_and_what_is_hidden(monkeypatch: pyte
             raise UserError("it takes too long")
         return reports[plan.program_name]
 
-    monkeypatch.setattr(_judge, "compile_plan", compile_plan)
+    monkeypatch.setattr("autoshard.exec.ahead._compile.compile_plan", compile_plan)
     plans = {name: SimpleNamespace(topology="v5e:4x4", program_name=name) for name in "abc"}
     found = dict(CompileJudge().judge(programs.program("mlp"), plans, lambda line: None))
     assert found["a"] == Seen(2.0, 0.2, Verdict.FITS_WITH_REMAT.value, 7, 0.75, {"sums": 0.75}) and found["a"].fits
