@@ -238,7 +238,7 @@ def table(runs: dict[str, list[Ran]], calls: dict[str, tuple[float, float]], opt
         f"`python experiments/ray_sweep.py`: `autoshard sweep {SWEEP}`, {ROWS} rows, on a machine of "
         f"{os.cpu_count()} cores; Ray {importlib.metadata.version('ray')}, {datetime.date.today()}. Medians (least to "
         f"most) of {options.rounds} runs in turn. Wall time is that of the command, processor time that of all it "
-        "started, and of its cluster, from start to end.",
+        "started, and of its cluster, from start to end. Wall times depend on what else the machine does.",
         "",
         "| by | wall s | processor s | over local: wall, processor | rows lost | files that differ | processes left |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -2,6 +2,9 @@
 
 A helper that dies or fails leaves its job to the others; this process can do all of it alone. Which process does what
 is left to chance, so no answer may depend on it.
+
+A small call of a helper takes less time than one of `concurrent.futures`' processes, and a twentieth of a task of Ray,
+which is for whole candidates (`experiments/results/ray_sweep.md`).
 """
 
 import threading
