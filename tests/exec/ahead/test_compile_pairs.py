@@ -37,7 +37,7 @@ def pairs(tmp_path: pathlib.Path) -> pathlib.Path:
 def test_reports_become_rows(pairs: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     compiled: list[Any] = []
 
-    def fake(program: Any, plan: Any, time_limit: float) -> Any:
+    def fake(program: Any, plan: Any, time_limit: float, quick: bool) -> Any:
         compiled.append(plan)
         if plan.mesh == {"data": 4}:
             return types.SimpleNamespace(estimate=None, peak_compiled=7, verdict=Verdict.DOES_NOT_FIT)
