@@ -25,12 +25,15 @@ LONG = ("--batch", "64", "--seq", "8192", "--remat", "full")
 WIDE = ("--batch", "1024", "--seq", "4096", "--remat", "full")
 TEXT = ("--batch", "256", "--seq", "1024", "--remat", "full")
 LEFT = ("--batch", "256", "--seq", "8192", "--remat", "auto")
+FREE = ("--batch", "64", "--seq", "8192", "--remat", "auto", "--microbatches", "auto", "--host", "auto")
+SPENT = ("--batch", "256", "--seq", "4096", "--remat", "auto", "--experts", "auto")
 PEER = "102 s, 4.2 GB"
 ROWS = {
     # label: (program, options, topology, mesh, seconds aimed at, GB aimed at, the peer's)
     "llama3-8b 32x8": ("llama3-8b", LONG, "v5p:4x8x8", "data=32,model=8", 12, 2, PEER),
     "llama3-8b searched": ("llama3-8b", LONG, "v5p:4x8x8", None, 30, 3, "no search"),
     "llama3-8b 8x8x4": ("llama3-8b", LONG, "v5p:4x8x8", "data=8,fsdp=8,model=4", 20, 2, "not done after 240 s"),
+    "llama3-8b recipe": ("llama3-8b", FREE, "v5p:4x8x8", None, 40, 3, ""),
     "llama3.1-405b searched": ("llama3.1-405b", WIDE, "v5p:8x16x16", None, 60, 6, ""),
     "llama3.1-405b recipe": ("llama3.1-405b", LEFT, "v5p:8x16x16", None, 90, 6, ""),
     "llama3.1-405b pipeline": ("llama3.1-405b", (*LEFT, "--stages", "auto"), "v5p:8x16x16*4", None, 120, 6, ""),
@@ -45,6 +48,7 @@ ROWS = {
     ),
     "mixtral-8x7b searched": ("mixtral-8x7b", WIDE, "v5p:8x8x16", None, 60, 6, ""),
     "deepseek-v3 searched": ("deepseek-v3", WIDE, "v5p:8x8x16", None, 60, 6, ""),
+    "deepseek-v3 recipe": ("deepseek-v3", SPENT, "v5p:8x16x16", None, 150, 6, ""),
     "gpt2-xl searched": ("gpt2-xl", TEXT, "v5p:4x4x4", None, 20, 2, ""),
     "vit-l16 searched": ("vit-l16", ("--batch", "1024"), "v5p:4x4x4", None, 20, 2, ""),
     "t5-large searched": (
