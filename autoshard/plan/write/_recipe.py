@@ -161,6 +161,10 @@ def figures_of(row: RecipeTried, rows: Sequence[RecipeTried], varied: bool) -> d
     return figures
 
 
+UNBOUND = "not planned: memory does not bind with"
+"""Begins the verdict of what would only ease memory that is there; then so would what eases it in two ways."""
+
+
 def eased(recipe: Recipe, tried: Sequence[RecipeTried], limit: int) -> str:
     """Why a recipe that only eases memory need not be planned beside those `tried`, with `limit` bytes of a device;
     empty if it must."""
@@ -171,6 +175,6 @@ def eased(recipe: Recipe, tried: Sequence[RecipeTried], limit: int) -> str:
         held = other.held_bytes if other.peak_bytes is None else other.peak_bytes
         if other.verdict in SLOWER:
             return f"not planned: {difference(other.recipe, recipe)} is slower whatever fits"
-        if held is not None and held < TIGHT * limit:
-            return f"not planned: memory does not bind with {difference(other.recipe, recipe)}"
+        if (held is not None and held < TIGHT * limit) or other.verdict.startswith(UNBOUND):
+            return f"{UNBOUND} {difference(other.recipe, recipe)}"
     return ""
