@@ -80,14 +80,15 @@ def test_layers_outside_of_the_stages_are_computed_once(pipeline: Pipeline) -> N
 
 
 def test_stages_are_parts_of_the_devices_and_the_rest_is_chosen_with_them() -> None:
+    late = {"gradient_groups": (None,)}
     found = source_choices({"stages": "auto", "batch": 16}, "v5e:2x4")
     assert found["stages"] == (1, 2, 4, 8) and found["schedule"][:2] == (None, "gpipe")
     assert found["microbatches"] == (1, 2, 4, 8, 16)
     assert source_choices({"stages": 4, "microbatches": 8, "schedule": "gpipe"}, "v5e:2x4") == {}
     given = source_choices({"stages": "auto", "microbatches": 8, "schedule": "gpipe"}, "v5e:2x4")
-    assert given == {"stages": (1, 2, 4, 8), "schedule": (None, "gpipe"), "microbatches": (8,)}
+    assert given == {"stages": (1, 2, 4, 8), "schedule": (None, "gpipe"), "microbatches": (8,), **late}
     fixed = source_choices({"stages": 4, "microbatches": "auto", "batch": 16}, "v5e:2x4")
-    assert fixed == {"stages": (4,), "schedule": ("gpipe",), "microbatches": (4, 8, 16)}
+    assert fixed == {"stages": (4,), "schedule": ("gpipe",), "microbatches": (4, 8, 16), **late}
     with pytest.raises(UserError, match="--schedule auto is for stages; add --stages auto"):
         source_choices({"schedule": "auto"}, "v5e:2x4")
 
