@@ -125,9 +125,11 @@ class RecipeSearch:
         problem = self.running.pop("save_problem", None)
         self.problem = None if problem is None else Path(problem)
         self.tables = PathTables(TABLES)
+        if running.get("crew") is not None:
+            running["crew"].share("tables", self.tables)
         self.counts: tuple[int, ...] = ()
         """Microbatches that may be chosen."""
-        self.pipelines = PipelineMeshes(self.topology, make, self._task)
+        self.pipelines = PipelineMeshes(self.topology, make, self._task, running.get("crew"))
         self.roomy = Roomy(self.topology)
 
     def least(self, **some: Any) -> float:
