@@ -236,6 +236,7 @@ def torch_program(
         model_flops=factor * forward_flops[0] or None,
         layers=len(function.layers),
         savable=tuple(function.savable),
+        weights=function.weights(),
         make_args=make_args,
         exchange=function.exchange,
     )
