@@ -138,6 +138,8 @@ def sum_late(search: Search) -> None:
         return
     for groups in _held_apart(made.plan, search.topology.slices):
         search.plan(row.recipe.but(gradient_groups=groups), mesh=dict(made.plan.mesh), refine_axes=False)
+        if search.tried[-1].verdict.startswith("cannot be"):  # JAX functions, batches that are not divided so
+            search.tried.pop()
 
 
 def _held_apart(plan: Plan, slices: int) -> list[int]:
