@@ -13,6 +13,7 @@ from autoshard.report._diff import difference, figure_name, figure_text, sent_te
 from autoshard.report._figures import best_baseline
 from autoshard.report._fixed import fixed_lines
 from autoshard.report._names import breakable, clean, readable
+from autoshard.report._ops_page import BOUNDS, memory_data, ops_data, ops_summary, roofs
 from autoshard.report._schedule import schedule_picture
 from autoshard.report._tree import module_trees
 from autoshard.units import format_bytes, format_seconds
@@ -63,6 +64,7 @@ def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, 
             memory_chart=_memory_chart(plan),
             communication=sorted(prediction.collectives, key=lambda c: -c.seconds)[:COLLECTIVES],
             more_communication=sorted(prediction.collectives, key=lambda c: -c.seconds)[COLLECTIVES:],
+            ops=ops_summary(plan),
             binds=what_binds(plan),
             fixed=fixed_lines(plan),
             compare=compare and _comparison(plan, compare),
@@ -187,6 +189,7 @@ def _memory_chart(plan: Plan) -> dict[str, Any] | None:
     at = totals.index(peak)
     return {
         "areas": areas,
+        "moments": count,
         "peak_x": round(at * CHART_WIDTH / (count - 1), 1),
         "peak_y": round(CHART_HEIGHT - peak * CHART_HEIGHT / top, 1),
         "limit_y": round(CHART_HEIGHT - plan.memory_limit_bytes * CHART_HEIGHT / top, 1)
@@ -246,6 +249,11 @@ def _page_data(plan: Plan) -> str:
         "physical": [{"name": a.name, "size": a.size, "kind": a.kind, "wrap": a.wrap} for a in axes],
         "drawn": DRAWN_DEVICES,
         "trees": [tree.to_json() for tree in module_trees(plan)],
+        "step": plan.prediction.step_time_s,
+        "memory": memory_data(plan),
+        "ops": ops_data(plan),
+        "bounds": BOUNDS,
+        "roofs": roofs(plan),
     }
     return script_json(data)
 
