@@ -12,6 +12,7 @@ from autoshard.report._binding import what_binds, why_not
 from autoshard.report._diff import difference, figure_name, figure_text, sent_text
 from autoshard.report._figures import best_baseline
 from autoshard.report._fixed import fixed_lines
+from autoshard.report._links import link_loads
 from autoshard.report._names import breakable, clean, readable
 from autoshard.report._ops_page import BOUNDS, memory_data, ops_data, ops_summary, roofs
 from autoshard.report._schedule import schedule_picture
@@ -40,6 +41,7 @@ def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, 
     slowest = max([prediction.step_time_s, *(b.step_time_s for b in plan.baselines.values())])
     # A bar may be three times as long as the plan's, so that one hopeless baseline does not flatten the rest.
     scale = min(slowest, 3 * prediction.step_time_s) if prediction.step_time_s > 0 else slowest
+    loads = link_loads(plan)
     ordered = sorted(plan.baselines.items(), key=lambda item: (not item[1].fits, item[1].step_time_s))
     return (
         environment()
@@ -65,12 +67,13 @@ def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, 
             communication=sorted(prediction.collectives, key=lambda c: -c.seconds)[:COLLECTIVES],
             more_communication=sorted(prediction.collectives, key=lambda c: -c.seconds)[COLLECTIVES:],
             ops=ops_summary(plan),
+            links=loads,
             binds=what_binds(plan),
             fixed=fixed_lines(plan),
             compare=compare and _comparison(plan, compare),
             measured=measured and _measurement(plan, measured),
             provenance=_flat(plan.provenance),
-            data=_page_data(plan),
+            data=script_json(_page_data(plan) | {"links": loads}),
         )
     )
 
@@ -239,11 +242,11 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     return rows
 
 
-def _page_data(plan: Plan) -> str:
+def _page_data(plan: Plan) -> dict[str, Any]:
     """What the page's script draws from."""
     topology = Topology.parse(plan.topology)
     axes = [axis for axis in topology.physical_axes if axis.size > 1] or list(topology.physical_axes[-1:])
-    data = {
+    return {
         "mesh": list(plan.mesh.items()),
         "deviceOrder": plan.device_order,
         "physical": [{"name": a.name, "size": a.size, "kind": a.kind, "wrap": a.wrap} for a in axes],
@@ -255,7 +258,6 @@ def _page_data(plan: Plan) -> str:
         "bounds": BOUNDS,
         "roofs": roofs(plan),
     }
-    return script_json(data)
 
 
 def script_json(data: Any) -> str:

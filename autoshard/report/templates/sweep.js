@@ -77,8 +77,16 @@
     return parts.filter(Boolean).join(" · ");
   }
 
+  function pageLink(row, text) {
+    const link = document.createElement("a");
+    link.href = row.page;
+    link.textContent = text;
+    link.title = "The page of this plan";
+    return link;
+  }
+
   function point(row) {
-    byId("pointed").textContent = said(row) + (row.plan ? ` · ${row.plan}` : "");
+    byId("pointed").replaceChildren(said(row), ...(row.page ? [" · ", pageLink(row, row.plan)] : row.plan ? [` · ${row.plan}`] : []));
     document.querySelectorAll("#rows tbody tr").forEach((line) => line.classList.toggle("pointed", line.dataset.id === String(row.id)));
   }
 
@@ -121,7 +129,8 @@
       COLUMNS.forEach(([name, text]) => {
         const cell = document.createElement("td");
         const inner = document.createElement("bdi");
-        inner.textContent = text(row, front);
+        if (name === "topology" && row.page) inner.append(pageLink(row, row.topology));
+        else inner.textContent = text(row, front);
         if (name === "mesh" || name === "recipe") cell.className = "wide";
         cell.append(inner);
         line.append(cell);
