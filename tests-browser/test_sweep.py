@@ -97,13 +97,14 @@ def test_what_has_no_plan_says_why(opened: Callable[..., Page]):
 def test_a_row_leads_to_the_page_of_its_plan(browser: Browser, tmp_path: Path):
     rows = [dataclasses.replace(ROWS[0], plan="a.plan.json"), ROWS[1]]
     (tmp_path / "sweep-plans").mkdir()
-    (tmp_path / "sweep-plans" / "a.plan.html").write_text(html_report(llama_plan()), encoding="utf-8")
-    text = sweep_page(rows, PRICES, 15e12, {"a.plan.json": "sweep-plans/a.plan.html"})
+    (tmp_path / "sweep-plans" / "a #1.plan.html").write_text(html_report(llama_plan()), encoding="utf-8")
+    text = sweep_page(rows, PRICES, 15e12, {"a.plan.json": "sweep-plans/a #1.plan.html"})
     (tmp_path / "sweep.html").write_text(text, encoding="utf-8")
     page = browser.new_page()
     try:
         page.goto((tmp_path / "sweep.html").as_uri())
         assert page.locator("#rows a").count() == 1
+        assert page.locator("#rows a").get_attribute("href") == "./sweep-plans/a%20%231.plan.html"
         page.locator("#plot circle").first.focus()
         assert page.locator("#pointed a").inner_text() == "a.plan.json"
         page.locator("#rows a").click()

@@ -17,6 +17,7 @@ from autoshard.report._names import breakable, clean, readable
 from autoshard.report._ops_page import BOUNDS, memory_data, ops_data, ops_summary, roofs
 from autoshard.report._schedule import schedule_picture
 from autoshard.report._tree import module_trees
+from autoshard.report._what_if import alternatives, chosen_per_element
 from autoshard.units import format_bytes, format_seconds
 
 
@@ -42,6 +43,7 @@ def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, 
     # A bar may be three times as long as the plan's, so that one hopeless baseline does not flatten the rest.
     scale = min(slowest, 3 * prediction.step_time_s) if prediction.step_time_s > 0 else slowest
     loads = link_loads(plan)
+    others = [row | {"id": number} for number, row in enumerate(alternatives(plan))]
     ordered = sorted(plan.baselines.items(), key=lambda item: (not item[1].fits, item[1].step_time_s))
     return (
         environment()
@@ -68,12 +70,13 @@ def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, 
             more_communication=sorted(prediction.collectives, key=lambda c: -c.seconds)[COLLECTIVES:],
             ops=ops_summary(plan),
             links=loads,
+            alternatives=others,
             binds=what_binds(plan),
             fixed=fixed_lines(plan),
             compare=compare and _comparison(plan, compare),
             measured=measured and _measurement(plan, measured),
             provenance=_flat(plan.provenance),
-            data=script_json(_page_data(plan) | {"links": loads}),
+            data=script_json(_page_data(plan) | {"links": loads, "whatIf": _what_if(plan, others)}),
         )
     )
 
@@ -257,6 +260,17 @@ def _page_data(plan: Plan) -> dict[str, Any]:
         "ops": ops_data(plan),
         "bounds": BOUNDS,
         "roofs": roofs(plan),
+    }
+
+
+def _what_if(plan: Plan, others: list[dict[str, Any]]) -> dict[str, Any]:
+    own = plan.prediction
+    return {
+        "step": own.step_time_s,
+        "peak": own.peak_bytes,
+        "limit": plan.memory_limit_bytes,
+        "perElement": chosen_per_element(plan),
+        "alternatives": others,
     }
 
 

@@ -1,6 +1,5 @@
 """A sweep as one self-contained HTML page: cost against time, with prices and tokens that can be changed on it."""
 
-import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ def sweep_page(
     data = {
         "chips": {chip: prices.get(chip) for chip in chips},
         "tokens": tokens or TOKENS,
-        "rows": [_row(row) | {"page": _address((pages or {}).get(row.plan))} for row in planned],
+        "rows": [_row(row) | {"page": (pages or {}).get(row.plan)} for row in planned],
     }
     return (
         environment()
@@ -39,11 +38,6 @@ def sweep_page(
             failed=[row for row in rows if row.failed],
         )
     )
-
-
-def _address(path: str | None) -> str | None:
-    """A path as a link: never one that names a scheme."""
-    return None if path is None else "./" + urllib.parse.quote(path)
 
 
 def _row(row: SweepRow) -> dict[str, Any]:

@@ -79,7 +79,7 @@
 
   function pageLink(row, text) {
     const link = document.createElement("a");
-    link.href = row.page;
+    link.href = `./${row.page.split("/").map(encodeURIComponent).join("/")}`;  // whatever its name, a file beside this one
     link.textContent = text;
     link.title = "The page of this plan";
     return link;
