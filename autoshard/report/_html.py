@@ -16,6 +16,7 @@ from autoshard.report._links import link_loads
 from autoshard.report._names import breakable, clean, readable
 from autoshard.report._ops_page import BOUNDS, memory_data, ops_data, ops_summary, roofs
 from autoshard.report._schedule import schedule_picture
+from autoshard.report._timeline_page import timeline_data
 from autoshard.report._tree import module_trees
 from autoshard.report._what_if import alternatives, chosen_per_element
 from autoshard.units import format_bytes, format_seconds
@@ -42,7 +43,7 @@ def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, 
     slowest = max([prediction.step_time_s, *(b.step_time_s for b in plan.baselines.values())])
     # A bar may be three times as long as the plan's, so that one hopeless baseline does not flatten the rest.
     scale = min(slowest, 3 * prediction.step_time_s) if prediction.step_time_s > 0 else slowest
-    loads = link_loads(plan)
+    loads, timeline = link_loads(plan), timeline_data(plan)
     others = [row | {"id": number} for number, row in enumerate(alternatives(plan))]
     ordered = sorted(plan.baselines.items(), key=lambda item: (not item[1].fits, item[1].step_time_s))
     return (
@@ -70,13 +71,16 @@ def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, 
             more_communication=sorted(prediction.collectives, key=lambda c: -c.seconds)[COLLECTIVES:],
             ops=ops_summary(plan),
             links=loads,
+            timeline=timeline is not None,
             alternatives=others,
             binds=what_binds(plan),
             fixed=fixed_lines(plan),
             compare=compare and _comparison(plan, compare),
             measured=measured and _measurement(plan, measured),
             provenance=_flat(plan.provenance),
-            data=script_json(_page_data(plan) | {"links": loads, "whatIf": _what_if(plan, others)}),
+            data=script_json(
+                _page_data(plan) | {"links": loads, "timeline": timeline, "whatIf": _what_if(plan, others)}
+            ),
         )
     )
 
