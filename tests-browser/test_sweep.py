@@ -1,11 +1,14 @@
 """The page of a sweep in a real browser: point, filter, and change what was assumed."""
 
+import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page
+from playwright.sync_api import Browser, Page
 
-from autoshard.report import sweep_page
+from autoshard.report import html_report, sweep_page
+from tests.report.conftest import llama_plan
 from tests.report.test_sweep import PRICES, ROWS
 
 
@@ -89,3 +92,24 @@ def test_the_table_sorts_by_its_heads(opened: Callable[..., Page]):
 def test_what_has_no_plan_says_why(opened: Callable[..., Page]):
     page = opened()
     assert "v5e:4x4: it does not fit" in page.get_by_role("region", name="Without a plan").inner_text()
+
+
+def test_a_row_leads_to_the_page_of_its_plan(browser: Browser, tmp_path: Path):
+    rows = [dataclasses.replace(ROWS[0], plan="a.plan.json"), ROWS[1]]
+    (tmp_path / "sweep-plans").mkdir()
+    (tmp_path / "sweep-plans" / "a #1.plan.html").write_text(html_report(llama_plan()), encoding="utf-8")
+    text = sweep_page(rows, PRICES, 15e12, {"a.plan.json": "sweep-plans/a #1.plan.html"})
+    (tmp_path / "sweep.html").write_text(text, encoding="utf-8")
+    page = browser.new_page()
+    try:
+        page.goto((tmp_path / "sweep.html").as_uri())
+        assert page.locator("#rows a").count() == 1
+        assert page.locator("#rows a").get_attribute("href") == "./sweep-plans/a%20%231.plan.html"
+        page.locator("#plot circle").first.focus()
+        assert page.locator("#pointed a").inner_text() == "a.plan.json"
+        page.locator("#rows a").click()
+        assert page.locator("h1").inner_text() == "llama3-8b"
+        page.go_back()
+        assert page.locator("#rows a").inner_text() == ROWS[0].topology
+    finally:
+        page.close()

@@ -63,7 +63,7 @@ FLAGS = {
     },
     "report": {
         *("--compare", "--compiled", "--debug", "--json", "--measured", "--out", "--perfetto", "--profile", "--quiet"),
-        *("--price", "--tokens", "-o"),
+        *("--plans", "--price", "--tokens", "-o"),
     },
     "sweep": {
         *("--chips", "--debug", "--jobs", "--json", "--no-cache", "--out", "--plot", "--price", "--quiet", "--tokens"),

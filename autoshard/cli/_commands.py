@@ -19,6 +19,7 @@ from autoshard.cli._input import (
 from autoshard.cli._on import connect, ray_of
 from autoshard.cli._output import print_json, print_rich, show_progress
 from autoshard.cli._process import start_helpers
+from autoshard.cli._serve_plan import report_serving
 from autoshard.cli._sweep import report_sweep
 from autoshard.errors import UserError
 
@@ -339,11 +340,21 @@ def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
     check_writable("--out", arguments.out)
     check_writable("--perfetto", arguments.perfetto)
     from autoshard.plan import is_sweep, load_plan
-    from autoshard.report import html_report, perfetto_json, plan_figures, read_profile, terminal_report, write_text
+    from autoshard.report import (
+        html_report,
+        perfetto_json,
+        plan_figures,
+        read_profile,
+        read_serving,
+        terminal_report,
+        write_text,
+    )
 
     if is_sweep(arguments.plan):
         return report_sweep(arguments, answer)
-    for flag, value in (("tokens", arguments.tokens), ("price", arguments.price)):
+    if (serving := read_serving(arguments.plan)) is not None:
+        return report_serving(arguments, serving, answer)
+    for flag, value in (("tokens", arguments.tokens), ("price", arguments.price), ("plans", arguments.plans)):
         if value:
             raise UserError(f"--{flag} is for a sweep; {arguments.plan} is none that `autoshard sweep --out` kept.")
     plan = load_plan(arguments.plan)

@@ -257,9 +257,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--time-limit", type=seconds, default=60.0, metavar="S", help="of processor, to solve (default: 60)"
     )
 
-    report = _command(commands, "report", _commands.run_report, "show a plan, or a sweep, that was saved")
+    report = _command(commands, "report", _commands.run_report, "show a plan, a sweep or ways to serve")
     report.add_argument(
-        "plan", metavar="PLAN.json", type=Path, help="from `autoshard plan --out`, or `autoshard sweep --out`"
+        "plan",
+        metavar="PLAN.json",
+        type=Path,
+        help="from `autoshard plan --out`, `sweep --out`, or `serve-plan --json`",
     )
     report.add_argument("-o", "--out", metavar="REPORT.html", type=Path, help="write a page here instead")
     report.add_argument("--perfetto", metavar="TRACE.json", type=Path, help="write a trace for ui.perfetto.dev here")
@@ -271,6 +274,7 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--price", type=prices, default={}, metavar="CHIP=X,...", help="of a sweep: a chip's hour, or PRICES.json"
     )
+    report.add_argument("--plans", action="store_true", help="of a sweep: write each plan's page too, and link it")
 
     export = _command(commands, "export", _commands.run_export, "write a plan as code or configuration for elsewhere")
     export.add_argument("plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -85,16 +86,56 @@ def report_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
     rows = sorted(read_sweep(arguments.plan).values(), key=place)
     if not rows:
         raise UserError(f"{arguments.plan} has no rows yet; run its sweep first.")
+    pages = _plan_pages(arguments, rows) if arguments.plans else {}
+    written: list[str] = []
     if arguments.out is not None:
-        write_text(arguments.out, sweep_page(rows, prices, arguments.tokens))
+        links = {plan: file.relative_to(arguments.out.parent).as_posix() for plan, (file, _) in pages.items()}
+        if pages:
+            _make_folder(_folder_of(arguments.out))
+        texts = [*pages.values(), (arguments.out, sweep_page(rows, prices, arguments.tokens, links))]
+        for file, text in texts:
+            write_text(file, text)
+        written = sorted(str(file) for file, _ in texts)
     if arguments.json:
-        written = [] if arguments.out is None else [str(arguments.out)]
         print_json(sweep_figures(rows, prices, arguments.tokens) | {"written": written}, answer)
     elif arguments.out is not None:
-        print(f"Written: {arguments.out}", file=answer)
+        more = f", and {len(pages)} pages of plans in {_folder_of(arguments.out)}" if pages else ""
+        print(f"Written: {arguments.out}{more}", file=answer)
     else:
         print_rich(sweep_report(rows, prices, arguments.tokens), answer)
     return 0
+
+
+def _folder_of(page: Path) -> Path:
+    """Where the pages of plans are, beside the page of their sweep."""
+    return page.with_name(f"{page.stem}-plans")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {folder}: {error.strerror}.") from error
+
+
+def _plan_pages(arguments: argparse.Namespace, rows: "Sequence[SweepRow]") -> dict[str, tuple[Path, str]]:
+    """Plan file -> the file of its page, and the page, of every row whose plan is kept."""
+    from autoshard.plan import load_plan
+    from autoshard.report import html_report
+
+    if arguments.out is None:
+        raise UserError("--plans writes pages beside that of the sweep; name it with --out sweep.html.")
+    folder: Path = arguments.plan if arguments.plan.is_dir() else arguments.plan.parent
+    names = [row.plan for row in rows if row.plan]
+    if not names:
+        raise UserError(f"{arguments.plan} keeps no plans: sweep with --out FOLDER to have them.")
+    for name in names:
+        if name != Path(name).name:
+            raise UserError(f"{arguments.plan} is damaged: {name!r} is no file in the folder of the sweep.")
+    place = _folder_of(arguments.out)
+    return {
+        name: (place / f"{name.removesuffix('.json')}.html", html_report(load_plan(folder / name))) for name in names
+    }
 
 
 def _topologies(arguments: argparse.Namespace) -> list[str]:

@@ -4,6 +4,7 @@ from autoshard.cost._backend import BACKENDS as BACKENDS
 from autoshard.cost._backend import Backend as Backend
 from autoshard.cost._bill import PIPELINED as PIPELINED
 from autoshard.cost._bill import WHOLLY as WHOLLY
+from autoshard.cost._bill import WORK as WORK
 from autoshard.cost._bill import Bill as Bill
 from autoshard.cost._bill import Charge as Charge
 from autoshard.cost._bill import Parts as Parts

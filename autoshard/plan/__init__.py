@@ -84,8 +84,10 @@ from autoshard.plan.record._notation import tile_devices as tile_devices
 from autoshard.plan.record._parts import WAITS_FOR_HOST as WAITS_FOR_HOST
 from autoshard.plan.record._parts import Call as Call
 from autoshard.plan.record._parts import Collective as Collective
+from autoshard.plan.record._parts import HeldTensors as HeldTensors
 from autoshard.plan.record._parts import MeshTried as MeshTried
 from autoshard.plan.record._parts import Pin as Pin
+from autoshard.plan.record._parts import PlannedOp as PlannedOp
 from autoshard.plan.record._parts import Prediction as Prediction
 from autoshard.plan.record._parts import Region as Region
 from autoshard.plan.record._parts import Span as Span
@@ -101,6 +103,7 @@ from autoshard.plan.record._spec import mesh_words as mesh_words
 from autoshard.plan.record._spec import spec_text as spec_text
 from autoshard.plan.record._stacks import is_stacked as is_stacked
 from autoshard.plan.record._stacks import layer_pattern as layer_pattern
+from autoshard.plan.record._stacks import pattern as pattern
 from autoshard.plan.record._store import load_plan as load_plan
 from autoshard.plan.record._store import parameter_specs as parameter_specs
 from autoshard.plan.record._store import save_plan as save_plan

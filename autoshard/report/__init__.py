@@ -54,6 +54,8 @@ from autoshard.report._picture import visualize_spec as visualize_spec
 from autoshard.report._picture import visualize_tensor_sharding as visualize_tensor_sharding
 from autoshard.report._progress import ProgressLine as ProgressLine
 from autoshard.report._refinement import refinement_report as refinement_report
+from autoshard.report._serve_page import read_serving as read_serving
+from autoshard.report._serve_page import serve_page as serve_page
 from autoshard.report._serving import serving_figures as serving_figures
 from autoshard.report._serving import serving_report as serving_report
 from autoshard.report._serving import vllm_flags as vllm_flags

@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan import Plan, Spec, axis_words, mesh_words, spec_text
-from autoshard.report._names import clean, pattern, readable
+from autoshard.plan import Plan, Spec, axis_words, mesh_words, pattern, spec_text
+from autoshard.report._names import clean, readable
 from autoshard.units import format_bytes, format_seconds
 
 

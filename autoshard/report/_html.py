@@ -12,9 +12,13 @@ from autoshard.report._binding import what_binds, why_not
 from autoshard.report._diff import difference, figure_name, figure_text, sent_text
 from autoshard.report._figures import best_baseline
 from autoshard.report._fixed import fixed_lines
+from autoshard.report._links import link_loads
 from autoshard.report._names import breakable, clean, readable
+from autoshard.report._ops_page import BOUNDS, memory_data, ops_data, ops_summary, roofs
 from autoshard.report._schedule import schedule_picture
+from autoshard.report._timeline_page import timeline_data
 from autoshard.report._tree import module_trees
+from autoshard.report._what_if import alternatives, chosen_per_element
 from autoshard.units import format_bytes, format_seconds
 
 
@@ -39,6 +43,8 @@ def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, 
     slowest = max([prediction.step_time_s, *(b.step_time_s for b in plan.baselines.values())])
     # A bar may be three times as long as the plan's, so that one hopeless baseline does not flatten the rest.
     scale = min(slowest, 3 * prediction.step_time_s) if prediction.step_time_s > 0 else slowest
+    loads, timeline = link_loads(plan), timeline_data(plan)
+    others = [row | {"id": number} for number, row in enumerate(alternatives(plan))]
     ordered = sorted(plan.baselines.items(), key=lambda item: (not item[1].fits, item[1].step_time_s))
     return (
         environment()
@@ -63,12 +69,18 @@ def html_report(plan: Plan, compare: Plan | None = None, measured: Mapping[str, 
             memory_chart=_memory_chart(plan),
             communication=sorted(prediction.collectives, key=lambda c: -c.seconds)[:COLLECTIVES],
             more_communication=sorted(prediction.collectives, key=lambda c: -c.seconds)[COLLECTIVES:],
+            ops=ops_summary(plan),
+            links=loads,
+            timeline=timeline is not None,
+            alternatives=others,
             binds=what_binds(plan),
             fixed=fixed_lines(plan),
             compare=compare and _comparison(plan, compare),
             measured=measured and _measurement(plan, measured),
             provenance=_flat(plan.provenance),
-            data=_page_data(plan),
+            data=script_json(
+                _page_data(plan) | {"links": loads, "timeline": timeline, "whatIf": _what_if(plan, others)}
+            ),
         )
     )
 
@@ -187,6 +199,7 @@ def _memory_chart(plan: Plan) -> dict[str, Any] | None:
     at = totals.index(peak)
     return {
         "areas": areas,
+        "moments": count,
         "peak_x": round(at * CHART_WIDTH / (count - 1), 1),
         "peak_y": round(CHART_HEIGHT - peak * CHART_HEIGHT / top, 1),
         "limit_y": round(CHART_HEIGHT - plan.memory_limit_bytes * CHART_HEIGHT / top, 1)
@@ -236,18 +249,33 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     return rows
 
 
-def _page_data(plan: Plan) -> str:
+def _page_data(plan: Plan) -> dict[str, Any]:
     """What the page's script draws from."""
     topology = Topology.parse(plan.topology)
     axes = [axis for axis in topology.physical_axes if axis.size > 1] or list(topology.physical_axes[-1:])
-    data = {
+    return {
         "mesh": list(plan.mesh.items()),
         "deviceOrder": plan.device_order,
         "physical": [{"name": a.name, "size": a.size, "kind": a.kind, "wrap": a.wrap} for a in axes],
         "drawn": DRAWN_DEVICES,
         "trees": [tree.to_json() for tree in module_trees(plan)],
+        "step": plan.prediction.step_time_s,
+        "memory": memory_data(plan),
+        "ops": ops_data(plan),
+        "bounds": BOUNDS,
+        "roofs": roofs(plan),
     }
-    return script_json(data)
+
+
+def _what_if(plan: Plan, others: list[dict[str, Any]]) -> dict[str, Any]:
+    own = plan.prediction
+    return {
+        "step": own.step_time_s,
+        "peak": own.peak_bytes,
+        "limit": plan.memory_limit_bytes,
+        "perElement": chosen_per_element(plan),
+        "alternatives": others,
+    }
 
 
 def script_json(data: Any) -> str:

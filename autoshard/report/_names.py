@@ -4,8 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-
-_NUMBER = re.compile(r"(?<![^.\[\]/_])\d+(?![^.\[\]/_])")
+from autoshard.plan import pattern
 
 
 def clean(name: str, width: int | None = None) -> str:
@@ -81,11 +80,6 @@ def readable(cause: str) -> str:
         facts.append("in a loop")
     name = "/".join(kept) or cause[:start].strip() or cause
     return f"{name} ({', '.join(facts)})" if facts else name
-
-
-def pattern(name: str) -> str:
-    """`layers.3.mlp.weight` -> `layers.*.mlp.weight`: what the repeats of one block have in common."""
-    return _NUMBER.sub("*", name)
 
 
 def fold(names: Iterable[str], key: Callable[[str], Any]) -> list[tuple[str, list[str]]]:

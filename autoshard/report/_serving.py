@@ -1,5 +1,7 @@
 """Ways to serve as a table, as figures for scripts, and as flags for vLLM."""
 
+import dataclasses
+import math
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -7,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.cost import ServingPoint
+from autoshard.cost import ServingPoint, Topology
 from autoshard.plan import ServingPlan
 from autoshard.report._names import clean
 from autoshard.units import format_bytes, format_count, format_seconds
@@ -19,15 +21,27 @@ _LEAST_CHUNK = 512
 
 def serving_figures(plan: ServingPlan) -> dict[str, Any]:
     """The object that `autoshard serve-plan --json` prints."""
+    topology = Topology.parse(plan.topology)
     return {
         "model": plan.config,
         "topology": plan.topology,
+        "chip": topology.chip.name,
+        "chips": topology.num_chips,
         "input": plan.asked.input,
         "output": plan.asked.output,
+        "first_limit_s": _bounded(plan.first_limit_s),
+        "token_limit_s": _bounded(plan.token_limit_s),
         "best": _figures(plan.best),
         "flags": vllm_flags(plan),
         "frontier": [_figures(point) for point in plan.frontier],
+        "points": [
+            _figures(point) | {"flags": vllm_flags(dataclasses.replace(plan, best=point))} for point in plan.points
+        ],
     }
+
+
+def _bounded(seconds: float) -> float | None:
+    return seconds if math.isfinite(seconds) else None
 
 
 def _figures(point: ServingPoint) -> dict[str, Any]:

@@ -11,14 +11,22 @@ TOKENS = 1e12
 """Tokens of a run, where nobody says how many; the page can change it."""
 
 
-def sweep_page(rows: Sequence[SweepRow], prices: Mapping[str, float], tokens: float | None = None) -> str:
-    """The page, as text. `prices` (of a chip's hour, by chip) and `tokens` are what its fields begin with."""
+def sweep_page(
+    rows: Sequence[SweepRow],
+    prices: Mapping[str, float],
+    tokens: float | None = None,
+    pages: Mapping[str, str] | None = None,
+) -> str:
+    """The page, as text. `prices` (of a chip's hour, by chip) and `tokens` are what its fields begin with.
+
+    `pages` has the pages of plans, as paths seen from this one, by the names of their files (`SweepRow.plan`).
+    """
     planned = [row for row in rows if not row.failed]
     chips = list(dict.fromkeys(row.chip for row in planned))
     data = {
         "chips": {chip: prices.get(chip) for chip in chips},
         "tokens": tokens or TOKENS,
-        "rows": [_row(row) for row in planned],
+        "rows": [_row(row) | {"page": (pages or {}).get(row.plan)} for row in planned],
     }
     return (
         environment()

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from autoshard import cli
-from autoshard.plan import SweepRow
+from autoshard.plan import SweepRow, save_plan
 from autoshard.plan.capacity._sweep import _write
 from autoshard.report import sweep_page
+from tests.report.conftest import llama_plan
 from tests.report.test_html import HOSTILE
 from tests.report.test_sweep import PRICES, ROWS
 
@@ -46,12 +47,58 @@ def test_the_command_writes_a_page_of_a_sweep(
     assert json.loads(capsys.readouterr().out)["rows"][3]["topology"] == "v6e:16x16*4"
 
 
+def test_the_pages_of_its_plans_are_written_and_linked(kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [dataclasses.replace(row, plan="" if row.failed else f"row {n}.plan.json") for n, row in enumerate(ROWS)]
+    _write(kept / "sweep.json", {f"row {number}": row for number, row in enumerate(rows)})
+    page = tmp_path / "out.html"
+    line = ["report", str(kept / "sweep.json"), "-o", str(page), "--plans"]
+    assert cli.main(line) == 2
+    assert "cannot read the plan file" in capsys.readouterr().err
+    assert not page.exists() and not (tmp_path / "out-plans").exists()
+    for row in rows:
+        if row.plan:
+            save_plan(dataclasses.replace(llama_plan(), program_name=row.plan), kept / row.plan)
+    assert cli.main(line) == 0
+    assert capsys.readouterr().out == f"Written: {page}, and 3 pages of plans in {tmp_path / 'out-plans'}\n"
+    links = [row["page"] for row in data_of(page.read_text())["rows"]]
+    assert sorted(links) == [f"out-plans/row {number}.plan.html" for number in range(3)]
+    for number in range(3):
+        text = (tmp_path / "out-plans" / f"row {number}.plan.html").read_text()
+        assert f"<title>row {number}.plan.json on v5p:4x8x8" in text
+    assert cli.main([*line, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["written"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("plan", "flags", "sentence"),
+    [
+        ("../out.json", "-o s.html", "is damaged: '../out.json' is no file in the folder of the sweep."),
+        ("", "-o s.html", "keeps no plans: sweep with --out FOLDER to have them."),
+        ("a.plan.json", "", "--plans writes pages beside that of the sweep; name it with --out sweep.html."),
+    ],
+)
+def test_pages_of_plans_need_plans_of_the_sweep(
+    plan: str,
+    flags: str,
+    sentence: str,
+    kept: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(kept.parent)
+    _write(kept / "sweep.json", {"row": dataclasses.replace(ROWS[0], plan=plan)})
+    assert cli.main(["report", "kept", "--plans", *flags.split()]) == 2
+    assert sentence in capsys.readouterr().err
+    assert sorted(each.name for each in kept.parent.iterdir()) == ["kept"]
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_names_cannot_leave_their_place(name: str):
     rows = [dataclasses.replace(ROWS[0], mesh=name, plan=name, recipe={"remat": name})]
     rows += [SweepRow("v5e:4x4", None, None, failed=name)]
-    page = sweep_page(rows, PRICES)
+    page = sweep_page(rows, PRICES, pages={name: name})
     assert page.count("<script") == 2 and "<img" not in page
+    assert data_of(page)["rows"][0]["page"] == name
     assert data_of(page)["rows"][0]["mesh"] == name
 
 

@@ -25,6 +25,10 @@ class ServingPlan:
     """The way within the limits that serves most tokens in a second."""
     frontier: tuple[ServingPoint, ...]
     """Ways that no other beats in both tokens a second and time of a token, the quickest first."""
+    first_limit_s: float = math.inf
+    """The longest time until a first token that was allowed."""
+    token_limit_s: float = math.inf
+    """The longest time of each further token that was allowed."""
 
 
 def plan_serving(
@@ -59,7 +63,7 @@ def plan_serving(
             f"{format_seconds(token.token_s)} (tensor {token.tensor}, batch {token.batch})."
         )
     best = max(kept, key=lambda each: each.tokens_per_s)
-    return ServingPlan(config, place.name, asked, points, best, _frontier(points))
+    return ServingPlan(config, place.name, asked, points, best, _frontier(points), first_limit_s, token_limit_s)
 
 
 def _frontier(points: tuple[ServingPoint, ...]) -> tuple[ServingPoint, ...]:

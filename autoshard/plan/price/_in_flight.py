@@ -32,10 +32,13 @@ class _Buffered:
     start: int
     stop: int
     size: int
+    tensor: int
 
 
-def in_flight(model: Model, choices: NDArray[np.int64], steps: Sequence[_Steps]) -> list[tuple[int, int, str]]:
-    """(op id, bytes that come or go, kind) of what collectives hold; `steps` are those of every reshard in its turn."""
+def in_flight(
+    model: Model, choices: NDArray[np.int64], steps: Sequence[_Steps]
+) -> list[tuple[int, int, int, str, int]]:
+    """(first op, end, bytes, kind, tensor) of what collectives hold; `steps` are those of every reshard in its turn."""
     gathers: dict[_Group, list[_Buffered]] = defaultdict(list)
     sums: dict[_Group, list[_Buffered]] = defaultdict(list)
     users = _users(model)
@@ -46,11 +49,11 @@ def in_flight(model: Model, choices: NDArray[np.int64], steps: Sequence[_Steps])
         kind = next((kind for kind in ("reduce-scatter", "all-reduce") if kind in kinds), None)
         if kind is not None and model.nodes[reshard.source].kind == "op":
             sums[kind, kinds[kind], reshard.block].append(_unsummed(model, reshard, choices))
-    events: list[tuple[int, int, str]] = []
-    for kind, groups in (("gathered", gathers), ("temporaries", sums)):
-        for held in _joined(groups, first=groups is gathers):
-            events += [(held.start, held.size, kind), (held.stop, -held.size, kind)]
-    return events
+    return [
+        (held.start, held.stop, held.size, kind, held.tensor)
+        for kind, groups in (("gathered", gathers), ("temporaries", sums))
+        for held in _joined(groups, first=groups is gathers)
+    ]
 
 
 def _users(model: Model) -> dict[tuple[int, int], list[int]]:
@@ -78,13 +81,13 @@ def _gathered(
         start, stop = graph.loops[loop].start, graph.loops[loop].stop
         loop = graph.loops[loop].parent
     column = int(reshard.columns[int(choices[reshard.target])])
-    return _Buffered(start, stop, _bytes(model, reshard, reshard.path.target[[column]]))
+    return _Buffered(start, stop, _bytes(model, reshard, reshard.path.target[[column]]), reshard.tensor)
 
 
 def _unsummed(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> _Buffered:
     """An op's result as one device computes it."""
     row = int(reshard.rows[int(choices[reshard.source])])
-    return _Buffered(reshard.op, reshard.op + 1, _bytes(model, reshard, reshard.path.source[[row]]))
+    return _Buffered(reshard.op, reshard.op + 1, _bytes(model, reshard, reshard.path.source[[row]]), reshard.tensor)
 
 
 def _bytes(model: Model, reshard: Reshard, state: NDArray[np.int64]) -> int:
@@ -100,7 +103,8 @@ def _joined(groups: Mapping[_Group, list[_Buffered]], first: bool) -> Iterator[_
             if together and (held is None or sum(each.size for each in together) + held.size > JOINED):
                 start, stop = min(each.start for each in together), max(each.stop for each in together)
                 for each in together:
-                    yield _Buffered(start, each.stop, each.size) if first else _Buffered(each.start, stop, each.size)
+                    ends = {"start": start} if first else {"stop": stop}
+                    yield dataclasses.replace(each, **ends)
                 together = []
             if held is not None:
                 together.append(held)

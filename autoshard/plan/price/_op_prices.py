@@ -7,11 +7,13 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.cost import WORK
 from autoshard.graph import OpClass
-from autoshard.plan.model._heavy import FOLDED_OPS
-from autoshard.plan.model._model import EXPOSED, HOST, Channel, Model, link_names
+from autoshard.plan.model._heavy import FOLDED_OPS, heavy_seconds
+from autoshard.plan.model._model import EXPOSED, HOST, Channel, Model, Node, link_names
 from autoshard.plan.model._overlap import lanes
 from autoshard.plan.price._nodes import streams
+from autoshard.plan.price._notes import PriceNotes
 from autoshard.plan.price._predict import (
     ReshardStep,
     cluster_names,
@@ -19,6 +21,7 @@ from autoshard.plan.price._predict import (
     reshard_cause,
     reshard_line,
     reshard_overlap,
+    reshard_relayouts,
     reshard_steps,
     tensor_spec,
 )
@@ -27,6 +30,20 @@ from autoshard.plan.record._parts import Collective
 
 Place = tuple[str, int]
 """`("op", id)`; or `("tensor", id)` of what is copied at no op: the value that a loop starts with, or a result."""
+
+
+@dataclasses.dataclass(slots=True)
+class PlaceWork:
+    """What one place has a device do in one step."""
+
+    flops: float = 0.0
+    """FLOPs of the matrix unit."""
+    moved_bytes: float = 0.0
+    """Bytes read from and written to main memory."""
+    busy_s: float = 0.0
+    """Seconds that its units would take were there no memory traffic."""
+    overhead_s: float = 0.0
+    """Seconds of starting ops and the steps of kernels."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,6 +56,8 @@ class OpPrices:
     """Seconds of traffic to and from the host's memory, which runs beside compute."""
     inside: dict[int, tuple[Collective, ...]]
     """Op -> collectives inside it (halos), and those that sum its parts or bring its result where it is held."""
+    work: dict[Place, PlaceWork]
+    """What the seconds of compute are for."""
     moved: dict[tuple[int, int], tuple[Collective, ...]]
     """(tensor, op that takes it) -> collectives that bring it there; op -1 for a result of the program that is tied to
     an argument."""
@@ -51,7 +70,9 @@ def price_ops(model: Model, choices: NDArray[np.int64]) -> OpPrices:
     """
     compute: dict[Place, float] = defaultdict(float)
     host: dict[Place, float] = defaultdict(float)
-    traffic = _traffic(model, choices)
+    work: dict[Place, PlaceWork] = defaultdict(PlaceWork)
+    traffic, notes = _traffic(model, choices), PriceNotes(model.compute)
+    one_byte, overhead = float(model.compute.memory_seconds(1.0)), model.compute.calibration.op_overhead_s
     for node, choice in zip(model.nodes, choices.tolist(), strict=True):
         for channel, table in node.time.items():
             seconds = float(table[choice])
@@ -65,10 +86,46 @@ def price_ops(model: Model, choices: NDArray[np.int64]) -> OpPrices:
             whole = sum(shares.values())
             for place, share in shares.items():
                 (host if channel[1] == HOST else compute)[place] += seconds * share / whole
+                if node.kind != "op" and channel[1] != HOST:
+                    started = node.launches.get(channel[0], 0.0) * overhead
+                    work[place].overhead_s += started * share / whole
+                    work[place].moved_bytes += max(0.0, seconds - started) / one_byte * share / whole
+        if node.kind == "op":
+            _add_work(work["op", node.ref], model, node, choice, notes)
     for reshard in model.reshards:
         if again := relayout_seconds(model, reshard, choices):
-            compute[("op", reshard.op) if reshard.op >= 0 else ("tensor", reshard.tensor)] += again
-    return OpPrices(dict(compute), dict(host), *_collectives(model, choices))
+            place = ("op", reshard.op) if reshard.op >= 0 else ("tensor", reshard.tensor)
+            started = float(reshard_relayouts(model, reshard, choices).ops) * overhead * reshard.trips
+            compute[place] += again
+            work[place].overhead_s += started
+            work[place].moved_bytes += max(0.0, again - started) / one_byte
+    inside, moved = _collectives(model, choices)
+    return OpPrices(dict(compute), dict(host), inside, dict(work), moved)
+
+
+def _add_work(work: PlaceWork, model: Model, node: Node, choice: int, notes: PriceNotes) -> None:
+    """What a heavy op has been priced for in its chosen state, by what `heavy_seconds` asks the cost model."""
+    op, compute = model.graph.ops[node.ref], model.compute
+    trips = model.graph.trips(op.loop)
+    states = node.states[choice : choice + 1]
+    heavy_seconds(model.graph, op, states, model.axis_sizes, notes, model.residency, model.padding)  # type: ignore[arg-type]
+    for name, said, amounts in notes.taken():
+        given = dict(said)
+        if name == "steps":
+            work.overhead_s += float(WORK[name](compute, *amounts)) * trips
+            continue
+        at = 4 if name == "dot" else 1
+        still = (*amounts[:at], 0.0, *amounts[at + 1 :])
+        started = compute.calibration.op_overhead_s
+        work.moved_bytes += amounts[at] * trips
+        work.busy_s += max(0.0, float(WORK[name](compute, *still, **given)) - started) * trips
+        work.overhead_s += started * trips
+        if name == "dot":
+            work.flops += 2.0 * math.prod(amounts[:4]) * trips
+        elif name == "attention":
+            work.flops += amounts[0] * given["matmuls"] * (given["head"] + given["value_head"]) * trips
+        elif name == "op":
+            work.flops += amounts[0] * trips
 
 
 def _traffic(model: Model, choices: NDArray[np.int64]) -> dict[tuple[int, Channel], dict[Place, float]]:

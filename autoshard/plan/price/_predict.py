@@ -9,6 +9,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,7 +152,7 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     peak, when, memory = _memory(model, memory_events(model, choices))
     solved = peak
     if model.mesh.topology.traits.holds_in_flight:
-        solved, _, _ = _memory(model, solved_events(model, choices))
+        solved, _, _ = _memory(model, _events(solved_buffers(model, choices)))
     return Outcome(dict(channels), tuple(collectives), peak, when, memory, host_bytes(model, choices), solved)
 
 
@@ -276,20 +277,43 @@ def _reshard_time_of(path: Path, collectives: Collectives) -> ReshardTime:
     return ReshardTime(tuple(found), relayouts(path, collectives).at(0, 0))
 
 
+class HeldBuffer(NamedTuple):
+    """Bytes that every device holds during [start, stop), in op ids."""
+
+    start: int
+    stop: int
+    size: int
+    kind: str
+    tensor: int
+    """The tensor that they are of, or that they are held to make; -1 if none is known."""
+
+
 def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, int, str]]:
     """(op id, bytes that come or go, kind) in order, from the specs and lifetimes of every buffer, those of collectives
     among them where they have some."""
-    events = solved_events(model, choices)
+    return _events(held_buffers(model, choices))
+
+
+def _events(buffers: Sequence[HeldBuffer]) -> list[tuple[int, int, str]]:
+    both = [
+        event for each in buffers for event in ((each.start, each.size, each.kind), (each.stop, -each.size, each.kind))
+    ]
+    return sorted(both, key=lambda event: event[:2])
+
+
+def held_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]:
+    """Every buffer, those of collectives among them where they have some."""
+    buffers = solved_buffers(model, choices)
     if not model.mesh.topology.traits.holds_in_flight:
-        return events
+        return buffers
     steps = [reshard_steps(model, reshard, choices) for reshard in model.reshards]
-    return sorted([*events, *in_flight(model, choices, steps)], key=lambda e: (e[0], e[1]))
+    return [*buffers, *(HeldBuffer(*each) for each in in_flight(model, choices, steps))]
 
 
-def solved_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, int, str]]:
+def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]:
     """The same without those of collectives: what the `Problem` has as well."""
     sizes = dict(model.mesh.axes)
-    events: list[tuple[int, int, str]] = []
+    found: list[HeldBuffer] = []
     kinds = {
         (term.start, term.stop, number): term.kind for number, node in enumerate(model.nodes) for term in node.memory
     }
@@ -300,8 +324,7 @@ def solved_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, i
         record = model.graph.tensors[tensor]
         local = tensor_spec(model, choices, tensor).local_shape(record.shape, sizes)
         size = model.padding.held(tensor, local, model.liveness.itemsize(model.graph, (tensor, start, stop)))
-        kind = kinds[(start, stop, model.cluster_node[cluster])]
-        events += [(start, size, kind), (stop, -size, kind)]
+        found.append(HeldBuffer(start, stop, size, kinds[(start, stop, model.cluster_node[cluster])], tensor))
     for softmax in model.liveness.softmaxes:
         spec = tensor_spec(model, choices, softmax.scores)
         split = any(spec.dims[dim] for dim in softmax.rows)
@@ -310,7 +333,7 @@ def solved_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, i
             local = tensor_spec(model, choices, tensor).local_shape(model.graph.tensors[tensor].shape, sizes)
             size = model.padding.held(tensor, local, width)
             kind = kinds[(start, stop, model.cluster_node[softmax.cluster])]
-            events += [(start, size, kind), (stop, -size, kind)]
+            found.append(HeldBuffer(start, stop, size, kind, tensor))
     for (tensor, _), number in model.copy_nodes.items():
         node = model.nodes[number]
         row = int(choices[number])
@@ -319,12 +342,12 @@ def solved_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, i
         record = model.graph.tensors[tensor]
         local = spec_of(model, node.states, row, len(record.shape)).local_shape(record.shape, sizes)
         size = model.padding.held(tensor, local, record.itemsize)
-        events += [(node.memory[0].start, size, "gathered"), (node.memory[0].stop, -size, "gathered")]
+        found.append(HeldBuffer(node.memory[0].start, node.memory[0].stop, size, "gathered", tensor))
     for op_id, number in model.op_node.items():
         op, node = model.graph.ops[op_id], model.nodes[number]
         if is_ring(op):
             (size,) = ring_memory(model.graph, op, node.states[[int(choices[number])]], model.axis_sizes).tolist()
-            events += [(op_id, size, "temporaries"), (op_id + 1, -size, "temporaries")]
+            found.append(HeldBuffer(op_id, op_id + 1, size, "temporaries", op.results[0]))
         table = table_of(model.graph, op, model.mesh.topology.backend)
         if table is None or op.rule is None:
             continue
@@ -332,8 +355,8 @@ def solved_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, i
         split = factor_states(node.states[[int(choices[number])]], op.rule.operands[0])
         local = spec_of(model, split, 0, len(record.shape)).local_shape(record.shape, sizes)
         size = padded_bytes(op.kind, local, record.itemsize)
-        events += [(op_id, size, "temporaries"), (op_id + 1, -size, "temporaries")]
-    return sorted(events, key=lambda e: (e[0], e[1]))
+        found.append(HeldBuffer(op_id, op_id + 1, size, "temporaries", table))
+    return found
 
 
 def _memory(model: Model, events: Sequence[tuple[int, int, str]]) -> tuple[int, int, dict[str, int]]:

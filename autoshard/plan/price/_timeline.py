@@ -1,6 +1,8 @@
 """The predicted step laid out in time: when each part of it runs, and what memory holds meanwhile."""
 
+import bisect
 import dataclasses
+import functools
 import itertools
 from collections import defaultdict
 
@@ -11,17 +13,22 @@ from autoshard.plan.model._model import EXPOSED, HOST, Model, link_names
 from autoshard.plan.model._overlap import lanes
 from autoshard.plan.price._predict import (
     cluster_names,
-    memory_events,
+    held_buffers,
     relayout_seconds,
     reshard_cause,
     reshard_overlap,
     reshard_steps,
 )
-from autoshard.plan.record._parts import WAITS_FOR_HOST, Span, Timeline
+from autoshard.plan.record._parts import WAITS_FOR_HOST, HeldTensors, Span, Timeline
+from autoshard.plan.record._stacks import pattern
 
 
 SAMPLES = 240
 """Memory is kept at about as many moments; the peak is always one of them."""
+
+MOST_HELD = 300
+SMALLEST = 1e-3
+"""Of tensors that are listed: as many of the largest, if they have this share of the largest one's bytes."""
 
 SHORTEST = 1e-5
 """Spans shorter than this share of the step are laid out, but not kept."""
@@ -67,8 +74,7 @@ def make_timeline(model: Model, choices: NDArray[np.int64]) -> Timeline:
         spans += (wait := _wait(blocks[-1], -1, clock))
         clock += sum(span.seconds for span in wait)
     kept = tuple(span for span in spans if span.seconds >= SHORTEST * clock)
-    moments, memory = _sampled(model, choices, starts, clock)
-    return Timeline(clock, kept, moments, memory)
+    return Timeline(clock, kept, *_Sampler(model, choices).sampled(starts, clock))
 
 
 def _wait(block: _Block, number: int, clock: float) -> list[Span]:
@@ -127,28 +133,85 @@ def _moment(model: Model, number: int, block: int) -> int:
     return model.graph.loops[block].start
 
 
-def _sampled(
-    model: Model, choices: NDArray[np.int64], starts: list[tuple[int, float]], end: float
-) -> tuple[tuple[float, ...], dict[str, tuple[int, ...]]]:
-    """Moments in seconds, and the bytes of each kind from then on; of each group of moments the fullest is kept."""
-    held: dict[str, int] = defaultdict(int)
-    held["temporaries"] = model.fixed_bytes
-    states: dict[int, dict[str, int]] = {}
-    for moment, size, kind in memory_events(model, choices):
-        held[kind] += size
-        states[moment] = max(states.get(moment, {}), dict(held), key=lambda state: sum(state.values()))
-    moments = sorted(states)
-    stride = -(-len(moments) // SAMPLES) or 1
-    chosen = [
-        max(moments[i : i + stride], key=lambda moment: sum(states[moment].values()))
-        for i in range(0, len(moments), stride)
-    ]
-    kinds = sorted({kind for moment in chosen for kind, size in states[moment].items() if size})
-    times = []
-    clock, index = 0.0, 0
-    for moment in chosen:
-        while index < len(starts) and starts[index][0] <= moment:
-            clock = max(clock, starts[index][1])
-            index += 1
-        times.append(min(clock, end))
-    return tuple(times), {kind: tuple(states[moment].get(kind, 0) for moment in chosen) for kind in kinds}
+class _Sampler:
+    """Memory over the step: what is held at some moments, and of what it consists."""
+
+    def __init__(self, model: Model, choices: NDArray[np.int64]) -> None:
+        self.model, self.buffers = model, held_buffers(model, choices)
+        both = [
+            event
+            for number, each in enumerate(self.buffers)
+            for event in ((each.start, each.size, number), (each.stop, -each.size, number))
+        ]
+        self.events = sorted(both, key=lambda event: event[:2])
+
+    def states(self) -> dict[int, tuple[int, dict[str, int]]]:
+        """Moment -> the event after which most is held at it, and bytes by kind then."""
+        held: dict[str, int] = defaultdict(int)
+        held["temporaries"] = total = self.model.fixed_bytes
+        found: dict[int, tuple[int, dict[str, int]]] = {}
+        most = 0
+        for at, (moment, size, number) in enumerate(self.events):
+            held[self.buffers[number].kind] += size
+            total += size
+            if moment not in found or total > most:
+                found[moment], most = (at, dict(held)), total
+        return found
+
+    def sampled(
+        self, starts: list[tuple[int, float]], end: float
+    ) -> tuple[tuple[float, ...], dict[str, tuple[int, ...]], tuple[HeldTensors, ...]]:
+        """Moments in seconds, the bytes of each kind from then on, and what they are; of each group of moments the
+        fullest is kept."""
+        states = self.states()
+        moments = sorted(states)
+        stride = -(-len(moments) // SAMPLES) or 1
+        chosen = [
+            max(moments[i : i + stride], key=lambda moment: sum(states[moment][1].values()))
+            for i in range(0, len(moments), stride)
+        ]
+        kinds = sorted({kind for moment in chosen for kind, size in states[moment][1].items() if size})
+        times = []
+        clock, index = 0.0, 0
+        for moment in chosen:
+            while index < len(starts) and starts[index][0] <= moment:
+                clock = max(clock, starts[index][1])
+                index += 1
+            times.append(min(clock, end))
+        memory = {kind: tuple(states[moment][1].get(kind, 0) for moment in chosen) for kind in kinds}
+        return tuple(times), memory, self.held([states[moment][0] for moment in chosen])
+
+    def held(self, chosen: list[int]) -> tuple[HeldTensors, ...]:
+        """What is held after the chosen events, by name."""
+        added: dict[int, int] = {}
+        found: dict[tuple[str, str, int, int], list[int]] = defaultdict(lambda: [0, 0])
+        for at, (_, size, number) in enumerate(self.events):
+            each = self.buffers[number]
+            if number not in added and size >= 0:
+                added[number] = at
+                continue
+            # Held after event k if it came at k or before and goes after it.
+            first, last = bisect.bisect_left(chosen, added.get(number, at)), bisect.bisect_left(chosen, at) - 1
+            if each.size > 0 and first <= last:
+                entry = found[pattern(self.name(each.tensor)), each.kind, first, last]
+                entry[0] += 1
+                entry[1] += each.size
+        rows = [HeldTensors(name, kind, count, size, *ends) for (name, kind, *ends), (count, size) in found.items()]
+        rows.sort(key=lambda row: (-row.bytes, row.first, row.last, row.name, row.kind))
+        most = max((row.bytes for row in rows), default=0)
+        return tuple(row for row in rows[:MOST_HELD] if row.bytes >= SMALLEST * most)
+
+    def name(self, tensor: int) -> str:
+        cluster = self.model.structure.cluster_of[tensor] if tensor >= 0 else -1
+        return self.arguments.get(tensor) or self.model.graph.tensors[tensor].name or self.named.get(cluster, "")
+
+    @functools.cached_property
+    def arguments(self) -> dict[int, str]:
+        """Names of arguments, also as loops carry them."""
+        graph = self.model.graph
+        found = {t: a.name for t, a in zip(graph.arguments, self.model.program.arguments, strict=True)}
+        return {c.body: found[c.init] for loop in graph.loops for c in loop.carries if c.init in found} | found
+
+    @functools.cached_property
+    def named(self) -> dict[int, str]:
+        return cluster_names(self.model)

@@ -142,6 +142,24 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class HeldTensors:
+    """Buffers of one name that one device holds from one kept moment to another."""
+
+    name: str
+    """Name of the argument or of the op that makes the tensor; `*` stands for the numbers of repeated layers."""
+    kind: str
+    """One of the kinds of `Prediction.memory`."""
+    count: int
+    """How many buffers they are."""
+    bytes: int
+    """Their size together, on one device."""
+    first: int
+    """Position in `Timeline.moments_s` of the first kept moment at which they are held."""
+    last: int
+    """Position of the last such moment."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Timeline:
     """One way to run the step in its predicted time, and the memory of one device meanwhile."""
 
@@ -151,6 +169,8 @@ class Timeline:
     """Seconds from the start of the step to each moment, in program order; several moments may have one time."""
     memory: dict[str, tuple[int, ...]]
     """Bytes by kind at every moment."""
+    held: tuple[HeldTensors, ...] = dataclasses.field(default=(), metadata={"absent": ()})
+    """What the memory consists of, the largest first; small tensors are left out. Not in a plan's file if unknown."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,3 +187,38 @@ class MeshTried:
     """No plan on it takes less; None if that was not computed."""
     verdict: str
     """Whether it was chosen, or why not."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedOp:
+    """What the ops of one name do in one step on one device, in loops in all trips together.
+
+    Ops are put together where name, kind, source line, parameter and `bound` agree, the numbers of layers aside.
+    """
+
+    name: str
+    """The source's name of the op, or of the tensor that is copied; empty for the rest of many small ones."""
+    kind: str
+    """Kind of op, or target of a custom call; `copy` for what is copied at no op."""
+    line: str
+    """Where the code asks for it, `model.py:12`; empty if it is not known."""
+    parameter: str
+    """The parameter that a matmul or the like takes or makes the gradient of; empty if there is none."""
+    times: int
+    """How often these ops are executed in one step."""
+    compute_s: float
+    """Seconds of compute; what a fusion reads and writes is counted at its last op."""
+    host_s: float
+    """Seconds of traffic to and from the host's memory, which runs beside compute."""
+    sent_s: float
+    """Seconds of all communication that brings operands, sums parts or brings results to where they are held."""
+    waited_s: float
+    """The part of `sent_s` that compute waits for."""
+    flops: float
+    """FLOPs of the matrix unit."""
+    moved_bytes: float
+    """Bytes read from and written to main memory."""
+    wire_bytes: int
+    """Bytes that the device puts on the wire."""
+    bound: str
+    """What it spends most time on: `compute`, `memory`, `network`, `overhead` (of starting ops) or `host`."""

@@ -7,7 +7,16 @@ from typing import Any
 
 from autoshard.base.providers import Runner, Viewer, provider
 from autoshard.errors import UserError
-from autoshard.plan.record._parts import Call, MeshTried, Pin, Prediction, Region, Timeline, Unruled
+from autoshard.plan.record._parts import (
+    Call,
+    MeshTried,
+    Pin,
+    PlannedOp,
+    Prediction,
+    Region,
+    Timeline,
+    Unruled,
+)
 from autoshard.plan.record._pipeline import PlannedPipeline
 from autoshard.plan.record._spec import Spec, original_mesh
 
@@ -63,6 +72,8 @@ class Plan:
     """Arguments and results that are in the hosts' memory; not in a plan's file where there are none."""
     pipeline: PlannedPipeline | None = dataclasses.field(default=None, metadata={"absent": None})
     """The stages that the step is computed in; not in a plan's file where there are none."""
+    ops: tuple[PlannedOp, ...] = dataclasses.field(default=(), metadata={"absent": ()})
+    """Where the step's time goes, op by op, the longest first; not in files of plans that do not know it."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; see `save_plan`."""

@@ -3,6 +3,7 @@
 import re
 
 
+_NUMBER = re.compile(r"(?<![^.\[\]/_])\d+(?![^.\[\]/_])")
 _SLICE = re.compile(r"\[(\d*):(\d*)(?::(\d*))?\]")
 
 
@@ -22,3 +23,8 @@ def layer_pattern(name: str, layers: int) -> str:
         else:
             parts.append(r"\d+" if part == "*" else re.escape(part))
     return r"\.".join(parts) + "$"
+
+
+def pattern(name: str) -> str:
+    """`layers.3.mlp.weight` -> `layers.*.mlp.weight`: what the repeats of one block have in common."""
+    return _NUMBER.sub("*", name)

@@ -16,6 +16,7 @@ from autoshard.plan.model._groups import Groups
 from autoshard.plan.model._model import Model
 from autoshard.plan.price._alike import alike_lines
 from autoshard.plan.price._headroom import tight_seconds
+from autoshard.plan.price._planned_ops import planned_ops
 from autoshard.plan.price._predict import Outcome, argument_bytes_on_host, tensor_spec
 from autoshard.plan.price._prediction import predict
 from autoshard.plan.price._timeline import make_timeline
@@ -98,6 +99,7 @@ class Writer:
             choices=" ".join(str(int(c)) for c in choices),
             meshes=meshes,
             host=_on_host(model),
+            ops=planned_ops(model, choices),
         )
 
     def _results(self, model: Model, choices: NDArray[np.int64], arguments: Mapping[str, Spec]) -> dict[str, Spec]:

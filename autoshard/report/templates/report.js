@@ -1,42 +1,10 @@
-"use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const byId = (id) => document.getElementById(id);
+  const { byId, create, named, bytes, seconds } = page;
   const mesh = data.mesh;
   const total = mesh.reduce((product, [, size]) => product * size, 1);
   const place = new Int32Array(total);  // device -> position in the mesh
   data.deviceOrder.forEach((device, position) => { place[device] = position; });
-
-  function create(tag, text, className) {
-    const element = document.createElement(tag);
-    if (text !== undefined) element.textContent = text;
-    if (className) element.className = className;
-    return element;
-  }
-
-  // Names break after dots and underscores, not within words.
-  function named(text, className) {
-    const element = create("bdi", undefined, className);
-    text.split(/(?<=[._])(?=[^._])/).forEach((part, index) => {
-      if (index) element.append(create("wbr"));
-      element.append(part);
-    });
-    return element;
-  }
-
-  function bytes(value) {
-    const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-    let unit = 0;
-    while (Math.abs(value) >= 1024 && unit < units.length - 1) { value /= 1024; unit += 1; }
-    return unit ? `${value.toFixed(2)} ${units[unit]}` : `${value} B`;
-  }
-
-  function seconds(value) {
-    for (const [scale, unit] of [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"]]) {
-      if (value >= scale) return `${Number((value / scale).toPrecision(3))} ${unit}`;
-    }
-    return value ? `${Number((value / 1e-12).toPrecision(3))} ps` : "";
-  }
 
   // Where a device stands on each mesh axis, major first.
   function coordinates(position) {

@@ -1,8 +1,6 @@
-"use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const byId = (id) => document.getElementById(id);
-  const SVG = "http://www.w3.org/2000/svg";
+  const { byId, short, scatter, legend } = page;
   const COLOURS = ["--c7", "--c2", "--c4", "--c1", "--c3", "--c6", "--c5", "--c8"];
   const chips = Object.keys(data.chips);
   const colour = Object.fromEntries(chips.map((chip, n) => [chip, `var(${COLOURS[n % COLOURS.length]})`]));
@@ -11,10 +9,6 @@
 
   // An empty or wrong field says nothing: null, never 0 or NaN.
   const number = (field) => (field.value.trim() === "" || !field.validity.valid ? null : Number(field.value));
-  const short = (value) => (value === null ? "" : Math.abs(value) >= 1e4
-    ? Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 }).format(value)
-    : String(Number(value.toPrecision(4))));
-
   byId("tokens").value = data.tokens / 1e9;
   document.querySelectorAll("[data-chip]").forEach((field) => { field.value = data.chips[field.dataset.chip] ?? ""; });
 
@@ -64,49 +58,15 @@
     table(kept, new Set(front.map((row) => row.id)), best);
   }
 
-  function shape(name, attributes, text) {
-    const made = document.createElementNS(SVG, name);
-    Object.entries(attributes).forEach(([key, value]) => made.setAttribute(key, value));
-    if (text !== undefined) made.textContent = text;
-    return made;
-  }
-
-  // Marks at 1, 2, 5 and so on of a scale by factors.
-  function marks(low, high) {
-    const found = [];
-    for (let power = Math.floor(Math.log10(low)) - 1; power <= Math.ceil(Math.log10(high)); power += 1) {
-      [1, 2, 5].forEach((digit) => { const at = digit * 10 ** power; if (at >= low && at <= high) found.push(at); });
-    }
-    return found.length > 8 ? found.filter((at) => /^1/.test(at.toExponential())) : found;
-  }
-
   function plot(kept, front, best, priced) {
-    const width = Math.max(280, byId("plot").clientWidth), height = 340, margin = { left: 64, right: 18, top: 14, bottom: 40 };
-    const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "Plans by time and cost" });
-    byId("plot").replaceChildren(svg);
-    if (!kept.length) return;
-    const range = (values) => [Math.min(...values) / 1.15, Math.max(...values) * 1.15];
-    const [x0, x1] = range(kept.map(time)), [y0, y1] = range(kept.map((row) => paid(row, priced)));
-    const x = (value) => margin.left + (width - margin.left - margin.right) * Math.log(value / x0) / Math.log(x1 / x0);
-    const y = (value) => height - margin.bottom - (height - margin.top - margin.bottom) * Math.log(value / y0) / Math.log(y1 / y0);
-    marks(x0, x1).forEach((at) => {
-      svg.append(shape("line", { x1: x(at), x2: x(at), y1: margin.top, y2: height - margin.bottom }));
-      svg.append(shape("text", { x: x(at), y: height - margin.bottom + 16, "text-anchor": "middle" }, short(at)));
-    });
-    marks(y0, y1).forEach((at) => {
-      svg.append(shape("line", { x1: margin.left, x2: width - margin.right, y1: y(at), y2: y(at) }));
-      svg.append(shape("text", { x: margin.left - 6, y: y(at) + 4, "text-anchor": "end" }, short(at)));
-    });
-    svg.append(shape("text", { x: width - margin.right, y: height - 6, "text-anchor": "end" },
-      kept.some((row) => row.days !== null) ? "days" : "seconds of a step"));
-    svg.append(shape("polyline", { points: front.map((row) => `${x(time(row))},${y(paid(row, priced))}`).join(" ") }));
-    kept.forEach((row) => {
-      const dot = shape("circle", {
-        cx: x(time(row)), cy: y(paid(row, priced)), r: 6, tabindex: 0, role: "img", "data-id": row.id,
-        "aria-label": said(row), class: row === best ? "best" : "", style: `fill: ${colour[row.chip]}`,
-      });
-      ["mouseenter", "focus", "click"].forEach((event) => dot.addEventListener(event, () => point(row)));
-      svg.append(dot);
+    scatter(byId("plot"), {
+      points: kept.map((row) => ({
+        id: row.id, x: time(row), y: paid(row, priced), said: said(row), className: row === best ? "best" : "", fill: colour[row.chip],
+      })),
+      lines: [{ points: front.map((row) => [time(row), paid(row, priced)]) }],
+      label: "Plans by time and cost",
+      xTitle: kept.some((row) => row.days !== null) ? "days" : "seconds of a step",
+      onPoint: (id) => point(kept.find((row) => row.id === id)),
     });
   }
 
@@ -117,8 +77,16 @@
     return parts.filter(Boolean).join(" · ");
   }
 
+  function pageLink(row, text) {
+    const link = document.createElement("a");
+    link.href = `./${row.page.split("/").map(encodeURIComponent).join("/")}`;  // whatever its name, a file beside this one
+    link.textContent = text;
+    link.title = "The page of this plan";
+    return link;
+  }
+
   function point(row) {
-    byId("pointed").textContent = said(row) + (row.plan ? ` · ${row.plan}` : "");
+    byId("pointed").replaceChildren(said(row), ...(row.page ? [" · ", pageLink(row, row.plan)] : row.plan ? [` · ${row.plan}`] : []));
     document.querySelectorAll("#rows tbody tr").forEach((line) => line.classList.toggle("pointed", line.dataset.id === String(row.id)));
   }
 
@@ -161,7 +129,8 @@
       COLUMNS.forEach(([name, text]) => {
         const cell = document.createElement("td");
         const inner = document.createElement("bdi");
-        inner.textContent = text(row, front);
+        if (name === "topology" && row.page) inner.append(pageLink(row, row.topology));
+        else inner.textContent = text(row, front);
         if (name === "mesh" || name === "recipe") cell.className = "wide";
         cell.append(inner);
         line.append(cell);
@@ -171,13 +140,7 @@
     }));
   }
 
-  byId("chip-legend").replaceChildren(...chips.map((chip) => {
-    const entry = document.createElement("span");
-    const square = document.createElement("i");
-    square.style.background = colour[chip];
-    entry.append(square, chip);
-    return entry;
-  }));
+  legend(byId("chip-legend"), chips.map((chip) => [chip, colour[chip]]));
   byId("assumptions").addEventListener("input", draw);
   byId("assumptions").addEventListener("submit", (event) => event.preventDefault());
   window.addEventListener("resize", draw);

@@ -1,0 +1,87 @@
+"""The page of ways to serve in a real browser: point, set limits and prices, and read the flags."""
+
+from collections.abc import Callable
+
+import pytest
+from playwright.sync_api import Page
+
+from autoshard.cost import ServingAsked
+from autoshard.plan import ServingPlan, plan_serving
+from autoshard.report import serve_page, serving_figures, vllm_flags
+
+
+PLAN = plan_serving("hf:llama3-8b", "v6e:2x4", ServingAsked(1000, 500), token_limit_s=0.030)
+
+
+@pytest.fixture
+def opened(show: Callable[..., Page]) -> Callable[..., Page]:
+    def visited(width: int = 1280, color_scheme: str = "light", plan: ServingPlan = PLAN, **prices: float) -> Page:
+        return show(serve_page(serving_figures(plan), prices), width, color_scheme)
+
+    return visited
+
+
+def column(page: Page, number: int) -> list[str]:
+    return page.locator(f"#rows tbody tr td:nth-child({number})").all_inner_texts()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_it_fits_its_window_in_both_schemes(opened: Callable[..., Page], width: int, scheme: str):
+    page = opened(width, scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    kept = [each for each in PLAN.points if each.token_s <= 0.030]
+    assert page.locator("#plot circle").count() == len(kept)
+    assert f"{len(kept)} of {len(PLAN.points)} ways keep the limits" in page.locator("#counted").inner_text()
+
+
+def test_it_begins_with_the_best_way_and_its_flags(opened: Callable[..., Page]):
+    page = opened()
+    best = page.locator("#rows tr.best td").all_inner_texts()
+    assert best[1] == str(PLAN.best.tensor) and best[3] == str(PLAN.best.batch)
+    assert page.locator("#flags code").all_inner_texts() == [f"vllm serve MODEL {each}" for each in vllm_flags(PLAN)]
+
+
+def test_limits_leave_out_ways_and_change_what_is_best(opened: Callable[..., Page]):
+    page = opened()
+    page.locator("#each").fill("5")
+    allowed = [each for each in PLAN.points if each.token_s <= 0.005]
+    best = max(allowed, key=lambda each: each.tokens_per_s)
+    assert page.locator("#plot circle").count() == len(allowed)
+    assert page.locator("#rows tr.best td").nth(3).inner_text() == str(best.batch)
+    page.locator("#apart").uncheck()
+    assert page.locator("#plot circle").count() == sum(not each.prompt_engines for each in allowed)
+    page.locator("#each").fill("0.001")
+    assert column(page, 1) == [] and "loosen a limit" in page.locator("#counted").inner_text()
+    assert page.locator("#flags code").count() == 0
+    page.locator("#each").fill("-3")  # no limit, and no sense
+    assert page.locator("#plot circle").count() > 0
+
+
+def test_prices_and_a_days_tokens_fill_their_columns(opened: Callable[..., Page]):
+    page = opened()
+    heads = page.locator("#rows th")
+    assert "cost of 1M tokens" not in heads.all_inner_texts()
+    page.locator("#price").fill("3.6")
+    cost = 8 * 3.6 / 3600 / PLAN.best.tokens_per_s * 1e6
+    assert float(page.locator("#rows tr.best td").nth(8).inner_text()) == pytest.approx(cost, rel=1e-3)
+    page.locator("#daily").fill("10000")
+    copies = -(-10_000e6 // (86_400 * PLAN.best.tokens_per_s))
+    cells = page.locator("#rows tr.best td").all_inner_texts()
+    assert cells[9] == str(int(copies)) and float(cells[10].replace("K", "e3")) == pytest.approx(
+        copies * 24 * 8 * 3.6, rel=1e-3
+    )
+
+
+def test_ways_can_be_pointed_at_sorted_and_all_shown(opened: Callable[..., Page]):
+    page = opened(v6e=2.7)
+    page.locator("#plot circle").first.focus()
+    said = page.locator("#pointed").inner_text()
+    assert said.startswith("tensor ") and said.endswith("for a million tokens")
+    assert page.locator("#plot circle.pointed").count() == 1
+    front = len(column(page, 1))
+    page.get_by_role("button", name="Show all").click()
+    assert len(column(page, 1)) > front
+    for _ in range(2):
+        page.locator("#rows th button", has_text="tokens/s").click()
+    assert page.locator("#rows tbody tr").first.get_attribute("class") == "best"

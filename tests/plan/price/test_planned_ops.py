@@ -1,0 +1,95 @@
+"""What a plan says of its ops and of what is held adds up to its prediction and to its own memory chart."""
+
+import numpy as np
+import pytest
+
+from autoshard.graph import OpClass
+from autoshard.plan import Plan
+from autoshard.plan.model._model import HOST
+from autoshard.plan.price._op_prices import price_ops
+from autoshard.plan.price._planned_ops import MOST_ROWS, planned_ops
+from autoshard.plan.price._predict import evaluate
+from autoshard.plan.price._timeline import make_timeline
+from autoshard.plan.record._store import plan_from_json, plan_to_json
+from tests.plan import programs
+
+
+CASES = [
+    ("mixed", "cpu:8", "data=4,model=2"),
+    ("wide mlp", "v5e:4x4", "data=4,model=4"),
+    ("decoder", "v6e:2x4*2", "data=2,model=8"),
+    ("convolutions", "h100:8", "data=4,model=2"),
+    ("views", "v5p:2x2x2", "data=4,model=2"),
+]
+
+
+@pytest.mark.parametrize(("name", "topology", "mesh"), CASES)
+def test_the_rows_add_up_to_the_prediction(name: str, topology: str, mesh: str):
+    model = programs.model(name, topology, mesh)
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        choices = programs.random_choices(model, rng)
+        outcome, rows = evaluate(model, choices), planned_ops(model, choices)
+        assert len(rows) <= MOST_ROWS + 1
+        assert sum(row.compute_s for row in rows) == pytest.approx(outcome.compute_s, rel=1e-9)
+        host = sum(seconds for (_, what), seconds in outcome.channels.items() if what == HOST)
+        assert sum(row.host_s for row in rows) == pytest.approx(host, rel=1e-9)
+        sent = sum(each.seconds for each in outcome.collectives)
+        assert sum(row.sent_s for row in rows) == pytest.approx(sent, rel=1e-9)
+        waited = sum(each.exposed_s or 0.0 for each in outcome.collectives)
+        assert sum(row.waited_s for row in rows) == pytest.approx(waited, rel=1e-9)
+        assert all(row.flops >= 0 and row.moved_bytes >= 0 and row.waited_s <= row.sent_s * (1 + 1e-9) for row in rows)
+
+
+@pytest.mark.parametrize(("name", "topology", "mesh"), CASES)
+def test_no_op_runs_faster_than_the_chip(name: str, topology: str, mesh: str):
+    model = programs.model(name, topology, mesh)
+    peak = max(model.compute.topology.peak_flops(dtype) for dtype in ("bf16", "f32"))
+    prices = price_ops(model, programs.random_choices(model, np.random.default_rng(1)))
+    for place, seconds in prices.compute.items():
+        assert prices.work[place].flops <= peak * seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("name", "topology", "mesh"), CASES)
+def test_what_is_not_split_does_all_flops_of_the_program(name: str, topology: str, mesh: str):
+    """One device that holds everything whole does what the program says."""
+    model = programs.model(name, topology, mesh)
+    assert all((node.states[0] < 0).all() for node in model.nodes)
+    prices = price_ops(model, np.zeros(len(model.nodes), dtype=np.int64))
+    heavy = [op for op in model.graph.ops if op.op_class is OpClass.HEAVY and op.flops > 0]
+    done = {op.id: prices.work["op", op.id].flops for op in heavy}
+    assert any(done.values())
+    for op in heavy:
+        # A product of two tensors of the same dims is no matmul, and so none of the matrix unit's.
+        assert done[op.id] in (0.0, pytest.approx(op.flops * model.graph.trips(op.loop), rel=1e-9)), op.name
+
+
+@pytest.mark.parametrize(("name", "topology", "mesh"), CASES)
+def test_what_is_held_is_what_the_chart_shows(name: str, topology: str, mesh: str):
+    model = programs.model(name, topology, mesh)
+    choices = programs.random_choices(model, np.random.default_rng(2))
+    timeline = make_timeline(model, choices)
+    assert timeline.held
+    small = 0
+    for moment in range(len(timeline.moments_s)):
+        for kind, sizes in timeline.memory.items():
+            listed = sum(row.bytes for row in timeline.held if row.kind == kind and row.first <= moment <= row.last)
+            rest = sizes[moment] - listed - (model.fixed_bytes if kind == "temporaries" else 0)
+            assert rest >= 0, (moment, kind)
+            small = max(small, rest)
+    # What is left out is small beside the peak.
+    assert small <= 0.05 * max(sum(column) for column in zip(*timeline.memory.values(), strict=True))
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return programs.planned("wide mlp", "v5e:4x4", "data=4,model=4").plan
+
+
+def test_a_plan_keeps_its_ops_and_is_the_same_again(plan: Plan):
+    assert plan.ops and plan.timeline is not None and plan.timeline.held
+    again = plan_from_json(plan_to_json(plan))
+    assert again.ops == plan.ops and again.timeline == plan.timeline
+    assert plan_to_json(again) == plan_to_json(plan)
+    assert {row.bound for row in plan.ops} <= {"compute", "memory", "network", "overhead", "host"}
+    assert plan.ops[0].flops > 0 and plan.ops[0].compute_s + plan.ops[0].sent_s >= plan.ops[1].compute_s

@@ -1,0 +1,76 @@
+"""The load of links: of each mesh axis what its collectives take, and which links each axis passes."""
+
+import dataclasses
+
+import pytest
+
+from autoshard.cost import Topology, make_mesh
+from autoshard.plan import Collective, Plan
+from autoshard.report import html_report
+from autoshard.report._links import link_loads
+
+
+def laid(plan: Plan, topology: str, mesh: dict[str, int], *sent: tuple[tuple[str, ...], float]) -> Plan:
+    """The plan on another topology, with a second of communication, or as many, over each tuple of axes."""
+    collectives = tuple(
+        Collective("all-gather", axes, 1, 100, seconds, False, exposed_s=seconds / 2) for axes, seconds in sent
+    )
+    return dataclasses.replace(
+        plan,
+        topology=topology,
+        mesh=mesh,
+        device_order=make_mesh(Topology.parse(topology), mesh).device_order,
+        prediction=dataclasses.replace(
+            plan.prediction,
+            collectives=collectives,
+            wire_bytes=dict.fromkeys({a for axes, _ in sent for a in axes}, 100),
+        ),
+    )
+
+
+def test_axes_take_what_their_collectives_take(plan: Plan):
+    found = link_loads(plan)
+    assert found is not None
+    rows = {row["axis"]: row for row in found["axes"]}
+    for axis in ("data", "model"):
+        mine = [each for each in plan.prediction.collectives if axis in each.axes]
+        assert rows[axis]["seconds"] == pytest.approx(sum(each.seconds for each in mine))
+        assert rows[axis]["waited_s"] == pytest.approx(sum(each.waited_s for each in mine))
+        assert rows[axis]["bytes"] == plan.prediction.wire_bytes[axis]
+
+
+def test_a_ring_of_one_axis_is_loaded_alike(plan: Plan):
+    found = link_loads(laid(plan, "v5p:4x8x8", {"data": 32, "model": 8}, (("data",), 2.0), (("model",), 1.0)))
+    assert found is not None
+    for axis in found["physical"]:
+        (load,) = {(*link["axes"], link["seconds"]) for link in axis["links"]}
+        assert load == (("model", 1.0) if axis["name"] == "z" else ("data", 2.0))
+        assert len(axis["links"]) == axis["size"] and axis["links"][-1]["to"] == 0
+
+
+def test_axes_that_share_a_physical_one_add_up_where_both_pass(plan: Plan):
+    mesh = {"data": 16, "expert": 8, "model": 4}  # x is data (8 by 2) and model (2)
+    found = link_loads(laid(plan, "v5e:16x16*2", mesh, (("data",), 4.0), (("model",), 1.0), (("data", "model"), 0.5)))
+    assert found is not None
+    physical = {axis["name"]: axis for axis in found["physical"]}
+    inner = {tuple(link["axes"]) for link in physical["x"]["links"][0:15:2]}
+    between = {tuple(link["axes"]) for link in physical["x"]["links"][1:15:2]}
+    assert inner == {("data", "model")} and between == {("data",)}
+    # What is over both axes keeps a link busy once.
+    assert physical["x"]["links"][0]["seconds"] == 5.5 and physical["x"]["links"][1]["seconds"] == 4.5
+    assert len(physical["slice"]["links"]) == 1 and physical["slice"]["links"][0]["axes"] == ["data"]
+
+
+def test_a_line_that_does_not_close_has_no_last_link(plan: Plan):
+    found = link_loads(laid(plan, "v5e:4x4", {"data": 16}, (("data",), 1.0)))
+    assert found is not None
+    assert [len(axis["links"]) for axis in found["physical"]] == [3, 3]
+
+
+def test_nothing_is_said_without_communication_or_of_a_mesh_laid_otherwise(plan: Plan):
+    silent = laid(plan, "v5p:4x8x8", {"data": 32, "model": 8})
+    assert link_loads(silent) is None
+    assert 'id="links"' not in html_report(silent) and 'id="links"' in html_report(plan)
+    turned = dataclasses.replace(plan, device_order=tuple(reversed(plan.device_order)))
+    found = link_loads(turned)
+    assert found is not None and found["physical"] == [] and found["axes"][0]["seconds"] > 0
