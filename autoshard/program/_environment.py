@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from autoshard.program import _writes
 from autoshard.program._segments import op_scope
 
 
@@ -90,6 +91,17 @@ def _environment_type() -> type:
 
             return super().t2j_iso(_pytree.tree_map_only(torch.Tensor, wrapped, torchtensors))
 
+    def put(tensor_or_view: Any, key: Any, value: Any) -> Any:
+        given, env = (key, value), tensor_or_view._env
+        with jax.ensure_compile_time_eval() if _folding.get() and folds(None, given, {}) else contextlib.nullcontext():
+            return _writes.put(tensor_or_view.jax(), *env.t2j_iso(given))
+
+    def set_elements(self: Any, key: Any, value: Any) -> None:
+        self._elem = put(self, key, value)
+
+    def set_elements_of_view(self: Any, key: Any, value: Any) -> None:
+        self.update(put(self, key, value))
+
     def tolist(self: Any) -> Any:
         with jax.ensure_compile_time_eval():
             return self.torch().tolist()
@@ -97,6 +109,10 @@ def _environment_type() -> type:
     def type_as(self: Any, other: Any) -> Any:
         return self.to(other.dtype)
 
+    replaced: Any = tensor.Tensor
+    replaced.__setitem__ = set_elements  # torchax's own asks for the values of a mask
+    replaced = View
+    replaced.__setitem__ = set_elements_of_view  # and takes no tensors as indices of a view
     View.tolist = tolist  # a view of torchax's has none
     tensor.Tensor.type_as = type_as  # torchax's own changes the tensor that it is asked of, and knows no views
     return Environment

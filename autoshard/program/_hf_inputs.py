@@ -173,5 +173,5 @@ def _positions(config: Any) -> int | None:
 
 def _has_position_table(model: Any) -> bool:
     """True if positions are looked up in a learned table rather than computed."""
-    tables = ("wpe", "position_embeddings", "embed_positions")
+    tables = ("wpe", "position_embedding", "position_embeddings", "embed_positions")
     return any(name.rsplit(".", 1)[-1] in tables for name, _ in model.named_modules())

@@ -49,9 +49,6 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.pow.Tensor_Scalar: power,
         aten.pow.Tensor_Tensor: power,
         aten.pow.Scalar: power,
-        aten.masked_scatter: masked_scatter,
-        aten.masked_scatter.default: masked_scatter,
-        tensor.masked_scatter: masked_scatter,
         aten.ceil: ceil,
         aten.ceil.default: ceil,
     }
@@ -153,32 +150,6 @@ def ceil(x: Any) -> Any:
     import jax.numpy as jnp
 
     return jnp.ceil(x).astype(x.dtype)
-
-
-def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
-    """`x` with the elements of `source`, in order, where `mask` is true: each is found by counting those before it.
-
-    A mask that was broadcast along the last dim takes whole rows of the source.
-    """
-    import jax.numpy as jnp
-
-    width = x.shape[-1]
-    wide = jnp.broadcast_to(mask, x.shape)
-    whole = source.size % width == 0 and (mask.shape[-1:] == (1,) or _broadcast_last(mask))
-    hit = wide[..., 0].reshape(-1) if whole else wide.reshape(-1)
-    rows = source.reshape(-1, width) if whole else source.reshape(-1)
-    place = jnp.clip(jnp.cumsum(hit.astype(jnp.int32)) - 1, 0, rows.shape[0] - 1)
-    return jnp.where(wide, rows[place].reshape(x.shape).astype(x.dtype), x)
-
-
-def _broadcast_last(value: Any) -> bool:
-    """Whether a value that is being traced is known to be the same along its last dim."""
-    equation = getattr(value, "parent", None)
-    if equation is None or equation.primitive.name != "broadcast_in_dim":
-        return False
-    operand, dims = equation.in_tracers[0], equation.params["broadcast_dimensions"]
-    last = value.ndim - 1
-    return last not in dims or operand.shape[dims.index(last)] == 1 != value.shape[-1]
 
 
 def add(x: Any, y: Any, *, alpha: Any = 1) -> Any:

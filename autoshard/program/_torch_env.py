@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from autoshard.program import _lowerings, _lowerings_nn, _routers
+from autoshard.program import _lowerings, _lowerings_nn, _routers, _writes
 from autoshard.program._environment import environment
 
 
@@ -17,7 +17,7 @@ def lowered_environment() -> Any:
     import torch
     from torchax.ops import ops_registry
 
-    for operation, lowering in (_lowerings.table() | _lowerings_nn.table()).items():
+    for operation, lowering in (_lowerings.table() | _lowerings_nn.table() | _writes.table()).items():
         env._ops[operation] = ops_registry.Operator(
             operation, lowering, is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False
         )

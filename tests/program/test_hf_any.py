@@ -170,7 +170,7 @@ def test_rows_and_elements_are_scattered_as_torch_does():
     import jax
     import torch
 
-    from autoshard.program._lowerings import masked_scatter
+    from autoshard.program._writes import masked_scatter
 
     rng = np.random.default_rng(1)
     x, source = rng.standard_normal((2, 3, 4)), rng.standard_normal((6, 4))
@@ -192,6 +192,31 @@ def test_sentences(fields, sentence, tmp_path):
     (tmp_path / "it.json").write_text(json.dumps(fields))
     with pytest.raises(UserError, match=sentence):
         open_source(f"hf:{tmp_path / 'it.json'}", batch=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("gpt-sw3", "GPT2LMHeadModel"),  # of another model's code
+        ("internlm3", "LlamaForCausalLM"),  # and of a configuration of its own
+        ("musicgen", "MusicgenForConditionalGeneration"),  # the likelier class takes the decoder's part alone
+    ],
+)
+def test_the_class_is_one_that_takes_the_configuration(kind, wanted):
+    from autoshard.program._hf_model import _config_class, _model_class
+
+    assert _model_class("it", kind, _config_class("it", kind), None).__name__ == wanted
+
+
+def test_a_class_of_a_part_is_built_from_that_part():
+    from autoshard.program._hf_model import build_model
+
+    part = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 96}
+    model = build_model(
+        "it", {"model_type": "musicgen", "architectures": ["MusicgenForCausalLM"], "decoder": part}, "float32"
+    )
+    assert model.config.model_type == "musicgen_decoder"
+    assert model.config.hidden_size == 32
 
 
 def test_floats_that_json_has_not_are_read_as_transformers_writes_them():
