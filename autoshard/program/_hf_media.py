@@ -137,8 +137,9 @@ def _features(config: Any, names: set[str], name: str, batch: int, image: int | 
     )
     places = _first(config, "max_source_positions", "max_position_embeddings")
     kind = str(config.model_type)
-    if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):
-        return Media({"input_features": (batch, int(bins), 2 * int(config.max_source_positions))})
+    for part in _parts(config):
+        if hasattr(part, "max_source_positions") and hasattr(part, "num_mel_bins"):
+            return Media({"input_features": (batch, int(bins), 2 * int(part.max_source_positions))})
     if kind.startswith("clap"):
         audio = getattr(config, "audio_config", config)
         return Media({"input_features": (batch, 1, int(audio.spec_size) * 4, int(audio.num_mel_bins))})

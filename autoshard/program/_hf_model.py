@@ -137,6 +137,15 @@ def _model_class(name: str, kind: str, config_class: Any, architecture: str | No
     raise UserError(f"`{name}`: {said} model type `{kind}`{more}.")
 
 
+def has_head(architecture: str) -> bool:
+    """Whether a class is one for a task, by transformers' automatic classes or its own name."""
+    auto = import_model_code("transformers.models.auto.modeling_auto")
+    if not architecture.endswith("Model") or "LMHead" in architecture:
+        return True
+    tasks = [getattr(auto, f"MODEL_FOR_{head}_MAPPING_NAMES", {}) for head in _HEADS if head]
+    return any(architecture in names.values() for names in tasks)
+
+
 def _offered(folder: str, text: str | None, shared: Collection[str]) -> Any:
     """The class of models that is called `text`: a model's own, or one that it is said to share; else None."""
     for module in _modules(folder, "modeling_") if text else ():

@@ -49,6 +49,9 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.pow.Tensor_Scalar: power,
         aten.pow.Tensor_Tensor: power,
         aten.pow.Scalar: power,
+        torch.arange: arange,
+        aten.unfold: unfold,
+        aten.unfold.default: unfold,
         aten.ceil: ceil,
         aten.ceil.default: ceil,
     }
@@ -143,6 +146,26 @@ def repeat_interleave(x: Any, repeats: Any, dim: int | None = None, *, output_si
     place = dim % x.ndim
     wide = jnp.broadcast_to(jnp.expand_dims(x, place + 1), (*x.shape[: place + 1], repeats, *x.shape[place + 1 :]))
     return wide.reshape(*x.shape[:place], x.shape[place] * repeats, *x.shape[place + 1 :])
+
+
+def arange(
+    start: Any = 0, end: Any = None, step: Any = 1, *, dtype: Any = None, device: Any = None, **others: Any
+) -> Any:
+    """`torch.arange`, whose only bound may be called `end`."""
+    from torchax.ops import jaten
+
+    if end is None:
+        start, end = 0, start
+    return jaten._aten_arange(start, end, step, dtype=dtype)
+
+
+def unfold(x: Any, dim: int, size: int, step: int) -> Any:
+    """`torch.Tensor.unfold`: windows of `dim` [..., count, ..., size], where neighbours may overlap."""
+    import jax.numpy as jnp
+
+    count = (x.shape[dim] - size) // step + 1
+    parts = [jnp.take(x, jnp.arange(count) * step + offset, axis=dim, mode="clip") for offset in range(size)]
+    return jnp.stack(parts, axis=-1)
 
 
 def ceil(x: Any) -> Any:

@@ -100,6 +100,25 @@ def test_forward_equals_the_eager_module(kind, tmp_path):
         close(found, out.logits.numpy(), 1e-4)
 
 
+def test_a_model_that_compares_its_inputs_is_trained_on_its_own_loss(tmp_path):
+    import jax
+    import torch
+
+    from autoshard.program._torch_function import TorchFunction
+
+    model = eager("clip")
+    program = open_source(f"hf:{written('clip', tmp_path)}", batch=BATCH, seq=SEQ, dtype="fp32", train=True)
+    args = program.make_args(0)
+    batch = args[2]
+    assert "labels" not in batch
+    function = TorchFunction(model)
+    own = function.values()
+    params = own if own.keys() == args[0].keys() else unstacked(own, args[0])
+    given = {k: torch.tensor(v).long() if v.dtype.kind == "i" else torch.tensor(v) for k, v in batch.items()}
+    found = jax.jit(program.fn)(params, args[1], batch, *([function.buffer_values()] if len(args) > 3 else []))
+    close(found[-1], model(**given, return_loss=True).loss.detach().numpy(), 1e-5)
+
+
 def unstacked(own, wanted):
     """Stacked parameters as those of single layers, where the program's are not scanned."""
     found = {}
@@ -217,6 +236,17 @@ def test_a_class_of_a_part_is_built_from_that_part():
     )
     assert model.config.model_type == "musicgen_decoder"
     assert model.config.hidden_size == 32
+
+
+def test_spectra_have_the_frames_that_a_nested_tower_wants():
+    from transformers import VoxtralConfig
+
+    from autoshard.program._hf_media import media_of
+
+    config = VoxtralConfig(audio_config={"max_source_positions": 20, "num_mel_bins": 16})
+    media = media_of(config, {"input_ids", "input_features"}, "it", batch=2, image=None, room=8)
+    assert media is not None
+    assert media.shapes == {"input_features": (2, 16, 40)}
 
 
 def test_floats_that_json_has_not_are_read_as_transformers_writes_them():
