@@ -42,6 +42,9 @@ def _needed(fields: dict[str, Any], causal: bool) -> dict[str, Any]:
     made: dict[str, Any] = {}
     if "vocab_size" in fields and fields["vocab_size"] is None:
         made["vocab_size"] = 32
+    for key in fields:  # tokens that stand for what is seen or heard
+        if re.fullmatch(r"(image|audio|video)_token_(id|index)", key) and fields[key] is None:
+            made[key] = 7
     if causal and fields.get("is_decoder") is False and not fields.get("is_encoder_decoder"):
         made["is_decoder"] = True
     return made

@@ -101,6 +101,16 @@ def _environment_type() -> type:
                     return result
                 return note(super().dispatch(func, types, args, kwargs), result)
 
+        def _get_op_or_decomp(self, func: Any) -> Any:
+            try:
+                return super()._get_op_or_decomp(func)
+            except tensor.OperatorNotFound:
+                name = getattr(getattr(func, "_schema", None), "name", "").removeprefix("aten::")
+                plain = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") else None
+                if plain is None:
+                    raise
+            return _writes.in_place(func, plain)
+
         def _should_use_torchax_tensor(self, device: Any) -> bool:
             return True if device is None else bool(super()._should_use_torchax_tensor(device))
 

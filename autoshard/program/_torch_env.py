@@ -28,6 +28,8 @@ def lowered_environment() -> Any:
     env._ops[torch.nn.functional.batch_norm] = dataclasses.replace(
         counted_op, torch_op=torch.nn.functional.batch_norm, func=_lowerings_nn.batch_norm, is_jax_function=False
     )
+    read = env._decomps[torch.Tensor.__getitem__]
+    env._decomps[torch.Tensor.__getitem__] = dataclasses.replace(read, func=_writes.with_whole_bounds(read.func))
     return env
 
 

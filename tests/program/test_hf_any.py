@@ -249,6 +249,31 @@ def test_spectra_have_the_frames_that_a_nested_tower_wants():
     assert media.shapes == {"input_features": (2, 16, 40)}
 
 
+@pytest.mark.parametrize(
+    ("kind", "names", "shapes", "fixed"),
+    [
+        ("llava_next", {"image_sizes"}, (2, 3, 3, 28, 28), {"image_sizes": (28, 56)}),
+        ("mistral3", {"image_sizes"}, (2, 3, 28, 28), {"image_sizes": (28, 28)}),
+        ("siglip2", {"spatial_shapes", "pixel_attention_mask"}, (2, 9, 3 * 14**2), {"spatial_shapes": (3, 3)}),
+    ],
+)
+def test_images_come_with_their_sizes(kind, names, shapes, fixed):
+    import transformers
+
+    from autoshard.program._hf_media import media_of
+
+    vision = {"image_size": 28, "patch_size": 14, "num_patches": 9}
+    more = {"image_grid_pinpoints": [[28, 56], [56, 56]]} if kind == "llava_next" else {}
+    towers = {"clip_vision_model": "llava_next", "pixtral": "mistral3", "siglip2_vision_model": "siglip2"}
+    tower = next(each for each, of in towers.items() if of == kind)
+    config = transformers.AutoConfig.for_model(kind, vision_config={"model_type": tower, **vision}, **more)
+    media = media_of(config, {"pixel_values", *names}, "it", batch=2, image=None, room=None)
+    assert media is not None
+    assert media.shapes == {"pixel_values": shapes}
+    for key, size in fixed.items():
+        assert media.fixed[key].tolist() == [list(size)] * 2
+
+
 def test_floats_that_json_has_not_are_read_as_transformers_writes_them():
     from transformers import Mamba2Config
 

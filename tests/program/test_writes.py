@@ -18,6 +18,7 @@ def written(body, *arrays):
 
     expected = body(*(torch.tensor(each) for each in arrays))
     function = TorchFunction(Body())
+    function.folded = True
     found = jax.jit(lambda *given: function({}, given, {}))(*arrays)
     close(found, expected.numpy(), 1e-6)
 
@@ -67,8 +68,21 @@ def put_in(x, mask, rows):
     return x.index_put((mask,), rows[1])
 
 
+def by_an_operation_in_place(x, mask, rows):
+    x = x.clone()
+    x.abs_()
+    x[:, 1:].sinh_()
+    return x
+
+
+def up_to_a_number(x, mask, rows):
+    import torch
+
+    return x[:, : torch.tensor([1, 3])[1], torch.tensor(1) :]
+
+
 BODIES = [one_for_all, one_row_for_all, one_row_for_each, through_a_view, by_numbers]
-BODIES += [copied_into_a_view, read_from_a_view, put_in]
+BODIES += [copied_into_a_view, read_from_a_view, put_in, by_an_operation_in_place, up_to_a_number]
 
 
 @pytest.mark.parametrize("body", BODIES)
