@@ -205,6 +205,8 @@ def write_page(rows: dict[str, Any]) -> None:
     works = sum(row["train"] == "works" for row in heads.values())
     decoders = [row for row in rows.values() if "decode" in row]
     decoding = sum(row["decode"] == "works" for row in decoders)
+    everything = all_types()
+    with_head = sum(head_of(kind) is not None for kind in everything)
     import transformers
 
     lines = [
@@ -214,8 +216,11 @@ def write_page(rows: dict[str, Any]) -> None:
         "form of its own configuration: a training step planned on v5e:2x2 with `data=4`, and a step of decoding where "
         "its class is a decoder. `experiments/models.py` makes this page.",
         "",
-        f"Of {len(rows)} types tried, {len(heads)} have a class with a task head: {works} of these are planned for "
-        f"training. Of {len(decoders)} decoders {decoding} are planned for decoding.",
+        f"{len(rows)} of its {len(everything)} model types were tried, in an order as good as random and those with a "
+        f"task head first: {len(heads)} of the {with_head} that have one. {works} of these {len(heads)} are planned "
+        f"for training ({_percent(works, len(heads))}); of the {len(decoders)} whose class is a decoder {decoding} are "
+        f"planned for decoding ({_percent(decoding, len(decoders))}). What is refused says why; a type that is not "
+        "listed was not tried, and is opened in the same way.",
         "",
         "| model type | class | training | decoding |",
         "| --- | --- | --- | --- |",
@@ -227,6 +232,10 @@ def write_page(rows: dict[str, Any]) -> None:
             "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;") for cell in cells) + " |"
         )
     PAGE.write_text("\n".join(lines) + "\n")
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.0f} %"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import functools
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,9 @@ from autoshard.program._segments import op_scope
 
 _FOLDED_ELEMENTS = 1 << 20
 """Largest result that is computed beforehand and becomes a constant of the program."""
+
+_KNOWN_ELEMENTS = 1 << 24
+"""Largest result whose values are known beforehand, though the program computes it."""
 
 _folding: contextvars.ContextVar[bool] = contextvars.ContextVar("folding", default=False)
 
@@ -78,7 +82,7 @@ def _environment_type() -> type:
     def note(traced: Any, result: Any) -> Any:
         """Results as the program computes them, knowing their values; views know them from what they look at."""
         for each, known in zip(_pytree.tree_leaves(traced), _pytree.tree_leaves(result), strict=True):
-            if isinstance(each, tensor.Tensor) and isinstance(known, tensor.Tensor):
+            if isinstance(known, tensor.Tensor) and each.numel() <= _KNOWN_ELEMENTS:
                 setattr(each, "_beforehand", (each._elem, known._elem))  # noqa: B010  # no field of its class
         return traced
 
@@ -144,6 +148,11 @@ def _environment_type() -> type:
         with jax.ensure_compile_time_eval():
             return self.torch().tolist()
 
+    def flatten(self: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+        shape = tuple(self.shape) or (1,)
+        first, last = start_dim % len(shape), end_dim % len(shape)
+        return self.reshape(*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :])
+
     def type_as(self: Any, other: Any) -> Any:
         return self.to(other.dtype)
 
@@ -153,5 +162,6 @@ def _environment_type() -> type:
     replaced.__setitem__ = set_elements_of_view  # and takes no tensors as indices of a view
     replaced._elem = property(elements_of_view, lambda self, value: self.update(value))  # which some operations expect
     View.tolist = tolist  # a view of torchax's has none
+    setattr(tensor.Tensor, "flatten", flatten)  # noqa: B010  # torchax's own is no operation that is seen here
     tensor.Tensor.type_as = type_as  # torchax's own changes the tensor that it is asked of, and knows no views
     return Environment

@@ -81,7 +81,11 @@ def up_to_a_number(x, mask, rows):
     return x[:, : torch.tensor([1, 3])[1], torch.tensor(1) :]
 
 
-BODIES = [one_for_all, one_row_for_all, one_row_for_each, through_a_view, by_numbers]
+def flattened(x, mask, rows):
+    return x.flatten(1)[:, None].flatten(0, 1) + x.flatten().flatten(-1).sum() + x[0, 0, 0].flatten()
+
+
+BODIES = [flattened, one_for_all, one_row_for_all, one_row_for_each, through_a_view, by_numbers]
 BODIES += [copied_into_a_view, read_from_a_view, put_in, by_an_operation_in_place, up_to_a_number]
 
 
@@ -105,7 +109,7 @@ def test_a_large_mask_that_follows_from_sizes_is_asked_for_its_values():
             mask = (1.0 - mask).masked_fill((1.0 - mask).bool(), -1.0)[:, 0, 0, :]
             seen = mask[:, : x.shape[1]] >= 0
             seen[:, 0] = False
-            return x * 2 if seen[0, 1:].all().item() and not seen[0, 0] else x
+            return x * 2 if seen[:, 1:].flatten().all().item() and not seen[0, 0] else x
 
     function, x = TorchFunction(Masked()), np.ones((2, 8), np.float32)
     function.folded = True
