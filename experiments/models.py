@@ -123,12 +123,23 @@ def head_of(kind: str) -> str | None:
     return None
 
 
+def class_of(kind: str) -> str | None:
+    """The class that is built of a configuration without `architectures`."""
+    import autoshard
+    from autoshard.program._hf_model import _config_class, _model_class
+
+    try:
+        return _model_class(kind, kind, _config_class(kind, kind), None).__name__
+    except autoshard.UserError:
+        return head_of(kind)
+
+
 def work(kind: str, path: Path) -> None:
     """Plan one type; what came of it goes to `path` as it comes."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY * 8, MEMORY * 8))
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 2)
-    row: dict[str, Any] = {"head": head_of(kind), "train": ""}
+    row: dict[str, Any] = {"head": head_of(kind) and class_of(kind), "train": ""}
 
     def keep() -> None:
         path.write_text(json.dumps(row))
@@ -143,12 +154,15 @@ def work(kind: str, path: Path) -> None:
     row["train"] = "works" if said == "works" else problems[0] if "cannot be built" not in problems[0] else problems[-1]
     row["rung"] = rung
     keep()
-    decodes = str(row["head"]).endswith(("ForCausalLM", "LMHeadModel"))
-    if decodes:
+    if _decodes(row["head"]):
         row["decode"] = ""
         keep()
         _, row["decode"] = attempt(kind, rung, path.parent, serve="decode")
         keep()
+
+
+def _decodes(name: str | None) -> bool:
+    return str(name).endswith(("ForCausalLM", "LMHeadModel", "ModelWithLMHead"))
 
 
 def attempt(kind: str, rung: int, folder: Path, **mode: Any) -> tuple[Path, str]:
@@ -160,7 +174,7 @@ def attempt(kind: str, rung: int, folder: Path, **mode: Any) -> tuple[Path, str]
 
     path = folder / f"{kind}-{rung}.config.json"
     try:
-        path.write_text(json.dumps(tiny(kind, rung), default=str))
+        path.write_text(json.dumps(tiny(kind, rung, _decodes(class_of(kind))), default=str))
     except Exception as error:
         said = (str(error).splitlines() or [""])[0][:200]
         return path, f"no default configuration: {type(error).__name__}: {said}"
@@ -170,7 +184,7 @@ def attempt(kind: str, rung: int, folder: Path, **mode: Any) -> tuple[Path, str]
                 program = autoshard.program.open_source(f"hf:{path}", batch=BATCH, seq=seq, dtype="fp32", **mode)
                 break
             except autoshard.UserError as error:
-                if "--seq is for models of tokens" not in str(error) or seq is None:
+                if "--seq " not in str(error) or seq is None:  # of no tokens, or of fewer positions
                     raise
         autoshard.plan(program, topology="v5e:2x2", mesh={"data": 4})
     except autoshard.UserError as error:
@@ -191,6 +205,8 @@ def write_page(rows: dict[str, Any]) -> None:
     works = sum(row["train"] == "works" for row in heads.values())
     decoders = [row for row in rows.values() if "decode" in row]
     decoding = sum(row["decode"] == "works" for row in decoders)
+    everything = all_types()
+    with_head = sum(head_of(kind) is not None for kind in everything)
     import transformers
 
     lines = [
@@ -200,8 +216,11 @@ def write_page(rows: dict[str, Any]) -> None:
         "form of its own configuration: a training step planned on v5e:2x2 with `data=4`, and a step of decoding where "
         "its class is a decoder. `experiments/models.py` makes this page.",
         "",
-        f"Of {len(rows)} types tried, {len(heads)} have a class with a task head: {works} of these are planned for "
-        f"training. Of {len(decoders)} decoders {decoding} are planned for decoding.",
+        f"{len(rows)} of its {len(everything)} model types were tried, in an order as good as random and those with a "
+        f"task head first: {len(heads)} of the {with_head} that have one. {works} of these {len(heads)} are planned "
+        f"for training ({_percent(works, len(heads))}); of the {len(decoders)} whose class is a decoder {decoding} are "
+        f"planned for decoding ({_percent(decoding, len(decoders))}). What is refused says why; a type that is not "
+        "listed was not tried, and is opened in the same way.",
         "",
         "| model type | class | training | decoding |",
         "| --- | --- | --- | --- |",
@@ -213,6 +232,10 @@ def write_page(rows: dict[str, Any]) -> None:
             "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;") for cell in cells) + " |"
         )
     PAGE.write_text("\n".join(lines) + "\n")
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.0f} %"
 
 
 if __name__ == "__main__":

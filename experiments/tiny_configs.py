@@ -28,13 +28,26 @@ VOCABULARY = 512
 POSITIONS = {"max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions", "n_ctx"}
 
 
-def tiny(kind: str, rung: int) -> dict[str, Any]:
+def tiny(kind: str, rung: int, causal: bool = False) -> dict[str, Any]:
     """Fields of a configuration file of model type `kind`; rung 0 cuts most, 1 layers and vocabulary, 2 nothing."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config_class = CONFIG_MAPPING[kind]
     fields = config_class().to_dict()
-    return _cut(fields, rung) | {"model_type": kind}
+    return _cut(fields, rung) | _needed(fields, causal) | {"model_type": kind}
+
+
+def _needed(fields: dict[str, Any], causal: bool) -> dict[str, Any]:
+    """Fields that every checkpoint has, without a default; `causal`: the class that is taken is a decoder."""
+    made: dict[str, Any] = {}
+    if "vocab_size" in fields and fields["vocab_size"] is None:
+        made["vocab_size"] = 32
+    for key in fields:  # tokens that stand for what is seen or heard
+        if re.fullmatch(r"(image|audio|video)_token_(id|index)", key) and fields[key] is None:
+            made[key] = 7
+    if causal and fields.get("is_decoder") is False and not fields.get("is_encoder_decoder"):
+        made["is_decoder"] = True
+    return made
 
 
 def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:

@@ -4,14 +4,19 @@ import contextlib
 import contextvars
 import functools
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
+from autoshard.program import _writes
 from autoshard.program._segments import op_scope
 
 
 _FOLDED_ELEMENTS = 1 << 20
 """Largest result that is computed beforehand and becomes a constant of the program."""
+
+_KNOWN_ELEMENTS = 1 << 24
+"""Largest result whose values are known beforehand, though the program computes it."""
 
 _folding: contextvars.ContextVar[bool] = contextvars.ContextVar("folding", default=False)
 
@@ -42,7 +47,7 @@ def environment() -> Any:
 
 def _root(value: Any) -> Any:
     """The tensor that a torchax tensor is, or that a view looks at."""
-    while not hasattr(value, "_elem"):
+    while hasattr(value, "view_info"):
         value = value.parent
     return value
 
@@ -57,14 +62,29 @@ def _environment_type() -> type:
     from torchax import tensor
     from torchax.view import View
 
-    def folds(func: Any, args: Any, kwargs: Any) -> bool:
-        leaves = _pytree.tree_flatten((args, kwargs or {}))[0]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, (tensor.Tensor, View))]
+    def folds(given: Any) -> bool:
+        tensors = [each for each in _pytree.tree_leaves(given) if isinstance(each, (tensor.Tensor, View))]
         return not any(isinstance(_root(each)._elem, core.Tracer) for each in tensors)
+
+    def computed(value: Any) -> Any:
+        """The same tensor with the values that were computed beforehand, where the program does not hold them."""
+        if isinstance(value, View):
+            parent = computed(value.parent)
+            with jax.ensure_compile_time_eval():  # it computes its shape by being made
+                return value if parent is value.parent else View(parent, value.view_info, value._env)
+        held: Any = getattr(value, "_beforehand", None)
+        return tensor.Tensor(held[1], value._env) if held is not None and held[0] is value._elem else value
 
     def large(result: Any) -> bool:
         leaves = [leaf for leaf in _pytree.tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
         return any(leaf.numel() > _FOLDED_ELEMENTS for leaf in leaves)
+
+    def note(traced: Any, result: Any) -> Any:
+        """Results as the program computes them, knowing their values; views know them from what they look at."""
+        for each, known in zip(_pytree.tree_leaves(traced), _pytree.tree_leaves(result), strict=True):
+            if isinstance(known, tensor.Tensor) and each.numel() <= _KNOWN_ELEMENTS:
+                setattr(each, "_beforehand", (each._elem, known._elem))  # noqa: B010  # no field of its class
+        return traced
 
     class Environment(tensor.Environment):
         def _to_copy(self, the_tensor: Any, *rest: Any) -> Any:
@@ -72,12 +92,28 @@ def _environment_type() -> type:
 
         def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             with op_scope():
-                if not _folding.get() or not folds(func, args, kwargs):
+                given = args, kwargs or {}
+                known = _pytree.tree_map_only((tensor.Tensor, View), computed, given) if _folding.get() else given
+                if not _folding.get() or not folds(known):
+                    return super().dispatch(func, types, args, kwargs)
+                in_place = str(getattr(func, "__name__", func)).partition(".")[0].endswith("_")
+                if in_place and not folds(given):
                     return super().dispatch(func, types, args, kwargs)
                 with jax.ensure_compile_time_eval():
-                    result = super().dispatch(func, types, args, kwargs)
-                in_place = str(getattr(func, "__name__", func)).partition(".")[0].endswith("_")
-                return super().dispatch(func, types, args, kwargs) if large(result) and not in_place else result
+                    result = super().dispatch(func, types, *known)
+                if not large(result) or in_place:
+                    return result
+                return note(super().dispatch(func, types, args, kwargs), result)
+
+        def _get_op_or_decomp(self, func: Any) -> Any:
+            try:
+                return super()._get_op_or_decomp(func)
+            except tensor.OperatorNotFound:
+                name = getattr(getattr(func, "_schema", None), "name", "").removeprefix("aten::")
+                plain = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") else None
+                if plain is None:
+                    raise
+            return _writes.in_place(func, plain)
 
         def _should_use_torchax_tensor(self, device: Any) -> bool:
             return True if device is None else bool(super()._should_use_torchax_tensor(device))
@@ -90,13 +126,42 @@ def _environment_type() -> type:
 
             return super().t2j_iso(_pytree.tree_map_only(torch.Tensor, wrapped, torchtensors))
 
+    def elements_of_view(self: Any) -> Any:
+        return self.jax()
+
+    def put(tensor_or_view: Any, key: Any, value: Any) -> Any:
+        given, env = (key, value), tensor_or_view._env
+        with (
+            jax.ensure_compile_time_eval()
+            if _folding.get() and folds((tensor_or_view, *given))
+            else contextlib.nullcontext()
+        ):
+            return _writes.put(tensor_or_view.jax(), *env.t2j_iso(given))
+
+    def set_elements(self: Any, key: Any, value: Any) -> None:
+        self._elem = put(self, key, value)
+
+    def set_elements_of_view(self: Any, key: Any, value: Any) -> None:
+        self.update(put(self, key, value))
+
     def tolist(self: Any) -> Any:
         with jax.ensure_compile_time_eval():
             return self.torch().tolist()
 
+    def flatten(self: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+        shape = tuple(self.shape) or (1,)
+        first, last = start_dim % len(shape), end_dim % len(shape)
+        return self.reshape(*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :])
+
     def type_as(self: Any, other: Any) -> Any:
         return self.to(other.dtype)
 
+    replaced: Any = tensor.Tensor
+    replaced.__setitem__ = set_elements  # torchax's own asks for the values of a mask
+    replaced = View
+    replaced.__setitem__ = set_elements_of_view  # and takes no tensors as indices of a view
+    replaced._elem = property(elements_of_view, lambda self, value: self.update(value))  # which some operations expect
     View.tolist = tolist  # a view of torchax's has none
+    setattr(tensor.Tensor, "flatten", flatten)  # noqa: B010  # torchax's own is no operation that is seen here
     tensor.Tensor.type_as = type_as  # torchax's own changes the tensor that it is asked of, and knows no views
     return Environment

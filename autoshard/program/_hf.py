@@ -7,7 +7,7 @@ from autoshard.errors import UserError
 from autoshard.program._config import read_config
 from autoshard.program._experts import check_experts
 from autoshard.program._hf_inputs import task_of
-from autoshard.program._hf_model import build_model
+from autoshard.program._hf_model import build_model, has_head
 from autoshard.program._hf_objective import Objective, OtherLabels
 from autoshard.program._hf_serving import serving_program
 from autoshard.program._program import Program
@@ -130,7 +130,7 @@ def from_config(
         )
 
     notes = list(task.notes)
-    objective = Objective(type(model).__name__, name, notes)
+    objective = Objective(type(model).__name__, name, notes, has_head(type(model).__name__))
 
     def forward(params: Any, inputs: Any, *buffers: Any) -> Any:
         out = function(params, (), task.call(inputs), buffers[0] if buffers else None)

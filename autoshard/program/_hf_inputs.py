@@ -64,7 +64,7 @@ def task_of(
         if train:
             data["labels"] = shape((batch,), np.int32)
         keys = tuple(media.shapes)
-        plain = _always(names, config, None)
+        plain = _always(names, config, None, train)
         return HfTask(
             data,
             lambda d: {key: d[key] for key in keys} | media.fixed | plain,
@@ -90,7 +90,7 @@ def task_of(
     places = 0 if token is None or media.tokens is None else min(media.tokens, seq - 1)
     if places:
         notes.append(f"The first {places} tokens of each sequence are those of its image.")
-    plain = _always(names, config, seq)
+    plain = _always(names, config, seq, train)
     if places and "mm_token_type_ids" in names:
         kinds = np.zeros((batch, seq), np.int64)
         kinds[:, :places] = 1
@@ -120,9 +120,20 @@ def _main(names: set[str]) -> str:
     return next((each for each in known if each in names), next(iter(sorted(names)), "nothing"))
 
 
-def _always(names: set[str], config: Any, seq: int | None) -> dict[str, Any]:
-    """Arguments that are the same for every batch."""
-    return {"use_cache": False} if "use_cache" in names or hasattr(config, "use_cache") and seq else {}
+def _always(names: set[str], config: Any, seq: int | None, train: bool) -> dict[str, Any]:
+    """Arguments that are the same for every batch; a model that compares its inputs gives its own loss if asked."""
+    caches = hasattr(config, "use_cache") or hasattr(_text(config), "use_cache") and "kwargs" in names
+    found = {"use_cache": False} if "use_cache" in names or caches and seq else {}
+    return found | ({"return_loss": True} if train and "return_loss" in names else {})
+
+
+def _text(config: Any, decoder: bool | None = None) -> Any:
+    """The configuration of the text; of several, as where one tower reads and one writes, the one that writes."""
+    try:
+        return config.get_text_config(decoder=decoder)
+    except ValueError:
+        found = [getattr(config, key, None) for key in ("decoder", "text_encoder", "text_config")]
+        return next((part for part in found if part is not None), config)
 
 
 def _has_towers(config: Any) -> bool:
@@ -134,7 +145,7 @@ def _has_towers(config: Any) -> bool:
 
 
 def _vocabulary(config: Any) -> int | None:
-    for part in (config, config.get_text_config(), config.get_text_config(decoder=True)):
+    for part in (config, _text(config), _text(config, decoder=True)):
         value = getattr(part, "vocab_size", None) or getattr(part, "text_vocab_size", None)
         if isinstance(value, int):
             return value
@@ -163,7 +174,7 @@ def _positive(flag: str, value: Any) -> None:
 
 
 def _positions(config: Any) -> int | None:
-    text = config.get_text_config()
+    text = _text(config)
     for field in ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(text, field, None)
         if isinstance(value, int) and value > 0:
@@ -173,5 +184,5 @@ def _positions(config: Any) -> int | None:
 
 def _has_position_table(model: Any) -> bool:
     """True if positions are looked up in a learned table rather than computed."""
-    tables = ("wpe", "position_embeddings", "embed_positions")
+    tables = ("wpe", "position_embedding", "position_embeddings", "embed_positions")
     return any(name.rsplit(".", 1)[-1] in tables for name, _ in model.named_modules())

@@ -34,6 +34,8 @@ def media_of(
     """
     if {"pixel_values", "image_grid_thw"} <= names:
         return _patches(config, batch, image, room)
+    if {"pixel_values", "spatial_shapes"} <= names:
+        return _shaped_patches(config, batch, image)
     for key, made in (
         ("flattened_patches", _flattened),
         ("pixel_values", _images),
@@ -84,14 +86,24 @@ def _channels(config: Any) -> int:
 
 def _images(config: Any, names: set[str], name: str, batch: int, image: int | None) -> Media:
     """[B, C, H, W], with frames or tiles before C where the configuration has a number of them."""
+    import numpy as np
+
     size, channels = _size(config, name, image), _channels(config)
     frames = getattr(config, "num_frames", None) if "input_ids" not in names else None
+    fixed: dict[str, Any] = {}
+    pinpoints = _first(config, "image_grid_pinpoints")
+    if "image_sizes" in names and pinpoints and not frames:  # tiles of a larger image, and all of it made small
+        high, wide = (int(each) for each in pinpoints[0])
+        frames = (high // size[0]) * (wide // size[1]) + 1
+        fixed["image_sizes"] = np.array([[high, wide]] * batch, np.int64)
+    elif "image_sizes" in names:
+        fixed["image_sizes"] = np.array([size] * batch, np.int64)
     shape = (batch, *((int(frames),) if frames else ()), channels, *size)
     patch = _first(config, "patch_size")
     tokens = _first(config, "mm_tokens_per_image", "image_seq_length", "image_seq_len")
     if tokens is None and isinstance(patch, int):
         tokens = (size[0] // patch) * (size[1] // patch)
-    return Media({"pixel_values": shape}, tokens=None if tokens is None else int(tokens))
+    return Media({"pixel_values": shape}, fixed, None if tokens is None else int(tokens))
 
 
 def _patches(config: Any, batch: int, image: int | None, room: int | None) -> Media:
@@ -110,6 +122,22 @@ def _patches(config: Any, batch: int, image: int | None, room: int | None) -> Me
         {"image_grid_thw": np.array([[1, side, side]] * batch, np.int64)},
         (side // merge) ** 2,
     )
+
+
+def _shaped_patches(config: Any, batch: int, image: int | None) -> Media:
+    """Patches of each image [B, patches, C P P], all of them there, and how many it has of height and width."""
+    import numpy as np
+
+    patch = int(_first(config, "patch_size", default=16))
+    most = _first(config, "num_patches", "max_num_patches", default=256)
+    side = image // patch if image else math.isqrt(int(most))
+    merge = int(_first(config, "downsample_factor", default=1))
+    side = max(1, side // merge) * merge
+    fixed = {
+        "pixel_attention_mask": np.ones((batch, side * side), np.int32),
+        "spatial_shapes": np.array([[side, side]] * batch, np.int64),
+    }
+    return Media({"pixel_values": (batch, side * side, _channels(config) * patch**2)}, fixed, (side // merge) ** 2)
 
 
 def _flattened(config: Any, names: set[str], name: str, batch: int, image: int | None) -> Media:
@@ -137,8 +165,9 @@ def _features(config: Any, names: set[str], name: str, batch: int, image: int | 
     )
     places = _first(config, "max_source_positions", "max_position_embeddings")
     kind = str(config.model_type)
-    if hasattr(config, "max_source_positions") and hasattr(config, "num_mel_bins"):
-        return Media({"input_features": (batch, int(bins), 2 * int(config.max_source_positions))})
+    for part in _parts(config):
+        if hasattr(part, "max_source_positions") and hasattr(part, "num_mel_bins"):
+            return Media({"input_features": (batch, int(bins), 2 * int(part.max_source_positions))})
     if kind.startswith("clap"):
         audio = getattr(config, "audio_config", config)
         return Media({"input_features": (batch, 1, int(audio.spec_size) * 4, int(audio.num_mel_bins))})

@@ -2,7 +2,7 @@
 
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from autoshard.errors import UserError
@@ -64,7 +64,7 @@ def build_model(name: str, fields: dict[str, Any], dtype: str) -> Any:
     register_experts()
     before = torch.get_default_dtype()
     try:
-        config = config_class(**config_fields(config_class, fields))
+        config = _part_for(model_class, config_class(**config_fields(config_class, fields)))
         config._attn_implementation = "eager"
         config._experts_implementation = "autoshard"
         torch.set_default_dtype(getattr(torch, dtype))
@@ -103,24 +103,27 @@ def _config_class(name: str, kind: str) -> Any:
     for module in _modules(folder, "configuration_"):
         if hasattr(module, found):
             return getattr(module, found)
+    if (shared := _shared(found)) is not None:
+        return shared
     raise UserError(f"`{name}`: transformers' code of `{kind}` has no `{found}`; install a release that has it.")
 
 
 def _model_class(name: str, kind: str, config_class: Any, architecture: str | None) -> Any:
-    """The class that is called `architecture`, or else the likeliest with a head of a configuration's."""
+    """The class that is called `architecture`, or else the likeliest with a head of a configuration's.
+
+    One that takes the whole configuration comes before one that takes the part of its text.
+    """
     folder = config_class.__module__.rpartition(".")[0]
     auto = import_model_code("transformers.models.auto.modeling_auto")
-    if architecture is None:
-        offered = [getattr(auto, f"MODEL_{'FOR_' + head + '_' if head else ''}MAPPING_NAMES", {}) for head in _HEADS]
-        for names in offered:
-            text = names.get(kind)
-            if text:
-                architecture = text if isinstance(text, str) else text[0]
-                break
-    for module in _modules(folder, "modeling_") if architecture else ():
-        offered_class = getattr(module, str(architecture), None)
-        if _is_model(offered_class):
-            return offered_class
+    offered = [getattr(auto, f"MODEL_{'FOR_' + head + '_' if head else ''}MAPPING_NAMES", {}) for head in _HEADS]
+    named = [text for names in offered if (text := names.get(kind))]
+    usual = [text if isinstance(text, str) else text[0] for text in named]
+    texts = [architecture] if architecture is not None else usual
+    architecture = texts[0] if texts else None
+    found = [each for text in texts if (each := _offered(folder, text, usual)) is not None]
+    whole = [each for each in found if _takes(each, config_class)]
+    if whole or found:
+        return (whole or found)[0]
     offers = sorted(
         {
             each
@@ -132,6 +135,45 @@ def _model_class(name: str, kind: str, config_class: Any, architecture: str | No
     said = f"transformers offers no `{architecture}` for" if architecture else "transformers has no class for"
     more = f"; `architectures` may name {', '.join(offers)}" if offers else ""
     raise UserError(f"`{name}`: {said} model type `{kind}`{more}.")
+
+
+def has_head(architecture: str) -> bool:
+    """Whether a class is one for a task, by transformers' automatic classes or its own name."""
+    auto = import_model_code("transformers.models.auto.modeling_auto")
+    if not architecture.endswith("Model") or "LMHead" in architecture:
+        return True
+    tasks = [getattr(auto, f"MODEL_FOR_{head}_MAPPING_NAMES", {}) for head in _HEADS if head]
+    return any(architecture in names.values() for names in tasks)
+
+
+def _offered(folder: str, text: str | None, shared: Collection[str]) -> Any:
+    """The class of models that is called `text`: a model's own, or one that it is said to share; else None."""
+    for module in _modules(folder, "modeling_") if text else ():
+        found = getattr(module, str(text), None)
+        if _is_model(found):
+            return found
+    return _shared(text) if text in shared else None
+
+
+def _shared(text: Any) -> Any:
+    """What transformers calls so, in whichever model's code it is."""
+    import transformers
+
+    found = getattr(transformers, str(text), None)
+    return found if isinstance(found, type) else None
+
+
+def _takes(model_class: Any, config_class: Any) -> bool:
+    wanted = getattr(model_class, "config_class", None)
+    return wanted is None or issubclass(config_class, wanted)
+
+
+def _part_for(model_class: Any, config: Any) -> Any:
+    """The configuration itself, or the nested one that a class of models takes, as that of a decoder alone does."""
+    if _takes(model_class, type(config)):
+        return config
+    parts = [getattr(config, key, None) for key in getattr(config, "sub_configs", {})]
+    return next((part for part in parts if part is not None and _takes(model_class, type(part))), config)
 
 
 def _is_model(offered: Any) -> bool:

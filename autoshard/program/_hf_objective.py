@@ -23,9 +23,9 @@ class Objective:
     loss; of a model with another head the mean of squares of its first output is minimised, and a note says so.
     """
 
-    def __init__(self, architecture: str, name: str, notes: list[str]) -> None:
-        """`architecture` is the class's name; `notes` are added to."""
-        self.architecture, self.name, self.notes = architecture, name, notes
+    def __init__(self, architecture: str, name: str, notes: list[str], headed: bool) -> None:
+        """`architecture` is the class's name; `headed`: it is one for a task; `notes` are added to."""
+        self.architecture, self.name, self.notes, self.headed = architecture, name, notes, headed
         self.classes: int | None = None
         """Labels stay below it."""
 
@@ -49,7 +49,7 @@ class Objective:
             if labels is not None:
                 raise OtherLabels(None)
             return found["loss"].astype(jnp.float32)
-        elif self.architecture.endswith("Model") and "LMHead" not in self.architecture:
+        elif not self.headed:
             raise UserError(
                 f"`{self.name}` has no `logits` to train on; name an architecture with a head in the configuration."
             )

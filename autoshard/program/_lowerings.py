@@ -49,9 +49,9 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.pow.Tensor_Scalar: power,
         aten.pow.Tensor_Tensor: power,
         aten.pow.Scalar: power,
-        aten.masked_scatter: masked_scatter,
-        aten.masked_scatter.default: masked_scatter,
-        tensor.masked_scatter: masked_scatter,
+        torch.arange: arange,
+        aten.unfold: unfold,
+        aten.unfold.default: unfold,
         aten.ceil: ceil,
         aten.ceil.default: ceil,
     }
@@ -148,37 +148,31 @@ def repeat_interleave(x: Any, repeats: Any, dim: int | None = None, *, output_si
     return wide.reshape(*x.shape[:place], x.shape[place] * repeats, *x.shape[place + 1 :])
 
 
+def arange(
+    start: Any = 0, end: Any = None, step: Any = 1, *, dtype: Any = None, device: Any = None, **others: Any
+) -> Any:
+    """`torch.arange`, whose only bound may be called `end`."""
+    from torchax.ops import jaten
+
+    if end is None:
+        start, end = 0, start
+    return jaten._aten_arange(start, end, step, dtype=dtype)
+
+
+def unfold(x: Any, dim: int, size: int, step: int) -> Any:
+    """`torch.Tensor.unfold`: windows of `dim` [..., count, ..., size], where neighbours may overlap."""
+    import jax.numpy as jnp
+
+    count = (x.shape[dim] - size) // step + 1
+    parts = [jnp.take(x, jnp.arange(count) * step + offset, axis=dim, mode="clip") for offset in range(size)]
+    return jnp.stack(parts, axis=-1)
+
+
 def ceil(x: Any) -> Any:
     """`torch.ceil`."""
     import jax.numpy as jnp
 
     return jnp.ceil(x).astype(x.dtype)
-
-
-def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
-    """`x` with the elements of `source`, in order, where `mask` is true: each is found by counting those before it.
-
-    A mask that was broadcast along the last dim takes whole rows of the source.
-    """
-    import jax.numpy as jnp
-
-    width = x.shape[-1]
-    wide = jnp.broadcast_to(mask, x.shape)
-    whole = source.size % width == 0 and (mask.shape[-1:] == (1,) or _broadcast_last(mask))
-    hit = wide[..., 0].reshape(-1) if whole else wide.reshape(-1)
-    rows = source.reshape(-1, width) if whole else source.reshape(-1)
-    place = jnp.clip(jnp.cumsum(hit.astype(jnp.int32)) - 1, 0, rows.shape[0] - 1)
-    return jnp.where(wide, rows[place].reshape(x.shape).astype(x.dtype), x)
-
-
-def _broadcast_last(value: Any) -> bool:
-    """Whether a value that is being traced is known to be the same along its last dim."""
-    equation = getattr(value, "parent", None)
-    if equation is None or equation.primitive.name != "broadcast_in_dim":
-        return False
-    operand, dims = equation.in_tracers[0], equation.params["broadcast_dimensions"]
-    last = value.ndim - 1
-    return last not in dims or operand.shape[dims.index(last)] == 1 != value.shape[-1]
 
 
 def add(x: Any, y: Any, *, alpha: Any = 1) -> Any:

@@ -400,7 +400,8 @@ def _replaced(tree: Any, values: dict[int, Any]) -> Any:
 
 
 def _element(value: Any) -> Any:
-    return getattr(value, "_elem", value)
+    """What tells a tensor from others; a view, which is made of its elements anew each time, is told by itself."""
+    return value if hasattr(value, "view_info") else getattr(value, "_elem", value)
 
 
 def _is_plain(value: Any) -> bool:

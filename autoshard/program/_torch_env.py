@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from autoshard.program import _lowerings, _lowerings_nn, _routers
+from autoshard.program import _lowerings, _lowerings_nn, _routers, _writes
 from autoshard.program._environment import environment
 
 
@@ -17,7 +17,7 @@ def lowered_environment() -> Any:
     import torch
     from torchax.ops import ops_registry
 
-    for operation, lowering in (_lowerings.table() | _lowerings_nn.table()).items():
+    for operation, lowering in (_lowerings.table() | _lowerings_nn.table() | _writes.table()).items():
         env._ops[operation] = ops_registry.Operator(
             operation, lowering, is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False
         )
@@ -28,6 +28,8 @@ def lowered_environment() -> Any:
     env._ops[torch.nn.functional.batch_norm] = dataclasses.replace(
         counted_op, torch_op=torch.nn.functional.batch_norm, func=_lowerings_nn.batch_norm, is_jax_function=False
     )
+    read = env._decomps[torch.Tensor.__getitem__]
+    env._decomps[torch.Tensor.__getitem__] = dataclasses.replace(read, func=_writes.with_whole_bounds(read.func))
     return env
 
 

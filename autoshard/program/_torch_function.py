@@ -134,11 +134,11 @@ class TorchFunction:
         with _flops.counting() as scope:
             result = self._apply(params, args, kwargs, buffers or {}, lambda out: out)
         _flops.record(scope[0])
-        return plain(result)
+        return result
 
     def apply(self, params: Mapping[str, Any], args: Any, kwargs: Any, buffers: Any, then: Callable[[Any], Any]) -> Any:
         """Run the module and then `then(output)` in torch; the result as a pytree of JAX values."""
-        return plain(self._apply(params, args, kwargs, buffers or {}, then))
+        return self._apply(params, args, kwargs, buffers or {}, then)
 
     def _apply(self, params: Any, args: Any, kwargs: Any, buffers: Any, then: Callable[[Any], Any]) -> Any:
         import jax
@@ -193,7 +193,7 @@ class TorchFunction:
                     lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, tuple(args), dict(kwargs))
                 )
             state, torch_args, torch_kwargs = env.j2t_iso(given)
-            result = then(torch.func.functional_call(self.module, state, torch_args, torch_kwargs))
+            result = plain(then(torch.func.functional_call(self.module, state, torch_args, torch_kwargs)))
             if self.stateful:
                 self.updated_buffers = {name: self._after(name, state, layers, env) for name in buffers}
             return result

@@ -100,6 +100,25 @@ def test_forward_equals_the_eager_module(kind, tmp_path):
         close(found, out.logits.numpy(), 1e-4)
 
 
+def test_a_model_that_compares_its_inputs_is_trained_on_its_own_loss(tmp_path):
+    import jax
+    import torch
+
+    from autoshard.program._torch_function import TorchFunction
+
+    model = eager("clip")
+    program = open_source(f"hf:{written('clip', tmp_path)}", batch=BATCH, seq=SEQ, dtype="fp32", train=True)
+    args = program.make_args(0)
+    batch = args[2]
+    assert "labels" not in batch
+    function = TorchFunction(model)
+    own = function.values()
+    params = own if own.keys() == args[0].keys() else unstacked(own, args[0])
+    given = {k: torch.tensor(v).long() if v.dtype.kind == "i" else torch.tensor(v) for k, v in batch.items()}
+    found = jax.jit(program.fn)(params, args[1], batch, *([function.buffer_values()] if len(args) > 3 else []))
+    close(found[-1], model(**given, return_loss=True).loss.detach().numpy(), 1e-5)
+
+
 def unstacked(own, wanted):
     """Stacked parameters as those of single layers, where the program's are not scanned."""
     found = {}
@@ -170,7 +189,7 @@ def test_rows_and_elements_are_scattered_as_torch_does():
     import jax
     import torch
 
-    from autoshard.program._lowerings import masked_scatter
+    from autoshard.program._writes import masked_scatter
 
     rng = np.random.default_rng(1)
     x, source = rng.standard_normal((2, 3, 4)), rng.standard_normal((6, 4))
@@ -192,6 +211,67 @@ def test_sentences(fields, sentence, tmp_path):
     (tmp_path / "it.json").write_text(json.dumps(fields))
     with pytest.raises(UserError, match=sentence):
         open_source(f"hf:{tmp_path / 'it.json'}", batch=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("gpt-sw3", "GPT2LMHeadModel"),  # of another model's code
+        ("internlm3", "LlamaForCausalLM"),  # and of a configuration of its own
+        ("musicgen", "MusicgenForConditionalGeneration"),  # the likelier class takes the decoder's part alone
+    ],
+)
+def test_the_class_is_one_that_takes_the_configuration(kind, wanted):
+    from autoshard.program._hf_model import _config_class, _model_class
+
+    assert _model_class("it", kind, _config_class("it", kind), None).__name__ == wanted
+
+
+def test_a_class_of_a_part_is_built_from_that_part():
+    from autoshard.program._hf_model import build_model
+
+    part = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 96}
+    model = build_model(
+        "it", {"model_type": "musicgen", "architectures": ["MusicgenForCausalLM"], "decoder": part}, "float32"
+    )
+    assert model.config.model_type == "musicgen_decoder"
+    assert model.config.hidden_size == 32
+
+
+def test_spectra_have_the_frames_that_a_nested_tower_wants():
+    from transformers import VoxtralConfig
+
+    from autoshard.program._hf_media import media_of
+
+    config = VoxtralConfig(audio_config={"max_source_positions": 20, "num_mel_bins": 16})
+    media = media_of(config, {"input_ids", "input_features"}, "it", batch=2, image=None, room=8)
+    assert media is not None
+    assert media.shapes == {"input_features": (2, 16, 40)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "shapes", "fixed"),
+    [
+        ("llava_next", {"image_sizes"}, (2, 3, 3, 28, 28), {"image_sizes": (28, 56)}),
+        ("mistral3", {"image_sizes"}, (2, 3, 28, 28), {"image_sizes": (28, 28)}),
+        ("siglip2", {"spatial_shapes", "pixel_attention_mask"}, (2, 9, 3 * 14**2), {"spatial_shapes": (3, 3)}),
+    ],
+)
+def test_images_come_with_their_sizes(kind, names, shapes, fixed):
+    import transformers
+
+    from autoshard.program._hf_media import media_of
+
+    vision = {"image_size": 28, "patch_size": 14, "num_patches": 9}
+    more = {"image_grid_pinpoints": [[28, 56], [56, 56]]} if kind == "llava_next" else {}
+    towers = {"clip_vision_model": "llava_next", "pixtral": "mistral3", "siglip2_vision_model": "siglip2"}
+    tower = next(each for each, of in towers.items() if of == kind)
+    config = transformers.AutoConfig.for_model(kind, vision_config={"model_type": tower, **vision}, **more)
+    media = media_of(config, {"pixel_values", *names}, "it", batch=2, image=None, room=None)
+    assert media is not None
+    assert media.shapes == {"pixel_values": shapes}
+    for key, size in fixed.items():
+        assert media.fixed[key].tolist() == [list(size)] * 2
 
 
 def test_floats_that_json_has_not_are_read_as_transformers_writes_them():

@@ -117,6 +117,8 @@ def test_transformer_encoder_keeps_heads_and_batch_apart():
         ),
         lambda x: nn.functional.cross_entropy(x[:, 0, 0], x[:, 1, 0].softmax(-1), reduction="sum"),
         lambda x: x**3 + 2 - 3 / (x.abs() + 1) + torch.div(x, 2, rounding_mode="floor"),
+        lambda x: x * torch.arange(end=8) + torch.arange(6)[:, None] + torch.arange(start=0.0, end=2.0, step=0.25),
+        lambda x: x.unfold(-2, 3, 2),
         lambda x: torch.addmm(x[0, 0, 0], x[0, 0], x[0, 1].T @ x[0, 0], beta=0.5, alpha=2.0),
     ],
 )

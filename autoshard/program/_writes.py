@@ -1,0 +1,111 @@
+"""Writing into parts of an array, as torch does, where a mask says which and nobody knows yet what it holds."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def table() -> dict[Any, Callable[..., Any]]:
+    """torch callable -> lowering."""
+    import torch
+
+    aten = torch.ops.aten
+    scatters = (aten.masked_scatter, aten.masked_scatter.default, torch.Tensor.masked_scatter)
+    puts = (aten.index_put, aten.index_put.default, aten._unsafe_index_put)
+    return dict.fromkeys(scatters, masked_scatter) | dict.fromkeys(puts, index_put)
+
+
+def put(x: Any, key: Any, value: Any) -> Any:
+    """`x` after `x[key] = value`; under a mask that is traced, `value` is one for all its places, or one for each."""
+    import jax.numpy as jnp
+
+    keys: Any = key if isinstance(key, (tuple, list)) else (key,)
+    mask: Any = keys[0] if keys else None
+    if not _is_traced_mask(mask) or any(each is not Ellipsis and not _is_full(each) for each in keys[1:]):
+        return x.at[key].set(value)
+    rest = x.ndim - mask.ndim
+    wide = mask.reshape(*mask.shape, *([1] * rest))
+    value = jnp.asarray(value, x.dtype)
+    if value.ndim <= rest:
+        return jnp.where(wide, value, x)
+    if value.shape[0] == 1:
+        return jnp.where(wide, value[0], x)
+    return jnp.where(wide, _in_order(mask.reshape(-1), value).reshape(x.shape), x)
+
+
+def in_place(func: Any, plain: Any) -> Any:
+    """torchax's operator of a torch operation that writes into its first argument what `plain` makes of it."""
+    from torchax.ops import op_base, ops_registry
+
+    return ops_registry.Operator(
+        func,
+        op_base.InplaceOp(plain),
+        is_jax_function=False,
+        is_user_defined=True,
+        needs_env=False,
+        is_view_op=True,
+    )
+
+
+def with_whole_bounds(getitem: Callable[..., Any]) -> Callable[..., Any]:
+    """torchax's `tensor[indexes]`, where a slice may be bounded by a tensor of one whole number."""
+    import torch
+
+    def whole(index: Any) -> Any:
+        if not isinstance(index, slice):
+            return index
+        bounds = (index.start, index.stop, index.step)
+        return slice(*(int(each) if isinstance(each, torch.Tensor) else each for each in bounds))
+
+    def run(self: Any, indexes: Any) -> Any:
+        given = tuple(whole(each) for each in indexes) if isinstance(indexes, tuple) else whole(indexes)
+        return getitem(self, given)
+
+    return run
+
+
+def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    """`torch.Tensor.index_put`; an index that is None takes the whole dim."""
+    key = tuple(slice(None) if each is None else each for each in indices)
+    return x.at[key].add(values) if accumulate else put(x, key, values)
+
+
+def masked_scatter(x: Any, mask: Any, source: Any) -> Any:
+    """`x` with the elements of `source`, in order, where `mask` is true.
+
+    A mask that was broadcast along the last dim takes whole rows of the source.
+    """
+    import jax.numpy as jnp
+
+    width = x.shape[-1]
+    wide = jnp.broadcast_to(mask, x.shape)
+    whole = source.size % width == 0 and (mask.shape[-1:] == (1,) or _broadcast_last(mask))
+    hit = wide[..., 0].reshape(-1) if whole else wide.reshape(-1)
+    rows = source.reshape(-1, width) if whole else source.reshape(-1)
+    return jnp.where(wide, _in_order(hit, rows).reshape(x.shape).astype(x.dtype), x)
+
+
+def _in_order(hit: Any, rows: Any) -> Any:
+    """The rows that the places of `hit` [T] take, the first true one the first: found by counting those before it."""
+    import jax.numpy as jnp
+
+    return rows[jnp.clip(jnp.cumsum(hit.astype(jnp.int32)) - 1, 0, rows.shape[0] - 1)]
+
+
+def _is_traced_mask(value: Any) -> bool:
+    from jax import core
+
+    return isinstance(value, core.Tracer) and value.dtype == bool and value.ndim > 0
+
+
+def _is_full(value: Any) -> bool:
+    return isinstance(value, slice) and value == slice(None)
+
+
+def _broadcast_last(value: Any) -> bool:
+    """Whether a value that is being traced is known to be the same along its last dim."""
+    equation = getattr(value, "parent", None)
+    if equation is None or equation.primitive.name != "broadcast_in_dim":
+        return False
+    operand, dims = equation.in_tracers[0], equation.params["broadcast_dimensions"]
+    last = value.ndim - 1
+    return last not in dims or operand.shape[dims.index(last)] == 1 != value.shape[-1]

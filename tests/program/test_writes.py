@@ -1,0 +1,118 @@
+"""Writes of torch under masks that are traced."""
+
+import numpy as np
+import pytest
+from hf_reference import close
+
+from autoshard.program._torch_function import TorchFunction
+
+
+def written(body, *arrays):
+    """What `body` makes of tensors: by torch, and by the same code as a JAX function whose masks are traced."""
+    import jax
+    import torch
+
+    class Body(torch.nn.Module):
+        def forward(self, *tensors):
+            return body(*tensors)
+
+    expected = body(*(torch.tensor(each) for each in arrays))
+    function = TorchFunction(Body())
+    function.folded = True
+    found = jax.jit(lambda *given: function({}, given, {}))(*arrays)
+    close(found, expected.numpy(), 1e-6)
+
+
+def one_for_all(x, mask, rows):
+    x = x.clone()
+    x[mask] = 7.0
+    return x
+
+
+def one_row_for_all(x, mask, rows):
+    x = x.clone()
+    x[mask] = rows[0]
+    return x
+
+
+def one_row_for_each(x, mask, rows):
+    x = x.clone()
+    x[mask] = rows[: int(mask.shape[0])]
+    return x
+
+
+def through_a_view(x, mask, rows):
+    x = x.clone()
+    part = x[:, 1:]
+    part[mask[:, 1:]] = 7.0
+    return x
+
+
+def by_numbers(x, mask, rows):
+    x = x.clone()
+    x[0, mask[:, 0].long()] = rows[0]
+    return x
+
+
+def copied_into_a_view(x, mask, rows):
+    x = x.clone()
+    x[:, 1:3].copy_(rows[:2])
+    return x
+
+
+def read_from_a_view(x, mask, rows):
+    return x[:, 1:][:, mask[:2, 0].long() + 1]
+
+
+def put_in(x, mask, rows):
+    return x.index_put((mask,), rows[1])
+
+
+def by_an_operation_in_place(x, mask, rows):
+    x = x.clone()
+    x.abs_()
+    x[:, 1:].sinh_()
+    return x
+
+
+def up_to_a_number(x, mask, rows):
+    import torch
+
+    return x[:, : torch.tensor([1, 3])[1], torch.tensor(1) :]
+
+
+def flattened(x, mask, rows):
+    return x.flatten(1)[:, None].flatten(0, 1) + x.flatten().flatten(-1).sum() + x[0, 0, 0].flatten()
+
+
+BODIES = [flattened, one_for_all, one_row_for_all, one_row_for_each, through_a_view, by_numbers]
+BODIES += [copied_into_a_view, read_from_a_view, put_in, by_an_operation_in_place, up_to_a_number]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_writes_under_a_mask(body):
+    rng = np.random.default_rng(0)
+    x, rows = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 4, 5), (6, 5)))
+    mask = np.zeros((3, 4), bool)
+    mask[[0, 1, 2], [1, 3, 0]] = True
+    written(body, x, mask, rows)
+
+
+def test_a_large_mask_that_follows_from_sizes_is_asked_for_its_values():
+    """Values that are too many for constants are known beforehand all the same, also through views and writes."""
+    import jax
+    import torch
+
+    class Masked(torch.nn.Module):
+        def forward(self, x):
+            mask = torch.ones(x.shape[0], 1, 1, 1100).expand(-1, 1, 1100, 1100)
+            mask = (1.0 - mask).masked_fill((1.0 - mask).bool(), -1.0)[:, 0, 0, :]
+            seen = mask[:, : x.shape[1]] >= 0
+            seen[:, 0] = False
+            return x * 2 if seen[:, 1:].flatten().all().item() and not seen[0, 0] else x
+
+    function, x = TorchFunction(Masked()), np.ones((2, 8), np.float32)
+    function.folded = True
+    jaxpr = jax.make_jaxpr(lambda given: function({}, (given,), {}))(x)
+    assert all(each.size < 1 << 20 for each in jaxpr.consts)
+    close(jax.jit(lambda given: function({}, (given,), {}))(x), 2 * x)
