@@ -15,7 +15,17 @@ from tests.command import run
 PROGRAM = {
     *("--batch", "--dtype", "--entry", "--image", "--infer", "--optimizer", "--param-dtype", "--remat", "--seq"),
     *("--cache", "--capacity-factor", "--roles", "--rules", "--serve", "--state-dtype", "--train"),
-    *("--attention", "--exchange", "--experts", "--imbalance", "--microbatches", "--host", "--schedule", "--stages"),
+    *(
+        "--attention",
+        "--exchange",
+        "--experts",
+        "--imbalance",
+        "--microbatches",
+        "--gradient-groups",
+        "--host",
+        "--schedule",
+        "--stages",
+    ),
 }
 LIMITS = {"--memory-limit", "--mesh", "--no-calibration", "--no-refine-axes", "--seed", "--time-limit", "--topology"}
 PLANNING = LIMITS | {"--axis-only", "--forbid", "--ignore-constraints", "--pin", "--pin-from", "--replicate"}

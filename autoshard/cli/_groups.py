@@ -84,6 +84,13 @@ def add_program(parser: argparse.ArgumentParser, several: bool = False, auto: bo
         help="parts of the batch that are computed one after the other; their gradients are averaged" + best,
     )
     group.add_argument(
+        "--gradient-groups",
+        type=chosen(positive),
+        metavar="N",
+        help="parts of the batch that keep gradients of their own through all microbatches, and sum them once a step"
+        + ("; auto: those of the devices that hold examples, if that is faster" if auto else ""),
+    )
+    group.add_argument(
         "--stages",
         type=chosen(positive),
         metavar="N",

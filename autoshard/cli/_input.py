@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PROGRAM_OPTIONS = ("train", "batch", "seq", "image", "dtype", "param_dtype", "state_dtype", "remat", "optimizer")
 PROGRAM_OPTIONS += ("serve", "cache", "experts", "capacity_factor", "imbalance", "attention", "exchange")
-PROGRAM_OPTIONS += ("microbatches", "host", "stages", "schedule")
+PROGRAM_OPTIONS += ("microbatches", "host", "stages", "schedule", "gradient_groups")
 """What `hf:CONFIG` takes."""
 
 

@@ -75,6 +75,7 @@ from autoshard.plan.published._published import is_published as is_published
 from autoshard.plan.published._rebuild import PublishedRow as PublishedRow
 from autoshard.plan.published._rebuild import stated_plan as stated_plan
 from autoshard.plan.published._rebuild import validate_published as validate_published
+from autoshard.plan.published._waits import INDISTINCT as INDISTINCT
 from autoshard.plan.record._digest import plan_digest as plan_digest
 from autoshard.plan.record._notation import hlo_sharding as hlo_sharding
 from autoshard.plan.record._notation import mesh_split as mesh_split

@@ -40,8 +40,8 @@ from autoshard.plan.model._stage_axis import STAGE
 from autoshard.plan.price._flag_gains import flag_gains
 from autoshard.plan.price._path_tables import PathTables
 from autoshard.plan.price._prediction import predict
-from autoshard.plan.price._reading import Reading, read_program
-from autoshard.plan.price._task import Task
+from autoshard.plan.price._reading import read_program
+from autoshard.plan.price._task import Task, share
 from autoshard.plan.record._parts import MeshTried
 from autoshard.plan.record._plan import Plan
 from autoshard.plan.solve._build import Weights
@@ -142,7 +142,7 @@ def make_plan(
     reading = read_program(program, parsed.backend, kept)
     crew = crew or Crew()
     crew.progress = phases.progress
-    _share(crew, program, reading)
+    share(crew, program, reading)
     task = Task(program, reading, options.asked, limits.memory_bytes, limits.seed, figures.calibration)
     if before is not None:
         task = dataclasses.replace(task, tables=before.tables, stages=before.stages)
@@ -281,19 +281,6 @@ def _limiting(name: str, candidates: int) -> Form:
     if candidates > 1:
         raise UserError(f"{candidates} candidates are asked for, but only one plan is made for the form {name!r}.")
     return form
-
-
-def _share(crew: Crew, program: Program, reading: Reading) -> None:
-    """What all prices refer to. What runs the program cannot be sent, and is not needed to plan it."""
-    sent = dataclasses.replace(program, fn=_stays_here, args=(), make_args=None, source=None)
-    crew.share("program", program, sent)
-    for name in ("graph", "structure", "liveness"):
-        crew.share(name, getattr(reading, name))
-    crew.share("reading", reading)
-
-
-def _stays_here(*args: object) -> None:
-    raise RuntimeError("a helper cannot run the program")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

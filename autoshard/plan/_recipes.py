@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,7 @@ from autoshard.plan.model._choices import AUTO, FULL, REMATS
 from autoshard.plan.model._demands import program_mesh
 from autoshard.plan.model._exchange import splits_sequence
 from autoshard.plan.model._options import Options
-from autoshard.plan.price._again import price_again
-from autoshard.plan.price._foresee import Foreseen, foresee
+from autoshard.plan.price._foresee import Foreseen
 from autoshard.plan.price._least import least_seconds
 from autoshard.plan.price._path_tables import PathTables
 from autoshard.plan.price._reading import read_program
@@ -27,6 +26,7 @@ from autoshard.plan.price._task import Task
 from autoshard.plan.record._plan import Plan
 from autoshard.plan.solve._floors import Floors, floors
 from autoshard.plan.write import _stages
+from autoshard.plan.write._further import by_value, mix, offload_inputs, sum_late
 from autoshard.plan.write._pipelines import PipelineMeshes, StagedMeshes
 from autoshard.plan.write._recipe import (
     ARITHMETIC,
@@ -45,24 +45,11 @@ from autoshard.plan.write._recipe import (
 from autoshard.plan.write._recipe_order import LEAST_GAIN, in_order
 from autoshard.plan.write._roomy import Roomy
 from autoshard.plan.write._stages import BUBBLE, Arithmetic, on_some
-from autoshard.program import INPUT, Choices, Program
+from autoshard.program import Choices, Program
 
-
-FINENESS = 16
-"""A mixture is looked for to within one part in so many of the layers."""
 
 TABLES = 400_000_000
 """Bytes of tables of paths that are kept from one recipe to the next."""
-
-RETRIES = 2
-"""How often a policy by value is planned: one that was foreseen to fit and does not is chosen anew with less room."""
-
-WORTH_PLANNING = 0.005
-"""A policy by value is planned if it is foreseen to be faster than the best recipe by this share: about what foreseen
-times err by."""
-
-LESS_ROOM = 0.93
-"""Share of the memory that the next one may take."""
 
 Make = Callable[..., Program]
 """From the choices of a recipe, by name, to its program."""
@@ -98,7 +85,7 @@ def plan_recipes(
 
     Raises the `InfeasibleError` of the last recipe if none fits, not even with the inputs of layers on their hosts.
     """
-    tried = _RecipeSearch(make, options, running, of_source)
+    tried = RecipeSearch(make, options, running, of_source)
     tried.counts = tuple(choices.get("microbatches", ()))
     for recipe in in_order(choices, tried):
         tried.consider(recipe)
@@ -106,14 +93,17 @@ def plan_recipes(
         if tried.refused is None:  # nothing was planned: the last one says what would help
             tried.plan(tried.tried[-1].recipe, whatever=True)
         assert tried.refused is not None
-        if not of_source or not tried.offload_inputs(choices.get("remat", ())):
+        if not of_source or not offload_inputs(tried, choices.get("remat", ())):
             raise tried.refused
-    if of_source and not tried.by_value(choices.get("remat", ())):
-        tried.mix(choices.get("remat", ()))
+    if of_source:
+        if not by_value(tried, choices.get("remat", ())):
+            mix(tried, choices.get("remat", ()))
+        if None in choices.get("gradient_groups", ()):
+            sum_late(tried)
     return tried.told()
 
 
-class _RecipeSearch:
+class RecipeSearch:
     """The recipes considered so far."""
 
     def __init__(self, make: Make, options: Options, running: Mapping[str, Any], of_source: bool) -> None:
@@ -135,9 +125,11 @@ class _RecipeSearch:
         problem = self.running.pop("save_problem", None)
         self.problem = None if problem is None else Path(problem)
         self.tables = PathTables(TABLES)
+        if running.get("crew") is not None:
+            running["crew"].share("tables", self.tables)
         self.counts: tuple[int, ...] = ()
         """Microbatches that may be chosen."""
-        self.pipelines = PipelineMeshes(self.topology, make, self._task)
+        self.pipelines = PipelineMeshes(self.topology, make, self._task, running.get("crew"))
         self.roomy = Roomy(self.topology)
 
     def least(self, **some: Any) -> float:
@@ -317,66 +309,6 @@ class _RecipeSearch:
         if least > self.limit:
             return bound, least, "does not fit"
         return bound, least, UNMOVED if bound >= beat_s else ""
-
-    def mix(self, remats: Sequence[str]) -> None:
-        """Adds mixtures of the best recipe's remat policy with those that compute less and do not fit, on its mesh.
-
-        Fewer layers that compute again are faster until memory is so short that tensors must be split otherwise.
-        """
-        assert self.best is not None
-        row, made = self.best
-        slow = row.recipe.arguments.get("remat")
-        if slow not in remats or self.layers is None:
-            return
-        mesh, layers = dict(made.plan.mesh), self.layers
-        for fast in remats[: remats.index(slow)]:
-            (other,) = (each for each in self.tried if each.recipe == row.recipe.but(remat=fast))
-            if not other.verdict.startswith("does not fit"):
-                continue
-            least, most = 0, layers
-            while most - least > max(1, layers // FINENESS):
-                count = (least + most) // 2
-                if self.plan(row.recipe.but(remat=f"{slow}:{count}+{fast}"), mesh=mesh):
-                    most = count
-                else:
-                    least = count
-
-    def by_value(self, remats: Sequence[str]) -> bool:
-        """Adds what is foreseen to be best of the values that layers may keep or send to their hosts; whether it is.
-
-        It is foreseen from the plan of the best recipe with everything computed again, and planned on that one's mesh.
-        """
-        assert self.best is not None
-        base = self.best[0].recipe.but(remat=FULL)
-        if base not in self.full and FULL in remats:  # it was known to be slower
-            self.tried = [each for each in self.tried if each.recipe != base]
-            self.plan(base, whatever=True, mesh=dict(self.best[1].plan.mesh), refine_axes=False)
-        if base not in self.full:
-            return False
-        program, plan = self.full[base]
-        if not program.savable:
-            return False
-        kept = bool(self.running.get("kept"))
-        model, choices = price_again(plan, program, read_program(program, self.topology.backend, kept))
-        room = plan.memory_limit_bytes
-        for _ in range(RETRIES):
-            foreseen = foresee(model, choices, room)
-            enough = (1 - WORTH_PLANNING) * self.best[0].per_element_s
-            if foreseen is None or foreseen.expected_s / elements_of(program) >= enough:
-                return False
-            better = self.plan(base.but(remat=str(foreseen.policy)), foreseen, mesh=dict(plan.mesh), refine_axes=False)
-            if self.tried[-1].step_time_s is not None:
-                return better
-            room = int(min(room, foreseen.peak_bytes) * LESS_ROOM)
-        return False
-
-    def offload_inputs(self, remats: Sequence[str]) -> bool:
-        """Adds the recipe of least memory with the inputs of layers on their hosts, where no recipe fits; whether it
-        does."""
-        last = self.tried[-1].recipe
-        if FULL not in remats or INPUT not in self.savable or not self.topology.traits.compiles_ahead:
-            return False
-        return self.plan(last.but(remat=f"{FULL},offload={INPUT}"))
 
     def told(self) -> tuple[Recipe, PlanResult]:
         """The best one, which says what the others came to."""

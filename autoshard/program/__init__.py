@@ -63,5 +63,6 @@ from autoshard.program._stack import pipelined as pipelined
 from autoshard.program._stack import read_pipeline as read_pipeline
 from autoshard.program._stack import stack as stack
 from autoshard.program._torch import from_torch as from_torch
+from autoshard.program._torch_function import host_array as host_array
 from autoshard.program._torch_policy import torch_contexts as torch_contexts
 from autoshard.program._trace import trace as trace

@@ -79,7 +79,7 @@ def decoder_program(
     stack_axis: int = 0,
     scanned: bool = True,
     gathered_on: Any = None,
-    summed_late: int = 1,
+    gradient_groups: int = 1,
     whole_on: Any = None,
     pipeline: Pipeline | None = None,
 ) -> Program:
@@ -98,9 +98,9 @@ def decoder_program(
     Layers that are not `scanned` stand one after the other, each with parameters of its own.
     With a `jax.sharding.AbstractMesh` in `gathered_on`, the weights of a layer are gathered once, in `compute_dtype`,
     and kept whole for the backward pass; on a mesh with an axis `model` they may stay split over that. Each of
-    `summed_late` parts of a microbatch has gradients of its own until all microbatches are done; on an abstract mesh
-    in `whole_on` their sums are whole on every device. With a `pipeline` the layers (but for the first dense ones of a
-    model of experts) are its stages, through which each of the `accumulation` microbatches goes in parts.
+    `gradient_groups` parts of a microbatch has gradients of its own until all microbatches are done; on an abstract
+    mesh in `whole_on` their sums are whole on every device. With a `pipeline` the layers (but for the first dense ones
+    of a model of experts) are its stages, through which each of the `accumulation` microbatches goes in parts.
 
     `routing` of experts is `dropless`, all tokens sorted and multiplied by group (`jax.lax.ragged_dot`); `kernels`,
     each sequence's tokens sorted, and grouped matmuls by `expert_kernels` that can be planned and priced only; or
@@ -129,8 +129,10 @@ def decoder_program(
         kept = tuple(key for key in kept if key not in away)
     if accumulation < 1 or batch % accumulation:
         raise UserError(f"a batch of {batch} sequences does not divide into {accumulation} microbatches")
-    if summed_late < 1 or batch // accumulation % summed_late:
-        raise UserError(f"a microbatch of {batch // accumulation} sequences does not divide into {summed_late} groups")
+    if gradient_groups < 1 or batch // accumulation % gradient_groups:
+        raise UserError(
+            f"a microbatch of {batch // accumulation} sequences does not divide into {gradient_groups} groups"
+        )
     if routing not in ROUTINGS:
         _check_groups(routing, dims.experts)
     if dims.latent is not None and dims.kv_heads != dims.heads:
@@ -166,12 +168,17 @@ def decoder_program(
     def loss(p: Any, given: Any) -> Any:
         with _flops.counting() as scope:
             value = _loss(dims, p, given, how)
-        forward_flops[0] = scope[0] * accumulation * summed_late
+        forward_flops[0] = scope[0] * accumulation * gradient_groups
         return value
 
     program = trace(
         _train.training_step(
-            loss, rule, accumulation=accumulation, summed_late=summed_late, whole_on=whole_on, gradients=gradients
+            loss,
+            rule,
+            accumulation=accumulation,
+            gradient_groups=gradient_groups,
+            whole_on=whole_on,
+            gradients=gradients,
         ),
         (params, jax.eval_shape(rule.init, params), data),
         name=name,

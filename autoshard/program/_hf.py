@@ -47,6 +47,7 @@ def from_config(
     microbatches: int | None = None,
     stages: int | None = None,
     schedule: str | None = None,
+    gradient_groups: int | None = None,
 ) -> Program:
     """One training step, or one forward pass, of the model that `config` names, or whose fields it has.
 
@@ -64,7 +65,8 @@ def from_config(
     the former two wherever it can be and gains something). `exchange`: how queries meet keys and values where a plan
     splits the sequence, of `EXCHANGES`. `microbatches` parts of the batch are computed one after the other when
     training. With `stages` the layers that repeat are those of a pipeline, through which microbatches go by the
-    `schedule`, as `autoshard.stack` has it.
+    `schedule`, as `autoshard.stack` has it. So many `gradient_groups` of examples have gradients of their own until all
+    microbatches are done, and only then are these averaged.
 
     Raises `UserError` for a configuration or an option that cannot be used.
     """
@@ -84,6 +86,7 @@ def from_config(
         ("--optimizer", optimizer),
         ("--state-dtype", state_dtype),
         ("--microbatches", None if (stages or 1) > 1 or microbatches == 1 else microbatches),
+        ("--gradient-groups", None if gradient_groups == 1 else gradient_groups),
     ):
         if value is not None and not training:
             raise UserError(f"{flag} is for training steps; add --train, or leave it out.")
@@ -150,7 +153,7 @@ def from_config(
         run,
         batch_of,
         name=f"{name} {'training' if training else 'inference'}",
-        train=TrainOptions(optimizer or "adamw", stored, moments, in_turn(microbatches, pipeline))
+        train=TrainOptions(optimizer or "adamw", stored, moments, in_turn(microbatches, pipeline), gradient_groups or 1)
         if training
         else None,
         param_dtype=stored,

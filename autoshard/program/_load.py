@@ -106,6 +106,7 @@ def _open(
 
 _MODULE_OPTIONS = ("train", "optimizer", "dtype", "param_dtype", "state_dtype", "remat", "attention")
 _MODULE_OPTIONS += ("exchange", "microbatches", "experts", "capacity_factor", "imbalance", "host", "stages", "schedule")
+_MODULE_OPTIONS += ("gradient_groups",)
 """What a torch module in a Python file takes; `host`, and what says stages, are for JAX functions there as well."""
 
 
@@ -291,7 +292,13 @@ def _from_torch(pair: tuple[Any, Any, Any], module: ModuleType, file: Path, opti
 
     loss, targets = getattr(module, "loss", None), getattr(module, "targets", None)
     if not options.get("train"):
-        own = ("optimizer", "state_dtype", "remat", *(() if options.get("stages") else ("microbatches",)))
+        own = (
+            "optimizer",
+            "state_dtype",
+            "remat",
+            "gradient_groups",
+            *(() if options.get("stages") else ("microbatches",)),
+        )
         training = [key for key in own if key in options]
         if training:
             raise UserError(f"{_flags(training)} only apply to training; add `--train`, or leave them out.")

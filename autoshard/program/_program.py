@@ -82,6 +82,8 @@ class Program:
     pipeline: dict[str, Any] | None = None
     """What the largest stack is computed by: `schedule`, `stages`, `microbatches`, `rounds` and its `layers`; None if
     there are no stages."""
+    weights: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, repr=False)
+    """Parameter -> the tensors of the model, by their names in its files, that it stacks; empty of JAX functions."""
     savable: tuple[str, ...] = ()
     """Values of its layers that a remat policy may name: `self_attn.q_proj`, `context`, `input`."""
     make_args: Callable[[int], tuple[Any, ...]] | None = None

@@ -25,6 +25,8 @@ class TrainOptions:
     state_dtype: str = "float32"
     microbatches: int = 1
     """Parts of the batch that are computed one after the other; their gradients and losses are averaged."""
+    gradient_groups: int = 1
+    """Parts of each microbatch, or of the batch of a pipeline, whose gradients are summed only after all of them."""
 
 
 def from_torch(
@@ -52,6 +54,7 @@ def from_torch(
     imbalance: float | None = None,
     stages: int | None = None,
     schedule: str | None = None,
+    gradient_groups: int | None = None,
     make_args: Callable[[int], tuple[Any, ...]] | None = None,
 ) -> Program:
     """A `Program` from any `torch.nn.Module`, on the meta device or with real weights.
@@ -74,7 +77,9 @@ def from_torch(
     one after the other when training, and their gradients and losses averaged. `experts`, `capacity_factor` and
     `imbalance`: how tokens reach their experts in the blocks of transformers' Mixtral and DeepSeek-V3, as in `hf:`
     sources. With `stages` the layers that repeat are those of a pipeline, through which `microbatches` (by default as
-    many) go by the `schedule`, as `autoshard.stack` has it.
+    many) go by the `schedule`, as `autoshard.stack` has it. With `gradient_groups`, so many parts of the batch have
+    gradients of their own until all microbatches are done, and only then are these averaged: devices that hold a part
+    each then send gradients once a step.
 
     Raises `UserError` if an operation has no lowering or the call fails.
     """
@@ -139,7 +144,13 @@ def from_torch(
         loss_of if train else forward,
         batch,
         name=label,
-        train=TrainOptions(optimizer, param_dtype or "", state_dtype or "float32", in_turn(microbatches, pipeline))
+        train=TrainOptions(
+            optimizer,
+            param_dtype or "",
+            state_dtype or "float32",
+            in_turn(microbatches, pipeline),
+            gradient_groups or 1,
+        )
         if train
         else None,
         param_dtype=param_dtype,
@@ -184,7 +195,9 @@ def torch_program(
         return (result, function.updated_buffers) if updates else result
 
     if function.pipeline is not None:
-        _check_microbatches(function.pipeline.microbatches, batch, updates, name)
+        _check_microbatches(
+            function.pipeline.microbatches, 1 if train is None else train.gradient_groups, batch, updates, name
+        )
     if train is None:
         counted.__name__ = "forward"
         args: tuple[Any, ...] = (params, batch, *extra)
@@ -192,11 +205,14 @@ def torch_program(
         factor = 1.0
     else:
         optimizer = _train.make_optimizer(train.optimizer, train.state_dtype)
-        _check_microbatches(train.microbatches, batch, updates, name)
-        fn = _train.training_step(counted, optimizer, aux=updates, accumulation=train.microbatches)
+        groups = train.gradient_groups
+        _check_microbatches(train.microbatches, groups, batch, updates, name)
+        fn = _train.training_step(
+            counted, optimizer, aux=updates, accumulation=train.microbatches, gradient_groups=groups
+        )
         args = (params, jax.eval_shape(optimizer.init, params), batch, *extra)
         names, donate = ("", "optimizer", "batch", ""), ((0, 1, 3) if updates else (0, 1))
-        factor = 3.0 * train.microbatches
+        factor = 3.0 * train.microbatches * groups
     shown = [key for key in function.buffers]
     program = trace(
         fn,
@@ -220,6 +236,7 @@ def torch_program(
         model_flops=factor * forward_flops[0] or None,
         layers=len(function.layers),
         savable=tuple(function.savable),
+        weights=function.weights(),
         make_args=make_args,
         exchange=function.exchange,
     )
@@ -231,19 +248,23 @@ def in_turn(microbatches: int | None, pipeline: Pipeline | None) -> int:
     return 1 if microbatches is None or pipeline is not None else microbatches
 
 
-def _check_microbatches(count: int, batch: Mapping[str, Any], updates: bool, name: str) -> None:
-    """Raises `UserError` if the batch of a training step cannot be computed in so many parts."""
+def _check_microbatches(count: int, groups: int, batch: Mapping[str, Any], updates: bool, name: str) -> None:
+    """Raises `UserError` if the batch of a training step cannot be computed in so many microbatches of such groups."""
     if count < 1:
         raise UserError(f"{count} microbatches cannot be; 1 is the whole batch at once.")
-    if count > 1 and updates:
+    if groups < 1:
+        raise UserError(f"{groups} gradient groups cannot be; with 1, gradients are summed as they come.")
+    parts = f"{count} microbatches" if groups == 1 else f"{groups} gradient groups"
+    parts += f" of each of {count} microbatches" if groups > 1 and count > 1 else ""
+    if count * groups > 1 and updates:
         raise UserError(
-            f"`{name}` has batch norms that learn from the whole batch, so {count} microbatches would train another "
+            f"`{name}` has batch norms that learn from the whole batch, so {parts} would train another "
             "model; use 1, or in Python keep their statistics as they are (`from_torch(..., batch_statistics=False)`)."
         )
-    for key, leaf in batch.items() if count > 1 else ():
-        if not leaf.shape or leaf.shape[0] % count:
+    for key, leaf in batch.items() if count * groups > 1 else ():
+        if not leaf.shape or leaf.shape[0] % (count * groups):
             size = leaf.shape[0] if leaf.shape else "no dim"
-            raise UserError(f"{count} microbatches do not divide the batch: `{key}` has {size} examples.")
+            raise UserError(f"{parts} do not divide the batch: `{key}` has {size} examples.")
 
 
 def _with_values(

@@ -107,7 +107,7 @@ class TorchFunction:
         for name, tensor in self.module.named_buffers():
             if name in transient and tensor.device.type != "meta" and tensor.numel() <= _CONSTANT_ELEMENTS:
                 if name not in repeated or repeated[name][2] == 0:
-                    self.constants[name] = _host(tensor)
+                    self.constants[name] = host_array(tensor)
                 if name in repeated:
                     block, offset, _, key = repeated[name]
                     self.shared[name] = (block, offset, key)
@@ -277,14 +277,21 @@ class TorchFunction:
         own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         return {name: self._value(name, own, None) for name in self.buffers}
 
+    def weights(self) -> dict[str, tuple[str, ...]]:
+        """Parameter -> the module's own tensors that it stacks, or the one that it is."""
+        return {name: self._members(name) for name in self.params}
+
+    def _members(self, name: str) -> tuple[str, ...]:
+        if name not in self.members:
+            return (name,)
+        block, offset, key = self.members[name]
+        return tuple(f"{block.layer(offset, number)}.{key}" for number in range(block.repeats))
+
     def _value(self, name: str, own: Mapping[str, Any], dtype: str | None) -> Any:
         import numpy as np
 
-        if name not in self.members:
-            array = _host(own[name])
-        else:
-            block, offset, key = self.members[name]
-            array = np.stack([_host(own[f"{block.layer(offset, r)}.{key}"]) for r in range(block.repeats)])
+        arrays = [host_array(own[member]) for member in self._members(name)]
+        array = np.stack(arrays) if name in self.members else arrays[0]
         return array if dtype is None else array.astype(dtype)
 
 
@@ -314,7 +321,8 @@ def _own_names(layer: Any) -> list[str]:
     return [name for name, _ in layer.named_parameters()] + [name for name, _ in layer.named_buffers()]
 
 
-def _host(tensor: Any) -> Any:
+def host_array(tensor: Any) -> Any:
+    """A torch tensor as a numpy array of its own; bfloat16 is that of `ml_dtypes`."""
     import torch
 
     value = tensor.detach().cpu().clone()

@@ -56,7 +56,7 @@ def training_step(
     *,
     aux: bool = False,
     accumulation: int = 1,
-    summed_late: int = 1,
+    gradient_groups: int = 1,
     whole_on: Any = None,
     gradients: str | None = None,
 ) -> Callable[..., Any]:
@@ -64,8 +64,8 @@ def training_step(
 
     `loss_fn(params, batch[, buffers])` gives the loss, or with `aux` the loss and the updated buffers. Without `aux`,
     `accumulation` microbatches may be computed one after the other: their gradients and losses are averaged.
-    With `summed_late` groups of examples, each has gradients of its own until the backward passes of all microbatches
-    are done, and only then are they averaged: devices that hold a group each send gradients once a step. On the
+    With `gradient_groups` of examples, each has gradients of its own until the backward passes of all microbatches are
+    done, and only then are they averaged: devices that hold a group each send gradients once a step. On the
     `jax.sharding.AbstractMesh` in `whole_on`, every device then has the averages whole. With `gradients`, they are
     rounded to that dtype before the optimizer gets them.
     """
@@ -73,11 +73,11 @@ def training_step(
     import optax
 
     gradient = jax.value_and_grad(loss_fn, has_aux=aux)
-    if summed_late > 1:
-        gradient = _by_group(gradient, summed_late)
+    if gradient_groups > 1:
+        gradient = _by_group(gradient, gradient_groups)
     if accumulation > 1:
         gradient = _accumulated(gradient, accumulation)
-    if summed_late > 1:
+    if gradient_groups > 1:
         gradient = _averaged(gradient, whole_on)
 
     def step(params: Any, opt_state: Any, batch: Any, *buffers: Any) -> Any:

@@ -17,7 +17,7 @@ _MOST_PROBLEMS = 40
 """Problems that the terminal lists; `--json` has all."""
 _CHOICES = (
     ("ours", lambda problem: problem.chosen),
-    ("ours, least parallel of undecided", lambda problem: problem.simplest),
+    ("least predicted time alone", lambda problem: problem.fastest),
     ("least parallel that ran, fastest", lambda problem: problem.least_parallel()),
     ("least parallel that ran, slowest", lambda problem: problem.least_parallel(worst=True)),
 )

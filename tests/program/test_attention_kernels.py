@@ -153,6 +153,14 @@ def test_microbatches_compute_the_same_step() -> None:
     parts = from_torch(module, (inputs,), **options, microbatches=4)
     assert parts.model_flops == whole.model_flops
     same(parts, whole, 1e-4)
+    apart = from_torch(module, (inputs,), **options, microbatches=2, gradient_groups=2)
+    assert apart.model_flops == whole.model_flops
+    same(apart, whole, 1e-4)
+    sentence = "4 gradient groups of each of 2 microbatches do not divide the batch: `.*` has 4 examples"
+    with pytest.raises(UserError, match=sentence):
+        from_torch(module, (inputs,), **options, microbatches=2, gradient_groups=4)
+    with pytest.raises(UserError, match="0 gradient groups cannot be"):
+        from_torch(module, (inputs,), **options, gradient_groups=0)
     with pytest.raises(UserError, match=r"3 microbatches do not divide the batch: `.*` has 4 examples"):
         from_torch(module, (inputs,), **options, microbatches=3)
     normed = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
@@ -160,3 +168,5 @@ def test_microbatches_compute_the_same_step() -> None:
         from_torch(normed, (torch.randn(4, 3, 8, 8),), train=True, microbatches=2)
     with pytest.raises(UserError, match="--microbatches is for training steps"):
         open_source("hf:llama-tiny", batch=8, seq=16, microbatches=2)
+    with pytest.raises(UserError, match="--gradient-groups is for training steps"):
+        open_source("hf:llama-tiny", batch=8, seq=16, gradient_groups=2)

@@ -165,12 +165,12 @@ def stepped(program: Program, params: dict, state: object, batch: dict) -> tuple
     return new, float(loss)
 
 
-def test_gradients_that_are_summed_late_are_the_same() -> None:
+def test_gradients_that_are_gradient_groups_are_the_same() -> None:
     small = {"batch": 8, "attention": "plain", "optimizer": "sgd", "compute_dtype": "float32"}
     at_once = decoder_program(DIMS, seq=32, **small)
     given = values(at_once)
     wanted, loss = stepped(at_once, *given)
-    late = decoder_program(DIMS, seq=32, **small, accumulation=2, summed_late=4)
+    late = decoder_program(DIMS, seq=32, **small, accumulation=2, gradient_groups=4)
     found, same = stepped(late, *given)
     assert same == pytest.approx(loss, rel=1e-6)
     moved = 0.0
@@ -180,7 +180,7 @@ def test_gradients_that_are_summed_late_are_the_same() -> None:
         assert np.abs(found[name] - value).max() <= 1e-4 * change + 1e-9, name
     assert moved > 1e-6
     with pytest.raises(UserError, match="a microbatch of 4 sequences does not divide into 3 groups"):
-        decoder_program(DIMS, seq=32, **small, accumulation=2, summed_late=3)
+        decoder_program(DIMS, seq=32, **small, accumulation=2, gradient_groups=3)
 
 
 def test_layers_that_are_not_scanned_compute_the_same() -> None:

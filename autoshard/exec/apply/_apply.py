@@ -3,6 +3,8 @@
 import collections
 import dataclasses
 import functools
+import os
+import pathlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -62,6 +64,20 @@ class Application:
             for leaf, name in zip(leaves, names, strict=True)
         ]
         return tree.unflatten(placed)
+
+    def load_weights(self, path: str | os.PathLike[str], program: Program) -> dict[str, Any]:
+        """See `Plan.load_weights`."""
+        from autoshard.exec.apply import _weights
+
+        return _weights.load_weights(self.plan, path, program, self.mesh)
+
+    def save_weights(
+        self, params: Mapping[str, Any], folder: str | os.PathLike[str], program: Program
+    ) -> list[pathlib.Path]:
+        """See `Plan.save_weights`."""
+        from autoshard.exec.apply import _weights
+
+        return _weights.save_weights(self.plan, params, folder, program)
 
     def load_batches(self, batches: Iterable[Any], ahead: int) -> Iterator[Any]:
         """See `Plan.load_batches`. Raises `UserError` for an `ahead` below 1."""

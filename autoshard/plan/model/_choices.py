@@ -65,7 +65,10 @@ def source_choices(options: Mapping[str, Any], topology: str) -> Choices:
     parts = _part_choices(options, topology)
     if parts:
         found |= parts
-    elif options.get("microbatches") == AUTO:
+    open_groups = options.get("gradient_groups") is None and AUTO in (options.get(name) for name in PARTS)
+    if open_groups or options.get("gradient_groups") == AUTO:
+        found["gradient_groups"] = (None,)  # how many there may be is known once there is a plan
+    if not parts and options.get("microbatches") == AUTO:
         batch = options.get("batch")
         found["microbatches"] = tuple(n for n in MICROBATCHES if not isinstance(batch, int) or batch % n == 0)
     return found

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from autoshard.base.crew import Crew
 from autoshard.cost import Calibration, Mesh
 from autoshard.plan.model._asked import Asked, Required, require
 from autoshard.plan.model._model import Model
@@ -34,3 +35,16 @@ class Task:
     def required(self, model: Model) -> Required:
         """What is asked for on a mesh. Raises `UserError` if it cannot hold there."""
         return require(model, self.reading.groups, self.asked)
+
+
+def share(crew: Crew, program: Program, reading: Reading) -> None:
+    """With a crew, what all prices refer to. What runs the program cannot be sent, and is not needed to plan it."""
+    sent = dataclasses.replace(program, fn=_stays_here, args=(), make_args=None, source=None)
+    crew.share("program", program, sent)
+    for name in ("graph", "structure", "liveness"):
+        crew.share(name, getattr(reading, name))
+    crew.share("reading", reading)
+
+
+def _stays_here(*args: object) -> None:
+    raise RuntimeError("a helper cannot run the program")

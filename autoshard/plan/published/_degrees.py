@@ -9,6 +9,7 @@ from autoshard.errors import UserError
 from autoshard.plan.published._gpu_run import GpuDecoder, GpuRun
 from autoshard.plan.published._gpu_stage import host_figures
 from autoshard.plan.published._gpu_step import GpuStep, price_step
+from autoshard.plan.published._waits import steadiest, waits
 from autoshard.program import read_config
 
 
@@ -35,6 +36,11 @@ class DegreeChoice:
     def fits(self) -> bool:
         """Whether one GPU can hold its part."""
         return self.step.peak_bytes <= self.limit_bytes
+
+    @property
+    def waits(self) -> int:
+        """Messages between islands that a step waits for one after the other."""
+        return waits(self.run)
 
     @property
     def mfu(self) -> float:
@@ -78,7 +84,8 @@ def gpu_decoder(program: str) -> GpuDecoder:
 def choose_degrees(
     decoder: GpuDecoder, topology: str | pathlib.Path, framework: str, batch: int, seq: int
 ) -> tuple[DegreeChoice, ...]:
-    """Every plan of a global batch of sequences of `seq` tokens, those that fit first and the fastest first of them.
+    """Every plan of a global batch of sequences of `seq` tokens, those that fit first and the fastest first of them,
+    but before them the one to take: of those that cannot be told from the fastest, what waits least for other nodes.
 
     Tensor parallelism stays inside an island. Raises: `UserError` for a topology without GPUs' prices, another
     framework, a batch that no plan divides, and where nothing fits, with the least that a plan needs.
@@ -101,7 +108,10 @@ def choose_degrees(
             f"nothing fits {place.name}: the least that a plan needs is {least.step.peak_bytes / 2**30:.1f} GiB a GPU "
             f"of {least.limit_bytes / 2**30:.1f} ({said_degrees(least.run)}); use more GPUs or shorter sequences."
         )
-    return tuple(sorted(found, key=lambda each: (not each.fits, each.step.seconds)))
+    found.sort(key=lambda each: (not each.fits, each.step.seconds))
+    fitting = [each for each in found if each.fits]
+    taken = steadiest(fitting, lambda each: each.step.seconds, lambda each: each.run)
+    return (taken, *(each for each in found if each is not taken))
 
 
 def said_degrees(run: GpuRun) -> str:

@@ -13,6 +13,7 @@ from autoshard.plan.published._gpu_rows import GpuRow, read_gpu_rows
 from autoshard.plan.published._gpu_run import GpuRun, waiting
 from autoshard.plan.published._gpu_stage import host_figures
 from autoshard.plan.published._gpu_step import GpuStep, price_step
+from autoshard.plan.published._waits import steadiest
 
 
 SHIPPED = {
@@ -22,8 +23,6 @@ SHIPPED = {
 """Tables that come with the package."""
 NEAR = 0.1
 """Within this share of the limit a verdict is not counted."""
-UNDECIDED = 0.084
-"""Mean error of step times of vTrain's table of one node: predictions that differ by less decide nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,19 +80,15 @@ class GpuProblem:
 
     @property
     def chosen(self) -> PricedGpuRow | None:
-        """The plan that we would choose: the fastest of those that we say fit, none told which ran."""
+        """The plan that we would choose of those that we say fit, none told which ran: see `steadiest`."""
         fitting = [each for each in self.rows if each.fits]
-        return min(fitting, key=_seconds, default=None)
+        return steadiest(fitting, _seconds, _run) if fitting else None
 
     @property
-    def simplest(self) -> PricedGpuRow | None:
-        """The same, but of predictions that differ by less than our own error that with least model parallelism."""
+    def fastest(self) -> PricedGpuRow | None:
+        """That of the least predicted time alone."""
         fitting = [each for each in self.rows if each.fits]
-        if not fitting:
-            return None
-        least = min(map(_seconds, fitting))
-        undecided = [each for each in fitting if _seconds(each) <= least * (1.0 + UNDECIDED)]
-        return min(undecided, key=lambda each: (each.model_parallel, _seconds(each)))
+        return min(fitting, key=_seconds, default=None)
 
     def least_parallel(self, worst: bool = False) -> PricedGpuRow:
         """Of the plans that ran, the one with the least model parallelism; of several its fastest, or slowest."""
@@ -113,6 +108,11 @@ class GpuProblem:
 def _seconds(each: PricedGpuRow) -> float:
     assert each.step is not None
     return each.step.seconds
+
+
+def _run(each: PricedGpuRow) -> GpuRun:
+    assert each.row.run is not None
+    return each.row.run
 
 
 def _took(each: PricedGpuRow) -> float:

@@ -270,7 +270,7 @@ def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
         blocks=run.blocks, optimizer=run.optimizer, compute_dtype=run.compute, weights=run.weights, moments=run.state,
         gradients=run.gradients, accumulation=run.accumulation, offloads=run.offloads,
         routing="kernels" if kernels else "capacity", expert_kernels=kernels, capacity_factor=run.capacity,
-        stack_axis=run.stack_axis, scanned=run.scanned, summed_late=run.copies if run.sums_late else 1,
+        stack_axis=run.stack_axis, scanned=run.scanned, gradient_groups=run.copies if run.sums_late else 1,
         gathered_on=abstract if run.keeps_gathered else None, whole_on=abstract if run.sums_late else None,
         pipeline=run.pipeline,
     )  # fmt: skip

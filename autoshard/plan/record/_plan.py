@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autoshard.base.providers import Runner, Viewer, provider
@@ -137,6 +137,26 @@ class Plan:
         Raises `UserError` for a batch of other shapes, when it is reached, and for `ahead` below 1.
         """
         return self._runner().load_batches(batches, ahead)
+
+    def load_weights(self, path: str | os.PathLike[str], program: Any) -> dict[str, Any]:
+        """The parameters of a step from safetensors files of the model: a dict for the step's first argument.
+
+        `path` is a file, or a folder such as transformers' `save_pretrained` writes, with its tensors as transformers'
+        own code of the model has them; `program` is what was planned, of `hf:CONFIG` or a torch module. Every device
+        gets its own part in the planned dtype, and of each tensor a process reads no more than its devices hold: layers
+        that the program stacks are read one by one. Raises `UserError` for files that lack a tensor or have it in
+        another shape, before anything is read.
+        """
+        return self._runner().load_weights(path, program)
+
+    def save_weights(self, params: Mapping[str, Any], folder: str | os.PathLike[str], program: Any) -> Any:
+        """Write parameters of the planned step as safetensors files that transformers reads; returns their paths.
+
+        Whole tensors are gathered one by one into files of 2 GiB, with an index where there are several; a folder that
+        is there must be empty, and nothing half written is left. Raises `UserError` for other parameters than the
+        program's, and for those that other processes hold.
+        """
+        return self._runner().save_weights(params, folder, program)
 
     def mark(self, model: Any) -> Any:
         """Put a torch module's parameters on the XLA devices, split as planned; returns the module.

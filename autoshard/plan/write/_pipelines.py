@@ -14,11 +14,12 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 
+from autoshard.base.crew import Crew
 from autoshard.cost import Mesh, Topology, candidate_meshes
 from autoshard.errors import UserError
 from autoshard.plan.mesh._trial import Rival, Trials, unusable
 from autoshard.plan.model._stage_axis import with_stages
-from autoshard.plan.price._task import Task
+from autoshard.plan.price._task import Task, share
 from autoshard.plan.solve._build import Weights
 from autoshard.plan.solve._floors import least_compute
 from autoshard.plan.write._recipe import Recipe, RecipeTried, elements_of
@@ -73,7 +74,8 @@ class Kin:
     task: Task
     pipeline: Pipeline
     bounds: dict[Mesh, float]
-    """Seconds of a step that are no bubble, below which none is; no further than was needed."""
+    """Seconds of a step that are no bubble, below which none is, of the meshes looked at; no further than was
+    needed."""
     pairs: dict[Mesh, int] = dataclasses.field(default_factory=dict)
     """Pairs of alternatives of the meshes that were priced."""
 
@@ -97,35 +99,60 @@ class Kin:
         staged = (layers - other.outside(layers)) / (layers - self.pipeline.outside(layers))
         return staged / (1 - other.bubble(layers))
 
-    def bound(self, mesh: Mesh, beat_s: float, weights: Weights | None, no_more: bool = False) -> float:
-        """Of one mesh, no further than needed to know that it takes no less than `beat_s`; with `no_more` 0 if it is
-        not known yet."""
-        if mesh not in self.bounds and no_more:
-            return 0.0
-        if mesh not in self.bounds:
-            self.bounds[mesh] = self._bound(mesh, beat_s, weights)
-        return self.bounds[mesh]
+    def look(
+        self, meshes: Sequence[Mesh], beat_s: float, weights: Weights | None, ended: Callable[[], bool], crew: Crew
+    ) -> None:
+        """Bound those of the meshes that are not bounded yet, one after the other until it has `ended`, and no further
+        than needed to know that they take no less than `beat_s`.
 
-    def _bound(self, mesh: Mesh, beat_s: float, weights: Weights | None) -> float:
-        task, useful = self.task, 1 - self.pipeline.bubble(self.layers)
+        Those that must be priced for that are by the whole crew at once; which they are does not depend on it.
+        """
+        useful = 1 - self.pipeline.bubble(self.layers)
+        floors: dict[Mesh, float] = {}
+        for mesh in meshes:
+            if mesh in self.bounds or ended():
+                continue
+            floor = self._floor(mesh, beat_s / useful)
+            if floor < beat_s / useful and weights is not None:
+                floors[mesh] = floor
+                self.pairs[mesh] = Trials(self.task, math.inf).pairs(mesh)
+            else:
+                self.bounds[mesh] = useful * floor
+        if not floors or weights is None:
+            return
+        share(crew, self.task.program, self.task.reading)
+        rival = Rival(beat_s / useful, sys.maxsize, weights)
+        found = crew.map(_priced_bound, list(floors), lambda mesh: (self.task, mesh, rival))
+        for (mesh, floor), bound in zip(floors.items(), found, strict=True):
+            self.bounds[mesh] = useful * max(floor, bound)
+
+    def _floor(self, mesh: Mesh, enough_s: float) -> float:
+        """Seconds that no plan on the mesh takes less than, without prices."""
+        task = self.task
         if unusable(task.program, task.reading, mesh):
             return math.inf
-        enough_s = beat_s / useful
-        found = least_compute(task.program, task.reading, mesh, task.calibration, enough_s)
-        if found < enough_s and weights is not None:
-            trials = Trials(task, math.inf, True)
-            self.pairs[mesh] = trials.pairs(mesh)
-            trial = trials.bound(mesh, Rival(enough_s, sys.maxsize, weights))
-            found = max(found, trials.bounded(mesh) if trial is None else trial.bound_s or 0.0)
-        return useful * found
+        return least_compute(task.program, task.reading, mesh, task.calibration, enough_s)
+
+
+def _priced_bound(task: Task, mesh: Mesh, rival: Rival) -> float:
+    """Seconds that no plan on the mesh takes less than, by what its ops and moves cost."""
+    trials = Trials(task, math.inf, True)
+    trial = trials.bound(mesh, rival)
+    return trials.bounded(mesh) if trial is None else trial.bound_s or 0.0
 
 
 class PipelineMeshes:
     """Finds meshes for the pipelines of one program."""
 
-    def __init__(self, topology: Topology, make: Callable[..., Program], task: Callable[[Program, int], Task]) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        make: Callable[..., Program],
+        task: Callable[[Program, int], Task],
+        crew: Crew | None = None,
+    ) -> None:
         """`make` gives the program of a recipe, `task` what is to be planned of a program with so many stages."""
-        self.topology, self.make, self.task = topology, make, task
+        self.topology, self.make, self.task, self.crew = topology, make, task, crew or Crew()
         self.kin: dict[Recipe, Kin | None] = {}
         self.planned = 0
         """Pairs of alternatives of pipelines that were found to be worth planning."""
@@ -184,7 +211,8 @@ class PipelineMeshes:
                 return None
             program = kin.task.program
             beat_s, slower = beat(program), kin.stretch(pipeline)
-            bounds = {mesh: slower * self._bound(kin, mesh, beat_s, weights) for mesh in left}
+            kin.look(left, beat_s, weights, lambda kin=kin: self.ended or kin.spent >= KIN_PAIRS, self.crew)
+            bounds = {mesh: slower * kin.bounds.get(mesh, 0.0) for mesh in left}
             others_s = min((others_s, *(bound for bound in bounds.values() if bound >= beat_s)))
             left = tuple(mesh for mesh, bound in bounds.items() if bound < beat_s)
             least_s = min((others_s, *bounds.values()))
@@ -199,9 +227,6 @@ class PipelineMeshes:
         if kin is not None:
             self.planned += sum(kin.pairs.get(mesh, 0) for mesh in left)
         return StagedMeshes(left, least_s, program, unlooked)
-
-    def _bound(self, kin: Kin, mesh: Mesh, beat_s: float, weights: Weights | None) -> float:
-        return kin.bound(mesh, beat_s, weights, no_more=self.ended or kin.spent >= KIN_PAIRS)
 
     def _kin(self, recipe: Recipe) -> Kin | None:
         if recipe not in self.kin:

@@ -33,7 +33,8 @@ class Recipe:
     choices: tuple[tuple[str, Any], ...]
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in self.choices if value is not None)
+        said = ((name.replace("_", " "), value) for name, value in self.choices)
+        return ", ".join(f"{name} {value}" for name, value in said if value is not None)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -109,7 +110,7 @@ def difference(recipe: Recipe, other: Recipe) -> str:
     """What one recipe has otherwise than another."""
     theirs = other.arguments
     changed = [(name, value) for name, value in recipe.choices if theirs.get(name) != value]
-    return ", ".join(f"{name} {value}" for name, value in changed if value is not None)
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in changed if value is not None)
 
 
 def verdict_of(row: RecipeTried, best: RecipeTried) -> str:
@@ -126,15 +127,19 @@ def verdict_of(row: RecipeTried, best: RecipeTried) -> str:
 
 def line_of(chosen: Recipe, rows: Sequence[RecipeTried]) -> str:
     """One sentence of the plan's words: what was chosen, and of one choice what each other value would take."""
-    if len(chosen.choices) > 1:
+    said = [name for name, _ in chosen.choices if any(row.recipe.arguments[name] is not None for row in rows)]
+    if len(said) > 1:
         planned = [row for row in rows if row.step_time_s is not None]
         next_best = f"; next best: {planned[1].recipe}, {planned[1].verdict}" if len(planned) > 1 else ""
         return f"recipe {chosen} (of {len(rows)}{next_best})"
+    name = (said or [chosen.choices[0][0]])[0]
     others = ", ".join(
-        f"{row.recipe.choices[0][1]} {row.verdict if row.step_time_s is None else format_seconds(row.step_time_s)}"
+        f"{row.recipe.arguments[name] or 1} "
+        f"{row.verdict if row.step_time_s is None else format_seconds(row.step_time_s)}"
         for row in rows[1:]
     )
-    return f"{chosen}" + (f" (instead: {others})" if others else "")
+    value = chosen.arguments[name] or 1
+    return f"{name.replace('_', ' ')} {value}" + (f" (instead: {others})" if others else "")
 
 
 def figures_of(row: RecipeTried, rows: Sequence[RecipeTried], varied: bool) -> dict[str, Any]:

@@ -64,6 +64,8 @@ def read_stages(options: Mapping[str, Any], topology: str) -> StagesAsked:
             raise UserError(f"--{name} {AUTO} is not chosen together with a program for each stage; say which.")
     if options.get("host") not in (None, "none"):
         raise UserError(f"--host {options['host']} is for one program; leave it out with a program for each stage.")
+    if options.get("gradient_groups") not in (None, 1):
+        raise UserError("--gradient-groups is for one program: a program for each stage sums gradients once as it is.")
     said = None if schedule == AUTO else str(schedule or "1f1b")
     if said is not None and said.partition(":")[0] == "circular":
         raise UserError(

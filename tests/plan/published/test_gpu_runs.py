@@ -15,6 +15,7 @@ from autoshard.plan.published._gpu_rows import GpuRow, names_gpu_rows, read_gpu_
 from autoshard.plan.published._gpu_run import GpuDecoder, GpuRun, eager_framework, gpu_stages, gpu_topology, waiting
 from autoshard.plan.published._gpu_stage import GpuPrices, host_figures
 from autoshard.plan.published._gpu_step import GpuStep, price_step
+from autoshard.plan.published._waits import waits
 
 
 SMALL = GpuDecoder(16, 2048, 32, 32, 8192, 131072, tied=True, gated=True)
@@ -166,12 +167,26 @@ def test_choices_and_regrets_by_hand():
     problem = GpuProblem(
         "p", (priced(1.0, 3.0, tp=8), priced(1.05, 2.0, tp=2), priced(2.0, 1.0), priced(0.5, None, 1, False))
     )
-    assert problem.chosen is problem.rows[0] and problem.regret(problem.chosen) == 3.0
-    assert problem.simplest is problem.rows[1] and problem.regret(problem.simplest) == 2.0
+    assert problem.chosen is problem.rows[0] is problem.fastest and problem.regret(problem.chosen) == 3.0
     assert problem.least_parallel() is problem.rows[2]
     crashed = GpuProblem("p", (*problem.rows, priced(0.4, None)))
     assert crashed.regret(crashed.chosen) == math.inf
     assert GpuProblem("p", problem.rows[:1]).regret(problem.rows[0]) is None
+
+
+def test_of_plans_that_cannot_be_told_apart_the_one_that_waits_least_is_taken():
+    def one(seconds: float, dp: int, tp: int, pp: int, **other) -> PricedGpuRow:
+        row = GpuRow("t", "p", "s", f"{seconds}", run(dp, tp, pp, **other), seconds, None, True)
+        return PricedGpuRow(row, GpuStep(seconds, 1e9, True, {}))
+
+    pipeline, wide, slow = one(1.0, 4, 1, 4, accumulation=8), one(1.2, 4, 4, 1), one(1.22, 16, 1, 1)
+    # 8 microbatches through 4 stages hand on 11 times and back; replicas on other nodes sum and share once.
+    assert [waits(each.row.run) for each in (pipeline, wide)] == [22, 2]
+    assert waits(run(2, 1, 4, accumulation=8)) == 0, "one node"
+    assert waits(run(1, 16, 1)) > 100, "tensor parallelism between nodes waits in every layer"
+    problem = GpuProblem("p", (pipeline, wide, slow))
+    assert problem.fastest is pipeline and problem.chosen is wide
+    assert GpuProblem("p", (pipeline, slow)).chosen is pipeline, "22 % slower is told apart"
 
 
 def test_what_failed_beside_a_run_that_holds_as_much_did_not_fail_for_memory():

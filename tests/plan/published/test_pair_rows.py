@@ -226,7 +226,7 @@ def test_state_that_is_spread_beside_whole_parameters(tmp_path: pathlib.Path):
     assert gathered[1] > gathered[0]  # new parameters, of which each device makes a part
 
 
-def test_gradients_that_are_summed_late_are_sent_once_and_whole(tmp_path: pathlib.Path):
+def test_gradients_that_are_gradient_groups_are_sent_once_and_whole(tmp_path: pathlib.Path):
     often = {"plan": {"dp": 4, "gradient_accumulation": 2, "per_device_batch": 2}}
     late = {"plan": often["plan"] | {"deferred_grad_allreduce": True}}
     spread = {"plan": late["plan"] | {"zero1": True}}

@@ -80,14 +80,15 @@ def test_layers_outside_of_the_stages_are_computed_once(pipeline: Pipeline) -> N
 
 
 def test_stages_are_parts_of_the_devices_and_the_rest_is_chosen_with_them() -> None:
+    late = {"gradient_groups": (None,)}
     found = source_choices({"stages": "auto", "batch": 16}, "v5e:2x4")
     assert found["stages"] == (1, 2, 4, 8) and found["schedule"][:2] == (None, "gpipe")
     assert found["microbatches"] == (1, 2, 4, 8, 16)
     assert source_choices({"stages": 4, "microbatches": 8, "schedule": "gpipe"}, "v5e:2x4") == {}
     given = source_choices({"stages": "auto", "microbatches": 8, "schedule": "gpipe"}, "v5e:2x4")
-    assert given == {"stages": (1, 2, 4, 8), "schedule": (None, "gpipe"), "microbatches": (8,)}
+    assert given == {"stages": (1, 2, 4, 8), "schedule": (None, "gpipe"), "microbatches": (8,), **late}
     fixed = source_choices({"stages": 4, "microbatches": "auto", "batch": 16}, "v5e:2x4")
-    assert fixed == {"stages": (4,), "schedule": ("gpipe",), "microbatches": (4, 8, 16)}
+    assert fixed == {"stages": (4,), "schedule": ("gpipe",), "microbatches": (4, 8, 16), **late}
     with pytest.raises(UserError, match="--schedule auto is for stages; add --stages auto"):
         source_choices({"schedule": "auto"}, "v5e:2x4")
 
@@ -159,3 +160,19 @@ def test_the_bubble_is_the_share_of_ticks_that_nobody_uses() -> None:
     assert Pipeline(4, 8).ticks(16) == 11 and Pipeline(4, 8).bubble(16) == pytest.approx(3 / 11)
     assert Pipeline(4, 8, "circular").ticks(16) == 8 * 4 + 3
     assert "2 stages, circular:2, 4 microbatches, 11.1% of the ticks bubble" in Pipeline(2, 4, "circular:2").words(8)
+
+
+def test_of_programs_that_have_no_gradient_groups_none_is_told() -> None:
+    options = Options(topology="v5e:2x2*2", mesh="data=2,model=4", time_limit=20)
+
+    def make(stages: int, gradient_groups: int | None) -> Any:
+        if gradient_groups is not None:
+            raise UserError("`--gradient-groups` only apply to `hf:CONFIG` and to torch modules")
+        return program(8192, 1024, 16)
+
+    choices = {"stages": (1,), "gradient_groups": (None,)}
+    result = plan_recipes(make, choices, options, of_source=True)[1]
+    assert result.plan.prediction.exposed_comm_s > 0
+    assert [row["choices"] for row in result.plan.provenance["recipe"]["tried"]] == [
+        {"stages": 1, "gradient_groups": None}
+    ]
