@@ -98,7 +98,7 @@ def test_shorter_answers_are_as_planned_for_them_or_a_little_slower(opened: Call
     for cells in (row.locator("td").all_inner_texts() for row in page.locator("#rows tbody tr").all()):
         if "+" not in cells[2]:
             each = exact[int(cells[1]), int(cells[3])]
-            assert each.token_s * 0.999 <= float(cells[5]) / 1e3 <= each.token_s * 1.08
+            assert each.token_s * 0.999 <= float(cells[5]) / 1e3 <= each.token_s * 1.05
             compared += 1
     assert compared == sum(not each.prompt_engines for each in PLAN.points)
     page.locator("#output").fill("501")  # longer than planned: nothing is known to fit
