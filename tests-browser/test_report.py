@@ -155,7 +155,7 @@ def test_folding_by_button_click_and_key(visit: Visit):
 def test_sorting_both_tables(visit: Visit):
     page = visit(convnet_plan())
     page.get_by_role("button", name="Unfold all").click()
-    page.get_by_role("button", name="whole").click()
+    page.get_by_role("button", name="whole", exact=True).click()
     values = page.eval_on_selector_all(
         "#tensors tbody tr[aria-level='2'] td.n:nth-child(3)", "cells => cells.map(c => Number(c.dataset.value))"
     )

@@ -85,3 +85,22 @@ def test_ways_can_be_pointed_at_sorted_and_all_shown(opened: Callable[..., Page]
     for _ in range(2):
         page.locator("#rows th button", has_text="tokens/s").click()
     assert page.locator("#rows tbody tr").first.get_attribute("class") == "best"
+
+
+def test_shorter_answers_are_as_planned_for_them_or_a_little_slower(opened: Callable[..., Page]):
+    page = opened()
+    page.locator("#each").fill("")
+    page.locator("#output").fill("250")
+    page.get_by_role("button", name="Show all").click()
+    shorter = plan_serving("hf:llama3-8b", "v6e:2x4", ServingAsked(1000, 250))
+    exact = {(each.tensor, each.batch): each for each in shorter.points if not each.prompt_engines}
+    compared = 0
+    for cells in (row.locator("td").all_inner_texts() for row in page.locator("#rows tbody tr").all()):
+        if "+" not in cells[2]:
+            each = exact[int(cells[1]), int(cells[3])]
+            assert each.token_s * 0.999 <= float(cells[5]) / 1e3 <= each.token_s * 1.05
+            compared += 1
+    assert compared == sum(not each.prompt_engines for each in PLAN.points)
+    page.locator("#output").fill("501")  # longer than planned: nothing is known to fit
+    planned = {f"{1e3 * each.token_s:.4g}" for each in PLAN.points}
+    assert set(column(page, 6)) <= {str(float(each)).removesuffix(".0") for each in planned}

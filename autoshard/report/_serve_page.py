@@ -12,7 +12,7 @@ from autoshard.report._html import environment, script_json
 
 
 _COUNTS = ("tensor", "engines", "prompt_engines", "batch")
-_AMOUNTS = ("first_s", "token_s", "tokens_per_s", "peak_bytes")
+_AMOUNTS = ("first_s", "token_s", "tokens_per_s", "peak_bytes", "prompt_s", "decode_s")
 _AGAIN = "make it again with `autoshard serve-plan ... --json`"
 
 
@@ -63,6 +63,7 @@ def serve_page(figures: Mapping[str, Any], prices: Mapping[str, float]) -> str:
     data = {
         "price": prices.get(figures["chip"]),
         "chips": figures["chips"],
+        "output": figures["output"],
         "limits": [figures["first_limit_s"], figures["token_limit_s"]],
         "points": [{name: point[name] for name in names} for point in figures["points"]],
     }

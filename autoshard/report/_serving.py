@@ -35,7 +35,10 @@ def serving_figures(plan: ServingPlan) -> dict[str, Any]:
         "flags": vllm_flags(plan),
         "frontier": [_figures(point) for point in plan.frontier],
         "points": [
-            _figures(point) | {"flags": vllm_flags(dataclasses.replace(plan, best=point))} for point in plan.points
+            _figures(point)
+            | {"prompt_s": point.prompt_s, "decode_s": point.decode_s}
+            | {"flags": vllm_flags(dataclasses.replace(plan, best=point))}
+            for point in plan.points
         ],
     }
 

@@ -13,11 +13,22 @@
   byId("price").value = data.price ?? "";
   ["first", "each"].forEach((id, n) => { byId(id).value = data.limits[n] === null ? "" : Number((1e3 * data.limits[n]).toPrecision(6)); });
 
+  // A way with answers of another length: prompts come the more often the shorter answers are.
+  function answering(point, output) {
+    if (output === data.output) return point;
+    const apart = point.prompt_engines > 0, decoding = point.engines - point.prompt_engines;
+    const token_s = point.decode_s + (apart ? 0 : point.batch / output * point.prompt_s);
+    const decoded = decoding * point.batch / token_s;
+    return { ...point, token_s, first_s: point.prompt_s + (apart ? 0 : token_s),
+      tokens_per_s: apart ? Math.min(decoded, point.prompt_engines / point.prompt_s * output) : decoded };
+  }
+
   // What each way comes to under the assumptions on the page.
   function figures() {
     const price = number(byId("price")), daily = number(byId("daily"));
     const [first, each] = ["first", "each"].map((id) => number(byId(id))), most = number(byId("most"));
-    const rows = data.points.map((point, id) => {
+    const output = number(byId("output")) ?? data.output;
+    const rows = data.points.map((each) => answering(each, output)).map((point, id) => {
       const hourly = price === null ? null : price * data.chips;
       const copies = daily === null ? null : Math.ceil(daily * 1e6 / (DAY * point.tokens_per_s));
       return { ...point, id, cost: hourly === null ? null : hourly / 3600 / point.tokens_per_s * 1e6,
