@@ -15,9 +15,12 @@ def source_line(op: Any) -> str:
 def code_line(op: Any) -> str:
     """The innermost line that is the user's own, or that of a known model: `model.py:12`, or an empty string.
 
-    Frames of frameworks, and of this package, are passed over; a file of an installed package keeps its path in it.
+    Frames of frameworks, and of this package, are passed over; a file of an installed package keeps its path in it. Who
+    asked for the program is no line of it.
     """
     for file, line in _frames(op.location):
+        if file == _LOWERING:
+            return ""
         if shown := _shown(file):
             return f"{shown}:{line}"
     return ""
@@ -40,6 +43,9 @@ def _frames(location: Any) -> Iterator[tuple[str, int]]:
             yield location.filename, location.start_line
 
 
+_PACKAGE = str(pathlib.Path(__file__).parent.parent)
+_LOWERING = f"{_PACKAGE}/program/_lower.py"
+"""Calls the functions of programs, and is called by whoever wants one."""
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/")
 _FRAMEWORK = re.compile(
     r"(jax|jaxlib|optax|flax|equinox|numpy|torch|torchax|torch_xla|autoshard)/|transformers/(?!models/)"
@@ -55,6 +61,5 @@ def _shown(file: str) -> str:
     *_, inside = _INSTALLED.split(file)
     if inside != file:
         return "" if _FRAMEWORK.match(inside) else inside
-    package = str(pathlib.Path(__file__).parent.parent)
-    own = file.startswith(f"{package}/") or _STANDARD.search(file) or file.startswith("<")
+    own = file.startswith(f"{_PACKAGE}/") or _STANDARD.search(file) or file.startswith("<")
     return "" if own else file.rpartition("/")[2]

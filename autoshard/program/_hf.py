@@ -153,7 +153,13 @@ def from_config(
         run,
         batch_of,
         name=f"{name} {'training' if training else 'inference'}",
-        train=TrainOptions(optimizer or "adamw", stored, moments, in_turn(microbatches, pipeline), gradient_groups or 1)
+        train=TrainOptions(
+            optimizer or "adamw",
+            stored,
+            moments,
+            in_turn(microbatches, pipeline),
+            1 if gradient_groups is None else gradient_groups,
+        )
         if training
         else None,
         param_dtype=stored,

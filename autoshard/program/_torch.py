@@ -149,7 +149,7 @@ def from_torch(
             param_dtype or "",
             state_dtype or "float32",
             in_turn(microbatches, pipeline),
-            gradient_groups or 1,
+            1 if gradient_groups is None else gradient_groups,
         )
         if train
         else None,
