@@ -117,6 +117,14 @@ def test_what_cannot_be_read_or_written_is_said(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "small")
     with pytest.raises(UserError, match=r"`transformer.wte.weight` is of shape \[77, "):
         plan.load_weights(tmp_path / "small", program)
+    (tmp_path / "indexed").mkdir()
+    for text in ("[]", "{}", '{"weight_map": {"a": 1}}'):
+        (tmp_path / "indexed" / _weights.INDEX).write_text(text)
+        with pytest.raises(UserError, match="is no index of weights: it has no `weight_map` from tensors to files"):
+            plan.load_weights(tmp_path / "indexed", program)
+    (tmp_path / "indexed" / _weights.INDEX).write_text('{"weight_map": {"a": "none.safetensors"}}')
+    with pytest.raises(UserError, match="none.safetensors` cannot be read as safetensors"):
+        plan.load_weights(tmp_path / "indexed", program)
     (tmp_path / "broken.safetensors").write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"broken.safetensors` cannot be read as safetensors"):
         plan.load_weights(tmp_path / "broken.safetensors", program)

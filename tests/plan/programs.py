@@ -21,6 +21,16 @@ from tests.graph import programs as shared
 from tests.graph.programs import f32
 
 
+CASES = [
+    ("mixed", "cpu:8", "data=4,model=2"),
+    ("wide mlp", "v5e:4x4", "data=4,model=4"),
+    ("decoder", "v6e:2x4*2", "data=2,model=8"),
+    ("convolutions", "h100:8", "data=4,model=2"),
+    ("views", "v5p:2x2x2", "data=4,model=2"),
+]
+"""Programs, topologies and meshes of all kinds of ops and networks."""
+
+
 def matmul() -> Program:
     return trace(lambda params, x: jnp.tanh(x @ params), (f32(16, 8), f32(8, 16)), name="matmul")
 

@@ -32,8 +32,8 @@ class Files:
             files = [self.path]
         elif self.path.is_dir():
             index = self.path / INDEX
-            named = set(read_json(index)["weight_map"].values()) if index.is_file() else None
-            files = sorted(self.path.glob("*.safetensors") if named is None else (self.path / name for name in named))
+            named = _named_files(index) if index.is_file() else self.path.glob("*.safetensors")
+            files = sorted(self.path / name for name in named)
         else:
             raise UserError(f"there is no folder or file `{path}` to read weights from.")
         if not files:
@@ -67,6 +67,15 @@ class Files:
         """A part of a tensor as a numpy array; no more is read."""
         opened = self._of[key]
         return host_array(opened.get_slice(key)[index] if index else opened.get_tensor(key))
+
+
+def _named_files(index: Path) -> set[str]:
+    """Files that an index names. Raises `UserError` where it is none."""
+    said = read_json(index)
+    places = said.get("weight_map") if isinstance(said, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise UserError(f"`{index}` is no index of weights: it has no `weight_map` from tensors to files.")
+    return set(places.values())
 
 
 def load_weights(plan: Plan, path: str | os.PathLike[str], program: Program, mesh: Any) -> dict[str, Any]:
@@ -118,7 +127,7 @@ def save_weights(plan: Plan, params: Mapping[str, Any], folder: str | os.PathLik
         raise UserError(f"the parameters are not those of {plan.program_name}: {said} `{odd[0]}`.")
     if any(not array.is_fully_addressable for array in params.values()):
         raise UserError("weights are written by one process; these parameters are on devices of several.")
-    target = Path(folder)
+    target = Path(folder).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"`{folder}` exists and is no empty folder; name another to write weights to.")
     scratch = target.with_name(f".{target.name}.part")

@@ -16,16 +16,7 @@ from autoshard.plan.record._store import plan_to_json
 from tests.plan import programs
 
 
-CASES = [
-    ("mixed", "cpu:8", "data=4,model=2"),
-    ("wide mlp", "v5e:4x4", "data=4,model=4"),
-    ("decoder", "v6e:2x4*2", "data=2,model=8"),
-    ("convolutions", "h100:8", "data=4,model=2"),
-    ("views", "v5p:2x2x2", "data=4,model=2"),
-]
-
-
-@pytest.mark.parametrize(("name", "topology", "mesh"), CASES)
+@pytest.mark.parametrize(("name", "topology", "mesh"), programs.CASES)
 def test_a_bill_takes_the_step_time_of_its_choices_whatever_the_figures(name: str, topology: str, mesh: str):
     program = programs.program(name)
     parsed = Topology.parse(topology)

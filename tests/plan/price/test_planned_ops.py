@@ -14,16 +14,7 @@ from autoshard.plan.record._store import plan_from_json, plan_to_json
 from tests.plan import programs
 
 
-CASES = [
-    ("mixed", "cpu:8", "data=4,model=2"),
-    ("wide mlp", "v5e:4x4", "data=4,model=4"),
-    ("decoder", "v6e:2x4*2", "data=2,model=8"),
-    ("convolutions", "h100:8", "data=4,model=2"),
-    ("views", "v5p:2x2x2", "data=4,model=2"),
-]
-
-
-@pytest.mark.parametrize(("name", "topology", "mesh"), CASES)
+@pytest.mark.parametrize(("name", "topology", "mesh"), programs.CASES)
 def test_the_rows_add_up_to_the_prediction(name: str, topology: str, mesh: str):
     model = programs.model(name, topology, mesh)
     rng = np.random.default_rng(0)
@@ -41,7 +32,7 @@ def test_the_rows_add_up_to_the_prediction(name: str, topology: str, mesh: str):
         assert all(row.flops >= 0 and row.moved_bytes >= 0 and row.waited_s <= row.sent_s * (1 + 1e-9) for row in rows)
 
 
-@pytest.mark.parametrize(("name", "topology", "mesh"), CASES)
+@pytest.mark.parametrize(("name", "topology", "mesh"), programs.CASES)
 def test_no_op_runs_faster_than_the_chip(name: str, topology: str, mesh: str):
     model = programs.model(name, topology, mesh)
     peak = max(model.compute.topology.peak_flops(dtype) for dtype in ("bf16", "f32"))
@@ -50,7 +41,7 @@ def test_no_op_runs_faster_than_the_chip(name: str, topology: str, mesh: str):
         assert prices.work[place].flops <= peak * seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("name", "topology", "mesh"), CASES)
+@pytest.mark.parametrize(("name", "topology", "mesh"), programs.CASES)
 def test_what_is_not_split_does_all_flops_of_the_program(name: str, topology: str, mesh: str):
     """One device that holds everything whole does what the program says."""
     model = programs.model(name, topology, mesh)
@@ -64,7 +55,7 @@ def test_what_is_not_split_does_all_flops_of_the_program(name: str, topology: st
         assert done[op.id] in (0.0, pytest.approx(op.flops * model.graph.trips(op.loop), rel=1e-9)), op.name
 
 
-@pytest.mark.parametrize(("name", "topology", "mesh"), CASES)
+@pytest.mark.parametrize(("name", "topology", "mesh"), programs.CASES)
 def test_what_is_held_is_what_the_chart_shows(name: str, topology: str, mesh: str):
     model = programs.model(name, topology, mesh)
     choices = programs.random_choices(model, np.random.default_rng(2))
