@@ -113,5 +113,21 @@ const page = (() => {
     }));
   }
 
-  return { byId, create, shape, named, bytes, seconds, count, short, scatter, legend };
+  // The head of a table: [name, key] of each column, of which those with a key can be sorted by.
+  function sortHead(row, columns, order, onSort) {
+    row.replaceChildren(...columns.map(([name, key]) => {
+      if (key === null) return create("th", name);
+      const cell = create("th"), button = create("button", name);
+      button.type = "button";
+      if (order.key === key) cell.setAttribute("aria-sort", order.down ? "descending" : "ascending");
+      button.addEventListener("click", () => {
+        onSort({ key, down: order.key === key && !order.down });
+        [...row.querySelectorAll("button")].find((each) => each.textContent === name).focus();
+      });
+      cell.append(button);
+      return cell;
+    }));
+  }
+
+  return { byId, create, shape, named, bytes, seconds, count, short, scatter, legend, sortHead };
 })();

@@ -1,6 +1,6 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const { byId, create, short, scatter, legend } = page;
+  const { byId, create, short, scatter, legend, sortHead } = page;
   const COLOURS = ["--c7", "--c2", "--c4", "--c1", "--c3", "--c6", "--c5", "--c8"];
   const GIB = 1024 ** 3, DAY = 86400;
   const degrees = [...new Set(data.points.map((each) => each.tensor))].sort((a, b) => a - b);
@@ -75,20 +75,7 @@
 
   function table(kept, front, best) {
     const columns = COLUMNS.filter(([, key]) => key === null || kept.some((row) => row[key] !== null));
-    byId("rows").tHead.rows[0].replaceChildren(...columns.map(([name, key]) => {
-      const cell = create("th");
-      if (key === null) return cell;
-      const button = create("button", name);
-      button.type = "button";
-      if (order.key === key) cell.setAttribute("aria-sort", order.down ? "descending" : "ascending");
-      button.addEventListener("click", () => {
-        order = { key, down: order.key === key && !order.down };
-        draw();
-        [...document.querySelectorAll("#rows th button")].find((each) => each.textContent === name).focus();
-      });
-      cell.append(button);
-      return cell;
-    }));
+    sortHead(byId("rows").tHead.rows[0], columns, order, (next) => { order = next; draw(); });
     const value = (row) => row[order.key] ?? Infinity;
     const sorted = kept.filter((row) => all || front.has(row.id)).sort((a, b) => value(a) - value(b) || a.id - b.id);
     if (order.down) sorted.reverse();

@@ -1,6 +1,6 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const { byId, short, scatter, legend } = page;
+  const { byId, short, scatter, legend, sortHead } = page;
   const COLOURS = ["--c7", "--c2", "--c4", "--c1", "--c3", "--c6", "--c5", "--c8"];
   const chips = Object.keys(data.chips);
   const colour = Object.fromEntries(chips.map((chip, n) => [chip, `var(${COLOURS[n % COLOURS.length]})`]));
@@ -104,21 +104,7 @@
 
   function table(kept, front, best) {
     const head = document.querySelector("#rows thead tr"), body = document.querySelector("#rows tbody");
-    head.replaceChildren(...COLUMNS.map(([name, , key]) => {
-      const cell = document.createElement("th");
-      if (key === null) { cell.textContent = name; return cell; }
-      const button = document.createElement("button");
-      button.type = "button";
-      button.textContent = name;
-      if (order.key === key) cell.setAttribute("aria-sort", order.down ? "descending" : "ascending");
-      button.addEventListener("click", () => {
-        order = { key, down: order.key === key && !order.down };
-        draw();
-        [...document.querySelectorAll("#rows th button")].find((each) => each.textContent === name).focus();
-      });
-      cell.append(button);
-      return cell;
-    }));
+    sortHead(head, COLUMNS.map(([name, , key]) => [name, key]), order, (next) => { order = next; draw(); });
     const value = (row) => row[order.key] ?? Infinity;
     const sorted = [...kept].sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : a.id - b.id));
     if (order.down) sorted.reverse();
