@@ -93,12 +93,15 @@ def test_several_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyP
     program, plan = planned("gpt2-tiny")
     model_of("gpt2-tiny").save_pretrained(tmp_path / "theirs")
     params = plan.load_weights(tmp_path / "theirs" / "model.safetensors", program)
+    monkeypatch.chdir(tmp_path)
+    relative = plan.load_weights("theirs", program)
+    assert all(np.array_equal(array, relative[name]) for name, array in params.items())
     monkeypatch.setattr(_weights, "FILE_BYTES", 100_000)
     files = plan.save_weights(params, tmp_path / "ours", program)
     index = json.loads((tmp_path / "ours" / _weights.INDEX).read_text())
     assert len(files) > 2 and set(index["weight_map"].values()) == {file.name for file in files}
     assert index["metadata"]["total_size"] == sum(array.nbytes for array in params.values())
-    again = plan.load_weights(tmp_path / "ours", program)
+    again = plan.load_weights("ours", program)
     assert all(np.array_equal(array, again[name]) for name, array in params.items())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
 

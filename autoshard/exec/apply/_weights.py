@@ -32,8 +32,8 @@ class Files:
             files = [self.path]
         elif self.path.is_dir():
             index = self.path / INDEX
-            named = _named_files(index) if index.is_file() else self.path.glob("*.safetensors")
-            files = sorted(self.path / name for name in named)
+            found = self.path.glob("*.safetensors")
+            files = sorted((self.path / name for name in _named_files(index)) if index.is_file() else found)
         else:
             raise UserError(f"there is no folder or file `{path}` to read weights from.")
         if not files:
