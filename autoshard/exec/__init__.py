@@ -13,6 +13,7 @@ from autoshard.exec.apply._apply import Application as Application
 from autoshard.exec.apply._apply import PlannedFunction as PlannedFunction
 from autoshard.exec.apply._export import jax_export as jax_export
 from autoshard.exec.apply._torch_plan import TorchPlan as TorchPlan
+from autoshard.exec.apply._torch_plan import distribution_notes as distribution_notes
 from autoshard.exec.apply._torch_plan import placements_of as placements_of
 from autoshard.exec.apply._torch_plan import spec_of_placements as spec_of_placements
 from autoshard.exec.devices._devices import ensure_devices as ensure_devices

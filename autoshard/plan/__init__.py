@@ -33,10 +33,13 @@ from autoshard.plan.capacity._sweep_task import SweepTask as SweepTask
 from autoshard.plan.forms._forms import FORMS as FORMS
 from autoshard.plan.forms._forms import Form as Form
 from autoshard.plan.forms._forms import Rest as Rest
+from autoshard.plan.forms._forms import dims_by_axis as dims_by_axis
 from autoshard.plan.forms._forms import form_named as form_named
 from autoshard.plan.forms._forms import held_specs as held_specs
 from autoshard.plan.forms._forms import in_mesh_order as in_mesh_order
+from autoshard.plan.forms._forms import layer_spec as layer_spec
 from autoshard.plan.forms._forms import maxtext_uses as maxtext_uses
+from autoshard.plan.forms._forms import module_pattern as module_pattern
 from autoshard.plan.forms._forms import splits_in_plan as splits_in_plan
 from autoshard.plan.forms._forms import splits_nothing as splits_nothing
 from autoshard.plan.forms._within import price_form as price_form
@@ -86,6 +89,7 @@ from autoshard.plan.record._parts import Call as Call
 from autoshard.plan.record._parts import Collective as Collective
 from autoshard.plan.record._parts import HeldTensors as HeldTensors
 from autoshard.plan.record._parts import MeshTried as MeshTried
+from autoshard.plan.record._parts import ParameterUse as ParameterUse
 from autoshard.plan.record._parts import Pin as Pin
 from autoshard.plan.record._parts import PlannedOp as PlannedOp
 from autoshard.plan.record._parts import Prediction as Prediction
@@ -104,6 +108,7 @@ from autoshard.plan.record._spec import spec_text as spec_text
 from autoshard.plan.record._stacks import is_stacked as is_stacked
 from autoshard.plan.record._stacks import layer_pattern as layer_pattern
 from autoshard.plan.record._stacks import pattern as pattern
+from autoshard.plan.record._stacks import stack_names as stack_names
 from autoshard.plan.record._store import load_plan as load_plan
 from autoshard.plan.record._store import parameter_specs as parameter_specs
 from autoshard.plan.record._store import save_plan as save_plan

@@ -17,6 +17,7 @@ from autoshard.program._experts import LOSSLESS as LOSSLESS
 from autoshard.program._experts import parse_experts as parse_experts
 from autoshard.program._grouped_kernels import GroupedKernels as GroupedKernels
 from autoshard.program._grouped_kernels import GroupedTiles as GroupedTiles
+from autoshard.program._input_names import map_inputs as map_inputs
 from autoshard.program._kernels import KernelBlocks as KernelBlocks
 from autoshard.program._kernels import flash_attention as flash_attention
 from autoshard.program._latent import LatentDims as LatentDims

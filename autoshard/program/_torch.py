@@ -7,6 +7,7 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.program import _flops, _train, _values
 from autoshard.program._experts import check_experts
+from autoshard.program._input_names import input_names, leaf_name
 from autoshard.program._program import Program, Role
 from autoshard.program._remat import parse_remat
 from autoshard.program._segments import one_microbatch
@@ -298,19 +299,12 @@ def _roles_of(params: Mapping[str, Any], buffers: Sequence[str]) -> Callable[[st
 
 def _split_inputs(module: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> tuple[Any, Any]:
     """The tensors of a call as a dict of shapes, and the function that puts such a dict back into a call."""
-    import inspect
-
     import jax
     import torch
     from torch.utils import _pytree
 
-    names = [
-        p.name
-        for p in inspect.signature(module.forward).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    names += [f"input{i}" for i in range(len(names), len(inputs))]
-    tree = {"in": {names[i]: value for i, value in enumerate(inputs)} | kwargs}
+    names = input_names(module, len(inputs))
+    tree = {"in": dict(zip(names, inputs, strict=True)) | kwargs}
     if targets is not None:
         tree["in"]["targets"] = targets
     flat, spec = _pytree.tree_flatten_with_path(tree["in"])
@@ -318,7 +312,7 @@ def _split_inputs(module: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], 
     keys: list[str | None] = []
     for path, leaf in flat:
         if isinstance(leaf, torch.Tensor):
-            text = ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
+            text = leaf_name(path)
             batch[text] = jax.ShapeDtypeStruct(_static_shape(leaf, text), jax_dtype(leaf.dtype))
             keys.append(text)
         else:

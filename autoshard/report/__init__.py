@@ -24,7 +24,6 @@ from autoshard.report._export import EXPORT_FORMS as EXPORT_FORMS
 from autoshard.report._export import Export as Export
 from autoshard.report._export import export_plan as export_plan
 from autoshard.report._export import make_export as make_export
-from autoshard.report._export_torch import placements as placements
 from autoshard.report._figures import best_baseline as best_baseline
 from autoshard.report._figures import plan_figures as plan_figures
 from autoshard.report._gpu_pairs import gpu_pair_figures as gpu_pair_figures

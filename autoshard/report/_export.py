@@ -28,6 +28,7 @@ from autoshard.plan import (
 )
 from autoshard.program import Program
 from autoshard.report._export_fsdp2 import fsdp2_text
+from autoshard.report._export_parallelize import torchtitan_text, transformers_text
 from autoshard.report._export_parts import comment, head, order_text, table, unpinned
 from autoshard.report._export_pipelining import maxtext_pipeline, pipelining_text
 from autoshard.report._export_remat import maxtext_remat
@@ -267,6 +268,8 @@ EXPORT_FORMS: dict[str, Callable[[Plan, str], str]] = {
     "torch-xla": torch_xla_text,
     "dtensor": dtensor_text,
     "fsdp2": fsdp2_text,
+    "transformers": transformers_text,
+    "torchtitan": torchtitan_text,
     "hlo": _hlo,
     "torch-pipelining": pipelining_text,
 }

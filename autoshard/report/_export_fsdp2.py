@@ -1,12 +1,12 @@
 """A plan as code for PyTorch's FSDP2: `fully_shard` over the devices that share the batch, DTensor over the others."""
 
 import math
-from collections.abc import Mapping
 
 from autoshard.errors import UserError
-from autoshard.plan import Plan, Spec
+from autoshard.plan import Plan, module_pattern
 from autoshard.report._export_parts import head, table, unpinned
-from autoshard.report._export_torch import plan_inputs, plan_parameters, plan_pattern
+from autoshard.report._export_torch import plan_inputs, plan_parameters
+from autoshard.report._styles import batch_and_tensor_axes, split_by, split_together
 
 
 _FSDP2 = '''
@@ -82,10 +82,9 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
     """The code. Raises `UserError` for a plan that splits no batch, which FSDP2 has no use for."""
     specs, lost = plan_parameters(plan)
     inputs = plan_inputs(plan)
-    data = _batch_axes(plan, inputs)
+    data, tensor = batch_and_tensor_axes(plan)
     if not data:
         raise UserError("FSDP2 splits parameters over the devices that share a batch, and the plan splits no batch.")
-    tensor = [axis for axis in plan.mesh if axis not in data and any(axis in spec.axes for spec in specs.values())]
     unused = [axis for axis in plan.mesh if axis not in (*data, *tensor) and plan.mesh[axis] > 1]
     if unused:
         raise UserError(
@@ -97,19 +96,21 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
     rows, unlike, whole = {}, [], []
     for name, spec in specs.items():
         shape = plan.shapes[name][len(plan.shapes[name]) - len(spec.dims) :]
-        dims = gathered, kept = _split_by(spec, data), _split_by(spec, tensor)
-        if kept is not None and not _together(spec, kept, tensor):
+        dims = gathered, kept = split_by(spec, data), split_by(spec, tensor)
+        if kept is not None and not split_together(spec, kept, tensor):
             dims = gathered, kept = gathered, None
         if gathered and shape[gathered] % math.prod(sizes if gathered == kept else sizes[:1]):
             dims = None, kept  # FSDP2 splits unevenly by the first dim alone
         if gathered is None:
             whole.append(name)
-        if any(axis in spec.axes for axis in data) and not (dims[0] is not None and _together(spec, dims[0], data)):
+        if any(axis in spec.axes for axis in data) and not (
+            dims[0] is not None and split_together(spec, dims[0], data)
+        ):
             unlike.append(name)
         elif any(axis in spec.axes for axis in tensor) and kept is None:
             unlike.append(name)
-        rows[plan_pattern(plan, name)] = repr(dims)
-    batch = {name: _split_by(spec, data) for name, spec in inputs.items()}
+        rows[module_pattern(plan, name)] = repr(dims)
+    batch = {name: split_by(spec, data) for name, spec in inputs.items()}
     elsewhere = sorted({name for name, spec in inputs.items() for axis in spec.axes if axis not in data})
     lacks = (
         *unpinned(plan, "DTensor splits each op as its operands are"),
@@ -125,19 +126,3 @@ def fsdp2_text(plan: Plan, sentence: str) -> str:
         parameters=table("PARAMETERS", rows),
         inputs=table("INPUTS", {name: repr(dim) for name, dim in batch.items()}),
     )
-
-
-def _batch_axes(plan: Plan, inputs: Mapping[str, Spec]) -> list[str]:
-    """Axes of the first dim of each input that is split, in the order of the mesh."""
-    found = {axis for spec in inputs.values() for axis in next(filter(None, spec.dims), ())}
-    return [axis for axis in plan.mesh if axis in found]
-
-
-def _together(spec: Spec, dim: int, axes: list[str]) -> bool:
-    """Whether all of the axes split that dim, in the order of the mesh."""
-    return [axis for axis in spec.dims[dim] if axis in axes] == axes
-
-
-def _split_by(spec: Spec, axes: list[str]) -> int | None:
-    """The first dim that one of the axes splits."""
-    return next((dim for dim, names in enumerate(spec.dims) if any(axis in names for axis in axes)), None)

@@ -1,8 +1,6 @@
 """A plan as code for PyTorch: PyTorch/XLA marks, and DTensor placements."""
 
-from collections.abc import Mapping
-
-from autoshard.plan import Plan, Spec, in_mesh_order, is_stacked, layer_pattern, spec_text
+from autoshard.plan import Plan, Spec, dims_by_axis, is_stacked, layer_spec, module_pattern, spec_text
 from autoshard.report._export_parts import head, order_text, table, unpinned
 
 
@@ -11,14 +9,8 @@ def plan_parameters(plan: Plan) -> tuple[dict[str, Spec], tuple[str, ...]]:
 
     A stacked parameter has its layers as leading dim, which a module with a list of layers does not have.
     """
-    specs, lost = {}, []
-    for name, spec in plan.arguments.items():
-        if plan.roles[name] != "parameter":
-            continue
-        stacked = is_stacked(name)
-        if stacked and spec.dims[0]:
-            lost.append(name)
-        specs[name] = Spec(spec.dims[1:]) if stacked else spec
+    specs = {name: layer_spec(plan, name) for name in plan.arguments if plan.roles[name] == "parameter"}
+    lost = [name for name in specs if is_stacked(name) and plan.arguments[name].dims[0]]
     sentences = [f"{name} is also split over its layers, which one layer's tensor cannot be." for name in lost]
     return specs, tuple(sentences)
 
@@ -27,11 +19,6 @@ def plan_inputs(plan: Plan) -> dict[str, Spec]:
     """What a step takes beside parameters and optimizer state, by the name that a torch module gives it."""
     taken = ("batch", "other")
     return {name.removeprefix("batch."): spec for name, spec in plan.arguments.items() if plan.roles[name] in taken}
-
-
-def plan_pattern(plan: Plan, name: str) -> str:
-    """A regular expression for the names that a torch module gives to a parameter of the plan, one for each layer."""
-    return layer_pattern(name, (plan.shapes[name] or (0,))[0])
 
 
 _TORCH_XLA = '''
@@ -75,7 +62,7 @@ def _tuple(spec: Spec) -> str:
 def torch_xla_text(plan: Plan, sentence: str) -> str:
     specs, lost = plan_parameters(plan)
     lacks = (*unpinned(plan), *lost, "optimizer state; state made like its parameter is split like it.")
-    rows = {plan_pattern(plan, name): _tuple(spec) for name, spec in specs.items()}
+    rows = {module_pattern(plan, name): _tuple(spec) for name, spec in specs.items()}
     return head(plan, lacks, sentence) + _TORCH_XLA.format(
         mesh=f"MESH = {plan.mesh!r}",
         order=f"DEVICE_ORDER = {order_text(plan)}",
@@ -124,31 +111,20 @@ def distribute_inputs(mesh, **inputs):
 '''
 
 
-def placements(spec: Spec, mesh: Mapping[str, int]) -> list[tuple[str, int] | None] | None:
-    """For each mesh axis the dim that it splits, or None; None at all if DTensor cannot express the spec.
-
-    DTensor splits a dim by several axes in the order of the mesh, major first.
-    """
-    if not in_mesh_order(spec, mesh):
-        return None
-    where = {axis: dim for dim, names in enumerate(spec.dims) for axis in names}
-    return [("Shard", where[axis]) if axis in where else None for axis in mesh]
-
-
 def dtensor_text(plan: Plan, sentence: str) -> str:
     specs, lost = plan_parameters(plan)
     unlike: list[str] = []
 
     def row(name: str, spec: Spec) -> str:
-        found = placements(spec, plan.mesh)
+        found = dims_by_axis(spec, plan.mesh)
         if found is None:
             unlike.append(
                 f"{name}: {spec_text(spec)} splits a dim by axes in another order than the mesh; it is replicated here."
             )
             found = [None] * len(plan.mesh)
-        return "[" + ", ".join(f"Shard({p[1]})" if p else "Replicate()" for p in found) + "]"
+        return "[" + ", ".join("Replicate()" if dim is None else f"Shard({dim})" for dim in found) + "]"
 
-    rows = {plan_pattern(plan, name): row(name, spec) for name, spec in specs.items()}
+    rows = {module_pattern(plan, name): row(name, spec) for name, spec in specs.items()}
     inputs = {name: row(name, spec) for name, spec in plan_inputs(plan).items()}
     order = plan.device_order != tuple(range(len(plan.device_order)))
     lacks = (

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from autoshard.errors import UserError
-from autoshard.exec.devices._torch_names import mesh_sizes, own_name, owned_parameters
-from autoshard.plan import Plan, Spec, in_mesh_order, is_stacked, layer_pattern, spec_text
+from autoshard.exec.devices._torch_names import mesh_sizes, own_name
+from autoshard.plan import Plan, Spec, dims_by_axis, is_stacked, layer_spec, module_pattern, spec_text
 
 
 if TYPE_CHECKING:
@@ -27,22 +27,20 @@ class TorchPlan:
         left out. Raises `UserError` for a parameter that the plan does not have, or has in another shape.
         """
         known = {
-            name: (re.compile(layer_pattern(name, (self.plan.shapes[name] or (0,))[0])), spec)
-            for name, spec in self.plan.arguments.items()
+            name: re.compile(module_pattern(self.plan, name))
+            for name in self.plan.arguments
             if self.plan.roles[name] == "parameter"
         }
         found: dict[str, Spec] = {}
         for name, parameter in model.named_parameters():
             plain = own_name(name)
-            named = [key for key, (pattern, _) in known.items() if pattern.match(plain)]
-            if not named:
+            named = next((key for key, pattern in known.items() if pattern.match(plain)), None)
+            if named is None:
                 raise UserError(
                     f"the plan for {self.plan.program_name} has no parameter `{plain}`: plan this module, or mark the "
                     "one that was planned."
                 )
-            stacked = is_stacked(named[0])
-            shape, spec = self.plan.shapes[named[0]], known[named[0]][1]
-            shape, spec = (shape[1:], Spec(spec.dims[1:])) if stacked else (shape, spec)
+            shape, spec = self.plan.shapes[named][is_stacked(named) :], layer_spec(self.plan, named)
             if tuple(parameter.shape) != shape:
                 raise UserError(
                     f"parameter `{plain}` is of shape {list(parameter.shape)}, but the plan for "
@@ -113,19 +111,22 @@ class TorchPlan:
             )
         return {name: placements_of(spec, sizes, name) for name, spec in self.specs(model).items()}
 
-    def distribute(self, model: Any, mesh: Any) -> Any:
-        """Make a module's parameters DTensors on a `DeviceMesh`; see `Plan.distribute`."""
-        import torch
-        from torch.distributed.tensor import distribute_tensor
-
+    def distribute(self, model: Any, mesh: Any, gather_outputs: bool = False) -> Any:
+        """Have a module run on a `DeviceMesh` as planned; see `Plan.distribute`."""
         places = self.placements(model, mesh)
-        made: dict[int, Any] = {}
-        for module, key, name, parameter in owned_parameters(model):
-            if id(parameter) not in made:
-                value = distribute_tensor(parameter.detach(), mesh, list(places[name]))
-                made[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
-            module.register_parameter(key, made[id(parameter)])
-        return model
+        from autoshard.exec.apply._distributed import distribute
+
+        return distribute(self.plan, model, mesh, places, gather_outputs)
+
+
+def distribution_notes(model: Any) -> tuple[str, ...]:
+    """What of a distributed module every device has run whole so far: a sentence for each torch function.
+
+    Raises `UserError` for a module that `Plan.distribute` was not called with.
+    """
+    from autoshard.exec.apply._distributed import notes_on
+
+    return notes_on(model)
 
 
 def placements_of(spec: Spec, mesh: Mapping[str, int], name: str) -> tuple[Any, ...]:
@@ -135,14 +136,13 @@ def placements_of(spec: Spec, mesh: Mapping[str, int], name: str) -> tuple[Any, 
     """
     from torch.distributed.tensor import Replicate, Shard
 
-    axes = list(mesh)
-    if not in_mesh_order(spec, mesh):
+    dims = dims_by_axis(spec, mesh)
+    if dims is None:
         raise UserError(
             f"`{name}` is split as {spec_text(spec)}, one dim by axes in another order than the mesh "
-            f"({', '.join(axes)}); DTensor cannot hold that: plan with a mesh whose axes are in the other order."
+            f"({', '.join(mesh)}); DTensor cannot hold that: plan with a mesh whose axes are in the other order."
         )
-    where = {axis: dim for dim, used in enumerate(spec.dims) for axis in used}
-    return tuple(Shard(where[axis]) if axis in where else Replicate() for axis in axes)
+    return tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
 
 
 def spec_of_placements(placements: Any, rank: int, mesh: Mapping[str, int]) -> Spec:

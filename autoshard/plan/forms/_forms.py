@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from autoshard.errors import UserError
 from autoshard.plan.record._plan import Plan
 from autoshard.plan.record._spec import Spec
-from autoshard.plan.record._stacks import is_stacked
+from autoshard.plan.record._stacks import is_stacked, layer_pattern
 
 
 class Rest(enum.StrEnum):
@@ -50,6 +50,8 @@ FORMS = {
         Form("torch-xla", Rest.XLA, state=False, layers=False),
         Form("dtensor", Rest.DTENSOR, state=False, layers=False, ordered=True),
         Form("fsdp2", Rest.DTENSOR, state=False, layers=False),
+        Form("transformers", Rest.DTENSOR, state=False, layers=False),
+        Form("torchtitan", Rest.DTENSOR, state=False, layers=False),
         Form("hlo", Rest.XLA),
         Form("torch-pipelining", Rest.STAGES, state=False, layers=False),
     )
@@ -67,6 +69,28 @@ def in_mesh_order(spec: Spec, mesh: Mapping[str, int]) -> bool:
     """Whether the axes that split one dim stand in the order of the mesh, in every dim."""
     axes = list(mesh)
     return all([axes.index(axis) for axis in dim] == sorted(axes.index(axis) for axis in dim) for dim in spec.dims)
+
+
+def dims_by_axis(spec: Spec, mesh: Mapping[str, int]) -> list[int | None] | None:
+    """For each mesh axis the dim that it splits, or None; None at all if DTensor cannot express the spec.
+
+    DTensor splits a dim by several axes in the order of the mesh, major first.
+    """
+    if not in_mesh_order(spec, mesh):
+        return None
+    where = {axis: dim for dim, names in enumerate(spec.dims) for axis in names}
+    return [where.get(axis) for axis in mesh]
+
+
+def layer_spec(plan: Plan, name: str) -> Spec:
+    """The spec of a parameter as a torch module has it: of one layer's where the plan stacks layers."""
+    spec = plan.arguments[name]
+    return Spec(spec.dims[1:]) if is_stacked(name) else spec
+
+
+def module_pattern(plan: Plan, name: str) -> str:
+    """A regular expression for the names that a torch module gives to a parameter of the plan, one for each layer."""
+    return layer_pattern(name, (plan.shapes[name] or (0,))[0])
 
 
 def parameter_of(state: str, shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, str]) -> str | None:

@@ -222,3 +222,21 @@ class PlannedOp:
     """Bytes that the device puts on the wire."""
     bound: str
     """What it spends most time on: `compute`, `memory`, `network`, `overhead` (of starting ops) or `host`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParameterUse:
+    """What one op takes and gives that takes a parameter of a torch module, and in which specs the plan has that."""
+
+    parameter: str
+    """Name of the parameter; a stack of layers has one use for all of them."""
+    weight: Spec
+    """The spec in which the op takes the parameter, over the dims of one layer's."""
+    input_shape: tuple[int, ...]
+    """Shape of the value that the op takes beside the parameter."""
+    input: Spec
+    """The spec in which the op takes that value."""
+    output_shape: tuple[int, ...]
+    """Shape of what the op gives."""
+    output: Spec
+    """The spec in which that is held."""

@@ -10,6 +10,7 @@ from autoshard.errors import UserError
 from autoshard.plan.record._parts import (
     Call,
     MeshTried,
+    ParameterUse,
     Pin,
     PlannedOp,
     Prediction,
@@ -74,6 +75,8 @@ class Plan:
     """The stages that the step is computed in; not in a plan's file where there are none."""
     ops: tuple[PlannedOp, ...] = dataclasses.field(default=(), metadata={"absent": ()})
     """Where the step's time goes, op by op, the longest first; not in files of plans that do not know it."""
+    uses: tuple[ParameterUse, ...] = dataclasses.field(default=(), metadata={"absent": ()})
+    """How a torch module's layers use their parameters: what `distribute` pins; not in files of other plans."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; see `save_plan`."""
@@ -179,9 +182,19 @@ class Plan:
         """DTensor placements (`Shard`, `Replicate`) of every parameter of a torch module on a `DeviceMesh`."""
         return self._runner().torch().placements(model, mesh)
 
-    def distribute(self, model: Any, mesh: Any) -> Any:
-        """Make every parameter of a torch module a DTensor on a `DeviceMesh`, split as planned; returns the module."""
-        return self._runner().torch().distribute(model, mesh)
+    def distribute(self, model: Any, mesh: Any, *, gather_outputs: bool = False) -> Any:
+        """Have a torch module train or infer under this plan on a `DeviceMesh` of any backend; returns the module.
+
+        Every parameter becomes a DTensor that is split as planned. From then on the module takes its inputs as plain
+        tensors, the whole batch on every process, or as DTensors, and splits them as planned; its layers take their
+        parameters and give their values in the plan's specs. What DTensor cannot run every device runs whole;
+        `autoshard.exec.distribution_notes(model)` says what that was. The module gives DTensors with no sums left
+        over, or whole plain tensors with `gather_outputs`. Make optimizers afterwards, and seed all processes alike.
+
+        Raises `UserError` for a mesh of other axes than the plan's, for another module's parameters, and for a module
+        that is distributed already.
+        """
+        return self._runner().torch().distribute(model, mesh, gather_outputs)
 
     def to_frame(self) -> Any:
         """`pandas.DataFrame` with a row for each argument: role, shape, spec, bytes of the whole and of one device."""

@@ -28,3 +28,14 @@ def layer_pattern(name: str, layers: int) -> str:
 def pattern(name: str) -> str:
     """`layers.3.mlp.weight` -> `layers.*.mlp.weight`: what the repeats of one block have in common."""
     return _NUMBER.sub("*", name)
+
+
+def stack_names(name: str, layers: int) -> list[str]:
+    """Names with no other wildcard than `*`: that of a stack of some of the layers becomes one name for each."""
+    names = [""]
+    for part in name.split("."):
+        found = _SLICE.fullmatch(part)
+        start, step = (int(found[1] or 0), int(found[3] or 1)) if found else (0, 1)
+        parts = [str(start + step * k) for k in range(layers)] if found else [part]
+        names = [f"{ahead}.{each}" if ahead else each for ahead in names for each in parts]
+    return names

@@ -1,0 +1,134 @@
+"""Whether DTensor runs a torch function as one device does: its values and its gradients are compared."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils import _pytree
+
+
+MOST_BYTES = 1 << 28
+"""Functions whose arguments and results are larger together are tried, but their values are not compared."""
+
+
+def settle(value: Any) -> Any:
+    """A DTensor with the sums that are left over done, in place of one with some left; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    places = [Replicate() if place.is_partial() else place for place in value.placements]
+    return value.redistribute(placements=places) if places != list(value.placements) else value
+
+
+def trial(func: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any, changes: bool) -> str:
+    """What is wrong with a function on DTensors, empty if nothing is.
+
+    `run(func, args, kwargs)` is how it is run on DTensors, none of them a partial sum; `changes` says whether it
+    changes its first argument. No argument is changed, and no random numbers are used up.
+    """
+    tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+    mesh = tensors[0].device_mesh
+    device = torch.get_device_module(mesh.device_type)
+    own = [] if mesh.device_type == "cpu" else [device.current_device()]
+    with torch.random.fork_rng(own, device_type="cuda" if mesh.device_type == "cpu" else mesh.device_type):
+        before = _random_state(mesh)
+        try:
+            found = [settle(each) for each in _values(lambda a, k: run(func, a, k), args, kwargs, changes)]
+        except Exception as error:  # DTensor raises many kinds; an error of the script's comes again on whole tensors
+            return _said(error)
+        if getattr(func, "__name__", "").startswith(("empty", "new_empty")):
+            return ""
+        if before != _random_state(mesh):
+            return ""  # two draws are never alike
+        if (
+            sum(each.numel() * each.element_size() for each in (*tensors, *found) if isinstance(each, DTensor))
+            > MOST_BYTES
+        ):
+            return ""
+        whole, keywords = _pytree.tree_map_only(DTensor, _whole_copy, (args, kwargs))
+        try:
+            wanted = list(_values(lambda a, k: func(*a, **k), whole, keywords, changes))
+        except Exception:
+            return "it fails on whole tensors"
+    alike = len(found) == len(wanted) and all(map(_alike, found, wanted))
+    return "" if alike else "it gives other values than on one device"
+
+
+def _said(error: Exception) -> str:
+    """The first of what an error says, without the arguments that it lists."""
+    said = " ".join(str(error).partition(", args_schema")[0].partition("DTensor(local")[0].split())
+    return said[:160].rstrip(" .,[(") or type(error).__name__
+
+
+def _random_state(mesh: Any) -> tuple[bytes, ...]:
+    states = [torch.get_rng_state()]
+    if mesh.device_type != "cpu":
+        states.append(torch.get_device_module(mesh.device_type).get_rng_state())
+    return tuple(bytes(state.tolist()) for state in states)
+
+
+def _whole_copy(tensor: Any) -> Any:
+    return tensor.detach().full_tensor().requires_grad_(tensor.requires_grad)
+
+
+def _values(run: Callable[[Any, Any], Any], args: Any, kwargs: Any, changes: bool) -> Iterator[Any]:
+    """What a function gives for copies of its arguments, and the gradients of these for made-up ones of its results."""
+    taken: list[Any] = []
+
+    def copied(tensor: Any) -> Any:
+        copy = tensor.detach()
+        if tensor.requires_grad and torch.is_grad_enabled():
+            taken.append(copy.requires_grad_())
+        return copy.clone() if changes else copy
+
+    given, keywords = _pytree.tree_map_only(torch.Tensor, copied, (args, kwargs))
+    made = run(given, keywords)
+    results = _pytree.tree_leaves(given[:1] if changes else made)
+    yield from results
+    differ = [each for each in results if isinstance(each, torch.Tensor) and each.requires_grad]
+    if differ and taken:
+        ahead = [_ramp(each) for each in differ]
+        yield from torch.autograd.grad(differ, taken, ahead, allow_unused=True)
+
+
+def _ramp(like: Any) -> Any:
+    """Values that are all different, placed as a tensor is whose sums are done."""
+    size = math.prod(like.shape)
+    made = (
+        torch.arange(size, device=like.device, dtype=torch.float32).mul_(0.7).cos_().to(like.dtype).reshape(like.shape)
+    )
+    if not isinstance(like, DTensor):
+        return made
+    places = [Replicate() if place.is_partial() else place for place in like.placements]
+    whole = DTensor.from_local(made, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return whole.redistribute(placements=places)
+
+
+def _alike(found: Any, wanted: Any) -> bool:
+    if not isinstance(wanted, torch.Tensor):
+        return type(found) is type(wanted) and (not isinstance(wanted, (int, float, bool, str)) or found == wanted)
+    if not isinstance(found, DTensor) or found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return False
+    found, wanted = cast(DTensor, found.detach()).full_tensor(), wanted.detach()
+    if not wanted.is_floating_point():
+        return bool(torch.equal(found, wanted))
+    usual = wanted.isfinite() & (wanted.abs() < 1e30)
+    if not torch.equal(torch.where(usual, 0, wanted).nan_to_num(1.0), torch.where(usual, 0, found).nan_to_num(1.0)):
+        return False
+    scale = torch.where(usual, wanted, 0).abs().max() if wanted.numel() else 0.0
+    far = torch.where(usual, found - wanted, 0).abs()
+    return bool((far <= math.sqrt(torch.finfo(wanted.dtype).eps) * scale).all())
+
+
+def is_sound(tensor: Any, divides: Callable[[Any, Any], bool]) -> bool:
+    """Whether the shape that a DTensor says is that of its shards together, where these are even."""
+    if not isinstance(tensor, DTensor):
+        return True
+    shape = list(tensor.shape)
+    for axis, place in enumerate(tensor.placements):
+        if isinstance(place, Shard):
+            if not divides(tensor, place):
+                return True
+            shape[place.dim] //= tensor.device_mesh.size(axis)
+    return list(tensor.to_local().shape) == shape

@@ -1,0 +1,74 @@
+"""How a torch module's parameters are used in a plan: what a layer's own op takes and gives, and in which specs."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.graph import Op, OpClass
+from autoshard.plan.model._factors import factor_states
+from autoshard.plan.model._model import Model
+from autoshard.plan.price._predict import cluster_names, tensor_spec
+from autoshard.plan.record._parts import ParameterUse
+from autoshard.plan.record._spec import Spec
+from autoshard.plan.record._stacks import is_stacked
+from autoshard.program import Role
+
+
+def parameter_uses(model: Model, choices: NDArray[np.int64]) -> tuple[ParameterUse, ...]:
+    """Of every op that takes a parameter and one value; empty for programs that are of no torch module.
+
+    A layer of a torch module is found again by its parameter, and its call by the shapes of what it takes and gives.
+    Of several ops alike, as those of recomputed layers are, the first is told; a forward op comes before its gradients.
+    """
+    if not model.program.weights:
+        return ()
+    parameters = {a.name: t for a, t in zip(model.program.arguments, model.graph.arguments, strict=True)
+                  if a.role is Role.PARAMETER}  # fmt: skip
+    named = {cluster: name for cluster, name in cluster_names(model).items() if name in parameters}
+    found: dict[tuple[object, ...], ParameterUse] = {}
+    for op in model.graph.ops:
+        if op.op_class is OpClass.HEAVY and op.id in model.op_node and op.rule is not None:
+            for operand, tensor in enumerate(op.operands):
+                name = named.get(model.structure.cluster_of[tensor])
+                if name is not None:
+                    use = _use(model, choices, op, operand, name, parameters[name])
+                    if use is not None:
+                        found.setdefault((name, use.input_shape, use.output_shape), use)
+    return tuple(found.values())
+
+
+def _use(
+    model: Model, choices: NDArray[np.int64], op: Op, operand: int, name: str, parameter: int
+) -> ParameterUse | None:
+    """None where the op takes no single value beside, or the parameter in other dims than its own."""
+    tensors, dims_of = model.graph.tensors, model.structure.dims_of
+    others = [k for k, tensor in enumerate(op.operands) if k != operand and tensors[tensor].shape]
+    own = list(dims_of[parameter])
+    axes = _axes(model, choices, op, operand)
+    where: dict[int, tuple[str, ...]] = {}
+    for factor, split in zip(dims_of[op.operands[operand]], axes, strict=True):
+        if split and factor not in own:
+            return None
+        if split:
+            where[own.index(factor)] = split
+    if len(others) != 1 or len(op.results) != 1:
+        return None
+    stacked = is_stacked(name)
+    weight = Spec(tuple(where.get(dim, ()) for dim in range(stacked, len(own))))
+    taken, given = op.operands[others[0]], op.results[0]
+    return ParameterUse(
+        name,
+        weight,
+        tuple(tensors[taken].shape),
+        Spec(tuple(_axes(model, choices, op, others[0]))),
+        tuple(tensors[given].shape),
+        tensor_spec(model, choices, given),
+    )
+
+
+def _axes(model: Model, choices: NDArray[np.int64], op: Op, operand: int) -> list[tuple[str, ...]]:
+    """Mesh axes over every dim of what an op takes, as it takes it."""
+    assert op.rule is not None
+    node = model.op_node[op.id]
+    state = factor_states(model.nodes[node].states, op.rule.operands[operand])[int(choices[node])]
+    rank = len(model.graph.tensors[op.operands[operand]].shape)
+    return [tuple(model.axis_names[a] for a in np.flatnonzero(state == dim)) for dim in range(rank)]
