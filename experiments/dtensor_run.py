@@ -64,7 +64,7 @@ def run_row(row: dict[str, Any]) -> dict[str, Any]:
     from autoshard.exec import distribution_notes
 
     class Calls(TorchDispatchMode):
-        """Counts collectives; torch's own CommDebugMode fails on modules that are called in one another's hooks."""
+        """Counts collectives. Torch's own CommDebugMode also tracks modules, which ends in an IndexError for T5."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -113,9 +113,12 @@ def run_row(row: dict[str, Any]) -> dict[str, Any]:
     first_s = time.monotonic() - began
     found |= state(whole) if row["train"] else {}
     comm = Calls()
+    optimizer = torch.optim.AdamW(model.parameters()) if row["train"] else None
     began = time.monotonic()
     with comm:
         step(lambda value: value)
+        if optimizer is not None:
+            optimizer.step()
     said: dict[str, Any] = {"first_s": first_s, "later_s": time.monotonic() - began}
     for key in ("loss", "output"):
         if key in wanted:

@@ -52,7 +52,9 @@ RUN = """
 import runpy, sys, warnings
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+import autoshard
 
 warnings.simplefilter("ignore")
 rank, folder = int(sys.argv[1]), sys.argv[2]
@@ -63,8 +65,20 @@ def whole(value):
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def module_on(plan, net):
+    # What the code of an export has, by the plan itself.
+    mesh = init_device_mesh("cpu", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
+    names = {name.removeprefix("batch."): None for name, role in plan.roles.items() if role == "batch"}
+    place = lambda mesh, **inputs: inputs
+    return {"make_mesh": lambda kind: mesh, "distribute": plan.distribute, "distribute_inputs": place, "INPUTS": names}
+
+
 for name in sys.argv[3:]:
-    net, code = runpy.run_path(f"{folder}/net.py"), runpy.run_path(f"{folder}/{name}.py")
+    net = runpy.run_path(f"{folder}/net.py")
+    if name.startswith("plan"):
+        code = module_on(autoshard.load(f"{folder}/{name}.json"), net)
+    else:
+        code = runpy.run_path(f"{folder}/{name}.py")
     model, mesh = net["model"], code["make_mesh"]("cpu")
     (given,) = code["INPUTS"].keys() - {"targets"}
     if name.startswith("fsdp2"):
@@ -75,7 +89,8 @@ for name in sys.argv[3:]:
         place = code["distribute_inputs"]
     local = {key: list(p.to_local().shape) for key, p in model.named_parameters()}
     placed = place(mesh, **{given: net["inputs"], "targets": net["targets"]})
-    loss = whole(net["loss"](model(placed[given]), placed["targets"]))
+    given = model(placed[given])
+    loss = whole(net["loss"](whole(given) if name.startswith("plan") else given, placed["targets"]))
     loss.backward()
     told = loss.detach().clone()
     if name.startswith("fsdp2"):
@@ -117,6 +132,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = []
     for mesh in MESHES.values():
         plan = autoshard.plan(str(folder / "net.py"), topology="h100:4", mesh=mesh, program_options={"train": True})
+        (use,) = (use for use in plan.uses if use.parameter.endswith("up.weight") and use.output_shape[-1] == 128)
+        assert (use.input_shape, use.output_shape) == ((64, 32), (64, 128)), "what its own layer takes and gives"
+        names.append(f"plan{len(mesh)}")
+        stated(plan).save(folder / f"{names[-1]}.json")
         for form in ("dtensor", "fsdp2"):
             names.append(f"{form}{len(mesh)}")
             (folder / f"{names[-1]}.py").write_text(export_plan(stated(plan), form, force=True))
@@ -134,7 +153,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["dtensor1", "fsdp21", "dtensor2", "fsdp22"])
+@pytest.mark.parametrize("name", ["dtensor1", "fsdp21", "plan1", "dtensor2", "fsdp22", "plan2"])
 def test_loss_and_gradients_are_those_of_the_unplanned_module(folder: Path, name: str) -> None:
     net = runpy.run_path(str(folder / "net.py"))
     loss = net["loss"](net["model"](net["inputs"]), net["targets"])
@@ -150,7 +169,7 @@ def test_loss_and_gradients_are_those_of_the_unplanned_module(folder: Path, name
 
 
 def test_every_device_holds_its_share(folder: Path) -> None:
-    for name in ("fsdp22", "dtensor2"):
+    for name in ("fsdp22", "dtensor2", "plan2"):
         _, _, local = torch.load(folder / f"{name}.0")
         assert local["blocks.0.up.weight"] == [64, 16] and local["blocks.1.down.weight"] == [16, 64]
     _, _, local = torch.load(folder / "fsdp21.0")

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.utils import _pytree
 
 from autoshard.errors import UserError
-from autoshard.exec.apply._split_ops import SplitOps, gathered
+from autoshard.exec.apply._split_ops import PlacedGradient, SplitOps, gathered
 from autoshard.exec.apply._split_trial import settle
 from autoshard.exec.apply._torch_plan import placements_of
 from autoshard.exec.devices._torch_names import own_name, owned_parameters
@@ -29,7 +29,9 @@ def distribute(plan: Plan, model: Any, mesh: Any, places: Mapping[str, Sequence[
     for module, key, name, parameter in owned_parameters(model):
         if id(parameter) not in made:
             value = distribute_tensor(parameter.detach(), mesh, list(places[name]))
-            made[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+            held = made[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+            if held.requires_grad:  # else an optimizer would sum it anew wherever it uses it
+                held.register_hook(PlacedGradient(value.placements))
         module.register_parameter(key, made[id(parameter)])
         if found := uses.of(own_name(name)):
             pinned.setdefault(module, {})[key] = found

@@ -164,14 +164,22 @@ def settled(tensor: Any) -> Any:
     made = tensor if places == list(tensor.placements) else tensor.redistribute(placements=places)
     if made.requires_grad and not made.is_leaf:
         wanted = [Replicate() if p.is_partial() else p for p in places]
-        made.register_hook(functools.partial(_placed, places=wanted))
+        made.register_hook(PlacedGradient(wanted))
     return made
 
 
-def _placed(gradient: Any, places: Sequence[Any]) -> Any:
-    if not isinstance(gradient, DTensor) or list(gradient.placements) == list(places):
-        return gradient
-    return gradient.redistribute(placements=places)
+class PlacedGradient:
+    """A hook of a tensor that has its gradient placed so; nothing in what is saved."""
+
+    __torch_unserializable__ = True
+
+    def __init__(self, places: Sequence[Any]) -> None:
+        self._places = list(places)
+
+    def __call__(self, gradient: Any) -> Any:
+        if not isinstance(gradient, DTensor) or list(gradient.placements) == self._places:
+            return gradient
+        return gradient.redistribute(placements=self._places)
 
 
 def gathered(tensor: Any) -> Any:

@@ -114,9 +114,23 @@ class TorchPlan:
     def distribute(self, model: Any, mesh: Any, gather_outputs: bool = False) -> Any:
         """Have a module run on a `DeviceMesh` as planned; see `Plan.distribute`."""
         places = self.placements(model, mesh)
+        self._check_all_there(model)
         from autoshard.exec.apply._distributed import distribute
 
         return distribute(self.plan, model, mesh, places, gather_outputs)
+
+    def _check_all_there(self, model: Any) -> None:
+        """Raises `UserError` for a module that lacks one of the plan's parameters, or one of its layers."""
+        there = [own_name(name) for name, _ in model.named_parameters()]
+        for name, role in self.plan.roles.items():
+            if role == "parameter":
+                count = sum(bool(re.match(module_pattern(self.plan, name), each)) for each in there)
+                wanted = self.plan.shapes[name][0] if is_stacked(name) else 1
+                if count != wanted:
+                    raise UserError(
+                        f"the module has {count} of the {wanted} `{name}` in the plan for {self.plan.program_name}: "
+                        "distribute the module that was planned."
+                    )
 
 
 def distribution_notes(model: Any) -> tuple[str, ...]:

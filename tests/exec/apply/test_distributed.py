@@ -1,0 +1,164 @@
+"""Modules under a plan on DTensors: eight processes compute what one does, and what DTensor cannot run is run whole.
+
+A planned module and a Llama on four processes are among the tests of exports, which start these anyway.
+"""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from autoshard.errors import UserError
+from autoshard.exec import TorchPlan, distribution_notes
+from autoshard.plan import ParameterUse, Plan, Spec
+from autoshard.program import from_torch
+from experiments.dtensor import ALLOWED, FAMILIES, plan_row, run_rows
+from tests.exec.planned_programs import handmade, spec
+from tests.exec.workers import run_workers
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_trains_and_infers_as_undistributed(family: str, tmp_path: Path) -> None:
+    rows = [plan_row(family, train, tmp_path) for train in (True, False)]
+    training, inference = run_rows(rows, tmp_path)
+    assert rows[0]["planned"], "the plan splits something, or there is nothing to compare"
+    assert training["loss"] < ALLOWED and training["gradients"] < ALLOWED and training["updates"] < ALLOWED
+    assert inference["output"] < ALLOWED
+    assert training["updates_seen"] > 0.5
+    for each in (training, inference):
+        assert each["split_share"] > 0.5 and each["held_share"] < 0.9
+        assert sum(each["calls"].values()) > 0
+
+
+FILE = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Odd(nn.Module):
+    '''What DTensor of torch 2.9 fails on, or does to other values, in one module.'''
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.norm, self.batch = nn.LayerNorm(16), nn.BatchNorm1d(16)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x, offset=None):
+        x = self.down(torch.relu(self.up(x)))
+        first = self.norm(x)[:, 0]  # makes DTensor forget the shape that the norm gives
+        again = self.norm(x * 2)
+        padded = F.pad(again, (0, 0, 1, 0))[:, 1:]
+        changed = padded.clone()
+        changed[:, 1:2] = 0.5
+        self.seen[0] += x.detach().abs().sum()
+        ranks = torch.topk(x, 3, dim=-1).values
+        normed = self.batch(x.flatten(0, 1)).view(x.shape)
+        mixed = torch.cat([torch.tensor([]), changed * torch.arange(16), normed], dim=1)
+        out = mixed.mean(1) + first + ranks.sum(-1).cumsum(0).mean()
+        return {"out": out if offset is None else out + offset}
+
+
+torch.manual_seed(0)
+model = Odd()
+inputs, offset = torch.randn(8, 4, 16), torch.randn(16)
+"""
+WORKER = """
+import json, os, runpy, sys
+os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=sys.argv[2])
+import copy
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+import autoshard
+from autoshard import UserError
+from autoshard.exec import distribution_notes
+torch.distributed.init_process_group("gloo")
+net = runpy.run_path(sys.argv[3] + "/net.py")
+plan = autoshard.load(sys.argv[3] + "/plan.json")
+model, inputs, offset = net["model"], net["inputs"], net["offset"]
+plain = copy.deepcopy(model)
+mesh = init_device_mesh("cpu", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
+plan.distribute(model, mesh, gather_outputs=True)
+found = {"same_keys": list(plain.state_dict()) == list(model.state_dict())}
+try:
+    plan.distribute(model, mesh)
+except UserError as error:
+    found["twice"] = str(error)
+for given in (plain, model):
+    for _ in range(2):
+        given.zero_grad()
+        out = given(inputs, offset=offset)["out"]
+        out.square().sum().backward()
+    given.out = out.detach()
+found["plain"] = type(model.out) is torch.Tensor
+found["out"] = float((plain.out - model.out).abs().max() / plain.out.abs().max())
+grads = {name: p.grad for name, p in plain.named_parameters()}
+top = max(float(g.abs().max()) for g in grads.values())
+found["grads"] = max(float((p.grad.full_tensor() - grads[n]).abs().max()) / top for n, p in model.named_parameters())
+found["split"] = {n: list(p.grad.to_local().shape) for n, p in model.named_parameters()}
+found["buffers"] = all(torch.allclose(a, b) for a, b in zip(plain.buffers(), model.buffers()))
+found["notes"] = distribution_notes(model)
+short = inputs[:5]
+with torch.no_grad():
+    found["short"] = float((plain(short)["out"] - model(short)["out"]).abs().max())
+print(json.dumps(found))
+torch.distributed.destroy_process_group()
+"""
+SPECS = {"up.weight": "data,-", "up.bias": "data", "down.weight": "-,data", "batch.x": "-,-,-", "norm.weight": "data"}
+
+
+def odd_plan(folder: Path) -> Plan:
+    import runpy
+
+    (folder / "net.py").write_text(FILE)
+    net = runpy.run_path(str(folder / "net.py"))
+    program = from_torch(torch.nn.Sequential(net["model"].up, net["model"].down), net["inputs"], name="odd")
+    plan = handmade(program, {"data": 2}, {})
+    shapes = {name: tuple(p.shape) for name, p in net["model"].named_parameters()} | {"batch.x": (8, 4, 16)}
+    texts = {name: SPECS.get(name, ",".join("-" * len(shape))) for name, shape in shapes.items()}
+    split, whole = Spec((("data",), (), ())), Spec(((), (), ()))
+    uses = (
+        ParameterUse("up.weight", Spec((("data",), ())), (8, 4, 16), whole, (8, 4, 32), Spec(((), (), ("data",)))),
+        ParameterUse("down.weight", Spec(((), ())), (8, 4, 32), split, (8, 4, 16), split),
+    )
+    return dataclasses.replace(
+        plan,
+        arguments={name: spec(text) for name, text in texts.items()},
+        results={},
+        shapes=shapes,
+        dtypes=dict.fromkeys(shapes, "float32"),
+        roles={name: "batch" if name == "batch.x" else "parameter" for name in shapes},
+        uses=uses,
+    )
+
+
+def test_what_dtensor_cannot_run_is_run_whole(tmp_path: Path) -> None:
+    odd_plan(tmp_path).save(tmp_path / "plan.json")
+    for found in run_workers(WORKER, [str(tmp_path)]):
+        assert found["same_keys"] and found["plain"] and found["buffers"]
+        assert found["out"] < 1e-5 and found["grads"] < 1e-5 and found["short"] < 1e-4
+        assert found["split"]["up.weight"] == [16, 16] and found["split"]["down.weight"] == [16, 16]
+        assert "has DTensors already" in found["twice"]
+        said = " ".join(found["notes"])
+        assert "torch.nn.functional.batch_norm" in said and "torch.topk" in said
+        assert all(note.endswith(".") and "runs whole on every device: " in note for note in found["notes"])
+
+
+def test_another_mesh_or_module_is_refused(tmp_path: Path) -> None:
+    plan = odd_plan(tmp_path)
+    mesh = SimpleNamespace(mesh=torch.zeros(4), mesh_dim_names=("model",))
+    with pytest.raises(
+        UserError, match=r"the device mesh is \{'model': 4\}, but the plan for odd is for \{'data': 2\}"
+    ):
+        TorchPlan(plan).distribute(torch.nn.Linear(2, 2), mesh)
+    mesh = SimpleNamespace(mesh=torch.zeros(2), mesh_dim_names=("data",))
+    with pytest.raises(UserError, match="the plan for odd has no parameter `weight`"):
+        TorchPlan(plan).distribute(torch.nn.Linear(2, 2), mesh)
+    with pytest.raises(UserError, match="the module has 0 of the 1 `down.weight` in the plan for odd"):
+        TorchPlan(plan).distribute(torch.nn.ModuleDict({"up": torch.nn.Linear(16, 32)}), mesh)
+    with pytest.raises(UserError, match="is not distributed"):
+        distribution_notes(torch.nn.Linear(2, 2))

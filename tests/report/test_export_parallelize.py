@@ -1,0 +1,227 @@
+"""The code for transformers' `tp_plan` and torchtitan's `parallelize` runs, and computes what the module does alone."""
+
+import ast
+import dataclasses
+import json
+import math
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoshard import UserError
+from autoshard.plan import ParameterUse, Plan, Spec
+from autoshard.report import export_plan
+
+
+RANKS = 4
+LAYER = "model.layers.*"
+SHAPES = {
+    "model.embed_tokens.weight": (64, 32),
+    f"{LAYER}.self_attn.q_proj.weight": (2, 32, 32),
+    f"{LAYER}.self_attn.k_proj.weight": (2, 16, 32),
+    f"{LAYER}.self_attn.v_proj.weight": (2, 16, 32),
+    f"{LAYER}.self_attn.o_proj.weight": (2, 32, 32),
+    f"{LAYER}.mlp.gate_proj.weight": (2, 64, 32),
+    f"{LAYER}.mlp.up_proj.weight": (2, 64, 32),
+    f"{LAYER}.mlp.down_proj.weight": (2, 32, 64),
+    f"{LAYER}.input_layernorm.weight": (2, 32),
+    f"{LAYER}.post_attention_layernorm.weight": (2, 32),
+    "model.norm.weight": (32,),
+    "lm_head.weight": (64, 32),
+}
+SPLIT = {"embed_tokens": 0, "q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 0, "up_proj": 0}
+SPLIT |= {"down_proj": 1, "lm_head": 0}
+FILE = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+config = LlamaConfig(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+    vocab_size=64, max_position_embeddings=32,
+)
+model = LlamaForCausalLM(config).eval()
+ids = torch.randint(0, 64, (4, 8))
+"""
+RUN = """
+import json, os, runpy, sys
+folder = sys.argv[1]
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaForCausalLM
+import autoshard
+import autoshard.exec.apply._distributed
+from transformers.distributed import DistributedConfig
+
+rank = 0
+for number in range(1, 4):
+    if not os.fork():
+        rank = number
+        break
+os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4",
+               "MASTER_ADDR": "localhost", "MASTER_PORT": sys.argv[2]}
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+net = runpy.run_path(f"{folder}/net.py")
+found = {}
+
+
+def whole(value):
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def compare(name, model, ids, wanted):
+    loss = whole(model(input_ids=ids, labels=ids).loss)
+    loss.backward()
+    found[name] = {
+        "loss": float((loss - wanted).abs() / wanted),
+        "local": {key: list(p.to_local().shape) for key, p in model.named_parameters() if hasattr(p, "to_local")},
+        "gradients": {key: whole(p.grad) for key, p in model.named_parameters() if p.grad is not None},
+    }
+
+
+wanted = net["model"](input_ids=net["ids"], labels=net["ids"]).loss
+wanted.backward()
+grads = {key: p.grad for key, p in net["model"].named_parameters()}
+code = runpy.run_path(f"{folder}/transformers.py_")
+model = LlamaForCausalLM.from_pretrained(f"{folder}/weights", distributed_config=code["config"]()).eval()
+compare("transformers", model, net["ids"], wanted.detach())
+for name in ("tp", "fsdp"):
+    code = runpy.run_path(f"{folder}/{name}.py")
+    mesh = code["make_mesh"]("cpu")
+    model = runpy.run_path(f"{folder}/net.py")["model"]
+    code["parallelize"](model, mesh)
+    ids = net["ids"]
+    if "fsdp" in code["MESH"]:
+        ids = ids.chunk(2)[mesh["fsdp"].get_local_rank()]
+    compare(name, model, ids, wanted.detach())
+    if "fsdp" in code["MESH"]:
+        del found[name]["loss"]  # of a part of the batch
+model = runpy.run_path(f"{folder}/net.py")["model"]
+plan = autoshard.load(f"{folder}/plan.json")
+mesh = init_device_mesh("cpu", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
+compare("distribute", plan.distribute(model, mesh), net["ids"], wanted.detach())
+for each in found.values():
+    assert each["gradients"].keys() == grads.keys()
+    off = {key: (each["gradients"][key] - grad).abs().max() / grad.abs().max() for key, grad in grads.items()}
+    each["gradients"] = float(max(off.values()))
+dist.barrier()
+if rank == 0:
+    print(json.dumps(found))
+dist.destroy_process_group()
+"""
+
+
+def llama_plan(plan: Plan, mesh: dict[str, int], split: dict[str, int]) -> Plan:
+    """A plan of the file's model, with a dim of some modules' weights over `model` and the batch over `data`."""
+    arguments, uses = {}, []
+    for name, shape in SHAPES.items():
+        stacked, kind = "*" in name, name.split(".")[-2]
+        dims: list[tuple[str, ...]] = [()] * len(shape)
+        if kind in split:
+            dims[stacked + split[kind]] = ("model",)
+        arguments[name] = Spec(tuple(dims))
+        if len(shape) - stacked == 2:
+            out, width = shape[stacked:]
+            taken, given = ((4, 8, 1), (4, 8, width)) if kind == "embed_tokens" else ((4, 8, width), (4, 8, out))
+            whole = Spec(((), (), ()))
+            uses.append(ParameterUse(name, Spec(tuple(dims[stacked:])), taken, whole, given, whole))
+    arguments["batch.input_ids"] = Spec((("data",) if "data" in mesh else (), ()))
+    shapes = SHAPES | {"batch.input_ids": (4, 8)}
+    return dataclasses.replace(
+        plan,
+        topology=f"cpu:{math.prod(mesh.values())}",
+        mesh=mesh,
+        device_order=tuple(range(math.prod(mesh.values()))),
+        arguments=arguments,
+        results={},
+        pins=(),
+        shapes=shapes,
+        dtypes=dict.fromkeys(shapes, "float32"),
+        roles={name: "batch" if name.startswith("batch") else "parameter" for name in shapes},
+        uses=tuple(uses),
+    )
+
+
+def test_the_code_computes_what_the_module_does_alone(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(FILE)
+    runpy.run_path(str(tmp_path / "net.py"))["model"].save_pretrained(tmp_path / "weights")
+    for name, form, mesh in (
+        ("transformers.py_", "transformers", {"model": RANKS}),
+        ("tp.py", "torchtitan", {"model": RANKS}),
+        ("fsdp.py", "torchtitan", {"data": 2, "model": 2}),
+    ):
+        (tmp_path / name).write_text(export_plan(llama_plan(plan, mesh, SPLIT), form, force=True))
+    whole = llama_plan(plan, {"data": 2, "model": 2}, SPLIT)
+    whole.save(tmp_path / "plan.json")
+    port = str(20000 + os.getpid() % 20000)
+    command = [sys.executable, "-c", RUN, str(tmp_path), port]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    for name, each in found.items():
+        assert each.get("loss", 0.0) < 1e-5 and each["gradients"] < 1e-4, name
+    for name in ("transformers", "tp"):
+        local = found[name]["local"]
+        assert local["model.layers.1.self_attn.q_proj.weight"] == [8, 32]
+        assert local["model.layers.0.mlp.down_proj.weight"] == [32, 16]
+        assert local["model.embed_tokens.weight"] == [16, 32] and local["lm_head.weight"] == [16, 32]
+    local = found["distribute"]["local"]
+    assert local["model.layers.1.self_attn.q_proj.weight"] == [16, 32] and local["lm_head.weight"] == [32, 32]
+    assert local["model.layers.0.mlp.down_proj.weight"] == [32, 32]
+    assert found["fsdp"]["local"]["model.layers.1.self_attn.q_proj.weight"] == [8, 32]
+
+
+def test_modules_that_do_not_meet_take_and_give_whole_values(plan: Plan) -> None:
+    text = export_plan(llama_plan(plan, {"model": RANKS}, {"gate_proj": 0, "up_proj": 0, "o_proj": 1}), "transformers")
+    names: dict[str, object] = {}
+    exec(text.partition("from transformers")[0] + text[text.index("TP_SIZE") :].partition("def config")[0], names)
+    assert names["TP_PLAN"] == {
+        f"{LAYER}.self_attn.o_proj": "rowwise_split_input",
+        f"{LAYER}.mlp.gate_proj": "colwise_gather_output",
+        f"{LAYER}.mlp.up_proj": "colwise_gather_output",
+    }
+    assert "that values stay split around model.layers.*.mlp.gate_proj" in text
+
+
+def test_what_no_style_says_is_said(plan: Plan) -> None:
+    made = llama_plan(plan, {"data": 2, "model": 2}, SPLIT | {"input_layernorm": 0, "q_proj": 0})
+    text = export_plan(made, "torchtitan")
+    assert f"{LAYER}.input_layernorm.weight: it is of no linear layer or embedding; it is whole here." in text
+    assert "input_layernorm" not in text.partition("parallelize_module(")[2]
+    assert "FSDP splits every one by its first dim" in text
+
+
+@pytest.mark.parametrize("form", ["transformers", "torchtitan"])
+def test_what_no_module_splits_is_refused(plan: Plan, form: str) -> None:
+    with pytest.raises(UserError, match="does not say how modules use their parameters"):
+        export_plan(dataclasses.replace(plan, uses=()), form, force=True)
+    with pytest.raises(UserError, match="nothing would be split"):
+        export_plan(llama_plan(plan, {"data": 8}, {}), form, force=True)
+
+
+@pytest.mark.parametrize("form", ["transformers", "torchtitan"])
+def test_a_hostile_name_stays_a_string(plan: Plan, form: str) -> None:
+    made = llama_plan(plan, {"model": RANKS}, SPLIT)
+    old, new = "lm_head.weight", "a'b\"\nimport os\\{}.weight"
+    (use,) = (use for use in made.uses if use.parameter == old)
+
+    def renamed(named: dict) -> dict:
+        return {new if name == old else name: value for name, value in named.items()}
+
+    hostile = dataclasses.replace(
+        made,
+        arguments=renamed(made.arguments),
+        shapes=renamed(made.shapes),
+        dtypes=renamed(made.dtypes),
+        roles=renamed(made.roles),
+        uses=(*(each for each in made.uses if each is not use), dataclasses.replace(use, parameter=new)),
+    )
+    code = ast.parse(export_plan(hostile, form))
+    assert new.removesuffix(".weight") in {node.value for node in ast.walk(code) if isinstance(node, ast.Constant)}
+    assert [type(each) for each in code.body] == [type(each) for each in ast.parse(export_plan(made, form)).body]
