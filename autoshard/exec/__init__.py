@@ -12,10 +12,10 @@ from autoshard.exec.ahead._compile_pairs import compile_pairs as compile_pairs
 from autoshard.exec.apply._apply import Application as Application
 from autoshard.exec.apply._apply import PlannedFunction as PlannedFunction
 from autoshard.exec.apply._export import jax_export as jax_export
+from autoshard.exec.apply._placements import placements_of as placements_of
+from autoshard.exec.apply._placements import spec_of_placements as spec_of_placements
 from autoshard.exec.apply._torch_plan import TorchPlan as TorchPlan
 from autoshard.exec.apply._torch_plan import distribution_notes as distribution_notes
-from autoshard.exec.apply._torch_plan import placements_of as placements_of
-from autoshard.exec.apply._torch_plan import spec_of_placements as spec_of_placements
 from autoshard.exec.devices._devices import ensure_devices as ensure_devices
 from autoshard.exec.devices._devices import jax_mesh as jax_mesh
 from autoshard.exec.devices._devices import plan_devices as plan_devices

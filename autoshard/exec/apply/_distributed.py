@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.utils import _pytree
 
 from autoshard.errors import UserError
+from autoshard.exec.apply._placements import placements_of
 from autoshard.exec.apply._split_ops import PlacedGradient, SplitOps, gathered
 from autoshard.exec.apply._split_trial import settle
-from autoshard.exec.apply._torch_plan import placements_of
 from autoshard.exec.devices._torch_names import own_name, owned_parameters
 from autoshard.plan import Plan, dims_by_axis, module_pattern
 from autoshard.program import map_inputs
@@ -24,8 +24,8 @@ def distribute(plan: Plan, model: Any, mesh: Any, places: Mapping[str, Sequence[
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise UserError("plan.distribute: the module has DTensors already; give a module that is not distributed yet.")
     made: dict[int, Any] = {}
-    uses = _Uses(plan)
-    pinned: dict[Any, dict[str, list[_Use]]] = {}
+    uses = _PlannedUses(plan)
+    pinned: dict[Any, dict[str, list[_PlacedUse]]] = {}
     for module, key, name, parameter in owned_parameters(model):
         if id(parameter) not in made:
             value = distribute_tensor(parameter.detach(), mesh, list(places[name]))
@@ -35,10 +35,10 @@ def distribute(plan: Plan, model: Any, mesh: Any, places: Mapping[str, Sequence[
         module.register_parameter(key, made[id(parameter)])
         if found := uses.of(own_name(name)):
             pinned.setdefault(module, {})[key] = found
-    running = _Running(plan, mesh, gather_outputs)
+    running = _RunHooks(plan, mesh, gather_outputs)
     for module in list(model.modules()):
         if module in pinned:
-            layer = _Layer(pinned[module])
+            layer = _UseHooks(pinned[module])
             module.register_forward_pre_hook(layer.before)
             module.register_forward_hook(layer.after, always_call=True)
         module.register_forward_pre_hook(running.enter_root if module is model else running.enter, prepend=True,
@@ -50,13 +50,13 @@ def distribute(plan: Plan, model: Any, mesh: Any, places: Mapping[str, Sequence[
 def notes_on(model: Any) -> tuple[str, ...]:
     """See `autoshard.exec.distribution_notes`."""
     for hook in model._forward_pre_hooks.values():
-        if isinstance(getattr(hook, "__self__", None), _Running):
+        if isinstance(getattr(hook, "__self__", None), _RunHooks):
             return hook.__self__.notes()
     raise UserError("distribution_notes: the module is not distributed; call plan.distribute(model, mesh) first.")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Use:
+class _PlacedUse:
     """Placements of one way to use a parameter, and the shapes by which that is known."""
 
     input_shape: tuple[int, ...]
@@ -70,11 +70,11 @@ class _Use:
         return self.input_shape in (shape, (*shape, 1))
 
 
-class _Uses:
+class _PlannedUses:
     """The plan's uses of parameters, as DTensor can hold them."""
 
     def __init__(self, plan: Plan) -> None:
-        self._found: dict[str, tuple[re.Pattern[str], list[_Use]]] = {}
+        self._found: dict[str, tuple[re.Pattern[str], list[_PlacedUse]]] = {}
         for use in plan.uses:
             pattern = re.compile(module_pattern(plan, use.parameter))
             _, into = self._found.setdefault(use.parameter, (pattern, []))
@@ -82,18 +82,18 @@ class _Uses:
                 weight, taken, given = (
                     list(placements_of(s, plan.mesh, "")) for s in (use.weight, use.input, use.output)
                 )
-                into.append(_Use(use.input_shape, use.output_shape, weight, taken, given))
+                into.append(_PlacedUse(use.input_shape, use.output_shape, weight, taken, given))
 
-    def of(self, name: str) -> list[_Use]:
+    def of(self, name: str) -> list[_PlacedUse]:
         return [use for pattern, uses in self._found.values() if pattern.match(name) for use in uses]
 
 
-class _Layer:
+class _UseHooks:
     """Hooks of a module that owns parameters: these are taken, and what it gives is held, as planned."""
 
-    def __init__(self, uses: Mapping[str, list[_Use]]) -> None:
+    def __init__(self, uses: Mapping[str, list[_PlacedUse]]) -> None:
         self._uses = uses
-        self._calls: list[list[tuple[str, _Use]]] = []
+        self._calls: list[list[tuple[str, _PlacedUse]]] = []
 
     def before(self, module: Any, args: tuple[Any, ...]) -> Any:
         taken = args[0] if args and isinstance(args[0], DTensor) else None
@@ -129,7 +129,7 @@ def moved(tensor: Any, places: Sequence[Any]) -> Any:
     return tensor if list(tensor.placements) == list(places) else tensor.redistribute(placements=list(places))
 
 
-class _Running:
+class _RunHooks:
     """Hooks of all modules: torch functions run split within them, the first to be called takes and gives for all."""
 
     def __init__(self, plan: Plan, mesh: Any, gather_outputs: bool) -> None:

@@ -2,12 +2,12 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from autoshard.errors import UserError
+from autoshard.exec.apply._placements import placements_of
 from autoshard.exec.devices._torch_names import mesh_sizes, own_name
-from autoshard.plan import Plan, Spec, dims_by_axis, is_stacked, layer_spec, module_pattern, spec_text
+from autoshard.plan import Plan, Spec, is_stacked, layer_spec, module_pattern
 
 
 if TYPE_CHECKING:
@@ -141,35 +141,3 @@ def distribution_notes(model: Any) -> tuple[str, ...]:
     from autoshard.exec.apply._distributed import notes_on
 
     return notes_on(model)
-
-
-def placements_of(spec: Spec, mesh: Mapping[str, int], name: str) -> tuple[Any, ...]:
-    """`Shard` or `Replicate` for each mesh axis.
-
-    Raises `UserError` where a dim is split by axes in another order than the mesh's, which DTensor cannot hold.
-    """
-    from torch.distributed.tensor import Replicate, Shard
-
-    dims = dims_by_axis(spec, mesh)
-    if dims is None:
-        raise UserError(
-            f"`{name}` is split as {spec_text(spec)}, one dim by axes in another order than the mesh "
-            f"({', '.join(mesh)}); DTensor cannot hold that: plan with a mesh whose axes are in the other order."
-        )
-    return tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
-
-
-def spec_of_placements(placements: Any, rank: int, mesh: Mapping[str, int]) -> Spec:
-    """The spec that DTensor placements mean: the reverse of `placements_of`.
-
-    Raises `UserError` for a partial or strided placement.
-    """
-    from torch.distributed.tensor import Replicate, Shard
-
-    dims: list[tuple[str, ...]] = [()] * rank
-    for axis, placement in zip(mesh, placements, strict=True):
-        if type(placement) is Shard:
-            dims[placement.dim % rank] += (axis,)
-        elif type(placement) is not Replicate:
-            raise UserError(f"a tensor placed as {placement} over {axis} is not split in a way that a spec can say.")
-    return Spec(tuple(dims))
