@@ -105,7 +105,12 @@ for name in ("tp", "fsdp"):
 model = runpy.run_path(f"{folder}/net.py")["model"]
 plan = autoshard.load(f"{folder}/plan.json")
 mesh = init_device_mesh("cpu", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
-compare("distribute", plan.distribute(model, mesh), net["ids"], wanted.detach())
+plan.distribute(model, mesh, gather_outputs=True)
+model.train().gradient_checkpointing_enable()
+compare("distribute", model, net["ids"], wanted.detach())
+asked = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones(4, 4).long(), "pad_token_id": 0}
+ahead = [each.eval().generate(net["ids"][:, :4], **asked) for each in (net["model"], model)]
+found["distribute"]["generated"] = bool((ahead[0] == ahead[1]).all())
 for each in found.values():
     assert each["gradients"].keys() == grads.keys()
     off = {key: (each["gradients"][key] - grad).abs().max() / grad.abs().max() for key, grad in grads.items()}
@@ -162,7 +167,7 @@ def test_the_code_computes_what_the_module_does_alone(plan: Plan, tmp_path: Path
     port = str(20000 + os.getpid() % 20000)
     command = [sys.executable, "-c", RUN, str(tmp_path), port]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
-    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.returncode == 0, run.stderr[-5000:]
     found = json.loads(run.stdout.splitlines()[-1])
     for name, each in found.items():
         assert each.get("loss", 0.0) < 1e-5 and each["gradients"] < 1e-4, name
@@ -171,6 +176,7 @@ def test_the_code_computes_what_the_module_does_alone(plan: Plan, tmp_path: Path
         assert local["model.layers.1.self_attn.q_proj.weight"] == [8, 32]
         assert local["model.layers.0.mlp.down_proj.weight"] == [32, 16]
         assert local["model.embed_tokens.weight"] == [16, 32] and local["lm_head.weight"] == [16, 32]
+    assert found["distribute"]["generated"], "token by token, with a cache"
     local = found["distribute"]["local"]
     assert local["model.layers.1.self_attn.q_proj.weight"] == [16, 32] and local["lm_head.weight"] == [32, 32]
     assert local["model.layers.0.mlp.down_proj.weight"] == [32, 32]

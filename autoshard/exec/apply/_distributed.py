@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils import _pytree
 
 from autoshard.errors import UserError
@@ -123,9 +123,7 @@ class _UseHooks:
 
 
 def moved(tensor: Any, places: Sequence[Any]) -> Any:
-    """A DTensor in other placements; what is looked up in parts is summed before it is moved."""
-    if any(place.is_partial() and type(place) is not Partial for place in tensor.placements):
-        tensor = settle(tensor)
+    """A DTensor in other placements."""
     return tensor if list(tensor.placements) == list(places) else tensor.redistribute(placements=list(places))
 
 

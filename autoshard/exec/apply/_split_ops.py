@@ -160,6 +160,8 @@ def settled(tensor: Any) -> Any:
 
     A gradient may come in any placement, which what DTensor was tried with does not cover.
     """
+    if any(place.is_partial() and type(place) is not Partial for place in tensor.placements):
+        tensor = settle(tensor)  # a lookup in a part of a table, which can be summed only once
     places = [p if _divides(tensor, p) else Replicate() for p in tensor.placements]
     made = tensor if places == list(tensor.placements) else tensor.redistribute(placements=places)
     if made.requires_grad and not made.is_leaf:

@@ -1,7 +1,7 @@
 """Whether DTensor runs a torch function as one device does: its values and its gradients are compared."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -31,7 +31,9 @@ def trial(func: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: 
     mesh = tensors[0].device_mesh
     device = torch.get_device_module(mesh.device_type)
     own = [] if mesh.device_type == "cpu" else [device.current_device()]
-    with torch.random.fork_rng(own, device_type="cuda" if mesh.device_type == "cpu" else mesh.device_type):
+    # What the trial saves for its gradients is none of what a checkpoint around it counts.
+    keep = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+    with keep, torch.random.fork_rng(own, device_type="cuda" if mesh.device_type == "cpu" else mesh.device_type):
         before = _random_state(mesh)
         try:
             found = [settle(each) for each in _values(lambda a, k: run(func, a, k), args, kwargs, changes)]
@@ -51,8 +53,22 @@ def trial(func: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: 
             wanted = list(_values(lambda a, k: func(*a, **k), whole, keywords, changes))
         except Exception:
             return "it fails on whole tensors"
-    alike = len(found) == len(wanted) and all(map(_alike, found, wanted))
-    return "" if alike else "it gives other values than on one device"
+    allowed = _rounding([*tensors, *wanted], mesh.device_type)
+    # Each is compared, as gathering takes all processes, and these need not see the same.
+    alike = [len(found) == len(wanted)] + [_alike(a, b, allowed) for a, b in zip(found, wanted, strict=False)]
+    return "" if all(alike) else "it gives other values than on one device"
+
+
+def _rounding(values: Sequence[Any], device_type: str) -> float:
+    """How far values may differ, relative to the largest of their tensor: by the coarsest of the dtypes involved."""
+    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    if torch.is_autocast_enabled(device_type):
+        dtypes.add(torch.get_autocast_dtype(device_type))
+    return math.sqrt(max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0))
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _said(error: Exception) -> str:
@@ -105,7 +121,7 @@ def _ramp(like: Any) -> Any:
     return whole.redistribute(placements=places)
 
 
-def _alike(found: Any, wanted: Any) -> bool:
+def _alike(found: Any, wanted: Any, allowed: float) -> bool:
     if not isinstance(wanted, torch.Tensor):
         return type(found) is type(wanted) and (not isinstance(wanted, (int, float, bool, str)) or found == wanted)
     if not isinstance(found, DTensor) or found.shape != wanted.shape or found.dtype != wanted.dtype:
@@ -120,7 +136,7 @@ def _alike(found: Any, wanted: Any) -> bool:
         return False
     scale = torch.where(usual, wanted, 0).abs().max() if wanted.numel() else 0.0
     far = torch.where(usual, found - wanted, 0).abs()
-    return bool((far <= math.sqrt(torch.finfo(wanted.dtype).eps) * scale).all())
+    return bool((far <= allowed * scale).all())
 
 
 def is_sound(tensor: Any, divides: Callable[[Any, Any], bool]) -> bool:
