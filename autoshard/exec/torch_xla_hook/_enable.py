@@ -15,7 +15,7 @@ from autoshard.exec.torch_xla_hook._norms import expand_norms
 from autoshard.exec.torch_xla_hook._ops import untold
 from autoshard.exec.torch_xla_hook._reads import read_whole
 from autoshard.exec.torch_xla_hook._session import Session
-from autoshard.exec.torch_xla_hook._tensors import live_on_xla
+from autoshard.exec.torch_xla_hook._tensors import leaves, live_on_xla
 from autoshard.exec.torch_xla_hook._xlac import xlac
 
 
@@ -150,7 +150,7 @@ def _stand_in(made: Session) -> None:
         if input_sharding is None:
             return send(datas, device, PlannedInputs(made.applied.batch_spec))
         sent = send(datas, device, input_sharding)
-        made.marks.record(sent)
+        made.marks.record(tensor for _, tensor in leaves(sent, ""))  # of a list of dicts, say
         return sent
 
     xm.send_cpu_data_to_device = send_planned

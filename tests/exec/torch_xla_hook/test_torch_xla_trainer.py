@@ -1,0 +1,65 @@
+"""The Hugging Face Trainer under auto-sharding: it trains, evaluates, saves, and goes on under another plan."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autoshard.exec.devices._torch_names import own_name
+from tests.exec.torch_xla_hook.torch_xla_processes import run_checks
+from tests.exec.torch_xla_hook.torch_xla_trainer_checks import LAYERS, SAVED, STEPS
+
+
+FIRST, SECOND = "2,4", "4,2"
+TRAINED = [str(step) for step in range(1, STEPS + 1)]
+EVALUATED = [str(SAVED), str(STEPS)]
+
+
+def run(name: str, folder: Path, **environment: str) -> dict[str, Any]:
+    environment |= {"FOLDER": str(folder), "HF_HUB_OFFLINE": "1", "AUTOSHARD_STRICT": "1"}
+    return run_checks("torch_xla_trainer_checks", name, **environment)[name]
+
+
+def check_alike(found: dict[str, Any], alone: dict[str, Any]) -> None:
+    assert list(found["losses"]) == TRAINED and list(found["evaluated"]) == EVALUATED
+    for kind in ("losses", "evaluated"):
+        assert found[kind] == pytest.approx(alone[kind], rel=1e-5)
+
+
+@pytest.fixture(scope="module", params=LAYERS)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def alone(family: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """On one device, with nothing planned."""
+    return run(f"alone_{family}", tmp_path_factory.mktemp("alone"), CPU_NUM_DEVICES="1")
+
+
+@pytest.mark.full
+def test_the_plain_trainer_goes_on_under_another_plan(family: str, alone: dict[str, Any], tmp_path: Path):
+    first = run(f"planned_{family}", tmp_path, XLA_AUTO_SPMD_MESH=FIRST)
+    second = run(f"resumed_{family}", tmp_path, XLA_AUTO_SPMD_MESH=SECOND)
+    assert first["mesh"] == {"data": 2, "model": 4} and second["mesh"] == {"data": 4, "model": 2}
+    for found in (first, second):
+        check_alike(found, alone)
+        assert found["plans"] == 2, "one of training, one of evaluation"
+        assert any(text.startswith("{devices=") for text in found["held"])
+    assert first["held"] != second["held"]
+
+
+@pytest.mark.full
+def test_the_trainer_with_fsdpv2_goes_on_without(family: str, alone: dict[str, Any], tmp_path: Path):
+    wrapped = run(f"wrapped_{family}", tmp_path, XLA_AUTO_SPMD_MESH="fsdp=8,tensor=1")
+    check_alike(wrapped, alone)
+    assert wrapped["wrapped"] == "SpmdFullyShardedDataParallel" and wrapped["mesh"] == {"fsdp": 8, "tensor": 1}
+    assert wrapped["plans"] == 2 and all(text.startswith("{devices=") for text in wrapped["held"])
+    assert not any("_orig_module" in name for name in wrapped["parameters"])
+    # The Trainer saves the wrapped module, and no module has its parameters by these names.
+    saved = tmp_path / f"checkpoint-{SAVED}" / "pytorch_model.bin"
+    state = torch.load(saved, weights_only=True)
+    assert all("_orig_module" in name for name in state)
+    torch.save({own_name(name): value for name, value in state.items()}, saved)
+    check_alike(run(f"resumed_{family}", tmp_path, XLA_AUTO_SPMD_MESH=SECOND), alone)
