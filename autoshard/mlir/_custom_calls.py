@@ -55,11 +55,7 @@ def constrain_custom_calls(
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
 
-    calls = [
-        (op, ir.StringAttr(op.attributes["mhlo.sharding"]).value)
-        for op in collect(module.operation, {"stablehlo.custom_call"})
-        if ir.StringAttr(op.attributes["call_target_name"]).value == "Sharding" and "mhlo.sharding" in op.attributes
-    ]
+    calls = sharding_calls(module)
     strip(module)
     dropped = 0
     for op, text in calls:
@@ -74,3 +70,14 @@ def constrain_custom_calls(
         op.results[0].replace_all_uses_with(value)
         op.erase()
     return dropped
+
+
+def sharding_calls(module: Any) -> list[tuple[Any, str]]:
+    """The custom calls to `Sharding` of a module, each with its HLO sharding string."""
+    from jaxlib.mlir import ir
+
+    return [
+        (op, ir.StringAttr(op.attributes["mhlo.sharding"]).value)
+        for op in collect(module.operation, {"stablehlo.custom_call"})
+        if ir.StringAttr(op.attributes["call_target_name"]).value == "Sharding" and "mhlo.sharding" in op.attributes
+    ]

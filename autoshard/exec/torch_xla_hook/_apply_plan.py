@@ -62,13 +62,13 @@ class Applied:
             if argument.role is Role.BATCH:
                 self.batches[tuple(value.shape), value.dtype] = (spec, mesh)
             elif tensor is not None:
-                self._keep(tensor, spec, mesh, taken.program.training)
+                self.keep(tensor, spec, mesh, taken.program.training)
         results = {id(root): plan.results[r.name] for root, r in zip(taken.roots, taken.program.results, strict=True)}
         for optimizer in watch.optimizers:
             self._optimizers[optimizer] = None
             for _, _, tensor in optimizer_state(optimizer):
                 if id(tensor) in results and results[id(tensor)].dims:
-                    self._keep(tensor, results[id(tensor)], mesh, taken.program.training)
+                    self.keep(tensor, results[id(tensor)], mesh, taken.program.training)
         pinned = pins.of(plan)
         for (place, shape), specs in pinned.items():
             module = watch.modules[place.module]
@@ -84,7 +84,8 @@ class Applied:
         """Sharding strings and shapes of the pins that are in what is pending."""
         return frozenset().union(*(self.pins[plan] for plan in self.now.pinned))
 
-    def _keep(self, tensor: Any, spec: Spec, mesh: LiveMesh, trains: bool) -> None:
+    def keep(self, tensor: Any, spec: Spec, mesh: LiveMesh, trains: bool) -> None:
+        """Remember how a plan of a step, which `trains` or not, splits a tensor."""
         self.specs[tensor] = spec
         if trains:
             self.trained[tensor] = None

@@ -21,6 +21,8 @@ class Known:
     name: str
     role: Role
     tensor: Any
+    whole: tuple[int, ...] | None = None
+    """The shape of what the device data only stands for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,8 @@ def capture(
     module = mlir.inline_calls(mlir.parse_module(source))
     of_data = handles(data)
     found = [known.get(handle) for handle in of_data]
+    whole = {number: each.whole for number, each in enumerate(found) if each is not None and each.whole is not None}
+    mlir.give_whole(module, whole)
     held = {number: held_spec(value) for number, value in enumerate(data) if value.dim() > 0}
     theirs = marks.data() if any(held.values()) else set()
     marked = {
@@ -89,7 +93,7 @@ def capture(
     dropped = mlir.constrain_custom_calls(module, "mesh", mesh.sizes, read) - own
     places = mlir.cut_results(module, len(roots))
     types, result_types = mlir.main_types(module)
-    shapes = [tuple(value.shape) for value in data]
+    shapes = [whole.get(number, tuple(value.shape)) for number, value in enumerate(data)]
     if shapes != [shape for shape, _ in types]:
         raise RuntimeError(
             f"the graph's inputs {shapes} are not the module's arguments {[shape for shape, _ in types]}: "

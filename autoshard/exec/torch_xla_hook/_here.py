@@ -1,5 +1,6 @@
 """The devices that PyTorch/XLA sees: which topology they form, and their numbers over a plan's mesh."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -10,9 +11,11 @@ from autoshard.errors import UserError
 from autoshard.exec.devices._devices import by_coordinates
 from autoshard.exec.torch_xla_hook._marks import LiveMesh
 from autoshard.exec.torch_xla_hook._xlac import xlac
+from autoshard.units import GIB
 
 
 TOPOLOGY_VARIABLE = "AUTOSHARD_TOPOLOGY"
+LIMIT_VARIABLE = "AUTOSHARD_MEMORY_LIMIT"
 
 
 def topology_here() -> str:
@@ -76,6 +79,23 @@ def mesh_here() -> dict[str, int] | None:
             f"give sizes whose product is {count}."
         )
     return sizes
+
+
+def memory_limit_here() -> int | None:
+    """Bytes of one device that `AUTOSHARD_MEMORY_LIMIT` (GiB) allows; None if it says nothing.
+
+    Raises `UserError` for what is no number above 0.
+    """
+    text = os.environ.get(LIMIT_VARIABLE, "").strip()
+    if not text:
+        return None
+    try:
+        size = float(text) * GIB
+    except ValueError:
+        size = math.nan
+    if not 1 <= size < 2**62:
+        raise UserError(f"{LIMIT_VARIABLE}={text} is no memory of a device: give GiB, for example 15.5.")
+    return int(size)
 
 
 def live_mesh(topology: str, mesh: Mapping[str, int]) -> LiveMesh:

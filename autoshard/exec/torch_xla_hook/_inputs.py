@@ -87,6 +87,11 @@ def watch_moves(made: Any) -> None:
     @functools.wraps(module_to)
     def watched_to(module: Any, *args: Any, **kwargs: Any) -> Any:
         before = [parameter.device.type for parameter in module.parameters()]
+        if "meta" in before and not made.guard.failed:
+            device, *_ = vars(torch._C)["_nn"]._parse_to(*args, **kwargs)
+            if device is not None and device.type == "xla":
+                made.promise_module(module)
+                return module
         moved = module_to(module, *args, **kwargs)
         after = (parameter.device.type for parameter in module.parameters())
         if any(new == "xla" != old for old, new in zip(before, after, strict=False)):

@@ -23,9 +23,17 @@ def group_here() -> bool | None:
 
     Raises `UserError` for what is no answer.
     """
-    text = os.environ.get(GROUP_VARIABLE, "").strip().lower()
+    return answer_here(GROUP_VARIABLE, "to split parameters in a group", "one by one")
+
+
+def answer_here(variable: str, yes: str, no: str) -> bool | None:
+    """What an environment variable answers; None if it says nothing. `yes` and `no` say what 1 and 0 do.
+
+    Raises `UserError` for what is no answer.
+    """
+    text = os.environ.get(variable, "").strip().lower()
     if text and text not in _ANSWERS:
-        raise UserError(f"{GROUP_VARIABLE}={text} is no answer: set 1 to split parameters in a group, 0 one by one.")
+        raise UserError(f"{variable}={text} is no answer: set 1 {yes}, 0 {no}.")
     return _ANSWERS.get(text)
 
 

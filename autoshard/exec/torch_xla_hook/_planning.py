@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook._capture import Capture
+from autoshard.exec.torch_xla_hook._here import memory_limit_here
 from autoshard.exec.torch_xla_hook._marks import LiveMesh
 from autoshard.graph import read_graph
 from autoshard.plan import Options, Plan, Spec, make_plan, read_asked, spec_text
@@ -25,7 +26,8 @@ class Decision:
 
 def best_mesh(taken: Capture, topology: str) -> dict[str, int]:
     """The mesh on which a captured graph has the fastest plan, of all that the devices can form."""
-    return make_plan(taken.program, Options(topology=topology, mesh="auto", refine_axes=False)).plan.mesh
+    options = Options(topology=topology, mesh="auto", refine_axes=False, memory_limit=memory_limit_here())
+    return make_plan(taken.program, options).plan.mesh
 
 
 def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Spec], free: bool = False) -> Decision:
@@ -49,12 +51,14 @@ def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Sp
             notes.append(f"your own mark on {name}, {spec_text(spec, shape)}, is kept.")
     loose = {} if free else _followed(taken, mesh, fixed)
     axis_only: dict[str, tuple[str, ...]] = {}
+    limit = memory_limit_here()
 
     def make() -> tuple[Plan, tuple[str, ...]]:
         """A plan, and what is to be said of it."""
         # What only followed gives way where something is asked for.
         asked = read_asked((loose if not axis_only else {}) | pins, axis_only=axis_only)
-        made = make_plan(taken.program, Options(topology=topology, mesh=mesh.sizes, asked=asked, refine_axes=False))
+        options = Options(topology=topology, mesh=mesh.sizes, asked=asked, refine_axes=False, memory_limit=limit)
+        made = make_plan(taken.program, options)
         if splits(made.plan):
             return made.plan, ()
         if axis_only and not any(axis_only.values()):

@@ -5,12 +5,13 @@ import itertools as it
 import logging
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard.cost import Topology
+from autoshard.exec.torch_xla_hook._ahead import Ahead
 from autoshard.exec.torch_xla_hook._apply_plan import Applied
-from autoshard.exec.torch_xla_hook._capture import capture
+from autoshard.exec.torch_xla_hook._capture import Capture, capture
 from autoshard.exec.torch_xla_hook._guard import Guard, is_strict, said_of
 from autoshard.exec.torch_xla_hook._here import live_mesh, mesh_here, topology_here
 from autoshard.exec.torch_xla_hook._marks import LiveMesh, annotated, held_spec, is_split, mark
@@ -45,6 +46,7 @@ class Session:
         self.guard = Guard(self._give_up)
         self.marks = UserMarks()
         self.applied = Applied(self.guard)
+        self.ahead = Ahead(self.marks, self.applied)
         self.armed = False
         self.failed = False
         self._watch: Watch | None = None
@@ -86,7 +88,7 @@ class Session:
             self._known_steps = 0
             self._current = set()
             self._looked = set()
-            self._watch = Watch(self._on_forward, self.guard)
+            self._watch = Watch(self._on_forward, self.guard, self.ahead.live_data)
             self._watch.start()
             self._reads.start()
             stand_in()
@@ -107,10 +109,20 @@ class Session:
     def await_module(self, module: Any) -> None:
         """A module has come to the device: its first step is to be planned."""
         self._moved.add(module)
+        self.ahead.moved(module)
+        self.arm()
+
+    def promise_module(self, module: Any) -> None:
+        """A module on the meta device is to come to the device: it is made there at its first call."""
+        self.ahead.promised(module)
         self.arm()
 
     def _on_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a step of inference begins: what was read is called again, and no one has asked for gradients."""
+        topology = topology_here()
+        if self.ahead.needs(module, topology):
+            find_mesh = functools.partial(self._mesh_for, topology, self.mesh or mesh_here())
+            self.ahead.split(module, (args, kwargs), topology, find_mesh)
         found = self.signature(module, args, kwargs)
         watch = self._watch
         again = watch is not None and found in self._looked and not watch.went_back
@@ -216,7 +228,7 @@ class Session:
     def on_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """An optimizer begins its step: what was planned as inference with gradients is planned anew."""
         watch, unsure = self._watch, self._unsure
-        if watch is None and not unsure:
+        if (watch is None and not unsure) or is_traced():
             return
         with self.guard:
             if not any(on_xla(parameter) for group in optimizer.param_groups for parameter in group["params"]):
@@ -263,6 +275,13 @@ class Session:
         finally:
             self.disarm()
 
+    def _mesh_for(self, topology: str, sizes: dict[str, int] | None, read: Callable[[LiveMesh], Capture]) -> LiveMesh:
+        """The mesh of these sizes; without them, the best one for what is read."""
+        if sizes is None:
+            whole = live_mesh(topology, {"data": Topology.parse(topology).num_devices})
+            sizes = self.mesh = best_mesh(read(whole), topology)
+        return live_mesh(topology, sizes)
+
     def _plan_pending(
         self, watch: Watch, roots: Sequence[Any], topology: str, mesh: LiveMesh | None, group: bool | None
     ) -> Sequence[Any]:
@@ -284,10 +303,7 @@ class Session:
             marks=self.marks,
             own_pins=self.applied.waiting_pins(),
         )
-        if mesh is None:
-            whole = live_mesh(topology, {"data": Topology.parse(topology).num_devices})
-            self.mesh = best_mesh(read(mesh=whole), topology)
-            mesh = live_mesh(topology, self.mesh)
+        mesh = mesh or self._mesh_for(topology, None, lambda mesh, read=read: read(mesh=mesh))
         self._live = mesh
         taken = read(mesh=mesh)
         del recorded, read

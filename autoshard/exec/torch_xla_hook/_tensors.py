@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from autoshard.exec.torch_xla_hook._xlac import xlac
@@ -72,10 +72,14 @@ def live_pending(first: Iterable[Any]) -> list[Any]:
     return [tensor for tensor, is_pending in zip(tensors, pending(tensors), strict=True) if is_pending]
 
 
-def live_data() -> list[tuple[int, Any]]:
-    """Device data handle and tensor of all tensors of one dim and more that Python can see and that are not pending."""
+def live_data(but: Container[Any] = ()) -> list[tuple[int, Any]]:
+    """Device data handle and tensor of all tensors of one dim and more that Python can see and that are not pending.
+
+    Those in `but` are left out.
+    """
     wrapped = _wrapped()
     seen = (plain(tensor) for tensor in _tensors_of_process() if on_xla(tensor) and tensor.dim())
+    seen = (tensor for tensor in seen if tensor not in but)
     tensors = list({id(tensor): tensor for tensor in seen if is_functional(tensor) == wrapped}.values())
     held = [tensor for tensor, waits in zip(tensors, pending(tensors), strict=True) if not waits]
     return list(zip(handles(held), held, strict=True))

@@ -22,7 +22,12 @@ from autoshard.program import Role
 class Watch:
     """Hooks on every module while a step is to be captured; names tensors before the step changes them."""
 
-    def __init__(self, on_forward: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool], guard: Guard) -> None:
+    def __init__(
+        self,
+        on_forward: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool],
+        guard: Guard,
+        live: Callable[[], list[tuple[int, Any]]] = live_data,
+    ) -> None:
         self.known: dict[int, Known] = {}
         """Device data handle -> the tensor that held it."""
         self.recorded: dict[Place, Any] = {}
@@ -39,6 +44,7 @@ class Watch:
         self.infers = False
         """Whether the same was called again without that, so that no one will."""
         self._on_forward = on_forward
+        self._find_live = live
         self.guard = guard
         self.is_on = False
         self._live: dict[int, weakref.ref[Any]] = {}
@@ -140,7 +146,7 @@ class Watch:
             self.restart()
             self.infers = True
         if not self.outermost:
-            self._live = {handle: weakref.ref(tensor) for handle, tensor in live_data()}
+            self._live = {handle: weakref.ref(tensor) for handle, tensor in self._find_live()}
         again = any(each is module for each in self.outermost)
         if not again and id(module) in self._names:
             return  # a part that is run by itself: a checkpointed one in the backward pass
