@@ -93,9 +93,9 @@ def table(results: dict[str, Any]) -> str:
         f"`python experiments/dtensor.py`: eight processes over gloo, mesh {MESH}, float32. Differences are the",
         "largest of any value, relative to the largest of its tensor; updates are those of one AdamW step, where the",
         "gradient is not next to nothing. *Split* is the share of parameters that are split, *held* what one process",
-        "holds of all; inference has its parameters as the plan for training does. Calls are those of one step after the",
-        "first, the optimizer's with it, beside the plan's predicted collectives; the backward pass is DTensor's own, so",
-        "kinds and counts need not agree.\n",
+        "holds of all; inference has its parameters as the plan for training does. Calls are those of one step after",
+        "the first, with the optimizer's, beside the plan's predicted collectives; the backward pass is DTensor's own,",
+        "so kinds and counts need not agree.\n",
         "| family | step | plan | loss or output | gradients | updates | split | held | calls | planned |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- | --- |",
     ]
