@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from autoshard import UserError
-from autoshard.plan import ParameterUse, Plan, Spec
+from autoshard.plan import ParameterUse, Plan, Spec, stack_names
 from autoshard.report import export_plan
 
 
@@ -193,6 +193,12 @@ def test_modules_that_do_not_meet_take_and_give_whole_values(plan: Plan) -> None
         f"{LAYER}.mlp.up_proj": "colwise_gather_output",
     }
     assert "that values stay split around model.layers.*.mlp.gate_proj" in text
+
+
+def test_a_stack_of_some_layers_has_a_name_for_each() -> None:
+    assert stack_names("layers.[1::2].mlp", 2) == ["layers.1.mlp", "layers.3.mlp"]
+    assert stack_names("layers.[0:2].mlp", 2) == ["layers.0.mlp", "layers.1.mlp"]
+    assert stack_names("layers.*.mlp", 7) == ["layers.*.mlp"]
 
 
 def test_what_no_style_says_is_said(plan: Plan) -> None:
