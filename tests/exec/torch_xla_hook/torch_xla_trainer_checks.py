@@ -11,18 +11,27 @@ from tests.exec.torch_xla_hook.torch_xla_checks import plans, report, spec
 
 
 STEPS, SAVED = 6, 3
-LAYERS = {"llama": "LlamaDecoderLayer", "gpt2": "GPT2Block"}
+LAYERS = {"llama": "LlamaDecoderLayer", "gpt2": "GPT2Block", "gpt_neox": "GPTNeoXLayer"}
 
 
 def model_of(family: str) -> Any:
     import torch
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        GPTNeoXConfig,
+        GPTNeoXForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
 
     torch.manual_seed(0)
     if family == "gpt2":
         sizes = {"vocab_size": 128, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 4, "use_cache": False}
         return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    if family == "gpt_neox":
+        return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, num_attention_heads=4, use_cache=False))
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
 
