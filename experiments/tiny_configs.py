@@ -42,6 +42,11 @@ def _needed(fields: dict[str, Any], causal: bool) -> dict[str, Any]:
     made: dict[str, Any] = {}
     if "vocab_size" in fields and fields["vocab_size"] is None:
         made["vocab_size"] = 32
+    if fields.get("default_language") is None and fields.get("languages"):
+        made["default_language"] = fields["languages"][0]
+    if isinstance(fields.get("projector_patch_to_query_dict"), dict):  # queries for the patches that there are
+        vision = fields["vision_config"]
+        made["projector_patch_to_query_dict"] = {str((vision["image_size"] // vision["patch_size"]) ** 2): 16}
     for key in fields:  # tokens that stand for what is seen or heard
         if re.fullmatch(r"(image|audio|video)_token_(id|index)", key) and fields[key] is None:
             made[key] = 7
@@ -71,6 +76,13 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
             made[key] = 128
         elif key in WIDTHS and rung == 0:
             made[key] = min(value, WIDTHS[key])
+    heads = made.get("num_attention_heads")
+    if "head_dim" in fields and fields["head_dim"] is None and isinstance(heads, int) and "hidden_size" in made:
+        made["head_dim"] = made["hidden_size"] // heads
+    if rung == 0 and {"head_dim", "qk_rope_head_dim"} <= made.keys() and made["qk_rope_head_dim"]:
+        made["head_dim"] = made["qk_rope_head_dim"]  # the part that positions turn
+    if isinstance(fields.get("layer_types"), list) and fields.get("rope_parameters") == {}:
+        made["rope_parameters"] = {each: {"rope_type": "default", "rope_theta": 1e4} for each in fields["layer_types"]}
     if "num_experts_per_tok" in fields and fields["num_experts_per_tok"] is None:
         made["num_experts_per_tok"] = 2
     if isinstance(fields.get("layer_types"), list):

@@ -91,6 +91,14 @@ def _environment_type() -> type:
             return super()._to_copy(the_tensor.torch() if isinstance(the_tensor, View) else the_tensor, *rest)
 
         def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            try:
+                return self._folded(func, types, args, kwargs)
+            except TypeError as error:  # of which Python's operators make "unsupported operand" without its reason
+                if "incompatible shapes" not in str(error):
+                    raise
+                raise ValueError(str(error)) from error
+
+        def _folded(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             with op_scope():
                 given = args, kwargs or {}
                 known = _pytree.tree_map_only((tensor.Tensor, View), computed, given) if _folding.get() else given

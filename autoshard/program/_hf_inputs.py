@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoshard.errors import UserError
+from autoshard.program._hf_beside import beside_actions, beside_ids, decoder_shape, forms_of, in_form
 from autoshard.program._hf_media import Media, media_of
 
 
@@ -26,25 +27,27 @@ class HfTask:
     notes: tuple[str, ...] = ()
 
 
-def task_of(
+def tasks_of(
     model: Any, name: str, *, batch: int, seq: int | None, image: int | None, train: bool, dtype: str
-) -> HfTask:
-    """The task of `model`: token ids (with a decoder or not), images, sound or series, as its code takes them.
+) -> tuple[HfTask, ...]:
+    """The tasks of `model`, the likeliest first: token ids (with a decoder or not), images, sound or series.
+
+    There are several where models differ in the form of what they are given; those that follow the first are for
+    where the first does not run.
 
     Raises `UserError` for sizes that the model cannot take.
     """
     import jax
-    import numpy as np
 
     config = model.config
     names = set(inspect.signature(model.forward).parameters)
     _positive("batch", batch)
-    shape = jax.ShapeDtypeStruct
     floats = jax.numpy.dtype(dtype)
     kind = model.main_input_name if model.main_input_name in names else _main(names)
     vocabulary = _vocabulary(config)
     text = "input_ids" in names and (kind == "input_ids" or vocabulary is not None and _has_towers(config))
-    sees = kind != "input_ids" or text and _has_towers(config)
+    text = text or "input_ids" in _required(model)
+    sees = kind != "input_ids" or text and (_has_towers(config) or "pixel_values" in _required(model))
     if image is not None and not (sees and names & {"pixel_values", "pixel_values_videos"}):
         raise UserError(f"--image is for models of images; `{name}` takes `{kind}`.")
     if image is not None:
@@ -56,6 +59,32 @@ def task_of(
     media = media if sees and media is not None else Media({})
     if not text and not media.shapes:
         raise UserError(f"`{name}` takes `{kind}`, which is not supported; give the module through a Python file.")
+    given = (text, seq, length, limit)
+    return tuple(
+        _task(model, name, in_form(media, form, names, config), given, batch=batch, train=train, floats=floats)
+        for form in forms_of(names, media)
+    )
+
+
+def _task(
+    model: Any,
+    name: str,
+    media: Media,
+    given: tuple[bool, int | None, int, int | None],
+    *,
+    batch: int,
+    train: bool,
+    floats: Any,
+) -> HfTask:
+    """`given`: whether ids are read, the tokens that were asked for, those that are taken, and its positions."""
+    import jax
+    import numpy as np
+
+    config, shape = model.config, jax.ShapeDtypeStruct
+    names = set(inspect.signature(model.forward).parameters)
+    kind = model.main_input_name if model.main_input_name in names else _main(names)
+    vocabulary = _vocabulary(config)
+    text, seq, length, limit = given
     data = {key: shape(size, floats) for key, size in media.shapes.items()}
     decodes = bool(config.is_encoder_decoder) and "decoder_input_ids" in names
     if not text and not decodes:
@@ -80,17 +109,19 @@ def task_of(
         if _has_position_table(model):
             raise UserError(f"--seq {seq} is longer than the {limit} positions `{name}` has; give at most {limit}.")
         notes.append(f"The sequence of {seq} tokens is longer than the {limit} that `{name}` was trained with.")
-    ids = shape((batch, seq), np.int32)
-    texts = [key for key, there in (("input_ids", text), ("decoder_input_ids", decodes)) if there]
-    data |= dict.fromkeys(texts, ids)
+    texts = {"input_ids": (batch, seq)} if text else {}
+    texts |= {"decoder_input_ids": decoder_shape(config, batch, seq)} if decodes else {}
+    others, known = beside_ids(names, config, batch, seq)
+    data |= {key: shape(size, np.int32) for key, size in (texts | others).items()}
+    data |= {key: shape(size, floats) for key, size in beside_actions(names, config, batch).items()}
     if train:
-        data["labels"] = ids
+        data["labels"] = shape((batch, seq), np.int32)
     keys = tuple(each for each in data if each != "labels")
     token = _image_token(config) if text and "pixel_values" in data else None
     places = 0 if token is None or media.tokens is None else min(media.tokens, seq - 1)
     if places:
         notes.append(f"The first {places} tokens of each sequence are those of its image.")
-    plain = _always(names, config, seq, train)
+    plain = _always(names, config, seq, train) | known
     if places and "mm_token_type_ids" in names:
         kinds = np.zeros((batch, seq), np.int64)
         kinds[:, :places] = 1
@@ -118,6 +149,12 @@ def _main(names: set[str]) -> str:
     """The first input that is known, of a class that does not say which is its main one."""
     known = ("input_ids", "pixel_values", "input_features", "input_values", "flattened_patches", "past_values")
     return next((each for each in known if each in names), next(iter(sorted(names)), "nothing"))
+
+
+def _required(model: Any) -> set[str]:
+    """Arguments of a model that have no default."""
+    given = inspect.signature(model.forward).parameters.values()
+    return {each.name for each in given if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD}
 
 
 def _always(names: set[str], config: Any, seq: int | None, train: bool) -> dict[str, Any]:

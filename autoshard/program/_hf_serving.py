@@ -40,6 +40,7 @@ def serving_program(
     if kind not in ("prefill", "decode"):
         raise UserError(f"--serve `{kind}` does not exist; use `prefill` or `decode`.")
     flops = [0.0]
+    masked = [bool(getattr(function.module.config, "alibi", False))]  # it counts all keys
     taken = inspect.signature(function.module.forward).parameters
     placed = "position_ids" in taken
     held = next((each for each in _CACHES if each in taken), None)
@@ -62,7 +63,7 @@ def serving_program(
         places = (jax.lax.broadcasted_iota(jnp.int32, (1, length), 1) + first).astype(jnp.int32)
         function.cache = cache
         inputs = {"input_ids": given["input_ids"]} | ({"position_ids": places} if placed else {})
-        if getattr(function.module.config, "alibi", False) and "attention_mask" in taken:  # which counts all keys
+        if masked[0] and "attention_mask" in taken:
             inputs["attention_mask"] = jnp.ones((batch, cache.get_mask_sizes(length)[0]), jnp.int32)
         options = {held: cache, "use_cache": True, "logits_to_keep": 1}
         options = {key: value for key, value in options.items() if key in taken}
@@ -83,7 +84,13 @@ def serving_program(
         seen.update({i: jax.tree.map(lambda x: x.shape, parts) for i, parts in cache.seen.items()})
         return logits
 
-    function.settle(shapes, data, name)
+    try:
+        function.settle(shapes, data, name)
+    except UserError:
+        if masked[0] or placed or kind != "decode" or "attention_mask" not in taken:
+            raise
+        masked[0] = True  # a module that makes a mask of all keys from their number, which is not known
+        function.settle(shapes, data, name)
     params = function.params
     entries = _entries(function, seen, cache_length, dtype)
     if not entries:

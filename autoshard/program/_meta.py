@@ -34,6 +34,6 @@ def build(make: Callable[[], Any]) -> Any:
 
 def _elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     size = kwargs.get("size", args[0] if args else ())
-    if isinstance(size, int):
-        size = tuple(a for a in args if isinstance(a, int))
-    return math.prod(size)
+    if not isinstance(size, (tuple, list)):  # whole numbers one after the other, or a tensor of one
+        size = tuple(int(a) for a in args) or (int(size),)
+    return math.prod(int(each) for each in size)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from autoshard.program import _lowerings, _lowerings_nn, _routers, _writes
+from autoshard.program import _lowerings, _lowerings_nn, _reads, _routers, _writes
 from autoshard.program._environment import environment
 
 
@@ -29,7 +29,7 @@ def lowered_environment() -> Any:
         counted_op, torch_op=torch.nn.functional.batch_norm, func=_lowerings_nn.batch_norm, is_jax_function=False
     )
     read = env._decomps[torch.Tensor.__getitem__]
-    env._decomps[torch.Tensor.__getitem__] = dataclasses.replace(read, func=_writes.with_whole_bounds(read.func))
+    env._decomps[torch.Tensor.__getitem__] = dataclasses.replace(read, func=_reads.lenient(read.func))
     return env
 
 
@@ -122,6 +122,11 @@ def _expand_kv(self: Any, kv_nope: Any, k_rot: Any) -> tuple[Any, Any]:
     return torch.cat([key, k_rot.expand(-1, key.shape[1], -1, -1)], dim=-1), value
 
 
+def _always() -> bool:
+    """Values that are being traced must not be remembered for another call."""
+    return True
+
+
 def _not_packed(position_ids: Any) -> None:
     """Positions are those of whole sequences: several sequences packed in one row are not supported."""
     return None
@@ -133,4 +138,5 @@ _REPLACED: dict[tuple[str, str, str], Callable[..., Any]] = {
     ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3MoE", "forward"): _routers.deepseek_block,
     ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3Attention", "expand_kv"): _expand_kv,
     ("transformers.masking_utils", "", "find_packed_sequence_indices"): _not_packed,
+    ("transformers.pytorch_utils", "", "is_torchdynamo_compiling"): _always,  # which turns off its caches of results
 }
