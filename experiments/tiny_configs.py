@@ -91,6 +91,11 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
         depth = fields.get("num_hidden_layers")
         if isinstance(value, list) and isinstance(depth, int) and len(value) == depth and key != "layer_types":
             made[key] = value[:layers]
+    for key, value in fields.items():  # lists of layers
+        if re.search(r"^(intermediate_layers_indices|cross_attention_layers|deepstack_visual_indexes)$", key) and value:
+            made[key] = sorted({min(each, layers - 1) for each in value})
+    if "vision_output_dim" in fields and "intermediate_layers_indices" in fields:
+        made["vision_output_dim"] = made["hidden_size"] * (1 + len(made["intermediate_layers_indices"]))
     high = VOCABULARY - 1
     for key, value in fields.items():
         if re.search(r"_(token_id|token_index|token)$", key) and isinstance(value, int) and value >= VOCABULARY:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from autoshard.program import _writes
+from autoshard.program import _reads, _writes
 from autoshard.program._segments import op_scope
 
 
@@ -101,6 +101,9 @@ def _environment_type() -> type:
         def _folded(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             with op_scope():
                 given = args, kwargs or {}
+                if _folding.get() and _reads.asks_for_padding(func, args):
+                    with jax.ensure_compile_time_eval():
+                        return tensor.Tensor(jnp.zeros(tuple(args[0].shape), bool), self)
                 known = _pytree.tree_map_only((tensor.Tensor, View), computed, given) if _folding.get() else given
                 if not _folding.get() or not folds(known):
                     return super().dispatch(func, types, args, kwargs)

@@ -43,9 +43,7 @@ def in_form(media: Media, form: Form, names: set[str], config: Any) -> Media:
 
 def _counts(config: Any, dims: int) -> tuple[int, ...]:
     """One image for each example, or two where a model matches them; and as many tiles as it can have at most."""
-    images = (
-        2 if "Matching" in str(getattr(config, "architectures", None)) or hasattr(config, "matcher_threshold") else 1
-    )
+    images = 2 if hasattr(config, "keypoint_detector_config") else 1
     tiles = getattr(getattr(config, "vision_config", config), "max_num_tiles", 1)
     return (images, int(tiles))[:dims]
 
@@ -138,6 +136,8 @@ def beside_ids(names: set[str], config: Any, batch: int, seq: int) -> tuple[dict
         fixed["lengths"] = np.full(batch, seq, np.int64)
     if "lang_ids" in names:
         fixed["lang_ids"] = np.zeros(batch, np.int64)
+    if "image_attention_mask" in names and hasattr(config, "cross_layer_interval"):  # every token sees the one image
+        fixed["image_attention_mask"] = np.ones((batch, seq, 1), np.int64)
     if "image_embeds_position_mask" in names:
         places = np.zeros((batch, seq), np.bool_)
         places[:, : int(getattr(config, "latent_query_num", 0))] = True

@@ -43,7 +43,7 @@ def tasks_of(
     names = set(inspect.signature(model.forward).parameters)
     _positive("batch", batch)
     floats = jax.numpy.dtype(dtype)
-    kind = model.main_input_name if model.main_input_name in names else _main(names)
+    kind = _main(model, names)
     vocabulary = _vocabulary(config)
     text = "input_ids" in names and (kind == "input_ids" or vocabulary is not None and _has_towers(config))
     text = text or "input_ids" in _required(model)
@@ -82,7 +82,7 @@ def _task(
 
     config, shape = model.config, jax.ShapeDtypeStruct
     names = set(inspect.signature(model.forward).parameters)
-    kind = model.main_input_name if model.main_input_name in names else _main(names)
+    kind = _main(model, names)
     vocabulary = _vocabulary(config)
     text, seq, length, limit = given
     data = {key: shape(size, floats) for key, size in media.shapes.items()}
@@ -145,9 +145,12 @@ _TAKES = {
 }
 
 
-def _main(names: set[str]) -> str:
-    """The first input that is known, of a class that does not say which is its main one."""
+def _main(model: Any, names: set[str]) -> str:
+    """The main input by the class's own word, or the first that is known, if it says none."""
     known = ("input_ids", "pixel_values", "input_features", "input_values", "flattened_patches", "past_values")
+    said = model.main_input_name
+    if said in names and (said in known or said in _TAKES or not names & set(known)):
+        return str(said)
     return next((each for each in known if each in names), next(iter(sorted(names)), "nothing"))
 
 
@@ -175,10 +178,9 @@ def _text(config: Any, decoder: bool | None = None) -> Any:
 
 def _has_towers(config: Any) -> bool:
     """Whether a model sees or hears beside what it reads."""
-    return any(
-        getattr(config, key, None) is not None
-        for key in ("vision_config", "audio_config", "image_token_id", "image_token_index")
-    )
+    parts = [config, getattr(config, "vlm_config", None)]
+    keys = ("vision_config", "audio_config", "image_token_id", "image_token_index")
+    return any(getattr(part, key, None) is not None for part in parts for key in keys)
 
 
 def _vocabulary(config: Any) -> int | None:

@@ -51,6 +51,9 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.pow.Scalar: power,
         torch.arange: arange,
         torch.full: full,
+        torch.ones: filled(1),
+        torch.zeros: filled(0),
+        torch.empty: filled(0),
         aten.unfold: unfold,
         aten.unfold.default: unfold,
         aten.ceil: ceil,
@@ -162,6 +165,21 @@ def arange(
         counted = jaten._aten_arange(0, count, step, dtype=dtype)
         return counted + start.astype(counted.dtype)
     return jaten._aten_arange(start, end, step, dtype=dtype)
+
+
+def filled(value: int) -> Callable[..., Any]:
+    """`torch.ones`, `torch.zeros` or `torch.empty`, whose shape comes as one tuple, as whole numbers or by its name."""
+
+    def make(*sizes: Any, size: Any = None, dtype: Any = None, **others: Any) -> Any:
+        import jax.numpy as jnp
+        import torch
+        from torchax.ops import mappings
+
+        given = sizes if size is None else (size,)
+        shape = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+        return jnp.full(tuple(shape), value, mappings.t2j_dtype(dtype or torch.get_default_dtype()))
+
+    return make
 
 
 def full(size: Any, fill_value: Any, *, dtype: Any = None, **others: Any) -> Any:
