@@ -173,11 +173,10 @@ def filled(value: int) -> Callable[..., Any]:
     def make(*sizes: Any, size: Any = None, dtype: Any = None, **others: Any) -> Any:
         import jax.numpy as jnp
         import torch
-        from torchax.ops import mappings
 
         given = sizes if size is None else (size,)
         shape = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
-        return jnp.full(tuple(shape), value, mappings.t2j_dtype(dtype or torch.get_default_dtype()))
+        return jnp.full(tuple(shape), value, _jax_dtype(dtype or torch.get_default_dtype()))
 
     return make
 
@@ -186,14 +185,20 @@ def full(size: Any, fill_value: Any, *, dtype: Any = None, **others: Any) -> Any
     """`torch.full`, of whose own accord whole numbers and truths stay what they are."""
     import jax.numpy as jnp
     import torch
-    from torchax.ops import mappings
 
     if dtype is None and not isinstance(fill_value, (bool, int, float, complex)):
         return jnp.full(tuple(size), fill_value)
-    kinds = {bool: torch.bool, int: torch.int64}
-    return jnp.full(
-        tuple(size), fill_value, mappings.t2j_dtype(dtype or kinds.get(type(fill_value), torch.get_default_dtype()))
-    )
+    own = type(fill_value) if isinstance(fill_value, (bool, int)) else torch.get_default_dtype()
+    return jnp.full(tuple(size), fill_value, _jax_dtype(dtype or own))
+
+
+def _jax_dtype(dtype: Any) -> Any:
+    """The JAX dtype of one of torch, which may be a type of Python."""
+    import torch
+    from torchax.ops import mappings
+
+    python: dict[Any, Any] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+    return mappings.t2j_dtype(python.get(dtype, dtype))
 
 
 def _steps_after(start: Any, end: Any) -> int | None:

@@ -46,6 +46,27 @@ MODELS = {
         },
     ),
 }
+RECURRENT = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+RECURRENT |= {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "shared_expert_intermediate_size": 24}
+MODELS |= {
+    "mamba": ("MambaForCausalLM", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 96, "state_size": 4}),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        DECODER
+        | EXPERTS
+        | RECURRENT
+        | {"num_hidden_layers": 3, "num_experts": 4}
+        | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    ),
+    "roformer": ("RoFormerForCausalLM", COMMON | {"intermediate_size": 48, "is_decoder": True}),
+    "hy_v4": (
+        "HYV4ForCausalLM",
+        DECODER
+        | EXPERTS
+        | {"q_lora_rank": 16, "kv_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16, "qk_rope_head_dim": 8}
+        | {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "num_experts": 4, "index_topk": 64},
+    ),
+}
 QUICK = ("gpt_oss", "bloom", "clip")
 
 
@@ -83,7 +104,7 @@ def test_forward_equals_the_eager_module(kind, tmp_path):
     from autoshard.program._torch_function import TorchFunction
 
     model = eager(kind)
-    experts = {"experts": "slots:all"} if kind in ("gpt_oss", "qwen3_moe") else {}
+    experts = {"experts": "slots:all"} if "num_experts" in str(MODELS[kind]) else {}
     program = open_source(f"hf:{written(kind, tmp_path)}", batch=BATCH, seq=SEQ, dtype="fp32", **experts)
     function = TorchFunction(model)
     args = program.make_args(0)
@@ -132,20 +153,27 @@ def unstacked(own, wanted):
 
 
 @pytest.mark.parametrize(
-    "kind", ["bloom", *(pytest.param(each, marks=pytest.mark.full) for each in ("gpt_oss", "falcon"))]
+    "kind",
+    [
+        *("bloom", "mamba"),
+        *(
+            pytest.param(each, marks=pytest.mark.full)
+            for each in ("gpt_oss", "falcon", "qwen3_next", "roformer", "hy_v4")
+        ),
+    ],
 )
 def test_decoding_equals_the_full_pass(kind, tmp_path):
     import jax
 
     source = f"hf:{written(kind, tmp_path)}"
-    options = {"batch": BATCH, "dtype": "fp32"} | ({"experts": "slots:all"} if kind == "gpt_oss" else {})
+    options = {"batch": BATCH, "dtype": "fp32"} | ({"experts": "slots:all"} if "experts" in str(MODELS[kind]) else {})
     full = open_source(source, seq=SEQ, **options)
     decode = open_source(source, seq=SEQ, serve="decode", **options)
     params, batch, *extra = full.make_args(0)
     rng = np.random.default_rng(3)
     params = {k: v + rng.standard_normal(v.shape, np.float32) * 0.1 for k, v in params.items()}
     expected = np.asarray(jax.jit(full.fn)(params, batch, *extra))
-    _, cache, *_ = decode.make_args(0)
+    cache = jax.tree.map(np.zeros_like, decode.make_args(0)[1])  # as it is before the first token
     held = params if params.keys() == decode.make_args(0)[0].keys() else unstacked(params, decode.make_args(0)[0])
     step = jax.jit(decode.fn)
     for position in range(SEQ):
