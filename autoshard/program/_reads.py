@@ -9,8 +9,13 @@ from typing import Any
 
 _media: contextvars.ContextVar[bool] = contextvars.ContextVar("media", default=False)
 
+_merging: contextvars.ContextVar[bool] = contextvars.ContextVar("merging", default=False)
+
 _ENCODE = ("get_image_features", "get_video_features")
 """Methods by which models of transformers encode what they are shown."""
+
+_MERGE = (*_ENCODE, "get_audio_features", "get_placeholder_mask")
+"""Methods of models that put what they are shown or told into the places of a text."""
 
 
 class AnyCount:
@@ -59,7 +64,7 @@ def lenient(getitem: Callable[..., Any]) -> Callable[..., Any]:
             return getitem(self, given)
         except Exception as error:
             mask = isinstance(given, torch.Tensor) and given.dtype == torch.bool and given.shape == self.shape
-            if type(error).__name__ != "NonConcreteBooleanIndexError" or not mask:
+            if type(error).__name__ != "NonConcreteBooleanIndexError" or not mask or not _merging.get():
                 raise
             return MaskedElements(error)
 
@@ -67,12 +72,15 @@ def lenient(getitem: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def no_padding(module: Any) -> Iterator[None]:
-    """While inside, images and videos that `module` encodes hold no zeros.
+def media_in_place(module: Any) -> Iterator[None]:
+    """While inside, images and videos that `module` encodes hold no zeros, and as many places of a text as there are
+    of what it puts there.
 
-    Models look for images that are all zeros, which were added to fill a batch, and leave them out; all are there.
+    Models look for images that are all zeros, which were added to fill a batch, and leave them out; all are there. They
+    count the places in a check.
     """
     changed: list[tuple[Any, str]] = []
+    token = _merging.set(any(hasattr(child, name) for child in module.modules() for name in _MERGE))
     for child in module.modules():
         for name in _ENCODE:
             encode = getattr(child, name, None)
@@ -84,6 +92,7 @@ def no_padding(module: Any) -> Iterator[None]:
     finally:
         for child, name in changed:
             del child.__dict__[name]
+        _merging.reset(token)
 
 
 def _encoding(encode: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from autoshard.program._layers import Block, find_blocks
 from autoshard.program._lowering_error import asks_for_values, lowering_error
 from autoshard.program._marks import check_names
 from autoshard.program._policy import Policy
-from autoshard.program._reads import no_padding
+from autoshard.program._reads import media_in_place
 from autoshard.program._remat import numbered_layers, parse_remat, remat_text, split_blocks
 from autoshard.program._scan import LayerRemat, LayerWeights, NotRepeatedError, checkpointed_lists, scanned
 from autoshard.program._scan_stages import Firsts, find_along, staged_blocks
@@ -188,7 +188,7 @@ class TorchFunction:
             stack.enter_context(scanned(self.module, self.blocks, layers, prepare, remat, env))
             stack.enter_context(checkpointed_lists(self.module, self.blocks, remat, env))
             stack.enter_context(watching(self.module))
-            stack.enter_context(no_padding(self.module))
+            stack.enter_context(media_in_place(self.module))
             stack.enter_context(env)
             with jax.ensure_compile_time_eval() if self.folded else contextlib.nullcontext():
                 given = jax.tree.map(
