@@ -42,6 +42,8 @@ def _needed(fields: dict[str, Any], causal: bool) -> dict[str, Any]:
     made: dict[str, Any] = {}
     if "vocab_size" in fields and fields["vocab_size"] is None:
         made["vocab_size"] = 32
+    if "mask_token_id" in fields and fields["mask_token_id"] is None and fields.get("pad_token_id") is None:
+        made |= {"pad_token_id": 1, "mask_token_id": 2}
     if fields.get("default_language") is None and fields.get("languages"):
         made["default_language"] = fields["languages"][0]
     if isinstance(fields.get("projector_patch_to_query_dict"), dict):  # queries for the patches that there are

@@ -79,5 +79,6 @@ def _check_counts(fields: dict[str, Any], origin: str) -> None:
         if most is None or value is None:
             continue
         for each in value if isinstance(value, list) and key not in _LAYERS else [value]:
-            if isinstance(each, bool) or not isinstance(each, int) or not 1 <= each <= most:
+            whole = isinstance(each, int) or isinstance(each, float) and each.is_integer()  # as some classes save it
+            if isinstance(each, bool) or not whole or not 1 <= each <= most:
                 raise UserError(f"`{origin}`: {key} is {str(value)[:60]!r}, expected a whole number from 1 to {most}.")

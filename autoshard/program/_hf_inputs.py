@@ -179,7 +179,9 @@ def _text(config: Any, decoder: bool | None = None) -> Any:
 def _has_towers(config: Any) -> bool:
     """Whether a model sees or hears beside what it reads."""
     parts = [config, getattr(config, "vlm_config", None)]
-    keys = ("vision_config", "audio_config", "image_token_id", "image_token_index")
+    towers = ("vision_config", "audio_config")
+    there = any(hasattr(part, key) for part in parts for key in towers)
+    keys = towers if there else ("image_token_id", "image_token_index")  # towers may be left out
     return any(getattr(part, key, None) is not None for part in parts for key in keys)
 
 
@@ -216,8 +218,8 @@ def _positions(config: Any) -> int | None:
     text = _text(config)
     for field in ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(text, field, None)
-        if isinstance(value, int) and value > 0:
-            return value
+        if isinstance(value, (int, float)) and value > 0:
+            return int(value)
     return None
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from autoshard.program import _lowerings, _lowerings_nn, _reads, _routers, _writes
+from autoshard.program import _hf_mixtures, _lowerings, _lowerings_nn, _reads, _routers, _writes
 from autoshard.program._environment import environment
 
 
@@ -132,11 +132,17 @@ def _not_packed(position_ids: Any) -> None:
     return None
 
 
+_LONGCAT = "transformers.models.longcat_flash.modeling_longcat_flash"
+_JETMOE = "transformers.models.jetmoe.modeling_jetmoe"
 _REPLACED: dict[tuple[str, str, str], Callable[..., Any]] = {
     ("transformers.pytorch_utils", "Conv1D", "forward"): _conv1d,
     ("transformers.models.mixtral.modeling_mixtral", "MixtralSparseMoeBlock", "forward"): _routers.mixtral_block,
     ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3MoE", "forward"): _routers.deepseek_block,
     ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3Attention", "expand_kv"): _expand_kv,
+    (_LONGCAT, "LongcatFlashExperts", "forward"): _hf_mixtures.longcat_experts,
+    (_JETMOE, "JetMoeMoE", "forward"): _hf_mixtures.jetmoe_mlp,
+    (_JETMOE, "JetMoeMoA", "map"): _hf_mixtures.jetmoe_queries,
+    (_JETMOE, "JetMoeMoA", "reduce"): _hf_mixtures.jetmoe_outputs,
     ("transformers.masking_utils", "", "find_packed_sequence_indices"): _not_packed,
     ("transformers.pytorch_utils", "", "is_torchdynamo_compiling"): _always,  # which turns off its caches of results
 }

@@ -59,6 +59,19 @@ MODELS |= {
         | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
     ),
     "roformer": ("RoFormerForCausalLM", COMMON | {"intermediate_size": 48, "is_decoder": True}),
+    "jetmoe": (
+        "JetMoeForCausalLM",
+        COMMON
+        | {"num_key_value_heads": 2, "kv_channels": 8, "intermediate_size": 48, "num_local_experts": 4}
+        | {"num_experts_per_tok": 2},
+    ),
+    "longcat_flash": (
+        "LongcatFlashForCausalLM",
+        COMMON
+        | {"num_layers": 1, "num_key_value_heads": 4, "head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+        | {"v_head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24}
+        | {"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2},
+    ),
     "hy_v4": (
         "HYV4ForCausalLM",
         DECODER
@@ -104,7 +117,7 @@ def test_forward_equals_the_eager_module(kind, tmp_path):
     from autoshard.program._torch_function import TorchFunction
 
     model = eager(kind)
-    experts = {"experts": "slots:all"} if "num_experts" in str(MODELS[kind]) else {}
+    experts = {"experts": "slots:all"} if "experts" in str(MODELS[kind]) else {}
     program = open_source(f"hf:{written(kind, tmp_path)}", batch=BATCH, seq=SEQ, dtype="fp32", **experts)
     function = TorchFunction(model)
     args = program.make_args(0)
