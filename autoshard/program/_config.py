@@ -76,7 +76,7 @@ def _check_counts(fields: dict[str, Any], origin: str) -> None:
         if isinstance(value, dict):
             _check_counts(value, f"{origin}, {key}")
         most = _MOST if key in _COUNTS else _MOST_LAYERS if key in _LAYERS else None
-        if most is None or value is None:
+        if most is None or value is None or isinstance(value, dict):
             continue
         for each in value if isinstance(value, list) and key not in _LAYERS else [value]:
             whole = isinstance(each, int) or isinstance(each, float) and each.is_integer()  # as some classes save it

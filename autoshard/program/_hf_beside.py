@@ -15,6 +15,8 @@ class Form:
     """Whether masks and sizes say that all of the media are there."""
     images: int = 0
     """Dims before the channels of images, beside that of the batch: images of an example, and tiles of an image."""
+    patches: bool = False
+    """Whether images come as patches [B, patches, P P C]."""
 
 
 def forms_of(names: set[str], media: Media) -> tuple[Form, ...]:
@@ -24,7 +26,8 @@ def forms_of(names: set[str], media: Media) -> tuple[Form, ...]:
     dims = (0, 1, 2) if len(pixels) == 4 else (0,)
     if not media.shapes:
         return (Form(),)
-    return tuple(Form(masked, images) for images in dims for masked in ((False, True) if masks else (False,)))
+    found = [Form(masked, images) for images in dims for masked in ((False, True) if masks else (False,))]
+    return (*found, *([Form(patches=True)] if len(pixels) == 4 else []))
 
 
 def in_form(media: Media, form: Form, names: set[str], config: Any) -> Media:
@@ -34,11 +37,25 @@ def in_form(media: Media, form: Form, names: set[str], config: Any) -> Media:
     if pixels is not None and form.images:
         shapes["pixel_values"] = (pixels[0], *_counts(config, form.images), *pixels[1:])
     fixed = dict(media.fixed)
+    patch = getattr(config, "patch_size", None) or getattr(getattr(config, "vision_config", None), "patch_size", None)
+    if pixels is not None and form.patches and isinstance(patch, int):
+        rows, columns = pixels[-2] // patch, pixels[-1] // patch
+        shapes["pixel_values"] = (pixels[0], rows * columns, pixels[1] * patch * patch)
+        if "image_position_ids" in names:
+            fixed["image_position_ids"] = _places(pixels[0], rows, columns)
     for name in sorted(names & MASKS.keys()) if form.masks else ():
         made = MASKS[name](shapes, config)
         if made is not None and name not in fixed:
             fixed[name] = made
     return dataclasses.replace(media, shapes=shapes, fixed=fixed)
+
+
+def _places(batch: int, rows: int, columns: int) -> Any:
+    """Column and row of each patch [B, patches, 2]."""
+    import numpy as np
+
+    across, down = np.meshgrid(np.arange(columns), np.arange(rows))
+    return np.broadcast_to(np.stack([across, down], -1).reshape(1, -1, 2), (batch, rows * columns, 2)).copy()
 
 
 def _counts(config: Any, dims: int) -> tuple[int, ...]:
@@ -126,11 +143,32 @@ MASKS: dict[str, Callable[[dict[str, tuple[int, ...]], Any], Any]] = {
 """What says that all of the media are there, from their shapes and the configuration; None where it says nothing."""
 
 
-def beside_ids(names: set[str], config: Any, batch: int, seq: int) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
-    """Shapes of other ids that a model of text reads, and what it wants to know of its sequences, as numpy arrays."""
+def beside_data(
+    names: set[str], config: Any, batch: int, seq: int | None
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Shapes of other data that a model takes: ids, and floats; `seq` tokens of a text, if it reads one."""
+    ids: dict[str, tuple[int, ...]] = {}
+    if seq is not None and "qformer_input_ids" in names:
+        ids["qformer_input_ids"] = (batch, seq)
+    if "task_inputs" in names:
+        ids["task_inputs"] = (batch, int(getattr(config, "task_seq_len", 77)))
+    floats: dict[str, tuple[int, ...]] = {}
+    if "high_res_pixel_values" in names:
+        side = int(config.high_res_vision_config.image_size)
+        floats["high_res_pixel_values"] = (batch, 3, side, side)
+    if {"visual_feats", "visual_pos"} <= names:  # of so many objects that were found in an image
+        floats["visual_feats"] = (batch, 36, int(config.visual_feat_dim))
+        floats["visual_pos"] = (batch, 36, int(config.visual_pos_dim))
+    if {"state", "actions"} <= names:  # where what acts is, what it did, and the noise on it
+        moves = (batch, int(config.chunk_size), int(config.max_action_dim))
+        floats |= {"state": (batch, int(config.max_state_dim)), "actions": moves, "noise": moves, "timestep": (batch,)}
+    return ids, floats
+
+
+def beside_text(names: set[str], config: Any, batch: int, seq: int) -> dict[str, Any]:
+    """What a model of text wants to know of its sequences, as numpy arrays."""
     import numpy as np
 
-    ids = {key: (batch, seq) for key in ("qformer_input_ids",) if key in names}
     fixed: dict[str, Any] = {}
     if "lengths" in names:
         fixed["lengths"] = np.full(batch, seq, np.int64)
@@ -142,15 +180,7 @@ def beside_ids(names: set[str], config: Any, batch: int, seq: int) -> tuple[dict
         places = np.zeros((batch, seq), np.bool_)
         places[:, : int(getattr(config, "latent_query_num", 0))] = True
         fixed["image_embeds_position_mask"] = places
-    return ids, fixed
-
-
-def beside_actions(names: set[str], config: Any, batch: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of what a model that acts is given and asked for: where it is, what it did, and the noise on it."""
-    if not {"state", "actions"} <= names:
-        return {}
-    moves = (batch, int(config.chunk_size), int(config.max_action_dim))
-    return {"state": (batch, int(config.max_state_dim)), "actions": moves, "noise": moves, "timestep": (batch,)}
+    return fixed
 
 
 def decoder_shape(config: Any, batch: int, seq: int) -> tuple[int, ...]:

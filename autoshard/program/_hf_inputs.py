@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.program._hf_beside import beside_actions, beside_ids, decoder_shape, forms_of, in_form
+from autoshard.program._hf_beside import beside_data, beside_text, decoder_shape, forms_of, in_form
 from autoshard.program._hf_media import Media, media_of
 
 
@@ -85,14 +85,16 @@ def _task(
     kind = _main(model, names)
     vocabulary = _vocabulary(config)
     text, seq, length, limit = given
-    data = {key: shape(size, floats) for key, size in media.shapes.items()}
+    ids, other = beside_data(names, config, batch, length if text else None)
+    data = {key: shape(size, floats) for key, size in (media.shapes | other).items()}
+    data |= {key: shape(size, np.int32) for key, size in ids.items()}
     decodes = bool(config.is_encoder_decoder) and "decoder_input_ids" in names
     if not text and not decodes:
         if seq is not None:
             raise UserError(f"--seq is for models of tokens; `{name}` takes {_TAKES.get(kind, f'`{kind}`')}.")
+        keys = tuple(data)
         if train:
             data["labels"] = shape((batch,), np.int32)
-        keys = tuple(media.shapes)
         plain = _always(names, config, None, train)
         return HfTask(
             data,
@@ -111,9 +113,7 @@ def _task(
         notes.append(f"The sequence of {seq} tokens is longer than the {limit} that `{name}` was trained with.")
     texts = {"input_ids": (batch, seq)} if text else {}
     texts |= {"decoder_input_ids": decoder_shape(config, batch, seq)} if decodes else {}
-    others, known = beside_ids(names, config, batch, seq)
-    data |= {key: shape(size, np.int32) for key, size in (texts | others).items()}
-    data |= {key: shape(size, floats) for key, size in beside_actions(names, config, batch).items()}
+    data |= {key: shape(size, np.int32) for key, size in texts.items()}
     if train:
         data["labels"] = shape((batch, seq), np.int32)
     keys = tuple(each for each in data if each != "labels")
@@ -121,7 +121,7 @@ def _task(
     places = 0 if token is None or media.tokens is None else min(media.tokens, seq - 1)
     if places:
         notes.append(f"The first {places} tokens of each sequence are those of its image.")
-    plain = _always(names, config, seq, train) | known
+    plain = _always(names, config, seq, train) | beside_text(names, config, batch, seq)
     if places and "mm_token_type_ids" in names:
         kinds = np.zeros((batch, seq), np.int64)
         kinds[:, :places] = 1
@@ -149,6 +149,7 @@ def _main(model: Any, names: set[str]) -> str:
     """The main input by the class's own word, or the first that is known, if it says none."""
     known = ("input_ids", "pixel_values", "input_features", "input_values", "flattened_patches", "past_values")
     said = model.main_input_name
+    said = said[0] if isinstance(said, (list, tuple)) else said
     if said in names and (said in known or said in _TAKES or not names & set(known)):
         return str(said)
     return next((each for each in known if each in names), next(iter(sorted(names)), "nothing"))

@@ -162,7 +162,7 @@ def arange(
     if end is None:
         start, end = 0, start
     if isinstance(start, core.Tracer) and (count := _steps_after(start, end)) is not None:
-        counted = jaten._aten_arange(0, count, step, dtype=dtype)
+        counted: Any = jaten._aten_arange(0, count, step, dtype=dtype)
         return counted + start.astype(counted.dtype)
     return jaten._aten_arange(start, end, step, dtype=dtype)
 
