@@ -96,6 +96,9 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
     for key, value in fields.items():  # lists of layers
         if re.search(r"^(intermediate_layers_indices|cross_attention_layers|deepstack_visual_indexes)$", key) and value:
             made[key] = sorted({min(each, layers - 1) for each in value})
+    if isinstance(fields.get("per_layer_config"), dict):  # of the layers that are left
+        depth = int(made.get("num_hidden_layers", layers))
+        made["per_layer_config"] = {k: v for k, v in fields["per_layer_config"].items() if int(k) < depth}
     if "vision_output_dim" in fields and "intermediate_layers_indices" in fields:
         made["vision_output_dim"] = made["hidden_size"] * (1 + len(made["intermediate_layers_indices"]))
     high = VOCABULARY - 1

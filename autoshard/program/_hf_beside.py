@@ -24,8 +24,8 @@ def forms_of(names: set[str], media: Media) -> tuple[Form, ...]:
     masks = bool(names & MASKS.keys())
     pixels = media.shapes.get("pixel_values", ())
     dims = (0, 1, 2) if len(pixels) == 4 else (0,)
-    if not media.shapes:
-        return (Form(),)
+    if not media.shapes:  # of a text alone
+        return (Form(), Form(masks=True)) if "attention_mask" in names else (Form(),)
     found = [Form(masked, images) for images in dims for masked in ((False, True) if masks else (False,))]
     return (*found, *([Form(patches=True)] if len(pixels) == 4 else []))
 
@@ -165,11 +165,18 @@ def beside_data(
     return ids, floats
 
 
-def beside_text(names: set[str], config: Any, batch: int, seq: int) -> dict[str, Any]:
-    """What a model of text wants to know of its sequences, as numpy arrays."""
+def beside_text(names: set[str], config: Any, size: tuple[int, int], masks: bool) -> dict[str, Any]:
+    """What a model of text wants to know of its sequences of `size` [B, S], as numpy arrays; `masks`: that all of
+    their tokens are there."""
     import numpy as np
 
+    batch, seq = size
     fixed: dict[str, Any] = {}
+    for name in ("attention_mask", "decoder_attention_mask") if masks else ():
+        if name in names:
+            fixed[name] = np.ones(size, np.int64)
+    if "question_positions" in names:
+        fixed["question_positions"] = np.zeros((batch, 1), np.int64)
     if "lengths" in names:
         fixed["lengths"] = np.full(batch, seq, np.int64)
     if "lang_ids" in names:

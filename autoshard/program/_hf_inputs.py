@@ -60,9 +60,18 @@ def tasks_of(
     if not text and not media.shapes:
         raise UserError(f"`{name}` takes `{kind}`, which is not supported; give the module through a Python file.")
     given = (text, seq, length, limit)
+    forms = forms_of(names, media)
     return tuple(
-        _task(model, name, in_form(media, form, names, config), given, batch=batch, train=train, floats=floats)
-        for form in forms_of(names, media)
+        _task(
+            model,
+            name,
+            in_form(media, form, names, config),
+            (*given, form.masks and not media.shapes),
+            batch=batch,
+            train=train,
+            floats=floats,
+        )
+        for form in forms
     )
 
 
@@ -70,13 +79,14 @@ def _task(
     model: Any,
     name: str,
     media: Media,
-    given: tuple[bool, int | None, int, int | None],
+    given: tuple[bool, int | None, int, int | None, bool],
     *,
     batch: int,
     train: bool,
     floats: Any,
 ) -> HfTask:
-    """`given`: whether ids are read, the tokens that were asked for, those that are taken, and its positions."""
+    """`given`: whether ids are read, the tokens that were asked for, those that are taken, its positions, and whether
+    masks say that all tokens are there."""
     import jax
     import numpy as np
 
@@ -84,7 +94,7 @@ def _task(
     names = set(inspect.signature(model.forward).parameters)
     kind = _main(model, names)
     vocabulary = _vocabulary(config)
-    text, seq, length, limit = given
+    text, seq, length, limit, masks = given
     ids, other = beside_data(names, config, batch, length if text else None)
     data = {key: shape(size, floats) for key, size in (media.shapes | other).items()}
     data |= {key: shape(size, np.int32) for key, size in ids.items()}
@@ -121,7 +131,7 @@ def _task(
     places = 0 if token is None or media.tokens is None else min(media.tokens, seq - 1)
     if places:
         notes.append(f"The first {places} tokens of each sequence are those of its image.")
-    plain = _always(names, config, seq, train) | beside_text(names, config, batch, seq)
+    plain = _always(names, config, seq, train) | beside_text(names, config, (batch, seq), masks)
     if places and "mm_token_type_ids" in names:
         kinds = np.zeros((batch, seq), np.int64)
         kinds[:, :places] = 1
