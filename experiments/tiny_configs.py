@@ -90,12 +90,14 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
     if isinstance(fields.get("layer_types"), list):
         made["layer_types"] = fields["layer_types"][:layers]
     for key, value in fields.items():  # other lists with an entry for each layer
-        depth = fields.get("num_hidden_layers")
+        depth = fields.get("num_hidden_layers", fields.get("num_layers"))
         if isinstance(value, list) and isinstance(depth, int) and len(value) == depth and key != "layer_types":
             made[key] = value[:layers]
     for key, value in fields.items():  # lists of layers
         if re.search(r"^(intermediate_layers_indices|cross_attention_layers|deepstack_visual_indexes)$", key) and value:
             made[key] = sorted({min(each, layers - 1) for each in value})
+    if isinstance(fields.get("attention_types"), list):  # kinds, and how often they are repeated
+        made["attention_types"] = [[kinds, layers // len(kinds)] for kinds, _ in fields["attention_types"]]
     if isinstance(fields.get("per_layer_config"), dict):  # of the layers that are left
         depth = int(made.get("num_hidden_layers", layers))
         made["per_layer_config"] = {k: v for k, v in fields["per_layer_config"].items() if int(k) < depth}

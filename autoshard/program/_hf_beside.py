@@ -175,6 +175,8 @@ def beside_text(names: set[str], config: Any, size: tuple[int, int], masks: bool
     for name in ("attention_mask", "decoder_attention_mask") if masks else ():
         if name in names:
             fixed[name] = np.ones(size, np.int64)
+    if masks and "bbox" in names:  # where each token stands on its page
+        fixed["bbox"] = np.zeros((batch, seq, 4), np.float32)
     if "question_positions" in names:
         fixed["question_positions"] = np.zeros((batch, 1), np.int64)
     if "lengths" in names:

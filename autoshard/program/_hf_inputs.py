@@ -56,22 +56,23 @@ def tasks_of(
     length = min(limit or 1024, 1024) if seq is None else seq
     asked = names - ({"past_values"} if text else set())
     media = media_of(config, asked, name, batch=batch, image=image, room=length // 2 if text else None)
-    media = media if sees and media is not None else Media({})
+    media = media or Media({})
     if not text and not media.shapes:
         raise UserError(f"`{name}` takes `{kind}`, which is not supported; give the module through a Python file.")
     given = (text, seq, length, limit)
-    forms = forms_of(names, media)
+    seen = [media] if sees else [Media({}), *([media] if "pixel_values" in media.shapes else [])]
     return tuple(
         _task(
             model,
             name,
-            in_form(media, form, names, config),
-            (*given, form.masks and not media.shapes),
+            in_form(each, form, names, config),
+            (*given, form.masks and not each.shapes),
             batch=batch,
             train=train,
             floats=floats,
         )
-        for form in forms
+        for each in seen
+        for form in forms_of(names, each)
     )
 
 

@@ -194,11 +194,12 @@ def full(size: Any, fill_value: Any, *, dtype: Any = None, **others: Any) -> Any
 
 def _jax_dtype(dtype: Any) -> Any:
     """The JAX dtype of one of torch, which may be a type of Python."""
+    import jax
     import torch
     from torchax.ops import mappings
 
     python: dict[Any, Any] = {bool: torch.bool, int: torch.int64, float: torch.float64}
-    return mappings.t2j_dtype(python.get(dtype, dtype))
+    return jax.dtypes.canonicalize_dtype(mappings.t2j_dtype(python.get(dtype, dtype)))
 
 
 def _steps_after(start: Any, end: Any) -> int | None:
