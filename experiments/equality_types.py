@@ -100,7 +100,9 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT", help="types whose name contains it")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="types whose name contains it; several, with commas, in that order"
+    )
     parser.add_argument("--again", action="store_true", help="also rows that are there")
     parser.add_argument("--table", action="store_true", help="only write the table of what is known")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -109,8 +111,9 @@ def main() -> None:
         print(json.dumps(work(asked.worker)))
         return
     results = Results(RESULTS)
-    for _, each in () if asked.table else ROWS:
-        if asked.only not in each or (each in results.rows and not asked.again):
+    named = [each for text in asked.only.split(",") for _, each in ROWS if text in each]
+    for each in () if asked.table else dict.fromkeys(named):
+        if each in results.rows and not asked.again:
             continue
         command = [sys.executable, __file__, "--worker", each]
         try:

@@ -22,6 +22,7 @@ WIDTHS |= {"n_inner": 128, "moe_intermediate_size": 64, "shared_expert_intermedi
 WIDTHS |= {"num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "encoder_attention_heads": 4}
 WIDTHS |= {"decoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "d_kv": 16, "projection_dim": 64}
 WIDTHS |= {"num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+WIDTHS |= {"num_experts_per_token": 2, "num_expert_group": 2, "moe_topk": 2}
 WIDTHS |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 WIDTHS |= {"n_group": 2, "topk_group": 1}
 VOCABULARY = 512
@@ -44,6 +45,8 @@ def _needed(fields: dict[str, Any], causal: bool) -> dict[str, Any]:
         made["vocab_size"] = 32
     if "mask_token_id" in fields and fields["mask_token_id"] is None and fields.get("pad_token_id") is None:
         made |= {"pad_token_id": 1, "mask_token_id": 2}
+    if "vocabulary_map" in fields and fields["vocabulary_map"] is None:
+        made["vocabulary_map"] = {"<image>": 9, "<|extra_200|>": 10, "IMGIMGAZ": 11, "<|visual token 000000|>": 12}
     if fields.get("default_language") is None and fields.get("languages"):
         made["default_language"] = fields["languages"][0]
     if isinstance(fields.get("projector_patch_to_query_dict"), dict):  # queries for the patches that there are
@@ -101,6 +104,13 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
     if isinstance(fields.get("per_layer_config"), dict):  # of the layers that are left
         depth = int(made.get("num_hidden_layers", layers))
         made["per_layer_config"] = {k: v for k, v in fields["per_layer_config"].items() if int(k) < depth}
+    wide = made.get("hidden_size")
+    if rung == 0 and {"expand", "head_dim", "num_heads", "state_size"} <= fields.keys():  # heads that fill the width
+        made["num_heads"] = wide * fields["expand"] // made["head_dim"]
+    if rung == 0 and {"mamba_expand", "mamba_d_head", "mamba_n_heads"} <= fields.keys():
+        made |= {"mamba_d_head": 16, "mamba_n_heads": wide * fields["mamba_expand"] // 16}
+    if fields.get("num_kv_shared_layers") and layers < fields.get("num_hidden_layers", 0):
+        made["num_kv_shared_layers"] = 0
     if "vision_output_dim" in fields and "intermediate_layers_indices" in fields:
         made["vision_output_dim"] = made["hidden_size"] * (1 + len(made["intermediate_layers_indices"]))
     high = VOCABULARY - 1

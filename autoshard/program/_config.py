@@ -79,6 +79,6 @@ def _check_counts(fields: dict[str, Any], origin: str) -> None:
         if most is None or value is None or isinstance(value, dict):
             continue
         for each in value if isinstance(value, list) and key not in _LAYERS else [value]:
-            whole = isinstance(each, int) or isinstance(each, float) and each.is_integer()  # as some classes save it
-            if isinstance(each, bool) or not whole or not 1 <= each <= most:
+            number = each if isinstance(each, (int, float)) else 0  # some classes save floats that are whole
+            if isinstance(each, bool) or number % 1 or not 1 <= number <= most:
                 raise UserError(f"`{origin}`: {key} is {str(value)[:60]!r}, expected a whole number from 1 to {most}.")

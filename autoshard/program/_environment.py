@@ -87,8 +87,10 @@ def _environment_type() -> type:
         return traced
 
     class Environment(tensor.Environment):
-        def _to_copy(self, the_tensor: Any, *rest: Any) -> Any:
-            return super()._to_copy(the_tensor.torch() if isinstance(the_tensor, View) else the_tensor, *rest)
+        def _to_copy(self, the_tensor: Any, new_dtype: Any, new_device: Any) -> Any:
+            given: Any = the_tensor.torch() if isinstance(the_tensor, View) else the_tensor
+            traced = isinstance(given, tensor.Tensor) and isinstance(given._elem, core.Tracer)
+            return super()._to_copy(given, new_dtype, None if traced else new_device)  # there is no host to bring it to
 
         def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             try:
@@ -133,7 +135,8 @@ def _environment_type() -> type:
             def wrapped(value: Any) -> Any:
                 if isinstance(value, (tensor.Tensor, View)) or value.device.type != "cpu":
                     return value
-                return tensor.Tensor(jnp.asarray(value.detach().numpy()), self)
+                with jax.ensure_compile_time_eval() if _folding.get() else contextlib.nullcontext():
+                    return tensor.Tensor(jnp.asarray(value.detach().numpy()), self)
 
             return super().t2j_iso(_pytree.tree_map_only(torch.Tensor, wrapped, torchtensors))
 

@@ -8,7 +8,7 @@ from autoshard.program._hf_media import Media
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Form:
+class MediaForm:
     """One way in which processors hand over the same images and sounds; models differ in which they take."""
 
     masks: bool = False
@@ -19,18 +19,18 @@ class Form:
     """Whether images come as patches [B, patches, P P C]."""
 
 
-def forms_of(names: set[str], media: Media) -> tuple[Form, ...]:
+def forms_of(names: set[str], media: Media) -> tuple[MediaForm, ...]:
     """The forms of a model's media, the plainest first; `names` are the arguments of its code."""
     masks = bool(names & MASKS.keys())
     pixels = media.shapes.get("pixel_values", ())
     dims = (0, 1, 2) if len(pixels) == 4 else (0,)
     if not media.shapes:  # of a text alone
-        return (Form(), Form(masks=True)) if "attention_mask" in names else (Form(),)
-    found = [Form(masked, images) for images in dims for masked in ((False, True) if masks else (False,))]
-    return (*found, *([Form(patches=True)] if len(pixels) == 4 else []))
+        return (MediaForm(), MediaForm(masks=True)) if "attention_mask" in names else (MediaForm(),)
+    found = [MediaForm(masked, images) for images in dims for masked in ((False, True) if masks else (False,))]
+    return (*found, *([MediaForm(patches=True)] if len(pixels) == 4 else []))
 
 
-def in_form(media: Media, form: Form, names: set[str], config: Any) -> Media:
+def in_form(media: Media, form: MediaForm, names: set[str], config: Any) -> Media:
     """The media as the form has them, with what the model takes beside them."""
     shapes = dict(media.shapes)
     pixels = shapes.get("pixel_values")

@@ -21,7 +21,7 @@ from autoshard.program._scan_stages import Firsts, find_along, staged_blocks
 from autoshard.program._segments import asked_segments, watching
 from autoshard.program._splash import attention_kernel, check_kernel
 from autoshard.program._stack import Pipeline
-from autoshard.program._torch_env import canonical_modules, lowered_environment
+from autoshard.program._torch_env import canonical_modules, drawing, forgetting, lowered_environment
 
 
 _CONSTANT_ELEMENTS = 1 << 16
@@ -180,6 +180,7 @@ class TorchFunction:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Explicitly requested dtype .*int64")  # torch's ids are 64-bit
             stack.enter_context(canonical_modules())
+            stack.enter_context(forgetting(self.module))
             stack.enter_context(folding(self.folded))
             length = _sequence_length(args, kwargs)
             stack.enter_context(capacity(self.capacity_factor, self.notes, self.experts, self.imbalance, length))
@@ -190,6 +191,7 @@ class TorchFunction:
             stack.enter_context(watching(self.module))
             stack.enter_context(media_in_place(self.module))
             stack.enter_context(env)
+            stack.enter_context(drawing(env))
             with jax.ensure_compile_time_eval() if self.folded else contextlib.nullcontext():
                 given = jax.tree.map(
                     lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, tuple(args), dict(kwargs))

@@ -145,10 +145,10 @@ def test_gradients_equal_those_of_the_eager_module(kind, tmp_path):
     source = f"hf:{written(kind, tmp_path)}"
     program = open_source(source, batch=BATCH, seq=SEQ, dtype="fp32", experts="slots:all")
     function = TorchFunction(model)
-    args = program.make_args(0)
-    ids = torch.tensor(args[1]["input_ids"]).long()
-    own, buffers = function.values(), [function.buffer_values()] if len(args) > 2 else []
-    params = own if own.keys() == args[0].keys() else unstacked(own, args[0])
+    shapes, batch, *extra = program.make_args(0)
+    ids = torch.tensor(batch["input_ids"]).long()
+    own, buffers = function.values(), [function.buffer_values()] * len(extra)
+    params = own if own.keys() == shapes.keys() else unstacked(own, shapes)
     out = model(input_ids=ids, use_cache=False).logits
     share = np.random.default_rng(2).standard_normal(out.shape).astype(np.float32)
     (out * torch.tensor(share)).sum().backward()
@@ -156,7 +156,7 @@ def test_gradients_equal_those_of_the_eager_module(kind, tmp_path):
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
     wanted = function.values()
     wanted = wanted if wanted.keys() == params.keys() else unstacked(wanted, params)
-    found = jax.jit(jax.grad(lambda p: (program.fn(p, args[1], *buffers) * share).sum()))(params)
+    found = jax.jit(jax.grad(lambda p: (program.fn(p, batch, *buffers) * share).sum()))(params)
     for name in wanted:
         close(found[name], wanted[name], 2e-4)
 
@@ -411,15 +411,15 @@ def test_images_are_resized_as_torch_does(mode, method):
 def test_images_come_in_the_forms_of_processors(kind, names, form, shapes, fixed):
     import transformers
 
-    from autoshard.program._hf_beside import Form, forms_of, in_form
+    from autoshard.program._hf_beside import MediaForm, forms_of, in_form
     from autoshard.program._hf_media import Media
 
     more = {"patch_size": 14} if kind == "fuyu" else {}
     config = transformers.AutoConfig.for_model(kind, **more)
     media = Media({"pixel_values": (2, 3, 28, 28)})
-    assert Form(**form) in forms_of(names, media)
-    assert forms_of(names, media)[0] == Form()
-    found = in_form(media, Form(**form), names, config)
+    assert MediaForm(**form) in forms_of(names, media)
+    assert forms_of(names, media)[0] == MediaForm()
+    found = in_form(media, MediaForm(**form), names, config)
     assert found.shapes["pixel_values"] == shapes
     assert found.fixed.keys() == names
     for mask in found.fixed.values():
