@@ -15,6 +15,8 @@ class MediaForm:
     """Whether masks and sizes say that all of the media are there."""
     images: int = 0
     """Dims before the channels of images, beside that of the batch: images of an example, and tiles of an image."""
+    bare: bool = False
+    """Whether the sizes of images are left out: some towers are asked for more than they have where sizes are given."""
     patches: bool = False
     """Whether images come as patches [B, patches, P P C]."""
 
@@ -27,6 +29,7 @@ def forms_of(names: set[str], media: Media) -> tuple[MediaForm, ...]:
     if not media.shapes:  # of a text alone
         return (MediaForm(), MediaForm(masks=True)) if "attention_mask" in names else (MediaForm(),)
     found = [MediaForm(masked, images) for images in dims for masked in ((False, True) if masks else (False,))]
+    found += [MediaForm(bare=True)] if "image_sizes" in media.fixed else []
     return (*found, *([MediaForm(patches=True)] if len(pixels) == 4 else []))
 
 
@@ -36,7 +39,7 @@ def in_form(media: Media, form: MediaForm, names: set[str], config: Any) -> Medi
     pixels = shapes.get("pixel_values")
     if pixels is not None and form.images:
         shapes["pixel_values"] = (pixels[0], *_counts(config, form.images), *pixels[1:])
-    fixed = dict(media.fixed)
+    fixed = {key: value for key, value in media.fixed.items() if not (form.bare and key == "image_sizes")}
     patch = getattr(config, "patch_size", None) or getattr(getattr(config, "vision_config", None), "patch_size", None)
     if pixels is not None and form.patches and isinstance(patch, int):
         rows, columns = pixels[-2] // patch, pixels[-1] // patch
