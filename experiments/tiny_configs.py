@@ -22,6 +22,7 @@ WIDTHS |= {"n_inner": 128, "moe_intermediate_size": 64, "shared_expert_intermedi
 WIDTHS |= {"num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "encoder_attention_heads": 4}
 WIDTHS |= {"decoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "d_kv": 16, "projection_dim": 64}
 WIDTHS |= {"num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+WIDTHS |= {"num_experts_per_token": 2, "num_expert_group": 2, "moe_topk": 2}
 WIDTHS |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 WIDTHS |= {"n_group": 2, "topk_group": 1}
 VOCABULARY = 512
@@ -42,6 +43,15 @@ def _needed(fields: dict[str, Any], causal: bool) -> dict[str, Any]:
     made: dict[str, Any] = {}
     if "vocab_size" in fields and fields["vocab_size"] is None:
         made["vocab_size"] = 32
+    if "mask_token_id" in fields and fields["mask_token_id"] is None and fields.get("pad_token_id") is None:
+        made |= {"pad_token_id": 1, "mask_token_id": 2}
+    if "vocabulary_map" in fields and fields["vocabulary_map"] is None:
+        made["vocabulary_map"] = {"<image>": 9, "<|extra_200|>": 10, "IMGIMGAZ": 11, "<|visual token 000000|>": 12}
+    if fields.get("default_language") is None and fields.get("languages"):
+        made["default_language"] = fields["languages"][0]
+    if isinstance(fields.get("projector_patch_to_query_dict"), dict):  # queries for the patches that there are
+        vision = fields["vision_config"]
+        made["projector_patch_to_query_dict"] = {str((vision["image_size"] // vision["patch_size"]) ** 2): 16}
     for key in fields:  # tokens that stand for what is seen or heard
         if re.fullmatch(r"(image|audio|video)_token_(id|index)", key) and fields[key] is None:
             made[key] = 7
@@ -71,14 +81,38 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
             made[key] = 128
         elif key in WIDTHS and rung == 0:
             made[key] = min(value, WIDTHS[key])
+    heads = made.get("num_attention_heads")
+    if "head_dim" in fields and fields["head_dim"] is None and isinstance(heads, int) and "hidden_size" in made:
+        made["head_dim"] = made["hidden_size"] // heads
+    if rung == 0 and {"head_dim", "qk_rope_head_dim"} <= made.keys() and made["qk_rope_head_dim"]:
+        made["head_dim"] = made["qk_rope_head_dim"]  # the part that positions turn
+    if isinstance(fields.get("layer_types"), list) and fields.get("rope_parameters") == {}:
+        made["rope_parameters"] = {each: {"rope_type": "default", "rope_theta": 1e4} for each in fields["layer_types"]}
     if "num_experts_per_tok" in fields and fields["num_experts_per_tok"] is None:
         made["num_experts_per_tok"] = 2
     if isinstance(fields.get("layer_types"), list):
         made["layer_types"] = fields["layer_types"][:layers]
     for key, value in fields.items():  # other lists with an entry for each layer
-        depth = fields.get("num_hidden_layers")
+        depth = fields.get("num_hidden_layers", fields.get("num_layers"))
         if isinstance(value, list) and isinstance(depth, int) and len(value) == depth and key != "layer_types":
             made[key] = value[:layers]
+    for key, value in fields.items():  # lists of layers
+        if re.search(r"^(intermediate_layers_indices|cross_attention_layers|deepstack_visual_indexes)$", key) and value:
+            made[key] = sorted({min(each, layers - 1) for each in value})
+    if isinstance(fields.get("attention_types"), list):  # kinds, and how often they are repeated
+        made["attention_types"] = [[kinds, layers // len(kinds)] for kinds, _ in fields["attention_types"]]
+    if isinstance(fields.get("per_layer_config"), dict):  # of the layers that are left
+        depth = int(made.get("num_hidden_layers", layers))
+        made["per_layer_config"] = {k: v for k, v in fields["per_layer_config"].items() if int(k) < depth}
+    wide = made.get("hidden_size")
+    if rung == 0 and {"expand", "head_dim", "num_heads", "state_size"} <= fields.keys():  # heads that fill the width
+        made["num_heads"] = wide * fields["expand"] // made["head_dim"]
+    if rung == 0 and {"mamba_expand", "mamba_d_head", "mamba_n_heads"} <= fields.keys():
+        made |= {"mamba_d_head": 16, "mamba_n_heads": wide * fields["mamba_expand"] // 16}
+    if fields.get("num_kv_shared_layers") and layers < fields.get("num_hidden_layers", 0):
+        made["num_kv_shared_layers"] = 0
+    if "vision_output_dim" in fields and "intermediate_layers_indices" in fields:
+        made["vision_output_dim"] = made["hidden_size"] * (1 + len(made["intermediate_layers_indices"]))
     high = VOCABULARY - 1
     for key, value in fields.items():
         if re.search(r"_(token_id|token_index|token)$", key) and isinstance(value, int) and value >= VOCABULARY:

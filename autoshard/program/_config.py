@@ -76,8 +76,9 @@ def _check_counts(fields: dict[str, Any], origin: str) -> None:
         if isinstance(value, dict):
             _check_counts(value, f"{origin}, {key}")
         most = _MOST if key in _COUNTS else _MOST_LAYERS if key in _LAYERS else None
-        if most is None or value is None:
+        if most is None or value is None or isinstance(value, dict):
             continue
         for each in value if isinstance(value, list) and key not in _LAYERS else [value]:
-            if isinstance(each, bool) or not isinstance(each, int) or not 1 <= each <= most:
+            number = each if isinstance(each, (int, float)) else 0  # some classes save floats that are whole
+            if isinstance(each, bool) or number % 1 or not 1 <= number <= most:
                 raise UserError(f"`{origin}`: {key} is {str(value)[:60]!r}, expected a whole number from 1 to {most}.")

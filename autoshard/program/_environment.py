@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from autoshard.program import _writes
+from autoshard.program import _reads, _writes
 from autoshard.program._segments import op_scope
 
 
@@ -87,12 +87,25 @@ def _environment_type() -> type:
         return traced
 
     class Environment(tensor.Environment):
-        def _to_copy(self, the_tensor: Any, *rest: Any) -> Any:
-            return super()._to_copy(the_tensor.torch() if isinstance(the_tensor, View) else the_tensor, *rest)
+        def _to_copy(self, the_tensor: Any, new_dtype: Any, new_device: Any) -> Any:
+            given: Any = the_tensor.torch() if isinstance(the_tensor, View) else the_tensor
+            traced = isinstance(given, tensor.Tensor) and isinstance(given._elem, core.Tracer)
+            return super()._to_copy(given, new_dtype, None if traced else new_device)  # there is no host to bring it to
 
         def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            try:
+                return self._folded(func, types, args, kwargs)
+            except TypeError as error:  # of which Python's operators make "unsupported operand" without its reason
+                if "incompatible shapes" not in str(error):
+                    raise
+                raise ValueError(str(error)) from error
+
+        def _folded(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             with op_scope():
                 given = args, kwargs or {}
+                if _folding.get() and _reads.asks_for_padding(func, args):
+                    with jax.ensure_compile_time_eval():
+                        return tensor.Tensor(jnp.zeros(tuple(args[0].shape), bool), self)
                 known = _pytree.tree_map_only((tensor.Tensor, View), computed, given) if _folding.get() else given
                 if not _folding.get() or not folds(known):
                     return super().dispatch(func, types, args, kwargs)
@@ -122,7 +135,8 @@ def _environment_type() -> type:
             def wrapped(value: Any) -> Any:
                 if isinstance(value, (tensor.Tensor, View)) or value.device.type != "cpu":
                     return value
-                return tensor.Tensor(jnp.asarray(value.detach().numpy()), self)
+                with jax.ensure_compile_time_eval() if _folding.get() else contextlib.nullcontext():
+                    return tensor.Tensor(jnp.asarray(value.detach().numpy()), self)
 
             return super().t2j_iso(_pytree.tree_map_only(torch.Tensor, wrapped, torchtensors))
 

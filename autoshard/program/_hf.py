@@ -1,12 +1,12 @@
 """`hf:CONFIG`: a Hugging Face architecture from its configuration alone, without weights and without the network."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.program._config import read_config
 from autoshard.program._experts import check_experts
-from autoshard.program._hf_inputs import task_of
+from autoshard.program._hf_inputs import HfTask, tasks_of
 from autoshard.program._hf_model import build_model, has_head
 from autoshard.program._hf_objective import Objective, OtherLabels
 from autoshard.program._hf_serving import serving_program
@@ -70,9 +70,6 @@ def from_config(
 
     Raises `UserError` for a configuration or an option that cannot be used.
     """
-    import jax
-    import numpy as np
-
     name, fields = read_config(config)
     if train and infer:
         raise UserError("--train and --infer exclude each other; give one of them.")
@@ -97,57 +94,53 @@ def from_config(
         raise UserError("--stages is for training steps and forward passes; leave it out, or --serve.")
     model = build_model(name, fields, compute)
     form = check_experts(experts, capacity_factor, model, name, imbalance)
-    task = task_of(
-        model, name, batch=8 if batch is None else batch, seq=seq, image=image, train=training, dtype=compute
-    )
+    size = 8 if batch is None else batch
+    tasks = tasks_of(model, name, batch=size, seq=seq, image=image, train=training, dtype=compute)
     stateful = evaluation_mode(model, training)
-    function = TorchFunction(
-        model,
-        compute_dtype=compute if compute != stored else None,
-        remat=remat,
-        scan=scan,
-        frozen_apart=training,
-        stateful=stateful,
-        attention=attention,
-        experts=form,
-        capacity_factor=capacity_factor,
-        exchange=exchange,
-        imbalance=imbalance or 1.0,
-        pipeline=pipeline,
-    )
+
+    def made() -> TorchFunction:
+        return TorchFunction(
+            model,
+            compute_dtype=compute if compute != stored else None,
+            remat=remat,
+            scan=scan,
+            frozen_apart=training,
+            stateful=stateful,
+            attention=attention,
+            experts=form,
+            capacity_factor=capacity_factor,
+            exchange=exchange,
+            imbalance=imbalance or 1.0,
+            pipeline=pipeline,
+        )
+
+    task = tasks[0]
     if serve is not None:
         if training or task.seq is None:
             raise UserError("--serve is for the inference of models of tokens; leave --train and --image out.")
         return serving_program(
-            function,
+            made(),
             name,
             serve,
-            batch=8 if batch is None else batch,
+            batch=size,
             seq=task.seq,
             cache_length=task.seq if cache is None else cache,
             dtype=compute,
             vocabulary=task.id_limit,
         )
 
-    notes = list(task.notes)
-    objective = Objective(type(model).__name__, name, notes, has_head(type(model).__name__))
-
-    def forward(params: Any, inputs: Any, *buffers: Any) -> Any:
-        out = function(params, (), task.call(inputs), buffers[0] if buffers else None)
-        return out["logits"] if "logits" in out and not training else out
-
-    def loss(params: Any, inputs: Any, *buffers: Any) -> Any:
-        return objective.of(forward(params, inputs, *buffers), inputs.get("labels"))
-
-    run = loss if training else forward
-    batch_of = dict(task.batch)
-    try:
-        function.settle(run, batch_of, name)
-    except OtherLabels as error:  # the model has said by now what it is trained on
-        batch_of.pop("labels", None)
-        if error.shape is not None:
-            batch_of["labels"] = jax.ShapeDtypeStruct(error.shape, np.int32)
-        function.settle(run, batch_of, name)
+    refused: UserError | None = None
+    for task in tasks:
+        function, notes = made(), list(task.notes)
+        try:
+            run, batch_of, objective = _settled(function, task, name, notes, training)
+            break
+        except UserError as error:
+            refused = refused or error
+            if "could not be lowered" not in str(error) or task is tasks[-1]:
+                raise refused from None
+    else:
+        raise AssertionError("there is a task")
     return torch_program(
         function,
         run,
@@ -167,6 +160,38 @@ def from_config(
         tokens=task.tokens,
         notes=notes,
     )
+
+
+def _settled(
+    function: TorchFunction, task: HfTask, name: str, notes: list[str], training: bool
+) -> tuple[Callable[..., Any], dict[str, Any], Objective]:
+    """What is traced of a task once the layers that are scanned are known, the shapes of its batch, and its objective.
+
+    Raises `UserError` if the module does not run on what the task gives it.
+    """
+    import jax
+    import numpy as np
+
+    kind = type(function.module).__name__
+    objective = Objective(kind, name, notes, has_head(kind))
+
+    def forward(params: Any, inputs: Any, *buffers: Any) -> Any:
+        out = function(params, (), task.call(inputs), buffers[0] if buffers else None)
+        return out["logits"] if "logits" in out and not training else out
+
+    def loss(params: Any, inputs: Any, *buffers: Any) -> Any:
+        return objective.of(forward(params, inputs, *buffers), inputs.get("labels"))
+
+    run = loss if training else forward
+    batch_of = dict(task.batch)
+    try:
+        function.settle(run, batch_of, name)
+    except OtherLabels as error:  # the model has said by now what it is trained on
+        batch_of.pop("labels", None)
+        if error.shape is not None:
+            batch_of["labels"] = jax.ShapeDtypeStruct(error.shape, np.int32)
+        function.settle(run, batch_of, name)
+    return run, batch_of, objective
 
 
 def _dtype(text: str, flag: str) -> str:

@@ -48,12 +48,19 @@ class OtherExperts:
 
 def experts_forward(module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
     """What transformers calls for a block of experts: tokens [T, D], indices and weights [T, K]; [T, D]."""
+    env = environment()
+    x, index, share = (env.t2j_iso(each) for each in (hidden_states, top_k_index, top_k_weights))
+    return env.j2t_iso(dispatched(x, index, share, layers_of(module)))
+
+
+def dispatched(x: Any, index: Any, share: Any, layers: Experts) -> Any:
+    """Tokens [T, D] after the experts that were chosen for them, indices and weights [T, K]; [T, D].
+
+    An index beyond the experts that there are adds nothing.
+    """
     import jax
     import jax.numpy as jnp
 
-    env = environment()
-    x, index, share = (env.t2j_iso(each) for each in (hidden_states, top_k_index, top_k_weights))
-    layers = layers_of(module)
     shape = x.shape
     tokens, active = index.size // index.shape[-1], int(index.shape[-1])
     length = sequence_length() or tokens
@@ -62,7 +69,7 @@ def experts_forward(module: Any, hidden_states: Any, top_k_index: Any, top_k_wei
     one_hot = one_hot == index.reshape(*lead, active, 1)
     weights = jnp.where(one_hot, share.reshape(*lead, active, 1).astype(jnp.float32), 0.0).sum(2)
     mixed = mix_experts(x.reshape(*lead, shape[-1]), weights, one_hot.any(2), layers, active)
-    return env.j2t_iso(mixed.reshape(shape).astype(x.dtype))
+    return mixed.reshape(shape).astype(x.dtype)
 
 
 def layers_of(module: Any) -> Experts:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoshard.errors import UserError
+from autoshard.program._hf_beside import beside_data, beside_text, decoder_shape, forms_of, in_form
 from autoshard.program._hf_media import Media, media_of
 
 
@@ -26,25 +27,27 @@ class HfTask:
     notes: tuple[str, ...] = ()
 
 
-def task_of(
+def tasks_of(
     model: Any, name: str, *, batch: int, seq: int | None, image: int | None, train: bool, dtype: str
-) -> HfTask:
-    """The task of `model`: token ids (with a decoder or not), images, sound or series, as its code takes them.
+) -> tuple[HfTask, ...]:
+    """The tasks of `model`, the likeliest first: token ids (with a decoder or not), images, sound or series.
+
+    There are several where models differ in the form of what they are given; those that follow the first are for
+    where the first does not run.
 
     Raises `UserError` for sizes that the model cannot take.
     """
     import jax
-    import numpy as np
 
     config = model.config
     names = set(inspect.signature(model.forward).parameters)
     _positive("batch", batch)
-    shape = jax.ShapeDtypeStruct
     floats = jax.numpy.dtype(dtype)
-    kind = model.main_input_name if model.main_input_name in names else _main(names)
+    kind = _main(model, names)
     vocabulary = _vocabulary(config)
     text = "input_ids" in names and (kind == "input_ids" or vocabulary is not None and _has_towers(config))
-    sees = kind != "input_ids" or text and _has_towers(config)
+    text = text or "input_ids" in _required(model)
+    sees = kind != "input_ids" or text and (_has_towers(config) or "pixel_values" in _required(model))
     if image is not None and not (sees and names & {"pixel_values", "pixel_values_videos"}):
         raise UserError(f"--image is for models of images; `{name}` takes `{kind}`.")
     if image is not None:
@@ -53,17 +56,56 @@ def task_of(
     length = min(limit or 1024, 1024) if seq is None else seq
     asked = names - ({"past_values"} if text else set())
     media = media_of(config, asked, name, batch=batch, image=image, room=length // 2 if text else None)
-    media = media if sees and media is not None else Media({})
+    media = media or Media({})
     if not text and not media.shapes:
         raise UserError(f"`{name}` takes `{kind}`, which is not supported; give the module through a Python file.")
-    data = {key: shape(size, floats) for key, size in media.shapes.items()}
+    given = (text, seq, length, limit)
+    seen = [media] if sees else [Media({}), *([media] if "pixel_values" in media.shapes else [])]
+    return tuple(
+        _task(
+            model,
+            name,
+            in_form(each, form, names, config),
+            (*given, form.masks and not each.shapes),
+            batch=batch,
+            train=train,
+            floats=floats,
+        )
+        for each in seen
+        for form in forms_of(names, each)
+    )
+
+
+def _task(
+    model: Any,
+    name: str,
+    media: Media,
+    given: tuple[bool, int | None, int, int | None, bool],
+    *,
+    batch: int,
+    train: bool,
+    floats: Any,
+) -> HfTask:
+    """`given`: whether ids are read, the tokens that were asked for, those that are taken, its positions, and whether
+    masks say that all tokens are there."""
+    import jax
+    import numpy as np
+
+    config, shape = model.config, jax.ShapeDtypeStruct
+    names = set(inspect.signature(model.forward).parameters)
+    kind = _main(model, names)
+    vocabulary = _vocabulary(config)
+    text, seq, length, limit, masks = given
+    ids, other = beside_data(names, config, batch, length if text else None)
+    data = {key: shape(size, floats) for key, size in (media.shapes | other).items()}
+    data |= {key: shape(size, np.int32) for key, size in ids.items()}
     decodes = bool(config.is_encoder_decoder) and "decoder_input_ids" in names
     if not text and not decodes:
         if seq is not None:
             raise UserError(f"--seq is for models of tokens; `{name}` takes {_TAKES.get(kind, f'`{kind}`')}.")
+        keys = tuple(data)
         if train:
             data["labels"] = shape((batch,), np.int32)
-        keys = tuple(media.shapes)
         plain = _always(names, config, None, train)
         return HfTask(
             data,
@@ -80,17 +122,17 @@ def task_of(
         if _has_position_table(model):
             raise UserError(f"--seq {seq} is longer than the {limit} positions `{name}` has; give at most {limit}.")
         notes.append(f"The sequence of {seq} tokens is longer than the {limit} that `{name}` was trained with.")
-    ids = shape((batch, seq), np.int32)
-    texts = [key for key, there in (("input_ids", text), ("decoder_input_ids", decodes)) if there]
-    data |= dict.fromkeys(texts, ids)
+    texts = {"input_ids": (batch, seq)} if text else {}
+    texts |= {"decoder_input_ids": decoder_shape(config, batch, seq)} if decodes else {}
+    data |= {key: shape(size, np.int32) for key, size in texts.items()}
     if train:
-        data["labels"] = ids
+        data["labels"] = shape((batch, seq), np.int32)
     keys = tuple(each for each in data if each != "labels")
     token = _image_token(config) if text and "pixel_values" in data else None
     places = 0 if token is None or media.tokens is None else min(media.tokens, seq - 1)
     if places:
         notes.append(f"The first {places} tokens of each sequence are those of its image.")
-    plain = _always(names, config, seq, train)
+    plain = _always(names, config, seq, train) | beside_text(names, config, (batch, seq), masks)
     if places and "mm_token_type_ids" in names:
         kinds = np.zeros((batch, seq), np.int64)
         kinds[:, :places] = 1
@@ -114,10 +156,20 @@ _TAKES = {
 }
 
 
-def _main(names: set[str]) -> str:
-    """The first input that is known, of a class that does not say which is its main one."""
+def _main(model: Any, names: set[str]) -> str:
+    """The main input by the class's own word, or the first that is known, if it says none."""
     known = ("input_ids", "pixel_values", "input_features", "input_values", "flattened_patches", "past_values")
+    said = model.main_input_name
+    said = said[0] if isinstance(said, (list, tuple)) else said
+    if said in names and (said in known or said in _TAKES or not names & set(known)):
+        return str(said)
     return next((each for each in known if each in names), next(iter(sorted(names)), "nothing"))
+
+
+def _required(model: Any) -> set[str]:
+    """Arguments of a model that have no default."""
+    given = inspect.signature(model.forward).parameters.values()
+    return {each.name for each in given if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD}
 
 
 def _always(names: set[str], config: Any, seq: int | None, train: bool) -> dict[str, Any]:
@@ -138,10 +190,11 @@ def _text(config: Any, decoder: bool | None = None) -> Any:
 
 def _has_towers(config: Any) -> bool:
     """Whether a model sees or hears beside what it reads."""
-    return any(
-        getattr(config, key, None) is not None
-        for key in ("vision_config", "audio_config", "image_token_id", "image_token_index")
-    )
+    parts = [config, getattr(config, "vlm_config", None)]
+    towers = ("vision_config", "audio_config")
+    there = any(hasattr(part, key) for part in parts for key in towers)
+    keys = towers if there else ("image_token_id", "image_token_index")  # towers may be left out
+    return any(getattr(part, key, None) is not None for part in parts for key in keys)
 
 
 def _vocabulary(config: Any) -> int | None:
@@ -177,8 +230,8 @@ def _positions(config: Any) -> int | None:
     text = _text(config)
     for field in ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(text, field, None)
-        if isinstance(value, int) and value > 0:
-            return value
+        if isinstance(value, (int, float)) and value > 0:
+            return int(value)
     return None
 
 

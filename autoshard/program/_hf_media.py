@@ -45,7 +45,7 @@ def media_of(
         ("past_values", _series),
     ):
         if key in names:
-            return made(config, names, name, batch, image)
+            return made(config, names, name, batch, image, room)
     return None
 
 
@@ -84,7 +84,7 @@ def _channels(config: Any) -> int:
     return int(value) if isinstance(value, int) else 3
 
 
-def _images(config: Any, names: set[str], name: str, batch: int, image: int | None) -> Media:
+def _images(config: Any, names: set[str], name: str, batch: int, image: int | None, room: int | None) -> Media:
     """[B, C, H, W], with frames or tiles before C where the configuration has a number of them."""
     import numpy as np
 
@@ -140,19 +140,19 @@ def _shaped_patches(config: Any, batch: int, image: int | None) -> Media:
     return Media({"pixel_values": (batch, side * side, _channels(config) * patch**2)}, fixed, (side // merge) ** 2)
 
 
-def _flattened(config: Any, names: set[str], name: str, batch: int, image: int | None) -> Media:
+def _flattened(config: Any, names: set[str], name: str, batch: int, image: int | None, room: int | None) -> Media:
     """Patches of each image with their row and column [B, patches, 2 + P P C]."""
     vision = getattr(config, "vision_config", config)
     patches = int(getattr(vision, "seq_len", None) or getattr(vision, "max_num_patches", None) or 256)
     return Media({"flattened_patches": (batch, patches, 2 + int(vision.patch_embed_hidden_size))})
 
 
-def _videos(config: Any, names: set[str], name: str, batch: int, image: int | None) -> Media:
+def _videos(config: Any, names: set[str], name: str, batch: int, image: int | None, room: int | None) -> Media:
     frames = int(_first(config, "frames_per_clip", "num_frames", default=16))
     return Media({"pixel_values_videos": (batch, frames, _channels(config), *_size(config, name, image))})
 
 
-def _features(config: Any, names: set[str], name: str, batch: int, image: int | None) -> Media:
+def _features(config: Any, names: set[str], name: str, batch: int, image: int | None, room: int | None) -> Media:
     """Spectra: [B, bins, frames] where positions are counted in frames, else [B, frames, bins]."""
     bins = _first(
         config,
@@ -164,6 +164,9 @@ def _features(config: Any, names: set[str], name: str, batch: int, image: int | 
         default=80,
     )
     places = _first(config, "max_source_positions", "max_position_embeddings")
+    each = getattr(config, "audio_length_per_tok", None)
+    if room and each:  # a token for so many frames
+        return Media({"input_features": (batch, int(bins), 2 * room * int(each))})
     kind = str(config.model_type)
     for part in _parts(config):
         if hasattr(part, "max_source_positions") and hasattr(part, "num_mel_bins"):
@@ -175,7 +178,7 @@ def _features(config: Any, names: set[str], name: str, batch: int, image: int | 
     return Media({"input_features": (batch, frames, int(bins))})
 
 
-def _sound(config: Any, names: set[str], name: str, batch: int, image: int | None) -> Media:
+def _sound(config: Any, names: set[str], name: str, batch: int, image: int | None, room: int | None) -> Media:
     """Samples [B, T]; spectra where the configuration has bins, and channels where codecs do."""
     bins = getattr(config, "num_mel_bins", None)
     if bins and getattr(config, "max_length", None):
@@ -187,7 +190,7 @@ def _sound(config: Any, names: set[str], name: str, batch: int, image: int | Non
     return Media({"input_values": (batch, SECOND)})
 
 
-def _series(config: Any, names: set[str], name: str, batch: int, image: int | None) -> Media:
+def _series(config: Any, names: set[str], name: str, batch: int, image: int | None, room: int | None) -> Media:
     """Values of the past [B, T, C] and what is known of them."""
     lags = max(getattr(config, "lags_sequence", None) or [0])
     length = int(_first(config, "context_length", "prediction_length", default=64)) + lags

@@ -40,6 +40,7 @@ def serving_program(
     if kind not in ("prefill", "decode"):
         raise UserError(f"--serve `{kind}` does not exist; use `prefill` or `decode`.")
     flops = [0.0]
+    masked = [bool(getattr(function.module.config, "alibi", False))]  # it counts all keys
     taken = inspect.signature(function.module.forward).parameters
     placed = "position_ids" in taken
     held = next((each for each in _CACHES if each in taken), None)
@@ -62,7 +63,7 @@ def serving_program(
         places = (jax.lax.broadcasted_iota(jnp.int32, (1, length), 1) + first).astype(jnp.int32)
         function.cache = cache
         inputs = {"input_ids": given["input_ids"]} | ({"position_ids": places} if placed else {})
-        if getattr(function.module.config, "alibi", False) and "attention_mask" in taken:  # which counts all keys
+        if masked[0] and "attention_mask" in taken:
             inputs["attention_mask"] = jnp.ones((batch, cache.get_mask_sizes(length)[0]), jnp.int32)
         options = {held: cache, "use_cache": True, "logits_to_keep": 1}
         options = {key: value for key, value in options.items() if key in taken}
@@ -74,20 +75,28 @@ def serving_program(
         with _flops.counting() as scope:
             after, logits = call(params, cache, batch, buffers)
         flops[0] = scope[0]
+        after.settle()
         return after.entries, logits
 
     seen: dict[int, Any] = {}
 
     def shapes(weights: Any, given: Any, *buffers: Any) -> Any:
         cache, logits = call(weights, {}, given, buffers)
-        seen.update({i: jax.tree.map(lambda x: x.shape, parts) for i, parts in cache.seen.items()})
+        shape = jax.ShapeDtypeStruct
+        seen.update({i: jax.tree.map(lambda x: shape(x.shape, x.dtype), parts) for i, parts in cache.seen.items()})
         return logits
 
-    function.settle(shapes, data, name)
+    try:
+        function.settle(shapes, data, name)
+    except UserError:
+        if masked[0] or placed or kind != "decode" or "attention_mask" not in taken:
+            raise
+        masked[0] = True  # a module that makes a mask of all keys from their number, which is not known
+        function.settle(shapes, data, name)
     params = function.params
     entries = _entries(function, seen, cache_length, dtype)
     if not entries:
-        raise UserError(f"--serve: `{name}` keeps no keys and values of its tokens, so there is nothing to cache.")
+        raise UserError(f"--serve: `{name}` keeps nothing of its tokens, so there is nothing to cache.")
     extra = (function.buffers,) if function.buffers else ()
     args = (params, entries, data, *extra)
 
@@ -118,14 +127,18 @@ def _entries(function: TorchFunction, seen: dict[int, Any], length: int, dtype: 
     """Shapes of the cache: one stack for each offset of a scanned block, one entry for each other layer."""
     import jax
 
-    def full(shape: tuple[int, ...], repeats: int | None) -> Any:
+    def full(part: str, value: Any, repeats: int | None) -> Any:
         lead = () if repeats is None else (repeats,)
-        return jax.ShapeDtypeStruct((*lead, *shape[:2], length, *shape[3:]), jax.numpy.dtype(dtype))
+        if part == "indexer":
+            return jax.ShapeDtypeStruct((*lead, value.shape[0], length, *value.shape[2:]), jax.numpy.dtype(dtype))
+        if part not in ("keys", "values"):  # a state, which is as large after any number of tokens
+            return jax.ShapeDtypeStruct((*lead, *value.shape), value.dtype)
+        return jax.ShapeDtypeStruct((*lead, *value.shape[:2], length, *value.shape[3:]), jax.numpy.dtype(dtype))
 
     places = {block.start + offset: (block, offset) for block in function.blocks for offset in range(block.period)}
     entries: dict[str, Any] = {}
     for index, parts in sorted(seen.items()):
         block, offset = places.get(index, (None, 0))
         label = f"layer.{index}" if block is None else block.label(offset)
-        entries[label] = {part: full(shape, block and block.repeats) for part, shape in parts.items()}
+        entries[label] = {part: full(part, value, block and block.repeats) for part, value in parts.items()}
     return entries

@@ -50,6 +50,10 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.pow.Tensor_Tensor: power,
         aten.pow.Scalar: power,
         torch.arange: arange,
+        torch.full: full,
+        torch.ones: filled(1),
+        torch.zeros: filled(0),
+        torch.empty: filled(0),
         aten.unfold: unfold,
         aten.unfold.default: unfold,
         aten.ceil: ceil,
@@ -151,12 +155,69 @@ def repeat_interleave(x: Any, repeats: Any, dim: int | None = None, *, output_si
 def arange(
     start: Any = 0, end: Any = None, step: Any = 1, *, dtype: Any = None, device: Any = None, **others: Any
 ) -> Any:
-    """`torch.arange`, whose only bound may be called `end`."""
+    """`torch.arange`, whose only bound may be called `end`; bounds may be traced where they are a fixed way apart."""
+    from jax import core
     from torchax.ops import jaten
 
     if end is None:
         start, end = 0, start
+    if isinstance(start, core.Tracer) and (count := _steps_after(start, end)) is not None:
+        counted: Any = jaten._aten_arange(0, count, step, dtype=dtype)
+        return counted + start.astype(counted.dtype)
     return jaten._aten_arange(start, end, step, dtype=dtype)
+
+
+def filled(value: int) -> Callable[..., Any]:
+    """`torch.ones`, `torch.zeros` or `torch.empty`, whose shape comes as one tuple, as whole numbers or by its name."""
+
+    def make(*sizes: Any, size: Any = None, dtype: Any = None, **others: Any) -> Any:
+        import jax.numpy as jnp
+        import torch
+
+        given = sizes if size is None else (size,)
+        shape = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+        return jnp.full(tuple(shape), value, _jax_dtype(dtype or torch.get_default_dtype()))
+
+    return make
+
+
+def full(size: Any, fill_value: Any, *, dtype: Any = None, **others: Any) -> Any:
+    """`torch.full`, of whose own accord whole numbers and truths stay what they are."""
+    import jax.numpy as jnp
+    import torch
+
+    if dtype is None and not isinstance(fill_value, (bool, int, float, complex)):
+        return jnp.full(tuple(size), fill_value)
+    own = type(fill_value) if isinstance(fill_value, (bool, int)) else torch.get_default_dtype()
+    return jnp.full(tuple(size), fill_value, _jax_dtype(dtype or own))
+
+
+def _jax_dtype(dtype: Any) -> Any:
+    """The JAX dtype of one of torch, which may be a type of Python."""
+    import jax
+    import torch
+    from torchax.ops import mappings
+
+    python: dict[Any, Any] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+    return jax.dtypes.canonicalize_dtype(mappings.t2j_dtype(python.get(dtype, dtype)))
+
+
+def _steps_after(start: Any, end: Any) -> int | None:
+    """By how much `end` was made larger than `start` while both were traced; None if that is not known."""
+    if end is start or getattr(end, "val", end) is getattr(start, "val", start):
+        return 0
+    equation = getattr(end, "parent", None)
+    if equation is None or equation.primitive.name not in ("add", "convert_element_type"):
+        return None
+    known, others = 0, []
+    for side in equation.in_tracers:
+        value = getattr(getattr(side, "val", None), "val", None)  # what a literal holds
+        if value is None:
+            others.append(side)
+        else:
+            known += int(value)
+    before = _steps_after(start, others[0]) if len(others) == 1 else None
+    return None if before is None else before + known
 
 
 def unfold(x: Any, dim: int, size: int, step: int) -> Any:

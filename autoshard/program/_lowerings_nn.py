@@ -28,6 +28,8 @@ def table() -> dict[Any, Callable[..., Any]]:
         functional.rms_norm: rms_norm,
         torch.max_pool2d: max_pool2d,
         functional.max_pool2d: max_pool2d,
+        torch.ops.aten._upsample_bilinear2d_aa: resizing("linear"),
+        torch.ops.aten._upsample_bicubic2d_aa: resizing("cubic"),
     }
 
 
@@ -244,6 +246,22 @@ def counted_convolution(convolution: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return run
+
+
+def resizing(method: str) -> Callable[..., Any]:
+    """`torch.nn.functional.interpolate(..., antialias=True)` of images [B, C, H, W], corners not aligned."""
+
+    def resize(x: Any, size: Any, align_corners: bool = False, *scales: Any, **others: Any) -> Any:
+        import jax
+
+        if align_corners:
+            raise UserError("interpolate with `antialias=True` and aligned corners has no lowering; leave one out.")
+        if size is None:
+            factors = others.get("scale_factors") or scales[0]
+            size = [int(each * factor) for each, factor in zip(x.shape[-2:], factors, strict=True)]
+        return jax.image.resize(x, (*x.shape[:-2], *size), method, antialias=True)
+
+    return resize
 
 
 def max_pool2d(

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from autoshard.program import _lowerings, _lowerings_nn, _routers, _writes
+from autoshard.program import _hf_mixtures, _lowerings, _lowerings_nn, _reads, _routers, _writes
 from autoshard.program._environment import environment
 
 
@@ -29,11 +29,48 @@ def lowered_environment() -> Any:
         counted_op, torch_op=torch.nn.functional.batch_norm, func=_lowerings_nn.batch_norm, is_jax_function=False
     )
     read = env._decomps[torch.Tensor.__getitem__]
-    env._decomps[torch.Tensor.__getitem__] = dataclasses.replace(read, func=_writes.with_whole_bounds(read.func))
+    env._decomps[torch.Tensor.__getitem__] = dataclasses.replace(read, func=_reads.lenient(read.func))
     return env
 
 
 _CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
+
+
+@contextlib.contextmanager
+def forgetting(module: Any) -> Iterator[None]:
+    """While inside, what objects of transformers' own remember of tensors (cached properties) is for this call alone.
+
+    A traced value must not be met again in another trace.
+    """
+    import torch
+    from torch.utils import _pytree
+
+    values = [value for child in module.modules() for value in (child, *child.__dict__.values())]
+    owners = {id(value): value for value in values if type(value).__module__.startswith("transformers.")}
+    before = [(owner.__dict__, set(owner.__dict__)) for owner in owners.values() if hasattr(owner, "__dict__")]
+    try:
+        yield
+    finally:
+        for held, names in before:
+            for name in held.keys() - names:
+                if any(isinstance(each, torch.Tensor) for each in _pytree.tree_leaves(held[name])):
+                    del held[name]
+
+
+@contextlib.contextmanager
+def drawing(env: Any) -> Iterator[None]:
+    """While inside, random numbers are those of one key: what follows from a traced one is forgotten afterwards."""
+    import jax
+
+    with jax.ensure_compile_time_eval():
+        key = jax.random.PRNGKey(0)
+    held = env._property.content
+    depth = len(held)
+    held.append(env.param.override(prng=key))
+    try:
+        yield
+    finally:
+        del held[depth:]
 
 
 @contextlib.contextmanager
@@ -122,15 +159,27 @@ def _expand_kv(self: Any, kv_nope: Any, k_rot: Any) -> tuple[Any, Any]:
     return torch.cat([key, k_rot.expand(-1, key.shape[1], -1, -1)], dim=-1), value
 
 
+def _always() -> bool:
+    """Values that are being traced must not be remembered for another call."""
+    return True
+
+
 def _not_packed(position_ids: Any) -> None:
     """Positions are those of whole sequences: several sequences packed in one row are not supported."""
     return None
 
 
+_LONGCAT = "transformers.models.longcat_flash.modeling_longcat_flash"
+_JETMOE = "transformers.models.jetmoe.modeling_jetmoe"
 _REPLACED: dict[tuple[str, str, str], Callable[..., Any]] = {
     ("transformers.pytorch_utils", "Conv1D", "forward"): _conv1d,
     ("transformers.models.mixtral.modeling_mixtral", "MixtralSparseMoeBlock", "forward"): _routers.mixtral_block,
     ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3MoE", "forward"): _routers.deepseek_block,
     ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3Attention", "expand_kv"): _expand_kv,
+    (_LONGCAT, "LongcatFlashExperts", "forward"): _hf_mixtures.longcat_experts,
+    (_JETMOE, "JetMoeMoE", "forward"): _hf_mixtures.jetmoe_mlp,
+    (_JETMOE, "JetMoeMoA", "map"): _hf_mixtures.jetmoe_queries,
+    (_JETMOE, "JetMoeMoA", "reduce"): _hf_mixtures.jetmoe_outputs,
     ("transformers.masking_utils", "", "find_packed_sequence_indices"): _not_packed,
+    ("transformers.pytorch_utils", "", "is_torchdynamo_compiling"): _always,  # which turns off its caches of results
 }

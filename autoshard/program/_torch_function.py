@@ -14,13 +14,14 @@ from autoshard.program._layers import Block, find_blocks
 from autoshard.program._lowering_error import asks_for_values, lowering_error
 from autoshard.program._marks import check_names
 from autoshard.program._policy import Policy
+from autoshard.program._reads import media_in_place
 from autoshard.program._remat import numbered_layers, parse_remat, remat_text, split_blocks
 from autoshard.program._scan import LayerRemat, LayerWeights, NotRepeatedError, checkpointed_lists, scanned
 from autoshard.program._scan_stages import Firsts, find_along, staged_blocks
 from autoshard.program._segments import asked_segments, watching
 from autoshard.program._splash import attention_kernel, check_kernel
 from autoshard.program._stack import Pipeline
-from autoshard.program._torch_env import canonical_modules, lowered_environment
+from autoshard.program._torch_env import canonical_modules, drawing, forgetting, lowered_environment
 
 
 _CONSTANT_ELEMENTS = 1 << 16
@@ -179,6 +180,7 @@ class TorchFunction:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Explicitly requested dtype .*int64")  # torch's ids are 64-bit
             stack.enter_context(canonical_modules())
+            stack.enter_context(forgetting(self.module))
             stack.enter_context(folding(self.folded))
             length = _sequence_length(args, kwargs)
             stack.enter_context(capacity(self.capacity_factor, self.notes, self.experts, self.imbalance, length))
@@ -187,7 +189,9 @@ class TorchFunction:
             stack.enter_context(scanned(self.module, self.blocks, layers, prepare, remat, env))
             stack.enter_context(checkpointed_lists(self.module, self.blocks, remat, env))
             stack.enter_context(watching(self.module))
+            stack.enter_context(media_in_place(self.module))
             stack.enter_context(env)
+            stack.enter_context(drawing(env))
             with jax.ensure_compile_time_eval() if self.folded else contextlib.nullcontext():
                 given = jax.tree.map(
                     lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, tuple(args), dict(kwargs))

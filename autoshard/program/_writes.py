@@ -46,23 +46,6 @@ def in_place(func: Any, plain: Any) -> Any:
     )
 
 
-def with_whole_bounds(getitem: Callable[..., Any]) -> Callable[..., Any]:
-    """torchax's `tensor[indexes]`, where a slice may be bounded by a tensor of one whole number."""
-    import torch
-
-    def whole(index: Any) -> Any:
-        if not isinstance(index, slice):
-            return index
-        bounds = (index.start, index.stop, index.step)
-        return slice(*(int(each) if isinstance(each, torch.Tensor) else each for each in bounds))
-
-    def run(self: Any, indexes: Any) -> Any:
-        given = tuple(whole(each) for each in indexes) if isinstance(indexes, tuple) else whole(indexes)
-        return getitem(self, given)
-
-    return run
-
-
 def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
     """`torch.Tensor.index_put`; an index that is None takes the whole dim."""
     key = tuple(slice(None) if each is None else each for each in indices)

@@ -46,6 +46,40 @@ MODELS = {
         },
     ),
 }
+RECURRENT = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+RECURRENT |= {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "shared_expert_intermediate_size": 24}
+MODELS |= {
+    "mamba": ("MambaForCausalLM", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 96, "state_size": 4}),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        DECODER
+        | EXPERTS
+        | RECURRENT
+        | {"num_hidden_layers": 3, "num_experts": 4}
+        | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    ),
+    "roformer": ("RoFormerForCausalLM", COMMON | {"intermediate_size": 48, "is_decoder": True}),
+    "jetmoe": (
+        "JetMoeForCausalLM",
+        COMMON
+        | {"num_key_value_heads": 2, "kv_channels": 8, "intermediate_size": 48, "num_local_experts": 4}
+        | {"num_experts_per_tok": 2},
+    ),
+    "longcat_flash": (
+        "LongcatFlashForCausalLM",
+        COMMON
+        | {"num_layers": 1, "num_key_value_heads": 4, "head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+        | {"v_head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24}
+        | {"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2},
+    ),
+    "hy_v4": (
+        "HYV4ForCausalLM",
+        DECODER
+        | EXPERTS
+        | {"q_lora_rank": 16, "kv_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16, "qk_rope_head_dim": 8}
+        | {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "num_experts": 4, "index_topk": 64},
+    ),
+}
 QUICK = ("gpt_oss", "bloom", "clip")
 
 
@@ -83,7 +117,7 @@ def test_forward_equals_the_eager_module(kind, tmp_path):
     from autoshard.program._torch_function import TorchFunction
 
     model = eager(kind)
-    experts = {"experts": "slots:all"} if kind in ("gpt_oss", "qwen3_moe") else {}
+    experts = {"experts": "slots:all"} if "experts" in str(MODELS[kind]) else {}
     program = open_source(f"hf:{written(kind, tmp_path)}", batch=BATCH, seq=SEQ, dtype="fp32", **experts)
     function = TorchFunction(model)
     args = program.make_args(0)
@@ -98,6 +132,33 @@ def test_forward_equals_the_eager_module(kind, tmp_path):
         close(found["logits_per_image"], out.logits_per_image.numpy(), 1e-4)
     else:
         close(found, out.logits.numpy(), 1e-4)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(each, marks=pytest.mark.full) for each in ("jetmoe", "longcat_flash")])
+def test_gradients_equal_those_of_the_eager_module(kind, tmp_path):
+    import jax
+    import torch
+
+    from autoshard.program._torch_function import TorchFunction
+
+    model = eager(kind)
+    source = f"hf:{written(kind, tmp_path)}"
+    program = open_source(source, batch=BATCH, seq=SEQ, dtype="fp32", experts="slots:all")
+    function = TorchFunction(model)
+    shapes, batch, *extra = program.make_args(0)
+    ids = torch.tensor(batch["input_ids"]).long()
+    own, buffers = function.values(), [function.buffer_values()] * len(extra)
+    params = own if own.keys() == shapes.keys() else unstacked(own, shapes)
+    out = model(input_ids=ids, use_cache=False).logits
+    share = np.random.default_rng(2).standard_normal(out.shape).astype(np.float32)
+    (out * torch.tensor(share)).sum().backward()
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+    wanted = function.values()
+    wanted = wanted if wanted.keys() == params.keys() else unstacked(wanted, params)
+    found = jax.jit(jax.grad(lambda p: (program.fn(p, batch, *buffers) * share).sum()))(params)
+    for name in wanted:
+        close(found[name], wanted[name], 2e-4)
 
 
 def test_a_model_that_compares_its_inputs_is_trained_on_its_own_loss(tmp_path):
@@ -132,20 +193,27 @@ def unstacked(own, wanted):
 
 
 @pytest.mark.parametrize(
-    "kind", ["bloom", *(pytest.param(each, marks=pytest.mark.full) for each in ("gpt_oss", "falcon"))]
+    "kind",
+    [
+        *("bloom", "mamba"),
+        *(
+            pytest.param(each, marks=pytest.mark.full)
+            for each in ("gpt_oss", "falcon", "qwen3_next", "roformer", "hy_v4")
+        ),
+    ],
 )
 def test_decoding_equals_the_full_pass(kind, tmp_path):
     import jax
 
     source = f"hf:{written(kind, tmp_path)}"
-    options = {"batch": BATCH, "dtype": "fp32"} | ({"experts": "slots:all"} if kind == "gpt_oss" else {})
+    options = {"batch": BATCH, "dtype": "fp32"} | ({"experts": "slots:all"} if "experts" in str(MODELS[kind]) else {})
     full = open_source(source, seq=SEQ, **options)
     decode = open_source(source, seq=SEQ, serve="decode", **options)
     params, batch, *extra = full.make_args(0)
     rng = np.random.default_rng(3)
     params = {k: v + rng.standard_normal(v.shape, np.float32) * 0.1 for k, v in params.items()}
     expected = np.asarray(jax.jit(full.fn)(params, batch, *extra))
-    _, cache, *_ = decode.make_args(0)
+    cache = jax.tree.map(np.zeros_like, decode.make_args(0)[1])  # as it is before the first token
     held = params if params.keys() == decode.make_args(0)[0].keys() else unstacked(params, decode.make_args(0)[0])
     step = jax.jit(decode.fn)
     for position in range(SEQ):
@@ -281,3 +349,120 @@ def test_floats_that_json_has_not_are_read_as_transformers_writes_them():
 
     saved = json.loads(Mamba2Config(time_step_limit=(0.0, float("inf"))).to_json_string(use_diff=False))
     assert config_fields(Mamba2Config, saved)["time_step_limit"] == [0.0, float("inf")]
+
+
+def test_constructors_are_those_of_torch():
+    """Dtypes of their own accord, sizes by name, and bounds that are a fixed way apart."""
+    import jax
+    import torch
+
+    from autoshard.program._torch_env import lowered_environment
+
+    env = lowered_environment()
+
+    def made(start):
+        first = env.j2t_iso(start)
+        with env:
+            found = (
+                torch.full((2, 3), 1),
+                torch.full((2,), True),
+                torch.full((2,), 0.5),
+                torch.ones(size=(2, 3), dtype=int),
+                torch.zeros(3, 2),
+                torch.arange(first, first + 3),
+            )
+            return env.t2j_iso(found)
+
+    found = jax.jit(made)(np.int32(4))
+    wanted = (
+        torch.full((2, 3), 1),
+        torch.full((2,), True),
+        torch.full((2,), 0.5),
+        torch.ones(size=(2, 3), dtype=int),
+        torch.zeros(3, 2),
+        torch.arange(4, 7),
+    )
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.dtype.kind == theirs.numpy().dtype.kind
+        close(mine, theirs.numpy())
+
+
+@pytest.mark.parametrize(("mode", "method"), [("bicubic", "cubic"), ("bilinear", "linear")])
+def test_images_are_resized_as_torch_does(mode, method):
+    import torch
+
+    from autoshard.program._lowerings_nn import resizing
+
+    x = np.random.default_rng(0).standard_normal((2, 3, 16, 12), np.float32)
+    for size in ((5, 7), (20, 30)):
+        wanted = torch.nn.functional.interpolate(torch.tensor(x), size=size, mode=mode, antialias=True)
+        close(resizing(method)(x, size), wanted.numpy())
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "form", "shapes", "fixed"),
+    [
+        ("idefics2", {"pixel_attention_mask"}, {"images": 1, "masks": True}, (2, 1, 3, 28, 28), {}),
+        ("mllama", {"aspect_ratio_ids", "aspect_ratio_mask"}, {"images": 2, "masks": True}, (2, 1, 4, 3, 28, 28), {}),
+        ("lightglue", set(), {"images": 1}, (2, 2, 3, 28, 28), {}),
+        ("fuyu", set(), {"patches": True}, (2, 4, 3 * 14**2), {}),
+    ],
+)
+def test_images_come_in_the_forms_of_processors(kind, names, form, shapes, fixed):
+    import transformers
+
+    from autoshard.program._hf_beside import MediaForm, forms_of, in_form
+    from autoshard.program._hf_media import Media
+
+    more = {"patch_size": 14} if kind == "fuyu" else {}
+    config = transformers.AutoConfig.for_model(kind, **more)
+    media = Media({"pixel_values": (2, 3, 28, 28)})
+    assert MediaForm(**form) in forms_of(names, media)
+    assert forms_of(names, media)[0] == MediaForm()
+    found = in_form(media, MediaForm(**form), names, config)
+    assert found.shapes["pixel_values"] == shapes
+    assert found.fixed.keys() == names
+    for mask in found.fixed.values():
+        assert mask.all() and mask.shape == shapes[: mask.ndim]
+
+
+def test_images_of_zeros_are_not_looked_for():
+    """Idefics2 leaves out images that are all zeros: how many there are must not depend on their values."""
+    import jax
+    import torch
+    from torch import nn
+
+    from autoshard.program import from_torch
+
+    class Seeing(nn.Module):
+        def get_image_features(self, pixels):
+            real = (pixels == 0.0).sum(dim=(-1, -2, -3)) != pixels.shape[1:].numel()
+            return pixels[real].contiguous().mean((-1, -2)).split(real.view(2, -1).sum(dim=1).tolist())
+
+        def forward(self, pixels):
+            return torch.stack(self.get_image_features(pixels))
+
+    x = np.random.default_rng(0).standard_normal((4, 3, 5, 5), np.float32)
+    program = from_torch(Seeing(), torch.empty(4, 3, 5, 5, device="meta"))
+    close(jax.tree.leaves(jax.jit(program.fn)({}, {"pixels": x}))[0], Seeing()(torch.tensor(x)).numpy())
+
+
+def test_results_that_transformers_remembers_are_made_anew():
+    """Its caches would hold tracers of another trace."""
+    import torch
+    from transformers.pytorch_utils import compile_compatible_method_lru_cache
+
+    from autoshard.program._torch_env import canonical_modules
+
+    made = []
+
+    @compile_compatible_method_lru_cache(maxsize=4)
+    def positions(size):
+        made.append(size)
+        return torch.zeros(size)
+
+    positions(2)
+    with canonical_modules():
+        positions(2)
+    positions(2)
+    assert made == [2, 2]

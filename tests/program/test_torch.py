@@ -3,6 +3,7 @@
 import re
 
 import jax
+import numpy as np
 import pytest
 import torch
 from hf_reference import close
@@ -208,3 +209,16 @@ def test_what_does_not_lower_is_named_with_its_module(inner, sentence):
     module = nn.Sequential(nn.Linear(8, 8), inner()).to("meta")
     with pytest.raises(UserError, match="`Sequential` .*" + sentence):
         from_torch(module, meta(2, 8))
+
+
+def test_what_is_remembered_or_drawn_in_one_trace_is_not_met_in_another():
+    """A module is traced several times: neither random keys nor tensors of cached properties may be kept."""
+
+    class Drawing(nn.Module):
+        def forward(self, x):
+            return x + torch.randn(8) + torch.rand(8)
+
+    for _ in range(2):
+        program = from_torch(Drawing(), meta(2, 8))
+    first, second = (np.asarray(jax.tree.leaves(jax.jit(program.fn)(*program.make_args(0)))[0]) for _ in range(2))
+    assert (first == second).all() and len(set(first[0])) == 8
