@@ -153,6 +153,7 @@ def llama_plan(plan: Plan, mesh: dict[str, int], split: dict[str, int]) -> Plan:
     )
 
 
+@pytest.mark.full
 def test_the_code_computes_what_the_module_does_alone(plan: Plan, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(FILE)
     runpy.run_path(str(tmp_path / "net.py"))["model"].save_pretrained(tmp_path / "weights")
