@@ -8,6 +8,7 @@ import copy
 import functools
 import gc
 import itertools as it
+import logging
 import math
 import warnings
 import weakref
@@ -29,6 +30,8 @@ from autoshard.exec.torch_xla_hook._user_marks import UserMarks
 from autoshard.plan import Spec
 from autoshard.program import Role
 
+
+log = logging.getLogger("autoshard.torch_xla")
 
 AHEAD_VARIABLE = "XLA_AUTO_PLAN_AHEAD"
 
@@ -254,7 +257,8 @@ def _updater(module: Any, copies: Mapping[int, Any], parameters: Sequence[Any]) 
         if any(group["params"] for group in groups):
             try:
                 return type(thing)([group for group in groups if group["params"]])
-            except Exception:  # it is made in another way
+            except Exception as error:  # it is made in another way
+                log.warning("the first step is planned as one of AdamW: %s: %s", type(thing).__name__, error)
                 break
     return torch.optim.AdamW(parameters)
 
