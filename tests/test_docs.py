@@ -50,6 +50,7 @@ EXECUTED = (
     "rules",
     "topologies",
     "modules",
+    "code-bases",
     "export",
     "choosing",
     "refining",

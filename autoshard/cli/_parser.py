@@ -282,7 +282,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--to",
         required=True,
         metavar="FORM",
-        help="jax, jax-export, flax, maxtext, torch-xla, dtensor, fsdp2, transformers, torchtitan, hlo or "
+        help="jax, jax-export, flax, maxtext, keras, torch-xla, dtensor, fsdp2, transformers, torchtitan, hlo or "
         "torch-pipelining",
     )
     export.add_argument(

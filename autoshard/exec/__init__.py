@@ -12,6 +12,7 @@ from autoshard.exec.ahead._compile_pairs import compile_pairs as compile_pairs
 from autoshard.exec.apply._apply import Application as Application
 from autoshard.exec.apply._apply import PlannedFunction as PlannedFunction
 from autoshard.exec.apply._export import jax_export as jax_export
+from autoshard.exec.apply._keras_fit import fit_as_planned as fit_as_planned
 from autoshard.exec.apply._placements import placements_of as placements_of
 from autoshard.exec.apply._placements import spec_of_placements as spec_of_placements
 from autoshard.exec.apply._torch_plan import TorchPlan as TorchPlan

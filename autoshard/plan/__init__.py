@@ -37,6 +37,7 @@ from autoshard.plan.forms._forms import dims_by_axis as dims_by_axis
 from autoshard.plan.forms._forms import form_named as form_named
 from autoshard.plan.forms._forms import held_specs as held_specs
 from autoshard.plan.forms._forms import in_mesh_order as in_mesh_order
+from autoshard.plan.forms._forms import inputs_axis as inputs_axis
 from autoshard.plan.forms._forms import layer_spec as layer_spec
 from autoshard.plan.forms._forms import maxtext_uses as maxtext_uses
 from autoshard.plan.forms._forms import module_pattern as module_pattern

@@ -18,6 +18,10 @@ from autoshard.program._experts import parse_experts as parse_experts
 from autoshard.program._grouped_kernels import GroupedKernels as GroupedKernels
 from autoshard.program._grouped_kernels import GroupedTiles as GroupedTiles
 from autoshard.program._input_names import map_inputs as map_inputs
+from autoshard.program._keras import KerasStep as KerasStep
+from autoshard.program._keras import from_keras as from_keras
+from autoshard.program._keras import keras_batch as keras_batch
+from autoshard.program._keras import keras_step as keras_step
 from autoshard.program._kernels import KernelBlocks as KernelBlocks
 from autoshard.program._kernels import flash_attention as flash_attention
 from autoshard.program._latent import LatentDims as LatentDims

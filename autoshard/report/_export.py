@@ -28,6 +28,7 @@ from autoshard.plan import (
 )
 from autoshard.program import Program
 from autoshard.report._export_fsdp2 import fsdp2_text
+from autoshard.report._export_keras import keras_text
 from autoshard.report._export_parallelize import torchtitan_text, transformers_text
 from autoshard.report._export_parts import comment, head, order_text, table, unpinned
 from autoshard.report._export_pipelining import maxtext_pipeline, pipelining_text
@@ -265,6 +266,7 @@ EXPORT_FORMS: dict[str, Callable[[Plan, str], str]] = {
     "jax": _jax,
     "flax": _flax,
     "maxtext": _maxtext,
+    "keras": keras_text,
     "torch-xla": torch_xla_text,
     "dtensor": dtensor_text,
     "fsdp2": fsdp2_text,

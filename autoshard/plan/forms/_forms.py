@@ -38,6 +38,8 @@ class Form:
     """Whether a stack of layers is one tensor there."""
     ordered: bool = False
     """Whether axes that split one dim must stand in the order of the mesh."""
+    single: bool = False
+    """Whether one axis at most splits a dim, and inputs are split by one axis for all, in their first dim."""
 
 
 FORMS = {
@@ -47,6 +49,7 @@ FORMS = {
         Form("jax-export", Rest.PLAN),
         Form("flax", Rest.XLA, state=False),
         Form("maxtext", Rest.MAXTEXT),
+        Form("keras", Rest.XLA, state=False, single=True),
         Form("torch-xla", Rest.XLA, state=False, layers=False),
         Form("dtensor", Rest.DTENSOR, state=False, layers=False, ordered=True),
         Form("fsdp2", Rest.DTENSOR, state=False, layers=False),
@@ -117,6 +120,12 @@ def _common_end(a: list[str], b: list[str]) -> list[str]:
     return a[len(a) - count :]
 
 
+def inputs_axis(specs: Mapping[str, Spec], roles: Mapping[str, str]) -> tuple[str, ...]:
+    """The axis, if any, that splits the first dim of the first input that is split there."""
+    firsts = (spec.dims[0][:1] for name, spec in specs.items() if roles[name] == "batch" and spec.dims)
+    return next((axes for axes in firsts if axes), ())
+
+
 def held_specs(
     form: Form,
     specs: Mapping[str, Spec],
@@ -131,7 +140,14 @@ def held_specs(
             spec = Spec(((), *spec.dims[1:]))
         if form.ordered and not in_mesh_order(spec, mesh):
             spec = Spec.replicated(len(spec.dims))
+        if form.single:
+            spec = Spec(tuple(axes[:1] for axes in spec.dims))
         held[name] = spec
+    if form.single:
+        axis = inputs_axis(specs, roles)
+        for name in specs:
+            if roles[name] == "batch" and shapes[name]:
+                held[name] = Spec((axis, *((),) * (len(shapes[name]) - 1)))
     if not form.state:
         for name, role in roles.items():
             if role == "optimizer_state":
