@@ -29,6 +29,7 @@ _PARAMETER = re.compile(
     r"(^|[._])(params?|weights?|kernel|bias|scale|embedding|theta|model|variables|w|b|w\d|b\d|w_.*|b_.*)([._]|$|\d)",
     re.IGNORECASE,
 )
+_WEIGHT = re.compile(r"(^|\.)(key|kv|carry)\.(kernel|bias|weight|embedding)(\.value)?$")
 
 
 def said(roles: Roles | None, name: str) -> Role | None:
@@ -110,8 +111,9 @@ def guess(
         return Role.OPTIMIZER_STATE
     if dtype.startswith("key<"):
         return Role.OTHER
-    # Under `params` a part called `kv` or `key` is a weight.
-    cache = _CACHE.search(name) and not re.match(r"(?i)(params?|weights?)([._]|$)", position_name)
+    # Under `params` a part called `kv` or `key` is a weight, and so is a module's whose leaf is called like one.
+    weights = re.match(r"(?i)(params?|weights?)([._]|$)", position_name) or (floating and _WEIGHT.search(name))
+    cache = _CACHE.search(name) and not weights
     if tied:
         return Role.PARAMETER if floating and leaf.shape != () and not cache else Role.OTHER
     if cache and not _BATCH.match(position_name):

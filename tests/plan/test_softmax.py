@@ -93,3 +93,19 @@ def test_a_plan_leaves_a_dim_of_one_where_all_else_is_equal() -> None:
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])
 def test_other_backends_have_none(backend: str) -> None:
     assert read_program(program(), backend).liveness.softmaxes == ()
+
+
+def test_a_matmul_gets_nothing_back_that_it_never_paid_for():
+    """Where the second matmul alone is split finer than the scores, what it reads of them is less than they are."""
+
+    def attend(q, k, v):
+        k, v = (jnp.repeat(each, 2, axis=2) for each in (k, v))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v, preferred_element_type=jnp.float32)
+
+    queries = jax.ShapeDtypeStruct((8, 512, 16, 128), jnp.bfloat16)
+    keys = jax.ShapeDtypeStruct((8, 512, 8, 128), jnp.bfloat16)
+    traced = trace(attend, (queries, keys, keys))
+    found = make_plan(traced, Options(topology="v5e:4x2", mesh={"data": 4, "model": 2}))
+    flops = 2 * 2 * 8 * 16 * 512 * 512 * 128  # of both products
+    assert found.plan.prediction.step_time_s > flops / 8 / Topology.parse("v5e:4x2").chip.peak_flops("bfloat16")

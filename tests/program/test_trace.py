@@ -94,6 +94,11 @@ def test_inference_is_not_tied_even_if_shapes_agree():
             ({"w": S((9, 4), F)}, {"k": S((2, 4), F)}, S((2,), jnp.int32)),
             {"params.w": "parameter", "cache.k": "other", "token": "batch"},
         ),
+        (
+            lambda state, x: (jax.tree.map(lambda w: w + x.sum(), state), x.sum()),
+            ({"key": {"kernel": S((4, 4), F), "count": S((4,), F)}}, S((2, 4), F)),
+            {"state.key.kernel": "parameter", "state.key.count": "other", "x": "batch"},
+        ),
     ],
 )
 def test_guessed_roles(fn, args, expected):

@@ -11,6 +11,7 @@ from autoshard.plan.model._model import HOST, Model, Node
 from autoshard.plan.model._overlap import hiding_figures
 from autoshard.plan.price._notes import PriceNotes
 from autoshard.plan.price._predict import reshard_overlap, reshard_relayouts, reshard_steps
+from autoshard.plan.price._unpaid import unpaid_bytes
 
 
 def bill_of(model: Model, choices: NDArray[np.int64]) -> Bill:
@@ -50,6 +51,8 @@ def _communication(model: Model, choices: NDArray[np.int64]) -> Iterator[Charge]
         for name, amount in (("launch", float(again.ops)), ("relayout", float(again.size))):
             if amount:
                 yield Charge(name, (), (amount,), reshard.block, reshard.trips)
+        if owed := unpaid_bytes(model, reshard, choices):
+            yield Charge("stream", (), (owed,), reshard.block, reshard.trips)
         overlap = reshard_overlap(model, reshard, choices)
         for kind, axes, size, _ in reshard_steps(model, reshard, choices):
             hides = hiding_figures(model.collectives, overlap, kind, axes)

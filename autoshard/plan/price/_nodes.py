@@ -182,6 +182,27 @@ class NodePricer:
         )
         return self.compute.memory_seconds(np.where(again, other, whole)) * self.graph.trips(softmax.loop)
 
+    def unpaid(self, op: int, tensor: int, rows: States, columns: States, is_result: bool) -> Seconds | None:
+        """Seconds that a softmax takes back from a matmul beside it, and that the matmul never cost: [rows, columns].
+
+        What is not stored of a softmax is taken off its matmuls in the states of its cluster; a matmul whose own
+        states split the value finer paid for less. None where nothing is taken off.
+        """
+        softmax = self.softmaxes.get(self.structure.cluster_of[tensor])
+        if softmax is None or self.graph.ops[op].op_class is not OpClass.HEAVY:
+            return None
+        if all(times >= 0 for form in (softmax.whole, softmax.again) for t, times in form.moved if t == tensor):
+            return None
+        record = self.graph.tensors[tensor]
+        first, second = (
+            self.residency.streamed(tensor, local_elements(states, record.shape, self.axes) * record.itemsize)
+            for states in (rows, columns)
+        )
+        paid, taken = (first[:, None], second[None, :]) if is_result else (second[None, :], first[:, None])
+        if (taken <= paid).all():
+            return None
+        return self.compute.memory_seconds(np.maximum(taken - paid, 0.0))
+
     def softmax_memory(
         self, softmax: Softmax, again: np.ndarray, local: Mapping[int, Seconds]
     ) -> tuple[MemoryTerm, ...]:

@@ -22,6 +22,7 @@ from autoshard.plan.model._overlap import AT_NARROW, Overlap, lanes
 from autoshard.plan.model._ring import is_ring, ring_memory
 from autoshard.plan.price._in_flight import in_flight
 from autoshard.plan.price._paths import Relayouts, path_steps, relayouts
+from autoshard.plan.price._unpaid import unpaid_bytes
 from autoshard.plan.record._parts import Collective
 from autoshard.plan.record._spec import Spec
 from autoshard.plan.xla._states import States
@@ -234,8 +235,9 @@ def reshard_steps(model: Model, reshard: Reshard, choices: NDArray[np.int64]) ->
 
 
 def relayout_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> float:
-    """Seconds in one step for laying out what a reshard brings."""
-    return float(reshard_relayouts(model, reshard, choices).seconds(model.compute)) * reshard.trips
+    """Seconds in one step for laying out what a reshard brings, and of what a softmax took off a matmul too much."""
+    again = float(reshard_relayouts(model, reshard, choices).seconds(model.compute))
+    return (again + float(model.compute.memory_seconds(unpaid_bytes(model, reshard, choices)))) * reshard.trips
 
 
 def reshard_relayouts(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> Relayouts:

@@ -303,6 +303,10 @@ class _Pricer(NodePricer):
         costs: dict[Channel, Seconds] = {
             EXPOSED if what == EXPOSED[1] else (use.block, what): table for what, table in seconds.items()
         }
+        unpaid = self.unpaid(use.op, use.tensor, path.source, path.target, at_source) if use.op >= 0 else None
+        if unpaid is not None:
+            computing = (use.block, "compute")
+            costs[computing] = costs.get(computing, np.zeros(1)) + unpaid
         forbidden = None
         if holds is not None and not holds.all():
             same = (path.source[:, None, :] == path.target[None, :, :]).all(axis=2)
