@@ -105,7 +105,7 @@ def open_maxtext(folder: Path | None) -> Path:
     sys.meta_path.insert(0, _StandIns(names))  # pyright: ignore[reportArgumentType]
     found = importlib.util.find_spec("maxtext")
     if found is None or found.submodule_search_locations is None:
-        raise SystemExit("MaxText is not installed: install `maxtext`, or give the folder of its wheel with --maxtext.")
+        raise SystemExit(f"there is no MaxText in {folder}.")
     return Path(next(iter(found.submodule_search_locations))) / "configs" / "base.yml"
 
 
@@ -235,6 +235,9 @@ def main() -> None:
     parser.add_argument("--maxtext", type=Path, metavar="FOLDER", help="an unpacked wheel of MaxText")
     parser.add_argument("--table", action="store_true", help="only write the table again")
     options = parser.parse_args()
+    if options.maxtext is None and importlib.util.find_spec("maxtext") is None and not options.table:
+        print("MaxText is not installed: install `maxtext`, or give the folder of its wheel with --maxtext.")
+        return
     results = Results(RESULTS)
     for name, row in ROWS.items():
         if options.table or options.rows and not any(part in name for part in options.rows):
