@@ -5,8 +5,11 @@ python experiments/plan_vs_baselines.py [NAME ...]
 
 import contextlib
 import json
+import math
+import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,20 +35,31 @@ ROWS = [
 ]
 
 
-def run(name: str, options: list[str]) -> dict:
-    """`autoshard plan hf:NAME OPTIONS --json` on its own; with wall and CPU seconds, and peak bytes of all."""
-    command = [sys.executable, "-m", "autoshard", "plan", f"hf:{name}", *options, "--json", "--quiet"]
+def run(program: str, options: list[str], limit_s: float = math.inf) -> dict:
+    """`autoshard plan PROGRAM OPTIONS --json` on its own; with wall and CPU seconds, and peak bytes of all.
+
+    It is ended after `limit_s` wall seconds, with all that it started.
+    """
+    command = [sys.executable, "-m", "autoshard", "plan", program, *options, "--json", "--quiet"]
     before, start, most = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), (0, 0)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err)
-        while process.poll() is None:
-            most = tuple(map(max, most, resident(process.pid)))
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(SAMPLE_S)
+        process = subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True)
+        try:
+            while process.poll() is None:
+                if time.monotonic() - start > limit_s:
+                    os.killpg(process.pid, signal.SIGKILL)
+                most = tuple(map(max, most, resident(process.pid)))
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(SAMPLE_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         wall, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
         out.seek(0)
         err.seek(0)
         answer, said = out.read(), err.read()
+        if wall > limit_s:
+            said = f"not planned within {limit_s:.0f} s"
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     seen = {"wall": wall, "cpu": used, "rss": most[0], "pss": most[1]}
     lines = said.strip().splitlines()
@@ -79,7 +93,7 @@ def main() -> None:
             continue
         name, mode, batch, seq, remat, topology, mesh = row
         options = [f"--{mode}", "--batch", str(batch), "--seq", str(seq), "--topology", topology, "--mesh", mesh]
-        found = run(name, options + (["--remat", remat] if mode == "train" else []))
+        found = run(f"hf:{name}", options + (["--remat", remat] if mode == "train" else []))
         if "error" in found:
             lines.append(f"| {name} | {mode} | {topology} | {mesh} | {found['error']} |")
         else:
