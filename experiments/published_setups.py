@@ -87,7 +87,7 @@ def planned(row: dict[str, Any], way: str) -> dict[str, Any]:
     if "error" in found:
         return kept | {"error": found["error"]}
     kept |= {key: found[key] for key in ("mesh", "step_time_s", "compute_s", "exposed_comm_s", "peak_bytes", "mfu")}
-    return kept | {"recipe": (found["recipe"] or {}).get("arguments")}
+    return kept | {"recipe": (found["recipe"] or {}).get("chosen")}
 
 
 def table(rows: dict[str, Any]) -> str:

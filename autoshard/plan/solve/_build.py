@@ -96,9 +96,10 @@ def build_problem(model: Decisions, weights: Weights, memory_limit: int | None, 
     if not costs:
         costs, offsets = [np.zeros(1, dtype=np.int64)], [0, 1]
     edge_costs, edge_offsets, edge_nodes = [], [0], []
+    distinct = _Distinct()
     for reshard in model.reshards:
-        rows, place = np.unique(reshard.rows[kept[reshard.source]], return_inverse=True)
-        columns, across = np.unique(reshard.columns[kept[reshard.target]], return_inverse=True)
+        rows, place = distinct.of(reshard.rows[kept[reshard.source]])
+        columns, across = distinct.of(reshard.columns[kept[reshard.target]])
         part = np.ix_(rows, columns)
         parts = (_weight(weights, c) * reshard.trips * t[part] for c, t in reshard.costs.items())
         cost = _picoseconds(sum(parts, np.zeros((len(rows), len(columns)))))
@@ -129,6 +130,19 @@ def build_problem(model: Decisions, weights: Weights, memory_limit: int | None, 
         term_usages=_flat(usages),
         usage_limit=_usage_limit(model, memory_limit),
     )
+
+
+class _Distinct:
+    """What numbers there are, and which of them each is; once for equal arrays, of which repeated layers bring many."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+
+    def of(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        key = numbers.tobytes()
+        if key not in self._known:
+            self._known[key] = np.unique(numbers, return_inverse=True)
+        return self._known[key]
 
 
 def _usage_limit(model: Decisions, memory_limit: int | None) -> int | None:
