@@ -40,14 +40,16 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="also what is in the table")
     parser.add_argument("--refused", action="store_true", help="also what was refused")
     parser.add_argument("--table", action="store_true", help="only write the table")
-    parser.add_argument("--train", action="store_true", help="training only")
+    parser.add_argument("--mode", choices=("train", "decode"), help="only this step (default: both)")
     asked = parser.parse_args()
     sizes: dict[str, Any] = json.loads(SIZES.read_text())
     if unknown := [name for name in asked.rows if name not in sizes]:
         parser.error(f"no row {unknown[0]!r}; there are {', '.join(sizes)}")
     results = Results(DATA)
     for name in () if asked.table else asked.rows or sizes:
-        for mode in modes_of(sizes[name])[: 1 if asked.train else 2]:
+        for mode in modes_of(sizes[name]):
+            if asked.mode not in (None, mode):
+                continue
             known = results.rows.get(name, {}).get(mode)
             if known is not None and not asked.again and not (asked.refused and "error" in known):
                 continue

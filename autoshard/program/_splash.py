@@ -36,8 +36,8 @@ _PART = 512
 _STEP = 5.2e8
 """FLOPs that a TPU's core multiplies in the 0.7 us that a step of the kernel's grid takes by itself (docs/costs.md)."""
 _PARTS = 8
-"""Parts of the queries' gradient, one for each block of keys, that a fused backward kernel may leave to be summed: about
-as much memory as the feed-forward block of the same layer holds at its time."""
+"""Parts of the queries' gradient, one for each block of keys, that a fused backward kernel may leave to be summed:
+about as much memory as the feed-forward block of the same layer holds at its time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

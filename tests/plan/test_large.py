@@ -63,6 +63,7 @@ def lines_in(work: Callable[[], Any]) -> tuple[Any, Counter[str]]:
 def test_work_grows_with_a_program_and_not_with_its_square() -> None:
     topology = Topology.parse("v5p:2x2x2")
     mesh = make_mesh(topology, {"data": 4, "model": 2})
+    limit, figures = topology.usable_bytes, load_calibration(topology.chip)
     counted: dict[str, list[int]] = {}
 
     def count(phase: str, work: Callable[[], Any]) -> Any:
@@ -73,7 +74,6 @@ def test_work_grows_with_a_program_and_not_with_its_square() -> None:
     for depth in (FEW, MANY):
         program = count("trace", lambda depth=depth: step_of(depth))
         reading = count("read", lambda program=program: read_program(program, "tpu"))
-        limit, figures = topology.usable_bytes, load_calibration(topology.chip)
         model = count("price", lambda p=program, r=reading: build_model(p, r, mesh, limit, figures))
         count("evaluate", lambda model=model: evaluate(model, np.zeros(len(model.nodes), dtype=np.int64)))
     for phase, (few, many) in counted.items():
