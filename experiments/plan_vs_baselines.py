@@ -9,7 +9,6 @@ import math
 import os
 import re
 import resource
-import signal
 import subprocess
 import sys
 import tempfile
@@ -39,32 +38,36 @@ ROWS = [
 def run(program: str, options: list[str], limit_s: float = math.inf) -> dict:
     """`autoshard plan PROGRAM OPTIONS --json` on its own; with wall and CPU seconds, and peak bytes of all.
 
-    It is ended after `limit_s` wall seconds, with all that it started.
+    It is ended after `limit_s` seconds of processor, helpers apart.
     """
     command = [sys.executable, "-m", "autoshard", "plan", program, *options, "--json", "--quiet"]
     before, start, most = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), (0, 0)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True)
-        try:
-            while process.poll() is None:
-                if time.monotonic() - start > limit_s:
-                    os.killpg(process.pid, signal.SIGKILL)
-                most = tuple(map(max, most, resident(process.pid)))
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(SAMPLE_S, SAMPLE_SHARE * (time.monotonic() - start)))
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        process, late = subprocess.Popen(command, stdout=out, stderr=err), False
+        while process.poll() is None:
+            if late := late or spent(process.pid) > limit_s:
+                process.kill()  # its helpers end with it
+            most = tuple(map(max, most, resident(process.pid)))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(SAMPLE_S, SAMPLE_SHARE * (time.monotonic() - start)))
         wall, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
         out.seek(0)
         err.seek(0)
         answer, said = out.read(), err.read()
-        if wall > limit_s:
-            said = f"not planned within {limit_s:.0f} s"
+        if late:
+            said = f"not planned within {limit_s:.0f} s of processor"
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     seen = {"wall": wall, "cpu": used, "rss": most[0], "pss": most[1]}
     lines = said.strip().splitlines()
     return seen | (json.loads(answer) if process.returncode == 0 else {"error": lines[-1] if lines else "failed"})
+
+
+def spent(pid: int) -> float:
+    """Seconds of processor of one process; 0 once it has ended."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def resident(root: int) -> tuple[int, int]:
