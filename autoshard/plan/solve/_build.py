@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.plan.model._model import EXPOSED, Channel, Decisions
+from autoshard.plan.model._model import EXPOSED, Channel, Decisions, Reshard
 from autoshard.solver import FORBIDDEN, Link, Network, Problem, Term
 
 
@@ -96,18 +96,17 @@ def build_problem(model: Decisions, weights: Weights, memory_limit: int | None, 
     if not costs:
         costs, offsets = [np.zeros(1, dtype=np.int64)], [0, 1]
     edge_costs, edge_offsets, edge_nodes = [], [0], []
-    distinct = _Distinct()
+    written: dict[tuple[object, ...], NDArray[np.int64] | None] = {}
     for reshard in model.reshards:
-        rows, place = distinct.of(reshard.rows[kept[reshard.source]])
-        columns, across = distinct.of(reshard.columns[kept[reshard.target]])
-        part = np.ix_(rows, columns)
-        parts = (_weight(weights, c) * reshard.trips * t[part] for c, t in reshard.costs.items())
-        cost = _picoseconds(sum(parts, np.zeros((len(rows), len(columns)))))
-        if reshard.forbidden is not None:
-            cost = np.where(reshard.forbidden[part], FORBIDDEN, cost)
-        if not cost.any():
+        ends = reshard.rows[kept[reshard.source]], reshard.columns[kept[reshard.target]]
+        weighted = [(_weight(weights, c), t) for c, t in reshard.costs.items()]
+        key = (*(end.tobytes() for end in ends), reshard.trips, id(reshard.forbidden))
+        key = (*key, *((weight, id(table)) for weight, table in weighted))
+        if key not in written:
+            written[key] = _edge_costs(reshard, weighted, *ends)
+        full = written[key]
+        if full is None:
             continue
-        full = cost[place][:, across].ravel()
         edge_costs.append(full)
         edge_offsets.append(edge_offsets[-1] + len(full))
         edge_nodes.append((reshard.source, reshard.target))
@@ -132,17 +131,24 @@ def build_problem(model: Decisions, weights: Weights, memory_limit: int | None, 
     )
 
 
-class _Distinct:
-    """What numbers there are, and which of them each is; once for equal arrays, of which repeated layers bring many."""
+def _edge_costs(
+    reshard: Reshard,
+    weighted: Sequence[tuple[float, NDArray[np.float64]]],
+    first: NDArray[np.int64],
+    second: NDArray[np.int64],
+) -> NDArray[np.int64] | None:
+    """The costs of a reshard between alternatives with the rows `first` and the columns `second` of its tables.
 
-    def __init__(self) -> None:
-        self._known: dict[bytes, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
-
-    def of(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        key = numbers.tobytes()
-        if key not in self._known:
-            self._known[key] = np.unique(numbers, return_inverse=True)
-        return self._known[key]
+    They are flat; None if there are none.
+    """
+    rows, place = np.unique(first, return_inverse=True)
+    columns, across = np.unique(second, return_inverse=True)
+    part = np.ix_(rows, columns)
+    parts = (weight * reshard.trips * table[part] for weight, table in weighted)
+    cost = _picoseconds(sum(parts, np.zeros((len(rows), len(columns)))))
+    if reshard.forbidden is not None:
+        cost = np.where(reshard.forbidden[part], FORBIDDEN, cost)
+    return cost[place][:, across].ravel() if cost.any() else None
 
 
 def _usage_limit(model: Decisions, memory_limit: int | None) -> int | None:
