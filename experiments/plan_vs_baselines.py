@@ -5,6 +5,8 @@ python experiments/plan_vs_baselines.py [NAME ...]
 
 import contextlib
 import json
+import math
+import os
 import re
 import resource
 import subprocess
@@ -17,8 +19,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 OUT = HERE / "results" / "plan_vs_baselines.md"
 
-SAMPLE_S = 0.1
-"""Seconds between two looks at the memory taken."""
+SAMPLE_S, SAMPLE_SHARE = 0.1, 0.02
+"""Seconds between two looks at the memory taken, at least, and as a share of the time since the start: looks are not
+free."""
 
 ROWS = [
     # name, mode, batch, sequence, remat, topology, mesh
@@ -32,24 +35,39 @@ ROWS = [
 ]
 
 
-def run(name: str, options: list[str]) -> dict:
-    """`autoshard plan hf:NAME OPTIONS --json` on its own; with wall and CPU seconds, and peak bytes of all."""
-    command = [sys.executable, "-m", "autoshard", "plan", f"hf:{name}", *options, "--json", "--quiet"]
+def run(program: str, options: list[str], limit_s: float = math.inf) -> dict:
+    """`autoshard plan PROGRAM OPTIONS --json` on its own; with wall and CPU seconds, and peak bytes of all.
+
+    It is ended after `limit_s` seconds of processor, helpers apart.
+    """
+    command = [sys.executable, "-m", "autoshard", "plan", program, *options, "--json", "--quiet"]
     before, start, most = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), (0, 0)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err)
+        process, late = subprocess.Popen(command, stdout=out, stderr=err), False
         while process.poll() is None:
+            if late := late or spent(process.pid) > limit_s:
+                process.kill()  # its helpers end with it
             most = tuple(map(max, most, resident(process.pid)))
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(SAMPLE_S)
+                process.wait(max(SAMPLE_S, SAMPLE_SHARE * (time.monotonic() - start)))
         wall, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
         out.seek(0)
         err.seek(0)
         answer, said = out.read(), err.read()
+        if late:
+            said = f"not planned within {limit_s:.0f} s of processor"
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     seen = {"wall": wall, "cpu": used, "rss": most[0], "pss": most[1]}
     lines = said.strip().splitlines()
     return seen | (json.loads(answer) if process.returncode == 0 else {"error": lines[-1] if lines else "failed"})
+
+
+def spent(pid: int) -> float:
+    """Seconds of processor of one process; 0 once it has ended."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def resident(root: int) -> tuple[int, int]:
@@ -79,7 +97,7 @@ def main() -> None:
             continue
         name, mode, batch, seq, remat, topology, mesh = row
         options = [f"--{mode}", "--batch", str(batch), "--seq", str(seq), "--topology", topology, "--mesh", mesh]
-        found = run(name, options + (["--remat", remat] if mode == "train" else []))
+        found = run(f"hf:{name}", options + (["--remat", remat] if mode == "train" else []))
         if "error" in found:
             lines.append(f"| {name} | {mode} | {topology} | {mesh} | {found['error']} |")
         else:

@@ -133,7 +133,8 @@ def main() -> None:
             continue
         program, options, topology, mesh, *_ = ROWS[label]
         slow = loop()
-        found = run(program, ["--train", "--no-cache", *options, "--topology", topology, "--mesh", mesh or "auto"])
+        where = ["--topology", topology, "--mesh", mesh or "auto"]
+        found = run(f"hf:{program}", ["--train", "--no-cache", *options, *where])
         wanted = ("wall", "cpu", "rss", "pss", "error", "wall_s", "mesh", "step_time_s", "plan_gap", "meshes")
         kept[label] = {key: found[key] for key in wanted if key in found} | {"loop_s": slow}
         print(line(label, kept[label]), flush=True)

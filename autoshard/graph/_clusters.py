@@ -56,8 +56,10 @@ class Structure:
 class _Merged:
     """Clusters while they grow: factors are numbered within each cluster, the smaller joins the larger."""
 
-    def __init__(self, shapes: list[tuple[int, ...] | None]) -> None:
+    def __init__(self, shapes: list[tuple[int, ...] | None], stored: Collection[int] = ()) -> None:
         self.owner = list(range(len(shapes)))
+        self.stores = set(stored)
+        """Clusters with a stored value in them."""
         self.members: list[list[int]] = [[t] for t in range(len(shapes))]
         self.sizes: list[list[int]] = []
         self.dims: list[list[int]] = []
@@ -90,6 +92,8 @@ class _Merged:
         for tensor in self.members[small]:
             self.dims[tensor] = [mapping[f] if f >= 0 else -1 for f in self.dims[tensor]]
             self.owner[tensor] = big
+        if small in self.stores:
+            self.stores.add(big)
         self.members[big].extend(self.members[small])
         self.blocked[big].update(mapping[f] for f in self.blocked[small])
         self.members[small] = []
@@ -136,8 +140,8 @@ def build_structure(
     # A generated value that starts a loop is held like any other once the loop changes it.
     started = {c.init for loop in graph.loops for c in loop.carries}
     skip = (free - started) | trivial
-    union = _Merged([None if t.id in skip else t.shape for t in graph.tensors])
     stored = set(parameters)
+    union = _Merged([None if t.id in skip else t.shape for t in graph.tensors], stored)
     asked = {c.tensor: c.sharding for c in graph.constraints}
     unmerged: list[tuple[int, int, int]] = []
     for tensor, dim in whole:
@@ -151,7 +155,7 @@ def build_structure(
         if _writes_in_layer(graph, op) and op.results[0] not in skip:
             union.block(op.results[0], 0)
         for result in range(len(op.results)):
-            unmerged.extend(_merge_op(union, op, result, skip, stored, asked))
+            unmerged.extend(_merge_op(union, op, result, skip, asked))
     _tie_carries(graph, union, skip, stored, asked)
     apart = []
     for result, argument in ties:
@@ -225,7 +229,7 @@ def _all_dims(union: _Merged, tensor: int) -> list[tuple[int, int]]:
 
 
 def _merge_op(
-    union: _Merged, op: Op, result: int, skip: set[int], stored: set[int], asked: Mapping[int, Sharding]
+    union: _Merged, op: Op, result: int, skip: set[int], asked: Mapping[int, Sharding]
 ) -> list[tuple[int, int, int]]:
     """Merges an op's operands with one of its results where that is sound; returns the operands left apart.
 
@@ -238,8 +242,8 @@ def _merge_op(
         return []
     apart = []
     operands = [k for k, t in enumerate(op.operands) if t not in skip]
-    owners = {union.owner[s] for s in stored}
-    of_store = [k for k in operands if union.owner[op.operands[k]] in owners]
+    # As before this op: what it joins to a store here is none of its own yet.
+    of_store = [k for k in operands if union.owner[op.operands[k]] in union.stores]
     mixed = len(of_store) < len(operands)
     for k in operands:
         tensor = op.operands[k]

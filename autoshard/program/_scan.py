@@ -187,6 +187,7 @@ class _BlockRun:
             with (
                 self.weights.cache.layer(cached, index) if cached else contextlib.nullcontext({}) as written,
                 marking(layer, self.policy.names, self.found),
+                _hooks_outside(layer),
             ):
                 hidden = mark_torch(hidden, INPUT)
                 if place == 0:
@@ -353,7 +354,7 @@ def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: LayerRemat, 
                     for i, array in zip(where, env.j2t_iso(arrays), strict=True):
                         given[i] = array
                     w, a, k = _pytree.tree_unflatten(given, tree)
-                    with marking(layer, choice.names, remat.found):
+                    with marking(layer, choice.names, remat.found), _hooks_outside(layer):
                         if a:
                             a = (mark_torch(a[0], INPUT), *a[1:])
                         elif "hidden_states" in k:
@@ -382,6 +383,21 @@ def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: LayerRemat, 
     finally:
         for layer in replaced:
             layer.__dict__.pop("forward", None)
+
+
+@contextlib.contextmanager
+def _hooks_outside(layer: Any) -> Iterator[None]:
+    """While inside, a call of the layer runs no hooks of its own: the call that its forward stands in for runs them.
+
+    Hooks that collect outputs (transformers' `output_hidden_states`) would have each twice, and once from a trace that
+    is over.
+    """
+    kept = layer._forward_pre_hooks, layer._forward_hooks
+    layer._forward_pre_hooks, layer._forward_hooks = type(kept[0])(), type(kept[1])()
+    try:
+        yield
+    finally:
+        layer._forward_pre_hooks, layer._forward_hooks = kept
 
 
 def _tensors(tree: Any) -> list[Any]:

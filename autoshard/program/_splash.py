@@ -35,6 +35,9 @@ _PART = 512
 """Keys of a block that a kernel multiplies at once."""
 _STEP = 5.2e8
 """FLOPs that a TPU's core multiplies in the 0.7 us that a step of the kernel's grid takes by itself (docs/costs.md)."""
+_PARTS = 8
+"""Parts of the queries' gradient, one for each block of keys, that a fused backward kernel may leave to be summed:
+about as much memory as the feed-forward block of the same layer holds at its time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -174,6 +177,20 @@ def block_of(length: int, keys: int, causal: bool, window: int | None, size: int
     return min((b for b in _BLOCKS if length % b == 0 and keys % b == 0), key=work)
 
 
+def blocks_of(length: int, keys: int, causal: bool, window: int | None, size: int) -> KernelBlocks:
+    """The blocks of the kernels where nobody says them: squares, as `block_of` finds them.
+
+    One fused backward kernel multiplies the scores five times, two take seven. But it writes a part of the queries'
+    gradient for each block of keys, goes through blocks that a window leaves out, and makes all gradients of a shard
+    from all of its queries, so that a sequence whose keys are gathered could not be split in it.
+    """
+    side = block_of(length, keys, causal, window, size)
+    chosen = _chosen.get()
+    whole = chosen is None or chosen.exchange != "gather"
+    square = (side, side)
+    return KernelBlocks(square, square, square, fused=whole and window is None and keys // side <= _PARTS)
+
+
 def splash_attention(
     query: Any,
     key: Any,
@@ -189,7 +206,7 @@ def splash_attention(
 
     Each of the K key-value heads serves G query heads. The kernel is one over the heads of a group, mapped over batch
     and key-value heads, so all three can be split. It runs on TPUs and compiles for them; where JAX has started
-    without any it is interpreted. `blocks` are those of its kernels, by default the squares that `block_of` finds best.
+    without any it is interpreted. `blocks` are those of its kernels, by default those of `blocks_of`.
     """
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
@@ -199,8 +216,7 @@ def splash_attention(
     scores = math.prod(query.shape[:4]) * keys * seen_share(length, keys, causal, window)
     _flops.record(2.0 * scores * (size + value.shape[3]))
     if blocks is None:
-        side = block_of(length, keys, causal, window, size)
-        blocks = KernelBlocks((side, side), (side, side), (side, side))
+        blocks = blocks_of(length, keys, causal, window, size)
     forward, of_keys, of_queries = (
         (min(q, length), min(k, keys)) for q, k in (blocks.forward, blocks.keys, blocks.queries)
     )

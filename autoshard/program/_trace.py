@@ -102,6 +102,7 @@ def trace(
     numbered = [i for i in ties if _roles.is_numbered(names[i], positions[owner[i]]) and not in_optax[i]]
     used = _roles.by_use(names, leaves, _uses(ir, numbered)) if numbered else {}
     chosen: list[Role] = []
+    containers = [bool(treedef.children()) for treedef in treedefs]  # of a leaf at a time it would be quadratic
     for index, leaf in enumerate(leaves):
         guessed = _roles.guess(
             names[index],
@@ -110,7 +111,7 @@ def trace(
             optax=in_optax[index],
             tied=index in ties,
             any_state=bool(ties),
-            container=bool(treedefs[owner[index]].children()),
+            container=containers[owner[index]],
         )
         chosen.append(_roles.said(roles, names[index]) or known[index] or shown[index] or used.get(index) or guessed)
 

@@ -112,16 +112,31 @@ def test_blocks_are_small_where_a_window_leaves_little() -> None:
 
 
 def test_work_is_that_of_the_blocks_that_a_mask_leaves() -> None:
-    """Of causal scores in 2 x 2 blocks three are computed, whatever parts a block of keys is multiplied in."""
+    """Of causal scores in 2 x 2 blocks three are computed, whatever parts a block of keys is multiplied in.
+
+    A fused backward kernel multiplies them five times; where keys are gathered there are two, which take seven.
+    """
     q, k = (jax.ShapeDtypeStruct((1, *dims, 2048, 128), "bfloat16") for dims in ((1, 2), (1,)))
 
     def loss(q: Any, k: Any) -> Any:
         return _splash.splash_attention(q, k, k, causal=True).astype("float32").sum()
 
-    graph = read_graph(trace(jax.grad(loss), (q, k), name="kernel").module)
-    flops = {op.opaque.target.split("_")[2]: op.flops for op in graph.ops if op.opaque is not None}
+    def flops() -> dict[str, float]:
+        graph = read_graph(trace(jax.grad(loss), (q, k), name="kernel").module)
+        return {op.opaque.target.split("_")[2]: op.flops for op in graph.ops if op.opaque is not None}
+
     product = 2 * 2 * 2048 * 2048 * 128 * 3 // 4
-    assert flops == {"fwd": 2 * product, "dkv": 4 * product, "dq": 3 * product}
+    assert flops() == {"fwd": 2 * product, "dkv": 5 * product}
+    with _splash.attention_kernel("splash", [], "gather"):
+        assert flops() == {"fwd": 2 * product, "dkv": 4 * product, "dq": 3 * product}
+
+
+def test_gradients_are_made_by_one_kernel_unless_it_would_hold_many_parts() -> None:
+    def fused(length: int, window: int | None = None) -> bool:
+        return _splash.blocks_of(length, length, True, window, 128).fused
+
+    assert fused(2048) and fused(8192)
+    assert not fused(32768) and not fused(8192, 1024)
 
 
 def test_tpus_prefer_the_kernel_and_others_do_not() -> None:

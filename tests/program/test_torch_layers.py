@@ -208,3 +208,28 @@ def test_a_choice_for_more_layers_than_there_are_is_refused(remat):
 def test_what_is_no_choice_is_refused(remat):
     with pytest.raises(UserError, match=f"remat `{re.escape(remat)}` does not exist"):
         from_torch(Chain(6).eval(), (torch.randn(3, 8), torch.randn(8)), remat=remat)
+
+
+class Collected(nn.Module):
+    """Two stages of unlike width whose outputs hooks collect, as transformers collects hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 4)])
+        self.found = []
+        for stage in self.stages:
+            stage.register_forward_hook(lambda module, args, out: self.found.append(out))
+
+    def forward(self, x):
+        self.found.clear()
+        for stage in self.stages:
+            x = stage(x)
+        wide, narrow = self.found
+        return wide.sum(1) + narrow.sum(1)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_hooks_collect_the_output_of_a_layer_once(remat):
+    module, x = Collected(), torch.randn(3, 8)
+    _, out = run_module(module, x, remat=remat)
+    close(out, module(x).detach())

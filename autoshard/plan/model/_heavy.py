@@ -201,7 +201,8 @@ def _matmul_sizes(rule: Rule, states: States, axes: Sequence[int]) -> tuple[Seco
     sizes = []
     for group in groups:
         masked = [size if f in group else 1 for f, size in enumerate(rule.sizes)]
-        sizes.append(local_elements(np.where(np.isin(states, list(group)), states, WHOLE), masked, axes))
+        mine = [f if f in group else WHOLE for f in range(len(rule.sizes))]
+        sizes.append(local_elements(relabel(states, mine), masked, axes))
     return tuple(sizes)
 
 

@@ -148,11 +148,11 @@ class Model:
 
     @property
     def axis_sizes(self) -> list[int]:
-        return list(self.mesh.axes.values())
+        return list(self.mesh.sizes)
 
     @property
     def axis_names(self) -> list[str]:
-        return list(self.mesh.axes)
+        return list(self.mesh.names)
 
 
 def link_names(mesh: Mesh) -> dict[str, str]:

@@ -86,12 +86,11 @@ def tensor_spec(model: Model, choices: NDArray[np.int64], tensor: int) -> Spec:
     rank = len(model.graph.tensors[tensor].shape)
     if cluster < 0:
         return Spec.replicated(rank)
-    node = model.nodes[model.cluster_node[cluster]]
-    state = node.states[int(choices[model.cluster_node[cluster]])]
-    dims: list[tuple[str, ...]] = [() for _ in range(rank)]
-    for dim, factor in enumerate(model.structure.dims_of[tensor]):
-        dims[dim] = tuple(model.axis_names[a] for a in np.flatnonzero(state == factor)) if factor >= 0 else ()
-    return Spec(tuple(dims))
+    number = model.cluster_node[cluster]
+    split: dict[int, tuple[str, ...]] = {}
+    for axis, factor in zip(model.mesh.names, model.nodes[number].states[int(choices[number])].tolist(), strict=True):
+        split[factor] = (*split.get(factor, ()), axis)
+    return Spec(tuple(split.get(factor, ()) if factor >= 0 else () for factor in model.structure.dims_of[tensor]))
 
 
 def reshard_overlap(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> Overlap:
@@ -113,10 +112,11 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     lines: dict[tuple[str, tuple[str, ...], bool, str], str] = {}
     link_of, named = link_names(model.mesh), cluster_names(model)
     for reshard in model.reshards:
-        if again := relayout_seconds(model, reshard, choices):
+        taken = _reshard_time(model, reshard, choices)
+        if again := float(taken.relayouts.seconds(model.compute)) * reshard.trips:
             channels[reshard.block, "compute"] += again
         overlap = reshard_overlap(model, reshard, choices)
-        for kind, axes, size, seconds in reshard_steps(model, reshard, choices):
+        for kind, axes, size, seconds in taken.steps:
             where = lanes(model.collectives, link_of, overlap, kind, axes, size, reshard.block)
             for channel, share in where.items():
                 channels[channel] += seconds * share * reshard.trips
@@ -274,7 +274,7 @@ def _reshard_time_of(path: Path, collectives: Collectives) -> ReshardTime:
     for step in (*gathers, *steps):
         size = float(step.size[0, 0])
         if size > 0:
-            axes = tuple(list(collectives.mesh.axes)[a] for a in step.axes)
+            axes = tuple(collectives.mesh.names[a] for a in step.axes)
             found.append((step.kind, axes, size, float(collectives.time(step.kind, axes, size))))
     return ReshardTime(tuple(found), relayouts(path, collectives).at(0, 0))
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.plan.model._model import EXPOSED, Channel, Decisions
+from autoshard.plan.model._model import EXPOSED, Channel, Decisions, Reshard
 from autoshard.solver import FORBIDDEN, Link, Network, Problem, Term
 
 
@@ -96,17 +96,17 @@ def build_problem(model: Decisions, weights: Weights, memory_limit: int | None, 
     if not costs:
         costs, offsets = [np.zeros(1, dtype=np.int64)], [0, 1]
     edge_costs, edge_offsets, edge_nodes = [], [0], []
+    written: dict[tuple[object, ...], NDArray[np.int64] | None] = {}
     for reshard in model.reshards:
-        rows, place = np.unique(reshard.rows[kept[reshard.source]], return_inverse=True)
-        columns, across = np.unique(reshard.columns[kept[reshard.target]], return_inverse=True)
-        part = np.ix_(rows, columns)
-        parts = (_weight(weights, c) * reshard.trips * t[part] for c, t in reshard.costs.items())
-        cost = _picoseconds(sum(parts, np.zeros((len(rows), len(columns)))))
-        if reshard.forbidden is not None:
-            cost = np.where(reshard.forbidden[part], FORBIDDEN, cost)
-        if not cost.any():
+        ends = reshard.rows[kept[reshard.source]], reshard.columns[kept[reshard.target]]
+        weighted = [(_weight(weights, c), t) for c, t in reshard.costs.items()]
+        key = (*(end.tobytes() for end in ends), reshard.trips, id(reshard.forbidden))
+        key = (*key, *((weight, id(table)) for weight, table in weighted))
+        if key not in written:
+            written[key] = _edge_costs(reshard, weighted, *ends)
+        full = written[key]
+        if full is None:
             continue
-        full = cost[place][:, across].ravel()
         edge_costs.append(full)
         edge_offsets.append(edge_offsets[-1] + len(full))
         edge_nodes.append((reshard.source, reshard.target))
@@ -129,6 +129,26 @@ def build_problem(model: Decisions, weights: Weights, memory_limit: int | None, 
         term_usages=_flat(usages),
         usage_limit=_usage_limit(model, memory_limit),
     )
+
+
+def _edge_costs(
+    reshard: Reshard,
+    weighted: Sequence[tuple[float, NDArray[np.float64]]],
+    first: NDArray[np.int64],
+    second: NDArray[np.int64],
+) -> NDArray[np.int64] | None:
+    """The costs of a reshard between alternatives with the rows `first` and the columns `second` of its tables.
+
+    They are flat; None if there are none.
+    """
+    rows, place = np.unique(first, return_inverse=True)
+    columns, across = np.unique(second, return_inverse=True)
+    part = np.ix_(rows, columns)
+    parts = (weight * reshard.trips * table[part] for weight, table in weighted)
+    cost = _picoseconds(sum(parts, np.zeros((len(rows), len(columns)))))
+    if reshard.forbidden is not None:
+        cost = np.where(reshard.forbidden[part], FORBIDDEN, cost)
+    return cost[place][:, across].ravel() if cost.any() else None
 
 
 def _usage_limit(model: Decisions, memory_limit: int | None) -> int | None:

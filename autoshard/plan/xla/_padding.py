@@ -32,6 +32,7 @@ class Padding:
         self.outer = _outer_dims(graph) if self.tiled else {}
         self.in_order = _in_order(graph) if self.tiled else frozenset()
         self._known: dict[object, Seconds] = {}
+        self._held: dict[object, int] = {}
 
     def ratio(self, tensor: int, states: States, axes: Sequence[int]) -> Seconds:
         """Bytes with padding over bytes without, of one device's part in every state over the dims of the tensor."""
@@ -47,12 +48,15 @@ class Padding:
 
     def held(self, tensor: int, local: Sequence[int], itemsize: int) -> int:
         """Bytes of one device's part of a tensor, which has `local` dims there and elements of so many bytes."""
-        size = float(np.prod(local, dtype=np.float64)) * itemsize
-        if self.tiled and len(local) > 1:
-            dims = np.asarray([local], dtype=np.float64)
-            outer, in_order = self.outer.get(tensor, ()), tensor in self.in_order
-            size *= float(tile_padding(dims, self._itemsize(tensor), outer, in_order)[0])
-        return int(np.rint(size))
+        outer, in_order = self.outer.get(tensor, ()), tensor in self.in_order
+        key = (*local, itemsize, self._itemsize(tensor), outer, in_order)
+        if key not in self._held:
+            size = float(np.prod(local, dtype=np.float64)) * itemsize
+            if self.tiled and len(local) > 1:
+                dims = np.asarray([local], dtype=np.float64)
+                size *= float(tile_padding(dims, self._itemsize(tensor), outer, in_order)[0])
+            self._held[key] = int(np.rint(size))
+        return self._held[key]
 
     def _itemsize(self, tensor: int) -> int:
         record = self.graph.tensors[tensor]
