@@ -113,7 +113,7 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     link_of, named = link_names(model.mesh), cluster_names(model)
     for reshard in model.reshards:
         taken = _reshard_time(model, reshard, choices)
-        if again := float(taken.relayouts.seconds(model.compute)) * reshard.trips:
+        if again := _laid_out_seconds(model, reshard, choices, taken.relayouts):
             channels[reshard.block, "compute"] += again
         overlap = reshard_overlap(model, reshard, choices)
         for kind, axes, size, seconds in taken.steps:
@@ -236,8 +236,12 @@ def reshard_steps(model: Model, reshard: Reshard, choices: NDArray[np.int64]) ->
 
 def relayout_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> float:
     """Seconds in one step for laying out what a reshard brings, and of what a softmax took off a matmul too much."""
-    again = float(reshard_relayouts(model, reshard, choices).seconds(model.compute))
-    return (again + float(model.compute.memory_seconds(unpaid_bytes(model, reshard, choices)))) * reshard.trips
+    return _laid_out_seconds(model, reshard, choices, reshard_relayouts(model, reshard, choices))
+
+
+def _laid_out_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64], anew: Relayouts) -> float:
+    owed = model.compute.memory_seconds(unpaid_bytes(model, reshard, choices))
+    return (float(anew.seconds(model.compute)) + float(owed)) * reshard.trips
 
 
 def reshard_relayouts(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> Relayouts:
