@@ -50,6 +50,7 @@ EXECUTED = (
     "rules",
     "topologies",
     "modules",
+    "torch-modules",
     "export",
     "choosing",
     "refining",
