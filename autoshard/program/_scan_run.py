@@ -391,7 +391,7 @@ class _Outputs:
     """What a layer gives back."""
 
     shapes: list[Any]
-    """Of the tensors that it computes."""
+    """The shapes and dtypes of the tensors that it computes."""
     leaves: list[Any]
     """All that comes back, None in the place of what is computed."""
     tree: Any
