@@ -14,6 +14,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import json
+import math
 import os
 import resource
 import subprocess
@@ -114,7 +115,29 @@ def small(name: str) -> dict[str, Any]:
         return tuple(made)
 
     program = dataclasses.replace(program, make_args=ids_in_range)
-    return beside_torch(program, case) | row_of(program, MESH)
+    return beside_torch(program, case) | row_of(program, MESH, asked=split_somewhere(program))
+
+
+def split_somewhere(program: Any) -> Any:
+    """One input fixed over `data` and the largest weight over `model`.
+
+    Left to itself, the planner keeps most of these small forms whole on every device, which would compare nothing.
+    """
+    from autoshard.plan import read_asked
+
+    pins: dict[str, str] = {}
+    inputs = [
+        a for a in program.arguments if a.name.startswith("batch.") and a.shape and a.shape[0] % MESH["data"] == 0
+    ]
+    if inputs:
+        pins[inputs[0].name] = ",".join(["data", *["?"] * (len(inputs[0].shape) - 1)])
+    weights = [a for a in program.arguments if a.name in program.weights and len(a.shape) > 1]
+    even = [a for a in weights if a.shape[-1] % MESH["model"] == 0]
+    if even:
+        largest = max(even, key=lambda a: math.prod(a.shape))
+        stacked = len(program.weights[largest.name]) > 1
+        pins[largest.name] = ",".join([*["?"] * (len(largest.shape) - 1 - stacked), "model"])
+    return read_asked(pins)
 
 
 def beside_torch(program: Any, case: Case) -> dict[str, Any]:
@@ -172,7 +195,8 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         "`python experiments/code_bases.py`. Left: the training step at a well-known size, in bf16 with fp32 state,",
         "planned with a searched mesh; seconds of the processor and on the clock (of a machine that others use too)",
         "from the start of the process to the plan, its peak memory, and the step that is predicted. Right: a small",
-        "form on 8 CPU devices, mesh `data=4,model=2`, one step of SGD with momentum: the largest difference of any",
+        "form on 8 CPU devices, mesh `data=4,model=2`, an input fixed over `data` and the largest weight over `model`,",
+        "one step of SGD with momentum: the largest difference of any",
         "result (loss, momentum, which holds the gradients, parameters) from the unplanned step, of its tensor's own",
         "maximum; and of the unplanned step's loss and gradients from torch's own.",
         "",
