@@ -50,9 +50,9 @@ lint: $(STAMP)
 	$(RUN)/pyright --pythonpath $(RUN)/python
 
 # What the experiments share, or start one by one, is no script of its own.
-PARTS := $(wildcard experiments/jax_*.py) $(addprefix experiments/,calibrate.py compile_programs.py cpu_programs.py \
-	family_programs.py held.py kept.py picture.py readme.py reliability_table.py torch_xla_loop.py \
-	torch_xla_models.py torch_xla_run.py)
+PARTS := $(wildcard experiments/jax_*.py) $(addprefix experiments/,calibrate.py code_base_programs.py \
+	compile_programs.py cpu_programs.py family_programs.py held.py kept.py picture.py readme.py \
+	reliability_table.py torch_xla_loop.py torch_xla_models.py torch_xla_run.py)
 
 bench: $(STAMP)
 	for script in $(filter-out $(PARTS),$(wildcard experiments/*.py)); do $(RUN)/python $$script || exit 1; done

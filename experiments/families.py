@@ -101,8 +101,11 @@ def work(name: str, mode: str) -> None:
         print(json.dumps({"mesh": label} | row_of(program, mesh)), flush=True)
 
 
-def row_of(program: "Program", mesh: dict[str, int], seed: int = 0) -> dict[str, Any]:
-    """Plan a program for eight CPU devices, run it on the values of a seed, and compare."""
+def row_of(program: "Program", mesh: dict[str, int], seed: int = 0, asked: Any = None) -> dict[str, Any]:
+    """Plan a program for eight CPU devices, run it on the values of a seed, and compare.
+
+    `asked`: an `Asked`, of specs that are fixed.
+    """
     from autoshard.errors import UserError
     from autoshard.exec import measure
     from autoshard.plan import Options, make_plan
@@ -110,7 +113,8 @@ def row_of(program: "Program", mesh: dict[str, int], seed: int = 0) -> dict[str,
     began = time.perf_counter()
     row: dict[str, Any] = {}
     try:
-        plan = make_plan(program, Options(topology="cpu:8", mesh=mesh)).plan
+        fixed = {} if asked is None else {"asked": asked}
+        plan = make_plan(program, Options(topology="cpu:8", mesh=mesh, **fixed)).plan
         row["plan_s"] = round(time.perf_counter() - began, 2)
         row["peak_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
         row["words"] = list(plan.words)

@@ -50,6 +50,7 @@ EXECUTED = (
     "rules",
     "topologies",
     "modules",
+    "torch-modules",
     "code-bases",
     "export",
     "choosing",

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 
@@ -28,6 +28,10 @@ class Block:
     """Number of layers in the whole list."""
     first: int = 0
     """Number of the list's first layer: a dict may hold layers 16 to 31 of a model."""
+    stem: str = ""
+    """What stands before the number in a layer's name in the list: `layer_` of `layer_0`, `layer_1`."""
+    unlike: bool = False
+    """True if fractions among the attributes of its layers differ, so that what they compute has to be compared."""
 
     @property
     def stop(self) -> int:
@@ -36,11 +40,8 @@ class Block:
 
     def layer(self, offset: int, repeat: int = 0) -> str:
         """Module name of one layer."""
-        return (
-            f"{self.owner}.{self.start + repeat * self.period + offset}"
-            if self.owner
-            else str(self.start + repeat * self.period + offset)
-        )
+        name = f"{self.stem}{self.start + repeat * self.period + offset}"
+        return f"{self.owner}.{name}" if self.owner else name
 
     def label(self, offset: int) -> str:
         """`model.layers.*` if the block is the whole list, else with a slice: `model.layers.[3:61]`, `[0::2]`."""
@@ -52,26 +53,41 @@ class Block:
             first = self.start + offset
             last = "" if self.stop == end else str(self.stop)
             text = f"[{first}:{last}:{self.period}]" if self.period > 1 else f"[{first}:{last}]"
+        text = f"{self.stem}{text}"
         return f"{self.owner}.{text}" if self.owner else text
 
 
-def find_blocks(module: Any) -> tuple[Block, ...]:
-    """All blocks of `module`, outermost lists first; lists inside a block are left to the block."""
+def find_blocks(module: Any, within: Sequence[Block] = (), fractions: Collection[str] = ()) -> tuple[Block, ...]:
+    """All blocks of `module`, outermost lists first; lists inside a block are left to the block.
+
+    With `within`, only those in the layers of these blocks. Layers in the lists of `fractions` are told apart by
+    fractions among their attributes too (a rate of dropout, a scale of initial values), others only by all else.
+    """
     import torch
 
     owners = Counter(id(p) for child in module.modules() for p in child._parameters.values() if p is not None)
     found: list[Block] = []
     for name, child in module.named_modules():
         sequence = isinstance(child, torch.nn.Sequential) and _is_numbered(child)
-        if not (is_list(child) or sequence):
+        if not (is_list(child) or sequence) or within and not any(_inside(name, block) for block in within):
             continue
         if any(_inside(name, block) for block in found):
             continue
-        layers, first = list(child._modules.values()), _first_number(child)
-        marks = [_signature(layer, owners) for layer in layers]
-        for start, period, repeats in _runs(marks):
-            found.append(Block(name, first + start, period, repeats, len(layers), first))
+        found += _blocks_of(name, child, owners, name in fractions)
     return tuple(found)
+
+
+def _blocks_of(name: str, child: Any, owners: Counter[int], fractions: bool) -> list[Block]:
+    """The blocks of one list."""
+    layers, stem, first = list(child._modules.values()), _stem(child), _first_number(child)
+    exact = [_signature(layer, owners, True) for layer in layers]
+    marks = exact if fractions else [_signature(layer, owners, False) for layer in layers]
+    found: list[Block] = []
+    for start, period, repeats in _runs(marks):
+        groups = {tuple(exact[start + r * period : start + (r + 1) * period]) for r in range(repeats)}
+        block = Block(name, first + start, period, repeats, len(layers), first, stem, len(groups) > 1)
+        found.append(block)
+    return found
 
 
 def is_list(module: Any) -> bool:
@@ -82,22 +98,27 @@ def is_list(module: Any) -> bool:
 
 
 def _is_numbered(module: Any) -> bool:
-    first = _first_number(module)
-    return list(module._modules) == [str(first + place) for place in range(len(module._modules))]
+    first, stem = _first_number(module), _stem(module)
+    return list(module._modules) == [f"{stem}{first + place}" for place in range(len(module._modules))]
+
+
+def _stem(module: Any) -> str:
+    """What stands before the number in the name of a list's first child."""
+    return next(iter(module._modules), "").rstrip("0123456789")
 
 
 def _first_number(module: Any) -> int:
     """What the name of a list's first child says."""
-    key = next(iter(module._modules), "")
-    return int(key) if key.isdecimal() else 0
+    number = next(iter(module._modules), "")[len(_stem(module)) :]
+    return int(number) if number.isdecimal() else 0
 
 
 def _inside(name: str, block: Block) -> bool:
     prefix = f"{block.owner}." if block.owner else ""
     if not name.startswith(prefix) or name == block.owner:
         return False
-    index = name[len(prefix) :].split(".")[0]
-    return index.isdigit() and block.start <= int(index) < block.stop
+    index = name[len(prefix) :].split(".")[0].removeprefix(block.stem)
+    return index.isdecimal() and block.start <= int(index) < block.stop
 
 
 def _runs(marks: Sequence[str]) -> list[tuple[int, int, int]]:
@@ -123,8 +144,10 @@ def _runs(marks: Sequence[str]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _signature(layer: Any, owners: Counter[int]) -> str:
+def _signature(layer: Any, owners: Counter[int], fractions: bool) -> str:
     """A digest of what the layer computes apart from its weights; empty if it cannot be repeated.
+
+    Without `fractions`, fractions among its attributes are not looked at.
 
     A layer without parameters is not worth a scan, and one that shares a parameter with anything else has no slice
     of its own in a stack.
@@ -135,7 +158,7 @@ def _signature(layer: Any, owners: Counter[int]) -> str:
         digest.update(f"|{name}:{type(child).__module__}.{type(child).__qualname__}".encode())
         for key, value in sorted(child.__dict__.items()):
             if not key.startswith("_") and key != "training" and key not in _POSITIONS:
-                digest.update(f";{key}={_plain(value)}".encode())
+                digest.update(f";{key}={_plain(value if fractions or type(value) is not float else 0.0)}".encode())
         for key, parameter in child._parameters.items():
             if parameter is None:
                 continue

@@ -43,7 +43,20 @@ def lowering_error(error: Exception, label: str, module: Any) -> UserError:
             "shapes alone; replace the `if`, `.item()`, `nonzero`, mask index or numpy call by torch.where or a "
             "mask of a fixed size."
         )
+    if _in_triton(error.__traceback__):
+        return UserError(
+            f"`{label}` could not be lowered: it calls a Triton kernel{place}, which runs on a GPU alone; "
+            "call the equal torch code instead."
+        )
     return UserError(f"`{label}` could not be lowered: {kind}: {text}{place}.")
+
+
+def _in_triton(trace: TracebackType | None) -> bool:
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "triton":
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def _place(trace: TracebackType | None, module: Any) -> str:

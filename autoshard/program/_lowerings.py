@@ -7,6 +7,7 @@ result dtypes follow torch, so that a bf16 program stays bf16. Every function ta
 from collections.abc import Callable
 from typing import Any
 
+from autoshard.errors import UserError
 from autoshard.program import _flops
 
 
@@ -30,7 +31,9 @@ def table() -> dict[Any, Callable[..., Any]]:
         tensor.__matmul__: matmul,
         tensor.bmm: matmul,
         torch.einsum: einsum,
+        aten._grouped_mm: grouped_mm,
         functional.embedding: embedding,
+        functional.embedding_bag: embedding_bag,
         aten.embedding: take_rows,
         tensor.repeat_interleave: repeat_interleave,
         torch.repeat_interleave: repeat_interleave,
@@ -98,6 +101,28 @@ def matmul(x: Any, y: Any) -> Any:
     return result
 
 
+def grouped_mm(x: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """`torch._grouped_mm`: groups of rows `x` [rows, in], which end at `offs` [groups], times `weight` [g, in, out].
+
+    Without `offs` both have groups: [groups, rows, in]. Rows beyond the last group give zeros.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    if bias is not None or (x.ndim == 3) != (offs is None) or weight.ndim != 3:
+        raise UserError(
+            "torch._grouped_mm is lowered for rows [rows, in] and weights [groups, in, out] without a bias; add the "
+            "bias to its result, and give groups of columns as a sum of products."
+        )
+    if offs is None:
+        result = matmul(x, weight)
+    else:
+        ends = offs.astype(jnp.int32)
+        result = jax.lax.ragged_dot(x, weight, jnp.diff(ends, prepend=jnp.zeros(1, jnp.int32)))
+        _flops.record_matmul(result.shape, x.shape[-1])
+    return result if out_dtype is None else result.astype(_jax_dtype(out_dtype))
+
+
 def einsum(equation: str, *operands: Any) -> Any:
     """`torch.einsum`, counting a contraction of two operands as a matmul."""
     import jax.numpy as jnp
@@ -139,6 +164,48 @@ def embedding(
 ) -> Any:
     """`torch.nn.functional.embedding` without renormalisation."""
     return take_rows(table, ids)
+
+
+def embedding_bag(
+    ids: Any,
+    table: Any,
+    offsets: Any = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """`torch.nn.functional.embedding_bag` without renormalisation.
+
+    Bags are rows of `ids` [B, N], or begin at `offsets` [B] of `ids` [N]; ids that are `padding_idx` count for nothing.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    if max_norm is not None or scale_grad_by_freq:
+        raise UserError("embedding_bag with `max_norm` or `scale_grad_by_freq` has no lowering; leave them out.")
+    count = ids.shape[0] if offsets is None else offsets.shape[0] - include_last_offset
+    bag = None if offsets is None else jnp.searchsorted(offsets[:count], jnp.arange(len(ids)), side="right") - 1
+    kept = jnp.ones(ids.shape, bool) if padding_idx is None else ids != padding_idx
+    rows = take_rows(table, ids)
+    if mode == "max":
+        lowest = jnp.asarray(-jnp.inf, rows.dtype)
+        rows = jnp.where(kept[..., None], rows, lowest)
+        found = rows.max(1) if offsets is None else jax.ops.segment_max(rows, bag, count)
+        return jnp.where(jnp.isneginf(found), 0, found)
+    weights = kept.astype(rows.dtype) if per_sample_weights is None else jnp.where(kept, per_sample_weights, 0)
+
+    def summed(values: Any) -> Any:
+        return values.sum(1) if offsets is None else jax.ops.segment_sum(values, bag, count)
+
+    found = rows if per_sample_weights is None and padding_idx is None else rows * weights[..., None]
+    if mode == "sum":
+        return summed(found)
+    return summed(found) / jnp.maximum(summed(kept.astype(rows.dtype)), 1)[:, None]
 
 
 def repeat_interleave(x: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Any:

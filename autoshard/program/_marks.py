@@ -118,3 +118,18 @@ def check_names(remat: str, names: Iterable[str], found: Iterable[str], what: st
             values = ", ".join(sorted(short_names(known).values()))
             there = f"its layers have {values}" if known else "no layers were found in it"
             raise UserError(f"remat `{remat}` names `{name}`, which is no value of `{what}`: {there}.")
+
+
+@contextlib.contextmanager
+def hooks_outside(layer: Any) -> Iterator[None]:
+    """While inside, a call of the layer runs no hooks of its own: the call that its forward stands in for runs them.
+
+    Hooks that collect outputs (transformers' `output_hidden_states`) would have each twice, and once from a trace that
+    is over.
+    """
+    kept = layer._forward_pre_hooks, layer._forward_hooks
+    layer._forward_pre_hooks, layer._forward_hooks = type(kept[0])(), type(kept[1])()
+    try:
+        yield
+    finally:
+        layer._forward_pre_hooks, layer._forward_hooks = kept

@@ -367,9 +367,12 @@ def _check_dtype(name: str, text: str | None) -> None:
 def _has_dropout(module: Any) -> bool:
     import torch
 
-    return module.training and any(
-        isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules()
-    )
+    def share(child: Any) -> float:
+        if isinstance(child, torch.nn.modules.dropout._DropoutNd):
+            return child.p
+        return child.dropout if isinstance(child, torch.nn.RNNBase | torch.nn.MultiheadAttention) else 0.0
+
+    return module.training and any(share(child) > 0 for child in module.modules())
 
 
 def _is_real(module: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from autoshard.errors import UserError
@@ -16,7 +16,8 @@ from autoshard.program._marks import check_names
 from autoshard.program._policy import Policy
 from autoshard.program._reads import media_in_place
 from autoshard.program._remat import numbered_layers, parse_remat, remat_text, split_blocks
-from autoshard.program._scan import LayerRemat, LayerWeights, NotRepeatedError, checkpointed_lists, scanned
+from autoshard.program._scan import checkpointed_lists, scanned
+from autoshard.program._scan_run import LayerRemat, LayerWeights, NotRepeatedError
 from autoshard.program._scan_stages import Firsts, find_along, staged_blocks
 from autoshard.program._segments import asked_segments, watching
 from autoshard.program._splash import attention_kernel, check_kernel
@@ -66,6 +67,8 @@ class TorchFunction:
         """Layers of each block that was found, of which stages may be made."""
         self.along: dict[Block, tuple[int, ...]] = {}
         self.firsts: dict[Block, list[int]] = {}
+        self.told_apart: set[str] = set()
+        """Lists whose layers are told apart by fractions among their attributes too."""
         blocks = find_blocks(module) if scan and asked_segments() is None else ()
         self.layers = numbered_layers(module, blocks)
         self.remat.check(len(self.layers))
@@ -227,7 +230,10 @@ class TorchFunction:
             except UserError:
                 raise
             except NotRepeatedError as error:
-                self._give_up((error.block,), str(error))
+                if error.alike:
+                    self._give_up((error.block,), str(error))
+                else:
+                    self._tell_apart(error.block)
             except Exception as error:  # the user's own code runs here
                 if asks_for_values(error) and not self.folded:
                     self.folded = True
@@ -266,9 +272,25 @@ class TorchFunction:
         jax.eval_shape(run, self.params, batch, *extra)
 
     def _give_up(self, blocks: tuple[Block, ...], reason: str) -> None:
-        self.blocks = tuple(block for block in self.blocks if block not in blocks)
+        """Leave layers unscanned; lists inside of them may have layers that are scanned."""
         for owner in dict.fromkeys(block.owner for block in blocks):
             self.notes.append(f"The layers of `{owner}` are not scanned: {reason}.")
+        self._replace(blocks, find_blocks(self.module, blocks, self.told_apart))
+
+    def _tell_apart(self, block: Block) -> None:
+        """Look for repeated layers again in the list of a block whose layers compute different things."""
+        self.told_apart.add(block.owner)
+        others = find_blocks(self.module, fractions=self.told_apart)
+        mine = [each for each in others if each.owner == block.owner]
+        self._replace([each for each in self.blocks if each.owner == block.owner], mine)
+
+    def _replace(self, old: Collection[Block], new: Collection[Block]) -> None:
+        order = {name: place for place, (name, _) in enumerate(self.module.named_modules())}
+        kept = [block for block in self.blocks if block not in old]
+        blocks = sorted((*kept, *new), key=lambda block: order[block.layer(0)])
+        if new:
+            self.layers = numbered_layers(self.module, blocks)
+        self.blocks = split_blocks(blocks, self.remat, self.layers)
         self._describe()
 
     def values(self, dtype: str | None = None) -> dict[str, Any]:

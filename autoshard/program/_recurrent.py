@@ -1,0 +1,205 @@
+"""`nn.LSTM`, `nn.GRU` and `nn.RNN` as loops over their steps.
+
+What the inputs give the gates is one matmul for all steps, before the loop. The gradient of the recurrent weights is
+one as well, after the loop: summed step by step, it would be reduced over the devices in every step.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autoshard.errors import UserError
+from autoshard.program import _flops
+
+
+def table() -> dict[Any, Callable[..., Any]]:
+    """torch callable -> lowering."""
+    import torch
+
+    return {
+        torch.lstm: lstm,
+        torch.gru: _one_state(Cell(3, _gru, own=True)),
+        torch.rnn_tanh: _one_state(Cell(1, _plain("tanh"))),
+        torch.rnn_relu: _one_state(Cell(1, _plain("relu"))),
+        torch._VF._pack_padded_sequence: _packed,
+    }
+
+
+_States = tuple[Any, ...]
+"""What goes from one step to the next, each [B, size]: the hidden state first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cell:
+    """One step of a kind of recurrence."""
+
+    gates: int
+    """Blocks of rows in a weight."""
+    step: Callable[[Any, Any, _States], _States]
+    """From what the inputs and what the hidden state give the gates, both [B, gates, H], and the states before."""
+    own: bool = False
+    """True if the last gate keeps the two apart: its inputs come with one part more, which is the hidden state's."""
+
+
+def _lstm(given: Any, recurrent: Any, states: _States) -> _States:
+    import jax
+    import jax.numpy as jnp
+
+    gates = given + recurrent
+    entry, forget, output = (jax.nn.sigmoid(gates[:, i]) for i in (0, 1, 3))
+    cell = forget * states[1] + entry * jnp.tanh(gates[:, 2])
+    return output * jnp.tanh(cell), cell
+
+
+def _gru(given: Any, recurrent: Any, states: _States) -> _States:
+    import jax
+    import jax.numpy as jnp
+
+    reset, update = (jax.nn.sigmoid(given[:, i] + recurrent[:, i]) for i in (0, 1))
+    new = jnp.tanh(given[:, 2] + reset * (given[:, 3] + recurrent[:, 2]))
+    return ((1 - update) * new + update * states[0],)
+
+
+def _plain(name: str) -> Callable[[Any, Any, _States], _States]:
+    def step(given: Any, recurrent: Any, states: _States) -> _States:
+        import jax
+        import jax.numpy as jnp
+
+        gates = (given + recurrent)[:, 0]
+        return (jnp.tanh(gates) if name == "tanh" else jax.nn.relu(gates),)
+
+    return step
+
+
+def lstm(x: Any, states: Any, weights: Any, *others: Any) -> tuple[Any, Any, Any]:
+    """`torch.lstm` on whole sequences: the output, and the last hidden and cell states [layers, B, size]."""
+    _check(states)
+    out, (hidden, cell) = _layers(Cell(4, _lstm), x, tuple(states), weights, *others)
+    return out, hidden, cell
+
+
+def _one_state(cell: Cell) -> Callable[..., tuple[Any, Any]]:
+    def run(x: Any, state: Any, weights: Any, *others: Any) -> tuple[Any, Any]:
+        _check(weights)
+        out, (hidden,) = _layers(cell, x, (state,), weights, *others)
+        return out, hidden
+
+    return run
+
+
+def _check(given: Any) -> None:
+    if not isinstance(given, (list, tuple)):
+        _packed()
+
+
+def _packed(*_: Any) -> Any:
+    raise UserError(
+        "a packed sequence has the lengths of its data in its shape, and a plan is made from shapes alone; give padded "
+        "sequences [B, S, ...] and mask what lies after their ends, in the loss or by torch.where."
+    )
+
+
+def _layers(
+    cell: Cell,
+    x: Any,
+    states: _States,
+    weights: Sequence[Any],
+    *others: Any,
+) -> tuple[Any, _States]:
+    """All layers in all directions; `others` are `has_biases, num_layers, dropout, train, bidirectional, batch_first`.
+
+    Dropout between layers is off, as everywhere.
+    """
+    import jax.numpy as jnp
+
+    biases, layers, _, _, both, batch_first = others
+    steps_first = jnp.swapaxes(x, 0, 1) if batch_first else x
+    ways = 2 if both else 1
+    each = len(weights) // (layers * ways)
+    last: list[_States] = []
+    for layer in range(layers):
+        outputs = []
+        for way in range(ways):
+            number = layer * ways + way
+            own = weights[number * each : (number + 1) * each]
+            out, after = _sequence(cell, steps_first, tuple(s[number] for s in states), own, biases, way == 1)
+            outputs.append(out)
+            last.append(after)
+        steps_first = jnp.concatenate(outputs, axis=-1) if both else outputs[0]
+    ends = tuple(jnp.stack(parts) for parts in zip(*last, strict=True))
+    return jnp.swapaxes(steps_first, 0, 1) if batch_first else steps_first, ends
+
+
+def _sequence(
+    cell: Cell, x: Any, states: _States, weights: Sequence[Any], biases: bool, backwards: bool
+) -> tuple[Any, _States]:
+    """One layer in one direction over `x` [S, B, in]: hidden states [S, B, size], and the last states."""
+    import jax
+    import jax.numpy as jnp
+
+    size = weights[0].shape[0] // cell.gates
+    entering, recurrent = (w.reshape(cell.gates, size, -1) for w in weights[:2])
+    projection = weights[-1] if len(weights) % 2 else None  # of the hidden state, which an LSTM may have
+    given = jax.lax.dot_general(x, entering, (((2,), (2,)), ((), ())))
+    if biases:
+        first, second = (b.reshape(cell.gates, size) for b in weights[2:4])
+        given = given + first
+        if cell.own:
+            own = jnp.broadcast_to(second[-1], (*given.shape[:2], 1, size))
+            given = jnp.concatenate([given.at[:, :, :-1].add(second[:-1]), own], axis=2)
+        else:
+            given = given + second
+    elif cell.own:
+        given = jnp.concatenate([given, jnp.zeros((*given.shape[:2], 1, size), given.dtype)], axis=2)
+    _flops.record_matmul(given.shape[:2] + (cell.gates, size), entering.shape[-1] + recurrent.shape[-1])
+    if projection is not None:
+        _flops.record_matmul((*given.shape[:2], projection.shape[0]), size)
+        return _loop(cell, given, states, recurrent, projection, backwards)
+    return _recurrence(cell, backwards)(given, states, recurrent)
+
+
+def _loop(
+    cell: Cell, given: Any, states: _States, weight: Any, projection: Any, backwards: bool
+) -> tuple[Any, _States]:
+    import jax
+
+    def step(before: _States, now: Any) -> tuple[_States, Any]:
+        gates = jax.lax.dot_general(before[0], weight, (((1,), (2,)), ((), ())))
+        hidden, *rest = cell.step(now, gates, before)
+        if projection is not None:
+            hidden = jax.lax.dot_general(hidden, projection, (((1,), (1,)), ((), ())))
+        after = tuple(a.astype(b.dtype) for a, b in zip((hidden, *rest), before, strict=True))
+        return after, after[0]
+
+    after, hidden = jax.lax.scan(step, states, given, reverse=backwards)
+    return hidden, after
+
+
+def _recurrence(cell: Cell, backwards: bool) -> Callable[..., tuple[Any, _States]]:
+    """The loop over what the inputs give the gates, the first states and the recurrent weights [gates, H, H]."""
+    import jax
+    import jax.numpy as jnp
+
+    @jax.custom_vjp
+    def run(given: Any, states: _States, weight: Any) -> tuple[Any, _States]:
+        return _loop(cell, given, states, weight, None, backwards)
+
+    def forward(given: Any, states: _States, weight: Any) -> Any:
+        fixed = jax.lax.stop_gradient(weight)
+        results, pull = jax.vjp(lambda g, s: _loop(cell, g, s, fixed, None, backwards), given, states)
+        return results, (pull, results[0], states[0])
+
+    def backward(kept: Any, gradients: Any) -> Any:
+        pull, hidden, first = kept
+        of_given, of_states = pull(gradients)
+        if backwards:
+            before = jnp.concatenate([hidden[1:], first[None]])
+        else:
+            before = jnp.concatenate([first[None], hidden[:-1]])
+        # The hidden state gives a gate the gradient that the inputs give it; the last has a part of its own.
+        gates = jnp.concatenate([of_given[:, :, :-2], of_given[:, :, -1:]], axis=2) if cell.own else of_given
+        of_weight = jax.lax.dot_general(gates, before, (((0, 1), (0, 1)), ((), ())))
+        return of_given, of_states, of_weight
+
+    run.defvjp(forward, backward)
+    return run

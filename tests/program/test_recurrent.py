@@ -1,0 +1,75 @@
+"""Recurrent layers of torch as loops over their steps, beside torch's own results and gradients."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from autoshard.errors import UserError
+from autoshard.program import from_torch
+
+
+def outputs_loss(output):
+    """Something of all that comes out."""
+    states = output[1] if isinstance(output[1], tuple) else (output[1],)
+    return output[0].square().mean() + sum(state.sin().sum() for state in states)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("LSTM", {"num_layers": 2, "bidirectional": True, "batch_first": True}),
+        ("LSTM", {"proj_size": 4, "bias": False}),
+        ("GRU", {"num_layers": 2, "bidirectional": True}),
+        ("GRU", {"bias": False, "batch_first": True}),
+        ("RNN", {"nonlinearity": "relu"}),
+        ("RNN", {}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_loss_and_gradients_are_torchs_own(kind, options):
+    torch.manual_seed(0)
+    module = getattr(nn, kind)(6, 8, **options)
+    x = torch.randn(4, 5, 6)
+    program = from_torch(module, x, train=True, loss=outputs_loss, optimizer="momentum")
+    params, state, _ = program.make_args(0)
+    _, after, loss = jax.jit(program.fn)(params, state, {"input": x.numpy()})
+    wanted = outputs_loss(module(x))
+    wanted.backward()
+    assert float(loss) == pytest.approx(float(wanted.detach()), rel=1e-5)
+    for name, parameter in module.named_parameters():
+        own = parameter.grad.numpy()
+        np.testing.assert_allclose(after[0].trace[name], own, atol=3e-6 * np.abs(own).max(), err_msg=name)
+
+
+def test_steps_are_a_loop_and_the_gradient_of_its_weights_is_one_matmul_after_it():
+    """Within it, the sum over the batch would be reduced over the devices in every step."""
+    module = nn.LSTM(6, 8, device="meta")
+    program = from_torch(module, torch.zeros(40, 4, 6, device="meta"), train=True, loss=outputs_loss)
+    traced = jax.make_jaxpr(program.fn)(*program.args)
+    loops = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "scan"]
+    assert [loop.params["length"] for loop in loops] == [40, 40]
+    backward = loops[1].params["jaxpr"].jaxpr
+    carried = loops[1].params["num_carry"]
+    assert [v.aval.shape for v in backward.outvars[:carried] if v.aval.shape] == [(4, 8), (4, 8)]
+
+
+def test_dropout_between_layers_is_said_to_be_off():
+    module = nn.GRU(6, 8, 2, dropout=0.5, device="meta")
+    program = from_torch(module, torch.zeros(5, 4, 6, device="meta"))
+    assert any("Dropout is off" in note for note in program.notes)
+
+
+def test_packed_sequences_are_refused_with_what_works():
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.LSTM(6, 8, batch_first=True)
+
+        def forward(self, x):
+            packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 4, 2]), batch_first=True)
+            return self.rnn(packed)[1][0]
+
+    with pytest.raises(UserError, match=r"packed sequence .* give padded sequences"):
+        from_torch(Packed(), torch.zeros(3, 5, 6))

@@ -1,0 +1,113 @@
+"""Which repeated layers of torch modules become scans: with several states, within others, under other names."""
+
+from collections import OrderedDict
+
+import jax
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch_modules import Layer
+
+from autoshard.program import from_torch
+
+
+class Joint(nn.Module):
+    """Two streams that meet in every layer; given back in another order than they are taken in."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, hidden, other, scale):
+        return other + torch.tanh(self.a(hidden)) * scale, hidden + torch.tanh(self.b(other))
+
+
+class Streams(nn.Module):
+    def __init__(self, narrow=False):
+        super().__init__()
+        self.layers = nn.ModuleList(Joint(8) for _ in range(4))
+        self.narrow = narrow
+
+    def forward(self, x, y, scale):
+        for layer in self.layers:
+            y, x = layer(hidden=x, other=y, scale=scale)
+            if self.narrow:
+                y = y * 2
+        return x + y
+
+
+class Held(nn.Module):
+    """Layers that are called by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(8) for _ in range(3))
+
+
+class Between(nn.Module):
+    """Groups that are not called one after the other, of layers that are."""
+
+    def __init__(self):
+        super().__init__()
+        self.groups = nn.ModuleList(Held() for _ in "ab")
+        self.mixers = nn.ModuleList(nn.Linear(8, 8) for _ in "ab")
+
+    def forward(self, x):
+        for group, mixer in zip(self.groups.children(), self.mixers, strict=True):
+            for layer in group.get_submodule("layers").children():
+                x = layer(x, 0.5)
+            x = mixer(x)
+        return x
+
+
+class Dropping(nn.Module):
+    """A layer whose rate says nothing in evaluation."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.fc, self.rate = nn.Linear(8, 8), rate
+
+    def forward(self, x):
+        if not 0 <= self.rate < 1:
+            raise ValueError("no rate")
+        return x + torch.tanh(self.fc(x)) * (1 - self.rate if self.training else 1.0)
+
+
+class Scaled(Dropping):
+    def forward(self, x):
+        return x + torch.tanh(self.fc(x)) * self.rate
+
+
+def named_list():
+    return nn.Sequential(OrderedDict((f"layer_{i}", Dropping(0.0)) for i in range(3)))
+
+
+def rates(kind, *values):
+    return nn.Sequential(*(kind(rate) for rate in values))
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs", "stacked"),
+    [
+        (Streams, 3, ["layers.*.a.bias", "layers.*.b.bias"]),
+        (lambda: Streams(narrow=True), 3, []),
+        (Between, 1, [f"groups.{i}.layers.*.{key}" for i in range(2) for key in ("fc.bias", "norm.bias")]),
+        (named_list, 1, ["layer_*.fc.bias"]),
+        (lambda: rates(Dropping, 0.1, 0.2, 0.3), 1, ["*.fc.bias"]),
+        (lambda: rates(Scaled, 0.1, 0.2, 0.3), 1, []),
+        (lambda: rates(Scaled, 0.1, 0.1, 0.3), 1, ["[0:2].fc.bias"]),
+    ],
+    ids=["several states", "changed between", "inner lists", "named", "unused rates", "scales", "equal scales"],
+)
+def test_what_is_scanned_computes_the_same(module, inputs, stacked):
+    torch.manual_seed(0)
+    made = module()
+    given = [torch.randn(4, 8) for _ in range(inputs)]
+    program = from_torch(made, tuple(given), train=True, optimizer="sgd", remat="full")
+    stacks = [a.name for a in program.arguments if a.name.endswith("bias") and ("*" in a.name or "[" in a.name)]
+    assert stacks == stacked
+    args = program.make_args(0)
+    batch = {key: value.numpy() for key, value in zip(program.args[2], given, strict=True)}
+    _, _, loss = jax.jit(program.fn)(args[0], args[1], batch)
+    np.testing.assert_allclose(float(loss), float(made(*given).square().mean().detach()), rtol=1e-5)
