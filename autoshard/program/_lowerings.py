@@ -149,8 +149,17 @@ def einsum(equation: str, *operands: Any) -> Any:
 def take_rows(
     table: Any, ids: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Any:
-    """Rows of an embedding table as one plain gather (ids are valid, so nothing is filled or clamped)."""
-    return table.at[ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    """Rows of an embedding table as one plain gather (ids are valid, so nothing is filled or clamped).
+
+    As in torch the row `padding_idx`, if it is one, has no gradient.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    rows = table.at[ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    if padding_idx < 0:
+        return rows
+    return jnp.where((ids == padding_idx)[..., None], jax.lax.stop_gradient(rows), rows)
 
 
 def embedding(
@@ -163,7 +172,7 @@ def embedding(
     sparse: bool = False,
 ) -> Any:
     """`torch.nn.functional.embedding` without renormalisation."""
-    return take_rows(table, ids)
+    return take_rows(table, ids, -1 if padding_idx is None else padding_idx % table.shape[0])
 
 
 def embedding_bag(

@@ -53,6 +53,19 @@ def test_bags_of_embeddings_are_torchs_own(mode, options, offsets):
     np.testing.assert_allclose(jax.jit(program.fn)(params, batch), module(*inputs).detach(), rtol=1e-6)
 
 
+@pytest.mark.parametrize("padding", [None, 2, -1])
+def test_the_row_of_padding_has_no_gradient_as_in_torch(padding):
+    torch.manual_seed(0)
+    module, ids = nn.Embedding(6, 4, padding_idx=padding), torch.tensor([[2, 4, 5], [2, 0, 0]])
+    program = from_torch(module, ids, train=True, optimizer="momentum")
+    params, state, _ = program.make_args(0)
+    batch = {key: ids.numpy() for key in program.args[2]}
+    _, after, _ = jax.jit(program.fn)(params, state, batch)
+    module(ids).square().mean().backward()
+    np.testing.assert_allclose(after[0].trace["weight"], module.weight.grad.numpy(), atol=1e-7)
+    assert padding is None or not after[0].trace["weight"][padding].any()
+
+
 def test_a_triton_kernel_is_refused_with_what_works():
     triton = pytest.importorskip("triton")
 
