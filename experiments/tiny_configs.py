@@ -171,6 +171,9 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
         made["num_kv_shared_layers"] = 0
     if "vision_output_dim" in fields and "intermediate_layers_indices" in fields:
         made["vision_output_dim"] = made["hidden_size"] * (1 + len(made["intermediate_layers_indices"]))
+    vision, text = made.get("vision_config"), made.get("text_config")
+    if isinstance(vision, dict) and isinstance(text, dict) and "out_hidden_size" in vision:  # what a text reads
+        vision["out_hidden_size"] = text.get("hidden_size", vision["out_hidden_size"])
     vision, places = fields.get("vision_config"), fields.get("mm_tokens_per_image")
     if places and isinstance(vision, dict) and "image_size" in vision:  # no more than there are patches
         side = vision["image_size"] // vision["patch_size"]

@@ -182,6 +182,12 @@ def _not_packed(position_ids: Any) -> None:
     return None
 
 
+def _biases(self: Any, device: Any) -> Any:
+    """Levit's biases of attention, which its own code remembers for another call."""
+    return self.attention_biases[:, self.attention_bias_idxs]
+
+
+_LEVIT = "transformers.models.levit.modeling_levit"
 _LONGCAT = "transformers.models.longcat_flash.modeling_longcat_flash"
 _SWITCH = "transformers.models.switch_transformers.modeling_switch_transformers"
 _JETMOE = "transformers.models.jetmoe.modeling_jetmoe"
@@ -190,6 +196,8 @@ _REPLACED: dict[tuple[str, str, str], Callable[..., Any]] = {
     ("transformers.models.mixtral.modeling_mixtral", "MixtralSparseMoeBlock", "forward"): _routers.mixtral_block,
     ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3MoE", "forward"): _routers.deepseek_block,
     ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3Attention", "expand_kv"): _expand_kv,
+    (_LEVIT, "LevitAttention", "get_attention_biases"): _biases,
+    (_LEVIT, "LevitAttentionSubsample", "get_attention_biases"): _biases,
     (_LONGCAT, "LongcatFlashExperts", "forward"): _hf_mixtures.longcat_experts,
     (_SWITCH, "SwitchTransformersExperts", "forward"): _hf_mixtures.switch_experts,
     (_JETMOE, "JetMoeMoE", "forward"): _hf_mixtures.jetmoe_mlp,
