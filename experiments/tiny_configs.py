@@ -27,7 +27,13 @@ WIDTHS |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nop
 WIDTHS |= {"n_group": 2, "topk_group": 1}
 VOCABULARY = 512
 LONG, SMALL = [[[7, 1], [1, 1], [3, 0]], [[5, 1], [1, 1], [2, 0]], [[3, 1], [1, 1], [1, 0]]], [1, 1, 0]
-STAGES = {"out_features": ["stage1", "stage2", "stage3", "stage4"], "out_indices": [1, 2, 3, 4]}
+STAGES: dict[str, Any] = {"out_features": ["stage1", "stage2", "stage3", "stage4"], "out_indices": [1, 2, 3, 4]}
+STAGES["block_configs"] = [  # kernel, channels in and out, stride: those of a detector halve both sides
+    [[3, 96, 96, 1, True]],
+    [[3, 96, 96, 2, False]],
+    [[3, 96, 192, 2, False], [3, 192, 192, 1, True]],
+    [[3, 192, 384, 2, False]],
+]
 BLOCKS = dict(zip(("longratio", "midratio", "shortratio"), LONG, strict=True))
 BLOCKS = {f"vertical_long_to_small_conv_{key}": value for key, value in BLOCKS.items()} | {
     f"{name}_{key}": [[flip[0][::-1], flip[1], flip[2][::-1]], [[max(each)] * 2 for each in flip]][square]
@@ -41,8 +47,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "moonshine_streaming": {"num_key_value_heads": 4},
     "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64},
-    "granite4_vision": {"downsample_rate": "4/7", "deepstack_layer_map": [[-2, 0], [-1, 1]]}
-    | {"spatial_target_layers": [0, 1, 0, 1]},
+    "granite4_vision": {"downsample_rate": "4/8", "deepstack_layer_map": [[-2, 0], [-1, 1]]}
+    | {"spatial_target_layers": [0, 1, 0, 1], "vision_config": {"image_size": 336, "patch_size": 42}},
     "sapiens2": {
         "head_config": {"upsample_out_channels": [64, 64], "conv_out_channels": [64]}
         | {"scale_conv_out_channels": [64], "scale_final_hidden_sizes": [64]}
@@ -58,6 +64,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {
         "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}}
     },
+    "smolvlm": {"vision_config": {"patch_size": 16}},
     "lw_detr": {"projector_scale_factors": [1.0]},
     "depth_pro": {"intermediate_hook_ids": [1, 0]},
     "rf_detr": {"backbone_config": {"image_size": 560}},
@@ -171,6 +178,12 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
         made["num_kv_shared_layers"] = 0
     if "vision_output_dim" in fields and "intermediate_layers_indices" in fields:
         made["vision_output_dim"] = made["hidden_size"] * (1 + len(made["intermediate_layers_indices"]))
+    if (
+        len(fields.get("out_features") or ()) == 1
+        and f"stage{fields.get('num_hidden_layers')}" in fields["out_features"]
+    ):
+        for key in ("stage_names", "out_features", "out_indices"):  # the last layer, which is another one now
+            made.pop(key)
     vision, text = made.get("vision_config"), made.get("text_config")
     if isinstance(vision, dict) and isinstance(text, dict) and "out_hidden_size" in vision:  # what a text reads
         vision["out_hidden_size"] = text.get("hidden_size", vision["out_hidden_size"])

@@ -28,9 +28,21 @@ def lowered_environment() -> Any:
     env._ops[torch.nn.functional.batch_norm] = dataclasses.replace(
         counted_op, torch_op=torch.nn.functional.batch_norm, func=_lowerings_nn.batch_norm, is_jax_function=False
     )
+    drawn = env._get_op_or_decomp(torch.randint)
+    env._ops[torch.randint] = dataclasses.replace(drawn, func=_with_sizes_by_name(drawn.func))
     read = env._decomps[torch.Tensor.__getitem__]
     env._decomps[torch.Tensor.__getitem__] = dataclasses.replace(read, func=_reads.lenient(read.func))
     return env
+
+
+def _with_sizes_by_name(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """torchax's `torch.randint`, whose bounds and size may come by their names."""
+
+    def randint(*args: Any, **kwargs: Any) -> Any:
+        names = ("low", "high", "size")
+        return draw(*args, *(kwargs.pop(key) for key in names if key in kwargs), **kwargs)
+
+    return randint
 
 
 _CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"

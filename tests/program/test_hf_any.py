@@ -476,7 +476,7 @@ def test_patches_of_all_images_come_side_by_side():
 @pytest.mark.parametrize(
     ("kind", "fields", "name", "shape"),
     [
-        ("granite_speech5_encoder", {"num_mel_bins": 10, "num_stacked_frames": 3}, "input_features", (2, 512, 30)),
+        ("fun_asr_nano_encoder", {"num_mel_bins": 10, "num_stacked_frames": 3}, "input_features", (2, 1000, 30)),
         ("timesfm", {"context_length": 32}, "past_values", (2, 32)),
         ("depth_pro", {}, "pixel_values", (2, 3, 1536, 1536)),
     ],
@@ -596,3 +596,19 @@ def test_results_that_transformers_remembers_are_made_anew():
         positions(2)
     positions(2)
     assert made == [2, 2]
+
+
+def test_bounds_and_size_of_what_is_drawn_may_come_by_name():
+    import jax
+    import torch
+    from torch import nn
+
+    from autoshard.program import from_torch
+
+    class Drawing(nn.Module):
+        def forward(self, x):
+            return x + torch.randint(low=4, high=5, size=(3,)) + torch.randint(3, (3,)) * 0
+
+    program = from_torch(Drawing(), torch.empty(3, device="meta"))
+    x = np.arange(3, dtype=np.float32)
+    assert jax.tree.leaves(jax.jit(program.fn)({}, {"x": x}))[0].tolist() == [4, 5, 6]
