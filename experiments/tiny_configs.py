@@ -26,6 +26,50 @@ WIDTHS |= {"num_experts_per_token": 2, "num_expert_group": 2, "moe_topk": 2}
 WIDTHS |= {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 WIDTHS |= {"n_group": 2, "topk_group": 1}
 VOCABULARY = 512
+LONG, SMALL = [[[7, 1], [1, 1], [3, 0]], [[5, 1], [1, 1], [2, 0]], [[3, 1], [1, 1], [1, 0]]], [1, 1, 0]
+STAGES: dict[str, Any] = {"out_features": ["stage1", "stage2", "stage3", "stage4"], "out_indices": [1, 2, 3, 4]}
+STAGES["block_configs"] = [  # kernel, channels in and out, stride: those of a detector halve both sides
+    [[3, 96, 96, 1, True]],
+    [[3, 96, 96, 2, False]],
+    [[3, 96, 192, 2, False], [3, 192, 192, 1, True]],
+    [[3, 192, 384, 2, False]],
+]
+BLOCKS = dict(zip(("longratio", "midratio", "shortratio"), LONG, strict=True))
+BLOCKS = {f"vertical_long_to_small_conv_{key}": value for key, value in BLOCKS.items()} | {
+    f"{name}_{key}": [[flip[0][::-1], flip[1], flip[2][::-1]], [[max(each)] * 2 for each in flip]][square]
+    for square, name in enumerate(("horizontal_small_to_long_conv", "symmetric_conv_long"))
+    for key, flip in BLOCKS.items()
+}
+BLOCKS |= {"reduce_channel": SMALL, "return_channel": SMALL}
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    "nemotron": {"num_key_value_heads": 2},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64},
+    "granite4_vision": {"downsample_rate": "4/8", "deepstack_layer_map": [[-2, 0], [-1, 1]]}
+    | {"spatial_target_layers": [0, 1, 0, 1], "vision_config": {"image_size": 336, "patch_size": 42}},
+    "sapiens2": {
+        "head_config": {"upsample_out_channels": [64, 64], "conv_out_channels": [64]}
+        | {"scale_conv_out_channels": [64], "scale_final_hidden_sizes": [64]}
+    },
+    "pp_ocrv6_medium_det": {"backbone_config": STAGES, "kernel_list": [3, 2, 2], "scale_factor_list": [1, 2, 4, 8]}
+    | {"intraclass_block_config": BLOCKS},
+    "pp_ocrv6_small_det": {"backbone_config": STAGES, "layer_list_out_channels": [96, 96, 192, 384]},
+    "perception_lm": {
+        "vision_config": {"architecture": "vit_pe_core_large_patch14_336"}
+        | {"model_args": {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": [224, 224], "global_pool": ""}}
+    },
+    "edgetam": {"vision_config": {"backbone_config": {"architecture": "repvit_m1"}}},
+    "hunyuan_vl": {
+        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}}
+    },
+    "smolvlm": {"vision_config": {"patch_size": 16}},
+    "lw_detr": {"projector_scale_factors": [1.0]},
+    "depth_pro": {"intermediate_hook_ids": [1, 0]},
+    "rf_detr": {"backbone_config": {"image_size": 560}},
+}
+"""Fields of a model type that are nothing, or fit no others, in its class's defaults, as checkpoints have them."""
 POSITIONS = {"max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions", "n_ctx"}
 
 
@@ -35,7 +79,15 @@ def tiny(kind: str, rung: int, causal: bool = False) -> dict[str, Any]:
 
     config_class = CONFIG_MAPPING[kind]
     fields = config_class().to_dict()
-    return _cut(fields, rung) | _needed(fields, causal) | {"model_type": kind}
+    return _with(_cut(fields, rung) | _needed(fields, causal), CHECKPOINTS.get(kind, {})) | {"model_type": kind}
+
+
+def _with(fields: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Fields, and those of nested configurations, with others in their place."""
+    nested = {
+        key: value for key, value in more.items() if isinstance(value, dict) and isinstance(fields.get(key), dict)
+    }
+    return fields | more | {key: _with(fields[key], value) for key, value in nested.items()}
 
 
 def _needed(fields: dict[str, Any], causal: bool) -> dict[str, Any]:
@@ -52,6 +104,9 @@ def _needed(fields: dict[str, Any], causal: bool) -> dict[str, Any]:
     if isinstance(fields.get("projector_patch_to_query_dict"), dict):  # queries for the patches that there are
         vision = fields["vision_config"]
         made["projector_patch_to_query_dict"] = {str((vision["image_size"] // vision["patch_size"]) ** 2): 16}
+    if fields.get("class_thresholds", 0) is None:
+        count = len(fields.get("id2label") or "01")
+        made |= {"class_thresholds": [0.5] * count, "class_order": list(range(count))}
     for key in fields:  # tokens that stand for what is seen or heard
         if re.fullmatch(r"(image|audio|video)_token_(id|index)", key) and fields[key] is None:
             made[key] = 7
@@ -79,8 +134,12 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
             made[key] = VOCABULARY
         elif key in POSITIONS and value > 128 and rung == 0:
             made[key] = 128
+        elif key == "hidden_size" and "embed_dim_per_stage" in fields:
+            continue  # the width of the first of several stages, which are listed
         elif key in WIDTHS and rung == 0:
             made[key] = min(value, WIDTHS[key])
+        elif key == "image_size" and value > 1024 and isinstance(fields.get("patch_size"), int):
+            made[key] = 16 * fields["patch_size"]
     heads = made.get("num_attention_heads")
     if "head_dim" in fields and fields["head_dim"] is None and isinstance(heads, int) and "hidden_size" in made:
         made["head_dim"] = made["hidden_size"] // heads
@@ -97,7 +156,13 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
         if isinstance(value, list) and isinstance(depth, int) and len(value) == depth and key != "layer_types":
             made[key] = value[:layers]
     for key, value in fields.items():  # lists of layers
-        if re.search(r"^(intermediate_layers_indices|cross_attention_layers|deepstack_visual_indexes)$", key) and value:
+        if (
+            re.search(
+                r"^(intermediate_layers_indices|cross_attention_layers|deepstack_visual_indexes|global_attn_indexes)$",
+                key,
+            )
+            and value
+        ):
             made[key] = sorted({min(each, layers - 1) for each in value})
     if isinstance(fields.get("attention_types"), list):  # kinds, and how often they are repeated
         made["attention_types"] = [[kinds, layers // len(kinds)] for kinds, _ in fields["attention_types"]]
@@ -113,6 +178,19 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
         made["num_kv_shared_layers"] = 0
     if "vision_output_dim" in fields and "intermediate_layers_indices" in fields:
         made["vision_output_dim"] = made["hidden_size"] * (1 + len(made["intermediate_layers_indices"]))
+    if (
+        len(fields.get("out_features") or ()) == 1
+        and f"stage{fields.get('num_hidden_layers')}" in fields["out_features"]
+    ):
+        for key in ("stage_names", "out_features", "out_indices"):  # the last layer, which is another one now
+            made.pop(key)
+    vision, text = made.get("vision_config"), made.get("text_config")
+    if isinstance(vision, dict) and isinstance(text, dict) and "out_hidden_size" in vision:  # what a text reads
+        vision["out_hidden_size"] = text.get("hidden_size", vision["out_hidden_size"])
+    vision, places = fields.get("vision_config"), fields.get("mm_tokens_per_image")
+    if places and isinstance(vision, dict) and "image_size" in vision:  # no more than there are patches
+        side = vision["image_size"] // vision["patch_size"]
+        made["mm_tokens_per_image"] = places if side**2 >= places else (side // 2) ** 2
     high = VOCABULARY - 1
     for key, value in fields.items():
         if re.search(r"_(token_id|token_index|token)$", key) and isinstance(value, int) and value >= VOCABULARY:

@@ -36,7 +36,7 @@ def attend(
     `window`: and only the last `window` of them. `padding` [B, T] is true where a key may be seen; `bias` broadcasts
     to [B, H, S, T], booleans mask and floats are added. Softmax in fp32. A kernel computes it, and keys and values go
     around a ring, where `attention_kernel` says so. `held`: the cache that `key` and `value` are a layer of.
-    `sinks` [H]: the score of one more key of each head, whose value is nought.
+    `sinks` [H], or [B, H, S, 1] of each query: the score of one more key of each head, whose value is nought.
     """
     import jax
     import jax.numpy as jnp
@@ -120,11 +120,13 @@ def _grouped(bias: Any, groups: int, heads: int) -> Any:
 
 
 def _softmax_with(scores: Any, sinks: Any) -> Any:
-    """Softmax of scores [B, K, G, S, T] beside one more score for each head, `sinks` [K G], which is left out then."""
+    """Softmax of scores [B, K, G, S, T] beside one more score for each head, `sinks` [K G] or [B, K G, S, 1], which is
+    left out then."""
     import jax
     import jax.numpy as jnp
 
-    sink = sinks.astype(jnp.float32).reshape(1, scores.shape[1], scores.shape[2], 1, 1)
+    shape = (1, *scores.shape[1:3], 1, 1) if sinks.ndim == 1 else (*scores.shape[:-1], 1)
+    sink = sinks.astype(jnp.float32).reshape(shape)
     most = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sink))
     each = jnp.exp(scores - most)
     return each / (each.sum(-1, keepdims=True) + jnp.exp(sink - most))

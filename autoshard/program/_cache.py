@@ -58,6 +58,8 @@ class ServingCache:
     """
 
     is_compileable = False
+    is_sliding: tuple[bool, ...] = ()
+    """Which layers keep the last tokens alone: none says that it does."""
 
     def __init__(
         self, env: Any, entries: dict[str, Any], position: Any = None, filled: int = 0, *, counted: bool = False

@@ -144,6 +144,11 @@ def _environment_type() -> type:
         return self.jax()
 
     def put(tensor_or_view: Any, key: Any, value: Any) -> Any:
+        if isinstance(value, _reads.MaskedRows):
+            if (key[0] if isinstance(key, tuple) else key) is not value.mask:
+                raise ValueError("rows under one mask are written under another, which nobody knows yet to be the same")
+            mask, values = tensor_or_view._env.t2j_iso((value.mask, value.values))
+            return jnp.where(mask[..., None], values, tensor_or_view.jax())
         given, env = (key, value), tensor_or_view._env
         with (
             jax.ensure_compile_time_eval()

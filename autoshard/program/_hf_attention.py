@@ -97,6 +97,8 @@ def hf_mask(*, attention_mask: Any = None, mask_function: Any = None, config: An
     """
     from transformers import masking_utils
 
+    if _all_there(attention_mask):
+        attention_mask = None
     if mask_function is None:
         return attention_mask
     causal = "bidirectional" not in _names(mask_function)
@@ -114,6 +116,18 @@ def hf_mask(*, attention_mask: Any = None, mask_function: Any = None, config: An
     return masking_utils.sdpa_mask(
         1 if alone else batch, mask_function=mask_function, attention_mask=attention_mask, **options
     )
+
+
+def _all_there(mask: Any) -> bool:
+    """Whether a mask of padding is known to hide nothing, as one that code makes itself where it is given none."""
+    import jax
+    from jax import core
+
+    value = None if mask is None else environment().t2j_iso(mask)
+    if not isinstance(value, jax.Array) or isinstance(value, core.Tracer) or value.ndim != 2:
+        return False
+    with jax.ensure_compile_time_eval():
+        return bool(value.all())
 
 
 def _window(function: Any) -> int | None:

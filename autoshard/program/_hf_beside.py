@@ -7,6 +7,10 @@ from typing import Any
 from autoshard.program._hf_media import Media
 
 
+CLASSES, WORDS = 4, 16
+"""Texts of classes for each image, and tokens of each, of models that look for what texts name."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class MediaForm:
     """One way in which processors hand over the same images and sounds; models differ in which they take."""
@@ -19,6 +23,9 @@ class MediaForm:
     """Whether the sizes of images are left out: some towers are asked for more than they have where sizes are given."""
     patches: bool = False
     """Whether images come as patches [B, patches, P P C]."""
+    pixels: str = ""
+    """What dims patches of all images in one dim have beside it: one (``), `CPP` or `PPC` of patches that are merged
+    into one."""
 
 
 def forms_of(names: set[str], media: Media) -> tuple[MediaForm, ...]:
@@ -30,11 +37,14 @@ def forms_of(names: set[str], media: Media) -> tuple[MediaForm, ...]:
         return (MediaForm(), MediaForm(masks=True)) if "attention_mask" in names else (MediaForm(),)
     found = [MediaForm(masked, images) for images in dims for masked in ((False, True) if masks else (False,))]
     found += [MediaForm(bare=True)] if "image_sizes" in media.fixed else []
+    found += [MediaForm(masks, pixels=each) for each in ("CPP", "PPC")] if "image_grid_thw" in media.fixed else []
     return (*found, *([MediaForm(patches=True)] if len(pixels) == 4 else []))
 
 
 def in_form(media: Media, form: MediaForm, names: set[str], config: Any) -> Media:
     """The media as the form has them, with what the model takes beside them."""
+    import numpy as np
+
     shapes = dict(media.shapes)
     pixels = shapes.get("pixel_values")
     if pixels is not None and form.images:
@@ -46,11 +56,29 @@ def in_form(media: Media, form: MediaForm, names: set[str], config: Any) -> Medi
         shapes["pixel_values"] = (pixels[0], rows * columns, pixels[1] * patch * patch)
         if "image_position_ids" in names:
             fixed["image_position_ids"] = _places(pixels[0], rows, columns)
+    if pixels is not None and form.pixels and isinstance(patch, int):
+        shapes["pixel_values"], fixed["image_grid_thw"] = _apart(config, form.pixels, pixels, patch, fixed)
+    if "classes_structure" in names:  # texts of the classes that are looked for, and of the task
+        batch = next(iter(shapes.values()))[0]
+        for name, rows in (("classes", batch * CLASSES), ("tasks", batch)):
+            fixed[f"{name}_attention_mask"] = np.ones((rows, WORDS), np.int64)
+        fixed["classes_structure"] = np.full(batch, CLASSES, np.int64)
     for name in sorted(names & MASKS.keys()) if form.masks else ():
         made = MASKS[name](shapes, config)
         if made is not None and name not in fixed:
             fixed[name] = made
     return dataclasses.replace(media, shapes=shapes, fixed=fixed)
+
+
+def _apart(
+    config: Any, form: str, pixels: tuple[int, ...], patch: int, fixed: dict[str, Any]
+) -> tuple[tuple[int, ...], Any]:
+    """Patches [patches, C T P P] with channels and sides in dims of their own, and how many each image has."""
+    grid, channels = fixed["image_grid_thw"], pixels[1] // patch**2
+    if form == "CPP":
+        return (pixels[0], channels, patch, patch), grid
+    merge = int(getattr(getattr(config, "vision_config", config), "spatial_merge_size", 1))
+    return (pixels[0] // merge**2, merge * patch, merge * patch, channels), grid // [1, merge, merge]
 
 
 def _places(batch: int, rows: int, columns: int) -> Any:
@@ -63,7 +91,9 @@ def _places(batch: int, rows: int, columns: int) -> Any:
 
 def _counts(config: Any, dims: int) -> tuple[int, ...]:
     """One image for each example, or two where a model matches them; and as many tiles as it can have at most."""
-    images = 2 if hasattr(config, "keypoint_detector_config") else 1
+    from transformers.models.auto import modeling_auto
+
+    images = 2 if config.model_type in modeling_auto.MODEL_FOR_KEYPOINT_MATCHING_MAPPING_NAMES else 1
     tiles = getattr(getattr(config, "vision_config", config), "max_num_tiles", 1)
     return (images, int(tiles))[:dims]
 
@@ -155,6 +185,8 @@ def beside_data(
         ids["qformer_input_ids"] = (batch, seq)
     if "task_inputs" in names:
         ids["task_inputs"] = (batch, int(getattr(config, "task_seq_len", 77)))
+    if "classes_structure" in names:
+        ids |= {"classes_input_ids": (batch * CLASSES, WORDS), "tasks_input_ids": (batch, WORDS)}
     floats: dict[str, tuple[int, ...]] = {}
     if "high_res_pixel_values" in names:
         side = int(config.high_res_vision_config.image_size)
@@ -193,6 +225,12 @@ def beside_text(names: set[str], config: Any, size: tuple[int, int], masks: bool
         places[:, : int(getattr(config, "latent_query_num", 0))] = True
         fixed["image_embeds_position_mask"] = places
     return fixed
+
+
+def text_shape(config: Any, batch: int, seq: int) -> tuple[int, ...]:
+    """The shape of ids: where several codes of sound go with each token of a text, all of them lie in a last dim."""
+    books = getattr(config, "num_codebooks", None) if hasattr(config, "codebook_vocab_size") else None
+    return (batch, seq, books + 1) if isinstance(books, int) else (batch, seq)
 
 
 def decoder_shape(config: Any, batch: int, seq: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.program._hf_beside import beside_data, beside_text, decoder_shape, forms_of, in_form
+from autoshard.program._hf_beside import beside_data, beside_text, decoder_shape, forms_of, in_form, text_shape
 from autoshard.program._hf_media import Media, media_of
 
 
@@ -122,7 +122,7 @@ def _task(
         if _has_position_table(model):
             raise UserError(f"--seq {seq} is longer than the {limit} positions `{name}` has; give at most {limit}.")
         notes.append(f"The sequence of {seq} tokens is longer than the {limit} that `{name}` was trained with.")
-    texts = {"input_ids": (batch, seq)} if text else {}
+    texts = {"input_ids": text_shape(config, batch, seq)} if text else {}
     texts |= {"decoder_input_ids": decoder_shape(config, batch, seq)} if decodes else {}
     data |= {key: shape(size, np.int32) for key, size in texts.items()}
     if train:
@@ -144,6 +144,9 @@ def _task(
             made["input_ids"] = _with_image(made["input_ids"], places, token)
         return made
 
+    codes = getattr(config, "codebook_vocab_size", None)
+    if codes is not None and len(texts.get("input_ids", ())) == 3:  # codes of sound beside tokens
+        vocabulary = min(int(vocabulary or codes), int(codes))
     sequences = 2 if len(texts) > 1 else 1
     return HfTask(data, call, seq, batch * seq * sequences, int(vocabulary or 2), tuple(notes))
 

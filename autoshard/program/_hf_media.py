@@ -32,8 +32,15 @@ def media_of(
 
     Raises `UserError` for a size of images that its positions do not fit.
     """
+    import numpy as np
+
     if {"pixel_values", "image_grid_thw"} <= names:
-        return _patches(config, batch, image, room)
+        found = _patches(config, batch, image, room)
+        if "image_merge_sizes" in names:
+            found.fixed["image_merge_sizes"] = np.full(batch, _merge(config), np.int64)
+        return found
+    if {"input_ids", "pixel_values", "target_sizes"} <= names:
+        return _packed_row(config, batch, image, room)
     if {"pixel_values", "spatial_shapes"} <= names:
         return _shaped_patches(config, batch, image)
     for key, made in (
@@ -44,7 +51,8 @@ def media_of(
         ("input_values", _sound),
         ("past_values", _series),
     ):
-        if key in names:
+        samples = "input_values" in names and hasattr(getattr(config, "encoder", None), "conv_dim")
+        if key in names and not (key == "input_features" and samples):
             return made(config, names, name, batch, image, room)
     return None
 
@@ -68,6 +76,9 @@ def _parts(config: Any) -> list[Any]:
 
 def _size(config: Any, name: str, image: int | None) -> tuple[int, int]:
     fixed = _first(config, "image_size", "crop_size")
+    ratios = getattr(config, "scaled_images_ratios", None)  # of smaller copies, of which patches are images
+    if ratios and isinstance(getattr(config, "patch_size", None), int):
+        fixed = int(config.patch_size / min(ratios))
     if isinstance(fixed, (list, tuple)):
         high, wide = (int(fixed[0]), int(fixed[-1]))
     elif isinstance(fixed, dict):
@@ -111,16 +122,34 @@ def _patches(config: Any, batch: int, image: int | None, room: int | None) -> Me
     import numpy as np
 
     patch = int(_first(config, "patch_size", default=14))
-    merge = int(_first(config, "spatial_merge_size", default=2))
+    merge = _merge(config)
     most = 16 if room is None else max(1, math.isqrt(room))
     side = max(1, image // (patch * merge) if image else min(most, 224 // (patch * merge))) * merge
-    deep = int(_first(config, "temporal_patch_size", default=1))
+    deep = int(_first(config, "temporal_patch_size", "patch_temporal", default=1))
     vision = getattr(config, "vision_config", config)
     channels = int(getattr(vision, "in_channels", None) or getattr(vision, "in_chans", None) or 3)
     return Media(
         {"pixel_values": (batch * side * side, channels * deep * patch * patch)},
         {"image_grid_thw": np.array([[1, side, side]] * batch, np.int64)},
         (side // merge) ** 2,
+    )
+
+
+def _merge(config: Any) -> int:
+    return int(_first(config, "spatial_merge_size", "merge_size", default=2))
+
+
+def _packed_row(config: Any, batch: int, image: int | None, room: int | None) -> Media:
+    """Patches of all images side by side in one image [1, C, P, patches P], and how many rows and columns each has."""
+    import numpy as np
+
+    patch = int(_first(config, "patch_size", default=14))
+    most = min((image or 224) // patch, int(_first(config, "image_size", default=224)) // patch)
+    side = max(1, min(most // 4, math.isqrt(room or 16))) * 4  # which are merged twice, two by two
+    return Media(
+        {"pixel_values": (1, _channels(config), patch, batch * side * side * patch)},
+        {"target_sizes": np.array([[side, side]] * batch, np.int64)},
+        (side // 4) ** 2,
     )
 
 
@@ -163,6 +192,7 @@ def _features(config: Any, names: set[str], name: str, batch: int, image: int | 
         "n_mels",
         default=80,
     )
+    bins = int(bins) * int(_first(config, "num_stacked_frames", default=1))
     places = _first(config, "max_source_positions", "max_position_embeddings")
     each = getattr(config, "audio_length_per_tok", None)
     if room and each:  # a token for so many frames
@@ -170,7 +200,9 @@ def _features(config: Any, names: set[str], name: str, batch: int, image: int | 
     kind = str(config.model_type)
     for part in _parts(config):
         if hasattr(part, "max_source_positions") and hasattr(part, "num_mel_bins"):
-            return Media({"input_features": (batch, int(bins), 2 * int(part.max_source_positions))})
+            frames = 2 * int(part.max_source_positions)
+            whole = 2 * int(getattr(part, "n_window", None) or 1)  # frames of a window, where there are windows
+            return Media({"input_features": (batch, int(bins), max(1, frames // whole) * whole)})
     if kind.startswith("clap"):
         audio = getattr(config, "audio_config", config)
         return Media({"input_features": (batch, 1, int(audio.spec_size) * 4, int(audio.num_mel_bins))})
@@ -191,12 +223,13 @@ def _sound(config: Any, names: set[str], name: str, batch: int, image: int | Non
 
 
 def _series(config: Any, names: set[str], name: str, batch: int, image: int | None, room: int | None) -> Media:
-    """Values of the past [B, T, C] and what is known of them."""
+    """Values of the past [B, T, C], or [B, T] of one column where there are no channels, and what is known of them."""
     lags = max(getattr(config, "lags_sequence", None) or [0])
     length = int(_first(config, "context_length", "prediction_length", default=64)) + lags
     columns = int(getattr(config, "num_input_channels", None) or getattr(config, "input_size", None) or 1)
+    single = bool(lags) or hasattr(config, "horizon_length")
     shapes: dict[str, tuple[int, ...]] = {
-        "past_values": (batch, length, columns) if columns > 1 or not lags else (batch, length)
+        "past_values": (batch, length, columns) if columns > 1 or not single else (batch, length)
     }
     if "past_time_features" in names:
         known = int(getattr(config, "num_time_features", 0) or 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from autoshard.program._environment import environment
 from autoshard.program._experts import GatedExperts
-from autoshard.program._hf_experts import dispatched
+from autoshard.program._hf_experts import OtherExperts, dispatched
 from autoshard.program._marks import mark
 from autoshard.program._routers import activation_of
 
@@ -24,6 +24,19 @@ def longcat_experts(self: Any, hidden_states: Any, top_k_index: Any, top_k_weigh
     up, down = env.t2j_iso(self.gate_up_proj), env.t2j_iso(self.down_proj)
     layers = GatedExperts(up[: self.num_routed_experts], down, activation_of(self.act_fn), None)
     return env.j2t_iso(dispatched(x, index, share, layers) + same)
+
+
+def switch_experts(self: Any, hidden_states: Any, selected_experts: Any, routing_weights: Any) -> Any:
+    """Replaces `SwitchTransformersExperts.forward`: tokens [T, D], the chosen expert of each as ones [T, 1, E], none of
+    a token for which it has no room, and its weights [T, 1]."""
+    import jax.numpy as jnp
+
+    env = environment()
+    x, chosen, share = (env.t2j_iso(each) for each in (hidden_states, selected_experts, routing_weights))
+    index = jnp.where(chosen.any(-1), chosen.argmax(-1), self.num_experts)
+    each = [self[f"expert_{number}"] for number in range(self.num_experts)]
+    up, down = (jnp.stack([env.t2j_iso(getattr(one, key).weight) for one in each]) for key in ("wi", "wo"))
+    return env.j2t_iso(dispatched(x, index, share, OtherExperts(up, down, activation_of(each[0].act))))
 
 
 def jetmoe_mlp(self: Any, layer_input: Any) -> Any:

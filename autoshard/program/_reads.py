@@ -47,9 +47,29 @@ class MaskedElements:
         raise self._error
 
 
+class MaskedRows:
+    """Stands for the rows `x[mask, :]` of a mask that is traced: models add as many rows to them, and write them back
+    to the same places."""
+
+    def __init__(self, values: Any, mask: Any) -> None:
+        """`values` [..., D] are right at the places of `mask` [...], and anything elsewhere."""
+        self.values, self.mask = values, mask
+
+    def __add__(self, rows: Any) -> "MaskedRows":
+        """With `rows` [N, D] added, in order."""
+        import torch
+
+        place = (torch.cumsum(self.mask.reshape(-1).to(torch.int32), 0) - 1).clamp(0, rows.shape[0] - 1)
+        return MaskedRows(self.values + rows[place.to(torch.int64)].reshape(self.values.shape), self.mask)
+
+    def clone(self) -> "MaskedRows":
+        """The same, since none of it is ever changed."""
+        return self
+
+
 def lenient(getitem: Callable[..., Any]) -> Callable[..., Any]:
     """torchax's `tensor[indexes]`, where a slice may be bounded by a tensor of one whole number, and where elements
-    under a traced mask may be counted."""
+    under a traced mask may be counted, and rows under one added to."""
     import torch
 
     def whole(index: Any) -> Any:
@@ -63,10 +83,16 @@ def lenient(getitem: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return getitem(self, given)
         except Exception as error:
-            mask = isinstance(given, torch.Tensor) and given.dtype == torch.bool and given.shape == self.shape
-            if type(error).__name__ != "NonConcreteBooleanIndexError" or not mask or not _merging.get():
+            if type(error).__name__ != "NonConcreteBooleanIndexError" or not _merging.get():
                 raise
-            return MaskedElements(error)
+            mask, *rest = given if isinstance(given, tuple) else (given,)
+            if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+                raise
+            if not rest and mask.shape == self.shape:
+                return MaskedElements(error)
+            if rest != [slice(None)] or mask.shape != self.shape[:-1]:
+                raise
+            return MaskedRows(self.clone(), mask)
 
     return run
 

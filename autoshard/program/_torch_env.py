@@ -29,9 +29,21 @@ def lowered_environment() -> Any:
     env._ops[torch.nn.functional.batch_norm] = dataclasses.replace(
         counted_op, torch_op=torch.nn.functional.batch_norm, func=_lowerings_nn.batch_norm, is_jax_function=False
     )
+    drawn = env._get_op_or_decomp(torch.randint)
+    env._ops[torch.randint] = dataclasses.replace(drawn, func=_with_sizes_by_name(drawn.func))
     read = env._decomps[torch.Tensor.__getitem__]
     env._decomps[torch.Tensor.__getitem__] = dataclasses.replace(read, func=_reads.lenient(read.func))
     return env
+
+
+def _with_sizes_by_name(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """torchax's `torch.randint`, whose bounds and size may come by their names."""
+
+    def randint(*args: Any, **kwargs: Any) -> Any:
+        names = ("low", "high", "size")
+        return draw(*args, *(kwargs.pop(key) for key in names if key in kwargs), **kwargs)
+
+    return randint
 
 
 _CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
@@ -89,7 +101,8 @@ def canonical_modules() -> Iterator[None]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it calls one opaque operation for a whole layer
     replaced: list[tuple[Any, str, Any]] = []
-    for (module_name, owner, attribute), replacement in _REPLACED.items():
+    for place, replacement in (_REPLACED | _compiling()).items():
+        module_name, owner, attribute = place
         module = sys.modules.get(module_name)
         if module is None:
             continue
@@ -106,6 +119,18 @@ def canonical_modules() -> Iterator[None]:
             os.environ[_CHECKS] = checks
         for target, attribute, original in replaced:
             setattr(target, attribute, original)
+
+
+def _compiling() -> dict[tuple[str, str, str], Callable[..., Any]]:
+    """Where code of models asks whether it is compiled, as it is here: it asks for no values then.
+
+    Those that also ask whether they are exported choose kernels by it.
+    """
+    import sys
+
+    name, other = "is_torchdynamo_compiling", "is_torchdynamo_exporting"
+    modules = {key: vars(each) for key, each in sys.modules.items() if key.startswith("transformers.models.") and each}
+    return {(key, "", name): _always for key, held in modules.items() if name in held and other not in held}
 
 
 def _conv1d(self: Any, x: Any) -> Any:
@@ -170,14 +195,24 @@ def _not_packed(position_ids: Any) -> None:
     return None
 
 
+def _biases(self: Any, device: Any) -> Any:
+    """Levit's biases of attention, which its own code remembers for another call."""
+    return self.attention_biases[:, self.attention_bias_idxs]
+
+
+_LEVIT = "transformers.models.levit.modeling_levit"
 _LONGCAT = "transformers.models.longcat_flash.modeling_longcat_flash"
+_SWITCH = "transformers.models.switch_transformers.modeling_switch_transformers"
 _JETMOE = "transformers.models.jetmoe.modeling_jetmoe"
 _REPLACED: dict[tuple[str, str, str], Callable[..., Any]] = {
     ("transformers.pytorch_utils", "Conv1D", "forward"): _conv1d,
     ("transformers.models.mixtral.modeling_mixtral", "MixtralSparseMoeBlock", "forward"): _routers.mixtral_block,
     ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3MoE", "forward"): _routers.deepseek_block,
     ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3Attention", "expand_kv"): _expand_kv,
+    (_LEVIT, "LevitAttention", "get_attention_biases"): _biases,
+    (_LEVIT, "LevitAttentionSubsample", "get_attention_biases"): _biases,
     (_LONGCAT, "LongcatFlashExperts", "forward"): _hf_mixtures.longcat_experts,
+    (_SWITCH, "SwitchTransformersExperts", "forward"): _hf_mixtures.switch_experts,
     (_JETMOE, "JetMoeMoE", "forward"): _hf_mixtures.jetmoe_mlp,
     (_JETMOE, "JetMoeMoA", "map"): _hf_mixtures.jetmoe_queries,
     (_JETMOE, "JetMoeMoA", "reduce"): _hf_mixtures.jetmoe_outputs,

@@ -72,6 +72,12 @@ MODELS |= {
         | {"v_head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24}
         | {"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2},
     ),
+    "switch_transformers": (
+        "SwitchTransformersForConditionalGeneration",
+        {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+        | {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "vocab_size": 96, "num_experts": 4}
+        | {"expert_capacity": 4, "pad_token_id": 0, "decoder_start_token_id": 0},
+    ),
     "hy_v4": (
         "HYV4ForCausalLM",
         DECODER
@@ -236,6 +242,9 @@ def test_sinks_are_one_more_key_without_a_value():
     scores = np.concatenate([scores, np.broadcast_to(sinks[:, None, None], (2, 4, 5, 1))], -1)
     shares = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     close(found, np.einsum("bhst,bhtd->bshd", shares[..., :-1], np.repeat(v, 2, 1)), 1e-5)
+    each = jnp.broadcast_to(sinks[None, :, None, None], (2, 4, 5, 1)) * jnp.arange(5)[:, None]  # of each query
+    close(attend(q, k, v, causal=True, sinks=each)[:, 1], found[:, 1], 1e-5)
+    assert abs(attend(q, k, v, causal=True, sinks=each) - found).max() > 1e-3
 
 
 def test_sorted_experts_have_their_biases(tmp_path):
@@ -426,6 +435,127 @@ def test_images_come_in_the_forms_of_processors(kind, names, form, shapes, fixed
         assert mask.all() and mask.shape == shapes[: mask.ndim]
 
 
+@pytest.mark.parametrize(
+    ("kind", "more", "shape", "grid"),
+    [
+        ("kimi_k25", {"pixels": "CPP"}, (32, 3, 14, 14), (1, 4, 4)),
+        ("qwen2_vl", {"pixels": "PPC"}, (8, 28, 28, 6), (1, 2, 2)),
+    ],
+)
+def test_patches_come_in_the_forms_of_processors(kind, more, shape, grid):
+    import transformers
+
+    from autoshard.program._hf_beside import MediaForm, forms_of, in_form
+    from autoshard.program._hf_media import media_of
+
+    names = {"input_ids", "pixel_values", "image_grid_thw"}
+    config = transformers.AutoConfig.for_model(kind)
+    media = media_of(config, names, "it", batch=2, image=None, room=4)
+    assert media is not None
+    assert MediaForm(**more) in [*forms_of(names, media)]
+    found = in_form(media, MediaForm(**more), names, config)
+    assert found.shapes["pixel_values"] == shape
+    assert found.fixed["image_grid_thw"].tolist() == [list(grid)] * 2
+
+
+def test_patches_of_all_images_come_side_by_side():
+    from transformers import AutoConfig
+
+    from autoshard.program._hf_media import media_of
+
+    config = AutoConfig.for_model("minicpmv4_6")
+    names = {"input_ids", "pixel_values", "target_sizes"}
+    media = media_of(config, names, "it", batch=2, image=None, room=4)
+    assert media is not None
+    patch = config.vision_config.patch_size
+    assert media.shapes == {"pixel_values": (1, 3, patch, 2 * 64 * patch)}
+    assert media.fixed["target_sizes"].tolist() == [[8, 8]] * 2
+    assert media.tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "name", "shape"),
+    [
+        ("fun_asr_nano_encoder", {"num_mel_bins": 10, "num_stacked_frames": 3}, "input_features", (2, 1000, 30)),
+        ("timesfm", {"context_length": 32}, "past_values", (2, 32)),
+        ("depth_pro", {}, "pixel_values", (2, 3, 1536, 1536)),
+    ],
+)
+def test_media_have_the_shapes_that_fields_say(kind, fields, name, shape):
+    from transformers import AutoConfig
+
+    from autoshard.program._hf_media import media_of
+
+    media = media_of(AutoConfig.for_model(kind, **fields), {name}, "it", batch=2, image=None, room=None)
+    assert media is not None
+    assert media.shapes[name] == shape
+
+
+def test_bags_of_embeddings_are_sums_of_rows():
+    import jax.numpy as jnp
+    import torch
+
+    from autoshard.program._lowerings import embedding_bag
+
+    rng = np.random.default_rng(0)
+    table, weights = (rng.standard_normal(shape).astype(np.float32) for shape in ((7, 5), (3, 4)))
+    ids = rng.integers(0, 7, (3, 4))
+    given = [torch.tensor(each) for each in (ids, table)]
+    table = jnp.asarray(table)
+    for mode, more in (("sum", weights), ("mean", None), ("sum", None)):
+        share = None if more is None else torch.tensor(more)
+        wanted = torch.nn.functional.embedding_bag(*given, mode=mode, per_sample_weights=share)
+        close(embedding_bag(ids, table, mode=mode, per_sample_weights=more), wanted.numpy(), 1e-6)
+
+
+def test_a_mask_that_hides_nothing_is_left_out():
+    import jax
+    import torch
+
+    from autoshard.program._environment import environment
+    from autoshard.program._hf_attention import hf_mask
+
+    every, some = torch.ones(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    assert hf_mask(attention_mask=every) is None
+    assert hf_mask(attention_mask=some) is some
+
+    def traced(mask):
+        given = environment().j2t_iso(mask)
+        assert hf_mask(attention_mask=given) is given
+        return mask
+
+    jax.eval_shape(traced, jax.ShapeDtypeStruct((2, 3), np.int32))
+
+
+def test_what_layers_add_to_the_places_of_an_image():
+    """Qwen3-VL adds features of images to hidden states under the mask of their places, whose values nobody knows."""
+    import jax
+    import torch
+    from torch import nn
+
+    from autoshard.program import from_torch
+
+    class Adding(nn.Module):
+        def get_image_features(self, features):
+            return features
+
+        def forward(self, ids, hidden, features):
+            mask = ids == 7
+            hidden = hidden.clone()
+            local = hidden[mask, :].clone() + self.get_image_features(features)
+            hidden[mask, :] = local
+            return hidden * 2
+
+    rng = np.random.default_rng(0)
+    hidden, features = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 4, 5), (3, 5)))
+    ids = np.array([[7, 0, 7, 0], [1, 7, 0, 0]], np.int32)
+    empty = tuple(torch.tensor(each).to("meta") for each in (ids, hidden, features))
+    program = from_torch(Adding(), empty)
+    found = jax.jit(program.fn)({}, {"ids": ids, "hidden": hidden, "features": features})
+    wanted = Adding()(*(torch.tensor(each) for each in (ids, hidden, features)))
+    close(jax.tree.leaves(found)[0], wanted.numpy())
+
+
 def test_images_of_zeros_are_not_looked_for():
     """Idefics2 leaves out images that are all zeros: how many there are must not depend on their values."""
     import jax
@@ -466,3 +596,19 @@ def test_results_that_transformers_remembers_are_made_anew():
         positions(2)
     positions(2)
     assert made == [2, 2]
+
+
+def test_bounds_and_size_of_what_is_drawn_may_come_by_name():
+    import jax
+    import torch
+    from torch import nn
+
+    from autoshard.program import from_torch
+
+    class Drawing(nn.Module):
+        def forward(self, x):
+            return x + torch.randint(low=4, high=5, size=(3,)) + torch.randint(3, (3,)) * 0
+
+    program = from_torch(Drawing(), torch.empty(3, device="meta"))
+    x = np.arange(3, dtype=np.float32)
+    assert jax.tree.leaves(jax.jit(program.fn)({}, {"x": x}))[0].tolist() == [4, 5, 6]
