@@ -3,8 +3,8 @@
 python experiments/models.py [--only TEXT] [--again] [--refused] [--jobs N] [--table]
 
 Each type is planned on v5e:2x2 with `data=4` in a process of its own with a time limit. Rows are kept in
-results/models.json; a run does what is missing, `--refused` what was refused too, `--again` all that `--only` names.
-`--table` only writes docs/models.md again.
+results/models.json; a run does what is missing, `--refused` what was refused in either way too, `--again` all that
+`--only` names. `--table` only writes docs/models.md again.
 """
 
 import argparse
@@ -48,11 +48,7 @@ def main() -> None:
     # In an order that is as good as random: a run that is broken off has seen a fair sample. Those with a head first.
     kinds = [kind for kind in all_types() if _named(kind, options.only)]
     kinds.sort(key=lambda kind: (head_of(kind) is None, hashlib.sha256(kind.encode()).digest()))
-    wanted = [
-        kind
-        for kind in kinds
-        if options.again or kind not in rows or options.refused and rows[kind]["train"] != "works"
-    ]
+    wanted = [kind for kind in kinds if options.again or kind not in rows or options.refused and _refused(rows[kind])]
     fork = multiprocessing.get_context("fork")
     running: dict[str, tuple[Any, float, Path]] = {}
     folder = Path(tempfile.mkdtemp())
@@ -81,6 +77,10 @@ def main() -> None:
             ROWS.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
             print(f"{kind:32} {row['seconds']:6} {row['train'][:150]} | {row.get('decode', '-')[:80]}", flush=True)
     write_page(rows)
+
+
+def _refused(row: dict[str, Any]) -> bool:
+    return row["train"] != "works" or row.get("decode", "works") != "works"
 
 
 def _named(kind: str, text: str) -> bool:
