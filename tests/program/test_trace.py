@@ -291,3 +291,11 @@ def test_an_axis_that_nothing_binds_is_named():
         trace(step, (S((16, 8), F), S((4, 16), F)))
     bound = jax.vmap(step, in_axes=(None, 0), axis_name="batch")
     assert trace(bound, (S((16, 8), F), S((2, 4, 16), F))).results
+
+
+def test_a_kernel_of_another_backend_is_refused_with_what_works():
+    def step(x):
+        raise NotImplementedError("Not supported on cpu.")
+
+    with pytest.raises(UserError, match=r"`step` asks for a kernel that is not made for cpu, .* in plain JAX"):
+        trace(step, (S((4,), F),))
