@@ -35,7 +35,6 @@ def table() -> dict[Any, Callable[..., Any]]:
         functional.embedding: embedding,
         functional.embedding_bag: embedding_bag,
         aten.embedding: take_rows,
-        functional.embedding_bag: embedding_bag,
         tensor.repeat_interleave: repeat_interleave,
         torch.repeat_interleave: repeat_interleave,
         aten.add.Tensor: add,
@@ -216,19 +215,6 @@ def embedding_bag(
     if mode == "sum":
         return summed(found)
     return summed(found) / jnp.maximum(summed(kept.astype(rows.dtype)), 1)[:, None]
-
-
-def embedding_bag(
-    ids: Any, table: Any, offsets: Any = None, *, mode: str = "mean", per_sample_weights: Any = None, **others: Any
-) -> Any:
-    """`torch.nn.functional.embedding_bag` of bags of one size: `ids` [N, K] give [N, D]."""
-    kept = [others.get(key) for key in ("max_norm", "padding_idx", "include_last_offset")]
-    if offsets is not None or any(kept) or kept[1] is not None or ids.ndim != 2 or mode not in ("sum", "mean"):
-        raise NotImplementedError("bags of embeddings of several sizes, or with an option beside their mode")
-    rows = take_rows(table, ids)
-    if per_sample_weights is not None:
-        rows = rows * per_sample_weights[..., None].astype(rows.dtype)
-    return rows.sum(1) if mode == "sum" else rows.mean(1)
 
 
 def repeat_interleave(x: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Any:
