@@ -198,7 +198,7 @@ def embedding_bag(
     if max_norm is not None or scale_grad_by_freq:
         raise UserError("embedding_bag with `max_norm` or `scale_grad_by_freq` has no lowering; leave them out.")
     count = ids.shape[0] if offsets is None else offsets.shape[0] - include_last_offset
-    bag = None if offsets is None else jnp.searchsorted(offsets[:count], jnp.arange(len(ids)), side="right") - 1
+    bag: Any = None if offsets is None else jnp.searchsorted(offsets[:count], jnp.arange(len(ids)), side="right") - 1
     kept = jnp.ones(ids.shape, bool) if padding_idx is None else ids != padding_idx
     rows = take_rows(table, ids)
     if mode == "max":
