@@ -4,8 +4,9 @@ What the inputs give the gates is one matmul for all steps, before the loop. The
 one as well, after the loop: summed step by step, it would be reduced over the devices in every step.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
@@ -203,3 +204,23 @@ def _recurrence(cell: Cell, backwards: bool) -> Callable[..., tuple[Any, _States
 
     run.defvjp(forward, backward)
     return run
+
+
+@contextlib.contextmanager
+def torchs_own_gru(module: Any) -> Iterator[None]:
+    """While inside, GRUs run torch's own code, which is lowered here.
+
+    Importing torch_xla puts a class in the place of `torch.nn.GRU` whose loop is of its lazy tensors, and ends the
+    process in a trace.
+    """
+    from torch.nn.modules import rnn
+
+    theirs = {type(child) for child in module.modules() if type(child).__module__ == "torch_xla.experimental.gru"}
+    before = [(each, each.forward) for each in theirs]
+    for each in theirs:
+        each.forward = rnn.GRU.forward
+    try:
+        yield
+    finally:
+        for each, forward in before:
+            each.forward = forward

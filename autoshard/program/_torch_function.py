@@ -15,6 +15,7 @@ from autoshard.program._lowering_error import asks_for_values, lowering_error
 from autoshard.program._marks import check_names
 from autoshard.program._policy import Policy
 from autoshard.program._reads import media_in_place
+from autoshard.program._recurrent import torchs_own_gru
 from autoshard.program._remat import numbered_layers, parse_remat, remat_text, split_blocks
 from autoshard.program._scan import checkpointed_lists, scanned
 from autoshard.program._scan_run import LayerRemat, LayerWeights, NotRepeatedError
@@ -193,6 +194,7 @@ class TorchFunction:
             stack.enter_context(checkpointed_lists(self.module, self.blocks, remat, env))
             stack.enter_context(watching(self.module))
             stack.enter_context(media_in_place(self.module))
+            stack.enter_context(torchs_own_gru(self.module))
             stack.enter_context(env)
             stack.enter_context(drawing(env))
             with jax.ensure_compile_time_eval() if self.folded else contextlib.nullcontext():

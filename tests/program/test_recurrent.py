@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import rnn
 
 from autoshard.errors import UserError
 from autoshard.program import from_torch
+from autoshard.program._recurrent import torchs_own_gru
 
 
 def outputs_loss(output):
@@ -35,7 +37,8 @@ def test_loss_and_gradients_are_torchs_own(kind, options):
     program = from_torch(module, x, train=True, loss=outputs_loss, optimizer="momentum")
     params, state, _ = program.make_args(0)
     _, after, loss = jax.jit(program.fn)(params, state, {"input": x.numpy()})
-    wanted = outputs_loss(module(x))
+    with torchs_own_gru(module):
+        wanted = outputs_loss(module(x))
     wanted.backward()
     assert float(loss) == pytest.approx(float(wanted.detach()), rel=1e-5)
     for name, parameter in module.named_parameters():
@@ -73,3 +76,19 @@ def test_packed_sequences_are_refused_with_what_works():
 
     with pytest.raises(UserError, match=r"packed sequence .* give padded sequences"):
         from_torch(Packed(), torch.zeros(3, 5, 6))
+
+
+def test_a_gru_under_torch_xla_is_torchs_own():
+    gru = pytest.importorskip("torch_xla.experimental.gru")
+    torch.manual_seed(0)
+    theirs, plain = gru.GRU(6, 8), rnn.GRU(6, 8)
+    plain.load_state_dict(theirs.state_dict())
+    x = torch.randn(4, 5, 6)
+    loss = [float(_loss(from_torch(each, x, train=True, loss=outputs_loss), plain, x)) for each in (theirs, plain)]
+    assert loss[0] == loss[1] == pytest.approx(float(outputs_loss(plain(x)).detach()), rel=1e-5)
+
+
+def _loss(program, module, x):
+    params, state, _ = program.make_args(0)
+    params = {name: module.state_dict()[name].numpy() for name in params}
+    return jax.jit(program.fn)(params, state, {"input": x.numpy()})[-1]
