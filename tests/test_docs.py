@@ -124,7 +124,7 @@ def test_no_example_is_left_out():
         for info, _ in blocks(page.name, "python")
         if not info.startswith(("after=", "file="))
     }
-    assert left_out <= {"torch-xla"}
+    assert left_out <= {"torch-xla", "code-bases"}  # MaxText asks for another Python
     assert {page.stem for page in DOCS.glob("*.md") if "```python after=" in page.read_text()} == set(EXECUTED)
 
 

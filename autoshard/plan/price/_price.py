@@ -99,6 +99,7 @@ class _Pricer(NodePricer):
         self.reshards: list[Reshard] = []
         self.paths: dict[tuple[object, ...], dict[str, Seconds]] = {} if tables is None else tables.of(self.mesh)
         self.path_prices = PathPrices(self.collectives, self.link_of)
+        self.owed: dict[tuple[object, ...], Seconds] = {}
         self.alone = alone_between_loops(self.graph, self.structure, self.stored, self.updated)
 
     def model(self) -> Model:
@@ -306,7 +307,9 @@ class _Pricer(NodePricer):
         unpaid = self.unpaid(use.op, use.tensor, path.source, path.target, at_source) if use.op >= 0 else None
         if unpaid is not None:
             computing = (use.block, "compute")
-            costs[computing] = costs.get(computing, np.zeros(1)) + unpaid
+            before = costs.get(computing)
+            key = (id(before), unpaid.shape, unpaid.tobytes())  # layers that are alike share their tables
+            costs[computing] = self.owed.setdefault(key, unpaid if before is None else before + unpaid)
         forbidden = None
         if holds is not None and not holds.all():
             same = (path.source[:, None, :] == path.target[None, :, :]).all(axis=2)

@@ -106,8 +106,8 @@ def test_what_is_asked_for_holds_within_a_form():
 
 def test_what_cannot_be_planned_for_a_form_is_said():
     program = mlp()
-    with pytest.raises(UserError, match="there is no export to 'keras'"):
-        autoshard.plan(program, topology="v5e:2x4", mesh=MESH, form="keras")
+    with pytest.raises(UserError, match="there is no export to 'sonnet'"):
+        autoshard.plan(program, topology="v5e:2x4", mesh=MESH, form="sonnet")
     with pytest.raises(UserError, match="'jax-export' holds a plan whole: leave it out"):
         autoshard.plan(program, topology="v5e:2x4", mesh=MESH, form="jax-export")
 
