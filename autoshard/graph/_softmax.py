@@ -57,6 +57,11 @@ class Softmax:
     again: SoftmaxForm
     """What is held where every kernel computes the probabilities again."""
 
+    @property
+    def taken_back(self) -> frozenset[int]:
+        """Values whose bytes it takes off the matmuls beside it, in one of its forms, since they are not stored."""
+        return frozenset(tensor for form in (self.whole, self.again) for tensor, times in form.moved if times < 0)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Region:

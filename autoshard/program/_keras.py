@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.program import _names
+from autoshard.program import _names, _values
 from autoshard.program._lower import user_code
 from autoshard.program._program import Program, Role
 from autoshard.program._trace import trace
@@ -54,16 +54,18 @@ def from_keras(
     """The step that `Model.fit` runs, of a Keras 3 model on the JAX backend, as a program.
 
     `make` is a function that returns the model, or the model itself; a function is called where nothing is computed or
-    allocated, and so for models of any size. `x`, `y` and `sample_weight` are trees of
-    arrays or of anything else with a shape and a dtype, for one whole batch. A compiled model is planned for training
-    with its optimizer, losses and metrics, another, or any with `train=False`, for prediction. Arguments have the
-    paths of Keras's variables (`dense/kernel`); the optimizer's start with `optimizer`. Raises `UserError` if Keras
-    computes with another backend, if nothing is compiled and `train` is asked for, or if the step cannot be traced.
+    allocated, and so for models of any size. `x`, `y` and `sample_weight` are trees of arrays or of anything else with
+    a shape and a dtype, for one whole batch. A compiled model is planned for training with its optimizer, losses and
+    metrics, another, or any with `train=False`, for prediction. Arguments have the paths of Keras's variables
+    (`dense/kernel`); the optimizer's start with `optimizer`. Raises `UserError` if Keras computes with another backend,
+    if nothing is compiled and `train` is asked for, or if the step cannot be traced.
     """
     keras = _keras()
     batch = keras_batch(x, y, sample_weight)
     with _own_names():
-        step = user_code(_label(make), lambda: _abstract(lambda: keras_step(_model(keras, make), batch, train)))
+        # What a model that is there already lacks is made for real: it stays in the model.
+        made = (lambda build: build()) if isinstance(make, keras.Model) else _abstract
+        step = user_code(_label(make), lambda: made(lambda: keras_step(_model(keras, make), batch, train)))
         shapes = step.state(_shape_of)
         program = trace(
             step.fn,
@@ -72,15 +74,22 @@ def from_keras(
             arg_names=("", "", "optimizer", "metrics", "") if step.training else ("", "", ""),
             evidence=[role for group in _roles(shapes, batch) for role in group],
         )
-    plausible = program.make_args
-    assert plausible is not None  # as of every trace of shapes
+    return dataclasses.replace(program, make_args=_with_values(make, step, batch, program))
+
+
+def _with_values(make: Any, step: KerasStep, batch: Any, program: Program) -> Callable[[int], tuple[Any, ...]]:
+    """`make_args`: the values that Keras gives the variables, and plausible data."""
+    given = [argument for argument in program.arguments if argument.role is Role.BATCH]
+    limit = _values.smallest_table([each.shape for each in program.arguments if each.role is Role.PARAMETER])
+    data = _values.fill((batch,), [each.name for each in given], [Role.BATCH] * len(given), lambda _: limit)
 
     def make_args(seed: int) -> tuple[Any, ...]:
+        keras = _keras()
         keras.utils.set_random_seed(seed)
-        real = keras_step(_model(keras, make), batch, train)
-        return (*step.state_of(real), plausible(seed)[-1])
+        real = keras_step(_model(keras, make), batch, step.training)
+        return (*step.state_of(real), *data(seed))
 
-    return dataclasses.replace(program, make_args=make_args)
+    return make_args
 
 
 def keras_step(model: Any, batch: Mapping[str, Any], train: bool | None) -> KerasStep:

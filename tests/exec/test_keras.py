@@ -83,6 +83,13 @@ def test_a_model_is_planned_without_being_allocated(program):
     assert program.training and all(a.result is not None for a in program.arguments if a.role != "batch")
 
 
+def test_a_model_that_is_there_is_planned_as_it_is_and_stays_whole(program):
+    model = seeded()
+    found = from_keras(model, shape(32, 16), shape(32, dtype="int32"))
+    assert [a.shape for a in found.arguments] == [a.shape for a in program.arguments]
+    assert model.fit(X[:32], Y[:32], batch_size=32, verbose=0).history["loss"][0] > 0
+
+
 def test_layers_are_named_as_in_a_process_of_their_own(program):
     make()  # counts layers on
     again = from_keras(make, shape(32, 16), shape(32, dtype="int32"))

@@ -8,6 +8,7 @@ from torch import nn
 
 from autoshard.errors import UserError
 from autoshard.program import from_torch
+from autoshard.program._lowerings import embedding_bag
 
 
 class Experts(nn.Module):
@@ -51,6 +52,16 @@ def test_bags_of_embeddings_are_torchs_own(mode, options, offsets):
     params, _ = program.make_args(0)
     batch = {key: value.numpy() for key, value in zip(program.args[1], inputs, strict=True)}
     np.testing.assert_allclose(jax.jit(program.fn)(params, batch), module(*inputs).detach(), rtol=1e-6)
+
+
+def test_bags_of_weighted_rows_are_torchs_own():
+    rng = np.random.default_rng(0)
+    table, weights = (rng.standard_normal(shape).astype(np.float32) for shape in ((7, 5), (3, 4)))
+    ids = rng.integers(0, 7, (3, 4))
+    given = [torch.tensor(each) for each in (ids, table, weights)]
+    wanted = nn.functional.embedding_bag(*given[:2], mode="sum", per_sample_weights=given[2])
+    found = embedding_bag(ids, jax.numpy.asarray(table), mode="sum", per_sample_weights=weights)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("padding", [None, 2, -1])

@@ -1,5 +1,6 @@
 """Keras's own training loop, with each step as planned."""
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,29 +30,33 @@ class _PlannedSteps:
     def __init__(self, plan: Plan, model: Any) -> None:
         self.plan = plan
         self.model = model
-        self.step: KerasStep | None = None
+        self.names: list[list[str]] = []
+        """Once the first step has come: names of the variables in each list of the state."""
+        self.shapes = _planned(plan)
         self.planned: Any = None
         self.other: Any = None
 
     def __call__(self, state: tuple[list[Any], ...], iterator: Iterator[Any]) -> tuple[Any, tuple[list[Any], ...]]:
-        import jax
         import keras
 
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(next(iterator))
         given = {"x": x, "y": y, "sample_weight": sample_weight}
         given = {key: part for key, part in given.items() if part is not None}
-        if self.step is None:
-            self.step = keras_step(self.model, keras_batch(x, y, sample_weight), True)
-            _check(self.plan, self.step, state, given)
-            self.planned = Application(self.plan).jit(self.step.fn, donate_argnums=tuple(range(len(state))))
-            self.other = jax.jit(self.step.fn, donate_argnums=tuple(range(len(state))))
-        args = tuple(
-            type(group)(zip(group, values, strict=True))
-            for group, values in zip(self.step.state(lambda _: None), state, strict=True)
-        )
-        run = self.planned if _shapes(given) == _planned(self.plan) else self.other
-        *after, logs = run(*args, given)
+        if not self.names:
+            self._begin(keras_step(self.model, keras_batch(x, y, sample_weight), True), state, given)
+        groups = [OrderedDict(zip(names, values, strict=True)) for names, values in zip(self.names, state, strict=True)]
+        run = self.planned if _shapes(given) == self.shapes else self.other
+        *after, logs = run(*groups, given)
         return logs, tuple(list(group.values()) for group in after)
+
+    def _begin(self, step: KerasStep, state: tuple[list[Any], ...], given: Any) -> None:
+        import jax
+
+        _check(self.plan, step, state, given)
+        self.names = [list(group) for group in step.variables]
+        donated = tuple(range(len(state)))
+        self.planned = Application(self.plan).jit(step.fn, donate_argnums=donated)
+        self.other = jax.jit(step.fn, donate_argnums=donated)
 
 
 def _planned(plan: Plan) -> list[tuple[int, ...]]:

@@ -145,6 +145,8 @@ class Model:
     """Node of the copy of a tensor in a block."""
     fixed_bytes: int
     """Bytes that no choice changes (scalars)."""
+    taken_back: frozenset[int]
+    """Values whose bytes softmaxes take off the matmuls beside them; derived once, as every judgement asks for it."""
 
     @property
     def axis_sizes(self) -> list[int]:

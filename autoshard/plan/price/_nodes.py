@@ -67,6 +67,7 @@ class NodePricer:
         self.roles = roles
         self.begun = {c.body: roles[c.init] for loop in graph.loops for c in loop.carries if c.init in roles}
         self.softmaxes = {softmax.cluster: softmax for softmax in liveness.softmaxes}
+        self.taken_back = frozenset[int]().union(*(softmax.taken_back for softmax in liveness.softmaxes))
         self.stored = self.clusters_of(t for t, role in roles.items() if role is Role.PARAMETER)
         states = self.clusters_of(t for t, role in roles.items() if role is Role.OPTIMIZER_STATE)
         updates = {structure.cluster_of[result] for result, argument in structure.ties if argument in roles}
@@ -188,10 +189,7 @@ class NodePricer:
         What is not stored of a softmax is taken off its matmuls in the states of its cluster; a matmul whose own
         states split the value finer paid for less. None where nothing is taken off.
         """
-        softmax = self.softmaxes.get(self.structure.cluster_of[tensor])
-        if softmax is None or self.graph.ops[op].op_class is not OpClass.HEAVY:
-            return None
-        if all(times >= 0 for form in (softmax.whole, softmax.again) for t, times in form.moved if t == tensor):
+        if tensor not in self.taken_back or self.graph.ops[op].op_class is not OpClass.HEAVY:
             return None
         record = self.graph.tensors[tensor]
         first, second = (

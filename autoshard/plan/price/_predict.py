@@ -240,8 +240,8 @@ def relayout_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64])
 
 
 def _laid_out_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64], anew: Relayouts) -> float:
-    owed = model.compute.memory_seconds(unpaid_bytes(model, reshard, choices))
-    return (float(anew.seconds(model.compute)) + float(owed)) * reshard.trips
+    found, owed = float(anew.seconds(model.compute)), unpaid_bytes(model, reshard, choices)
+    return (found + float(model.compute.memory_seconds(owed)) if owed else found) * reshard.trips
 
 
 def reshard_relayouts(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> Relayouts:

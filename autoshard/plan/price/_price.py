@@ -116,6 +116,7 @@ class _Pricer(NodePricer):
         return Model(
             self.program, self.graph, self.structure, self.liveness, self.mesh, self.collectives, self.compute,
             self.residency, self.padding, tuple(self.nodes), tuple(self.reshards), cluster_node, op_node, copies, fixed,
+            self.taken_back,
         )  # fmt: skip
 
     def add_reshards(self, cluster_node: Sequence[int], op_node: dict[int, int]) -> dict[tuple[int, int], int]:

@@ -16,11 +16,10 @@ def unpaid_bytes(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> 
 
     They are those of one execution. The matmul moves less where its own state splits the value finer.
     """
-    cluster, tensor = model.structure.cluster_of[reshard.tensor], reshard.tensor
-    softmax = next((each for each in model.liveness.softmaxes if each.cluster == cluster), None)
-    if softmax is None or reshard.op < 0 or model.graph.ops[reshard.op].op_class is not OpClass.HEAVY:
+    tensor = reshard.tensor
+    if tensor not in model.taken_back or reshard.op < 0:
         return 0.0
-    if not any(t == tensor and times < 0 for form in (softmax.whole, softmax.again) for t, times in form.moved):
+    if model.graph.ops[reshard.op].op_class is not OpClass.HEAVY:
         return 0.0
     record = model.graph.tensors[tensor]
     path, rows, columns = reshard.path, reshard.rows, reshard.columns
