@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Calibration, Compute, load_calibration, robust_fit, with_flags
+from autoshard.plan.model._groups import find_groups
 from autoshard.plan.model._model import Model
 from autoshard.plan.price._predict import evaluate
-from autoshard.plan.price._price import price
+from autoshard.plan.price._reading import Reading, build_model
 from autoshard.plan.published._published import IncompleteError, MatmulRun, parse_run, read_rows
 from autoshard.plan.published._rebuild import LEFT_OUT, rebuild, source_group
 
@@ -76,6 +77,8 @@ class Case:
     """False if something had to be assumed to rebuild it; its error is then expected to be twice as large."""
     flags: tuple[str, ...] = ()
     """Compiler flags that it was run with."""
+    staged: bool = False
+    """Run in stages of a pipeline."""
 
     def seconds(self, calibration: Calibration) -> float:
         if self.matmul is not None:
@@ -84,7 +87,8 @@ class Case:
         m = self.model
         assert m is not None and self.choices is not None
         figures = with_flags(calibration, self.flags).calibration
-        priced = price(m.program, m.graph, m.structure, m.liveness, m.mesh, 1 << 62, calibration=figures)
+        reading = Reading(m.graph, m.structure, m.liveness, find_groups(m.program, m.graph, m.structure))
+        priced = build_model(m.program, reading, m.mesh, m.mesh.topology.usable_bytes, figures, staged=self.staged)
         return evaluate(priced, self.choices).step_time_s
 
 
@@ -105,7 +109,9 @@ def load_cases(path: str | pathlib.Path | None = None) -> list[Case]:
         chip, source = run.topology.chip.name, source_group(row["source"])
         complete = "assume" not in row
         flags = () if isinstance(run, MatmulRun) else run.flags
-        cases.append(Case(row["id"], source, chip, run.step_s, model, choices, matmul, work, complete, flags))
+        staged = not isinstance(run, MatmulRun) and run.pipeline is not None
+        case = Case(row["id"], source, chip, run.step_s, model, choices, matmul, work, complete, flags, staged)
+        cases.append(case)
     return cases
 
 
