@@ -94,6 +94,7 @@ def test_a_model_is_evaluated_as_planned_between_its_training_steps(found: dict[
     row = found["evaluated"]
     assert row["difference"] < 1e-5 and any(row["split"])
     assert row["warned"] == [] and row["plans"] == 2
+    assert row["compiles"] == [1, 1, 0, 0]  # planning the evaluation moves no tensor that the training steps know
 
 
 @pytest.mark.full
