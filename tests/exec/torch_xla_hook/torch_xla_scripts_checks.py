@@ -460,6 +460,29 @@ def failing_watch() -> dict[str, Any]:
 
 
 @script
+def marked_batches() -> dict[str, Any]:
+    """The script splits its inputs itself in every step, over other axes from the third on; targets are alike."""
+    import torch
+    import torch_xla.distributed.spmd as xs
+
+    session = on()
+    mesh = xs.Mesh(list(range(8)), (4, 2), ("data", "model"))
+    plain = mlp(96)
+    model = copy.deepcopy(plain).to("xla")
+    (ours,), (theirs,) = sgd(model), sgd(plain)
+    differences, held = [], []
+    for axis in ("data", "data", "model"):
+        x, y = torch.randn(64, 96), torch.randn(64, 96)
+        there = x.to("xla")
+        xs.mark_sharding(there, mesh, (axis, None))
+        held.append([spec(there)])
+        y_there = y.to("xla")
+        held[-1].append(spec(y_there))
+        differences.append(difference(step(model, ours, there, y_there), step(plain, theirs, x, y)))
+    return {"difference": max(differences), "held": held, "notes": noted(session, len(session.plans) - 1)}
+
+
+@script
 def compiled_in_place() -> dict[str, Any]:
     """`module.compile()` before it is moved: inference compiled, training lazy."""
     import torch
