@@ -115,7 +115,8 @@ class Told:
 
     def _end(self) -> None:
         """What there is before the script lets go of it."""
-        self.found = {"shares": self._shares, "numbers": self._numbers, "compiled": self._compiled, "host": on_host(), **parameters()}
+        told = {"shares": self._shares, "numbers": self._numbers, "compiled": self._compiled}
+        self.found = told | {"host": on_host()} | parameters()
 
 
 class Own:

@@ -211,10 +211,16 @@ def table(rows: dict[str, Any]) -> str:
             f"{statistics.median(row['shares']):.1%}",
             f"{split} of {count}, {part / max(whole, 1):.0%}",
             str(row["plans"]),
-            "; ".join([*filter(None, [verdict(row)]), *row["said"]]),
+            "; ".join([*filter(None, [verdict(row)]), *row["said"], *on_host(row)]),
         ]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def on_host(row: dict[str, Any]) -> list[str]:
+    """A sentence on ops that cut the graph, if there are any."""
+    names = ", ".join(name.removeprefix("aten::") for name in row["host"])
+    return [f"on the host without the hook too: {names}"] if names else []
 
 
 def shown(found: float | str) -> str:
