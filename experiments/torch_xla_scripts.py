@@ -120,7 +120,8 @@ def compare(name: str) -> dict[str, Any]:
         "compiled by step": [ours["compiled"], theirs["compiled"]],
         "turns": turns,
         "shares": ours["shares"],
-        **{key: ours[key] for key in ("parameters", "elements", "plans", "notes", "said", "host")},
+        **{key: ours[key] for key in ("parameters", "elements", "plans", "notes", "said")},
+        "host": [ours["host"], theirs["host"]],
     }
     if off > ALLOWED:
         row["rounding"] = rounding(name, theirs["numbers"])
@@ -218,9 +219,14 @@ def table(rows: dict[str, Any]) -> str:
 
 
 def on_host(row: dict[str, Any]) -> list[str]:
-    """A sentence on ops that cut the graph, if there are any."""
-    names = ", ".join(name.removeprefix("aten::") for name in row["host"])
-    return [f"on the host without the hook too: {names}"] if names else []
+    """Sentences on ops that PyTorch/XLA computes on the host: they cut the graph."""
+    ours, theirs = (set(names) for names in row["host"])
+    said = {"on the host without the hook too": ours & theirs, "on the host only with the hook": ours - theirs}
+    return [
+        f"{what}: {', '.join(sorted(name.removeprefix('aten::') for name in names))}"
+        for what, names in said.items()
+        if names
+    ]
 
 
 def shown(found: float | str) -> str:
