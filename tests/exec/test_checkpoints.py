@@ -84,3 +84,42 @@ def test_jax_state_moves_from_plan_to_plan(tmp_path: Path):
         assert (np.asarray(loaded[name]) == np.asarray(host[name])).all()
         assert loaded[name].sharding == wanted[name] and loaded[name].sharding != saved[name].sharding
         assert {shard.data.size for shard in loaded[name].addressable_shards} == {host[name].size // 8}
+
+
+def test_what_moving_state_takes_is_predicted_exactly(tmp_path: Path):
+    """Every element is its own number, so that what a device has to be sent can be counted on it."""
+    from autoshard.exec import ensure_devices
+
+    ensure_devices(8)
+    import jax
+    import numpy as np
+
+    import autoshard
+    from tests.exec import planned_programs as made
+
+    program = made.mlp()
+    one = handmade(program, {"data": 4, "model": 2}, {"params.up": "-,model", "params.down": "model,data"})
+    two = handmade(program, {"data": 2, "model": 4}, {"params.up": "data,model", "params.down": "model,data"})
+    found = autoshard.predict_reshard(one, two, hosts=2, disk_bytes_per_s=1e9)
+    host = jax.tree.map(lambda x: np.arange(x.size, dtype=np.int32).reshape(x.shape), program.make_args(0)[0])
+    old, new = (plan.jit(program.fn).shardings(*program.make_args(0))[0] for plan in (one, two))
+    held, received = np.zeros(8, int), np.zeros(8, int)
+    read: list[dict[bytes, int]] = [{}, {}]
+    for name in found.names:
+        leaf = name.removeprefix("params.")
+        before = jax.device_put(host[leaf], old[leaf])
+        after = jax.device_put(before, new[leaf])
+        there = {shard.device.id: np.asarray(shard.data) for shard in before.addressable_shards}
+        for shard in after.addressable_shards:
+            values, device = np.asarray(shard.data), shard.device.id
+            held[device] += values.nbytes
+            received[device] += np.setdiff1d(values, there[device]).size * 4
+            read[device // 4][name.encode() + values.tobytes()] = values.nbytes
+    assert set(found.names) == {"params.up", "params.down"} and not found.left_out
+    assert list(found.after_bytes) == list(held)
+    assert list(found.received_bytes) == list(received) and 0 < sum(received) < sum(held)
+    assert list(found.read_bytes) == [sum(each.values()) for each in read]
+    assert found.disk_s == max(found.read_bytes) / 1e9
+    whole = sum(x.nbytes for x in jax.tree.leaves(host))
+    assert found.whole_bytes == whole and found.largest_read_bytes < found.largest_bytes
+    assert max(found.before_bytes) < max(found.peak_bytes) < max(found.before_bytes) + max(found.after_bytes)
