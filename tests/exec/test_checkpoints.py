@@ -2,18 +2,25 @@
 
 from pathlib import Path
 
+import autoshard
 from tests.exec.planned_programs import handmade
 from tests.exec.workers import run_workers
 
 
 WORKER = """
-import json, os, sys
+import json, math, os, sys
 os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=sys.argv[2])
 import torch
 import torch.distributed.checkpoint as checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 import autoshard
 torch.distributed.init_process_group("gloo")
+
+class Counted(checkpoint.DefaultLoadPlanner):
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        self.read = sum(math.prod(item.lengths) * 4 for item in plan.items)
+        return plan
 
 def net(seed):
     torch.manual_seed(seed)
@@ -29,11 +36,12 @@ other.distribute(loaded, init_device_mesh("cpu", tuple(other.mesh.values()), mes
 before = held(loaded)
 checkpoint.save({"model": saved.state_dict()}, checkpoint_id=sys.argv[5])
 state = {"model": loaded.state_dict()}
-checkpoint.load(state, checkpoint_id=sys.argv[5])
+planner = Counted()
+checkpoint.load(state, checkpoint_id=sys.argv[5], planner=planner)
 loaded.load_state_dict(state["model"])
 pairs = zip(loaded.parameters(), expected.parameters())
 print(json.dumps({
-    "saved": held(saved), "loaded": held(loaded), "kept": held(loaded) == before,
+    "saved": held(saved), "loaded": held(loaded), "kept": held(loaded) == before, "read": planner.read,
     "equal": all(bool((p.full_tensor() == q).all()) for p, q in pairs),
 }))
 torch.distributed.destroy_process_group()
@@ -46,14 +54,16 @@ def torch_plan(path: Path, mesh: dict[str, int], specs: dict[str, str]) -> str:
     from autoshard.program import from_torch
 
     net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
-    handmade(from_torch(net, torch.zeros(8, 16), name="small"), mesh, specs).save(path)
+    handmade(from_torch(net, torch.zeros(8, 16), name="small"), mesh, specs, topology="cpu:2").save(path)
     return str(path)
 
 
 def test_torch_state_moves_from_plan_to_plan(tmp_path: Path):
     rows = torch_plan(tmp_path / "rows.json", {"data": 2, "model": 1}, {"0.weight": "data,-", "2.weight": "data,-"})
     columns = torch_plan(tmp_path / "columns.json", {"all": 2}, {"0.weight": "-,all", "2.weight": "-,all"})
-    for found in run_workers(WORKER, [rows, columns, str(tmp_path / "saved")]):
+    predicted = autoshard.predict_reshard(autoshard.load(rows), autoshard.load(columns), hosts=2)
+    for host, found in enumerate(run_workers(WORKER, [rows, columns, str(tmp_path / "saved")])):
+        assert found["read"] == predicted.read_bytes[host] < predicted.whole_bytes
         assert found["equal"] and found["kept"]
         assert found["saved"] == {"0.weight": [16, 16], "0.bias": [32], "2.weight": [4, 32], "2.bias": [8]}
         assert found["loaded"] == {"0.weight": [32, 8], "0.bias": [32], "2.weight": [8, 16], "2.bias": [8]}
@@ -94,7 +104,6 @@ def test_what_moving_state_takes_is_predicted_exactly(tmp_path: Path):
     import jax
     import numpy as np
 
-    import autoshard
     from tests.exec import planned_programs as made
 
     program = made.mlp()

@@ -61,7 +61,7 @@ def predict_reshard(
         raise UserError("the two plans have no state in common: plan the same model for both.")
     topology = Topology.parse(second.topology)
     host_of = _hosts(topology, hosts)
-    count = max(len(first.device_order), len(second.device_order))
+    count = max(len(first.device_order), topology.num_devices)
     before, after, received, peak = (np.zeros(count, np.int64) for _ in range(4))
     read = np.zeros(int(host_of.max()) + 1, np.int64)
     whole = largest = largest_read = 0
