@@ -1,11 +1,12 @@
 """One process of `torch_xla_scripts.py`: run one of the scripts in `torch_xla_programs`, and say what was seen.
 
-    python -m experiments.torch_xla_script NAME {hooked,unhooked} [--nudged]
+    python -m experiments.torch_xla_script NAME {hooked,unhooked,host} [--nudged]
 
 The script is run as it is; only `print` is another one, which takes down the numbers that it is given. A line that
 begins with "step" ends a step. After `WARM` steps the process runs `TURN` steps for each line of its input, and it runs
-the last `COUNTED` steps with the hook's own functions timed. `--nudged` moves every parameter by one unit in the last
-place before it goes to the device: what rounding alone makes of the losses.
+the last `COUNTED` steps with the hook's own functions timed; what is compiled is counted before those. `--nudged`
+moves every parameter by one unit in the last place before it goes to the device: what rounding alone makes of the
+losses. On the `host` it is plain PyTorch: the device is the CPU, and there are no step boundaries.
 """
 
 import argparse
@@ -31,7 +32,7 @@ STEPS, WARM, TURN, COUNTED = 28, 6, 3, 4
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name")
-    parser.add_argument("how", choices=["hooked", "unhooked"])
+    parser.add_argument("how", choices=["hooked", "unhooked", "host"])
     parser.add_argument("--nudged", action="store_true")
     given = parser.parse_args()
     out = os.fdopen(os.dup(1), "w")
@@ -41,19 +42,46 @@ def main() -> None:
         os.environ["XLA_AUTO_SPMD_MESH"] = MESH
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        import torch_xla.runtime as xr
-
-        import autoshard.torch_xla  # noqa: F401
-
-        xr.use_spmd(**({"auto": True} if given.how == "hooked" else {}))
-        if given.nudged:
-            nudge()
-        told = Told(out)
-        runpy.run_path(str(PROGRAMS / f"{given.name}.py"), {"print": told}, "__main__")
+        told = Told(out, STEPS if given.how == "host" else WARM)
+        if given.how == "host":
+            exec(on_cpu(given.name), {"print": told, "__name__": "__main__"})
+        else:
+            run_on_xla(given.name, given.how == "hooked", given.nudged, told)
         said = list(dict.fromkeys(str(each.message) for each in caught if "autoshard" in str(each.message)))
         json.dump({"end": told.found | {"said": said}}, out)
     out.flush()
     os._exit(0)  # torch_xla takes seconds to end
+
+
+def run_on_xla(name: str, hooked: bool, nudged: bool, told: "Told") -> None:
+    """Run a script on 8 devices in SPMD mode."""
+    import torch_xla.runtime as xr
+
+    import autoshard.torch_xla  # noqa: F401
+
+    xr.use_spmd(**({"auto": True} if hooked else {}))
+    if nudged:
+        nudge()
+    runpy.run_path(str(PROGRAMS / f"{name}.py"), {"print": told}, "__main__")
+
+
+HOST = {
+    '"xla"': '"cpu"',
+    "torch_xla.device()": '"cpu"',
+    "xm.xla_device()": '"cpu"',
+    "torch_xla.sync()": "None",
+    "xm.mark_step()": "None",
+    "xm.optimizer_step(optimizer)": "optimizer.step()",
+}
+"""What a script says of the XLA device, and what says the same of the CPU."""
+
+
+def on_cpu(name: str) -> str:
+    """A script that knows of no XLA device."""
+    text = (PROGRAMS / f"{name}.py").read_text()
+    for ours, theirs in HOST.items():
+        text = text.replace(ours, theirs)
+    return text
 
 
 def nudge() -> None:
@@ -77,8 +105,9 @@ def nudge() -> None:
 class Told:
     """Stands for `print` in a script."""
 
-    def __init__(self, out: TextIO) -> None:
+    def __init__(self, out: TextIO, warm: int) -> None:
         self._out = out
+        self._warm = warm
         self._steps = 0
         self._turn: list[float] = []
         self._numbers: list[list[float]] = []
@@ -98,14 +127,15 @@ class Told:
 
     def _step(self, took: float) -> None:
         self._steps += 1
-        self._compiled.append(compiled())
+        if self._own is None:  # what is put in their place is new to compiled modules
+            self._compiled.append(compiled())
         if self._own is not None:
             self._shares.append(self._own.take() / took)
-        elif self._steps > WARM:
+        elif self._steps > self._warm:
             self._turn.append(took)
         if self._steps == STEPS:
             self._end()
-        elif WARM <= self._steps <= STEPS - COUNTED and (self._steps - WARM) % TURN == 0:
+        elif self._warm <= self._steps <= STEPS - COUNTED and (self._steps - WARM) % TURN == 0:
             self._out.write(json.dumps({"turn": self._turn}) + "\n")
             self._out.flush()
             self._turn = []
