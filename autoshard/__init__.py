@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from autoshard.plan import Plan as Plan
     from autoshard.plan import Spec as Spec
     from autoshard.plan import load_plan
+    from autoshard.plan import predict_reshard as predict_reshard
     from autoshard.plan import remat_policy as remat_policy
     from autoshard.plan import sweep as sweep
     from autoshard.plan import torch_remat_policy as torch_remat_policy
@@ -44,6 +45,7 @@ _HOMES = {
     "choices": ("autoshard.program", "choices"),
     "auto_policy": ("autoshard.exec.torch_xla_hook", "plan_first_step"),
     "load": ("autoshard.plan", "load_plan"),
+    "predict_reshard": ("autoshard.plan", "predict_reshard"),
     "refine": ("autoshard.exec", "refine"),
     "remat_policy": ("autoshard.plan", "remat_policy"),
     "sweep": ("autoshard.plan", "sweep"),

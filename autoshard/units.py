@@ -1,4 +1,7 @@
-"""The one place where bytes and seconds are turned into text for people."""
+"""The one place where bytes and seconds are turned into text for people, and names of types into sizes."""
+
+import re
+
 
 GIB = 1 << 30
 """Bytes."""
@@ -33,3 +36,11 @@ def format_count(value: float, unit: str = "") -> str:
             return f"{number:.3g} {prefix}{unit}".rstrip()
         number /= 1000
     raise AssertionError("unreachable")
+
+
+def dtype_bits(dtype: str) -> int:
+    """Bits of an element: 16 of `bfloat16`, 4 of `int4`, 8 of `bool`, 64 of `key<fry>`."""
+    if dtype.startswith("key<"):
+        return 64 if dtype == "key<fry>" else 128  # threefry has two words, the others four
+    digits = re.search(r"\d+", dtype)
+    return int(digits.group()) if digits else 8

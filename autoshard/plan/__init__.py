@@ -102,6 +102,8 @@ from autoshard.plan.record._pipeline import PlannedChunk as PlannedChunk
 from autoshard.plan.record._pipeline import PlannedPipeline as PlannedPipeline
 from autoshard.plan.record._plan import SCHEMA as SCHEMA
 from autoshard.plan.record._plan import Plan as Plan
+from autoshard.plan.record._resharding import StateReshard as StateReshard
+from autoshard.plan.record._resharding import predict_reshard as predict_reshard
 from autoshard.plan.record._spec import Spec as Spec
 from autoshard.plan.record._spec import axis_words as axis_words
 from autoshard.plan.record._spec import mesh_words as mesh_words

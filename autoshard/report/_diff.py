@@ -9,7 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.plan import Plan, Spec, axis_words, mesh_words, pattern, spec_text
+from autoshard.errors import UserError
+from autoshard.plan import Plan, Spec, StateReshard, axis_words, mesh_words, pattern, predict_reshard, spec_text
 from autoshard.report._names import clean, readable
 from autoshard.units import format_bytes, format_seconds
 
@@ -59,6 +60,8 @@ class PlanChange:
     """Pins, ops split in space and calls on shards that differ, in program order."""
     collectives: tuple[tuple[str, str, Sent, Sent], ...]
     """(kind, axes, in the first, in the second), where they differ; what differs most in seconds first."""
+    state: StateReshard | None = None
+    """What moving the state from the first to the second takes; None where nothing moves or none is in common."""
 
     @property
     def is_empty(self) -> bool:
@@ -94,7 +97,16 @@ def difference(first: Plan, second: Plan) -> PlanChange:
         only_second=tuple(name for name in second.arguments if name not in first.arguments),
         inside=tuple(_inside(first, second)),
         collectives=_collectives(first, second),
+        state=_state(first, second),
     )
+
+
+def _state(first: Plan, second: Plan) -> StateReshard | None:
+    try:
+        state = predict_reshard(first, second)
+    except UserError:
+        return None
+    return state if any(state.received_bytes) else None
 
 
 def _argument(plan: Plan, name: str) -> str:
@@ -199,6 +211,7 @@ def difference_figures(found: PlanChange) -> dict[str, Any]:
             {"kind": kind, "axes": axes, "first": dataclasses.asdict(a), "second": dataclasses.asdict(b)}
             for kind, axes, a, b in found.collectives
         ],
+        "state": None if found.state is None else dataclasses.asdict(found.state),
     }
 
 
@@ -221,6 +234,7 @@ def difference_report(found: PlanChange) -> RenderableType:
         parts.append(Text(f"  and {len(found.specs) - SHOWN} more", style="dim"))
     parts += _inside_parts(found)
     parts += _collective_parts(found)
+    parts += _state_parts(found.state)
     if found.is_empty:
         parts += [Text(), Text("The two plans are the same.", style="bold")]
     return Group(*parts)
@@ -254,6 +268,25 @@ def _collective_parts(found: PlanChange) -> list[RenderableType]:
         over, one, other = f"over {clean(axes)}", sent_text(a), f"-> {sent_text(b)}"
         table.add_row(Text(kind, no_wrap=True), Text(over), Text(one), Text(other))
     return [Text(), Text("Communication that differs.", style="bold"), table]
+
+
+def _state_parts(state: StateReshard | None) -> list[RenderableType]:
+    if state is None:
+        return []
+    table = Table.grid(padding=(0, 2, 0, 2))
+    largest = format_bytes(state.largest_read_bytes)
+    before, after, received = map(max, (state.before_bytes, state.after_bytes, state.received_bytes))
+    for what, value in (
+        ("a device holds at most", f"{format_bytes(before)} -> {format_bytes(after)}"),
+        ("and while it is moved tensor by tensor", format_bytes(max(state.peak_bytes))),
+        ("it receives at most", f"{format_bytes(received)}, in {format_seconds(state.link_s)} or more"),
+        ("all devices together", format_bytes(sum(state.received_bytes))),
+        ("a checkpoint takes", format_bytes(state.whole_bytes)),
+        ("a host reads of it at most", f"{format_bytes(max(state.read_bytes))}, {largest} of one tensor"),
+    ):
+        table.add_row(Text(what), Text(value))
+    count = f"Moving {len(state.names)} tensors of state from the first to the second."
+    return [Text(), Text(count, style="bold"), table]
 
 
 def sent_text(sent: Sent) -> str:

@@ -2,12 +2,12 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from autoshard.plan import Plan, Prediction
 from autoshard.report._fixed import fixed_lines
+from autoshard.units import dtype_bits
 
 
 def plan_figures(plan: Plan, wall_s: Mapping[str, float] | None = None) -> dict[str, Any]:
@@ -72,11 +72,7 @@ def best_baseline(plan: Plan) -> tuple[str, Prediction] | None:
 
 def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
     """Size of a whole tensor; `bfloat16` is 2 bytes an element, `int4` half of one, `bool` one, `key<fry>` 8."""
-    digits = re.search(r"\d+", dtype)
-    bits = int(digits.group()) if digits else 8
-    if dtype.startswith("key<"):
-        bits = 64 if dtype == "key<fry>" else 128  # threefry has two words, the others four
-    return math.ceil(math.prod(shape) * bits / 8)
+    return math.ceil(math.prod(shape) * dtype_bits(dtype) / 8)
 
 
 def _finite(value: float | None) -> float | None:

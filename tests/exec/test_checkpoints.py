@@ -2,18 +2,25 @@
 
 from pathlib import Path
 
+import autoshard
 from tests.exec.planned_programs import handmade
 from tests.exec.workers import run_workers
 
 
 WORKER = """
-import json, os, sys
+import json, math, os, sys
 os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=sys.argv[2])
 import torch
 import torch.distributed.checkpoint as checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 import autoshard
 torch.distributed.init_process_group("gloo")
+
+class Counted(checkpoint.DefaultLoadPlanner):
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        self.read = sum(math.prod(item.lengths) * 4 for item in plan.items)
+        return plan
 
 def net(seed):
     torch.manual_seed(seed)
@@ -29,11 +36,12 @@ other.distribute(loaded, init_device_mesh("cpu", tuple(other.mesh.values()), mes
 before = held(loaded)
 checkpoint.save({"model": saved.state_dict()}, checkpoint_id=sys.argv[5])
 state = {"model": loaded.state_dict()}
-checkpoint.load(state, checkpoint_id=sys.argv[5])
+planner = Counted()
+checkpoint.load(state, checkpoint_id=sys.argv[5], planner=planner)
 loaded.load_state_dict(state["model"])
 pairs = zip(loaded.parameters(), expected.parameters())
 print(json.dumps({
-    "saved": held(saved), "loaded": held(loaded), "kept": held(loaded) == before,
+    "saved": held(saved), "loaded": held(loaded), "kept": held(loaded) == before, "read": planner.read,
     "equal": all(bool((p.full_tensor() == q).all()) for p, q in pairs),
 }))
 torch.distributed.destroy_process_group()
@@ -46,14 +54,16 @@ def torch_plan(path: Path, mesh: dict[str, int], specs: dict[str, str]) -> str:
     from autoshard.program import from_torch
 
     net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
-    handmade(from_torch(net, torch.zeros(8, 16), name="small"), mesh, specs).save(path)
+    handmade(from_torch(net, torch.zeros(8, 16), name="small"), mesh, specs, topology="cpu:2").save(path)
     return str(path)
 
 
 def test_torch_state_moves_from_plan_to_plan(tmp_path: Path):
     rows = torch_plan(tmp_path / "rows.json", {"data": 2, "model": 1}, {"0.weight": "data,-", "2.weight": "data,-"})
     columns = torch_plan(tmp_path / "columns.json", {"all": 2}, {"0.weight": "-,all", "2.weight": "-,all"})
-    for found in run_workers(WORKER, [rows, columns, str(tmp_path / "saved")]):
+    predicted = autoshard.predict_reshard(autoshard.load(rows), autoshard.load(columns), hosts=2)
+    for host, found in enumerate(run_workers(WORKER, [rows, columns, str(tmp_path / "saved")])):
+        assert found["read"] == predicted.read_bytes[host] < predicted.whole_bytes
         assert found["equal"] and found["kept"]
         assert found["saved"] == {"0.weight": [16, 16], "0.bias": [32], "2.weight": [4, 32], "2.bias": [8]}
         assert found["loaded"] == {"0.weight": [32, 8], "0.bias": [32], "2.weight": [8, 16], "2.bias": [8]}
@@ -84,3 +94,41 @@ def test_jax_state_moves_from_plan_to_plan(tmp_path: Path):
         assert (np.asarray(loaded[name]) == np.asarray(host[name])).all()
         assert loaded[name].sharding == wanted[name] and loaded[name].sharding != saved[name].sharding
         assert {shard.data.size for shard in loaded[name].addressable_shards} == {host[name].size // 8}
+
+
+def test_what_moving_state_takes_is_predicted_exactly(tmp_path: Path):
+    """Every element is its own number, so that what a device has to be sent can be counted on it."""
+    from autoshard.exec import ensure_devices
+
+    ensure_devices(8)
+    import jax
+    import numpy as np
+
+    from tests.exec import planned_programs as made
+
+    program = made.mlp()
+    one = handmade(program, {"data": 4, "model": 2}, {"params.up": "-,model", "params.down": "model,data"})
+    two = handmade(program, {"data": 2, "model": 4}, {"params.up": "data,model", "params.down": "model,data"})
+    found = autoshard.predict_reshard(one, two, hosts=2, disk_bytes_per_s=1e9)
+    host = jax.tree.map(lambda x: np.arange(x.size, dtype=np.int32).reshape(x.shape), program.make_args(0)[0])
+    old, new = (plan.jit(program.fn).shardings(*program.make_args(0))[0] for plan in (one, two))
+    held, received = np.zeros(8, int), np.zeros(8, int)
+    read: list[dict[bytes, int]] = [{}, {}]
+    for name in found.names:
+        leaf = name.removeprefix("params.")
+        before = jax.device_put(host[leaf], old[leaf])
+        after = jax.device_put(before, new[leaf])
+        there = {shard.device.id: np.asarray(shard.data) for shard in before.addressable_shards}
+        for shard in after.addressable_shards:
+            values, device = np.asarray(shard.data), shard.device.id
+            held[device] += values.nbytes
+            received[device] += np.setdiff1d(values, there[device]).size * 4
+            read[device // 4][name.encode() + values.tobytes()] = values.nbytes
+    assert set(found.names) == {"params.up", "params.down"} and not found.left_out
+    assert list(found.after_bytes) == list(held)
+    assert list(found.received_bytes) == list(received) and 0 < sum(received) < sum(held)
+    assert list(found.read_bytes) == [sum(each.values()) for each in read]
+    assert found.disk_s == max(found.read_bytes) / 1e9
+    whole = sum(x.nbytes for x in jax.tree.leaves(host))
+    assert found.whole_bytes == whole and found.largest_read_bytes < found.largest_bytes
+    assert max(found.before_bytes) < max(found.peak_bytes) < max(found.before_bytes) + max(found.after_bytes)

@@ -83,3 +83,16 @@ def test_two_real_plans_with_the_same_arguments_show_where_they_differ():
     found = difference(free, kept)
     assert not found.specs and found.inside
     assert all(each.second == "not pinned" for each in found.inside)
+
+
+def test_what_moving_the_state_takes_is_said(plan: Plan):
+    state = next(name for name, role in plan.roles.items() if role != "batch" and len(plan.shapes[name]) > 1)
+    axis = next(axis for axis, size in plan.mesh.items() if size > 1)
+    whole, rows = ({state: Spec(((axes), ())[: len(plan.shapes[state])])} for axes in ((), (axis,)))
+    first, second = (dataclasses.replace(plan, arguments=plan.arguments | each) for each in (rows, whole))
+    found = difference(first, second)
+    assert found.state is not None and max(found.state.received_bytes) > 0
+    assert "tensors of state from the first to the second." in shown(found)
+    assert difference_figures(found)["state"]["names"] == found.state.names
+    back = difference(second, first)
+    assert back.state is None and "of state" not in shown(back)  # every device has its part already

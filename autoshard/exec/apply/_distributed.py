@@ -29,13 +29,12 @@ def distribute(plan: Plan, model: Any, mesh: Any, places: Mapping[str, Sequence[
     for module, key, name, parameter in owned_parameters(model):
         if id(parameter) not in made:
             value = distribute_tensor(parameter.detach(), mesh, list(places[name]))
-            held = made[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
-            if held.requires_grad:  # else an optimizer would sum it anew wherever it uses it
-                held.register_hook(PlacedGradient(value.placements))
+            made[id(parameter)] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
         module.register_parameter(key, made[id(parameter)])
         if found := uses.of(own_name(name)):
             pinned.setdefault(module, {})[key] = found
     running = _RunHooks(plan, mesh, gather_outputs)
+    running.place_gradients(model)
     for module in list(model.modules()):
         if module in pinned:
             layer = _UseHooks(pinned[module])
@@ -135,11 +134,23 @@ class _RunHooks:
         self._gathers = gather_outputs
         self._ops = SplitOps(mesh)
         self._open: list[contextlib.ExitStack] = []
+        self._gradients = False
+        """Whether the gradients of this module's parameters are placed."""
         self._inputs = {
             name.removeprefix("batch."): (plan.shapes[name], placements_of(spec, plan.mesh, name))
             for name, spec in plan.arguments.items()
             if plan.roles[name] == "batch"
         }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_gradients": False}  # parameters are copied and pickled without their hooks
+
+    def place_gradients(self, module: Any) -> None:
+        """Have gradients placed as parameters are: an optimizer would sum them anew wherever it uses them."""
+        for parameter in module.parameters():
+            if isinstance(parameter, DTensor) and parameter.requires_grad:
+                parameter.register_hook(PlacedGradient(parameter.placements))
+        self._gradients = True
 
     def notes(self) -> tuple[str, ...]:
         return tuple(f"{name} runs whole on every device: {said}." for name, said in self._ops.whole.items())
@@ -156,6 +167,8 @@ class _RunHooks:
 
     def enter_root(self, module: Any, args: Any, kwargs: Any) -> Any:
         self.enter(module, args, kwargs)
+        if not self._gradients:
+            self.place_gradients(module)
         try:
             return map_inputs(module, args, kwargs, self._placed)
         except BaseException:

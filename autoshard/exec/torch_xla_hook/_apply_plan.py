@@ -40,15 +40,19 @@ class Applied:
         """By plan, the sharding strings and shapes of what is pinned."""
         self._guard = guard
 
-    def decided(self, taken: Capture) -> dict[int, Spec]:
-        """Specs by argument that an earlier plan gave to the same tensors; these are held that way already."""
+    def decided(self, taken: Capture, modules: Iterable[Any]) -> dict[int, Spec]:
+        """Specs by argument that an earlier plan gave to the same tensors; these are held that way already.
+
+        What an earlier plan of one of these modules has left whole stays so, too: its steps know no other data.
+        """
+        again = any(CallHook.on(module) for module in modules)
         found = {}
         for number, tensor in enumerate(taken.tensors):
             if tensor is not None and tensor in self.specs:
                 found[number] = self.specs[tensor]
         for number, (value, argument) in enumerate(zip(taken.inputs, taken.program.arguments, strict=True)):
             key = (tuple(value.shape), value.dtype)
-            if argument.role is Role.BATCH and number in taken.split and key in self.batches:
+            if argument.role is Role.BATCH and key in self.batches and (again or number in taken.split):
                 found[number] = self.batches[key][0]
         return found
 

@@ -8,9 +8,11 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook._capture import Capture
-from autoshard.exec.torch_xla_hook._marks import LiveMesh, annotated, mark, unmark
+from autoshard.exec.torch_xla_hook._marks import LiveMesh, annotated, held_spec, is_split, mark, unmark
 from autoshard.exec.torch_xla_hook._planning import Decision
 from autoshard.exec.torch_xla_hook._tensors import become, pending
+from autoshard.exec.torch_xla_hook._xlac import xlac
+from autoshard.plan import Spec
 
 
 GROUP_VARIABLE = "XLA_AUTO_USE_GROUP_SHARDING"
@@ -54,18 +56,31 @@ def split_inputs(taken: Capture, decision: Decision, mesh: LiveMesh, group: bool
     in another way already is split anew.
     """
     inputs: list[Any] = list(taken.inputs)
-    waiting: list[Any] = []
-    for number, (value, tensor, spec) in enumerate(zip(taken.inputs, taken.tensors, decision.specs, strict=True)):
-        if spec is None:
-            continue
-        is_so = taken.split.get(number) == mesh.write(spec)
-        if group and not is_so:
-            inputs[number] = annotated(value, [mesh.sharding(spec)])
-        else:
-            if number in taken.split and not is_so:
-                unmark(value)
-            mark(value, mesh.sharding(spec))
-        if tensor is not None and not any(pending([tensor])):
-            become(tensor, inputs[number])
-            waiting.append(tensor)
-    return inputs, [tensor for tensor, waits in zip(waiting, pending(waiting), strict=True) if waits]
+    tensors = {number: tensor for number, tensor in enumerate(taken.tensors) if tensor is not None}
+    waits = pending(list(tensors.values()))
+    stays = {number: tensor for (number, tensor), waiting in zip(tensors.items(), waits, strict=True) if not waiting}
+    for number, tensor in sorted(stays.items(), key=lambda each: xlac()._xla_get_tensor_id(each[1])):
+        # Reading the graph has left the data to a tensor of its own, and only that one can donate it. The user's
+        # becomes it here, and gets another number. These come in the order of those before: PyTorch/XLA compiles a
+        # step again that finds its tensors in another one.
+        (inputs[number],) = xlac()._get_tensors_xla_device_data_node([tensor])[1]
+        inputs[number] = _split(inputs[number], decision.specs[number], mesh, group)
+        become(tensor, inputs[number])
+    for number, spec in enumerate(decision.specs):
+        if number not in stays:
+            inputs[number] = _split(inputs[number], spec, mesh, group)
+    followed = list(stays.values())
+    return inputs, [tensor for tensor, waits in zip(followed, pending(followed), strict=True) if waits]
+
+
+def _split(value: Any, spec: Spec | None, mesh: LiveMesh, group: bool) -> Any:
+    """Device data split as a spec says; as it is, if there is none."""
+    held = held_spec(value)
+    if spec is None or (held and mesh.read(held, value.dim()) == spec):  # the same can be written in several ways
+        return value
+    if group:
+        return annotated(value, [mesh.sharding(spec)])
+    if is_split(held):
+        unmark(value)
+    mark(value, mesh.sharding(spec))
+    return value

@@ -189,15 +189,20 @@ def _axes(mesh: LiveMesh) -> tuple[str, ...]:
 
 
 def _agreed(taken: Capture, plan: Plan, pins: Mapping[str, Spec]) -> dict[str, Spec]:
-    """One spec for data of one shape and dtype that the plan splits in several ways: the most split one."""
+    """One spec for data of one shape and dtype that the plan splits in several ways.
+
+    It is the one that the script marks some of it with, else the most split one.
+    """
     alike: dict[tuple[tuple[int, ...], str], list[str]] = {}
     for argument in taken.program.arguments:
-        if argument.role is Role.BATCH and argument.shape and argument.name not in pins:
+        if argument.role is Role.BATCH and argument.shape:
             alike.setdefault((argument.shape, argument.dtype), []).append(argument.name)
+    marked = {taken.program.arguments[number].name for number in taken.users}
     agreed = {}
     for names in alike.values():
-        specs = {plan.arguments[name] for name in names}
-        if len(specs) > 1:
-            best = max((plan.arguments[name] for name in names), key=lambda spec: spec.shards(plan.mesh))
-            agreed |= dict.fromkeys(names, best)
+        loose = [name for name in names if name not in pins]
+        of_users = [pins[name] for name in names if name in pins and name in marked]
+        specs = of_users or [plan.arguments[name] for name in loose]
+        if loose and any(plan.arguments[name] != specs[0] for name in loose):
+            agreed |= dict.fromkeys(loose, max(specs, key=lambda spec: spec.shards(plan.mesh)))
     return agreed

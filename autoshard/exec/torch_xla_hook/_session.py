@@ -315,7 +315,7 @@ class Session:
         replaces = training and not any(
             tensor in self.applied.trained for tensor in taken.tensors if tensor is not None
         )
-        fixed = {} if replaces else self.applied.decided(taken)
+        fixed = {} if replaces else self.applied.decided(taken, watch.outermost)
         decision = decide(taken, topology, mesh, fixed, free=replaces)
         plan = decision.plan
         group = fits_whole(taken, decision) if group is None else group

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+from autoshard.exec.torch_xla_hook._marks import held_spec, is_split
 from autoshard.exec.torch_xla_hook._tensors import handles, on_xla, pending, plain
 from autoshard.exec.torch_xla_hook._xlac import xlac
 
@@ -36,7 +37,14 @@ class UserMarks:
 
         @functools.wraps(mark)
         def recorded_mark(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            ours = not self.holds(plain(tensor)) and is_split(held_spec(tensor))
             self.record([tensor])
+            try:
+                return mark(tensor, *args, **kwargs)
+            except RuntimeError:
+                if not ours:
+                    raise
+            clear(tensor)  # the script knows nothing of how a plan has split it
             return mark(tensor, *args, **kwargs)
 
         @functools.wraps(clear)

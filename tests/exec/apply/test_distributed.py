@@ -68,16 +68,17 @@ model = Odd()
 inputs, offset = torch.randn(8, 4, 16), torch.randn(16)
 """
 WORKER = """
-import json, os, runpy, sys
+import importlib, json, os, sys
 os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=sys.argv[2])
-import copy
+import copy, io, pickle
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 import autoshard
 from autoshard import UserError
 from autoshard.exec import distribution_notes
 torch.distributed.init_process_group("gloo")
-net = runpy.run_path(sys.argv[3] + "/net.py")
+sys.path.insert(0, sys.argv[3])
+net = vars(importlib.import_module("net"))
 plan = autoshard.load(sys.argv[3] + "/plan.json")
 model, inputs, offset = net["model"], net["inputs"], net["offset"]
 plain = copy.deepcopy(model)
@@ -102,6 +103,18 @@ found["grads"] = max(float((p.grad.full_tensor() - grads[n]).abs().max()) / top 
 found["split"] = {n: list(p.grad.to_local().shape) for n, p in model.named_parameters()}
 found["buffers"] = all(torch.allclose(a, b) for a, b in zip(plain.buffers(), model.buffers()))
 found["notes"] = distribution_notes(model)
+file = io.BytesIO()
+torch.save(model, file)
+file.seek(0)
+made = {"copied": copy.deepcopy(model), "pickled": pickle.loads(pickle.dumps(model))}
+made |= {"saved": torch.load(file, weights_only=False)}
+for name, twin in made.items():
+    for _ in range(2):
+        twin.zero_grad()
+        twin(inputs, offset=offset)["out"].square().sum().backward()
+    pairs = list(zip(twin.parameters(), plain.parameters()))
+    found[name] = max(float((p.grad.full_tensor() - q.grad).abs().max()) / top for p, q in pairs)
+    found[name + " as placed"] = all(p.grad.placements == p.placements for p, _ in pairs)
 short = inputs[:5]
 with torch.no_grad():
     found["short"] = float((plain(short)["out"] - model(short)["out"]).abs().max())
@@ -143,6 +156,8 @@ def test_what_dtensor_cannot_run_is_run_whole(tmp_path: Path) -> None:
         assert found["out"] < 1e-5 and found["grads"] < 1e-5 and found["short"] < 1e-4
         assert found["split"]["up.weight"] == [16, 16] and found["split"]["down.weight"] == [16, 16]
         assert "has DTensors already" in found["twice"]
+        for twin in ("copied", "pickled", "saved"):
+            assert found[twin] < 1e-5 and found[f"{twin} as placed"]
         said = " ".join(found["notes"])
         assert "torch.nn.functional.batch_norm" in said and "torch.topk" in said
         assert all(note.endswith(".") and "runs whole on every device: " in note for note in found["notes"])

@@ -358,9 +358,11 @@ def words() -> Case:
         def __init__(self) -> None:
             super().__init__()
             self.table, self.inner, self.head = torch.nn.Embedding(256, 64), mlp(64), torch.nn.Linear(64, 256)
+            self.norm = torch.nn.BatchNorm1d(64)
 
         def forward(self, input_ids: Any, labels: Any = None) -> Any:
-            logits = self.head(self.inner(self.table(input_ids)))
+            x = self.inner(self.table(input_ids))
+            logits = self.head(self.norm(x.flatten(0, 1)).view_as(x))
             if labels is None:
                 return SimpleNamespace(loss=None, logits=logits)
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -380,7 +382,7 @@ def evaluating(case: Case) -> dict[str, Any]:
     planned = len(session.plans)
     model = copy.deepcopy(case.model).to("xla")
     ours, theirs = sgd(model, case.model)
-    differences = []
+    differences, counts = [], []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -393,7 +395,9 @@ def evaluating(case: Case) -> dict[str, Any]:
                     loss.backward()
                     updater.step()
                     losses.append(loss)
+                before = compiled()
                 torch_xla.sync()
+                counts.append(compiled() - before)
                 differences.append(difference(*losses))
             for each in (model, case.model):
                 each.eval()
@@ -412,6 +416,7 @@ def evaluating(case: Case) -> dict[str, Any]:
         "plans": len(session.plans) - planned,
         "notes": noted(session, planned),
         "split": is_split(model.parameters()),
+        "compiles": counts,
     }
 
 
@@ -452,6 +457,29 @@ def failing_watch() -> dict[str, Any]:
         found["plans"].append(len(session.plans) - planned)
         session.guard.failed = False
     return found
+
+
+@script
+def marked_batches() -> dict[str, Any]:
+    """The script splits its inputs itself in every step, over other axes from the third on; targets are alike."""
+    import torch
+    import torch_xla.distributed.spmd as xs
+
+    session = on()
+    mesh = xs.Mesh(list(range(8)), (4, 2), ("data", "model"))
+    plain = mlp(96)
+    model = copy.deepcopy(plain).to("xla")
+    (ours,), (theirs,) = sgd(model), sgd(plain)
+    differences, held = [], []
+    for axis in ("data", "data", "model"):
+        x, y = torch.randn(64, 96), torch.randn(64, 96)
+        there = x.to("xla")
+        xs.mark_sharding(there, mesh, (axis, None))
+        held.append([spec(there)])
+        y_there = y.to("xla")
+        held[-1].append(spec(y_there))
+        differences.append(difference(step(model, ours, there, y_there), step(plain, theirs, x, y)))
+    return {"difference": max(differences), "held": held, "notes": noted(session, len(session.plans) - 1)}
 
 
 @script
