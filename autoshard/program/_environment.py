@@ -157,11 +157,32 @@ def _environment_type() -> type:
         ):
             return _writes.put(tensor_or_view.jax(), *env.t2j_iso(given))
 
+    def known_after(tensor_or_view: Any, key: Any, value: Any) -> Any:
+        """The elements of what is written into, where they and what is written are known beforehand; else None."""
+        if not _folding.get() or not folds(_pytree.tree_map_only((tensor.Tensor, View), computed, (key, value))):
+            return None
+        copy = computed(tensor_or_view)
+        if _root(copy) is _root(tensor_or_view) or not folds(copy):
+            return None
+        with jax.ensure_compile_time_eval():
+            given = _pytree.tree_map_only((tensor.Tensor, View), computed, (key, value))
+            written = _writes.put(copy.jax(), *copy._env.t2j_iso(given))
+            if isinstance(copy, View):
+                copy.update(written)
+                return _root(copy)._elem
+            return written
+
     def set_elements(self: Any, key: Any, value: Any) -> None:
+        known = known_after(self, key, value)
         self._elem = put(self, key, value)
+        if known is not None:
+            setattr(self, "_beforehand", (self._elem, known))  # noqa: B010  # no field of its class
 
     def set_elements_of_view(self: Any, key: Any, value: Any) -> None:
+        known, root = known_after(self, key, value), _root(self)
         self.update(put(self, key, value))
+        if known is not None:
+            setattr(root, "_beforehand", (root._elem, known))  # noqa: B010  # no field of its class
 
     def tolist(self: Any) -> Any:
         with jax.ensure_compile_time_eval():

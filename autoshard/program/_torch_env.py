@@ -203,6 +203,7 @@ def _biases(self: Any, device: Any) -> Any:
 _LEVIT = "transformers.models.levit.modeling_levit"
 _LONGCAT = "transformers.models.longcat_flash.modeling_longcat_flash"
 _SWITCH = "transformers.models.switch_transformers.modeling_switch_transformers"
+_DBRX = "transformers.models.dbrx.modeling_dbrx"
 _JETMOE = "transformers.models.jetmoe.modeling_jetmoe"
 _REPLACED: dict[tuple[str, str, str], Callable[..., Any]] = {
     ("transformers.pytorch_utils", "Conv1D", "forward"): _conv1d,
@@ -213,6 +214,7 @@ _REPLACED: dict[tuple[str, str, str], Callable[..., Any]] = {
     (_LEVIT, "LevitAttentionSubsample", "get_attention_biases"): _biases,
     (_LONGCAT, "LongcatFlashExperts", "forward"): _hf_mixtures.longcat_experts,
     (_SWITCH, "SwitchTransformersExperts", "forward"): _hf_mixtures.switch_experts,
+    (_DBRX, "DbrxExperts", "forward"): _hf_mixtures.dbrx_experts,
     (_JETMOE, "JetMoeMoE", "forward"): _hf_mixtures.jetmoe_mlp,
     (_JETMOE, "JetMoeMoA", "map"): _hf_mixtures.jetmoe_queries,
     (_JETMOE, "JetMoeMoA", "reduce"): _hf_mixtures.jetmoe_outputs,
