@@ -68,8 +68,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}}
     },
     "smolvlm": {"vision_config": {"patch_size": 16}},
-    "lw_detr": {"projector_scale_factors": [1.0]}
-    | {"backbone_config": {"image_size": 256, "window_block_indices": [0]} | LAST},
+    "lw_detr": {"projector_scale_factors": [1.0], "projector_in_channels": [256], "num_feature_levels": 1}
+    | {"backbone_config": {"image_size": 512, "window_block_indices": [0]} | LAST},
     "depth_pro": {"intermediate_hook_ids": [1, 0]},
     "rf_detr": {"backbone_config": {"image_size": 560}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
@@ -77,6 +77,12 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": INDEXER,
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}}
     | {"vision_config": {"sam_config": {"downsample_channels": [128, 64]}, "encoder_config": {"hidden_size": 64}}},
+    "nemo_speechlm": {
+        "audio_config": {
+            "asr_config": {"num_key_value_heads": 4},
+            "diarization_config": {"audio_config": {"num_key_value_heads": 4}},
+        }
+    },
     "llama4": {
         "vision_config": {"hidden_size": 64, "intermediate_size": 256}
         | {"projector_input_dim": 64, "projector_output_dim": 64, "vision_output_dim": 64}
@@ -248,6 +254,10 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
         for key in ("stage_names", "out_features", "out_indices"):  # the last layer, which is another one now
             made.pop(key)
     _match(made, fields)
+    for key in ("vision_feature_layers",):  # counted from the last one on
+        if isinstance(made.get(key), list) and isinstance(vision := made.get("vision_config"), dict):
+            depth = int(vision.get("num_hidden_layers", layers))
+            made[key] = [max(-depth, min(each, depth - 1)) for each in made[key]]
     vision, places = fields.get("vision_config"), fields.get("mm_tokens_per_image")
     if places and isinstance(vision, dict) and "image_size" in vision:  # no more than there are patches
         side = vision["image_size"] // vision["patch_size"]

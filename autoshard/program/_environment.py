@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autoshard.program import _reads, _writes
+from autoshard.program._masked import MaskedRows, by_row
 from autoshard.program._segments import op_scope
 
 
@@ -101,6 +102,8 @@ def _environment_type() -> type:
                 raise ValueError(str(error)) from error
 
         def _folded(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            if any(isinstance(each, MaskedRows) for each in args):
+                return by_row(func, args, kwargs or {})
             with op_scope():
                 given = args, kwargs or {}
                 if _folding.get() and _reads.asks_for_padding(func, args):
@@ -144,11 +147,11 @@ def _environment_type() -> type:
         return self.jax()
 
     def put(tensor_or_view: Any, key: Any, value: Any) -> Any:
-        if isinstance(value, _reads.MaskedRows):
-            if (key[0] if isinstance(key, tuple) else key) is not value.mask:
-                raise ValueError("rows under one mask are written under another, which nobody knows yet to be the same")
-            mask, values = tensor_or_view._env.t2j_iso((value.mask, value.values))
-            return jnp.where(mask[..., None], values, tensor_or_view.jax())
+        if isinstance(value, MaskedRows):
+            under = key[0] if isinstance(key, tuple) else key
+            mask, values = tensor_or_view._env.t2j_iso((under, value.under(under)))
+            wide = mask.reshape(*mask.shape, *([1] * (values.ndim - mask.ndim)))
+            return jnp.where(wide, values.astype(tensor_or_view.jax().dtype), tensor_or_view.jax())
         given, env = (key, value), tensor_or_view._env
         with (
             jax.ensure_compile_time_eval()

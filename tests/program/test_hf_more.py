@@ -136,3 +136,57 @@ def test_heads_that_positions_do_not_turn_may_be_none(rope, refused):
             read_config(fields)
     else:
         read_config(fields)
+
+
+class Rows(nn.Module):
+    """Granite adds features to hidden states under a mask, Higgs has a branch for each kind of token."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, ids, hidden, features):
+        mask = ids == 7
+        hidden = hidden.masked_scatter(mask.unsqueeze(-1), (hidden[mask] + features).view(-1))
+        hidden = hidden.masked_scatter(~mask[..., None], self.norm(hidden[~mask]).to(hidden.dtype))
+        rows = hidden[ids == 7]
+        rows = torch.nn.functional.silu(self.up(rows)) * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 1)
+        hidden[mask] += rows
+        other = torch.zeros_like(hidden)
+        other[(ids * 2).flip(-1) == 14] = rows - hidden[mask]
+        return hidden, other
+
+
+def test_rows_under_a_mask_are_computed_with():
+    rng = np.random.default_rng(0)
+    hidden, features = (rng.standard_normal(shape, np.float32) for shape in ((2, 5, 4), (3, 4)))
+    ids = np.array([[7, 0, 7, 0, 1], [1, 7, 0, 0, 2]])
+    _, found, wanted = both(Rows(), ids, hidden, features)
+    for mine, theirs in zip(found, wanted, strict=True):
+        close(mine, theirs.numpy(), 1e-5)
+
+
+def test_masks_that_are_known_to_be_the_same_take_their_rows_as_they_lie():
+    from autoshard.program._writes import is_same
+
+    seen = []
+
+    def traced(ids):
+        mask = ids == 7
+        seen.extend([is_same(mask, mask[..., None]), is_same(~mask, (~mask).reshape(-1)), is_same(mask, ~mask)])
+        return mask
+
+    jax.eval_shape(traced, jax.ShapeDtypeStruct((2, 3), np.int32))
+    assert seen == [True, True, False]
+
+
+def test_rows_under_a_mask_are_not_mixed():
+    from autoshard.errors import UserError
+
+    class Mixing(nn.Module):
+        def forward(self, x):
+            return x[x[:, 0] > 0].mean(0)
+
+    with pytest.raises(UserError, match="asks for the values of a tensor"):
+        from_torch(Mixing(), torch.empty(3, 4, device="meta"))
