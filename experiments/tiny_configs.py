@@ -91,6 +91,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "hy_v4_vl": {"text_config": {"rope_parameters": {"mrope_section": [2, 1, 1]}}},
     "emu3": {"vq_config": {"base_channels": 32, "hidden_size": 128}},
     "glm5_next": {"text_config": {"num_key_value_heads": 4}},
+    "align": {"projection_dim": 640},
+    "mllama": {"vision_config": {"image_size": 224}},
+    "grounding-dino": {"backbone_config": {"num_hidden_layers": 4}},
     "dbrx": {"attn_config": {"rope_theta": 5e5}},
     "pp_ocrv5_server_det": {"backbone_config": STAGES, "kernel_list": [3, 2, 2], "scale_factor_list": [1, 2, 4, 8]}
     | {"intraclass_block_config": BLOCKS},
@@ -189,6 +192,8 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
         return made
     layers = _layers(fields)
     for key, value in fields.items():
+        if key == "depth_coefficient":
+            made[key] = 1.0
         if not isinstance(value, int) or isinstance(value, bool):
             continue
         if LAYERS.match(key) and not KEPT_LAYERS.search(key):
@@ -197,8 +202,12 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
             made[key] = VOCABULARY
         elif key in POSITIONS and value > 128 and rung == 0:
             made[key] = 128
+        elif key == "context_length" and rung == 0:
+            made[key] = min(value, 512)
         elif key == "frames_per_clip":
             made[key] = min(value, 8)
+        elif key == "hidden_dim" and "width_coefficient" in fields:
+            continue  # the width of the last of several stages, which are computed
         elif key == "hidden_size" and "embed_dim_per_stage" in fields:
             continue  # the width of the first of several stages, which are listed
         elif key in WIDTHS and rung == 0:
@@ -254,7 +263,7 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
         for key in ("stage_names", "out_features", "out_indices"):  # the last layer, which is another one now
             made.pop(key)
     _match(made, fields)
-    for key in ("vision_feature_layers",):  # counted from the last one on
+    for key in ("vision_feature_layer", "vision_feature_layers"):  # counted from the last one on
         if isinstance(made.get(key), list) and isinstance(vision := made.get("vision_config"), dict):
             depth = int(vision.get("num_hidden_layers", layers))
             made[key] = [max(-depth, min(each, depth - 1)) for each in made[key]]

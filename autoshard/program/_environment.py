@@ -136,6 +136,8 @@ def _environment_type() -> type:
 
         def t2j_iso(self, torchtensors: Any) -> Any:
             def wrapped(value: Any) -> Any:
+                if isinstance(value, View) and value.numel() == 1:
+                    return value.torch()  # torchax would ask for its value
                 if isinstance(value, (tensor.Tensor, View)) or value.device.type != "cpu":
                     return value
                 with jax.ensure_compile_time_eval() if _folding.get() else contextlib.nullcontext():

@@ -190,3 +190,40 @@ def test_rows_under_a_mask_are_not_mixed():
 
     with pytest.raises(UserError, match="asks for the values of a tensor"):
         from_torch(Mixing(), torch.empty(3, 4, device="meta"))
+
+
+@pytest.mark.parametrize("ceil", [False, True])
+@pytest.mark.parametrize("counted", [False, True])
+def test_means_over_windows_are_those_of_torch(ceil, counted):
+    """EfficientNet takes one mean by a window far larger than its images."""
+    from autoshard.program._pooling import avg_pool
+
+    x = np.random.default_rng(0).standard_normal((2, 3, 7, 9), np.float32)
+    options = {"ceil_mode": ceil, "count_include_pad": counted}
+    for kernel, stride, padding in ((3, 2, 1), ((2, 4), (2, 3), 0), (5, 5, 2), (2, 1, 0)):
+        wanted = torch.nn.functional.avg_pool2d(torch.tensor(x), kernel, stride, padding, **options)
+        pair = [each if isinstance(each, tuple) else (each, each) for each in (kernel, stride, padding)]
+        close(avg_pool(x, *pair, ceil, counted), wanted.numpy(), 1e-6)
+    if ceil:
+        wanted = torch.nn.functional.avg_pool2d(torch.tensor(x), 50, ceil_mode=True, count_include_pad=counted)
+        close(avg_pool(x, (50, 50), (), (0, 0), True, counted), wanted.numpy(), 1e-6)
+    wanted = torch.nn.functional.avg_pool1d(torch.tensor(x[0]), 3, 2, 1, ceil, counted)
+    close(avg_pool(x[0], (3,), (2,), (1,), ceil, counted), wanted.numpy(), 1e-6)
+    gradient = jax.grad(lambda y: (avg_pool(y, (3, 3), (2, 2), (1, 1), ceil, counted) ** 2).sum())(x)
+    given = torch.tensor(x, requires_grad=True)
+    (torch.nn.functional.avg_pool2d(given, 3, 2, 1, **options) ** 2).sum().backward()
+    close(gradient, given.grad.numpy(), 1e-5)
+
+
+def test_a_view_of_one_element_is_written_without_its_value():
+    """Qwen3.5 writes a slice of frequencies into another, of one element where one token is decoded."""
+
+    class Writing(nn.Module):
+        def forward(self, x):
+            first = x[0]
+            first[..., slice(1, 3, 3)] = x[1, ..., slice(1, 3, 3)]
+            return torch.cat((first, first), -1)
+
+    x = np.arange(8, dtype=np.float32).reshape(2, 1, 1, 4)
+    _, found, wanted = both(Writing(), x)
+    close(found[0], wanted[0].numpy())
