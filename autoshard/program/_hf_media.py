@@ -72,7 +72,8 @@ def _parts(config: Any) -> list[Any]:
     found = [config] + [part for key in towers if (part := getattr(config, key, None)) is not None]
     encoder = getattr(config, "encoder", None)
     found += [encoder] if hasattr(encoder, "model_type") else []
-    within = [part for each in found[1:] for part in vars(each).values() if hasattr(part, "model_type")]
+    within = [part for each in found[1:] for part in getattr(each, "__dict__", {}).values()]
+    within = [part for part in within if hasattr(part, "model_type")]
     prompt = getattr(config, "prompt_encoder_config", None)  # of a model that is pointed at places of its images
     return [*found, *within, *([] if prompt is None else [prompt])]
 

@@ -23,7 +23,6 @@ def avg_pool(
 ) -> Any:
     """`torch.nn.functional.avg_pool1d` to `3d` of [..., *sides]; `counted`: padding counts as elements of a window."""
     import jax
-    import jax.numpy as jnp
     import numpy as np
 
     kernel = tuple(kernel)
@@ -43,9 +42,8 @@ def avg_pool(
         held = end - begin if counted else np.minimum(end, side) - np.maximum(begin, 0)
         shares = shares * held.reshape(-1, *([1] * (len(kernel) - 1 - dim)))
     whole = ((1,) * lead, (1,) * lead)
-    total = jax.lax.reduce_window(
-        x, jnp.zeros((), x.dtype), jax.lax.add, whole[0] + tuple(sizes), whole[1] + strides, around
-    )
+    zero = np.zeros((), x.dtype)  # a traced one would hide from JAX that these are sums
+    total = jax.lax.reduce_window(x, zero, jax.lax.add, whole[0] + tuple(sizes), whole[1] + strides, around)
     return (total / (shares if divisor is None else divisor)).astype(x.dtype)
 
 

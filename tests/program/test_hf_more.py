@@ -209,7 +209,7 @@ def test_means_over_windows_are_those_of_torch(ceil, counted):
         close(avg_pool(x, (50, 50), (), (0, 0), True, counted), wanted.numpy(), 1e-6)
     wanted = torch.nn.functional.avg_pool1d(torch.tensor(x[0]), 3, 2, 1, ceil, counted)
     close(avg_pool(x[0], (3,), (2,), (1,), ceil, counted), wanted.numpy(), 1e-6)
-    gradient = jax.grad(lambda y: (avg_pool(y, (3, 3), (2, 2), (1, 1), ceil, counted) ** 2).sum())(x)
+    gradient = jax.jit(jax.grad(lambda y: (avg_pool(y, (3, 3), (2, 2), (1, 1), ceil, counted) ** 2).sum()))(x)
     given = torch.tensor(x, requires_grad=True)
     (torch.nn.functional.avg_pool2d(given, 3, 2, 1, **options) ** 2).sum().backward()
     close(gradient, given.grad.numpy(), 1e-5)
@@ -227,3 +227,56 @@ def test_a_view_of_one_element_is_written_without_its_value():
     x = np.arange(8, dtype=np.float32).reshape(2, 1, 1, 4)
     _, found, wanted = both(Writing(), x)
     close(found[0], wanted[0].numpy())
+
+
+def test_rows_of_an_image_may_end_with_a_place_of_their_own():
+    from autoshard.program._hf_beside import MediaForm, forms_of, in_form
+    from autoshard.program._hf_media import Media
+
+    media = Media({"pixel_values": (100, 12)}, {"image_grid_thw": np.array([[1, 10, 10]])}, 25)
+    assert MediaForm(breaks=True) in forms_of({"pixel_values", "image_grid_thw"}, media)
+    assert in_form(media, MediaForm(breaks=True), set(), None).tokens == 30
+    assert in_form(media, MediaForm(), set(), None).tokens == 25
+
+
+def test_sizes_of_media_are_those_of_nested_configurations():
+    from types import SimpleNamespace as Config
+
+    from autoshard.program._hf_media import media_of
+
+    inner = Config(model_type="inner", num_mel_bins=128, max_source_positions=50)
+    sound = media_of(
+        Config(model_type="outer", audio_config=Config(asr_config=inner)),
+        {"input_features"},
+        "it",
+        batch=2,
+        image=None,
+        room=None,
+    )
+    assert sound is not None
+    assert sound.shapes == {"input_features": (2, 128, 100)}
+    pointed = Config(model_type="outer", vision_config={}, prompt_encoder_config=Config(image_size=64))
+    seen = media_of(pointed, {"pixel_values"}, "it", batch=2, image=None, room=None)
+    assert seen is not None
+    assert seen.shapes["pixel_values"] == (2, 3, 64, 64)
+    windows = Config(model_type="outer", num_mel_bins=80, n_window=30)
+    heard = media_of(windows, {"input_features"}, "it", batch=2, image=None, room=None)
+    assert heard is not None
+    assert heard.shapes["input_features"] == (2, 80, 960)  # whole windows of 60 frames
+
+
+def test_masks_that_code_cuts_have_all_their_dims():
+    """Pix2Struct cuts its masks of padding to the keys that there are, in their fourth dim."""
+    from transformers import masking_utils
+    from transformers.models.llama.configuration_llama import LlamaConfig
+    from transformers.models.pix2struct.configuration_pix2struct import Pix2StructTextConfig
+
+    from autoshard.program._hf_attention import hf_mask
+
+    some = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    sizes = {"batch_size": 2, "q_length": 3, "kv_length": 3, "mask_function": masking_utils.causal_mask_function}
+    import transformers.models.pix2struct.modeling_pix2struct  # noqa: F401  # whose text says so
+
+    cut = hf_mask(attention_mask=some, config=Pix2StructTextConfig(), **sizes)
+    assert cut.shape == (2, 1, 3, 3)
+    assert hf_mask(attention_mask=some, config=LlamaConfig(), **sizes) is some
