@@ -47,7 +47,7 @@ docs: $(STAMP)
 lint: $(STAMP)
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
-	$(RUN)/pyright --pythonpath $(RUN)/python
+	$(RUN)/pyright --pythonpath $(RUN)/python --threads $(WORKERS)
 
 # What the experiments share, or start one by one, is no script of its own.
 PARTS := $(wildcard experiments/jax_*.py) $(addprefix experiments/,calibrate.py code_base_programs.py \
@@ -63,6 +63,7 @@ clean:
 $(STAMP): pyproject.toml
 	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	$(RUN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/other/site-packages torchax  # torch_xla brings its own
 	$(RUN)/python -m autoshard.solver._warm
 	$(RUN)/python -m autoshard.plan._warm
 	touch $@

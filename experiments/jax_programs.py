@@ -23,7 +23,7 @@ def mlp() -> Case:
     return Case(layers([256, 512, 512, 512, 128]), batch, forward, squares(forward))
 
 
-def state_space(width: int = 128, inner: int = 256) -> Case:
+def state_space(width: int = 128, inner: int = 256, batch: int = 16, length: int = 64, depth: int = 2) -> Case:
     """A diagonal state space model: gated linear recurrences by `associative_scan` over the sequence."""
 
     def forward(params: Tree, batch: Tree) -> Any:
@@ -39,12 +39,12 @@ def state_space(width: int = 128, inner: int = 256) -> Case:
         return x
 
     one = {"norm": f32(width), "out": f32(inner, width)} | {n: f32(width, inner) for n in ("decay", "value", "gate")}
-    return Case({"layers": [one, one]}, {"x": f32(16, 64, width), "y": f32(16, 64, width)}, forward, squares(forward))
+    given = {"x": f32(batch, length, width), "y": f32(batch, length, width)}
+    return Case({"layers": [one] * depth}, given, forward, squares(forward))
 
 
-def graph_network() -> Case:
+def graph_network(nodes: int = 512, edges: int = 2048, width: int = 64) -> Case:
     """Messages along edges, summed at their targets by a scatter-add; one large graph."""
-    nodes, edges, width = 512, 2048, 64
 
     def forward(params: Tree, batch: Tree) -> Any:
         h = dense(params["encode"], batch["nodes"])
@@ -55,15 +55,14 @@ def graph_network() -> Case:
             h = h + dense(block["node"], jnp.concatenate([h, received], axis=-1))
         return dense(params["decode"], h, lambda x: x)
 
-    block = {"edge": layers([2 * width, 128, width]), "node": layers([2 * width, 128, width])}
+    block = {"edge": layers([2 * width, 2 * width, width]), "node": layers([2 * width, 2 * width, width])}
     params = {"encode": layers([32, width]), "blocks": [block, block], "decode": layers([width, 16])}
     batch = {"nodes": f32(nodes, 32), "source": ids(edges), "target": ids(edges), "y": f32(nodes, 16)}
     return Case(params, batch, forward, squares(forward), {"source": nodes, "target": nodes})
 
 
-def embedding_tables() -> Case:
+def embedding_tables(tables: int = 6, rows: int = 1024, width: int = 32, batch: int = 256, tower: int = 128) -> Case:
     """A recommender: a table for each feature, their products, a dense tower."""
-    tables, rows, width, batch = 6, 1024, 32, 256
 
     def forward(params: Tree, given: Tree) -> Any:
         bottom = dense(params["bottom"], given["dense"])
@@ -78,16 +77,15 @@ def embedding_tables() -> Case:
 
     params = {
         "tables": [f32(rows, width)] * tables,
-        "bottom": layers([16, 64, width]),
-        "top": layers([width + (tables + 1) ** 2, 128, 1]),
+        "bottom": layers([16, tower // 2, width]),
+        "top": layers([width + (tables + 1) ** 2, tower, 1]),
     }
     given = {"dense": f32(batch, 16), "ids": ids(batch, tables), "clicked": f32(batch)}
     return Case(params, given, forward, loss, {"ids": rows})
 
 
-def unet() -> Case:
+def unet(widths: tuple[int, ...] = (16, 32, 64), side: int = 16, batch: int = 16) -> Case:
     """A denoiser: convolutions down and up again, group norms, skip connections, an embedded time step."""
-    widths = [16, 32, 64]
 
     def conv(x: Any, w: Any, stride: int = 1) -> Any:
         return jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
@@ -103,10 +101,10 @@ def unet() -> Case:
         h = conv(jax.nn.silu(group_norm(x)), params["one"]) + (time @ params["time"])[:, None, None]
         return x + conv(jax.nn.silu(group_norm(h)), params["two"])
 
-    def forward(params: Tree, batch: Tree) -> Any:
-        angle = batch["time"][:, None] * jnp.exp(-jnp.arange(16) / 4.0)
+    def forward(params: Tree, given: Tree) -> Any:
+        angle = given["time"][:, None] * jnp.exp(-jnp.arange(16) / 4.0)
         time = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], -1)
-        x, kept = conv(batch["noisy"], params["first"]), []
+        x, kept = conv(given["noisy"], params["first"]), []
         for level in params["down"]:
             x = block(level["block"], x, time)
             kept.append(x)
@@ -129,8 +127,8 @@ def unet() -> Case:
         "up": [{"block": shapes(a), "conv": f32(3, 3, b + a, a)} for a, b in reversed(pairs)],
         "last": f32(3, 3, widths[0], 4),
     }
-    batch = {"noisy": f32(16, 16, 16, 4), "time": f32(16), "y": f32(16, 16, 16, 4)}
-    return Case(params, batch, forward, squares(forward))
+    images = f32(batch, side, side, 4)
+    return Case(params, {"noisy": images, "time": f32(batch), "y": images}, forward, squares(forward))
 
 
 CASES: dict[str, Callable[[], Case]] = {

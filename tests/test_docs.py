@@ -60,13 +60,48 @@ EXECUTED = (
 )
 
 
-@pytest.mark.parametrize("page", [f"{name}.md" for name in EXECUTED])
-def test_the_examples_run(page: str, folder: Path):
-    examples = [body for info, body in blocks(page, "python") if info.startswith("after=")]
-    assert examples
-    for number, body in enumerate(examples):
-        (folder / f"example{number}.py").write_text(body)
-        assert run([f"example{number}.py"], folder).strip()
+FORKING = """
+import os, runpy, sys, traceback
+import jax, torch, torchax, transformers, optax, autoshard.plan, autoshard.program
+for name in sys.argv[1:]:
+    if (child := os.fork()) == 0:
+        sys.argv[:] = [name]
+        out = os.open(name + ".out", os.O_WRONLY | os.O_CREAT)
+        os.dup2(out, 1), os.dup2(out, 2)
+        try:
+            runpy.run_path(name, run_name="__main__")
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    if os.waitpid(child, 0)[1] == 0:
+        os.rename(name + ".out", name + ".done")
+"""
+"""Runs each file in a process of its own, which begins where frameworks are imported and nothing more is done."""
+
+
+@pytest.fixture(scope="module")
+def examples(folder: Path) -> dict[str, list[str]]:
+    """The names of the pages' examples, which have run."""
+    names: dict[str, list[str]] = {}
+    for page in EXECUTED:
+        bodies = [body for info, body in blocks(f"{page}.md", "python") if info.startswith("after=")]
+        names[page] = [f"example_{page}{number}.py" for number in range(len(bodies))]
+        for name, body in zip(names[page], bodies, strict=True):
+            (folder / name).write_text(body)
+    run(["-c", FORKING, *(name for each in names.values() for name in each)], folder)
+    return names
+
+
+@pytest.mark.parametrize("page", EXECUTED)
+def test_the_examples_run(page: str, examples: dict[str, list[str]], folder: Path):
+    assert examples[page]
+    for name in examples[page]:
+        done = folder / f"{name}.done"
+        assert done.exists(), (folder / f"{name}.out").read_text()
+        assert done.read_text().strip()
 
 
 def test_the_torch_xla_script_is_planned_and_learns(folder: Path):

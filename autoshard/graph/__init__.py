@@ -12,7 +12,6 @@ from autoshard.graph._clusters import Edge as Edge
 from autoshard.graph._clusters import Structure as Structure
 from autoshard.graph._clusters import build_structure as build_structure
 from autoshard.graph._fusion import TILED as TILED
-from autoshard.graph._fusion import Fusion as Fusion
 from autoshard.graph._fusion import Liveness as Liveness
 from autoshard.graph._fusion import analyse as analyse
 from autoshard.graph._hosted import TO_HOST as TO_HOST
@@ -28,6 +27,7 @@ from autoshard.graph._records import AxisUse as AxisUse
 from autoshard.graph._records import Carry as Carry
 from autoshard.graph._records import Constraint as Constraint
 from autoshard.graph._records import FactorKind as FactorKind
+from autoshard.graph._records import Fusion as Fusion
 from autoshard.graph._records import Halo as Halo
 from autoshard.graph._records import Loop as Loop
 from autoshard.graph._records import Manual as Manual

@@ -11,11 +11,13 @@ depends on the spec: `_softmax`.
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
+from autoshard.graph._continued import continued, meetings
 from autoshard.graph._hosted import INTO_STACKS, TO_DEVICE, TO_HOST, hosted
 from autoshard.graph._in_transit import copied_stacks, in_transit
 from autoshard.graph._interleaved import interleaved_passes
+from autoshard.graph._lifetimes import buffers_of, outlast
 from autoshard.graph._manual import IN, OUT
-from autoshard.graph._records import Op, OpClass, OpGraph
+from autoshard.graph._records import Fusion, Op, OpClass, OpGraph
 from autoshard.graph._side_by_side import matmuls_of_stages
 from autoshard.graph._softmax import Softmax, is_batched
 from autoshard.graph._stored import stored, widened
@@ -35,18 +37,6 @@ _MANY = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Fusion:
-    """One kernel: the op that ends it, the values it writes and the values in memory that it reads."""
-
-    root: int
-    writes: tuple[int, ...]
-    reads: tuple[int, ...]
-    """A slice of what is in memory stands for itself: only the slice is read."""
-    moved: tuple[int, ...]
-    """Values whose bytes are written: `writes`, or the slice that is put into a stack in place."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Liveness:
     """When each value that reaches memory is held, in op ids, half open."""
 
@@ -63,6 +53,8 @@ class Liveness:
     passes: tuple[Passes, ...] = ()
     """What goes through memory whole beside all fusions: what starts a loop but may not be overwritten by it, results
     that cannot be made in the memory of the donated arguments that they replace, and stacks of another layout."""
+    stores: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Result of a matmul or convolution -> what its kernel stores instead."""
 
     def itemsize(self, graph: OpGraph, buffer: tuple[int, int, int]) -> int:
         """Bytes of an element of a buffer."""
@@ -109,6 +101,9 @@ def analyse(
             consumers[op.operands[0]].extend(consumers[op.results[0]])
     kernels = {op.id for op in graph.ops if _is_kernel(graph, op, fused_matmuls)} | _copied_into_stacks(graph) - passing
     ends = _ends_of(graph, consumers, pinned, kernels)
+    meets = (
+        meetings(graph, consumers, {op.id for op in graph.ops if _ends(op, pinned, kernels)}) if fused_matmuls else {}
+    )
     reach: dict[int, frozenset[int]] = {}
     bases: dict[int, frozenset[int]] = {}
     materialised: set[int] = set()
@@ -141,7 +136,9 @@ def analyse(
         writes = []
         for tensor in op.results:
             users, after = consumers[tensor], ends[tensor]
-            if _is_written(graph, op.id, tensor, users, after, reads, pinned, sizes, kernels, fused_matmuls, inner):
+            if tensor not in meets and _is_written(
+                graph, op.id, tensor, users, after, reads, pinned, sizes, kernels, fused_matmuls, inner
+            ):
                 materialised.add(tensor)
                 reach[tensor] = frozenset((tensor,))
                 writes.append(tensor)
@@ -153,21 +150,28 @@ def analyse(
         if writes:
             moved = op.operands[1:2] if in_place else tuple(writes)
             fusions.append(Fusion(op.id, tuple(writes), tuple(sorted(reads)), moved))
+    stores: Mapping[int, int] = {}
+    if fused_matmuls:
+        done = continued(graph, fusions, inner, pinned, bases)
+        fusions, stores = done.fusions, done.stores
+        materialised -= stores.keys()
     away = hosted(graph)
-    buffers, copied = _buffers(graph, fusions, materialised, free, reach, bases, kept, updates or {}, overwritten)
+    buffers, copied = buffers_of(
+        graph, fusions, materialised, free, reach, bases, kept, updates or {}, overwritten, stores
+    )
     away_or_apart = away.union(*(softmax.tensors for softmax in softmaxes))
     buffers = (*buffers, *in_transit(graph, reach, away), *copied_stacks(graph, away))
     buffers = tuple(buffer for buffer in buffers if buffer[0] not in away_or_apart)
     if fused_matmuls:
         buffers += tuple(
-            (t, graph.tensors[t].producer, _outlast(graph, t, last) + 1) for t, last in chosen(graph, apart).items()
+            (t, graph.tensors[t].producer, outlast(graph, t, last) + 1) for t, last in chosen(graph, apart).items()
         )
     more, widths = stored(graph, buffers, wide, (updates or {}) if fused_matmuls else (), narrows_stacks)
     buffers = tuple(sorted((*buffers, *more)))
     passes = [Passes(tensor, loop, 2) for tensor, loop in copied]
     if fused_matmuls:
         passes += (*turned_passes(graph), *interleaved_passes(graph))
-    return Liveness(tuple(fusions), frozenset(materialised), buffers, widths, away, softmaxes, tuple(passes))
+    return Liveness(tuple(fusions), frozenset(materialised), buffers, widths, away, softmaxes, tuple(passes), stores)
 
 
 def _is_overwritten(
@@ -305,129 +309,6 @@ def _ends_of(
 
 
 def _plain_matmuls(graph: OpGraph) -> frozenset[int]:
-    """Dots without batch dims, those of stages among them. Of others `_softmax` has the ones of attention."""
-    dots = (op for op in graph.ops if op.kind == "dot_general" and op.rule is not None)
-    return matmuls_of_stages(graph).union(op.id for op in dots if not is_batched(op))
-
-
-def _buffers(
-    graph: OpGraph,
-    fusions: list[Fusion],
-    materialised: set[int],
-    free: set[int],
-    reach: dict[int, frozenset[int]],
-    bases: dict[int, frozenset[int]],
-    kept: Collection[int],
-    updates: Mapping[int, int],
-    overwritten: Sequence[tuple[int, int]],
-) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
-    """`Liveness.buffers`, and (tensor, loop) of what is copied. `overwritten`: (value, what is written over it)."""
-    end = len(graph.ops)
-    start = {t.id: (t.producer if t.producer >= 0 else 0) for t in graph.tensors}
-    last = dict.fromkeys(materialised, -1)
-    for fusion in fusions:
-        for read in fusion.reads:
-            for tensor in bases.get(read, (read,)):
-                last[tensor] = max(last[tensor], _outlast(graph, tensor, fusion.root))
-    for tensor in graph.results:
-        for read in reach.get(tensor, ()):
-            for source in bases.get(read, (read,)):
-                last[source] = end
-        if tensor in last:
-            last[tensor] = end
-    last |= dict.fromkeys(kept, end)
-    home, copied = _share_carried(graph, free, start, last, updates, overwritten)
-    # A result that is written over no argument has memory of its own before the program starts.
-    for tensor in set(graph.results) - set(updates.values()) - set(graph.arguments):
-        start[home.get(tensor, tensor)] = 0
-    buffers = []
-    for tensor in sorted(materialised):
-        if home.get(tensor, tensor) != tensor:
-            continue
-        stop = last[tensor] + 1 if last[tensor] < end else end + 1
-        if tensor in graph.arguments:
-            written = updates.get(tensor, tensor)
-            place = home.get(written, written)
-            if written in materialised and place == written and last[tensor] == start[written]:
-                stop = start[written]
-            elif place != written and start[place] <= last[tensor] < end:
-                # A loop makes the result while the argument is still read: it is copied there at the end.
-                stop = end + 1
-                copied.append((written, -1))
-            buffers.append((tensor, 0, max(1, stop)))
-        elif stop > start[tensor]:
-            buffers.append((tensor, start[tensor], stop))
-    return tuple(buffers), tuple(copied)
-
-
-def _share_carried(
-    graph: OpGraph,
-    free: set[int],
-    start: dict[int, int],
-    last: dict[int, int],
-    updates: Mapping[int, int],
-    overwritten: Sequence[tuple[int, int]],
-) -> tuple[dict[int, int], list[tuple[int, int]]]:
-    """Tensor -> the outermost carried value, or the first value written over, whose buffer it shares; and the
-    arguments that loops copy, with the loop. Widens the lifetime of what is shared to hold all that share it.
-
-    A loop copies what starts it if that is generated, needed later, starts another carried value too, or is an
-    argument, except for a donated one whose updated value is what the loop makes of it.
-    """
-    read = dict(last)
-    owner: dict[int, int] = {}
-    copied: list[tuple[int, int]] = []
-
-    def find(tensor: int) -> int:
-        while owner.setdefault(tensor, tensor) != tensor:
-            tensor = owner[tensor]
-        return tensor
-
-    loop_of = {c.body: loop.id for loop in graph.loops for c in loop.carries}
-    used: set[int] = set()
-    for loop in graph.loops:
-        for carry in loop.carries:
-            start[carry.body], start[carry.result] = loop.start, loop.stop
-            last[carry.body] = max(last.get(carry.body, -1), loop.stop)
-            shared = [carry.result]
-            if carry.update not in used and loop_of.get(carry.update) != loop.id:
-                shared.append(carry.update)
-            again = carry.init in used or read.get(carry.init, -1) >= loop.start
-            if carry.init in graph.arguments:
-                over = not again and updates.get(carry.init) == carry.result
-                last[carry.init] = max(last.get(carry.init, -1), loop.start - over)
-                if not over:
-                    copied.append((carry.body, loop.parent))
-            elif not again and carry.init not in free:
-                shared.append(carry.init)
-            used.update((carry.init, carry.update))
-            for tensor in shared:
-                mine, other = find(carry.body), find(tensor)
-                if mine == other or loop_of.get(other) == loop_of.get(mine):
-                    continue  # two values of one loop never share
-                # Loops are in order, outer ones first: what has a carried value's name already keeps it.
-                owner[mine if other in loop_of else other] = other if other in loop_of else mine
-    for value, written in overwritten:
-        mine, other = find(value), find(written)
-        if value in graph.arguments:
-            last[value] = max(last[value], start[written] - 1)
-        elif mine != other and (other not in loop_of or loop_of[other] != loop_of.get(mine)):
-            owner[mine if other in loop_of else other] = other if other in loop_of else mine
-    for tensor in owner:
-        home = find(tensor)
-        start[home] = min(start[home], start[tensor])
-        last[home] = max(last.get(home, -1), last.get(tensor, -1))
-    return {tensor: find(tensor) for tensor in owner}, copied
-
-
-def _outlast(graph: OpGraph, tensor: int, user: int) -> int:
-    """Last moment a value is needed by an op: the end of the outermost loop that runs the op but not the value.
-
-    A branch of a conditional runs once, so what it needs it needs no longer than its op.
-    """
-    home, loop, moment = graph.tensors[tensor].loop, graph.ops[user].loop, user
-    while loop != home and loop >= 0:
-        if not graph.loops[loop].branches:
-            moment = max(moment, graph.loops[loop].stop - 1)
-        loop = graph.loops[loop].parent
-    return moment
+    """Convolutions, and dots without batch dims, those of stages among them. Of others `_softmax` has attention's."""
+    found = (op for op in graph.ops if op.kind in ("dot_general", "convolution") and op.rule is not None)
+    return matmuls_of_stages(graph).union(op.id for op in found if not is_batched(op))

@@ -280,3 +280,15 @@ class OpGraph:
     def flops(self) -> int:
         """Matmul and convolution FLOPs of one step, loop trips counted, unsharded."""
         return round(sum(op.flops * self.trips(op.loop) for op in self.ops))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fusion:
+    """One kernel: the op that ends it, the values it writes and the values in memory that it reads."""
+
+    root: int
+    writes: tuple[int, ...]
+    reads: tuple[int, ...]
+    """A slice of what is in memory stands for itself: only the slice is read."""
+    moved: tuple[int, ...]
+    """Values whose bytes are written: `writes`, or the slice that is put into a stack in place."""

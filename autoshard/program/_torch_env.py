@@ -31,8 +31,9 @@ def lowered_environment() -> Any:
     )
     drawn = env._get_op_or_decomp(torch.randint)
     env._ops[torch.randint] = dataclasses.replace(drawn, func=_with_sizes_by_name(drawn.func))
-    read = env._decomps[torch.Tensor.__getitem__]
-    env._decomps[torch.Tensor.__getitem__] = dataclasses.replace(read, func=_reads.lenient(read.func))
+    # One of torchax's releases has this under its ops, another under its decompositions; ops are looked up first.
+    read = env._get_op_or_decomp(torch.Tensor.__getitem__)
+    env._ops[torch.Tensor.__getitem__] = dataclasses.replace(read, func=_reads.lenient(read.func))
     return env
 
 
@@ -77,13 +78,14 @@ def drawing(env: Any) -> Iterator[None]:
 
     with jax.ensure_compile_time_eval():
         key = jax.random.PRNGKey(0)
-    held = env._property.content
-    depth = len(held)
-    held.append(env.param.override(prng=key))
+    param = env.param
+    holder, ours = env._property, type(param).override(param, prng=key)
+    before = holder.content
+    holder.content = [*before, ours] if isinstance(before, list) else ours  # torch_xla's torchax keeps a stack
     try:
         yield
     finally:
-        del held[depth:]
+        holder.content = before
 
 
 @contextlib.contextmanager

@@ -107,6 +107,7 @@ def test_values_are_kept_and_offloaded_as_memory_allows(llama: Callable[..., Pro
     assert make_plan(llama(remat), Options(**FULLY, memory_limit=limit)).plan.prediction == result.plan.prediction
 
 
+@pytest.mark.full
 def test_nothing_goes_to_the_host_where_everything_fits(llama: Callable[..., Program]) -> None:
     recipe, result = plan_recipes(llama, {"remat": REMATS}, Options(**FULLY), of_source=True)
     rows = tried(result)

@@ -58,6 +58,8 @@ class Residency:
 
     def _fused(self, liveness: Liveness) -> None:
         """A value that is never written is read as those that it follows from are; what is generated is not read."""
+        for source, tensor in liveness.stores.items():
+            self.share[source] = self.share[tensor]
         generated = {t for op in self.graph.ops if op.op_class is OpClass.FREE for t in op.results}
         for op in self.graph.ops:
             if op.op_class in (OpClass.HEAVY, OpClass.LAYER):

@@ -1,0 +1,109 @@
+"""What the kernels of matmuls and convolutions do beside them on TPUs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autoshard.graph import Fusion, OpGraph, analyse
+from tests.graph.programs import f32, graph_of, ops
+
+
+ROWS, WIDTH = 256, 64
+
+
+def dense(params: Any, x: Any) -> Any:
+    for w, b in params:
+        x = jnp.tanh(x @ w + b)
+    return jnp.sum(x * x)
+
+
+def large(graph: OpGraph, tensors: Any) -> list[int]:
+    return [t for t in tensors if graph.tensors[t].elements >= ROWS * WIDTH]
+
+
+def traffic(graph: OpGraph, fusions: tuple[Fusion, ...]) -> int:
+    """Large values that fusions which no matmul or convolution ends read and write."""
+    moving = [f for f in fusions if graph.ops[f.root].kind not in ("dot_general", "convolution")]
+    return sum(len(large(graph, (*f.reads, *f.moved))) for f in moving)
+
+
+def test_a_matmul_goes_on_with_what_follows_and_sums_it() -> None:
+    layer = (f32(WIDTH, WIDTH), f32(WIDTH))
+    graph = graph_of(jax.grad(dense), [layer] * 4, f32(ROWS, WIDTH))
+    liveness = analyse(graph, fused_matmuls=True)
+    products = {op.results[0] for op in ops(graph, "dot_general") if graph.tensors[op.results[0]].shape[0] == ROWS}
+    back = sorted(products)[4:]  # gradients of what layers take, which is never asked for of the first
+    assert len(products) == 7 and set(back) <= set(liveness.stores)
+    assert not liveness.materialised & set(back)
+    for source in back:
+        stored = liveness.stores[source]
+        (fusion,) = (f for f in liveness.fusions if stored in f.writes)
+        assert fusion.moved == () and source not in fusion.reads
+        assert len(large(graph, fusion.reads)) == 1  # what the forward pass saved of the layer
+        (start,) = (b[1] for b in liveness.buffers if b[0] == stored)
+        assert start == graph.tensors[source].producer
+    biases = [f for f in liveness.fusions if graph.ops[f.root].kind == "reduce" and graph.results.count(f.writes[0])]
+    assert len(biases) == 4 and not any(large(graph, f.reads) for f in biases)
+    # Of the first gradient what is saved is read and it is written; of each after it what is saved is read.
+    assert traffic(graph, liveness.fusions) <= 6
+    assert traffic(graph, analyse(graph).fusions) > 12
+
+
+def test_ways_that_meet_are_one_kernel() -> None:
+    def fn(x: Any, y: Any, z: Any) -> Any:
+        both = x * y
+        return both + jnp.sin(both) * z
+
+    graph = graph_of(fn, *[f32(ROWS, WIDTH)] * 3)
+    both = ops(graph, "multiply")[0].results[0]
+    (fusion,) = analyse(graph, fused_matmuls=True).fusions
+    assert both not in fusion.writes and len(fusion.reads) == 3
+
+    def apart(x: Any, y: Any) -> Any:
+        both = x * y
+        return both + 1, jnp.sin(both)
+
+    graph = graph_of(apart, *[f32(ROWS, WIDTH)] * 2)
+    assert ops(graph, "multiply")[0].results[0] in analyse(graph, fused_matmuls=True).materialised
+
+
+def test_statistics_of_a_convolutions_result_are_summed_by_it() -> None:
+    def fn(x: Any, w: Any, v: Any) -> Any:
+        names = ("NHWC", "HWIO", "NHWC")
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=names)
+        mean, square = y.mean((0, 1, 2)), (y * y).mean((0, 1, 2))
+        h = jax.nn.relu((y - mean) * lax.rsqrt(square - mean * mean + 1e-5))
+        return lax.conv_general_dilated(h, v, (1, 1), "SAME", dimension_numbers=names)
+
+    graph = graph_of(fn, f32(8, 16, 16, 64), f32(3, 3, 64, 64), f32(3, 3, 64, 64))
+    liveness = analyse(graph, fused_matmuls=True)
+    sums = [f for f in liveness.fusions if graph.ops[f.root].kind == "reduce"]
+    assert len(sums) == 2 and not any(large(graph, f.reads) for f in sums)
+    assert not liveness.stores  # what follows from the first convolution waits for its statistics
+    first, second = (op.results[0] for op in ops(graph, "convolution"))
+    assert {first, second} <= liveness.materialised and traffic(graph, liveness.fusions) == 0
+    plain = analyse(graph)
+    assert sum(len(large(graph, f.reads)) for f in plain.fusions if graph.ops[f.root].kind == "reduce") == 2
+
+
+def test_what_is_asked_for_is_stored_as_it_is() -> None:
+    def fn(x: Any, w: Any, y: Any) -> Any:
+        product = x @ w
+        return product, product + y
+
+    graph = graph_of(fn, f32(ROWS, WIDTH), f32(WIDTH, WIDTH), f32(ROWS, WIDTH))
+    liveness = analyse(graph, fused_matmuls=True)
+    assert not liveness.stores and set(graph.results) <= liveness.materialised
+
+
+def test_a_sum_that_needs_another_reads_again() -> None:
+    def fn(x: Any) -> Any:
+        y = jnp.exp(x)
+        return y, ((y - y.mean(0)) ** 2).sum(0)
+
+    graph = graph_of(fn, f32(ROWS, WIDTH))
+    liveness = analyse(graph, fused_matmuls=True)
+    first, second = (f for f in liveness.fusions if graph.ops[f.root].kind == "reduce")
+    assert not large(graph, first.reads) and len(large(graph, second.reads)) == 1
