@@ -41,6 +41,9 @@ BLOCKS = {f"vertical_long_to_small_conv_{key}": value for key, value in BLOCKS.i
     for key, flip in BLOCKS.items()
 }
 BLOCKS |= {"reduce_channel": SMALL, "return_channel": SMALL}
+LAST: dict[str, Any] = {"out_features": ["stage1", "stage2"], "out_indices": [1, 2]}
+INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16}
+INDEXER |= {"indexer_budget": 32, "indexer_compress_ratio": 4}
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 1},
     "nemotron": {"num_key_value_heads": 2},
@@ -65,9 +68,39 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}}
     },
     "smolvlm": {"vision_config": {"patch_size": 16}},
-    "lw_detr": {"projector_scale_factors": [1.0]},
+    "lw_detr": {"projector_scale_factors": [1.0], "projector_in_channels": [256], "num_feature_levels": 1}
+    | {"backbone_config": {"image_size": 512, "window_block_indices": [0]} | LAST},
     "depth_pro": {"intermediate_hook_ids": [1, 0]},
     "rf_detr": {"backbone_config": {"image_size": 560}},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "qwen4_exp": {"text_config": INDEXER},
+    "qwen4_exp_text": INDEXER,
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}}
+    | {"vision_config": {"sam_config": {"downsample_channels": [128, 64]}, "encoder_config": {"hidden_size": 64}}},
+    "nemo_speechlm": {
+        "audio_config": {
+            "asr_config": {"num_key_value_heads": 4},
+            "diarization_config": {"audio_config": {"num_key_value_heads": 4}},
+        }
+    },
+    "llama4": {
+        "vision_config": {"hidden_size": 64, "intermediate_size": 256}
+        | {"projector_input_dim": 64, "projector_output_dim": 64, "vision_output_dim": 64}
+    },
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "hy_v4_vl": {"text_config": {"rope_parameters": {"mrope_section": [2, 1, 1]}}},
+    "emu3": {"vq_config": {"base_channels": 32, "hidden_size": 128}},
+    "glm5_next": {"text_config": {"num_key_value_heads": 4}},
+    "align": {"projection_dim": 640},
+    "mllama": {"vision_config": {"image_size": 224}},
+    "grounding-dino": {"backbone_config": {"num_hidden_layers": 4}},
+    "dbrx": {"attn_config": {"rope_theta": 5e5}},
+    "pp_ocrv5_server_det": {"backbone_config": STAGES, "kernel_list": [3, 2, 2], "scale_factor_list": [1, 2, 4, 8]}
+    | {"intraclass_block_config": BLOCKS},
+    "step3p7": {"text_config": {"sliding_window": 16}},
+    "qwen3_omni_moe": {
+        "talker_config": {"text_config": {"shared_expert_intermediate_size": 64}, "spatial_merge_size": 2}
+    },
 }
 """Fields of a model type that are nothing, or fit no others, in its class's defaults, as checkpoints have them."""
 POSITIONS = {"max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions", "n_ctx"}
@@ -79,7 +112,40 @@ def tiny(kind: str, rung: int, causal: bool = False) -> dict[str, Any]:
 
     config_class = CONFIG_MAPPING[kind]
     fields = config_class().to_dict()
-    return _with(_cut(fields, rung) | _needed(fields, causal), CHECKPOINTS.get(kind, {})) | {"model_type": kind}
+    made = _cut(fields, rung) | _needed(fields, causal)
+    _even(made)
+    return _with(made, CHECKPOINTS.get(kind, {})) | {"model_type": kind}
+
+
+def _match(made: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Widths that are those of another part stay so when the parts are cut."""
+    parts = {key: value for key, value in fields.items() if isinstance(value, dict) and key.endswith("_config")}
+    wide = {key: part["hidden_size"] for key, part in parts.items() if isinstance(part.get("hidden_size"), int)}
+    for key, part in (("", fields), *parts.items()):
+        held = made[key] if key else made
+        for field, value in part.items():
+            if not field.endswith("_hidden_size") or not isinstance(value, int):
+                continue
+            named = field.removesuffix("_hidden_size") + "_config"
+            others = [named, *(each for each in wide if each not in (named, key))]
+            other = next((each for each in others if wide.get(each) == value), None)
+            if field == "out_hidden_size" and key:
+                other = "text_config" if "text_config" in wide else None
+            vision = wide.get("vision_config")
+            if other is not None:
+                held[field] = made[other]["hidden_size"]
+            elif not key and field == "out_hidden_size" and vision and value % vision == 0:  # of patches side by side
+                held[field] = made["vision_config"]["hidden_size"] * (value // vision)
+
+
+def _even(made: dict[str, Any]) -> None:
+    """As many patches a side as those that are joined into one divide, where the defaults do not fit each other."""
+    vision = made.get("vision_config", made)
+    image, patch = vision.get("image_size"), vision.get("patch_size")
+    factors = ("scale_factor", "pixel_shuffle_factor", "downsample_factor")
+    joined = [each for key in factors if isinstance(each := made.get(key), int) and each > 1]
+    if joined and isinstance(image, int) and isinstance(patch, int) and image // patch % joined[0]:
+        vision["image_size"] = patch * joined[0] * max(1, image // patch // joined[0])
 
 
 def _with(fields: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
@@ -126,6 +192,8 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
         return made
     layers = _layers(fields)
     for key, value in fields.items():
+        if key == "depth_coefficient":
+            made[key] = 1.0
         if not isinstance(value, int) or isinstance(value, bool):
             continue
         if LAYERS.match(key) and not KEPT_LAYERS.search(key):
@@ -134,6 +202,12 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
             made[key] = VOCABULARY
         elif key in POSITIONS and value > 128 and rung == 0:
             made[key] = 128
+        elif key == "context_length" and rung == 0:
+            made[key] = min(value, 512)
+        elif key == "frames_per_clip":
+            made[key] = min(value, 8)
+        elif key == "hidden_dim" and "width_coefficient" in fields:
+            continue  # the width of the last of several stages, which are computed
         elif key == "hidden_size" and "embed_dim_per_stage" in fields:
             continue  # the width of the first of several stages, which are listed
         elif key in WIDTHS and rung == 0:
@@ -144,7 +218,8 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
     if "head_dim" in fields and fields["head_dim"] is None and isinstance(heads, int) and "hidden_size" in made:
         made["head_dim"] = made["hidden_size"] // heads
     if rung == 0 and {"head_dim", "qk_rope_head_dim"} <= made.keys() and made["qk_rope_head_dim"]:
-        made["head_dim"] = made["qk_rope_head_dim"]  # the part that positions turn
+        share = (fields.get("rope_parameters") or {}).get("partial_rotary_factor") or 1
+        made["head_dim"] = int(made["qk_rope_head_dim"] / share)  # the part that positions turn is of rotary size
     if isinstance(fields.get("layer_types"), list) and fields.get("rope_parameters") == {}:
         made["rope_parameters"] = {each: {"rope_type": "default", "rope_theta": 1e4} for each in fields["layer_types"]}
     if "num_experts_per_tok" in fields and fields["num_experts_per_tok"] is None:
@@ -164,6 +239,9 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
             and value
         ):
             made[key] = sorted({min(each, layers - 1) for each in value})
+    for key in ("num_key_value_heads_per_layer",):
+        if isinstance(made.get(key), list) and isinstance(heads, int):
+            made[key] = [min(each, heads) for each in made[key]]
     if isinstance(fields.get("attention_types"), list):  # kinds, and how often they are repeated
         made["attention_types"] = [[kinds, layers // len(kinds)] for kinds, _ in fields["attention_types"]]
     if isinstance(fields.get("per_layer_config"), dict):  # of the layers that are left
@@ -184,9 +262,11 @@ def _cut(fields: dict[str, Any], rung: int) -> dict[str, Any]:
     ):
         for key in ("stage_names", "out_features", "out_indices"):  # the last layer, which is another one now
             made.pop(key)
-    vision, text = made.get("vision_config"), made.get("text_config")
-    if isinstance(vision, dict) and isinstance(text, dict) and "out_hidden_size" in vision:  # what a text reads
-        vision["out_hidden_size"] = text.get("hidden_size", vision["out_hidden_size"])
+    _match(made, fields)
+    for key in ("vision_feature_layer", "vision_feature_layers"):  # counted from the last one on
+        if isinstance(made.get(key), list) and isinstance(vision := made.get("vision_config"), dict):
+            depth = int(vision.get("num_hidden_layers", layers))
+            made[key] = [max(-depth, min(each, depth - 1)) for each in made[key]]
     vision, places = fields.get("vision_config"), fields.get("mm_tokens_per_image")
     if places and isinstance(vision, dict) and "image_size" in vision:  # no more than there are patches
         side = vision["image_size"] // vision["patch_size"]

@@ -78,6 +78,8 @@ def _check_counts(fields: dict[str, Any], origin: str) -> None:
         most = _MOST if key in _COUNTS else _MOST_LAYERS if key in _LAYERS else None
         if most is None or value is None or isinstance(value, dict):
             continue
+        if key == "head_dim" and value == 0 and fields.get("qk_rope_head_dim") == 0:
+            continue  # the part of a head that positions turn, of which there is none
         for each in value if isinstance(value, list) and key not in _LAYERS else [value]:
             number = each if isinstance(each, (int, float)) else 0  # some classes save floats that are whole
             if isinstance(each, bool) or number % 1 or not 1 <= number <= most:

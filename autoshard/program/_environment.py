@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autoshard.program import _reads, _writes
+from autoshard.program._masked import MaskedRows, by_row
 from autoshard.program._segments import op_scope
 
 
@@ -101,6 +102,8 @@ def _environment_type() -> type:
                 raise ValueError(str(error)) from error
 
         def _folded(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            if any(isinstance(each, MaskedRows) for each in args):
+                return by_row(func, args, kwargs or {})
             with op_scope():
                 given = args, kwargs or {}
                 if _folding.get() and _reads.asks_for_padding(func, args):
@@ -133,6 +136,8 @@ def _environment_type() -> type:
 
         def t2j_iso(self, torchtensors: Any) -> Any:
             def wrapped(value: Any) -> Any:
+                if isinstance(value, View) and value.numel() == 1:
+                    return value.torch()  # torchax would ask for its value
                 if isinstance(value, (tensor.Tensor, View)) or value.device.type != "cpu":
                     return value
                 with jax.ensure_compile_time_eval() if _folding.get() else contextlib.nullcontext():
@@ -144,11 +149,11 @@ def _environment_type() -> type:
         return self.jax()
 
     def put(tensor_or_view: Any, key: Any, value: Any) -> Any:
-        if isinstance(value, _reads.MaskedRows):
-            if (key[0] if isinstance(key, tuple) else key) is not value.mask:
-                raise ValueError("rows under one mask are written under another, which nobody knows yet to be the same")
-            mask, values = tensor_or_view._env.t2j_iso((value.mask, value.values))
-            return jnp.where(mask[..., None], values, tensor_or_view.jax())
+        if isinstance(value, MaskedRows):
+            under = key[0] if isinstance(key, tuple) else key
+            mask, values = tensor_or_view._env.t2j_iso((under, value.under(under)))
+            wide = mask.reshape(*mask.shape, *([1] * (values.ndim - mask.ndim)))
+            return jnp.where(wide, values.astype(tensor_or_view.jax().dtype), tensor_or_view.jax())
         given, env = (key, value), tensor_or_view._env
         with (
             jax.ensure_compile_time_eval()
@@ -157,11 +162,32 @@ def _environment_type() -> type:
         ):
             return _writes.put(tensor_or_view.jax(), *env.t2j_iso(given))
 
+    def known_after(tensor_or_view: Any, key: Any, value: Any) -> Any:
+        """The elements of what is written into, where they and what is written are known beforehand; else None."""
+        if not _folding.get() or not folds(_pytree.tree_map_only((tensor.Tensor, View), computed, (key, value))):
+            return None
+        copy = computed(tensor_or_view)
+        if _root(copy) is _root(tensor_or_view) or not folds(copy):
+            return None
+        with jax.ensure_compile_time_eval():
+            given = _pytree.tree_map_only((tensor.Tensor, View), computed, (key, value))
+            written = _writes.put(copy.jax(), *copy._env.t2j_iso(given))
+            if isinstance(copy, View):
+                copy.update(written)
+                return _root(copy)._elem
+            return written
+
     def set_elements(self: Any, key: Any, value: Any) -> None:
+        known = known_after(self, key, value)
         self._elem = put(self, key, value)
+        if known is not None:
+            setattr(self, "_beforehand", (self._elem, known))  # noqa: B010  # no field of its class
 
     def set_elements_of_view(self: Any, key: Any, value: Any) -> None:
+        known, root = known_after(self, key, value), _root(self)
         self.update(put(self, key, value))
+        if known is not None:
+            setattr(root, "_beforehand", (root._elem, known))  # noqa: B010  # no field of its class
 
     def tolist(self: Any) -> Any:
         with jax.ensure_compile_time_eval():

@@ -7,7 +7,7 @@ from autoshard.errors import UserError
 from autoshard.program._config import read_config
 from autoshard.program._experts import check_experts
 from autoshard.program._hf_inputs import HfTask, tasks_of
-from autoshard.program._hf_model import build_model, has_head
+from autoshard.program._hf_model import acting, build_model, has_head
 from autoshard.program._hf_objective import Objective, OtherLabels
 from autoshard.program._hf_serving import serving_program
 from autoshard.program._program import Program
@@ -92,7 +92,7 @@ def from_config(
     pipeline = read_pipeline(stages, microbatches, schedule)
     if pipeline is not None and serve is not None:
         raise UserError("--stages is for training steps and forward passes; leave it out, or --serve.")
-    model = build_model(name, fields, compute)
+    model, said = acting(build_model(name, fields, compute))
     form = check_experts(experts, capacity_factor, model, name, imbalance)
     size = 8 if batch is None else batch
     tasks = tasks_of(model, name, batch=size, seq=seq, image=image, train=training, dtype=compute)
@@ -131,7 +131,7 @@ def from_config(
 
     refused: UserError | None = None
     for task in tasks:
-        function, notes = made(), list(task.notes)
+        function, notes = made(), [*said, *task.notes]
         try:
             run, batch_of, objective = _settled(function, task, name, notes, training)
             break

@@ -103,6 +103,7 @@ def hf_mask(*, attention_mask: Any = None, mask_function: Any = None, config: An
         return attention_mask
     causal = "bidirectional" not in _names(mask_function)
     kept = options.get("allow_is_causal_skip" if causal else "allow_is_bidirectional_skip") is False
+    kept = kept or attention_mask is not None and _cuts_masks(config)
     plain = (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
     if mask_function in plain and not kept:
         return attention_mask
@@ -166,6 +167,12 @@ def _passes_window(config: Any) -> bool:
     """Whether modules of this configuration tell their attention what window it has."""
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     return "sliding_window" in _attention_options(name)
+
+
+def _cuts_masks(config: Any) -> bool:
+    """Whether modules of this configuration cut a mask [B, 1, S, T] to the keys that there are."""
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    return re.search(r"mask\[:, :, :, ?: ?key_states", source_of(name)) is not None
 
 
 @functools.cache

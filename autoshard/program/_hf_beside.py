@@ -1,6 +1,7 @@
 """What models are given beside ids and media: masks of all that is there, sizes, and what only some of them ask for."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ class MediaForm:
     """Whether the sizes of images are left out: some towers are asked for more than they have where sizes are given."""
     patches: bool = False
     """Whether images come as patches [B, patches, P P C]."""
+    breaks: bool = False
+    """Whether each row of an image's places in the text ends with one more."""
     pixels: str = ""
     """What dims patches of all images in one dim have beside it: one (``), `CPP` or `PPC` of patches that are merged
     into one."""
@@ -37,7 +40,8 @@ def forms_of(names: set[str], media: Media) -> tuple[MediaForm, ...]:
         return (MediaForm(), MediaForm(masks=True)) if "attention_mask" in names else (MediaForm(),)
     found = [MediaForm(masked, images) for images in dims for masked in ((False, True) if masks else (False,))]
     found += [MediaForm(bare=True)] if "image_sizes" in media.fixed else []
-    found += [MediaForm(masks, pixels=each) for each in ("CPP", "PPC")] if "image_grid_thw" in media.fixed else []
+    if "image_grid_thw" in media.fixed:
+        found += [MediaForm(masks, pixels=each) for each in ("CPP", "PPC")] + [MediaForm(masks, breaks=True)]
     return (*found, *([MediaForm(patches=True)] if len(pixels) == 4 else []))
 
 
@@ -67,7 +71,10 @@ def in_form(media: Media, form: MediaForm, names: set[str], config: Any) -> Medi
         made = MASKS[name](shapes, config)
         if made is not None and name not in fixed:
             fixed[name] = made
-    return dataclasses.replace(media, shapes=shapes, fixed=fixed)
+    tokens = media.tokens
+    if form.breaks and tokens is not None:
+        tokens += math.isqrt(tokens)
+    return dataclasses.replace(media, shapes=shapes, fixed=fixed, tokens=tokens)
 
 
 def _apart(

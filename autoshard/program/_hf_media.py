@@ -71,7 +71,11 @@ def _parts(config: Any) -> list[Any]:
     towers = ("vision_config", "image_encoder", "backbone_config", "encoder_config", "audio_config", "speech_config")
     found = [config] + [part for key in towers if (part := getattr(config, key, None)) is not None]
     encoder = getattr(config, "encoder", None)
-    return [*found, encoder] if hasattr(encoder, "model_type") else found
+    found += [encoder] if hasattr(encoder, "model_type") else []
+    within = [part for each in found[1:] for part in getattr(each, "__dict__", {}).values()]
+    within = [part for part in within if hasattr(part, "model_type")]
+    prompt = getattr(config, "prompt_encoder_config", None)  # of a model that is pointed at places of its images
+    return [*found, *within, *([] if prompt is None else [prompt])]
 
 
 def _size(config: Any, name: str, image: int | None) -> tuple[int, int]:
@@ -192,15 +196,16 @@ def _features(config: Any, names: set[str], name: str, batch: int, image: int | 
         "n_mels",
         default=80,
     )
-    bins = int(bins) * int(_first(config, "num_stacked_frames", default=1))
+    kind = str(config.model_type)
+    stacked = 4 if kind.startswith("granite_speech5") else 1  # with their differences, and two frames in one
+    bins = int(bins) * int(_first(config, "num_stacked_frames", default=stacked))
     places = _first(config, "max_source_positions", "max_position_embeddings")
     each = getattr(config, "audio_length_per_tok", None)
     if room and each:  # a token for so many frames
         return Media({"input_features": (batch, int(bins), 2 * room * int(each))})
-    kind = str(config.model_type)
     for part in _parts(config):
-        if hasattr(part, "max_source_positions") and hasattr(part, "num_mel_bins"):
-            frames = 2 * int(part.max_source_positions)
+        if hasattr(part, "num_mel_bins") and (hasattr(part, "max_source_positions") or hasattr(part, "n_window")):
+            frames = 2 * int(getattr(part, "max_source_positions", 500))
             whole = 2 * int(getattr(part, "n_window", None) or 1)  # frames of a window, where there are windows
             return Media({"input_features": (batch, int(bins), max(1, frames // whole) * whole)})
     if kind.startswith("clap"):

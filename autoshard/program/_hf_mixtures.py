@@ -39,6 +39,22 @@ def switch_experts(self: Any, hidden_states: Any, selected_experts: Any, routing
     return env.j2t_iso(dispatched(x, index, share, OtherExperts(up, down, activation_of(each[0].act))))
 
 
+def dbrx_experts(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+    """Replaces `DbrxExperts.forward`: tokens [B, S, D], indices and weights [B S, K]."""
+    import jax.numpy as jnp
+
+    env = environment()
+    x, index, share = (env.t2j_iso(each) for each in (hidden_states, top_k_index, top_k_weights))
+    gate, up, down = (
+        env.t2j_iso(getattr(self.mlp, key)).reshape(self.num_experts, self.ffn_hidden_size, self.hidden_size)
+        for key in ("w1", "v1", "w2")
+    )
+    layers = GatedExperts(
+        jnp.concatenate([gate, up], 1), down.swapaxes(1, 2), activation_of(self.mlp.activation_fn), None
+    )
+    return env.j2t_iso(dispatched(x.reshape(-1, self.hidden_size), index, share, layers).reshape(x.shape))
+
+
 def jetmoe_mlp(self: Any, layer_input: Any) -> Any:
     """Replaces `JetMoeMoE.forward`: tokens [B, S, D]."""
     env = environment()

@@ -176,6 +176,25 @@ def _part_for(model_class: Any, config: Any) -> Any:
     return next((part for part in parts if part is not None and _takes(model_class, type(part))), config)
 
 
+def acting(model: Any) -> tuple[Any, tuple[str, ...]]:
+    """The module itself, or, of one whose parts take turns and that computes nothing as a whole, the first that does,
+    with what is to be said of that."""
+    import torch
+
+    def acts(module: Any) -> bool:
+        return type(module).forward is not torch.nn.Module.forward
+
+    if acts(model):
+        return model, ()
+    parts = {type(child).__name__: child for child in model.children() if _is_model(type(child)) and acts(child)}
+    if not parts:
+        return model, ()
+    first, *others = parts
+    more = f" `architectures` may name another: {', '.join(others)}." if others else ""
+    note = f"`{type(model).__name__}` computes nothing as a whole; planned is the first of its parts, `{first}`.{more}"
+    return parts[first], (note,)
+
+
 def _is_model(offered: Any) -> bool:
     """Whether it is a class of models: a configuration may not have just anything called that is in the module."""
     import torch

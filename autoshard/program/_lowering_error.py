@@ -48,7 +48,10 @@ def lowering_error(error: Exception, label: str, module: Any) -> UserError:
             f"`{label}` could not be lowered: it calls a Triton kernel{place}, which runs on a GPU alone; "
             "call the equal torch code instead."
         )
-    return UserError(f"`{label}` could not be lowered: {kind}: {text}{place}.")
+    return UserError(
+        f"`{label}` could not be lowered: {kind}: {text}{place}; if the module takes other inputs than these, "
+        "give it with such inputs through a Python file."
+    )
 
 
 def _in_triton(trace: TracebackType | None) -> bool:

@@ -57,6 +57,8 @@ def table() -> dict[Any, Callable[..., Any]]:
         torch.ones: filled(1),
         torch.zeros: filled(0),
         torch.empty: filled(0),
+        torch.take_along_dim: take_along_dim,
+        tensor.take_along_dim: take_along_dim,
         aten.unfold: unfold,
         aten.unfold.default: unfold,
         aten.ceil: ceil,
@@ -65,12 +67,19 @@ def table() -> dict[Any, Callable[..., Any]]:
 
 
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    """`x` [..., in], `weight` [out, in]; the leading dims stay as they are."""
+    """`x` [..., in], `weight` [out, in] or one row [in]; the leading dims stay as they are."""
     import jax
 
-    result = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
-    _flops.record_matmul(result.shape, weight.shape[1])
+    result = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
+    _flops.record_matmul(result.shape, weight.shape[-1])
     return result if bias is None else result + bias
+
+
+def take_along_dim(x: Any, indices: Any, dim: int | None = None) -> Any:
+    """`torch.take_along_dim`, whose own code asks for indices of 64 bits."""
+    import jax.numpy as jnp
+
+    return jnp.take_along_axis(x, indices, axis=dim)
 
 
 def linear_parts(x: Any, weight: Any, bias: Any) -> Any:

@@ -3,13 +3,20 @@
 import contextlib
 import contextvars
 import functools
+import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from autoshard.program._masked import MaskedRows
 
 
 _media: contextvars.ContextVar[bool] = contextvars.ContextVar("media", default=False)
 
 _merging: contextvars.ContextVar[bool] = contextvars.ContextVar("merging", default=False)
+
+_CALLERS = 16
+"""Frames between a module's code and what reads a part of its tensors, at most."""
 
 _ENCODE = ("get_image_features", "get_video_features")
 """Methods by which models of transformers encode what they are shown."""
@@ -18,58 +25,20 @@ _MERGE = (*_ENCODE, "get_audio_features", "get_placeholder_mask")
 """Methods of models that put what they are shown or told into the places of a text."""
 
 
-class AnyCount:
-    """How many elements there are under a mask that nobody knows yet: checks of it hold."""
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    def __ne__(self, other: object) -> bool:
-        return False
-
-    def __hash__(self) -> int:
-        return 0
-
-
-class MaskedElements:
-    """Stands for `x[mask]` of a mask that is traced: models count its elements in checks, and do nothing else."""
-
-    def __init__(self, error: Exception) -> None:
-        """`error` is what was raised for the values of the mask."""
-        self._error = error
-
-    def numel(self) -> AnyCount:
-        """What any count is equal to."""
-        return AnyCount()
-
-    def __getattr__(self, name: str) -> Any:
-        """Raises what was raised for the values of the mask."""
-        raise self._error
-
-
-class MaskedRows:
-    """Stands for the rows `x[mask, :]` of a mask that is traced: models add as many rows to them, and write them back
-    to the same places."""
-
-    def __init__(self, values: Any, mask: Any) -> None:
-        """`values` [..., D] are right at the places of `mask` [...], and anything elsewhere."""
-        self.values, self.mask = values, mask
-
-    def __add__(self, rows: Any) -> "MaskedRows":
-        """With `rows` [N, D] added, in order."""
-        import torch
-
-        place = (torch.cumsum(self.mask.reshape(-1).to(torch.int32), 0) - 1).clamp(0, rows.shape[0] - 1)
-        return MaskedRows(self.values + rows[place.to(torch.int64)].reshape(self.values.shape), self.mask)
-
-    def clone(self) -> "MaskedRows":
-        """The same, since none of it is ever changed."""
-        return self
+def _with_callers(error: Exception) -> Exception:
+    """An error that may be raised later elsewhere, with the frames that ask for it now."""
+    frame, trace = sys._getframe(2), error.__traceback__
+    for _ in range(_CALLERS):
+        if frame is None:
+            break
+        trace = types.TracebackType(trace, frame, frame.f_lasti, frame.f_lineno)
+        frame = frame.f_back
+    return error.with_traceback(trace)
 
 
 def lenient(getitem: Callable[..., Any]) -> Callable[..., Any]:
-    """torchax's `tensor[indexes]`, where a slice may be bounded by a tensor of one whole number, and where elements
-    under a traced mask may be counted, and rows under one added to."""
+    """torchax's `tensor[indexes]`, where a slice may be bounded by a tensor of one whole number, and where rows
+    under a traced mask are computed with."""
     import torch
 
     def whole(index: Any) -> Any:
@@ -83,16 +52,14 @@ def lenient(getitem: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return getitem(self, given)
         except Exception as error:
-            if type(error).__name__ != "NonConcreteBooleanIndexError" or not _merging.get():
+            if type(error).__name__ != "NonConcreteBooleanIndexError":
                 raise
             mask, *rest = given if isinstance(given, tuple) else (given,)
-            if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+            if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.shape != self.shape[: mask.ndim]:
                 raise
-            if not rest and mask.shape == self.shape:
-                return MaskedElements(error)
-            if rest != [slice(None)] or mask.shape != self.shape[:-1]:
+            if any(each != slice(None) for each in rest):
                 raise
-            return MaskedRows(self.clone(), mask)
+            return MaskedRows(self.clone(), mask, _with_callers(error), _merging.get())
 
     return run
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from autoshard.program import _hf_mixtures, _lowerings, _lowerings_nn, _reads, _recurrent, _routers, _writes
+from autoshard.program import _hf_mixtures, _lowerings, _lowerings_nn, _pooling, _reads, _recurrent, _routers, _writes
 from autoshard.program._environment import environment
 
 
@@ -17,7 +17,7 @@ def lowered_environment() -> Any:
     import torch
     from torchax.ops import ops_registry
 
-    lowerings = _lowerings.table() | _lowerings_nn.table() | _recurrent.table() | _writes.table()
+    lowerings = _lowerings.table() | _lowerings_nn.table() | _recurrent.table() | _writes.table() | _pooling.table()
     for operation, lowering in lowerings.items():
         env._ops[operation] = ops_registry.Operator(
             operation, lowering, is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False
@@ -205,6 +205,7 @@ def _biases(self: Any, device: Any) -> Any:
 _LEVIT = "transformers.models.levit.modeling_levit"
 _LONGCAT = "transformers.models.longcat_flash.modeling_longcat_flash"
 _SWITCH = "transformers.models.switch_transformers.modeling_switch_transformers"
+_DBRX = "transformers.models.dbrx.modeling_dbrx"
 _JETMOE = "transformers.models.jetmoe.modeling_jetmoe"
 _REPLACED: dict[tuple[str, str, str], Callable[..., Any]] = {
     ("transformers.pytorch_utils", "Conv1D", "forward"): _conv1d,
@@ -215,6 +216,7 @@ _REPLACED: dict[tuple[str, str, str], Callable[..., Any]] = {
     (_LEVIT, "LevitAttentionSubsample", "get_attention_biases"): _biases,
     (_LONGCAT, "LongcatFlashExperts", "forward"): _hf_mixtures.longcat_experts,
     (_SWITCH, "SwitchTransformersExperts", "forward"): _hf_mixtures.switch_experts,
+    (_DBRX, "DbrxExperts", "forward"): _hf_mixtures.dbrx_experts,
     (_JETMOE, "JetMoeMoE", "forward"): _hf_mixtures.jetmoe_mlp,
     (_JETMOE, "JetMoeMoA", "map"): _hf_mixtures.jetmoe_queries,
     (_JETMOE, "JetMoeMoA", "reduce"): _hf_mixtures.jetmoe_outputs,

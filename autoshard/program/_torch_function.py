@@ -30,6 +30,10 @@ _CONSTANT_ELEMENTS = 1 << 16
 """Largest computed buffer that becomes a constant of the program instead of an argument."""
 
 
+_HELD_ELEMENTS = 1 << 10
+"""Largest buffer whose values may decide what a module computes: schedules of a few steps, but no statistics."""
+
+
 class TorchFunction:
     """A torch module as a pure function of named arrays, repeated layers scanned.
 
@@ -84,10 +88,14 @@ class TorchFunction:
         self.pipeline = pipeline
         self.folded = False
         """Whether what follows from sizes alone is computed beforehand, since the module asks for its values."""
+        self.held = False
+        """Whether small buffers that nothing updates are those of a new module, since it asks for their values."""
         self._describe()
 
     def _describe(self) -> None:
         """Fill `params`, `buffers` and `constants` for the blocks as they are now."""
+        import torch
+
         self.params: dict[str, Any] = {}
         self.buffers: dict[str, Any] = {}
         self.constants: dict[str, Any] = {}
@@ -109,8 +117,16 @@ class TorchFunction:
             for prefix, child in modules.items()
             for key in child._non_persistent_buffers_set
         }
+        norms = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.instancenorm._InstanceNorm)
+        updated = {
+            f"{prefix}.{key}" if prefix else key
+            for prefix, child in modules.items()
+            if isinstance(child, norms)
+            for key in child._buffers
+        }
         for name, tensor in self.module.named_buffers():
-            if name in transient and tensor.device.type != "meta" and tensor.numel() <= _CONSTANT_ELEMENTS:
+            kept = self.held and tensor.numel() <= _HELD_ELEMENTS and name not in updated
+            if (name in transient or kept) and tensor.device.type != "meta" and tensor.numel() <= _CONSTANT_ELEMENTS:
                 if name not in repeated or repeated[name][2] == 0:
                     self.constants[name] = host_array(tensor)
                 if name in repeated:
@@ -175,11 +191,13 @@ class TorchFunction:
             else:
                 outer[name] = prepare(value) if name in params else value
         for name, value in self.constants.items():
+            with jax.ensure_compile_time_eval() if self.folded else contextlib.nullcontext():
+                constant = jnp.asarray(value)
             if name in self.shared:
                 block, offset, key = self.shared[name]
-                layers[block].fixed[offset][key] = jnp.asarray(value)
+                layers[block].fixed[offset][key] = constant
             else:
-                outer[name] = jnp.asarray(value)
+                outer[name] = constant
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Explicitly requested dtype .*int64")  # torch's ids are 64-bit
@@ -240,12 +258,28 @@ class TorchFunction:
                 if asks_for_values(error) and not self.folded:
                     self.folded = True
                     continue
+                if asks_for_values(error) and not self.held and self._hold_buffers():
+                    continue
                 if not self.blocks:
                     raise lowering_error(error, label, self.module) from error
                 self._give_up(self.blocks, "the hidden state between two layers is used elsewhere")
         self.stacks = tuple(block.repeats for block in self.blocks)
         if self.pipeline is not None:
             self._stage(self.pipeline, run, batch, label)
+
+    def _hold_buffers(self) -> bool:
+        """Take the values of small buffers for those of a new module; False if there are none."""
+        self.held = True
+        before = set(self.constants)
+        self._describe()
+        taken = sorted(set(self.constants) - before)
+        if taken:
+            more = f" and {len(taken) - 1} more" if len(taken) > 1 else ""
+            self.notes.append(
+                f"What the module computes follows from values of its buffers: `{taken[0]}`{more} has those of the "
+                "module as it is made, and is no argument of the program."
+            )
+        return bool(taken)
 
     def _stage(self, pipeline: Pipeline, run: Callable[..., Any], batch: Any, label: str) -> None:
         """Cut the blocks that are scanned into stages. Raises `UserError` if they cannot be, or if none is."""

@@ -74,6 +74,39 @@ def _in_order(hit: Any, rows: Any) -> Any:
     return rows[jnp.clip(jnp.cumsum(hit.astype(jnp.int32)) - 1, 0, rows.shape[0] - 1)]
 
 
+_IN_ORDER = {"reshape", "squeeze", "broadcast_in_dim", "copy"}
+"""What leaves elements in their order where it leaves their number."""
+
+
+def is_same(value: Any, other: Any, depth: int = 8) -> bool:
+    """Whether two values of the same trace are known to have the same elements, one after another."""
+    from jax import core
+
+    value, other = _plain(value), _plain(other)
+    if value is other:
+        return True
+    if not isinstance(value, core.Tracer) or not isinstance(other, core.Tracer) or depth == 0:
+        return False
+    mine, theirs = getattr(value, "parent", None), getattr(other, "parent", None)
+    if mine is None or theirs is None or value.shape != other.shape or value.dtype != other.dtype:
+        return False
+    made = mine.primitive is theirs.primitive and len(mine.in_tracers) == len(theirs.in_tracers)
+    if not made or mine.primitive.multiple_results or mine.params != theirs.params:
+        return False
+    return all(is_same(*each, depth - 1) for each in zip(mine.in_tracers, theirs.in_tracers, strict=True))
+
+
+def _plain(value: Any) -> Any:
+    """What a value was before its shape was changed alone."""
+    equation = getattr(value, "parent", None)
+    while equation is not None and equation.primitive.name in _IN_ORDER:
+        operand = equation.in_tracers[0]
+        if getattr(operand, "size", None) != value.size:
+            break
+        value, equation = operand, getattr(operand, "parent", None)
+    return value
+
+
 def _is_traced_mask(value: Any) -> bool:
     from jax import core
 
