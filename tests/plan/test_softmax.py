@@ -11,6 +11,7 @@ import pytest
 from autoshard.cost import Topology, make_mesh
 from autoshard.plan import Options, make_plan
 from autoshard.plan.model._model import Model
+from autoshard.plan.price._op_prices import price_ops
 from autoshard.plan.price._predict import evaluate, spec_of
 from autoshard.plan.price._reading import build_model, read_program
 from autoshard.program import Program, trace
@@ -109,3 +110,27 @@ def test_a_matmul_gets_nothing_back_that_it_never_paid_for():
     found = make_plan(traced, Options(topology="v5e:4x2", mesh={"data": 4, "model": 2}))
     flops = 2 * 2 * 8 * 16 * 512 * 512 * 128  # of both products
     assert found.plan.prediction.step_time_s > flops / 8 / Topology.parse("v5e:4x2").chip.peak_flops("bfloat16")
+
+
+def test_what_is_taken_back_is_taken_off_the_matmuls_that_paid():
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v, preferred_element_type=jnp.float32)
+
+    given = trace(attend, [jax.ShapeDtypeStruct((8, 512, 16, 128), jnp.bfloat16)] * 3)
+    parsed = Topology.parse("v5e:4x4")
+    mesh = make_mesh(parsed, {"data": 4, "model": 4})
+    built = build_model(given, read_program(given, parsed.backend), mesh, parsed.usable_bytes)
+    (softmax,) = built.liveness.softmaxes
+    at = built.cluster_node[softmax.cluster]
+    time = built.nodes[at].time[softmax.loop, "compute"]
+    back = np.flatnonzero(time < 0)
+    assert len(back)
+    for row in back.tolist():
+        choices = np.zeros(len(built.nodes), dtype=np.int64)  # in which nothing is split
+        choices[at] = row
+        compute = price_ops(built, choices).compute
+        assert all(seconds >= 0 for seconds in compute.values())
+        alone = sum(float(node.time[softmax.loop, "compute"][0]) for node in built.nodes if node.kind == "op")
+        matmuls = [op.id for op in built.graph.ops if op.kind == "dot_general"]
+        assert sum(compute["op", op] for op in matmuls) < alone

@@ -72,11 +72,15 @@ def price_ops(model: Model, choices: NDArray[np.int64]) -> OpPrices:
     host: dict[Place, float] = defaultdict(float)
     work: dict[Place, PlaceWork] = defaultdict(PlaceWork)
     traffic, notes = _traffic(model, choices), PriceNotes(model.compute)
+    owed: dict[int, float] = defaultdict(float)
     one_byte, overhead = float(model.compute.memory_seconds(1.0)), model.compute.calibration.op_overhead_s
     for node, choice in zip(model.nodes, choices.tolist(), strict=True):
         for channel, table in node.time.items():
             seconds = float(table[choice])
             if channel == EXPOSED or not seconds:
+                continue
+            if seconds < 0:
+                owed[node.ref] += seconds
                 continue
             shares: dict[Place, float] = {("op", node.ref): 1.0}
             if node.kind == "cluster":
@@ -99,8 +103,28 @@ def price_ops(model: Model, choices: NDArray[np.int64]) -> OpPrices:
             compute[place] += again
             work[place].overhead_s += started
             work[place].moved_bytes += max(0.0, again - started) / one_byte
+    for place, seconds in _taken_back(model, owed, compute).items():
+        compute[place] += seconds
+        work[place].moved_bytes = max(0.0, work[place].moved_bytes + seconds / one_byte)
     inside, moved = _collectives(model, choices)
     return OpPrices(dict(compute), dict(host), inside, dict(work), moved)
+
+
+def _taken_back(model: Model, owed: dict[int, float], compute: dict[Place, float]) -> dict[Place, float]:
+    """What softmaxes take less than nothing (they store less than their matmuls paid for), off those matmuls."""
+    found: dict[Place, float] = defaultdict(float)
+    for softmax in model.liveness.softmaxes:
+        if softmax.cluster not in owed:
+            continue
+        beside = [
+            ("op", op.id)
+            for op in model.graph.ops
+            if op.op_class is OpClass.HEAVY and not softmax.taken_back.isdisjoint((*op.operands, *op.results))
+        ]
+        paid = sum(compute[place] for place in beside)
+        for place in beside:
+            found[place] += owed[softmax.cluster] * compute[place] / paid
+    return found
 
 
 def _add_work(work: PlaceWork, model: Model, node: Node, choice: int, notes: PriceNotes) -> None:
