@@ -112,13 +112,7 @@ for _name in _OPERATORS:
 
 def is_same(mask: Any, other: Any) -> bool:
     """Whether two masks are known to hold the same, one after another."""
-    return mask is other or mask.numel() == other.numel() and _writes.is_same(*(_array(each) for each in (mask, other)))
-
-
-def _array(mask: Any) -> Any:
-    from autoshard.program._environment import environment
-
-    return environment().t2j_iso(mask)
+    return mask is other or mask.numel() == other.numel() and _writes.is_same(mask.jax(), other.jax())
 
 
 def _spread(rows: Any, mask: Any) -> Any:

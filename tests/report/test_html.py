@@ -200,7 +200,7 @@ def test_it_says_which_mesh_axis_lies_where(plan: Plan):
 def test_another_plan_beside_it(plan: Plan):
     other = dataclasses.replace(
         plan,
-        mesh={"data": 256},
+        mesh={"data": 16, "model": 16},
         arguments=plan.arguments | {"lm_head.weight": Spec((("data",), ()))},
         prediction=plan.baselines["fsdp"],
     )
