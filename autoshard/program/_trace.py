@@ -132,7 +132,14 @@ def trace(
         training = any(
             a.role is Role.OPTIMIZER_STATE or (a.role is Role.PARAMETER and a.result is not None) for a in arguments
         )
-    if len(mlir.main_block(ir).arguments) != len(arguments):
+    entering = [str(value.type) for value in mlir.main_block(ir).arguments]
+    if len(entering) != len(arguments) and not any("token" in each for each in entering):
+        raise UserError(
+            f"`{label}` uses a value from inside of a `jax.checkpoint` or another traced call that did not return it "
+            "(layers that share keys and values hand them on so); return it, or trace without recomputation "
+            "(--remat none)."
+        )
+    if len(entering) != len(arguments):
         raise UserError(
             f"`{label}` has side effects in a fixed order (ordered callbacks, or a Pallas kernel in TPU interpret "
             "mode), which no plan can split; take them out, or give `pallas_call` interpret=True."

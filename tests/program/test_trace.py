@@ -299,3 +299,17 @@ def test_a_kernel_of_another_backend_is_refused_with_what_works():
 
     with pytest.raises(UserError, match=r"`step` asks for a kernel that is not made for cpu, .* in plain JAX"):
         trace(step, (S((4,), F),))
+
+
+def test_a_value_that_a_checkpoint_did_not_return_is_refused() -> None:
+    def loss(w, x):
+        kept = []
+
+        def first(w, x):
+            kept.append(jnp.sin(x @ w))
+            return kept[0] * 2
+
+        return jax.checkpoint(lambda w, z: jnp.sum(z @ w * kept[0]))(w, jax.checkpoint(first)(w, x))
+
+    with pytest.raises(UserError, match=r"`loss` uses a value from inside of a `jax.checkpoint` .*--remat none"):
+        trace(jax.grad(loss), (jax.ShapeDtypeStruct((8, 8), jnp.float32),) * 2)
