@@ -171,6 +171,8 @@ class Reader:
                 for number, operand in enumerate(user.operands):
                     if operand == name and inner is not None:
                         total += self._read(inner, number, whole)
+                        if _hands_on(inner, number):
+                            total += self._used(computation, user.name, whole, depth + 1)
             elif user.opcode == "tuple":
                 total += 0  # handed on untouched
             else:
@@ -203,6 +205,14 @@ class Reader:
             if inner is not None and inner.root.opcode != "tuple":
                 return self._update(inner, inner.root)
         return op.held
+
+
+def _hands_on(computation: Computation, number: int) -> bool:
+    """Whether what a fused computation makes is one of its parameters, under another shape."""
+    op: Instruction | None = computation.root
+    while op is not None and op.opcode in ("bitcast", "reshape"):
+        op = computation.by_name.get(op.operands[0])
+    return op is not None and op is computation.parameters.get(number)
 
 
 def _called(op: Instruction) -> str:

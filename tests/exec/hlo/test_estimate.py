@@ -273,6 +273,19 @@ def test_a_fusion_reads_slices_and_writes_updates_in_place():
     assert work(text, "two").hbm_bytes == pytest.approx(2 * SIZE, abs=64)
 
 
+def test_a_matmul_reads_what_a_fusion_within_its_own_only_shows_in_another_shape():
+    before = (
+        f"%shown (a: bf16[4096,4096]) -> bf16[4096,4096] {{\n  %a = {BIG} parameter(0)\n"
+        f"  ROOT %b = {BIG} bitcast(%a)\n}}\n\n"
+        f"%fused (x: bf16[4096,4096], y: bf16[4096,4096]) -> bf16[4096,4096] {{\n"
+        f"  %x = {BIG} parameter(0)\n  %y = {BIG} parameter(1)\n"
+        f"  %left = {BIG} fusion(%x), kind=kLoop, calls=%shown\n"
+        f"  ROOT {matmul('d', 'left', 'y').strip()}\n}}\n"
+    )
+    text = module(f"  ROOT %f = {BIG} fusion(%p, %q), kind=kOutput, calls=%fused", before)
+    assert work(text, "f").hbm_bytes == 3 * SIZE
+
+
 def test_what_lives_in_vmem_is_no_main_memory_traffic():
     text = module("  ROOT %c = bf16[4096,4096]{1,0:T(8,128)(2,1)S(1)} copy(%p)")
     assert (work(text, "c").hbm_bytes, work(text, "c").vmem_bytes) == (SIZE, SIZE)
