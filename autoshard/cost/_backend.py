@@ -79,6 +79,8 @@ class Backend:
     """Whether a gather joins whole shards, so that those of an inner dim are copied before and after it."""
     narrows_stacks: bool
     """Whether a stack of layers is converted once before the loop that narrows slices of it, and held beside it."""
+    rounds_operands: bool
+    """Whether matmuls of float32 at the default precision take operands that are rounded to bfloat16 beforehand."""
     late_gradients: bool
     """Whether gradients of weights that the optimizer alone takes are made after the loops that stand before it."""
     holds_in_flight: bool
@@ -107,7 +109,7 @@ BACKENDS = {
             sums_in_two_phases=True, sum_dtype="", scatters=Scatters.BY_GROUP, stages=True, joins_sums=True,
             one_ring=False, packs_blocks=False, caches=False, burst_bytes=512, sorting=Sorting.BITONIC,
             tiled=True, fuses_into_matmuls=True, relays_shards=True, copies_shards=False,
-            narrows_stacks=True, late_gradients=False, holds_in_flight=False,
+            narrows_stacks=True, rounds_operands=True, late_gradients=False, holds_in_flight=False,
             compiles_ahead=True, described=False, judge="compile", attention="splash",
         ),
         Backend(
@@ -116,7 +118,7 @@ BACKENDS = {
             sums_in_two_phases=True, sum_dtype="", scatters=Scatters.ALWAYS, stages=False, joins_sums=False,
             one_ring=True, packs_blocks=False, caches=False, burst_bytes=64, sorting=Sorting.RADIX,
             tiled=False, fuses_into_matmuls=False, relays_shards=False, copies_shards=False,
-            narrows_stacks=False, late_gradients=True, holds_in_flight=True,
+            narrows_stacks=False, rounds_operands=False, late_gradients=True, holds_in_flight=True,
             compiles_ahead=False, described=True, judge="compile", attention="cudnn",
         ),
         Backend(
@@ -125,7 +127,7 @@ BACKENDS = {
             sums_in_two_phases=False, sum_dtype="f32", scatters=Scatters.NEVER, stages=False, joins_sums=False,
             one_ring=False, packs_blocks=True, caches=True, burst_bytes=64, sorting=Sorting.COMPARISON,
             tiled=False, fuses_into_matmuls=False, relays_shards=False, copies_shards=True,
-            narrows_stacks=True, late_gradients=False, holds_in_flight=False,
+            narrows_stacks=True, rounds_operands=False, late_gradients=False, holds_in_flight=False,
             compiles_ahead=False, described=False, judge="measure", attention="plain",
         ),
     )

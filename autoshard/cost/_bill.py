@@ -50,12 +50,18 @@ class Charge:
 Price = Callable[..., NDArray[np.float64]]
 
 
-def _dot(compute: Compute, m: Any, n: Any, k: Any, batch: Any, size: Any, *, dtype: str) -> NDArray[np.float64]:
-    return compute.dot_seconds(m, n, k, batch, dtype, size)
+def _dot(
+    compute: Compute, m: Any, n: Any, k: Any, batch: Any, size: Any, fused: Any = 0.0, *, dtype: str
+) -> NDArray[np.float64]:
+    return compute.dot_seconds(m, n, k, batch, dtype, size, fused)
 
 
 def _op(compute: Compute, flops: Any, size: Any, used: Any, *, dtype: str) -> NDArray[np.float64]:
     return compute.op_seconds(flops, size, dtype, used * compute.calibration.matmul_efficiency)
+
+
+def _again(compute: Compute, flops: Any, used: Any, *, dtype: str) -> NDArray[np.float64]:
+    return compute.again_seconds(flops, dtype, used * compute.calibration.matmul_efficiency)
 
 
 def _attention(compute: Compute, scores: Any, size: Any, **said: Any) -> NDArray[np.float64]:
@@ -73,6 +79,7 @@ def _launch(compute: Compute, ops: Any) -> NDArray[np.float64]:
 WORK: dict[str, Price] = {
     "dot": _dot,
     "op": _op,
+    "again": _again,
     "attention": _attention,
     "steps": Compute.step_seconds,
     "sort": _sort,

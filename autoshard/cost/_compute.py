@@ -189,6 +189,11 @@ class Compute:
             rate *= self.topology.host_cores / self.topology.num_devices
         return np.asarray(flops, dtype=np.float64) / rate
 
+    def again_seconds(self, flops: ArrayLike, dtype: str, efficiency: ArrayLike | None = None) -> NDArray[np.float64]:
+        """Time that the matrix unit runs longer for FLOPs of further passes over what it has (higher precisions)."""
+        share = self.calibration.matmul_efficiency if efficiency is None else np.asarray(efficiency, dtype=np.float64)
+        return np.asarray(flops, dtype=np.float64) / (self.topology.peak_flops(dtype) * share)
+
     def op_seconds(
         self, flops: ArrayLike, size_bytes: ArrayLike, dtype: str = "bf16", efficiency: ArrayLike | None = None
     ) -> NDArray[np.float64]:

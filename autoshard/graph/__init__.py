@@ -11,6 +11,7 @@ from autoshard.graph._clusters import Cluster as Cluster
 from autoshard.graph._clusters import Edge as Edge
 from autoshard.graph._clusters import Structure as Structure
 from autoshard.graph._clusters import build_structure as build_structure
+from autoshard.graph._flops import is_sum as is_sum
 from autoshard.graph._fusion import TILED as TILED
 from autoshard.graph._fusion import Liveness as Liveness
 from autoshard.graph._fusion import analyse as analyse
@@ -21,6 +22,8 @@ from autoshard.graph._late import made_late as made_late
 from autoshard.graph._manual import COLLECTIVES as COLLECTIVES
 from autoshard.graph._manual import IN as IN
 from autoshard.graph._manual import OUT as OUT
+from autoshard.graph._narrowed import rounded as rounded
+from autoshard.graph._narrowed import source_of as source_of
 from autoshard.graph._read import read_graph as read_graph
 from autoshard.graph._read import replace_names as replace_names
 from autoshard.graph._records import AxisUse as AxisUse

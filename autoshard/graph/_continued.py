@@ -15,8 +15,13 @@ from collections.abc import Collection, Mapping, Sequence
 from autoshard.graph._records import Fusion, OpClass, OpGraph
 
 
-_SMALL = 8
-"""What has so many times fewer elements than a sum takes does not decide where it is made."""
+_FEW = 64
+"""A matmul's result leads no further than over so many values."""
+_MOST_MADE = 4
+"""The kernel of a matmul stores at most so many values instead of its result."""
+SMALL = 8
+"""What has so many times fewer elements than a sum takes does not decide where it is made; nor what is so much smaller
+whether a value is made once."""
 
 
 def meetings(graph: OpGraph, consumers: Sequence[Sequence[int]], apart: Collection[int]) -> dict[int, int]:
@@ -59,6 +64,78 @@ def meetings(graph: OpGraph, consumers: Sequence[Sequence[int]], apart: Collecti
     return found
 
 
+def latest_makers(graph: OpGraph) -> list[int]:
+    """By value the last op, of those with a kernel of their own, that it follows from; -1 for none."""
+    found = [tensor.producer for tensor in graph.tensors]
+    for op in graph.ops:
+        if op.op_class is OpClass.FREE or (op.op_class is OpClass.POINTWISE and op.operands):
+            before = -1 if op.op_class is OpClass.FREE else max(found[t] for t in op.operands)
+            for tensor in op.results:
+                found[tensor] = before
+    return found
+
+
+def leads_from_matmul(
+    graph: OpGraph,
+    tensor: int,
+    reads: Collection[int],
+    consumers: Sequence[Sequence[int]],
+    matmuls: Collection[int],
+    pinned: Collection[int],
+    latest: Sequence[int],
+) -> bool:
+    """Whether one of `reads` is a matmul's result that only such values follow from: pointwise, and taken by matmuls.
+
+    Its kernel goes on to them then, of which the gradient of a gated activation has two, and they are stored for all
+    who take them. Sums are made beside.
+    """
+    last = graph.ops[graph.tensors[tensor].producer]
+    if last.op_class is not OpClass.POINTWISE:
+        return False
+    for source in reads:
+        maker = graph.tensors[source].producer
+        if maker not in matmuls or source in pinned or graph.ops[maker].loop != last.loop:
+            continue
+        if graph.tensors[source].elements != graph.tensors[tensor].elements:
+            continue
+        if tensor in _made_of(graph, source, consumers, matmuls, pinned, latest):
+            return True
+    return False
+
+
+def _made_of(
+    graph: OpGraph,
+    source: int,
+    consumers: Sequence[Sequence[int]],
+    matmuls: Collection[int],
+    pinned: Collection[int],
+    latest: Sequence[int],
+) -> set[int]:
+    """The values taken by matmuls that follow from a matmul's result over pointwise ops, and from nothing that is made
+    later; none if others do too."""
+    loop, maker, found = graph.tensors[source].loop, graph.tensors[source].producer, set[int]()
+    left, seen = [source], {source}
+    while left:
+        tensor = left.pop()
+        users = [graph.ops[user] for user in consumers[tensor] if graph.ops[user].kind != "reduce"]
+        taken = [user for user in users if user.id in matmuls and user.loop == loop]
+        if tensor in pinned or (taken and (tensor == source or len(taken) < len(users))):
+            return set()
+        if taken:
+            found.add(tensor)
+            continue
+        if any(user.loop != loop or user.op_class is not OpClass.POINTWISE for user in users):
+            return set()
+        if any(latest[t] > maker for user in users for t in user.operands):
+            return set()
+        more = {t for user in users for t in user.results} - seen
+        left += more
+        seen |= more
+        if len(seen) > _FEW:
+            return set()
+    return found if len(found) <= _MOST_MADE else set()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Continued:
     """Fusions of which some do their work inside of others' kernels."""
@@ -87,29 +164,81 @@ def continued(
                 readers.setdefault(source, []).append(number)
     made = list(fusions)
     stores: dict[int, int] = {}
+    done: set[int] = set()
+    able = {number: _before(graph, fusion, matmuls, pinned) for number, fusion in enumerate(fusions)}
+
+    def takers(source: int, fusion: Fusion) -> list[int]:
+        """The fusions that read a matmul's result, but for sums beside one of them."""
+        return [n for n in readers[source] if fusions[n] is fusion or not _sums(graph, fusions[n], fusion)]
+
+    def for_matmuls(number: int) -> bool:
+        """Whether only matmuls read what a fusion makes, and sums."""
+        taken = [graph.ops[fusions[n].root] for t in fusions[number].writes for n in readers.get(t, ())]
+        return any(op.id in matmuls for op in taken) and all(op.id in matmuls or op.kind == "reduce" for op in taken)
+
     for number, fusion in enumerate(fusions):
-        root = graph.ops[fusion.root]
-        if root.op_class is not OpClass.POINTWISE or len(fusion.writes) != 1 or fusion.moved != fusion.writes:
-            continue
-        written = graph.tensors[fusion.writes[0]]
-        before = [
-            t
-            for t in fusion.reads
-            if graph.tensors[t].producer in matmuls
-            and readers[t] == [number]
-            and t not in pinned
-            and graph.ops[graph.tensors[t].producer].loop == root.loop
-            and graph.tensors[t].elements == written.elements
-        ]
+        before = [t for t in able[number] if takers(t, fusion) == [number]]
         if before:
             source = max(before, key=lambda t: graph.tensors[t].producer)
-            stores[source] = written.id
+            stores[source] = fusion.writes[0]
+            done.add(number)
             made[number] = dataclasses.replace(fusion, reads=tuple(t for t in fusion.reads if t != source), moved=())
-    _sum_inside(graph, fusions, made, matmuls)
+    for number, fusion in enumerate(fusions):
+        for source in able[number]:
+            together = takers(source, fusion)
+            if number in done or source in stores or not 1 < len(together) <= _MOST_MADE:
+                continue
+            if any(n in done or source not in able[n] or not for_matmuls(n) for n in together):
+                continue
+            stores[source] = fusion.writes[0]
+            done.update(together)
+            there = {source}
+            for first, n in enumerate(together):
+                left = tuple(t for t in fusions[n].reads if t not in there)
+                moved = fusions[n].moved if first else ()
+                made[n] = dataclasses.replace(fusions[n], reads=left, moved=moved, beside=bool(first))
+                there.update(fusions[n].reads)
+    _sum_inside(graph, fusions, made, matmuls, readers)
     return Continued(made, stores)
 
 
-def _sum_inside(graph: OpGraph, fusions: Sequence[Fusion], made: list[Fusion], matmuls: Collection[int]) -> None:
+def _before(graph: OpGraph, fusion: Fusion, matmuls: Collection[int], pinned: Collection[int]) -> list[int]:
+    """Matmuls' results that a fusion reads, whose kernels may do its work."""
+    root = graph.ops[fusion.root]
+    if root.op_class is not OpClass.POINTWISE or len(fusion.writes) != 1 or fusion.moved != fusion.writes:
+        return []
+    elements = graph.tensors[fusion.writes[0]].elements
+    return [
+        t
+        for t in fusion.reads
+        if graph.tensors[t].producer in matmuls
+        and t not in pinned
+        and graph.ops[graph.tensors[t].producer].loop == root.loop
+        and graph.tensors[t].elements == elements
+    ]
+
+
+def _sums(graph: OpGraph, fusion: Fusion, other: Fusion) -> bool:
+    """Whether a fusion is a sum of what another takes or makes, beside which it is made."""
+    root = graph.ops[fusion.root]
+    if root.kind != "reduce" or root.loop != graph.ops[other.root].loop:
+        return False
+    return set(_large(graph, fusion)) <= {*other.reads, *other.writes}
+
+
+def _large(graph: OpGraph, fusion: Fusion) -> list[int]:
+    """What a sum reads that is not much smaller than what it sums."""
+    elements = max(graph.tensors[t].elements for t in graph.ops[fusion.root].operands)
+    return [t for t in fusion.reads if graph.tensors[t].elements * SMALL > elements]
+
+
+def _sum_inside(
+    graph: OpGraph,
+    fusions: Sequence[Fusion],
+    made: list[Fusion],
+    matmuls: Collection[int],
+    readers: Mapping[int, Sequence[int]],
+) -> None:
     """Takes what sums read off those that another kernel of their loop makes beside its own work."""
     maker = {tensor: number for number, fusion in enumerate(fusions) for tensor in fusion.writes}
     sums: dict[int, list[int]] = {}
@@ -117,13 +246,13 @@ def _sum_inside(graph: OpGraph, fusions: Sequence[Fusion], made: list[Fusion], m
         root = graph.ops[fusion.root]
         if root.kind != "reduce":
             continue
-        elements = max(graph.tensors[t].elements for t in root.operands)
-        large = {t for t in fusion.reads if graph.tensors[t].elements * _SMALL > elements}
+        large = set(_large(graph, fusion))
         small = [t for t in fusion.reads if t not in large]
         if not large:
             continue
         latest = max(large, key=lambda t: graph.tensors[t].producer)
-        hosts = [*sums.get(root.loop, ()), *([maker[latest]] if latest in maker else ())]
+        beside = (n for n in readers[latest] if graph.ops[fusions[n].root].op_class is OpClass.POINTWISE)
+        hosts = [*sums.get(root.loop, ()), *([maker[latest]] if latest in maker else ()), *beside]
         for host in hosts:
             other = graph.ops[fusions[host].root]
             goes_on = other.op_class is OpClass.POINTWISE or other.id in matmuls or other.kind == "reduce"

@@ -24,6 +24,12 @@ def op_flops(
     return 0
 
 
+def is_sum(rule: Rule) -> bool:
+    """Whether a dot multiplies two tensors of the same dims: XLA makes a product and a sum of it, and no matmul."""
+    left, right = ({f for dim in dims for f in dim if rule.sizes[f] > 1} for dims in rule.operands[:2])
+    return left == right
+
+
 def _kernel_output_features(rule: Rule, kernel: Tensor) -> int:
     """Size of the kernel dim whose factor also stands in the result (output features)."""
     in_result = {factor for dim in rule.results[0] for factor in dim}

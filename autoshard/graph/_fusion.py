@@ -3,34 +3,33 @@
 The rule: heavy ops write what they make and read what they take; pointwise values stay inside the fusion of
 whoever consumes them, unless recomputing them for several consumers would read more than keeping them costs. On TPUs
 matmuls without batch dims are consumers like others: what leads from one matmul's result to the operands of the next
-ones (activation functions, norms and their gradients) is not stored, but computed again in each of them (read from
-the scheduled programs of decoders and MLPs, v4 to tpu7x, libtpu 0.0.51). What becomes of attention's scores there
-depends on the spec: `_softmax`.
+ones (activation functions, norms and their gradients) is not stored where computing it in each of them moves less
+(read from the scheduled programs of decoders and MLPs, v4 to tpu7x, libtpu 0.0.51): `_written`. What becomes of
+attention's scores there depends on the spec: `_softmax`.
 """
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from autoshard.graph._continued import continued, meetings
-from autoshard.graph._hosted import INTO_STACKS, TO_DEVICE, TO_HOST, hosted
+from autoshard.graph._continued import continued, latest_makers, meetings
+from autoshard.graph._hosted import hosted
 from autoshard.graph._in_transit import copied_stacks, in_transit
 from autoshard.graph._interleaved import interleaved_passes
 from autoshard.graph._lifetimes import buffers_of, outlast
 from autoshard.graph._manual import IN, OUT
 from autoshard.graph._records import Fusion, Op, OpClass, OpGraph
+from autoshard.graph._siblings import joined
 from autoshard.graph._side_by_side import matmuls_of_stages
 from autoshard.graph._softmax import Softmax, is_batched
 from autoshard.graph._stored import stored, widened
 from autoshard.graph._taken_apart import chosen, taken_apart
 from autoshard.graph._turned import Passes, turned_passes
+from autoshard.graph._written import CHEAP_INTO_MATMUL, Writing, computed_inside, ends_fusion
 
 
-_CHEAP_INTO_MATMUL = frozenset({"convert", "transpose", "reshape", "broadcast_in_dim"})
-_WRITERS = frozenset({"reduce", "case", "if", TO_DEVICE})
 _PASSING = frozenset({"sharding_constraint", IN, OUT})
 """Ops that say how a value is split and leave it where it is."""
 _FUSED_MOVES = frozenset({"slice", "concatenate", "pad", "reverse"})
-_PARTS = frozenset({"slice", "pad"})
 TILED = 2
 """So many minor dims of a tensor are laid out in tiles of registers."""
 _MANY = 8
@@ -55,6 +54,8 @@ class Liveness:
     that cannot be made in the memory of the donated arguments that they replace, and stacks of another layout."""
     stores: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """Result of a matmul or convolution -> what its kernel stores instead."""
+    computed: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    """Operand that the kernels of matmuls compute themselves -> what they read for it, over its own bytes."""
 
     def itemsize(self, graph: OpGraph, buffer: tuple[int, int, int]) -> int:
         """Bytes of an element of a buffer."""
@@ -102,8 +103,11 @@ def analyse(
     kernels = {op.id for op in graph.ops if _is_kernel(graph, op, fused_matmuls)} | _copied_into_stacks(graph) - passing
     ends = _ends_of(graph, consumers, pinned, kernels)
     meets = (
-        meetings(graph, consumers, {op.id for op in graph.ops if _ends(op, pinned, kernels)}) if fused_matmuls else {}
+        meetings(graph, consumers, {op.id for op in graph.ops if ends_fusion(op, pinned, kernels)})
+        if fused_matmuls
+        else {}
     )
+    deciding = Writing(graph, consumers, pinned, sizes, kernels, inner, fused_matmuls, latest_makers(graph))
     reach: dict[int, frozenset[int]] = {}
     bases: dict[int, frozenset[int]] = {}
     materialised: set[int] = set()
@@ -135,10 +139,7 @@ def analyse(
         reads = frozenset().union(*(reach.get(t, frozenset()) for t in sources))
         writes = []
         for tensor in op.results:
-            users, after = consumers[tensor], ends[tensor]
-            if tensor not in meets and _is_written(
-                graph, op.id, tensor, users, after, reads, pinned, sizes, kernels, fused_matmuls, inner
-            ):
+            if tensor not in meets and deciding.is_written(op, tensor, ends[tensor], reads):
                 materialised.add(tensor)
                 reach[tensor] = frozenset((tensor,))
                 writes.append(tensor)
@@ -171,7 +172,12 @@ def analyse(
     passes = [Passes(tensor, loop, 2) for tensor, loop in copied]
     if fused_matmuls:
         passes += (*turned_passes(graph), *interleaved_passes(graph))
-    return Liveness(tuple(fusions), frozenset(materialised), buffers, widths, away, softmaxes, tuple(passes), stores)
+    if fused_matmuls:
+        fusions = joined(graph, fusions)
+    computed = computed_inside(graph, inner, reach, sizes)
+    return Liveness(
+        tuple(fusions), frozenset(materialised), buffers, widths, away, softmaxes, tuple(passes), stores, computed
+    )
 
 
 def _is_overwritten(
@@ -211,7 +217,7 @@ def _takes_stored(graph: OpGraph, op: Op) -> bool:
         made = graph.ops[graph.tensors[tensor].producer]
         if made.op_class is OpClass.LAYER:
             return True
-        if made.kind not in _CHEAP_INTO_MATMUL:
+        if made.kind not in CHEAP_INTO_MATMUL:
             return False
         tensor = made.operands[0]
     return tensor in graph.arguments
@@ -234,42 +240,6 @@ def _copied_into_stacks(graph: OpGraph) -> set[int]:
     return found
 
 
-def _is_written(
-    graph: OpGraph,
-    op_id: int,
-    tensor: int,
-    users: list[int],
-    ends: frozenset[int] | None,
-    reads: frozenset[int],
-    pinned: set[int],
-    sizes: Sequence[int],
-    kernels: Collection[int],
-    fused_matmuls: bool,
-    inner: Collection[int],
-) -> bool:
-    """`inner`: matmuls whose kernels compute what leads to them."""
-    op = graph.ops[op_id]
-    if _ends(op, pinned, kernels):
-        return True
-    if op.kind == TO_HOST and any(graph.ops[u].kind not in INTO_STACKS for u in users):
-        return True  # else it goes to the host as the stack's slice
-
-    def inside(user: int) -> bool:
-        return user in inner and graph.ops[user].loop == op.loop
-
-    apart = any(u in kernels and not inside(u) for u in users)
-    if fused_matmuls and sum(graph.ops[u].kind in _PARTS for u in users) > 1:
-        apart = True  # computed inside of their kernel it would be computed once for every part
-    if apart and op.kind not in _CHEAP_INTO_MATMUL and op.op_class is not OpClass.LAYER:
-        return True
-    if len(users) < 2 or (ends is not None and (len(ends) == 1 or all(inside(end) for end in ends))):
-        return False
-    if any(inside(u) for u in users):
-        # Matmuls compute it again, and others do if it follows from one value of its size.
-        return sum(graph.tensors[t].elements >= graph.tensors[tensor].elements for t in reads) > 1
-    return sum(sizes[t] for t in reads) > sizes[tensor]
-
-
 def _is_kernel(graph: OpGraph, op: Op, tiled: bool) -> bool:
     """True for an op that compilers give a kernel of its own.
 
@@ -282,12 +252,6 @@ def _is_kernel(graph: OpGraph, op: Op, tiled: bool) -> bool:
     return tiled and any(op.kind == "pad" or dim >= rank - TILED for dim in op.strided)
 
 
-def _ends(op: Op, pinned: set[int], kernels: Collection[int]) -> bool:
-    """True for an op that ends its fusion: what it makes is written in any case."""
-    writes = op.kind in _WRITERS or op.kind == "dynamic_update_slice" or any(t in pinned for t in op.results)
-    return writes or op.id in kernels
-
-
 def _ends_of(
     graph: OpGraph, consumers: Sequence[list[int]], pinned: set[int], kernels: Collection[int]
 ) -> list[frozenset[int] | None]:
@@ -298,7 +262,7 @@ def _ends_of(
             ends: frozenset[int] | None = frozenset()
             for user in consumers[tensor]:
                 other = graph.ops[user]
-                apart = other.loop != op.loop or _ends(other, pinned, kernels)
+                apart = other.loop != op.loop or ends_fusion(other, pinned, kernels)
                 after = [frozenset((user,))] if apart else [found[t] for t in other.results]
                 ends = None if ends is None or None in after else ends.union(*(e for e in after if e is not None))
                 if ends is None or len(ends) > _MANY:

@@ -16,6 +16,7 @@ from autoshard.graph._halos import windowed_rule
 from autoshard.graph._hosted import placement_kind
 from autoshard.graph._loops import BRANCHING, read_branches, read_while
 from autoshard.graph._manual import COLLECTIVES, same_rule
+from autoshard.graph._narrowed import ROUNDING
 from autoshard.graph._offsets import offsets
 from autoshard.graph._opaque import read_opaque
 from autoshard.graph._reading import UseReading
@@ -116,6 +117,7 @@ class _ModuleReader(UseReading):
             # A region in a region would be one of the program's own; and what lies beyond the edges must be known.
             split = not self.manual and (kind != "select_and_scatter" or mlir.selects_extreme(op))
             rule, halos = windowed_rule(kind, rule, mlir.attribute_texts(op), *shapes, split=split)
+        passes = mlir.precision_passes(mlir.attribute_texts(op)) if kind in ROUNDING else 1
         grouped = kind == "convolution" and mlir.has_groups(mlir.attribute_texts(op))
         known = None
         if opaque is not None and "mhlo.backend_config" in op.attributes:
@@ -145,7 +147,7 @@ class _ModuleReader(UseReading):
         self.ops.append(
             Op(
                 op_id, number, kind, op_class, operands, results, rule, loop, flops, name, numbers, groups,
-                self.manual, opaque=opaque, halos=halos, grouped=grouped, offsets=moved,
+                self.manual, opaque=opaque, halos=halos, grouped=grouped, offsets=moved, passes=passes,
                 line="" if op_class is OpClass.FREE else mlir.code_line(op),
                 strided=strided_dims(kind, self.cuts.get(op_id, ())), steps=steps,
                 sloping=known.sloping if known is not None else opaque.sloping if opaque is not None else (),

@@ -110,7 +110,7 @@ class Op:
 
     id: int
     number: int
-    """Position in the inlined module (`number_ops`)."""
+    """Position in the inlined module (`number_ops`); -1 for one that the compiler inserts (`rounded`)."""
     kind: str
     """`dot_general`, `reduce`, ...: the op's name without its dialect."""
     op_class: OpClass
@@ -142,6 +142,8 @@ class Op:
     """Dims that a slice or pad cuts or lengthens: (factor, where the result begins in the operand)."""
     grouped: bool = False
     """True for a convolution of groups (of features or of the batch), which the partitioner may split wrongly."""
+    passes: int = 1
+    """How often a unit that multiplies in bfloat16 runs a matmul of float32: more than once above default precision."""
     line: str = ""
     """Where the user's own code asks for it, `model.py:12`; may be empty."""
     strided: tuple[int, ...] = ()
@@ -292,3 +294,5 @@ class Fusion:
     """A slice of what is in memory stands for itself: only the slice is read."""
     moved: tuple[int, ...]
     """Values whose bytes are written: `writes`, or the slice that is put into a stack in place."""
+    beside: bool = False
+    """True if the kernel of an earlier fusion does its work, and nothing is started for it."""

@@ -8,6 +8,7 @@ was compiled for TPUs, v4 to v6e, libtpu 0.0.51), and copied for a loop within a
 
 from collections.abc import Collection, Iterable, Mapping
 
+from autoshard.graph._narrowed import INSERTED
 from autoshard.graph._records import Op, OpClass, OpGraph
 
 
@@ -147,12 +148,15 @@ def _laid_out(makers: Mapping[int, Op], tensor: int) -> int:
 
 def _converted(graph: OpGraph) -> tuple[dict[Buffer, int], dict[int, int]]:
     """A stack that loops narrow slice by slice: its narrow copy, from the first of these loops to the last. And what
-    lies between: values that are slices of such stacks, or chosen among them, by their bytes of an element."""
+    lies between: values that are slices of such stacks, or chosen among them, by their bytes of an element.
+
+    What the compiler itself rounds it rounds slice by slice (decoders in float32, v4 and v5e).
+    """
     makers = {tensor: op for op in graph.ops for tensor in op.results}
     spans: dict[tuple[int, int], tuple[int, int]] = {}
     between: dict[int, int] = {}
     for op in graph.ops:
-        if op.kind != "convert" or op.loop < 0:
+        if op.kind != "convert" or op.loop < 0 or op.number == INSERTED:
             continue
         width = _itemsize(graph, op.results[0])
         if width >= _itemsize(graph, op.operands[0]):

@@ -95,4 +95,5 @@ from autoshard.mlir._windows import Window as Window
 from autoshard.mlir._windows import WindowedDim as WindowedDim
 from autoshard.mlir._windows import convolution_dims as convolution_dims
 from autoshard.mlir._windows import has_groups as has_groups
+from autoshard.mlir._windows import precision_passes as precision_passes
 from autoshard.mlir._windows import windowed_dims as windowed_dims

@@ -139,6 +139,23 @@ def has_groups(attributes: Mapping[str, str]) -> bool:
     return any(int(text.partition(":")[0]) > 1 for text in counts)
 
 
+def precision_passes(attributes: Mapping[str, str]) -> int:
+    """How often a unit that multiplies in bfloat16 runs a matmul or convolution: 1 at the compiler's default precision.
+
+    6 at the highest precision and 3 at the high one, as TPUs have them; else what the op's algorithm says.
+    """
+    config = attributes.get("precision_config", "")
+    if "HIGHEST" in config:
+        return 6
+    if "HIGH" in config:
+        return 3
+    algorithm = attributes.get("algorithm", "")
+    if not algorithm:
+        return 1
+    times = re.search(r"num_primitive_operations = (\d+)", algorithm)
+    return int(times[1]) if times and "bf16" in algorithm else 6
+
+
 def _after(w: Window) -> int:
     return ((w.size - 1) * w.spread - w.low - w.stride) // w.base + 1
 

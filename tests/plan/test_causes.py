@@ -38,8 +38,8 @@ def line_of(text: str) -> str:
 @pytest.fixture(scope="module")
 def program() -> autoshard.Program:
     params = {
-        "up": jax.ShapeDtypeStruct((256, 1024), jnp.float32),
-        "down": jax.ShapeDtypeStruct((1024, 256), jnp.float32),
+        "up": jax.ShapeDtypeStruct((256, 16384), jnp.float32),
+        "down": jax.ShapeDtypeStruct((16384, 256), jnp.float32),
     }
     args = (params, jax.eval_shape(OPTIMIZER.init, params), jax.ShapeDtypeStruct((64, 256), jnp.float32))
     return autoshard.trace(step, args)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Compute
-from autoshard.graph import IN, MATMULS, OUT, FactorKind, Op, OpGraph, Rule
+from autoshard.graph import IN, MATMULS, OUT, FactorKind, Op, OpGraph, Rule, is_sum
 from autoshard.plan.model._factors import factor_states
 from autoshard.plan.model._ragged import is_ragged, ragged_passes
 from autoshard.plan.model._residency import Residency
@@ -74,8 +74,8 @@ def heavy_seconds(
         operands = results  # reads what it takes, not the whole table
     elif op.kind == "scatter":
         operands = operands[2:] * 2
-    size = np.zeros(len(states))
-    for tensor, dims in (*operands, *results):
+    size, fused = np.zeros(len(states)), np.zeros(len(states))
+    for number, (tensor, dims) in enumerate((*operands, *results)):
         record = graph.tensors[tensor]
         if not record.shape:
             continue
@@ -83,7 +83,12 @@ def heavy_seconds(
         if dims:
             mine = factor_states(states, dims)
             local, ratio = local_elements(mine, record.shape, axes), padding.ratio(tensor, mine, axes)
-        size = size + residency.streamed(tensor, local * ratio * record.itemsize)
+        moved = local * ratio * record.itemsize
+        if number < len(operands):
+            size = size + residency.streamed(tensor, moved)
+            fused = fused + residency.taken_besides(tensor, moved)
+        else:
+            size = size + residency.left(tensor, moved)
     if op.kind == "gather" and op.rule is not None:
         size = size + _burst_waste(graph, op, states, axes, compute)
     size = size + relaid_bytes(graph, op, states, axes, compute.topology.backend)
@@ -107,7 +112,12 @@ def heavy_seconds(
         m, n, k, batch = _matmul_sizes(op.rule, states, axes)
         if is_sum(op.rule) and not compute.topology.traits.packs_blocks:
             return compute.op_seconds(np.zeros(len(states)), size)
-        return compute.dot_seconds(m, n, k, batch, dtype, size)
+        once = compute.dot_seconds(m, n, k, batch, dtype, size, fused)
+        if _passes(op, compute) == 1:
+            return once
+        flops = 2.0 * m * n * k * batch * (_passes(op, compute) - 1)
+        return once + compute.again_seconds(flops, dtype, compute.matmul_efficiency(m, n, k, batch))
+    size = size + fused
     factors = [max(1, n) for n in op.rule.sizes]  # a call may have empty results
     share = local_elements(states, factors, axes) / math.prod(factors)
     steps = op.steps * share
@@ -130,7 +140,14 @@ def heavy_seconds(
             return busy + compute.step_seconds(steps) + added
     efficiency = _convolution_efficiency(graph, op, states, axes, compute) if op.kind == "convolution" else None
     busy = compute.op_seconds(op.flops * share, size, dtype, efficiency)
+    if _passes(op, compute) > 1:
+        busy = busy + compute.again_seconds(op.flops * share * (_passes(op, compute) - 1), dtype, efficiency)
     return busy + compute.step_seconds(steps) if op.steps else busy
+
+
+def _passes(op: Op, compute: Compute) -> int:
+    """How often the matrix unit runs an op: more than once where it multiplies in bfloat16 and is asked for more."""
+    return op.passes if compute.topology.traits.rounds_operands else 1
 
 
 def _most_of_slope(states: States, factor: int, axes: Sequence[int], blocks: int) -> Seconds:
@@ -204,12 +221,6 @@ def _matmul_sizes(rule: Rule, states: States, axes: Sequence[int]) -> tuple[Seco
         mine = [f if f in group else WHOLE for f in range(len(rule.sizes))]
         sizes.append(local_elements(relabel(states, mine), masked, axes))
     return tuple(sizes)
-
-
-def is_sum(rule: Rule) -> bool:
-    """Whether a dot multiplies two tensors of the same dims: XLA makes a product and a sum of it, and no matmul."""
-    left, right = ({f for dim in dims for f in dim if rule.sizes[f] > 1} for dims in rule.operands[:2])
-    return left == right
 
 
 def result_states(op: Op, states: States, result: int) -> States:

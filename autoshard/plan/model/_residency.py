@@ -32,6 +32,11 @@ class Residency:
 
     def __init__(self, graph: OpGraph, liveness: Liveness, chip: Chip) -> None:
         self.graph = graph
+        self.taken_over_own = liveness.computed
+        self.stored_over_own = {
+            source: graph.tensors[tensor].bytes / graph.tensors[source].bytes
+            for source, tensor in liveness.stores.items()
+        }
         self.ratio = chip.vmem_over_hbm_bandwidth
         self.share = np.zeros(len(graph.tensors))
         """Of every value the largest share of it that stays on the chip; 0: always in main memory."""
@@ -75,6 +80,14 @@ class Residency:
         if not self.share[tensor]:
             return local
         return np.where(local <= self.share[tensor] * self.graph.tensors[tensor].bytes, local / self.ratio, local)
+
+    def taken_besides(self, tensor: int, local_bytes: ArrayLike) -> NDArray[np.float64]:
+        """What a matmul reads to compute a value that it takes, beyond as many bytes as the value has."""
+        return self.streamed(tensor, local_bytes) * (self.taken_over_own.get(tensor, 1.0) - 1.0)
+
+    def left(self, tensor: int, local_bytes: ArrayLike) -> NDArray[np.float64]:
+        """`streamed` for what a matmul makes: of a value that its kernel goes on with, what it stores instead."""
+        return self.streamed(tensor, local_bytes) * self.stored_over_own.get(tensor, 1.0)
 
 
 def _users(graph: OpGraph) -> list[tuple[str, ...]]:

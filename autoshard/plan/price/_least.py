@@ -1,8 +1,7 @@
 """The least time that any plan of a program takes, whatever it splits: its arithmetic on all devices at once."""
 
 from autoshard.cost import Calibration, Topology
-from autoshard.graph import OpGraph
-from autoshard.plan.model._heavy import is_sum
+from autoshard.graph import OpGraph, is_sum
 
 
 def least_seconds(graph: OpGraph, topology: Topology, calibration: Calibration) -> float:

@@ -141,7 +141,7 @@ class NodePricer:
         for fusion in self.liveness.fusions:
             op = self.graph.ops[fusion.root]
             wide = [t for t in fusion.moved if self.graph.tensors[t].elements > 1 and self.structure.cluster_of[t] >= 0]
-            if wide and (op.op_class is not OpClass.HEAVY or op.kind in FOLDED_OPS):
+            if wide and not fusion.beside and (op.op_class is not OpClass.HEAVY or op.kind in FOLDED_OPS):
                 found[self.structure.cluster_of[wide[0]]][op.loop] += self.graph.trips(op.loop)
         return found
 

@@ -23,14 +23,21 @@ class PriceNotes:
         numbers = tuple(float(np.asarray(amount).reshape(-1)[0]) for amount in amounts)
         self.calls.append((op, tuple(sorted(said.items())), numbers))
 
-    def dot_seconds(self, m: Any, n: Any, k: Any, batch: Any, dtype: str, size: Any) -> NDArray[np.float64]:
-        self.note("dot", m, n, k, batch, size, dtype=dtype)
-        return self.compute.dot_seconds(m, n, k, batch, dtype, size)
+    def dot_seconds(
+        self, m: Any, n: Any, k: Any, batch: Any, dtype: str, size: Any, fused: Any = 0.0
+    ) -> NDArray[np.float64]:
+        self.note("dot", m, n, k, batch, size, fused, dtype=dtype)
+        return self.compute.dot_seconds(m, n, k, batch, dtype, size, fused)
 
     def op_seconds(self, flops: Any, size: Any, dtype: str = "bf16", efficiency: Any = None) -> NDArray[np.float64]:
         used = 1.0 if efficiency is None else np.asarray(efficiency) / self.compute.calibration.matmul_efficiency
         self.note("op", flops, size, used, dtype=dtype)
         return self.compute.op_seconds(flops, size, dtype, efficiency)
+
+    def again_seconds(self, flops: Any, dtype: str, efficiency: Any = None) -> NDArray[np.float64]:
+        used = 1.0 if efficiency is None else np.asarray(efficiency) / self.compute.calibration.matmul_efficiency
+        self.note("again", flops, used, dtype=dtype)
+        return self.compute.again_seconds(flops, dtype, efficiency)
 
     def attention_seconds(
         self, scores: Any, head: int, value_head: int, matmuls: int, dtype: str, size: Any

@@ -135,13 +135,16 @@ def _add_work(work: PlaceWork, model: Model, node: Node, choice: int, notes: Pri
     heavy_seconds(model.graph, op, states, model.axis_sizes, notes, model.residency, model.padding)  # type: ignore[arg-type]
     for name, said, amounts in notes.taken():
         given = dict(said)
+        if name == "again":
+            work.busy_s += float(WORK[name](compute, *amounts, **given)) * trips
+            continue
         if name == "steps":
             work.overhead_s += float(WORK[name](compute, *amounts)) * trips
             continue
-        at = 4 if name == "dot" else 1
-        still = (*amounts[:at], 0.0, *amounts[at + 1 :])
+        sizes = (4, 5) if name == "dot" else (1,)
+        still = tuple(0.0 if at in sizes else amount for at, amount in enumerate(amounts))
         started = compute.calibration.op_overhead_s
-        work.moved_bytes += amounts[at] * trips
+        work.moved_bytes += sum(amounts[at] for at in sizes) * trips
         work.busy_s += max(0.0, float(WORK[name](compute, *still, **given)) - started) * trips
         work.overhead_s += started * trips
         if name == "dot":

@@ -14,6 +14,7 @@ from autoshard.graph import (
     made_late,
     read_graph,
     replace_names,
+    rounded,
 )
 from autoshard.plan.model._axis_parts import axis_parts_of
 from autoshard.plan.model._groups import Groups, find_groups, tensor_groups
@@ -47,6 +48,9 @@ def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
     """
     read = kept_graph if kept else read_graph
     graph = replace_names(read(program.module), [a.name for a in program.arguments])
+    traits = BACKENDS[backend]
+    if traits.rounds_operands:
+        graph = rounded(graph)
     parameters = [t for t, a in zip(graph.arguments, program.arguments, strict=True) if a.role is Role.PARAMETER]
     ties = [
         (graph.results[a.result], t)
@@ -57,7 +61,6 @@ def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
     named = list(zip(graph.arguments, program.arguments, strict=True))
     undonated = [t for t, a in named if not a.donated]
     updates = {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None}
-    traits = BACKENDS[backend]
     fused = traits.fuses_into_matmuls
     softmaxes = find_softmaxes(graph, structure) if fused else ()
     narrows = traits.narrows_stacks

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cost import Collectives
-from autoshard.graph import FactorKind, OpClass
+from autoshard.graph import FactorKind, OpClass, source_of
 from autoshard.mlir import WINDOWED
 from autoshard.plan.model._factors import factor_states
 from autoshard.plan.model._heavy import result_states
@@ -28,6 +28,7 @@ def make_pins(model: Model, choices: NDArray[np.int64]) -> tuple[Pin, ...]:
     graph, structure = model.graph, model.structure
 
     def pin(tensor: int, before: Sequence[Spec] = ()) -> None:
+        tensor = source_of(graph, tensor)
         if structure.cluster_of[tensor] >= 0 and graph.tensors[tensor].value[0] >= 0:
             values[tensor] = [*before, tensor_spec(model, choices, tensor)]
 

@@ -1,5 +1,6 @@
 """What single heavy ops cost: sorts, gathers, matmuls of narrow types."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -71,6 +72,23 @@ def test_a_dot_of_tensors_with_the_same_dims_is_a_product_and_a_sum(topology: st
     moved = 4 * 32 * rows * (2 * inner + 1)
     assert times[0] == pytest.approx(float(Compute(Topology.parse(topology)).op_seconds(0, moved)), rel=0.02)
     assert times.min() == pytest.approx(times[0] / 4, rel=0.1)
+
+
+@pytest.mark.parametrize(("topology", "longer"), [("v5e:2x2", 6.0), ("h100:4", 1.0)])
+def test_a_matmul_of_the_highest_precision_runs_the_matrix_unit_six_times(topology: str, longer: float) -> None:
+    size = 8192
+    plain, precise = (
+        float(
+            seconds(
+                functools.partial(jnp.dot, precision=precision),
+                *[shape(size, size)] * 2,
+                topology=topology,
+                kind="dot_general",
+            )[0]
+        )
+        for precision in (None, "highest")
+    )
+    assert precise / plain == pytest.approx(longer, rel=0.06)
 
 
 @pytest.mark.parametrize(

@@ -149,8 +149,8 @@ def test_matmuls_split_n_ways_take_an_nth_of_the_time(factor: int) -> None:
         whole = float(seconds[(node.states == WHOLE).all(axis=1)][0])
         split = seconds[(node.states[:, 0] == WHOLE) & (node.states[:, 1] != WHOLE)]
         assert np.all(split >= whole / factor)
-        # A thin slice of a matmul is bound by its memory traffic as well.
-        assert np.all(split <= whole / factor * (1.1 if factor == 2 else 1.6) + 2e-6)
+        # A thin slice of a matmul is bound by its memory traffic as well, all the more where it computes what it takes.
+        assert np.all(split <= whole / factor * (1.1 if factor == 2 else 2.1) + 2e-6)
 
 
 # Search

@@ -1,0 +1,37 @@
+"""Kernels of several results."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from autoshard.graph import Fusion, analyse
+from tests.graph.programs import f32, graph_of
+
+
+def adam(p: Any, m: Any, v: Any, g: Any) -> Any:
+    m = 0.9 * m + 0.1 * g
+    v = 0.99 * v + 0.01 * g * g
+    return p - m / (jnp.sqrt(v) + 1e-6), m, v
+
+
+def light(fusions: tuple[Fusion, ...]) -> tuple[int, int]:
+    """(kernels, values read) of fusions."""
+    return sum(not f.beside for f in fusions), sum(len(f.reads) for f in fusions)
+
+
+@pytest.mark.parametrize("tpu", [False, True])
+def test_an_update_reads_its_gradient_once(tpu: bool) -> None:
+    fusions = analyse(graph_of(adam, *[f32(64, 64)] * 4), fused_matmuls=tpu).fusions
+    assert len(fusions) == 3
+    assert light(fusions) == ((1, 4) if tpu else (3, 7))
+
+
+def test_sizes_that_differ_and_what_waits_for_others_stay_apart() -> None:
+    def fn(x: Any, y: Any, w: Any) -> Any:
+        first = jnp.sin(x) * y
+        return first, jnp.cos(y) + first @ w, jnp.sin(x)[:4]
+
+    graph = graph_of(fn, f32(8, 8), f32(8, 8), f32(8, 8))
+    fusions = analyse(graph, fused_matmuls=True).fusions
+    assert all(not f.beside for f in fusions)
