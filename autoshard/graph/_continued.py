@@ -241,7 +241,6 @@ def _sum_inside(
 ) -> None:
     """Takes what sums read off those that another kernel of their loop makes beside its own work."""
     maker = {tensor: number for number, fusion in enumerate(fusions) for tensor in fusion.writes}
-    sums: dict[int, list[int]] = {}
     for number, fusion in enumerate(fusions):
         root = graph.ops[fusion.root]
         if root.kind != "reduce":
@@ -251,8 +250,13 @@ def _sum_inside(
         if not large:
             continue
         latest = max(large, key=lambda t: graph.tensors[t].producer)
-        beside = (n for n in readers[latest] if graph.ops[fusions[n].root].op_class is OpClass.POINTWISE)
-        hosts = [*sums.get(root.loop, ()), *([maker[latest]] if latest in maker else ()), *beside]
+        beside = [
+            n
+            for n in readers[latest]
+            if graph.ops[fusions[n].root].op_class is OpClass.POINTWISE
+            or (graph.ops[fusions[n].root].kind == "reduce" and n < number)
+        ]
+        hosts = [*([maker[latest]] if latest in maker else ()), *beside]
         for host in hosts:
             other = graph.ops[fusions[host].root]
             goes_on = other.op_class is OpClass.POINTWISE or other.id in matmuls or other.kind == "reduce"
@@ -262,4 +266,3 @@ def _sum_inside(
             if all(graph.tensors[t].producer < other.id for t in small):
                 made[number] = dataclasses.replace(fusion, reads=tuple(small))
                 break
-        sums.setdefault(root.loop, []).append(number)
