@@ -11,7 +11,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from autoshard.cost import Decoder, ServingAsked, Topology, serving_point
+from autoshard.cost import Decoder, Engine, ServingAsked, Topology, serving_point
 
 
 ROOT = Path(__file__).parent.parent
@@ -24,6 +24,8 @@ MODELS = {
 """Dims as the models' configurations have them."""
 LLAMA_70B = Decoder(80, 8192, 28672, 64, 8, 128, 128256)
 CHIPS = {"h100_sxm": "h100", "h200_sxm": "h200", "gb200": "gb200"}
+CHUNK = 512
+"""Tokens that a step of the run on TPUs took at most."""
 SAME = 0.03
 """Degrees whose measured times are within this of the best count as the best as well."""
 
@@ -42,9 +44,9 @@ def priced(row: dict) -> float | None:
     quantised = row.get("gemm_quant_mode")
     if quantised == "nvfp4":
         return None
-    asked = ServingAsked(row["isl"], row["osl"], 1 if quantised else 2)
+    asked = ServingAsked(row["isl"], row["osl"], "fp8" if quantised else "bf16")
     topology = Topology.parse(f"{CHIPS[row['system']]}:{row['tp_size']}")
-    return serving_point(MODELS[row["model_path"]], topology, asked, row["tp_size"], row["batch_size"]).token_s
+    return serving_point(MODELS[row["model_path"]], topology, asked, Engine(row["tp_size"]), row["batch_size"]).token_s
 
 
 def gpu_lines(rows: list[dict]) -> tuple[list[str], list[float]]:
@@ -100,7 +102,8 @@ def largest_is_best(rows: list[dict]) -> float:
 def tpu_lines(data: dict) -> list[str]:
     found = []
     for row in data["serving_trillium"]["rows"]:
-        point = serving_point(LLAMA_70B, Topology.parse("v6e:2x4"), ServingAsked(1000, 1000), 8, row["concurrency"])
+        place, asked = Topology.parse("v6e:2x4"), ServingAsked(1000, 1000)
+        point = serving_point(LLAMA_70B, place, asked, Engine(8), row["concurrency"], CHUNK - row["concurrency"])
         ours = 1e3 * point.token_s
         theirs = row["mean_tpot_ms"]
         found.append(f"| {row['concurrency']} | {theirs:.1f} | {ours:.1f} | {ours / theirs:.2f} |")

@@ -48,7 +48,8 @@ FLAGS = {
     },
     "list": {"--debug", "--json", "--quiet"},
     "serve-plan": {
-        *("--debug", "--input", "--json", "--output", "--quiet", "--topology", "--tpot", "--ttft", "--weights"),
+        *("--cache-dtype", "--debug", "--gap", "--input", "--json", "--output", "--quiet", "--topology", "--tpot"),
+        *("--ttft", "--weights"),
     },
     "explain": {"--debug", "--entry", "--json", "--program", "--quiet", "--time-limit"},
     "export": {"--debug", "--entry", "--force", "--json", "--out", "--program", "--quiet", "--to", "-o"},

@@ -196,7 +196,12 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--tpot", type=latency, default=float("inf"), metavar="T", help="time per further token at most, as 30ms"
     )
-    serve.add_argument("--weights", choices=("bf16", "fp8", "int8"), default="bf16", help="as stored (default: bf16)")
+    serve.add_argument(
+        "--gap", type=latency, default=float("inf"), metavar="T", help="time between any two tokens at most, as 60ms"
+    )
+    stored = {"choices": ("bf16", "fp8", "int8"), "default": "bf16"}
+    serve.add_argument("--weights", **stored, help="as stored and multiplied (default: bf16)")
+    serve.add_argument("--cache-dtype", **stored, help="of keys and values (default: bf16)")
 
     refine = _command(
         commands,

@@ -29,14 +29,15 @@ def report_serving(arguments: argparse.Namespace, figures: dict[str, Any], answe
 
 def run_serve_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
     need_no_accelerator()
-    from autoshard.cost import ServingAsked
-    from autoshard.plan import SERVED_WEIGHTS, plan_serving
+    from autoshard.cost import ServingAsked, ServingLimits
+    from autoshard.plan import plan_serving
     from autoshard.report import serving_figures, serving_report
 
     if not arguments.program.startswith("hf:"):
         raise UserError(f"serving is planned for a configuration, hf:CONFIG; found {arguments.program!r}.")
-    asked = ServingAsked(arguments.input, arguments.output, SERVED_WEIGHTS[arguments.weights])
-    plan = plan_serving(arguments.program, arguments.topology, asked, arguments.ttft, arguments.tpot)
+    asked = ServingAsked(arguments.input, arguments.output, arguments.weights, arguments.cache_dtype)
+    limits = ServingLimits(arguments.ttft, arguments.tpot, arguments.gap)
+    plan = plan_serving(arguments.program, arguments.topology, asked, limits)
     if arguments.json:
         print_json(serving_figures(plan), answer)
     else:

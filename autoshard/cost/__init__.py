@@ -81,8 +81,13 @@ from autoshard.cost._schedules import StageWork as StageWork
 from autoshard.cost._schedules import Timetable as Timetable
 from autoshard.cost._schedules import make_schedule as make_schedule
 from autoshard.cost._schedules import timetable as timetable
+from autoshard.cost._serving import LEAST_CHUNK as LEAST_CHUNK
+from autoshard.cost._serving import STORED_BYTES as STORED_BYTES
+from autoshard.cost._serving import Engine as Engine
 from autoshard.cost._serving import ServingAsked as ServingAsked
+from autoshard.cost._serving import ServingLimits as ServingLimits
 from autoshard.cost._serving import ServingPoint as ServingPoint
+from autoshard.cost._serving import engine_kinds as engine_kinds
 from autoshard.cost._serving import serving_point as serving_point
 from autoshard.cost._serving import serving_points as serving_points
 from autoshard.cost._topology import PhysicalAxis as PhysicalAxis

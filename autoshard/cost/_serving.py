@@ -1,53 +1,106 @@
 """What serving a decoder takes, by closed form: one engine or several, prompts and decoding in the same steps.
 
-An engine of `tensor` devices holds `batch` sequences. In a steady state each of them is replaced after `output` tokens,
-so that in `output` steps as many prompts are computed as there are sequences: a step is one of decoding and
-`batch / output` prompts (continuous batching, prompts in chunks). Engines that decode only have steps without prompts.
+An engine holds one copy of the weights and `batch` sequences. In a steady state each of them is replaced after
+`output` tokens, so that a step of decoding has on the mean `batch * input / output` tokens of prompts beside it: they
+come in chunks, in some of the steps (chunked prefill, continuous batching). Engines that decode only have none.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from autoshard.cost._calibration import Calibration
 from autoshard.cost._compute import Compute
 from autoshard.cost._decoder import Decoder
-from autoshard.cost._estimate import StepAsked, layout_estimate
+from autoshard.cost._estimate import Layout, StepAsked, StepEstimate, layout_estimate
 from autoshard.cost._topology import Topology
+
+
+STORED_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0}
+"""Dtypes of stored weights, and of keys and values, and their bytes; their scales are not counted."""
+LEAST_CHUNK = 128
+"""Tokens of prompts that a step takes at least."""
+_NEAR = 0.98
+"""Chunks that serve nearly as much as the best are as good; longer ones have sooner first tokens, and longer gaps."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServingAsked:
-    """The requests that are served."""
+    """The requests that are served, and how the model is stored."""
 
     input: int
     """How many tokens a prompt has."""
     output: int
     """How many tokens an answer has."""
-    weight_bytes: float = 2
-    """Bytes of one stored weight."""
+    weights: str = "bf16"
+    """Dtype of stored weights, of `STORED_BYTES`, which is also what they are multiplied in."""
+    cache: str = "bf16"
+    """Dtype of stored keys and values, of `STORED_BYTES`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServingLimits:
+    """What is allowed at most, in seconds."""
+
+    first_s: float = math.inf
+    """Until a first token."""
+    token_s: float = math.inf
+    """Of each further token, on the mean."""
+    gap_s: float = math.inf
+    """Between any two tokens of an answer."""
+
+    def keeps(self, point: "ServingPoint") -> bool:
+        """Whether a way to serve stays within all of them."""
+        return point.first_s <= self.first_s and point.token_s <= self.token_s and point.gap_s <= self.gap_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Engine:
+    """The devices that hold one copy of a model, and what they split."""
+
+    tensor: int
+    """Devices that split the heads of attention."""
+    attention: int = 1
+    """Groups of so many devices, each with its part of the sequences and with all weights of attention
+    (data-parallel attention); everything else is split over all of them."""
+    experts: int = 1
+    """Parts of whole experts; with 1 each expert is split over all devices."""
+
+    @property
+    def devices(self) -> int:
+        """How many devices it has."""
+        return self.tensor * self.attention
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServingPoint:
     """One way to serve on a topology. Times in seconds, sizes in bytes of one device."""
 
-    tensor: int
-    """How many devices hold one copy of the weights together."""
+    engine: Engine
     engines: int
     batch: int
     """Sequences that one engine holds at once."""
+    chunk: int
+    """Tokens of prompts that a step of one group of an engine takes at most."""
     prompt_s: float
-    """Seconds in which one engine computes a prompt alone: no first token comes sooner."""
+    """Seconds in which one engine computes a prompt: no first token comes sooner."""
     decode_s: float
     """Seconds of a step of decoding without prompts."""
-    token_s: float
-    """Seconds between two tokens of an answer, with the prompts that come between them."""
+    added_s: float
+    """Seconds by which a prompt makes steps of decoding longer, all of its chunks together."""
+    gap_s: float
+    """The longest time between two tokens of an answer: a step with a whole chunk of prompts."""
     peak_bytes: float
     limit_bytes: int
     output: int
     """How many tokens an answer has."""
     prompt_engines: int = 0
     """Engines, of all, that compute prompts only, for others that decode only; 0: each does both."""
+
+    @property
+    def token_s(self) -> float:
+        """Seconds between two tokens of an answer on the mean, with the prompts that come between them."""
+        return self.decode_s + (0.0 if self.prompt_engines else self.batch / self.output * self.added_s)
 
     @property
     def first_s(self) -> float:
@@ -58,7 +111,11 @@ class ServingPoint:
     def tokens_per_s(self) -> float:
         """Tokens of answers in a second, of all engines."""
         decoded = (self.engines - self.prompt_engines) * self.batch / self.token_s
-        return min(decoded, self.prompt_engines / self.prompt_s * self.output) if self.prompt_engines else decoded
+        if not self.prompt_engines:
+            return decoded
+        # Each group of an engine has a prompt at once.
+        prompts = self.prompt_engines * self.engine.attention / self.prompt_s
+        return min(decoded, prompts * self.output)
 
     @property
     def fits(self) -> bool:
@@ -66,49 +123,139 @@ class ServingPoint:
         return self.peak_bytes <= self.limit_bytes
 
 
+class _Engines:
+    """Engines of one kind on all of a topology, and what their steps take."""
+
+    def __init__(self, decoder: Decoder, compute: Compute, asked: ServingAsked, engine: Engine) -> None:
+        self.decoder, self.compute, self.asked, self.engine = decoder, compute, asked, engine
+        self.count = compute.topology.num_devices // engine.devices
+        self.layout = Layout(self.count, engine.devices, engine.attention, engine.experts)
+
+    def step(self, kind: str, sequences: int, length: int, chunk: int = 0) -> StepEstimate:
+        asked = self.asked
+        step = StepAsked(
+            sequences * self.count,
+            length,
+            kind,
+            param_bytes=STORED_BYTES[asked.weights],
+            multiplied=asked.weights,
+            cache_bytes=STORED_BYTES[asked.cache],
+            chunk=chunk * self.engine.attention * self.count,
+            prompt=asked.input,
+        )
+        return layout_estimate(self.decoder, self.compute, step, self.layout)
+
+    def points(self, batch: int, chunks: list[int]) -> Iterator[ServingPoint]:
+        """Prompts and decoding together, with each of the chunks."""
+        asked, limit = self.asked, self.compute.topology.usable_bytes
+        # On the mean a sequence has its prompt and half of its answer behind it.
+        length = asked.input + asked.output // 2
+        decode = self.step("decode", batch, length)
+        longest = self.step("decode", batch, asked.input + asked.output)
+        for chunk in chunks:
+            mixed = self.step("decode", batch, length, chunk)
+            longer = mixed.step_time_s - decode.step_time_s
+            peak = longest.peak_bytes + mixed.bytes["temporaries"] - decode.bytes["temporaries"]
+            added = asked.input / (chunk * self.engine.attention) * longer
+            yield ServingPoint(
+                self.engine, self.count, batch, chunk, math.ceil(asked.input / chunk) * mixed.step_time_s,
+                decode.step_time_s, added, mixed.step_time_s, peak, limit, asked.output,
+            )  # fmt: skip
+
+    def apart(self, point: ServingPoint) -> ServingPoint | None:
+        """The same with engines for prompts and others that decode, as many of each as serve most; None for one
+        engine."""
+        if self.count < 2:
+            return None
+        alone = self.step("prefill", self.engine.attention, self.asked.input)
+        options = [
+            dataclasses.replace(
+                point,
+                chunk=max(self.asked.input, LEAST_CHUNK),
+                prompt_s=alone.step_time_s,
+                added_s=0.0,
+                gap_s=point.decode_s,
+                prompt_engines=count,
+            )
+            for count in range(1, self.count)
+        ]
+        return max(options, key=lambda each: each.tokens_per_s)
+
+
+def _chosen(points: list[ServingPoint], limits: ServingLimits) -> ServingPoint:
+    """Of ways that differ in their chunks one within the limits, if any is, that serves nearly most, with the least
+    product of the time to a first token and the longest gap."""
+    kept = [each for each in points if limits.keeps(each)] or points
+    most = max(each.tokens_per_s for each in kept)
+    good = [each for each in kept if each.tokens_per_s >= _NEAR * most]
+    return min(good, key=lambda each: each.first_s * each.gap_s)
+
+
+def _chunks(asked: ServingAsked, batch: float) -> list[int]:
+    """Powers of two for a group with so many sequences: enough for the prompts that come in, and no longer than takes a
+    whole one."""
+    least = max(LEAST_CHUNK, batch * asked.input / asked.output)
+    first = max(0, math.ceil(math.log2(least)))
+    last = max(first, math.ceil(math.log2(asked.input)))
+    return [1 << power for power in range(first, last + 1)]
+
+
 def serving_point(
     decoder: Decoder,
     topology: Topology,
     asked: ServingAsked,
-    tensor: int,
+    engine: Engine,
     batch: int,
+    chunk: int | None = None,
     calibration: Calibration | None = None,
 ) -> ServingPoint:
-    """Engines of `tensor` devices each on all of a topology, each with a batch of so many sequences."""
-    compute, engines = Compute(topology, calibration), topology.num_devices // tensor
-
-    def step(kind: str, sequences: int, length: int) -> StepAsked:
-        return StepAsked(sequences * engines, length, kind, param_bytes=asked.weight_bytes)
-
-    # On the mean a sequence has its prompt and half of its answer behind it.
-    decode = layout_estimate(decoder, compute, step("decode", batch, asked.input + asked.output // 2), engines, tensor)
-    prompt = layout_estimate(decoder, compute, step("prefill", 1, asked.input), engines, tensor)
-    longest = layout_estimate(decoder, compute, step("decode", batch, asked.input + asked.output), engines, tensor)
-    token = decode.step_time_s + batch / asked.output * prompt.step_time_s
-    peak = longest.peak_bytes + prompt.bytes["temporaries"]
-    return ServingPoint(
-        tensor, engines, batch, prompt.step_time_s, decode.step_time_s, token, peak, topology.usable_bytes, asked.output
-    )
+    """Such engines on all of a topology, each with a batch of so many sequences; without a `chunk` whole prompts."""
+    chunks = [_chunks(asked, batch / engine.attention)[-1] if chunk is None else chunk]
+    return next(_Engines(decoder, Compute(topology, calibration), asked, engine).points(batch, chunks))
 
 
 def serving_points(
-    decoder: Decoder, topology: Topology, asked: ServingAsked, calibration: Calibration | None = None
+    decoder: Decoder,
+    topology: Topology,
+    asked: ServingAsked,
+    limits: ServingLimits | None = None,
+    calibration: Calibration | None = None,
 ) -> Iterator[ServingPoint]:
-    """Every tensor degree that divides devices and heads, with batches that double as long as they fit.
+    """Every kind of engine that divides devices and heads, with batches that double as long as they fit.
 
-    Each is offered with prompts and decoding together, and with the number of engines apart that serves most. What
-    keys and values take on their way from one engine to another is not in the times.
+    Each is offered with prompts and decoding together, in chunks that serve nearly as much as any within the limits,
+    and with the number of engines apart that serves most. What keys and values take on their way from one
+    engine to another is not in the times.
     """
-    for tensor in range(1, topology.num_devices + 1):
-        if topology.num_devices % tensor or decoder.heads % tensor:
-            continue
-        batch = 1
-        while (point := serving_point(decoder, topology, asked, tensor, batch, calibration)).fits:
+    compute, limits = Compute(topology, calibration), limits or ServingLimits()
+    for engine in engine_kinds(decoder, topology):
+        engines = _Engines(decoder, compute, asked, engine)
+        batch = engine.attention
+        while found := [each for each in engines.points(batch, _chunks(asked, batch / engine.attention)) if each.fits]:
+            point = _chosen(found, limits)
             yield point
-            apart = [
-                dataclasses.replace(point, prompt_engines=count, token_s=point.decode_s)
-                for count in range(1, point.engines)
-            ]
-            if apart:
-                yield max(apart, key=lambda each: each.tokens_per_s)
+            apart = engines.apart(point)
+            if apart is not None:
+                yield apart
             batch *= 2
+
+
+def engine_kinds(decoder: Decoder, topology: Topology) -> Iterator[Engine]:
+    """Engines whose devices divide those of a topology, and their groups its heads.
+
+    Attention by groups is for mixtures of experts, and on TPUs, where servers have it, for more devices than a model
+    has heads of keys and values.
+    """
+    kv_heads = 1 if decoder.latent is not None else decoder.kv_heads
+    for devices in _divisors(topology.num_devices):
+        grouped = decoder.experts > 1 or (topology.backend == "tpu" and devices > kv_heads)
+        for attention in _divisors(devices) if grouped else (1,):
+            if decoder.heads % (devices // attention):
+                continue
+            yield Engine(devices // attention, attention)
+            if devices > 1 and decoder.experts > 1 and decoder.experts % devices == 0:
+                yield Engine(devices // attention, attention, devices)
+
+
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(each for each in range(1, number + 1) if number % each == 0)

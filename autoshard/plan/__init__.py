@@ -20,7 +20,6 @@ from autoshard.plan.capacity._estimates import ModelEstimate as ModelEstimate
 from autoshard.plan.capacity._estimates import config_decoder as config_decoder
 from autoshard.plan.capacity._estimates import estimate_config as estimate_config
 from autoshard.plan.capacity._estimates import least_estimate as least_estimate
-from autoshard.plan.capacity._serving import SERVED_WEIGHTS as SERVED_WEIGHTS
 from autoshard.plan.capacity._serving import ServingPlan as ServingPlan
 from autoshard.plan.capacity._serving import plan_serving as plan_serving
 from autoshard.plan.capacity._sweep import is_sweep as is_sweep

@@ -57,7 +57,6 @@ from autoshard.report._serve_page import read_serving as read_serving
 from autoshard.report._serve_page import serve_page as serve_page
 from autoshard.report._serving import serving_figures as serving_figures
 from autoshard.report._serving import serving_report as serving_report
-from autoshard.report._serving import vllm_flags as vllm_flags
 from autoshard.report._sweep import plot_sweep as plot_sweep
 from autoshard.report._sweep import sweep_figures as sweep_figures
 from autoshard.report._sweep import sweep_report as sweep_report
@@ -68,6 +67,7 @@ from autoshard.report._validation import passes as passes
 from autoshard.report._validation import validate as validate
 from autoshard.report._validation import validation_figures as validation_figures
 from autoshard.report._validation import validation_report as validation_report
+from autoshard.report._vllm import vllm_commands as vllm_commands
 from autoshard.report._write import write_text as write_text
 
 

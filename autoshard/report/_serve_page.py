@@ -11,8 +11,10 @@ from autoshard.errors import UserError
 from autoshard.report._html import environment, script_json
 
 
-_COUNTS = ("tensor", "engines", "prompt_engines", "batch")
-_AMOUNTS = ("first_s", "token_s", "tokens_per_s", "peak_bytes", "prompt_s", "decode_s")
+_COUNTS = ("tensor", "attention", "experts", "engines", "prompt_engines", "batch", "chunk")
+_AMOUNTS = ("first_s", "token_s", "gap_s", "tokens_per_s", "peak_bytes", "prompt_s", "decode_s")
+_ADDED = "added_s"
+"""It may be zero."""
 _AGAIN = "make it again with `autoshard serve-plan ... --json`"
 
 
@@ -27,7 +29,7 @@ def read_serving(path: str | os.PathLike[str]) -> dict[str, Any] | None:
         value = read_json(path)
     except (OSError, ValueError):
         return None
-    if not isinstance(value, dict) or not {"model", "frontier", "flags"} <= set(value):
+    if not isinstance(value, dict) or not {"model", "frontier", "points", "topology"} <= set(value):
         return None
     for name, kind in (("model", str), ("topology", str), ("chip", str), ("chips", int), ("points", list)):
         if not isinstance(value.get(name), kind):
@@ -35,7 +37,7 @@ def read_serving(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     for number, point in enumerate(value["points"]):
         if not isinstance(point, dict) or not _is_point(point):
             raise UserError(f"`points.{number}` in {path} is no way to serve; {_AGAIN}.")
-    for name in ("input", "output", "first_limit_s", "token_limit_s"):
+    for name in ("input", "output", "first_limit_s", "token_limit_s", "gap_limit_s"):
         if not _is_amount(value.get(name)) and not (value.get(name) is None and name.endswith("_s")):
             raise UserError(f"`{name}` in {path} is no number; {_AGAIN}.")
     if not value["points"] or value["chips"] < 1:
@@ -44,12 +46,13 @@ def read_serving(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def _is_point(point: Mapping[str, Any]) -> bool:
-    flags = point.get("flags")
+    commands = point.get("commands")
     return (
         all(isinstance(point.get(name), int) and _is_amount(point[name]) for name in _COUNTS)
         and all(_is_amount(point.get(name)) and (point[name] > 0) for name in _AMOUNTS)
-        and isinstance(flags, list)
-        and all(isinstance(each, str) for each in flags)
+        and _is_amount(point.get(_ADDED))
+        and isinstance(commands, list)
+        and all(isinstance(each, str) for each in commands)
     )
 
 
@@ -59,12 +62,12 @@ def _is_amount(value: Any) -> bool:
 
 def serve_page(figures: Mapping[str, Any], prices: Mapping[str, float]) -> str:
     """The page, as text, of what `serving_figures` gives; `prices` (of a chip's hour, by chip) begin its field."""
-    names = (*_COUNTS, *_AMOUNTS, "flags")
+    names = (*_COUNTS, *_AMOUNTS, _ADDED, "commands")
     data = {
         "price": prices.get(figures["chip"]),
         "chips": figures["chips"],
         "output": figures["output"],
-        "limits": [figures["first_limit_s"], figures["token_limit_s"]],
+        "limits": [figures[f"{name}_limit_s"] for name in ("first", "token", "gap")],
         "points": [{name: point[name] for name in names} for point in figures["points"]],
     }
     return environment().get_template("serve.html").render(figures=figures, data=script_json(data))

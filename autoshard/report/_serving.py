@@ -1,6 +1,5 @@
-"""Ways to serve as a table, as figures for scripts, and as flags for vLLM."""
+"""Ways to serve as a table, and as figures for scripts."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -12,11 +11,11 @@ from rich.text import Text
 from autoshard.cost import ServingPoint, Topology
 from autoshard.plan import ServingPlan
 from autoshard.report._names import clean
-from autoshard.units import format_bytes, format_count, format_seconds
+from autoshard.report._vllm import vllm_commands, vllm_notes
+from autoshard.units import format_count, format_seconds
 
 
-_LEAST_CHUNK = 512
-"""Tokens of a step that a scheduler is given at least."""
+_COLUMNS = ("tensor", "attn", "experts", "engines", "batch", "chunk", "first", "each", "tok/s", "GiB")
 
 
 def serving_figures(plan: ServingPlan) -> dict[str, Any]:
@@ -29,15 +28,19 @@ def serving_figures(plan: ServingPlan) -> dict[str, Any]:
         "chips": topology.num_chips,
         "input": plan.asked.input,
         "output": plan.asked.output,
-        "first_limit_s": _bounded(plan.first_limit_s),
-        "token_limit_s": _bounded(plan.token_limit_s),
+        "weights": plan.asked.weights,
+        "cache": plan.asked.cache,
+        "first_limit_s": _bounded(plan.limits.first_s),
+        "token_limit_s": _bounded(plan.limits.token_s),
+        "gap_limit_s": _bounded(plan.limits.gap_s),
         "best": _figures(plan.best),
-        "flags": vllm_flags(plan),
+        "commands": vllm_commands(plan),
+        "notes": vllm_notes(plan),
         "frontier": [_figures(point) for point in plan.frontier],
         "points": [
             _figures(point)
-            | {"prompt_s": point.prompt_s, "decode_s": point.decode_s}
-            | {"flags": vllm_flags(dataclasses.replace(plan, best=point))}
+            | {"prompt_s": point.prompt_s, "decode_s": point.decode_s, "added_s": point.added_s}
+            | {"commands": vllm_commands(plan, point)}
             for point in plan.points
         ],
     }
@@ -49,62 +52,71 @@ def _bounded(seconds: float) -> float | None:
 
 def _figures(point: ServingPoint) -> dict[str, Any]:
     return {
-        "tensor": point.tensor,
+        "tensor": point.engine.tensor,
+        "attention": point.engine.attention,
+        "experts": point.engine.experts,
         "engines": point.engines,
         "prompt_engines": point.prompt_engines,
         "batch": point.batch,
+        "chunk": point.chunk,
         "first_s": point.first_s,
         "token_s": point.token_s,
+        "gap_s": point.gap_s,
         "tokens_per_s": point.tokens_per_s,
         "peak_bytes": point.peak_bytes,
     }
 
 
-def vllm_flags(plan: ServingPlan) -> list[str]:
-    """Flags of `vllm serve` for one engine group; for engines apart two sets, of prompts and of decoding."""
-    point, asked = plan.best, plan.asked
-    length = asked.input + asked.output
-    common = [f"--tensor-parallel-size {point.tensor}", f"--max-model-len {length}"]
-    if point.prompt_engines:
-        chunk = max(asked.input, _LEAST_CHUNK)
-        prompts = [*common, *_copies(point.prompt_engines), f"--max-num-batched-tokens {chunk}"]
-        decodes = [*common, *_copies(point.engines - point.prompt_engines), f"--max-num-seqs {point.batch}"]
-        return [" ".join(prompts), " ".join(decodes)]
-    tokens = point.batch * (1 + asked.input / asked.output)
-    chunk = max(_LEAST_CHUNK, 1 << (int(tokens) - 1).bit_length())
-    own = [f"--max-num-seqs {point.batch}", f"--max-num-batched-tokens {chunk}"]
-    return [" ".join([*common, *_copies(point.engines), *own])]
-
-
-def _copies(engines: int) -> list[str]:
-    return [f"--data-parallel-size {engines}"] if engines > 1 else []
-
-
 def serving_report(plan: ServingPlan) -> RenderableType:
-    """The best way, its flags, and the frontier of throughput against the time of a token."""
+    """The best way, its commands, and the frontier of throughput against the time of a token."""
+    shown = plan.frontier if plan.best in plan.frontier else (*plan.frontier, plan.best)
+    cells = [_cells(point) for point in shown]
+    # Degrees that are 1 in all rows say nothing.
+    said = [name for name in _COLUMNS if name not in ("attn", "experts") or any(row[name] != "1" for row in cells)]
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("", no_wrap=True)
-    for name in ("tensor", "engines", "batch", "first token", "each token", "tokens/s", "memory"):
+    for name in said:
         table.add_column(name, justify="right", no_wrap=True)
-    shown = plan.frontier if plan.best in plan.frontier else (*plan.frontier, plan.best)
-    for point in shown:
-        engines = str(point.engines)
-        if point.prompt_engines:
-            engines = f"{point.prompt_engines}+{point.engines - point.prompt_engines}"
-        table.add_row(
-            "*" if point == plan.best else "",
-            str(point.tensor),
-            engines,
-            str(point.batch),
-            format_seconds(point.first_s),
-            format_seconds(point.token_s),
-            format_count(point.tokens_per_s),
-            format_bytes(point.peak_bytes),
-            style="bold" if point == plan.best else "",
-        )
+    for point, row in zip(shown, cells, strict=True):
+        best = point == plan.best
+        table.add_row("*" if best else "", *(row[name] for name in said), style="bold" if best else "")
     asked = plan.asked
     head = f"{clean(plan.config)} on {plan.topology}: {asked.input} tokens in, {asked.output} out"
-    note = "* most tokens within the limits; 2+6: two engines for prompts, six to decode. By closed form, no plan; "
-    note += "first tokens where nobody else waits."
-    flags = [Text(f"vllm serve MODEL {line}") for line in vllm_flags(plan)]
-    return Group(Text(head, style="bold"), Text(), table, Text(), Text(note, style="dim"), Text(), *flags)
+    stored = (("weights", asked.weights), ("cache", asked.cache))
+    head += "".join(f", {what} {dtype}" for what, dtype in stored if dtype != "bf16")
+    lines = [Text(head, style="bold"), Text(), table, Text()]
+    lines.append(Text(_note(plan, said), style="dim"))
+    for text in [*vllm_notes(plan), *vllm_commands(plan)]:
+        lines += [Text(), Text(text)]
+    return Group(*lines)
+
+
+def _cells(point: ServingPoint) -> dict[str, str]:
+    engines = str(point.engines)
+    if point.prompt_engines:
+        engines = f"{point.prompt_engines}+{point.engines - point.prompt_engines}"
+    return {
+        "tensor": str(point.engine.tensor),
+        "attn": str(point.engine.attention),
+        "experts": str(point.engine.experts),
+        "engines": engines,
+        "batch": str(point.batch),
+        "chunk": "" if point.prompt_engines else str(point.chunk),
+        "first": format_seconds(point.first_s),
+        "each": format_seconds(point.token_s),
+        "tok/s": format_count(point.tokens_per_s),
+        "GiB": f"{point.peak_bytes / 2**30:.1f}",
+    }
+
+
+def _note(plan: ServingPlan, said: list[str]) -> str:
+    best, gap = plan.best, format_seconds(plan.best.gap_s)
+    text = f"* most tokens within the limits, with no more than {gap} between two. first: until a first token, where "
+    text += "nobody else waits; each: a further one, on the mean; chunk: tokens of prompts in a step; GiB of a device. "
+    if "attn" in said:
+        text += "attn: groups of `tensor` devices, each with its sequences (data-parallel attention). "
+    if "experts" in said:
+        text += "experts: parts of whole experts. "
+    if any(point.prompt_engines for point in (*plan.frontier, best)):
+        text += "2+6: two engines for prompts, six to decode. "
+    return text + "By closed form, no plan."

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from autoshard import cli
-from autoshard.cost import ServingAsked, Topology, serving_point
+from autoshard.cost import Decoder, Engine, ServingAsked, ServingLimits, Topology, engine_kinds, serving_point
 from autoshard.errors import UserError
 from autoshard.plan import config_decoder, plan_serving
-from autoshard.report import serving_figures, vllm_flags
+from autoshard.report import serving_figures, vllm_commands
 
 
 V6E = Topology.parse("v6e:2x4")
@@ -18,19 +18,32 @@ assert LLAMA is not None
 
 
 def test_a_step_of_decoding_reads_weights_and_cache():
-    point = serving_point(LLAMA, V6E, ASKED, 8, 16)
+    point = serving_point(LLAMA, V6E, ASKED, Engine(8), 16)
     weights, cache = 2 * LLAMA.params / 8, LLAMA.kv_bytes(16 * 1250) / 8
     assert point.decode_s > (weights + cache) / V6E.memory_bytes_per_s
-    assert point.token_s == pytest.approx(point.decode_s + 16 / 500 * point.prompt_s)
+    assert point.token_s == pytest.approx(point.decode_s + 16 / 500 * point.added_s)
+    assert point.added_s < point.prompt_s  # what decodes beside a prompt reads the same weights
     assert point.peak_bytes > weights + LLAMA.kv_bytes(16 * 1500) / 8
     assert point.tokens_per_s == pytest.approx(16 / point.token_s)
-    half = serving_point(LLAMA, V6E, ServingAsked(1000, 500, weight_bytes=1), 8, 16)
-    assert point.peak_bytes - half.peak_bytes == pytest.approx(weights / 2, rel=1e-3)
-    assert half.decode_s < point.decode_s
+
+
+def test_bytes_of_weights_and_of_keys_and_values_are_halved():
+    point = serving_point(LLAMA, V6E, ASKED, Engine(8), 16)
+    layers = LLAMA.params - 2 * LLAMA.vocabulary * LLAMA.width  # embedding and head stay
+    half = serving_point(LLAMA, V6E, ServingAsked(1000, 500, "int8"), Engine(8), 16)
+    assert point.peak_bytes - half.peak_bytes == pytest.approx(layers / 8)
+    assert half.decode_s < point.decode_s and half.prompt_s < point.prompt_s
+    small = serving_point(LLAMA, V6E, ServingAsked(1000, 500, cache="fp8"), Engine(8), 16)
+    assert point.peak_bytes - small.peak_bytes == pytest.approx(LLAMA.kv_bytes(16 * 1500) / 8 / 2)
+    assert small.decode_s < point.decode_s
+    # v6e multiplies int8 twice as fast as fp8, which it turns into bf16.
+    stored = [ServingAsked(1000, 500, each) for each in ("int8", "fp8")]
+    whole, float8 = (serving_point(LLAMA, V6E, each, Engine(1), 16, 512) for each in stored)
+    assert whole.prompt_s < 0.9 * float8.prompt_s and whole.peak_bytes == float8.peak_bytes
 
 
 def test_the_plan_keeps_its_limits_and_nothing_that_does_serves_more():
-    plan = plan_serving("hf:llama3-8b", "v6e:2x4", ASKED, 0.2, 0.010)
+    plan = plan_serving("hf:llama3-8b", "v6e:2x4", ASKED, ServingLimits(0.2, 0.010))
     assert plan.best.first_s <= 0.2 and plan.best.token_s <= 0.010 and plan.best.fits
     kept = [each for each in plan.points if each.first_s <= 0.2 and each.token_s <= 0.010]
     assert plan.best.tokens_per_s == max(each.tokens_per_s for each in kept)
@@ -38,7 +51,7 @@ def test_the_plan_keeps_its_limits_and_nothing_that_does_serves_more():
     assert free.best.tokens_per_s > plan.best.tokens_per_s
     rates, times = ([getattr(each, name) for each in free.frontier] for name in ("tokens_per_s", "token_s"))
     assert rates == sorted(rates) and times == sorted(times) and len(rates) > 3
-    assert all(each.fits and each.tensor * each.engines == 8 for each in free.points)
+    assert all(each.fits and each.engine.devices * each.engines == 8 for each in free.points)
 
 
 def test_engines_apart_serve_what_the_slower_side_does():
@@ -51,10 +64,10 @@ def test_engines_apart_serve_what_the_slower_side_does():
         assert each.tokens_per_s == pytest.approx(min(prompts, decoded)) and each.token_s == each.decode_s
 
 
-def test_flags_say_the_same():
-    plan = plan_serving("hf:llama3-8b", "v6e:2x4", ASKED, token_limit_s=0.010)
-    text = " / ".join(vllm_flags(plan))
-    assert f"--tensor-parallel-size {plan.best.tensor} " in text and f"--max-num-seqs {plan.best.batch}" in text
+def test_commands_say_the_same():
+    plan = plan_serving("hf:llama3-8b", "v6e:2x4", ASKED, ServingLimits(token_s=0.010))
+    text = " / ".join(vllm_commands(plan))
+    assert f"--tensor-parallel-size {plan.best.engine.devices} " in text and f"--max-num-seqs {plan.best.batch}" in text
     assert "--max-model-len 1500" in text
     assert serving_figures(plan)["best"]["tokens_per_s"] == plan.best.tokens_per_s
 
@@ -68,6 +81,7 @@ def test_flags_say_the_same():
         ("--tpot soon", "argument --tpot: 'soon' is not a time above zero, such as 500ms or 0.5s"),
         ("--tpot 1us", "no way to serve hf:llama3-8b on v6e:2x4 keeps the limits; the best there is has a first token"),
         ("--weights fp4", "argument --weights: invalid choice: 'fp4'"),
+        ("--gap 1ms", "or no gap above"),
         ("--topology v6q:2x4", "unknown chip 'v6q'; did you mean"),
     ],
 )
@@ -99,3 +113,92 @@ def test_the_table_fits_80_columns_and_json_has_the_best(capsys: pytest.CaptureF
 def test_nothing_fits_says_what_weights_take():
     with pytest.raises(UserError, match=r"cannot be served on v6e:1x1: weights alone are 131.4 GiB"):
         plan_serving("hf:llama3.1-70b", "v6e:1x1", ASKED)
+
+
+MIXTURE = config_decoder("hf:mixtral-8x7b")
+LATENT = config_decoder("hf:deepseek-v3")
+assert MIXTURE is not None and LATENT is not None
+
+
+def test_groups_are_offered_where_heads_run_out_and_for_experts():
+    assert {each.attention for each in engine_kinds(LLAMA, V6E)} == {1}  # 8 devices, 8 heads of keys and values
+    more = {(each.tensor, each.attention) for each in engine_kinds(LLAMA, Topology.parse("v6e:4x4"))}
+    assert {(16, 1), (8, 2), (4, 4)} <= more and (4, 2) not in more
+    assert {each.attention for each in engine_kinds(LLAMA, Topology.parse("h100:8*2"))} == {1}  # vLLM has none there
+    experts = set(engine_kinds(MIXTURE, V6E))
+    assert {Engine(8, 1, 1), Engine(8, 1, 8), Engine(1, 8, 8), Engine(2, 2, 4)} <= experts
+    assert all(each.experts in (1, each.devices) for each in experts)
+    wide = set(engine_kinds(MIXTURE, Topology.parse("v6e:4x4")))
+    assert all(each.experts <= 8 for each in wide) and Engine(8, 2) in wide
+
+
+@pytest.mark.parametrize("decoder", [MIXTURE, LATENT])
+def test_groups_have_a_part_of_the_cache_and_all_of_attention(decoder: Decoder):
+    place = Topology.parse("v6e:8x8")
+    asked = ServingAsked(8000, 1000, "fp8")
+    one = serving_point(decoder, place, asked, Engine(64 if decoder is LATENT else 32, 1), 64, 1024)
+    four = serving_point(decoder, place, asked, Engine(one.engine.tensor // 4, 4), 64, 256)
+    attention = decoder.layers * decoder.attention_params
+    # Heads of keys and values that run out, or latent ones that are none, are held by all devices of a group.
+    parts = [1 if decoder is LATENT else min(each.engine.tensor, decoder.kv_heads) for each in (one, four)]
+    cache = [decoder.kv_bytes(64 * 9000) / each for each in (parts[0], 4 * parts[1])]
+    gained = (cache[0] - cache[1]) - 3 * attention / one.engine.devices
+    assert one.peak_bytes - four.peak_bytes == pytest.approx(gained)
+    assert (four.decode_s < one.decode_s) == (gained > 0)
+
+
+def test_chunks_trade_first_tokens_for_gaps():
+    asked = ServingAsked(4000, 1000)
+    short, long = (serving_point(LLAMA, V6E, asked, Engine(8), 16, chunk) for chunk in (128, 4096))
+    assert short.gap_s < long.gap_s and short.first_s > long.first_s
+    assert short.decode_s == long.decode_s < short.gap_s
+    free = plan_serving("hf:llama3-8b", "v6e:2x4", asked, ServingLimits(token_s=0.02))
+    held = plan_serving("hf:llama3-8b", "v6e:2x4", asked, ServingLimits(token_s=0.02, gap_s=free.best.gap_s / 1.5))
+    assert held.best.gap_s <= free.best.gap_s / 1.5 and held.best.tokens_per_s < free.best.tokens_per_s
+    # No chunk is too short for the prompts that come in.
+    for each in held.points:
+        assert each.prompt_engines or each.chunk * each.engine.attention >= each.batch * 4000 / 1000
+
+
+def test_commands_of_groups_and_experts():
+    asked = ServingAsked(1000, 1000, "fp8", "fp8")
+    plan = plan_serving("hf:deepseek-v3", "v6e:8x8", asked)
+    point = next(each for each in plan.points if each.engine == Engine(4, 16, 64) and each.batch == 256)
+    (text,) = vllm_commands(plan, point)
+    assert text.startswith("NEW_MODEL_DESIGN=1 vllm serve MODEL --tensor-parallel-size 64 --enable-expert-parallel ")
+    assert f"--max-num-seqs 16 --max-num-batched-tokens {point.chunk + 16} --kv-cache-dtype fp8" in text
+    added = json.loads(text.split("--additional-config ")[1].strip("'"))
+    assert added["sharding"]["sharding_strategy"] == {"enable_dp_attention": True, "attn_dp_size": 16}
+    assert added["quantization"] == "fp8_default.yaml"
+    gpus = plan_serving("hf:mixtral-8x7b", "h100:8", ServingAsked(1000, 1000))
+    point = next(each for each in gpus.points if each.engine == Engine(1, 4, 4) and each.engines == 2)
+    (text,) = vllm_commands(gpus, point)
+    assert "--tensor-parallel-size 1 --data-parallel-size 4 --enable-expert-parallel" in text
+    assert text.endswith("# 2 of these")  # copies by --data-parallel-size would share their experts
+    apart = plan_serving("hf:llama3-8b", "v6e:2x4", ASKED)
+    point = next(each for each in apart.points if each.prompt_engines)
+    prompts, decoding = vllm_commands(apart, point)
+    assert '"kv_role": "kv_producer"' in prompts and '"kv_role": "kv_consumer"' in decoding
+    assert "TPUConnector" in prompts and "--max-num-seqs" not in prompts
+
+
+@pytest.mark.parametrize(
+    ("topology", "asked", "note"),
+    [
+        ("h100:8", ServingAsked(1000, 100, "int8"), "a checkpoint with weights of int8"),
+        ("v6e:2x4", ServingAsked(1000, 100, cache="int8"), "no keys and values of int8 on TPUs"),
+        ("v6e:2x4", ServingAsked(1000, 100, "int8", "fp8"), ""),
+    ],
+)
+def test_what_commands_cannot_say_is_said(topology: str, asked: ServingAsked, note: str):
+    plan = plan_serving("hf:llama3-8b", topology, asked)
+    assert note in " ".join(serving_figures(plan)["notes"]) and bool(serving_figures(plan)["notes"]) == bool(note)
+
+
+@pytest.mark.parametrize(
+    "line", ["hf:deepseek-v3 --topology v6e:8x8 --weights fp8", "hf:mixtral-8x7b --topology h100:8"]
+)
+def test_tables_of_mixtures_fit_80_columns(line: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(f"serve-plan {line} --input 4000 --output 1000".split()) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80 and "…" not in shown and "experts" in shown

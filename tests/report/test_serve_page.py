@@ -7,25 +7,28 @@ from typing import Any
 import pytest
 
 from autoshard import cli
-from autoshard.cost import ServingAsked
+from autoshard.cost import ServingAsked, ServingLimits
 from autoshard.errors import UserError
 from autoshard.plan import plan_serving
 from autoshard.report import read_serving, serve_page, serving_figures
 from tests.report.test_html import Page
 
 
+LIMITS = ServingLimits(token_s=0.03)
+
+
 @pytest.fixture(scope="module")
 def figures() -> dict[str, Any]:
-    return serving_figures(plan_serving("hf:llama3-8b", "v6e:2x4", ServingAsked(1000, 500), token_limit_s=0.03))
+    return serving_figures(plan_serving("hf:llama3-8b", "v6e:2x4", ServingAsked(1000, 500), LIMITS))
 
 
-def test_the_figures_have_every_way_with_its_flags(figures: dict[str, Any]):
-    plan = plan_serving("hf:llama3-8b", "v6e:2x4", ServingAsked(1000, 500), token_limit_s=0.03)
+def test_the_figures_have_every_way_with_its_commands(figures: dict[str, Any]):
+    plan = plan_serving("hf:llama3-8b", "v6e:2x4", ServingAsked(1000, 500), LIMITS)
     assert len(figures["points"]) == len(plan.points) > len(figures["frontier"])
     assert (figures["chip"], figures["chips"]) == ("v6e", 8)
     assert figures["first_limit_s"] is None and figures["token_limit_s"] == 0.03
     (best,) = [each for each in figures["points"] if figures["best"].items() <= each.items()]
-    assert best["flags"] == figures["flags"]
+    assert best["commands"] == figures["commands"]
 
 
 def test_the_page_holds_them_and_needs_nothing(figures: dict[str, Any]):
@@ -33,7 +36,7 @@ def test_the_page_holds_them_and_needs_nothing(figures: dict[str, Any]):
     assert page.links == ["data:,"] and len(page.scripts) == 2
     data = json.loads(page.scripts[0])
     assert data["points"] == figures["points"] and data["output"] == 500 and data["price"] == 2.7 and data["chips"] == 8
-    assert data["limits"] == [None, 0.03]
+    assert data["limits"] == [None, 0.03, None]
 
 
 def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -57,6 +60,7 @@ def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ({"points": []}, "holds no way to serve"),
         ({"points": [{"tensor": 1}]}, "`points.0` in"),
         ({"input": None}, "`input` in"),
+        ({"gap_limit_s": "soon"}, "`gap_limit_s` in"),
     ],
 )
 def test_a_damaged_file_gets_one_sentence(tmp_path: Path, figures: dict[str, Any], change: dict, sentence: str):

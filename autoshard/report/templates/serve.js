@@ -3,30 +3,32 @@
   const { byId, create, short, scatter, legend, sortHead } = page;
   const COLOURS = ["--c7", "--c2", "--c4", "--c1", "--c3", "--c6", "--c5", "--c8"];
   const GIB = 1024 ** 3, DAY = 86400;
-  const degrees = [...new Set(data.points.map((each) => each.tensor))].sort((a, b) => a - b);
+  const devices = (row) => row.tensor * row.attention;
+  const degrees = [...new Set(data.points.map(devices))].sort((a, b) => a - b);
   const colour = Object.fromEntries(degrees.map((degree, n) => [degree, `var(${COLOURS[n % COLOURS.length]})`]));
+  const varied = (name) => data.points.some((each) => each[name] > 1);
   let order = { key: "token_s", down: false }, all = false, chosen = null;
 
   // An empty or wrong field says nothing: null, never 0 or NaN.
   const number = (field) => (field.value.trim() === "" || !field.validity.valid ? null : Number(field.value));
 
   byId("price").value = data.price ?? "";
-  ["first", "each"].forEach((id, n) => { byId(id).value = data.limits[n] === null ? "" : Number((1e3 * data.limits[n]).toPrecision(6)); });
+  ["first", "each", "gap"].forEach((id, n) => { byId(id).value = data.limits[n] === null ? "" : Number((1e3 * data.limits[n]).toPrecision(6)); });
 
   // A way with answers of another length: prompts come the more often the shorter answers are.
   function answering(point, output) {
     if (output === data.output) return point;
     const apart = point.prompt_engines > 0, decoding = point.engines - point.prompt_engines;
-    const token_s = point.decode_s + (apart ? 0 : point.batch / output * point.prompt_s);
+    const token_s = point.decode_s + (apart ? 0 : point.batch / output * point.added_s);
     const decoded = decoding * point.batch / token_s;
     return { ...point, token_s, first_s: point.prompt_s + (apart ? 0 : token_s),
-      tokens_per_s: apart ? Math.min(decoded, point.prompt_engines / point.prompt_s * output) : decoded };
+      tokens_per_s: apart ? Math.min(decoded, point.prompt_engines * point.attention / point.prompt_s * output) : decoded };
   }
 
   // What each way comes to under the assumptions on the page.
   function figures() {
     const price = number(byId("price")), daily = number(byId("daily"));
-    const [first, each] = ["first", "each"].map((id) => number(byId(id))), most = number(byId("most"));
+    const [first, each, gap] = ["first", "each", "gap"].map((id) => number(byId(id))), most = number(byId("most"));
     const output = number(byId("output")) ?? data.output;
     const rows = data.points.map((each) => answering(each, output)).map((point, id) => {
       const hourly = price === null ? null : price * data.chips;
@@ -35,7 +37,7 @@
         copies, bill: hourly === null || copies === null ? null : 24 * hourly * copies };
     });
     const kept = rows.filter((row) => (first === null || 1e3 * row.first_s <= first) && (each === null || 1e3 * row.token_s <= each)
-      && (most === null || row.peak_bytes / GIB <= most) && byId(row.prompt_engines ? "apart" : "together").checked);
+      && (gap === null || 1e3 * row.gap_s <= gap) && (most === null || row.peak_bytes / GIB <= most) && byId(row.prompt_engines ? "apart" : "together").checked);
     return { rows, kept };
   }
 
@@ -52,7 +54,8 @@
   const ms = (value) => short(1e3 * value);
 
   function said(row) {
-    return [`tensor ${row.tensor}`, `engines ${engines(row)}`, `batch ${row.batch}`, `first token after ${ms(row.first_s)} ms`,
+    return [`tensor ${row.tensor}`, row.attention > 1 ? `attention ${row.attention}` : "", row.experts > 1 ? `experts ${row.experts}` : "",
+      `engines ${engines(row)}`, `batch ${row.batch}`, row.prompt_engines ? "" : `chunks of ${row.chunk}`, `first token after ${ms(row.first_s)} ms`,
       `each token ${ms(row.token_s)} ms`, `${short(row.tokens_per_s)} tokens/s`, `${(row.peak_bytes / GIB).toFixed(1)} GiB of a device`,
       row.cost === null ? "" : `${short(row.cost)} for a million tokens`].filter(Boolean).join(" · ");
   }
@@ -60,14 +63,16 @@
   function point(row) {
     chosen = row.id;
     byId("pointed").textContent = said(row);
-    byId("flags").replaceChildren(...row.flags.map((flags) => create("code", `vllm serve MODEL ${flags}`)));
+    byId("flags").replaceChildren(...row.commands.map((command) => create("code", command)));
     for (const each of document.querySelectorAll("#rows tbody tr, #plot circle")) each.classList.toggle("pointed", each.dataset.id === String(row.id));
   }
 
   const COLUMNS = [
     ["", null, (row, front) => (front.has(row.id) ? "frontier" : "")], ["tensor", "tensor", (row) => String(row.tensor)],
+    ...["attention", "experts"].filter(varied).map((name) => [name, name, (row) => String(row[name])]),
     ["engines", "engines", engines], ["batch", "batch", (row) => String(row.batch)],
-    ["first token, ms", "first_s", (row) => ms(row.first_s)], ["each token, ms", "token_s", (row) => ms(row.token_s)],
+    ["chunk", "chunk", (row) => (row.prompt_engines ? "" : String(row.chunk))],
+    ["first token, ms", "first_s", (row) => ms(row.first_s)], ["each token, ms", "token_s", (row) => ms(row.token_s)], ["gap, ms", "gap_s", (row) => ms(row.gap_s)],
     ["tokens/s", "tokens_per_s", (row) => short(row.tokens_per_s)], ["GiB", "peak_bytes", (row) => (row.peak_bytes / GIB).toFixed(1)],
     ["cost of 1M tokens", "cost", (row) => short(row.cost)], ["copies for a day's", "copies", (row) => short(row.copies)],
     ["cost of a day", "bill", (row) => short(row.bill)],
@@ -92,7 +97,7 @@
     const { rows, kept } = figures(), front = frontier(kept), best = front.at(-1) || null;
     const ids = new Set(front.map((row) => row.id));
     scatter(byId("plot"), {
-      points: kept.map((row) => ({ id: row.id, x: 1e3 * row.token_s, y: row.tokens_per_s, said: said(row), fill: colour[row.tensor], radius: ids.has(row.id) ? 7 : 4,
+      points: kept.map((row) => ({ id: row.id, x: 1e3 * row.token_s, y: row.tokens_per_s, said: said(row), fill: colour[devices(row)], radius: ids.has(row.id) ? 7 : 4,
         className: row === best ? "best" : "" })),
       lines: front.length ? [{ points: front.map((row) => [1e3 * row.token_s, row.tokens_per_s]) }] : [],
       label: "Ways to serve by milliseconds of a token and tokens a second", xTitle: "milliseconds of a token",
@@ -108,7 +113,7 @@
     else { byId("pointed").textContent = ""; byId("flags").replaceChildren(); }
   }
 
-  legend(byId("tensor-legend"), degrees.map((degree) => [`tensor ${degree}`, colour[degree]]));
+  legend(byId("tensor-legend"), degrees.map((degree) => [`${degree} device${degree > 1 ? "s" : ""} an engine`, colour[degree]]));
   byId("all-ways").addEventListener("click", () => { all = !all; draw(); });
   byId("assumptions").addEventListener("input", () => { chosen = null; draw(); });
   byId("assumptions").addEventListener("submit", (event) => event.preventDefault());
