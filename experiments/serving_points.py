@@ -11,7 +11,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from autoshard.cost import Decoder, Engine, ServingAsked, Topology, serving_point
+from autoshard.cost import Decoder, ServingAsked, ServingEngine, Topology, serving_point
 
 
 ROOT = Path(__file__).parent.parent
@@ -46,7 +46,9 @@ def priced(row: dict) -> float | None:
         return None
     asked = ServingAsked(row["isl"], row["osl"], "fp8" if quantised else "bf16")
     topology = Topology.parse(f"{CHIPS[row['system']]}:{row['tp_size']}")
-    return serving_point(MODELS[row["model_path"]], topology, asked, Engine(row["tp_size"]), row["batch_size"]).token_s
+    return serving_point(
+        MODELS[row["model_path"]], topology, asked, ServingEngine(row["tp_size"]), row["batch_size"]
+    ).token_s
 
 
 def gpu_lines(rows: list[dict]) -> tuple[list[str], list[float]]:
@@ -103,7 +105,7 @@ def tpu_lines(data: dict) -> list[str]:
     found = []
     for row in data["serving_trillium"]["rows"]:
         place, asked = Topology.parse("v6e:2x4"), ServingAsked(1000, 1000)
-        point = serving_point(LLAMA_70B, place, asked, Engine(8), row["concurrency"], CHUNK - row["concurrency"])
+        point = serving_point(LLAMA_70B, place, asked, ServingEngine(8), row["concurrency"], CHUNK - row["concurrency"])
         ours = 1e3 * point.token_s
         theirs = row["mean_tpot_ms"]
         found.append(f"| {row['concurrency']} | {theirs:.1f} | {ours:.1f} | {ours / theirs:.2f} |")

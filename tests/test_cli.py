@@ -48,8 +48,8 @@ FLAGS = {
     },
     "list": {"--debug", "--json", "--quiet"},
     "serve-plan": {
-        *("--cache-dtype", "--debug", "--gap", "--input", "--json", "--output", "--quiet", "--topology", "--tpot"),
-        *("--ttft", "--weights"),
+        *("--cache-dtype", "--check", "--debug", "--gap", "--input", "--jax", "--json", "--output", "--quiet"),
+        *("--topology", "--tpot", "--ttft", "--weights"),
     },
     "explain": {"--debug", "--entry", "--json", "--program", "--quiet", "--time-limit"},
     "export": {"--debug", "--entry", "--force", "--json", "--out", "--program", "--quiet", "--to", "-o"},

@@ -202,6 +202,10 @@ def build_parser() -> argparse.ArgumentParser:
     stored = {"choices": ("bf16", "fp8", "int8"), "default": "bf16"}
     serve.add_argument("--weights", **stored, help="as stored and multiplied (default: bf16)")
     serve.add_argument("--cache-dtype", **stored, help="of keys and values (default: bf16)")
+    serve.add_argument("--jax", metavar="FILE.py", type=Path, help="write the best way as shardings in JAX here")
+    serve.add_argument(
+        "--check", action="store_true", help="plan steps of traced programs at the best way too, and compare"
+    )
 
     refine = _command(
         commands,

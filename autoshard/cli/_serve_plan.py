@@ -4,7 +4,8 @@ import argparse
 from typing import Any, TextIO
 
 from autoshard.cli._input import need_no_accelerator
-from autoshard.cli._output import print_json, print_rich
+from autoshard.cli._output import print_json, print_rich, show_progress
+from autoshard.cli._process import settle_imports
 from autoshard.errors import UserError
 
 
@@ -30,16 +31,25 @@ def report_serving(arguments: argparse.Namespace, figures: dict[str, Any], answe
 def run_serve_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
     need_no_accelerator()
     from autoshard.cost import ServingAsked, ServingLimits
-    from autoshard.plan import plan_serving
-    from autoshard.report import serving_figures, serving_report
+    from autoshard.plan import check_serving, plan_serving
+    from autoshard.report import jax_shardings, serving_figures, serving_report, write_text
 
     if not arguments.program.startswith("hf:"):
         raise UserError(f"serving is planned for a configuration, hf:CONFIG; found {arguments.program!r}.")
     asked = ServingAsked(arguments.input, arguments.output, arguments.weights, arguments.cache_dtype)
     limits = ServingLimits(arguments.ttft, arguments.tpot, arguments.gap)
     plan = plan_serving(arguments.program, arguments.topology, asked, limits)
+    checked = []
+    if arguments.check:
+        with show_progress(arguments) as progress:
+            settle_imports()
+            checked = check_serving(plan, progress=progress)
+    if arguments.jax is not None:
+        write_text(arguments.jax, jax_shardings(plan))
     if arguments.json:
-        print_json(serving_figures(plan), answer)
+        print_json(serving_figures(plan, checked), answer)
     else:
-        print_rich(serving_report(plan), answer)
+        print_rich(serving_report(plan, checked), answer)
+        if arguments.jax is not None:
+            print(f"Written: {arguments.jax}", file=answer)
     return 0

@@ -83,11 +83,12 @@ from autoshard.cost._schedules import make_schedule as make_schedule
 from autoshard.cost._schedules import timetable as timetable
 from autoshard.cost._serving import LEAST_CHUNK as LEAST_CHUNK
 from autoshard.cost._serving import STORED_BYTES as STORED_BYTES
-from autoshard.cost._serving import Engine as Engine
 from autoshard.cost._serving import ServingAsked as ServingAsked
+from autoshard.cost._serving import ServingEngine as ServingEngine
 from autoshard.cost._serving import ServingLimits as ServingLimits
 from autoshard.cost._serving import ServingPoint as ServingPoint
 from autoshard.cost._serving import engine_kinds as engine_kinds
+from autoshard.cost._serving import engine_steps as engine_steps
 from autoshard.cost._serving import serving_point as serving_point
 from autoshard.cost._serving import serving_points as serving_points
 from autoshard.cost._topology import PhysicalAxis as PhysicalAxis

@@ -154,10 +154,10 @@ def estimates(
 
 def layout_estimate(decoder: Decoder, compute: Compute, asked: StepAsked, layout: Layout) -> StepEstimate:
     """The estimate of one layout."""
-    return _Step(decoder, compute, asked, layout).estimate()
+    return _Estimated(decoder, compute, asked, layout).estimate()
 
 
-class _Step:
+class _Estimated:
     """One decoder's step on the devices of one layout."""
 
     def __init__(self, decoder: Decoder, compute: Compute, asked: StepAsked, layout: Layout) -> None:

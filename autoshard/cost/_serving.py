@@ -55,7 +55,7 @@ class ServingLimits:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Engine:
+class ServingEngine:
     """The devices that hold one copy of a model, and what they split."""
 
     tensor: int
@@ -76,7 +76,7 @@ class Engine:
 class ServingPoint:
     """One way to serve on a topology. Times in seconds, sizes in bytes of one device."""
 
-    engine: Engine
+    engine: ServingEngine
     engines: int
     batch: int
     """Sequences that one engine holds at once."""
@@ -126,7 +126,7 @@ class ServingPoint:
 class _Engines:
     """Engines of one kind on all of a topology, and what their steps take."""
 
-    def __init__(self, decoder: Decoder, compute: Compute, asked: ServingAsked, engine: Engine) -> None:
+    def __init__(self, decoder: Decoder, compute: Compute, asked: ServingAsked, engine: ServingEngine) -> None:
         self.decoder, self.compute, self.asked, self.engine = decoder, compute, asked, engine
         self.count = compute.topology.num_devices // engine.devices
         self.layout = Layout(self.count, engine.devices, engine.attention, engine.experts)
@@ -204,7 +204,7 @@ def serving_point(
     decoder: Decoder,
     topology: Topology,
     asked: ServingAsked,
-    engine: Engine,
+    engine: ServingEngine,
     batch: int,
     chunk: int | None = None,
     calibration: Calibration | None = None,
@@ -212,6 +212,18 @@ def serving_point(
     """Such engines on all of a topology, each with a batch of so many sequences; without a `chunk` whole prompts."""
     chunks = [_chunks(asked, batch / engine.attention)[-1] if chunk is None else chunk]
     return next(_Engines(decoder, Compute(topology, calibration), asked, engine).points(batch, chunks))
+
+
+def engine_steps(
+    decoder: Decoder, topology: Topology, asked: ServingAsked, engine: ServingEngine, batch: int
+) -> tuple[StepEstimate, StepEstimate]:
+    """A step of decoding of `batch` sequences without prompts, in a cache for whole answers, and one of a prompt in
+    each group."""
+    engines = _Engines(decoder, Compute(topology), asked, engine)
+    decode = engines.step("decode", batch, asked.input + asked.output // 2)
+    longest = engines.step("decode", batch, asked.input + asked.output)
+    held = dataclasses.replace(decode, bytes=longest.bytes)
+    return held, engines.step("prefill", engine.attention, asked.input)
 
 
 def serving_points(
@@ -240,7 +252,7 @@ def serving_points(
             batch *= 2
 
 
-def engine_kinds(decoder: Decoder, topology: Topology) -> Iterator[Engine]:
+def engine_kinds(decoder: Decoder, topology: Topology) -> Iterator[ServingEngine]:
     """Engines whose devices divide those of a topology, and their groups its heads.
 
     Attention by groups is for mixtures of experts, and on TPUs, where servers have it, for more devices than a model
@@ -252,9 +264,9 @@ def engine_kinds(decoder: Decoder, topology: Topology) -> Iterator[Engine]:
         for attention in _divisors(devices) if grouped else (1,):
             if decoder.heads % (devices // attention):
                 continue
-            yield Engine(devices // attention, attention)
+            yield ServingEngine(devices // attention, attention)
             if devices > 1 and decoder.experts > 1 and decoder.experts % devices == 0:
-                yield Engine(devices // attention, attention, devices)
+                yield ServingEngine(devices // attention, attention, devices)
 
 
 def _divisors(number: int) -> tuple[int, ...]:

@@ -22,6 +22,11 @@ from autoshard.plan.capacity._estimates import estimate_config as estimate_confi
 from autoshard.plan.capacity._estimates import least_estimate as least_estimate
 from autoshard.plan.capacity._serving import ServingPlan as ServingPlan
 from autoshard.plan.capacity._serving import plan_serving as plan_serving
+from autoshard.plan.capacity._serving_check import CheckedStep as CheckedStep
+from autoshard.plan.capacity._serving_check import check_serving as check_serving
+from autoshard.plan.capacity._serving_specs import ServingDims as ServingDims
+from autoshard.plan.capacity._serving_specs import ServingSpecs as ServingSpecs
+from autoshard.plan.capacity._serving_specs import serving_specs as serving_specs
 from autoshard.plan.capacity._sweep import is_sweep as is_sweep
 from autoshard.plan.capacity._sweep import read_sweep as read_sweep
 from autoshard.plan.capacity._sweep import sweep as sweep

@@ -57,6 +57,7 @@ from autoshard.report._serve_page import read_serving as read_serving
 from autoshard.report._serve_page import serve_page as serve_page
 from autoshard.report._serving import serving_figures as serving_figures
 from autoshard.report._serving import serving_report as serving_report
+from autoshard.report._serving_jax import jax_shardings as jax_shardings
 from autoshard.report._sweep import plot_sweep as plot_sweep
 from autoshard.report._sweep import sweep_figures as sweep_figures
 from autoshard.report._sweep import sweep_report as sweep_report

@@ -1,6 +1,7 @@
 """Ways to serve as a table, and as figures for scripts."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -9,16 +10,16 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.cost import ServingPoint, Topology
-from autoshard.plan import ServingPlan
+from autoshard.plan import CheckedStep, ServingPlan
 from autoshard.report._names import clean
 from autoshard.report._vllm import vllm_commands, vllm_notes
-from autoshard.units import format_count, format_seconds
+from autoshard.units import format_bytes, format_count, format_seconds
 
 
 _COLUMNS = ("tensor", "attn", "experts", "engines", "batch", "chunk", "first", "each", "tok/s", "GiB")
 
 
-def serving_figures(plan: ServingPlan) -> dict[str, Any]:
+def serving_figures(plan: ServingPlan, checked: Sequence[CheckedStep] = ()) -> dict[str, Any]:
     """The object that `autoshard serve-plan --json` prints."""
     topology = Topology.parse(plan.topology)
     return {
@@ -36,6 +37,7 @@ def serving_figures(plan: ServingPlan) -> dict[str, Any]:
         "best": _figures(plan.best),
         "commands": vllm_commands(plan),
         "notes": vllm_notes(plan),
+        "checked": [_checked_figures(step) for step in checked],
         "frontier": [_figures(point) for point in plan.frontier],
         "points": [
             _figures(point)
@@ -67,7 +69,16 @@ def _figures(point: ServingPoint) -> dict[str, Any]:
     }
 
 
-def serving_report(plan: ServingPlan) -> RenderableType:
+def _checked_figures(step: CheckedStep) -> dict[str, Any]:
+    found = {"kind": step.kind, "sequences": step.sequences, "length": step.length, "failed": list(step.failed)}
+    found |= {"estimate_s": step.estimate.step_time_s, "estimate_bytes": step.estimate.peak_bytes}
+    for name, plan in (("planned", step.laid_out), ("free", step.free)):
+        found[f"{name}_s"] = None if plan is None else plan.prediction.step_time_s
+        found[f"{name}_bytes"] = None if plan is None else plan.prediction.peak_bytes
+    return found
+
+
+def serving_report(plan: ServingPlan, checked: Sequence[CheckedStep] = ()) -> RenderableType:
     """The best way, its commands, and the frontier of throughput against the time of a token."""
     shown = plan.frontier if plan.best in plan.frontier else (*plan.frontier, plan.best)
     cells = [_cells(point) for point in shown]
@@ -88,7 +99,31 @@ def serving_report(plan: ServingPlan) -> RenderableType:
     lines.append(Text(_note(plan, said), style="dim"))
     for text in [*vllm_notes(plan), *vllm_commands(plan)]:
         lines += [Text(), Text(text)]
+    if checked:
+        lines += [Text(), *_checks(checked)]
     return Group(*lines)
+
+
+def _checks(checked: Sequence[CheckedStep]) -> list[RenderableType]:
+    """Steps at the best way by closed form, and as plans of traced programs."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("step", no_wrap=True)
+    for name in ("sequences", "by closed form", "planned so", "planned freely"):
+        table.add_column(name, justify="right")
+
+    def cell(seconds: float, size: float) -> str:
+        return f"{format_seconds(seconds)}\n{format_bytes(size)}"
+
+    for step in checked:
+        plans = [
+            "none" if each is None else cell(each.prediction.step_time_s, each.prediction.peak_bytes)
+            for each in (step.laid_out, step.free)
+        ]
+        estimate = cell(step.estimate.step_time_s, step.estimate.peak_bytes)
+        table.add_row(f"{step.kind}, {step.length} tokens", str(step.sequences), estimate, *plans)
+    note = "planned so: traced programs with weights, cache and inputs split as above; freely: on the same mesh."
+    said = dict.fromkeys(text for step in checked for text in step.failed)
+    return [table, Text(), Text(note, style="dim"), *(Text(f"Not planned: {text}") for text in said)]
 
 
 def _cells(point: ServingPoint) -> dict[str, str]:

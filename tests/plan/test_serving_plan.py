@@ -5,7 +5,7 @@ import json
 import pytest
 
 from autoshard import cli
-from autoshard.cost import Decoder, Engine, ServingAsked, ServingLimits, Topology, engine_kinds, serving_point
+from autoshard.cost import Decoder, ServingAsked, ServingEngine, ServingLimits, Topology, engine_kinds, serving_point
 from autoshard.errors import UserError
 from autoshard.plan import config_decoder, plan_serving
 from autoshard.report import serving_figures, vllm_commands
@@ -18,7 +18,7 @@ assert LLAMA is not None
 
 
 def test_a_step_of_decoding_reads_weights_and_cache():
-    point = serving_point(LLAMA, V6E, ASKED, Engine(8), 16)
+    point = serving_point(LLAMA, V6E, ASKED, ServingEngine(8), 16)
     weights, cache = 2 * LLAMA.params / 8, LLAMA.kv_bytes(16 * 1250) / 8
     assert point.decode_s > (weights + cache) / V6E.memory_bytes_per_s
     assert point.token_s == pytest.approx(point.decode_s + 16 / 500 * point.added_s)
@@ -28,17 +28,17 @@ def test_a_step_of_decoding_reads_weights_and_cache():
 
 
 def test_bytes_of_weights_and_of_keys_and_values_are_halved():
-    point = serving_point(LLAMA, V6E, ASKED, Engine(8), 16)
+    point = serving_point(LLAMA, V6E, ASKED, ServingEngine(8), 16)
     layers = LLAMA.params - 2 * LLAMA.vocabulary * LLAMA.width  # embedding and head stay
-    half = serving_point(LLAMA, V6E, ServingAsked(1000, 500, "int8"), Engine(8), 16)
+    half = serving_point(LLAMA, V6E, ServingAsked(1000, 500, "int8"), ServingEngine(8), 16)
     assert point.peak_bytes - half.peak_bytes == pytest.approx(layers / 8)
     assert half.decode_s < point.decode_s and half.prompt_s < point.prompt_s
-    small = serving_point(LLAMA, V6E, ServingAsked(1000, 500, cache="fp8"), Engine(8), 16)
+    small = serving_point(LLAMA, V6E, ServingAsked(1000, 500, cache="fp8"), ServingEngine(8), 16)
     assert point.peak_bytes - small.peak_bytes == pytest.approx(LLAMA.kv_bytes(16 * 1500) / 8 / 2)
     assert small.decode_s < point.decode_s
     # v6e multiplies int8 twice as fast as fp8, which it turns into bf16.
     stored = [ServingAsked(1000, 500, each) for each in ("int8", "fp8")]
-    whole, float8 = (serving_point(LLAMA, V6E, each, Engine(1), 16, 512) for each in stored)
+    whole, float8 = (serving_point(LLAMA, V6E, each, ServingEngine(1), 16, 512) for each in stored)
     assert whole.prompt_s < 0.9 * float8.prompt_s and whole.peak_bytes == float8.peak_bytes
 
 
@@ -126,18 +126,18 @@ def test_groups_are_offered_where_heads_run_out_and_for_experts():
     assert {(16, 1), (8, 2), (4, 4)} <= more and (4, 2) not in more
     assert {each.attention for each in engine_kinds(LLAMA, Topology.parse("h100:8*2"))} == {1}  # vLLM has none there
     experts = set(engine_kinds(MIXTURE, V6E))
-    assert {Engine(8, 1, 1), Engine(8, 1, 8), Engine(1, 8, 8), Engine(2, 2, 4)} <= experts
+    assert {ServingEngine(8, 1, 1), ServingEngine(8, 1, 8), ServingEngine(1, 8, 8), ServingEngine(2, 2, 4)} <= experts
     assert all(each.experts in (1, each.devices) for each in experts)
     wide = set(engine_kinds(MIXTURE, Topology.parse("v6e:4x4")))
-    assert all(each.experts <= 8 for each in wide) and Engine(8, 2) in wide
+    assert all(each.experts <= 8 for each in wide) and ServingEngine(8, 2) in wide
 
 
 @pytest.mark.parametrize("decoder", [MIXTURE, LATENT])
 def test_groups_have_a_part_of_the_cache_and_all_of_attention(decoder: Decoder):
     place = Topology.parse("v6e:8x8")
     asked = ServingAsked(8000, 1000, "fp8")
-    one = serving_point(decoder, place, asked, Engine(64 if decoder is LATENT else 32, 1), 64, 1024)
-    four = serving_point(decoder, place, asked, Engine(one.engine.tensor // 4, 4), 64, 256)
+    one = serving_point(decoder, place, asked, ServingEngine(64 if decoder is LATENT else 32, 1), 64, 1024)
+    four = serving_point(decoder, place, asked, ServingEngine(one.engine.tensor // 4, 4), 64, 256)
     attention = decoder.layers * decoder.attention_params
     # Heads of keys and values that run out, or latent ones that are none, are held by all devices of a group.
     parts = [1 if decoder is LATENT else min(each.engine.tensor, decoder.kv_heads) for each in (one, four)]
@@ -149,7 +149,7 @@ def test_groups_have_a_part_of_the_cache_and_all_of_attention(decoder: Decoder):
 
 def test_chunks_trade_first_tokens_for_gaps():
     asked = ServingAsked(4000, 1000)
-    short, long = (serving_point(LLAMA, V6E, asked, Engine(8), 16, chunk) for chunk in (128, 4096))
+    short, long = (serving_point(LLAMA, V6E, asked, ServingEngine(8), 16, chunk) for chunk in (128, 4096))
     assert short.gap_s < long.gap_s and short.first_s > long.first_s
     assert short.decode_s == long.decode_s < short.gap_s
     free = plan_serving("hf:llama3-8b", "v6e:2x4", asked, ServingLimits(token_s=0.02))
@@ -163,7 +163,7 @@ def test_chunks_trade_first_tokens_for_gaps():
 def test_commands_of_groups_and_experts():
     asked = ServingAsked(1000, 1000, "fp8", "fp8")
     plan = plan_serving("hf:deepseek-v3", "v6e:8x8", asked)
-    point = next(each for each in plan.points if each.engine == Engine(4, 16, 64) and each.batch == 256)
+    point = next(each for each in plan.points if each.engine == ServingEngine(4, 16, 64) and each.batch == 256)
     (text,) = vllm_commands(plan, point)
     assert text.startswith("NEW_MODEL_DESIGN=1 vllm serve MODEL --tensor-parallel-size 64 --enable-expert-parallel ")
     assert f"--max-num-seqs 16 --max-num-batched-tokens {point.chunk + 16} --kv-cache-dtype fp8" in text
@@ -171,7 +171,7 @@ def test_commands_of_groups_and_experts():
     assert added["sharding"]["sharding_strategy"] == {"enable_dp_attention": True, "attn_dp_size": 16}
     assert added["quantization"] == "fp8_default.yaml"
     gpus = plan_serving("hf:mixtral-8x7b", "h100:8", ServingAsked(1000, 1000))
-    point = next(each for each in gpus.points if each.engine == Engine(1, 4, 4) and each.engines == 2)
+    point = next(each for each in gpus.points if each.engine == ServingEngine(1, 4, 4) and each.engines == 2)
     (text,) = vllm_commands(gpus, point)
     assert "--tensor-parallel-size 1 --data-parallel-size 4 --enable-expert-parallel" in text
     assert text.endswith("# 2 of these")  # copies by --data-parallel-size would share their experts
