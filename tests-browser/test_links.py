@@ -29,7 +29,8 @@ def test_links_can_be_pointed_at_with_mouse_and_keys(visit: Visit):
     page.mouse.move((before["x"] + after["x"] + after["width"]) / 2, before["y"] + before["height"] / 2)
     # Over model: 0.21 + 0.06 + 0.04 of 3.22 s.
     assert page.locator("#link-pointed").inner_text() == (
-        "Link z 3 to 4: busy 310 ms of a step (9.6 %) with model; compute waits for 250 ms of it"
+        "Link z 3 to 4: busy 310 ms of a step (9.6 %) with model, which send 5.64 GiB each way; "
+        "compute waits for 250 ms of it"
     )
     page.locator("#torus svg").nth(0).locator("path").first.focus()
     assert "Link x 0 to 1: busy 580 ms of a step (18.0 %) with data" in page.locator("#link-pointed").inner_text()

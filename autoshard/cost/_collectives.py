@@ -217,6 +217,39 @@ class Collectives:
             inner *= sizes[axis]
         return {axis: shares[axis] for axis in group}
 
+    def link_bytes(self, kind: Kind, axes: tuple[str, ...], size_bytes: float) -> dict[str, float]:
+        """Bytes that pass a link of each physical axis in one direction, by the axis's name, as `time` reckons: of the
+        links that are alike the busiest one.
+
+        The axes of a torus divide what is gathered so that all of them are done at once. Nothing passes a link where
+        devices share one memory.
+        """
+        group = self._group(kind, axes)
+        base = "all-gather" if kind in ("reduce-scatter", "all-reduce") else kind
+        found: dict[str, float] = {}
+        for link, mine, inner in self._by_link(group):
+            share = size_bytes * (1.0 / inner if base == "all-gather" else 1.0) * self.phases(kind)
+            cuts = _cuts(mine) if base == "all-to-all" and link == "torus" else {}
+            whole = _SHAPES[base](mine, link)[1]
+            if link != "memory":
+                found |= {segment.axis: share * cuts.get(segment.axis, whole) for segment in mine}
+        return found
+
+    def _by_link(self, group: tuple[str, ...]) -> list[tuple[str, list[Segment], int]]:
+        """Kinds of links that a group spans, outermost first: their segments, and how many devices are within."""
+        segments = _joined([segment for axis in group for segment in self.mesh.segments(axis)])
+        if self.mesh.topology.twisted:
+            torus = {axis.name: axis.size for axis in self.mesh.topology.physical_axes if axis.kind == "torus"}
+            segments = in_group(segments, torus)
+        inner = math.prod(segment.size for segment in segments)
+        found = []
+        for link in _LEVELS:
+            mine = [segment for segment in segments if segment.kind == link]
+            if mine:
+                inner //= math.prod(segment.size for segment in mine)
+                found.append((link, mine, inner))
+        return found
+
     def partial_to_split_kind(self, axes: tuple[str, ...]) -> Kind:
         """What the backend's compiler emits for a partial result that must end split over `axes`.
 
@@ -263,18 +296,10 @@ class Collectives:
         return tuple(name for name, size in self.mesh.axes.items() if name in axes and size > 1)
 
     def _price(self, kind: str, group: tuple[str, ...]) -> tuple[_Level, ...]:
-        segments = _joined([segment for axis in group for segment in self.mesh.segments(axis)])
         torus = {axis.name: axis.size for axis in self.mesh.topology.physical_axes if axis.kind == "torus"}
         twisted = self.mesh.topology.twisted
-        if twisted:
-            segments = in_group(segments, torus)
-        inner = math.prod(segment.size for segment in segments)
         levels = []
-        for link in _LEVELS:
-            mine = [segment for segment in segments if segment.kind == link]
-            if not mine:
-                continue
-            inner //= math.prod(segment.size for segment in mine)
+        for link, mine, inner in self._by_link(group):
             # A gather moves 1/inner of the result on this level; the other kinds move everything there.
             share = 1.0 / inner if kind == "all-gather" else 1.0
             step, rate = self._link(link)
@@ -346,11 +371,16 @@ def _exchange(segments: list[Segment], link: str) -> tuple[float, float]:
     """Steps, and one-way link times per byte of the local array, of an all-to-all."""
     if link != "torus":
         return _direct(segments)
+    return _steps(segments), max(_cuts(segments).values())
+
+
+def _cuts(segments: list[Segment]) -> dict[str, float]:
+    """One-way bytes over the middle of each physical axis for each byte of the local array that is exchanged."""
     cuts: dict[str, float] = {}
     for s in segments:
         cut = (s.size // 2) * (s.size - s.size // 2) / s.size * s.stride / (2.0 if s.wrap else 1.0)
         cuts[s.axis] = cuts.get(s.axis, 0.0) + cut
-    return _steps(segments), max(cuts.values())
+    return cuts
 
 
 def _permute(segments: list[Segment], link: str) -> tuple[float, float]:

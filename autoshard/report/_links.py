@@ -1,15 +1,15 @@
-"""The load of links: how long the collectives of a step keep each link of the topology busy."""
+"""The load of links: how long the collectives of a step keep each link of the topology busy, and what they carry."""
 
 from collections.abc import Iterable
 from typing import Any
 
-from autoshard.cost import Mesh, PhysicalAxis, Segment, Topology, make_mesh
+from autoshard.cost import Collectives, Mesh, PhysicalAxis, Segment, Topology, make_mesh
 from autoshard.plan import Plan
 from autoshard.report._names import clean
 
 
 def link_loads(plan: Plan) -> dict[str, Any] | None:
-    """Seconds and bytes by mesh axis, and seconds by link along each physical axis; None without communication.
+    """Seconds and bytes by mesh axis, and by link along each physical axis; None without communication.
 
     All lines of chips along one physical axis are loaded alike, so that one stands for them. A link is busy while a
     collective runs over any mesh axis that passes it. Where the mesh was laid by other rules than ours, nothing is
@@ -50,12 +50,24 @@ def _physical(plan: Plan, mesh: Mesh, axis: PhysicalAxis) -> dict[str, Any]:
     line = axis.kind == "torus"
     # A ring of two has one link between them, there and back.
     count = 1 if not line else axis.size if axis.wrap and axis.size > 2 else axis.size - 1
+    carried = _carried(plan, mesh, axis.name)
     links = []
     for place in range(count):
         passing = [name for name, each in segments if not line or _passes(each, place, axis.size)]
-        busy = _busy(plan, passing)
-        links.append({"to": (place + 1) % axis.size, "axes": [clean(name, 80) for name in passing], **busy})
+        said = {"to": (place + 1) % axis.size, "axes": [clean(name, 80) for name in passing], **_busy(plan, passing)}
+        links.append(said | {"bytes": sum(size for axes, size in carried if set(passing) & set(axes))})
     return {"name": axis.name, "size": axis.size, "kind": axis.kind, "line": line, "links": links}
+
+
+def _carried(plan: Plan, mesh: Mesh, axis: str) -> list[tuple[tuple[str, ...], float]]:
+    """Of each collective its mesh axes, and the bytes that pass a link of a physical axis one way."""
+    wires, found = Collectives(mesh), []
+    for each in plan.prediction.collectives:
+        kind: Any = each.kind
+        one = sum(float(share) for share in wires.wire_bytes(kind, each.axes, 1.0).values())
+        if one:
+            found.append((each.axes, wires.link_bytes(kind, each.axes, each.wire_bytes / one).get(axis, 0.0)))
+    return found
 
 
 def _passes(segment: Segment, place: int, size: int) -> bool:

@@ -61,6 +61,30 @@ def test_axes_that_share_a_physical_one_add_up_where_both_pass(plan: Plan):
     assert len(physical["slice"]["links"]) == 1 and physical["slice"]["links"][0]["axes"] == ["data"]
 
 
+def test_links_carry_what_devices_send(plan: Plan):
+    """A gather of 2 ** 20 bytes over 8 devices of a ring, 4 in a line, and 16 of two axes."""
+    size = 1 << 20
+
+    def carried(topology: str, mesh: dict[str, int], kind: str, axes: tuple[str, ...], wire: float) -> dict[str, float]:
+        one = laid(plan, topology, mesh, (axes, 1.0))
+        (sent,) = one.prediction.collectives
+        sent = dataclasses.replace(sent, kind=kind, wire_bytes=round(wire))
+        one = dataclasses.replace(one, prediction=dataclasses.replace(one.prediction, collectives=(sent,)))
+        found = link_loads(one)
+        assert found is not None
+        return {axis["name"]: max(link["bytes"] for link in axis["links"]) for axis in found["physical"]}
+
+    ring = carried("v5p:4x8x8", {"data": 32, "model": 8}, "all-gather", ("model",), size * 7 / 8)
+    assert ring == {"x": 0, "y": 0, "z": pytest.approx(size / 2)}  # half of it each way round
+    line = carried("v5e:4x4", {"data": 4, "model": 4}, "all-gather", ("model",), size * 3 / 4)
+    assert sorted(line.values()) == [0, pytest.approx(size * 3 / 4)]
+    both = carried("v5e:4x4", {"data": 16}, "all-reduce", ("data",), 2 * size * 15 / 16)
+    assert list(both.values()) == [pytest.approx(size * 15 / 16)] * 2  # there and back, on two axes at once
+    # Half of each device's array crosses the middle of a line of 4: 2 devices send half, 2 of it each way.
+    exchanged = carried("v5e:4x4", {"data": 4, "model": 4}, "all-to-all", ("model",), size * 3 / 4)
+    assert max(exchanged.values()) == pytest.approx(size)
+
+
 def test_a_line_that_does_not_close_has_no_last_link(plan: Plan):
     found = link_loads(laid(plan, "v5e:4x4", {"data": 16}, (("data",), 1.0)))
     assert found is not None

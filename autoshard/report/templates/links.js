@@ -1,14 +1,14 @@
 // One line of devices for each physical axis, its links as thick and as red as they are busy.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const { byId, create, shape, seconds } = page;
+  const { byId, create, shape, seconds, bytes } = page;
   const holder = byId("torus");
   if (!holder || !data.links) return;
   const share = (link) => (data.step ? Math.min(1, link.seconds / data.step) : 0);
 
   function said(axis, link, from) {
     const where = axis.line ? `${axis.name} ${from} to ${link.to}` : `each device's link to the ${axis.kind} of ${axis.size} (${axis.name})`;
-    const who = link.axes.length ? `busy ${seconds(link.seconds) || "0 s"} of a step (${(100 * share(link)).toFixed(1)} %) with ${link.axes.join(", ")}` : "no mesh axis passes it";
+    const who = link.axes.length ? `busy ${seconds(link.seconds) || "0 s"} of a step (${(100 * share(link)).toFixed(1)} %) with ${link.axes.join(", ")}, which send ${bytes(link.bytes)} each way` : "no mesh axis passes it";
     return `Link ${where}: ${who}${link.waited_s ? `; compute waits for ${seconds(link.waited_s)} of it` : ""}`;
   }
 
