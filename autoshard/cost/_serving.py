@@ -96,6 +96,8 @@ class ServingPoint:
     """How many tokens an answer has."""
     prompt_engines: int = 0
     """Engines, of all, that compute prompts only, for others that decode only; 0: each does both."""
+    sent_s: float = 0.0
+    """Seconds in which keys and values of a prompt go over the network from one of those to one that decodes."""
 
     @property
     def token_s(self) -> float:
@@ -104,8 +106,9 @@ class ServingPoint:
 
     @property
     def first_s(self) -> float:
-        """Seconds until a first token where nobody else waits: the step that is under way, and the prompt."""
-        return self.prompt_s + (0.0 if self.prompt_engines else self.token_s)
+        """Seconds until a first token where nobody else waits: the step that is under way, and the prompt; or the
+        prompt, and its keys and values on their way to an engine that decodes."""
+        return self.prompt_s + (self.sent_s if self.prompt_engines else self.token_s)
 
     @property
     def tokens_per_s(self) -> float:
@@ -168,6 +171,10 @@ class _Engines:
         if self.count < 2:
             return None
         alone = self.step("prefill", self.engine.attention, self.asked.input)
+        # Each device sends what it holds, over the network of its host, as if engines were on hosts of their own.
+        chip = self.compute.topology.chip
+        rate = chip.network_bytes_per_s_per_chip * self.compute.calibration.network_efficiency / chip.devices_per_chip
+        sent = alone.bytes["cache"] / rate if rate else 0.0
         options = [
             dataclasses.replace(
                 point,
@@ -176,6 +183,7 @@ class _Engines:
                 added_s=0.0,
                 gap_s=point.decode_s,
                 prompt_engines=count,
+                sent_s=sent,
             )
             for count in range(1, self.count)
         ]
@@ -236,8 +244,7 @@ def serving_points(
     """Every kind of engine that divides devices and heads, with batches that double as long as they fit.
 
     Each is offered with prompts and decoding together, in chunks that serve nearly as much as any within the limits,
-    and with the number of engines apart that serves most. What keys and values take on their way from one
-    engine to another is not in the times.
+    and with the number of engines apart that serves most.
     """
     compute, limits = Compute(topology, calibration), limits or ServingLimits()
     for engine in engine_kinds(decoder, topology):

@@ -13,8 +13,8 @@ from autoshard.report._html import environment, script_json
 
 _COUNTS = ("tensor", "attention", "experts", "engines", "prompt_engines", "batch", "chunk")
 _AMOUNTS = ("first_s", "token_s", "gap_s", "tokens_per_s", "peak_bytes", "prompt_s", "decode_s")
-_ADDED = "added_s"
-"""It may be zero."""
+_PARTS = ("added_s", "sent_s")
+"""They may be zero."""
 _AGAIN = "make it again with `autoshard serve-plan ... --json`"
 
 
@@ -50,7 +50,7 @@ def _is_point(point: Mapping[str, Any]) -> bool:
     return (
         all(isinstance(point.get(name), int) and _is_amount(point[name]) for name in _COUNTS)
         and all(_is_amount(point.get(name)) and (point[name] > 0) for name in _AMOUNTS)
-        and _is_amount(point.get(_ADDED))
+        and all(_is_amount(point.get(name)) for name in _PARTS)
         and isinstance(commands, list)
         and all(isinstance(each, str) for each in commands)
     )
@@ -62,7 +62,7 @@ def _is_amount(value: Any) -> bool:
 
 def serve_page(figures: Mapping[str, Any], prices: Mapping[str, float]) -> str:
     """The page, as text, of what `serving_figures` gives; `prices` (of a chip's hour, by chip) begin its field."""
-    names = (*_COUNTS, *_AMOUNTS, _ADDED, "commands")
+    names = (*_COUNTS, *_AMOUNTS, *_PARTS, "commands")
     data = {
         "price": prices.get(figures["chip"]),
         "chips": figures["chips"],

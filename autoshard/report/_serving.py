@@ -41,7 +41,7 @@ def serving_figures(plan: ServingPlan, checked: Sequence[CheckedStep] = ()) -> d
         "frontier": [_figures(point) for point in plan.frontier],
         "points": [
             _figures(point)
-            | {"prompt_s": point.prompt_s, "decode_s": point.decode_s, "added_s": point.added_s}
+            | {"prompt_s": point.prompt_s, "decode_s": point.decode_s, "added_s": point.added_s, "sent_s": point.sent_s}
             | {"commands": vllm_commands(plan, point)}
             for point in plan.points
         ],

@@ -62,6 +62,8 @@ def test_engines_apart_serve_what_the_slower_side_does():
         prompts = each.prompt_engines / each.prompt_s * 500
         decoded = (each.engines - each.prompt_engines) * each.batch / each.decode_s
         assert each.tokens_per_s == pytest.approx(min(prompts, decoded)) and each.token_s == each.decode_s
+        kept = LLAMA.kv_bytes(1000) / min(each.engine.tensor, LLAMA.kv_heads)
+        assert each.first_s == pytest.approx(each.prompt_s + kept / (0.8 * V6E.chip.network_bytes_per_s_per_chip))
 
 
 def test_commands_say_the_same():

@@ -39,6 +39,11 @@ def test_the_page_holds_them_and_needs_nothing(figures: dict[str, Any]):
     assert data["limits"] == [None, 0.03, None]
 
 
+def test_what_commands_cannot_say_is_on_the_page():
+    made = serving_figures(plan_serving("hf:llama3-8b", "v6e:2x4", ServingAsked(1000, 500, cache="int8")))
+    assert "vLLM has no keys and values of int8 on TPUs" in serve_page(made, {})
+
+
 def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     line = "serve-plan hf:llama3-8b --topology v6e:2x4 --input 1000 --output 500 --json".split()
     assert cli.main(line) == 0

@@ -21,7 +21,7 @@
     const apart = point.prompt_engines > 0, decoding = point.engines - point.prompt_engines;
     const token_s = point.decode_s + (apart ? 0 : point.batch / output * point.added_s);
     const decoded = decoding * point.batch / token_s;
-    return { ...point, token_s, first_s: point.prompt_s + (apart ? 0 : token_s),
+    return { ...point, token_s, first_s: point.prompt_s + (apart ? point.sent_s : token_s),
       tokens_per_s: apart ? Math.min(decoded, point.prompt_engines * point.attention / point.prompt_s * output) : decoded };
   }
 
