@@ -157,6 +157,11 @@ def layout_estimate(decoder: Decoder, compute: Compute, asked: StepAsked, layout
     return _Estimated(decoder, compute, asked, layout).estimate()
 
 
+def layout_bytes(decoder: Decoder, compute: Compute, asked: StepAsked, layout: Layout) -> dict[str, float]:
+    """What a device holds by that estimate, as `StepEstimate.bytes`."""
+    return _Estimated(decoder, compute, asked, layout).held()
+
+
 class _Estimated:
     """One decoder's step on the devices of one layout."""
 
@@ -196,7 +201,7 @@ class _Estimated:
         topology = self.compute.topology
         peak = topology.peak_flops("bf16") * topology.num_devices
         return StepEstimate(
-            {"data": self.data, "model": self.model}, self.asked, step, compute, exposed, self._bytes(),
+            {"data": self.data, "model": self.model}, self.asked, step, compute, exposed, self.held(),
             topology.usable_bytes, flops / peak / step,
         )  # fmt: skip
 
@@ -352,7 +357,7 @@ class _Estimated:
         held = self.decoder.params / (self.data * self.model)
         return held * (2 * (asked.param_bytes + 2 * asked.state_bytes) + 4)
 
-    def _bytes(self) -> dict[str, float]:
+    def held(self) -> dict[str, float]:
         decoder, asked, model = self.decoder, self.asked, self.model
         parts = model * (self.data if asked.training else 1)
         # Each group has attention's weights. Those of embedding and head are not stored in a byte.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from autoshard.cost._calibration import Calibration
 from autoshard.cost._compute import Compute
 from autoshard.cost._decoder import Decoder
-from autoshard.cost._estimate import Layout, StepAsked, StepEstimate, layout_estimate
+from autoshard.cost._estimate import Layout, StepAsked, StepEstimate, layout_bytes, layout_estimate
 from autoshard.cost._topology import Topology
 
 
@@ -135,8 +135,16 @@ class _Engines:
         self.layout = Layout(self.count, engine.devices, engine.attention, engine.experts)
 
     def step(self, kind: str, sequences: int, length: int, chunk: int = 0) -> StepEstimate:
+        return layout_estimate(self.decoder, self.compute, self._asked(kind, sequences, length, chunk), self.layout)
+
+    def held(self, sequences: int) -> dict[str, float]:
+        """Bytes of one device in a step of decoding at the end of an answer."""
+        step = self._asked("decode", sequences, self.asked.input + self.asked.output, 0)
+        return layout_bytes(self.decoder, self.compute, step, self.layout)
+
+    def _asked(self, kind: str, sequences: int, length: int, chunk: int) -> StepAsked:
         asked = self.asked
-        step = StepAsked(
+        return StepAsked(
             sequences * self.count,
             length,
             kind,
@@ -146,7 +154,6 @@ class _Engines:
             chunk=chunk * self.engine.attention * self.count,
             prompt=asked.input,
         )
-        return layout_estimate(self.decoder, self.compute, step, self.layout)
 
     def points(self, batch: int, chunks: list[int]) -> Iterator[ServingPoint]:
         """Prompts and decoding together, with each of the chunks."""
@@ -154,11 +161,11 @@ class _Engines:
         # On the mean a sequence has its prompt and half of its answer behind it.
         length = asked.input + asked.output // 2
         decode = self.step("decode", batch, length)
-        longest = self.step("decode", batch, asked.input + asked.output)
+        held = sum(self.held(batch).values())
         for chunk in chunks:
             mixed = self.step("decode", batch, length, chunk)
             longer = mixed.step_time_s - decode.step_time_s
-            peak = longest.peak_bytes + mixed.bytes["temporaries"] - decode.bytes["temporaries"]
+            peak = held + mixed.bytes["temporaries"] - decode.bytes["temporaries"]
             added = asked.input / (chunk * self.engine.attention) * longer
             yield ServingPoint(
                 self.engine, self.count, batch, chunk, math.ceil(asked.input / chunk) * mixed.step_time_s,
@@ -229,8 +236,7 @@ def engine_steps(
     each group."""
     engines = _Engines(decoder, Compute(topology), asked, engine)
     decode = engines.step("decode", batch, asked.input + asked.output // 2)
-    longest = engines.step("decode", batch, asked.input + asked.output)
-    held = dataclasses.replace(decode, bytes=longest.bytes)
+    held = dataclasses.replace(decode, bytes=engines.held(batch))
     return held, engines.step("prefill", engine.attention, asked.input)
 
 

@@ -84,6 +84,10 @@ def test_commands_say_the_same():
         ("--tpot 1us", "no way to serve hf:llama3-8b on v6e:2x4 keeps the limits; the best there is has a first token"),
         ("--weights fp4", "argument --weights: invalid choice: 'fp4'"),
         ("--gap 1ms", "or no gap above"),
+        (
+            "--input 8100",
+            "hf:llama3-8b has 8192 positions, and a prompt of 8100 tokens with its answer of 100 needs 8200",
+        ),
         ("--topology v6q:2x4", "unknown chip 'v6q'; did you mean"),
     ],
 )

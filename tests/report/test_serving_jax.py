@@ -130,13 +130,13 @@ def test_dtypes_are_said_and_what_does_not_divide_is_whole():
 
 def test_the_command_writes_the_file_and_checks_it_with_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "shardings.py"
-    line = "serve-plan hf:llama-tiny --topology v5e:2x2 --input 96 --output 64 --check --quiet"
+    line = "serve-plan hf:llama-tiny --topology v5e:2x2 --input 96 --output 32 --check --quiet"
     done = run(*line.split(), "--jax", str(file), "--json")
     assert done.returncode == 0, done.stderr
     assert "serving_mesh" in loaded(file.read_text())
     found = json.loads(done.stdout)
     decode, prefill = found["checked"]
-    assert (decode["kind"], prefill["kind"]) == ("decode", "prefill") and decode["length"] == 96 + 32
+    assert (decode["kind"], prefill["kind"]) == ("decode", "prefill") and decode["length"] == 96 + 16
     assert decode["sequences"] == found["best"]["batch"] * found["best"]["engines"]
     for step in found["checked"]:
         assert step["failed"] == [] and 0 < step["free_s"] <= 1.001 * step["planned_s"]

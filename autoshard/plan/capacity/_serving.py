@@ -13,6 +13,7 @@ from autoshard.cost import (
 )
 from autoshard.errors import UserError
 from autoshard.plan.capacity._estimates import config_decoder
+from autoshard.program import read_config
 from autoshard.units import format_seconds
 
 
@@ -41,6 +42,13 @@ def plan_serving(config: str, topology: str, asked: ServingAsked, limits: Servin
     decoder, limits = config_decoder(config), limits or ServingLimits()
     if decoder is None:
         raise UserError(f"{config} is no decoder that can be counted; plan a step of it with --serve decode instead.")
+    _, fields = read_config(config.removeprefix("hf:"))
+    positions, length = fields.get("max_position_embeddings") or fields.get("n_positions"), asked.input + asked.output
+    if positions and length > positions:
+        raise UserError(
+            f"{config} has {positions} positions, and a prompt of {asked.input} tokens with its answer of "
+            f"{asked.output} needs {length}."
+        )
     place = Topology.parse(topology)
     points = tuple(serving_points(decoder, place, asked, limits))
     if not points:
