@@ -6,8 +6,9 @@ come in chunks, in some of the steps (chunked prefill, continuous batching). Eng
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from autoshard.cost._calibration import Calibration
 from autoshard.cost._compute import Compute
@@ -96,6 +97,8 @@ class ServingPoint:
     """How many tokens an answer has."""
     prompt_engines: int = 0
     """Engines, of all, that compute prompts only, for others that decode only; 0: each does both."""
+    prompts: ServingEngine | None = None
+    """What those are; None where there are none."""
     sent_s: float = 0.0
     """Seconds in which keys and values of a prompt go over the network from one of those to one that decodes."""
 
@@ -114,11 +117,10 @@ class ServingPoint:
     def tokens_per_s(self) -> float:
         """Tokens of answers in a second, of all engines."""
         decoded = (self.engines - self.prompt_engines) * self.batch / self.token_s
-        if not self.prompt_engines:
+        if self.prompts is None:
             return decoded
         # Each group of an engine has a prompt at once.
-        prompts = self.prompt_engines * self.engine.attention / self.prompt_s
-        return min(decoded, prompts * self.output)
+        return min(decoded, self.prompt_engines * self.prompts.attention / self.prompt_s * self.output)
 
     @property
     def fits(self) -> bool:
@@ -137,10 +139,47 @@ class _Engines:
     def step(self, kind: str, sequences: int, length: int, chunk: int = 0) -> StepEstimate:
         return layout_estimate(self.decoder, self.compute, self._asked(kind, sequences, length, chunk), self.layout)
 
-    def held(self, sequences: int) -> dict[str, float]:
+    def held(self, sequences: int, chunk: int = 0) -> dict[str, float]:
         """Bytes of one device in a step of decoding at the end of an answer."""
-        step = self._asked("decode", sequences, self.asked.input + self.asked.output, 0)
+        step = self._asked("decode", sequences, self.asked.input + self.asked.output, chunk)
         return layout_bytes(self.decoder, self.compute, step, self.layout)
+
+    @functools.cached_property
+    def alone(self) -> StepEstimate:
+        """A step of whole prompts, one in each group."""
+        return self.step("prefill", self.engine.attention, self.asked.input)
+
+    @property
+    def sent_s(self) -> float:
+        """Seconds in which keys and values of those go to another engine: each device sends what it holds over the
+        network of its host, as if engines were on hosts of their own."""
+        chip = self.compute.topology.chip
+        rate = chip.network_bytes_per_s_per_chip * self.compute.calibration.network_efficiency / chip.devices_per_chip
+        return self.alone.bytes["cache"] / rate if rate else 0.0
+
+    def batches(self) -> Iterator[int]:
+        """Batches that fit: for a sequence in each group, doubled, and the largest."""
+        batch = self.engine.attention
+        while self._fits(batch):
+            yield batch
+            batch *= 2
+        fits, too_large = batch // 2 // self.engine.attention, batch // self.engine.attention
+        first = fits
+        while too_large - fits > 1:
+            middle = (fits + too_large) // 2
+            fits, too_large = (middle, too_large) if self._fits(middle * self.engine.attention) else (fits, middle)
+        if fits > first:
+            yield fits * self.engine.attention
+
+    def _fits(self, batch: int) -> bool:
+        return sum(self.held(batch, self.chunks(batch)[0]).values()) <= self.compute.topology.usable_bytes
+
+    def chunks(self, batch: int) -> list[int]:
+        """Powers of two: enough for the prompts that come in to a group, and no longer than takes a whole one."""
+        least = max(LEAST_CHUNK, batch / self.engine.attention * self.asked.input / self.asked.output)
+        first = max(0, math.ceil(math.log2(least)))
+        last = max(first, math.ceil(math.log2(self.asked.input)))
+        return [1 << power for power in range(first, last + 1)]
 
     def _asked(self, kind: str, sequences: int, length: int, chunk: int) -> StepAsked:
         asked = self.asked
@@ -161,40 +200,41 @@ class _Engines:
         # On the mean a sequence has its prompt and half of its answer behind it.
         length = asked.input + asked.output // 2
         decode = self.step("decode", batch, length)
-        held = sum(self.held(batch).values())
         for chunk in chunks:
             mixed = self.step("decode", batch, length, chunk)
             longer = mixed.step_time_s - decode.step_time_s
-            peak = held + mixed.bytes["temporaries"] - decode.bytes["temporaries"]
+            peak = sum(self.held(batch, chunk).values())
             added = asked.input / (chunk * self.engine.attention) * longer
             yield ServingPoint(
                 self.engine, self.count, batch, chunk, math.ceil(asked.input / chunk) * mixed.step_time_s,
                 decode.step_time_s, added, mixed.step_time_s, peak, limit, asked.output,
             )  # fmt: skip
 
-    def apart(self, point: ServingPoint) -> ServingPoint | None:
-        """The same with engines for prompts and others that decode, as many of each as serve most; None for one
-        engine."""
-        if self.count < 2:
-            return None
-        alone = self.step("prefill", self.engine.attention, self.asked.input)
-        # Each device sends what it holds, over the network of its host, as if engines were on hosts of their own.
-        chip = self.compute.topology.chip
-        rate = chip.network_bytes_per_s_per_chip * self.compute.calibration.network_efficiency / chip.devices_per_chip
-        sent = alone.bytes["cache"] / rate if rate else 0.0
-        options = [
-            dataclasses.replace(
-                point,
-                chunk=max(self.asked.input, LEAST_CHUNK),
-                prompt_s=alone.step_time_s,
-                added_s=0.0,
-                gap_s=point.decode_s,
-                prompt_engines=count,
-                sent_s=sent,
-            )
-            for count in range(1, self.count)
-        ]
-        return max(options, key=lambda each: each.tokens_per_s)
+
+def _apart(
+    point: ServingPoint, own: _Engines, others: Sequence[_Engines], limits: ServingLimits
+) -> ServingPoint | None:
+    """The engines of a point decoding only, and others for prompts, of which there are as many of each as serve most
+    within the limits; None where devices are too few."""
+    devices, peak = own.compute.topology.num_devices, sum(own.held(point.batch).values())
+    options = []
+    for other in others:
+        for count in range(1, devices // other.engine.devices):
+            left, rest = divmod(devices - count * other.engine.devices, own.engine.devices)
+            if rest or not left:
+                continue
+            made = dataclasses.replace(
+                point, engines=count + left, prompt_engines=count, prompts=other.engine, sent_s=other.sent_s,
+                chunk=max(own.asked.input, LEAST_CHUNK), prompt_s=other.alone.step_time_s, added_s=0.0,
+                gap_s=point.decode_s, peak_bytes=max(peak, other.alone.peak_bytes),
+            )  # fmt: skip
+            if made.fits:
+                options.append(made)
+    # Of equals engines of the same kind.
+    return max(
+        options, default=None,
+        key=lambda each: (limits.keeps(each), each.tokens_per_s, each.prompts == each.engine, -each.first_s),
+    )  # fmt: skip
 
 
 def _chosen(points: list[ServingPoint], limits: ServingLimits) -> ServingPoint:
@@ -204,15 +244,6 @@ def _chosen(points: list[ServingPoint], limits: ServingLimits) -> ServingPoint:
     most = max(each.tokens_per_s for each in kept)
     good = [each for each in kept if each.tokens_per_s >= _NEAR * most]
     return min(good, key=lambda each: each.first_s * each.gap_s)
-
-
-def _chunks(asked: ServingAsked, batch: float) -> list[int]:
-    """Powers of two for a group with so many sequences: enough for the prompts that come in, and no longer than takes a
-    whole one."""
-    least = max(LEAST_CHUNK, batch * asked.input / asked.output)
-    first = max(0, math.ceil(math.log2(least)))
-    last = max(first, math.ceil(math.log2(asked.input)))
-    return [1 << power for power in range(first, last + 1)]
 
 
 def serving_point(
@@ -225,8 +256,8 @@ def serving_point(
     calibration: Calibration | None = None,
 ) -> ServingPoint:
     """Such engines on all of a topology, each with a batch of so many sequences; without a `chunk` whole prompts."""
-    chunks = [_chunks(asked, batch / engine.attention)[-1] if chunk is None else chunk]
-    return next(_Engines(decoder, Compute(topology, calibration), asked, engine).points(batch, chunks))
+    engines = _Engines(decoder, Compute(topology, calibration), asked, engine)
+    return next(engines.points(batch, [engines.chunks(batch)[-1] if chunk is None else chunk]))
 
 
 def engine_steps(
@@ -247,22 +278,22 @@ def serving_points(
     limits: ServingLimits | None = None,
     calibration: Calibration | None = None,
 ) -> Iterator[ServingPoint]:
-    """Every kind of engine that divides devices and heads, with batches that double as long as they fit.
+    """Every kind of engine that divides devices and heads, with batches that double as long as they fit, and the
+    largest.
 
     Each is offered with prompts and decoding together, in chunks that serve nearly as much as any within the limits,
-    and with the number of engines apart that serves most.
+    and with prompts on engines of their own, of any kind.
     """
     compute, limits = Compute(topology, calibration), limits or ServingLimits()
-    for engine in engine_kinds(decoder, topology):
-        engines = _Engines(decoder, compute, asked, engine)
-        batch = engine.attention
-        while found := [each for each in engines.points(batch, _chunks(asked, batch / engine.attention)) if each.fits]:
-            point = _chosen(found, limits)
+    kinds = [_Engines(decoder, compute, asked, engine) for engine in engine_kinds(decoder, topology)]
+    for_prompts = [each for each in kinds if each.alone.fits]
+    for engines in kinds:
+        for batch in engines.batches():
+            point = _chosen([each for each in engines.points(batch, engines.chunks(batch)) if each.fits], limits)
             yield point
-            apart = engines.apart(point)
+            apart = _apart(point, engines, for_prompts, limits)
             if apart is not None:
                 yield apart
-            batch *= 2
 
 
 def engine_kinds(decoder: Decoder, topology: Topology) -> Iterator[ServingEngine]:

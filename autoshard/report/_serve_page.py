@@ -12,6 +12,7 @@ from autoshard.report._html import environment, script_json
 
 
 _COUNTS = ("tensor", "attention", "experts", "engines", "prompt_engines", "batch", "chunk")
+_COUNTS += ("prompt_tensor", "prompt_attention", "prompt_experts")
 _AMOUNTS = ("first_s", "token_s", "gap_s", "tokens_per_s", "peak_bytes", "prompt_s", "decode_s")
 _PARTS = ("added_s", "sent_s")
 """They may be zero."""

@@ -59,6 +59,9 @@ def _figures(point: ServingPoint) -> dict[str, Any]:
         "experts": point.engine.experts,
         "engines": point.engines,
         "prompt_engines": point.prompt_engines,
+        "prompt_tensor": point.prompts.tensor if point.prompts else 0,
+        "prompt_attention": point.prompts.attention if point.prompts else 0,
+        "prompt_experts": point.prompts.experts if point.prompts else 0,
         "batch": point.batch,
         "chunk": point.chunk,
         "first_s": point.first_s,
@@ -128,8 +131,9 @@ def _checks(checked: Sequence[CheckedStep]) -> list[RenderableType]:
 
 def _cells(point: ServingPoint) -> dict[str, str]:
     engines = str(point.engines)
-    if point.prompt_engines:
-        engines = f"{point.prompt_engines}+{point.engines - point.prompt_engines}"
+    if point.prompts is not None:
+        kind = "" if point.prompts == point.engine else f"x{point.prompts.devices}"
+        engines = f"{point.prompt_engines}{kind}+{point.engines - point.prompt_engines}"
     return {
         "tensor": str(point.engine.tensor),
         "attn": str(point.engine.attention),
@@ -153,5 +157,5 @@ def _note(plan: ServingPlan, said: list[str]) -> str:
     if "experts" in said:
         text += "experts: parts of whole experts. "
     if any(point.prompt_engines for point in (*plan.frontier, best)):
-        text += "2+6: two engines for prompts, six to decode. "
+        text += "2+6: two engines for prompts, six to decode; 2x4+6: two of another kind, of 4 devices. "
     return text + "By closed form, no plan."

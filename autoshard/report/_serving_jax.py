@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Mapping
 
-from autoshard.cost import ServingPoint
+from autoshard.cost import ServingEngine, ServingPoint
 from autoshard.plan import ServingDims, ServingPlan, ServingSpecs, serving_specs
 from autoshard.report._names import clean
 
@@ -36,55 +36,80 @@ def sharding(mesh, name, ndim):
 def jax_shardings(plan: ServingPlan, point: ServingPoint | None = None) -> str:
     """The text of that file for a way to serve, by default the best."""
     point = plan.best if point is None else point
-    specs = serving_specs(plan.config, plan.decoder, point.engine, point.engines)
+    decoding = point.engines - point.prompt_engines
+    apart = point.prompts is not None
+    specs = serving_specs(plan.config, plan.decoder, point.engine, decoding, counted=apart)
+    prompts = specs
+    if point.prompts is not None:
+        prompts = serving_specs(plan.config, plan.decoder, point.prompts, point.prompt_engines, counted=True)
     head = textwrap.wrap(f'"""{_head(plan, point)}', 100)
     lines = [*head, "", "Written by `autoshard serve-plan`; step functions are yours.", '"""', ""]
     lines += ["import re", "", "import jax", "import jax.numpy as jnp", "from jax.experimental import mesh_utils"]
     lines += ["from jax.sharding import Mesh, NamedSharding", "from jax.sharding import PartitionSpec as P", "", ""]
-    lines += _sizes(point, specs)
+    lines += _sizes(point, specs, prompts)
     lines += [f"WEIGHT_DTYPE = {_DTYPES[plan.asked.weights]}  # of matrices of layers"]
     lines += [f"CACHE_DTYPE = {_DTYPES[plan.asked.cache]}", ""]
-    lines += [
-        *_table("WEIGHTS", specs.weights, specs.joined),
+    body = _BODY
+    lines += _tables("", specs)
+    if _split(prompts) != _split(specs):
+        lines += ["", "# The same of engines for prompts.", *_tables("PROMPT_", prompts)]
+        body = body.replace("sharding(mesh, name, ndim)", "sharding(mesh, name, ndim, prompts=False)")
+        for name in ("WEIGHTS", "CACHE", "INPUTS"):
+            body = body.replace(f"{name}[", f"(PROMPT_{name} if prompts else {name})[")
+        body = body.replace("or of `batch.input_ids`.", "or of `batch.input_ids`; on engines for `prompts` or others.")
+    return "\n".join(lines) + "\n" + body
+
+
+def _split(specs: ServingSpecs) -> tuple[object, ...]:
+    return specs.weights, specs.cache, specs.inputs
+
+
+def _tables(prefix: str, specs: ServingSpecs) -> list[str]:
+    return [
+        *_table(f"{prefix}WEIGHTS", specs.weights, specs.joined),
         "",
         "# Of one layer: sequences, heads, places, and what a head has.",
+        *_table(f"{prefix}CACHE", specs.cache),
+        "",
+        *_table(f"{prefix}INPUTS", specs.inputs),
     ]
-    lines += [*_table("CACHE", specs.cache), "", *_table("INPUTS", specs.inputs)]
-    return "\n".join(lines) + "\n" + _BODY
 
 
 def _head(plan: ServingPlan, point: ServingPoint) -> str:
-    engine = point.engine
-    text = f"Shardings to serve {clean(plan.config)} on {plan.topology}: {_counted(point.engines, 'engine')} of "
-    text += _counted(engine.devices, "device")
-    if engine.attention > 1:
-        text += f", in each {engine.attention} groups that have their own sequences and all weights of attention"
+    text = f"Shardings to serve {clean(plan.config)} on {plan.topology}: "
+    if point.prompts is not None:
+        text += f"{_engines(point.prompt_engines, point.prompts)} compute prompts, and "
+    text += _engines(point.engines - point.prompt_engines, point.engine)
     seats = _counted(point.batch, "sequence")
-    return f"{text}; {seats} in an engine.".replace('"""', "")
+    return f"{text}{' decode' if point.prompts else ''}; {seats} in an engine.".replace('"""', "")
+
+
+def _engines(count: int, engine: ServingEngine) -> str:
+    text = f"{_counted(count, 'engine')} of {_counted(engine.devices, 'device')}"
+    if engine.attention > 1:
+        text += f" (in each {engine.attention} groups that have their own sequences and all weights of attention)"
+    return text
 
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def _sizes(point: ServingPoint, specs: ServingSpecs) -> list[str]:
-    if not point.prompt_engines:
-        sizes = dict(specs.sizes) or {"engine": 1}
-        return [f"SIZES = {_dict(sizes)}", '"""Axes of `serving_mesh(SIZES)`."""', ""]
-    within = {name: size for name, size in specs.sizes.items() if name != "engine"}
-    devices = point.prompt_engines * point.engine.devices
-    decoding = {"engine": point.engines - point.prompt_engines} | within
+def _sizes(point: ServingPoint, specs: ServingSpecs, prompts: ServingSpecs) -> list[str]:
+    if point.prompts is None:
+        return [f"SIZES = {_dict(specs.sizes)}", '"""Axes of `serving_mesh(SIZES)`."""', ""]
+    devices = point.prompt_engines * point.prompts.devices
     return [
-        f"PROMPT_SIZES = {_dict({'engine': point.prompt_engines} | within)}",
+        f"PROMPT_SIZES = {_dict(prompts.sizes)}",
         f'"""Axes of `serving_mesh(PROMPT_SIZES, jax.devices()[:{devices}])`, which computes prompts."""',
-        f"DECODE_SIZES = {_dict(decoding)}",
+        f"DECODE_SIZES = {_dict(specs.sizes)}",
         f'"""Axes of `serving_mesh(DECODE_SIZES, jax.devices()[{devices}:])`, which decodes."""',
         "",
     ]
 
 
 def _dict(sizes: Mapping[str, int]) -> str:
-    return "{" + ", ".join(f'"{name}": {size}' for name, size in sizes.items()) + "}"
+    return "{" + ", ".join(f'"{name}": {size}' for name, size in (sizes or {"engine": 1}).items()) + "}"
 
 
 def _table(name: str, specs: Mapping[str, ServingDims], joined: Mapping[str, str] | None = None) -> list[str]:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from autoshard.cost import ServingPoint, Topology
+from autoshard.cost import ServingEngine, ServingPoint, Topology
 from autoshard.plan import ServingPlan
 
 
@@ -23,20 +23,20 @@ def vllm_commands(plan: ServingPlan, point: ServingPoint | None = None) -> list[
     point = plan.best if point is None else point
     # Limits of a scheduler are those of one group, each of which has its own.
     seats = -(-point.batch // point.engine.attention)
-    if not point.prompt_engines:
+    if point.prompts is None:
         # A step has its sequences beside a chunk of prompts.
-        return [_command(plan, point, point.engines, seats, point.chunk + seats)]
+        return [_command(plan, point.engine, point.engines, seats, point.chunk + seats)]
     decoding = point.engines - point.prompt_engines
     return [
-        _command(plan, point, point.prompt_engines, None, point.chunk, "kv_producer"),
-        _command(plan, point, decoding, seats, None, "kv_consumer"),
+        _command(plan, point.prompts, point.prompt_engines, None, point.chunk, "kv_producer"),
+        _command(plan, point.engine, decoding, seats, None, "kv_consumer"),
     ]
 
 
 def _command(
-    plan: ServingPlan, point: ServingPoint, engines: int, seats: int | None, tokens: int | None, role: str = ""
+    plan: ServingPlan, engine: ServingEngine, engines: int, seats: int | None, tokens: int | None, role: str = ""
 ) -> str:
-    engine, asked, backend = point.engine, plan.asked, Topology.parse(plan.topology).backend
+    asked, backend = plan.asked, Topology.parse(plan.topology).backend
     groups, grouped = engine.attention, engine.attention > 1
     sizes = [f"--max-num-seqs {seats}"] if seats is not None else []
     sizes += [f"--max-num-batched-tokens {tokens}"] if tokens is not None else []

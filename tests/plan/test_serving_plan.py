@@ -5,7 +5,16 @@ import json
 import pytest
 
 from autoshard import cli
-from autoshard.cost import Decoder, ServingAsked, ServingEngine, ServingLimits, Topology, engine_kinds, serving_point
+from autoshard.cost import (
+    Decoder,
+    ServingAsked,
+    ServingEngine,
+    ServingLimits,
+    Topology,
+    engine_kinds,
+    engine_steps,
+    serving_point,
+)
 from autoshard.errors import UserError
 from autoshard.plan import config_decoder, plan_serving
 from autoshard.report import serving_figures, vllm_commands
@@ -51,7 +60,9 @@ def test_the_plan_keeps_its_limits_and_nothing_that_does_serves_more():
     assert free.best.tokens_per_s > plan.best.tokens_per_s
     rates, times = ([getattr(each, name) for each in free.frontier] for name in ("tokens_per_s", "token_s"))
     assert rates == sorted(rates) and times == sorted(times) and len(rates) > 3
-    assert all(each.fits and each.engine.devices * each.engines == 8 for each in free.points)
+    for each in free.points:
+        decoding = (each.engines - each.prompt_engines) * each.engine.devices
+        assert each.fits and decoding + each.prompt_engines * (each.prompts or each.engine).devices == 8
 
 
 def test_engines_apart_serve_what_the_slower_side_does():
@@ -59,11 +70,42 @@ def test_engines_apart_serve_what_the_slower_side_does():
     apart = [each for each in plan.points if each.prompt_engines]
     assert apart
     for each in apart:
-        prompts = each.prompt_engines / each.prompt_s * 500
+        assert each.prompts is not None
+        prompts = each.prompt_engines * each.prompts.attention / each.prompt_s * 500
         decoded = (each.engines - each.prompt_engines) * each.batch / each.decode_s
         assert each.tokens_per_s == pytest.approx(min(prompts, decoded)) and each.token_s == each.decode_s
-        kept = LLAMA.kv_bytes(1000) / min(each.engine.tensor, LLAMA.kv_heads)
+        kept = LLAMA.kv_bytes(1000) / min(each.prompts.tensor, LLAMA.kv_heads)
         assert each.first_s == pytest.approx(each.prompt_s + kept / (0.8 * V6E.chip.network_bytes_per_s_per_chip))
+
+
+def test_engines_for_prompts_may_be_of_another_kind_where_that_serves_more():
+    plan = plan_serving("hf:llama3-8b", "v6e:2x4", ASKED)
+    other = [each for each in plan.points if each.prompts and each.prompts != each.engine]
+    assert other
+    for each in other:
+        alone = engine_steps(LLAMA, V6E, ASKED, each.engine, 1)[1].step_time_s
+        assert each.decode_s == serving_point(LLAMA, V6E, ASKED, each.engine, each.batch).decode_s
+        # No split into engines of the same kind serves as much: each group has a prompt at once.
+        total = 8 // each.engine.devices
+        rates = [
+            min((total - count) * each.batch / each.decode_s, count * each.engine.attention / alone * 500)
+            for count in range(1, total)
+        ]
+        assert not rates or max(rates) <= each.tokens_per_s * (1 + 1e-9)
+    point = next(each for each in other if each.prompts.devices != each.engine.devices)
+    first, second = vllm_commands(plan, point)
+    assert f"--tensor-parallel-size {point.prompts.devices} " in first
+    assert f"--tensor-parallel-size {point.engine.devices} " in second
+
+
+def test_the_largest_batch_that_fits_is_offered():
+    plan = plan_serving("hf:llama3-8b", "v6e:2x4", ASKED)
+    for engine in {each.engine for each in plan.points}:
+        batches = {each.batch for each in plan.points if each.engine == engine and not each.prompts}
+        larger = max(batches) + engine.attention
+        chunk = max(128, 1 << (2 * larger // engine.attention - 1).bit_length())  # of two prompt tokens for each
+        assert not serving_point(LLAMA, V6E, ASKED, engine, larger, chunk).fits
+        assert {1 << n for n in range(max(batches).bit_length())} <= batches
 
 
 def test_commands_say_the_same():

@@ -22,10 +22,15 @@ SEQUENCES, PLACES = 16, 32
 NAMES = ("llama-tiny", "gemma2-tiny", "mixtral-tiny", "deepseek-v3-tiny", "gpt2-tiny")
 
 
-def planned(name: str, engine: ServingEngine, engines: int, prompt_engines: int = 0) -> ServingPlan:
+def planned(
+    name: str, engine: ServingEngine, engines: int, prompt_engines: int = 0, prompts: ServingEngine | None = None
+) -> ServingPlan:
     """A made-up way to serve on 8 chips: tiny models are served best by copies that share nothing."""
     plan = plan_serving(f"hf:{name}", "v5e:2x4", ServingAsked(16, 16))
-    point = dataclasses.replace(plan.best, engine=engine, engines=engines, prompt_engines=prompt_engines)
+    prompts = engine if prompt_engines and prompts is None else prompts
+    point = dataclasses.replace(
+        plan.best, engine=engine, engines=engines, prompt_engines=prompt_engines, prompts=prompts
+    )
     return dataclasses.replace(plan, best=point)
 
 
@@ -116,6 +121,24 @@ def test_engines_apart_have_meshes_of_their_own():
     decoding = module["serving_mesh"](module["DECODE_SIZES"], devices[2:8])
     assert not {*prompts.devices.flat} & {*decoding.devices.flat}
     assert module["sharding"](decoding, "batch.input_ids", 2).spec == jax.sharding.PartitionSpec("engine", None)
+
+
+def test_engines_for_prompts_may_split_otherwise():
+    import jax
+
+    text = jax_shardings(planned("llama-tiny", ServingEngine(2, 2), 2, 1, ServingEngine(4)))
+    assert "1 engine of 4 devices compute prompts, and 1 engine of 4 devices (in each 2 groups" in " ".join(
+        text.split()
+    )
+    module = loaded(text)
+    assert module["PROMPT_SIZES"] == {"engine": 1, "kv": 4}
+    assert module["DECODE_SIZES"] == {"engine": 1, "group": 2, "kv": 2}
+    prompts = module["serving_mesh"](module["PROMPT_SIZES"], jax.devices()[:4])
+    decoding = module["serving_mesh"](module["DECODE_SIZES"], jax.devices()[4:8])
+    name = "model.layers.*.mlp.up_proj.weight"
+    assert module["sharding"](prompts, name, 3, prompts=True).spec == jax.sharding.PartitionSpec(None, "kv", None)
+    split = jax.sharding.PartitionSpec(None, ("group", "kv"), None)
+    assert module["sharding"](decoding, name, 3).spec == split
 
 
 def test_dtypes_are_said_and_what_does_not_divide_is_whole():

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from autoshard.cost import ServingPoint, StepEstimate, Topology, engine_steps
+from autoshard.cost import ServingEngine, ServingPoint, StepEstimate, Topology, engine_steps
 from autoshard.errors import UserError
 from autoshard.plan._make import make_plan
 from autoshard.plan.capacity._serving import ServingPlan
@@ -27,7 +27,7 @@ class CheckedStep:
     kind: str
     """`decode` or `prefill`."""
     sequences: int
-    """Of all engines."""
+    """Of all engines, if all devices were such engines."""
     length: int
     """Tokens that a sequence has, or its prompt."""
     estimate: StepEstimate
@@ -52,17 +52,20 @@ def check_serving(
             "--check plans programs whose weights and caches have 16 bits; leave out --weights and --cache-dtype, or "
             "--check."
         )
-    place, engine = Topology.parse(plan.topology), point.engine
-    decode, prefill = engine_steps(plan.decoder, place, asked, engine, point.batch)
-    specs, mesh = serving_specs(plan.config, plan.decoder, engine, point.engines), {"engine": 1}
-    mesh = dict(specs.sizes) or mesh
+    place, prompts = Topology.parse(plan.topology), point.prompts or point.engine
+    decode, _ = engine_steps(plan.decoder, place, asked, point.engine, point.batch)
+    _, prefill = engine_steps(plan.decoder, place, asked, prompts, prompts.attention)
     length, whole = asked.input + asked.output // 2, asked.input + asked.output
-    steps: tuple[tuple[str, int, int, int, StepEstimate], ...] = (
-        ("decode", point.batch * point.engines, length, whole, decode),
-        ("prefill", engine.attention * point.engines, asked.input, asked.input, prefill),
+    # Engines apart too are planned as if all devices were such engines: they share nothing but the program.
+    steps: tuple[tuple[str, ServingEngine, int, int, int, StepEstimate], ...] = (
+        ("decode", point.engine, point.batch, length, whole, decode),
+        ("prefill", prompts, prompts.attention, asked.input, asked.input, prefill),
     )
     found = []
-    for kind, sequences, tokens, cache, estimate in steps:
+    for kind, engine, each_has, tokens, cache, estimate in steps:
+        engines = place.num_devices // engine.devices
+        specs, sequences = serving_specs(plan.config, plan.decoder, engine, engines), each_has * engines
+        mesh = dict(specs.sizes) or {"engine": 1}
         if progress is not None:
             progress(f"tracing a step of {kind}")
         program = _program(plan, kind, batch=sequences, seq=tokens, cache=cache)

@@ -25,8 +25,8 @@ class ServingSpecs:
     """What engines of one kind split, by the names of the checkpoint's weights, of the cache and of inputs."""
 
     sizes: Mapping[str, int]
-    """Axes of the mesh, of more than one device: `engine`, `group` (of attention), `kv` (heads of keys and values) and
-    `query` (heads of queries that share one of those)."""
+    """Axes of the mesh, but for those of one device: `engine`, `group` (of attention), `kv` (heads of keys and values)
+    and `query` (heads of queries that share one of those)."""
     weights: Mapping[str, ServingDims]
     cache: Mapping[str, ServingDims]
     """Of one layer: sequences, heads, places, and what a head has."""
@@ -35,15 +35,18 @@ class ServingSpecs:
     """Weights that are several in a dim that is split, and what they are: each has to be split alike."""
 
 
-def serving_specs(config: str, decoder: Decoder, engine: ServingEngine, engines: int) -> ServingSpecs:
-    """The specs of `engines` engines for `hf:CONFIG`; a dim that does not divide stays whole."""
+def serving_specs(
+    config: str, decoder: Decoder, engine: ServingEngine, engines: int, *, counted: bool = False
+) -> ServingSpecs:
+    """The specs of `engines` engines for `hf:CONFIG`; a dim that does not divide stays whole. `counted` engines have
+    their axis even if there is one."""
     _, fields = read_config(config.removeprefix("hf:"))
     dims = config_dims(fields)
     assert dims is not None
     heads_kept = 1 if decoder.latent is not None else decoder.kv_heads
     kv = math.gcd(engine.tensor, heads_kept)
     every = {"engine": engines, "group": engine.attention, "kv": kv, "query": engine.tensor // kv}
-    sizes = {name: size for name, size in every.items() if size > 1}
+    sizes = {name: size for name, size in every.items() if size > 1 or (counted and name == "engine")}
 
     def axes(*names: str) -> tuple[str, ...]:
         return tuple(name for name in names if name in sizes)

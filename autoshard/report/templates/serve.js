@@ -22,7 +22,7 @@
     const token_s = point.decode_s + (apart ? 0 : point.batch / output * point.added_s);
     const decoded = decoding * point.batch / token_s;
     return { ...point, token_s, first_s: point.prompt_s + (apart ? point.sent_s : token_s),
-      tokens_per_s: apart ? Math.min(decoded, point.prompt_engines * point.attention / point.prompt_s * output) : decoded };
+      tokens_per_s: apart ? Math.min(decoded, point.prompt_engines * point.prompt_attention / point.prompt_s * output) : decoded };
   }
 
   // What each way comes to under the assumptions on the page.
@@ -50,7 +50,9 @@
     return found;
   }
 
-  const engines = (row) => (row.prompt_engines ? `${row.prompt_engines}+${row.engines - row.prompt_engines}` : String(row.engines));
+  const alike = (row) => ["tensor", "attention", "experts"].every((name) => row[name] === row[`prompt_${name}`]);
+  const other = (row) => (alike(row) ? "" : `x${row.prompt_tensor * row.prompt_attention}`);
+  const engines = (row) => (row.prompt_engines ? `${row.prompt_engines}${other(row)}+${row.engines - row.prompt_engines}` : String(row.engines));
   const ms = (value) => short(1e3 * value);
 
   function said(row) {
