@@ -82,6 +82,7 @@ from autoshard.cost._schedules import Timetable as Timetable
 from autoshard.cost._schedules import make_schedule as make_schedule
 from autoshard.cost._schedules import timetable as timetable
 from autoshard.cost._serving import LEAST_CHUNK as LEAST_CHUNK
+from autoshard.cost._serving import MEMORY_SHARE as MEMORY_SHARE
 from autoshard.cost._serving import STORED_BYTES as STORED_BYTES
 from autoshard.cost._serving import ServingAsked as ServingAsked
 from autoshard.cost._serving import ServingEngine as ServingEngine

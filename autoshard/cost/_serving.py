@@ -21,6 +21,9 @@ STORED_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0}
 """Dtypes of stored weights, and of keys and values, and their bytes; their scales are not counted."""
 LEAST_CHUNK = 128
 """Tokens of prompts that a step takes at least."""
+MEMORY_SHARE = 0.95
+"""The share of a device's memory that is filled: plans of traced steps need up to 2 % more than the closed form, and a
+server has fragments and buffers of its own."""
 _NEAR = 0.98
 """Chunks that serve nearly as much as the best are as good; longer ones have sooner first tokens, and longer gaps."""
 
@@ -136,6 +139,11 @@ class _Engines:
         self.count = compute.topology.num_devices // engine.devices
         self.layout = Layout(self.count, engine.devices, engine.attention, engine.experts)
 
+    @property
+    def limit_bytes(self) -> int:
+        """What a device may hold."""
+        return int(MEMORY_SHARE * self.compute.topology.usable_bytes)
+
     def step(self, kind: str, sequences: int, length: int, chunk: int = 0) -> StepEstimate:
         return layout_estimate(self.decoder, self.compute, self._asked(kind, sequences, length, chunk), self.layout)
 
@@ -172,7 +180,7 @@ class _Engines:
             yield fits * self.engine.attention
 
     def _fits(self, batch: int) -> bool:
-        return sum(self.held(batch, self.chunks(batch)[0]).values()) <= self.compute.topology.usable_bytes
+        return sum(self.held(batch, self.chunks(batch)[0]).values()) <= self.limit_bytes
 
     def chunks(self, batch: int) -> list[int]:
         """Powers of two: enough for the prompts that come in to a group, and no longer than takes a whole one."""
@@ -196,7 +204,7 @@ class _Engines:
 
     def points(self, batch: int, chunks: list[int]) -> Iterator[ServingPoint]:
         """Prompts and decoding together, with each of the chunks."""
-        asked, limit = self.asked, self.compute.topology.usable_bytes
+        asked, limit = self.asked, self.limit_bytes
         # On the mean a sequence has its prompt and half of its answer behind it.
         length = asked.input + asked.output // 2
         decode = self.step("decode", batch, length)
@@ -286,7 +294,7 @@ def serving_points(
     """
     compute, limits = Compute(topology, calibration), limits or ServingLimits()
     kinds = [_Engines(decoder, compute, asked, engine) for engine in engine_kinds(decoder, topology)]
-    for_prompts = [each for each in kinds if each.alone.fits]
+    for_prompts = [each for each in kinds if each.alone.peak_bytes <= each.limit_bytes]
     for engines in kinds:
         for batch in engines.batches():
             point = _chosen([each for each in engines.points(batch, engines.chunks(batch)) if each.fits], limits)

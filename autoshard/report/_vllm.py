@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from autoshard.cost import ServingEngine, ServingPoint, Topology
+from autoshard.cost import MEMORY_SHARE, ServingEngine, ServingPoint, Topology
 from autoshard.plan import ServingPlan
 
 
@@ -58,7 +58,7 @@ def _command(
         words.append(f"--data-parallel-size {engines}")
         copies = 1
     words += ["--enable-expert-parallel"] if engine.experts > 1 else []
-    words += [f"--max-model-len {asked.input + asked.output}", *sizes]
+    words += [f"--max-model-len {asked.input + asked.output}", *sizes, f"--gpu-memory-utilization {MEMORY_SHARE}"]
     cache = _CACHES.get((backend, asked.cache))
     words += [f"--kv-cache-dtype {cache}"] if cache else []
     words += [f"--additional-config {_quoted(added)}"] if added else []

@@ -214,7 +214,8 @@ def test_commands_of_groups_and_experts():
     point = next(each for each in plan.points if each.engine == ServingEngine(4, 16, 64) and each.batch == 256)
     (text,) = vllm_commands(plan, point)
     assert text.startswith("NEW_MODEL_DESIGN=1 vllm serve MODEL --tensor-parallel-size 64 --enable-expert-parallel ")
-    assert f"--max-num-seqs 16 --max-num-batched-tokens {point.chunk + 16} --kv-cache-dtype fp8" in text
+    assert f"--max-num-seqs 16 --max-num-batched-tokens {point.chunk + 16} --gpu-memory-utilization 0.95 --kv" in text
+    assert "--kv-cache-dtype fp8" in text
     added = json.loads(text.split("--additional-config ")[1].strip("'"))
     assert added["sharding"]["sharding_strategy"] == {"enable_dp_attention": True, "attn_dp_size": 16}
     assert added["quantization"] == "fp8_default.yaml"

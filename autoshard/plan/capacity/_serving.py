@@ -3,6 +3,7 @@
 import dataclasses
 
 from autoshard.cost import (
+    MEMORY_SHARE,
     STORED_BYTES,
     Decoder,
     ServingAsked,
@@ -53,9 +54,10 @@ def plan_serving(config: str, topology: str, asked: ServingAsked, limits: Servin
     points = tuple(serving_points(decoder, place, asked, limits))
     if not points:
         least = STORED_BYTES[asked.weights] * decoder.params / place.num_devices
+        room = MEMORY_SHARE * place.usable_bytes
         raise UserError(
             f"{config} cannot be served on {place.name}: weights alone are {least / 2**30:.1f} GiB of each device's "
-            f"{place.usable_bytes / 2**30:.1f} GiB when all hold one copy; use more devices"
+            f"{room / 2**30:.1f} GiB (5 % stay free) when all hold one copy; use more devices"
             f"{', or --weights fp8' if asked.weights == 'bf16' else ''}."
         )
     kept = [each for each in points if limits.keeps(each)]
