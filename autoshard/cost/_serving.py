@@ -47,11 +47,11 @@ class ServingLimits:
     """What is allowed at most, in seconds."""
 
     first_s: float = math.inf
-    """Until a first token."""
+    """The longest time until a first token."""
     token_s: float = math.inf
-    """Of each further token, on the mean."""
+    """The longest time of each further token, on the mean."""
     gap_s: float = math.inf
-    """Between any two tokens of an answer."""
+    """The longest time between any two tokens of an answer."""
 
     def keeps(self, point: "ServingPoint") -> bool:
         """Whether a way to serve stays within all of them."""

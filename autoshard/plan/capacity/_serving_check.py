@@ -25,9 +25,9 @@ class CheckedStep:
     """One step by closed form, and as planned."""
 
     kind: str
-    """`decode` or `prefill`."""
+    """What it computes, `decode` or `prefill`."""
     sequences: int
-    """Of all engines, if all devices were such engines."""
+    """How many sequences it has, if all devices are such engines."""
     length: int
     """Tokens that a sequence has, or its prompt."""
     estimate: StepEstimate

@@ -29,7 +29,7 @@ class ServingSpecs:
     and `query` (heads of queries that share one of those)."""
     weights: Mapping[str, ServingDims]
     cache: Mapping[str, ServingDims]
-    """Of one layer: sequences, heads, places, and what a head has."""
+    """The keys and values of one layer: sequences, heads, places, and what a head has."""
     inputs: Mapping[str, ServingDims]
     joined: Mapping[str, str]
     """Weights that are several in a dim that is split, and what they are: each has to be split alike."""
