@@ -91,6 +91,9 @@ class Backend:
     """Whether a description of the chip stands for the chip where its compiler works with no device present."""
     judge: str
     """Who judges plans unless asked otherwise: `measure`, the devices that are here, or `compile`."""
+    serves_by_mesh: bool
+    """Whether vLLM runs one program over a mesh of an engine's devices there, and may split attention by groups of
+    sequences in it; else it runs a process for each device."""
     attention: str
     """The kernel that computes attention where it may be chosen: `splash`, `cudnn`, or `plain`, scores in memory."""
 
@@ -110,7 +113,8 @@ BACKENDS = {
             one_ring=False, packs_blocks=False, caches=False, burst_bytes=512, sorting=Sorting.BITONIC,
             tiled=True, fuses_into_matmuls=True, relays_shards=True, copies_shards=False,
             narrows_stacks=True, rounds_operands=True, late_gradients=False, holds_in_flight=False,
-            compiles_ahead=True, described=False, judge="compile", attention="splash",
+            compiles_ahead=True, described=False, judge="compile",
+            serves_by_mesh=True, attention="splash",
         ),
         Backend(
             name="gpu", platform="cuda", noun="GPUs in an island",
@@ -119,7 +123,8 @@ BACKENDS = {
             one_ring=True, packs_blocks=False, caches=False, burst_bytes=64, sorting=Sorting.RADIX,
             tiled=False, fuses_into_matmuls=False, relays_shards=False, copies_shards=False,
             narrows_stacks=False, rounds_operands=False, late_gradients=True, holds_in_flight=True,
-            compiles_ahead=False, described=True, judge="compile", attention="cudnn",
+            compiles_ahead=False, described=True, judge="compile",
+            serves_by_mesh=False, attention="cudnn",
         ),
         Backend(
             name="cpu", platform="cpu", noun="devices of one machine",
@@ -128,7 +133,8 @@ BACKENDS = {
             one_ring=False, packs_blocks=True, caches=True, burst_bytes=64, sorting=Sorting.COMPARISON,
             tiled=False, fuses_into_matmuls=False, relays_shards=False, copies_shards=True,
             narrows_stacks=True, rounds_operands=False, late_gradients=False, holds_in_flight=False,
-            compiles_ahead=False, described=False, judge="measure", attention="plain",
+            compiles_ahead=False, described=False, judge="measure",
+            serves_by_mesh=False, attention="plain",
         ),
     )
 }  # fmt: skip

@@ -312,7 +312,7 @@ def engine_kinds(decoder: Decoder, topology: Topology) -> Iterator[ServingEngine
     """
     kv_heads = 1 if decoder.latent is not None else decoder.kv_heads
     for devices in _divisors(topology.num_devices):
-        grouped = decoder.experts > 1 or (topology.backend == "tpu" and devices > kv_heads)
+        grouped = decoder.experts > 1 or (topology.traits.serves_by_mesh and devices > kv_heads)
         for attention in _divisors(devices) if grouped else (1,):
             if decoder.heads % (devices // attention):
                 continue

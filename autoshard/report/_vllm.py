@@ -36,13 +36,13 @@ def vllm_commands(plan: ServingPlan, point: ServingPoint | None = None) -> list[
 def _command(
     plan: ServingPlan, engine: ServingEngine, engines: int, seats: int | None, tokens: int | None, role: str = ""
 ) -> str:
-    asked, backend = plan.asked, Topology.parse(plan.topology).backend
+    asked, traits = plan.asked, Topology.parse(plan.topology).traits
     groups, grouped = engine.attention, engine.attention > 1
     sizes = [f"--max-num-seqs {seats}"] if seats is not None else []
     sizes += [f"--max-num-batched-tokens {tokens}"] if tokens is not None else []
     added: dict[str, Any] = {}
     words, copies = ["vllm serve MODEL"], engines
-    if backend == "tpu":
+    if traits.serves_by_mesh:
         words.append(f"--tensor-parallel-size {engine.devices}")
         if grouped:
             words.insert(0, "NEW_MODEL_DESIGN=1")
@@ -54,16 +54,16 @@ def _command(
         words += [f"--data-parallel-size {groups}"] if grouped else []
         words += ["--quantization fp8"] if asked.weights == "fp8" else []
     # On GPUs data parallel copies of a mixture share their experts.
-    if engines > 1 and (backend == "tpu" or plan.decoder.experts == 1):
+    if engines > 1 and (traits.serves_by_mesh or plan.decoder.experts == 1):
         words.append(f"--data-parallel-size {engines}")
         copies = 1
     words += ["--enable-expert-parallel"] if engine.experts > 1 else []
     words += [f"--max-model-len {asked.input + asked.output}", *sizes, f"--gpu-memory-utilization {MEMORY_SHARE}"]
-    cache = _CACHES.get((backend, asked.cache))
+    cache = _CACHES.get((traits.name, asked.cache))
     words += [f"--kv-cache-dtype {cache}"] if cache else []
     words += [f"--additional-config {_quoted(added)}"] if added else []
     if role:
-        words.append(f"--kv-transfer-config {_quoted({**_CONNECTORS.get(backend, {}), 'kv_role': role})}")
+        words.append(f"--kv-transfer-config {_quoted({**_CONNECTORS.get(traits.name, {}), 'kv_role': role})}")
     return " ".join([*words, f"# {copies} of these"] if copies > 1 else words)
 
 
@@ -73,9 +73,9 @@ def _quoted(value: Mapping[str, Any]) -> str:
 
 def vllm_notes(plan: ServingPlan) -> list[str]:
     """What the commands cannot say."""
-    asked, backend, notes = plan.asked, Topology.parse(plan.topology).backend, []
-    if asked.weights == "int8" and backend != "tpu":
+    asked, traits, notes = plan.asked, Topology.parse(plan.topology).traits, []
+    if asked.weights == "int8" and not traits.serves_by_mesh:
         notes.append("MODEL is a checkpoint with weights of int8 (w8a8): vLLM does not make them so on GPUs.")
-    if asked.cache == "int8" and backend == "tpu":
+    if asked.cache == "int8" and traits.serves_by_mesh:
         notes.append("vLLM has no keys and values of int8 on TPUs: fp8 takes as much memory (--cache-dtype fp8).")
     return notes

@@ -366,7 +366,7 @@ def test_the_header_says_what_a_step_takes_with_what_is_held():
 
     shape = jax.ShapeDtypeStruct
     params = {"up": shape((512, 2048), "float32"), "down": shape((2048, 512), "float32")}
-    program = autoshard.trace(step, (params, shape((64, 512), "float32")))
+    program = autoshard.trace(step, (params, shape((1024, 512), "float32")))
     whole = {"params.*": "None,None", "x": "None,None"}
     plan = autoshard.plan(program, topology="v5e:2x4", mesh=MESH, pins=whole)
     made = make_export(plan, "torch-xla", program, force=True)

@@ -85,7 +85,7 @@ def check_serving(
 def _program(plan: ServingPlan, kind: str, **sizes: int) -> Program:
     """A step as it would be served: on TPUs decoding by the kernel that reads what a cache holds, where that can be."""
     options: dict[str, Any] = {"serve": kind, **sizes}
-    if kind == "decode" and Topology.parse(plan.topology).backend == "tpu":
+    if kind == "decode" and Topology.parse(plan.topology).traits.attention == "splash":
         places = -(-sizes["cache"] // _PLACES) * _PLACES
         kernel = settled_options(options | {"attention": "cached", "cache": places}, plan.topology)
         with contextlib.suppress(UserError):
