@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from autoshard.exec.torch_xla_hook._kernels import replace_kernels, restore_kernels
+from autoshard.exec.torch_xla_hook._tensors import on_xla
 from autoshard.exec.torch_xla_hook._tracing import is_traced, traced
 
 
@@ -100,15 +101,41 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = _kind(func)
-        if kind is None or kind in _BY_KERNEL or not self._ops.tells(kind) or is_traced():
+        if is_traced():
             return func(*args, **(kwargs or {}))
+        if kind is None or kind in _BY_KERNEL or not self._ops.tells(kind):
+            return _run(func, args, kwargs or {})
         turn = self._ops.turn(kind)
         with unseen():
             args = self._ops.before(kind, turn, args)
-        made = func(*args, **(kwargs or {}))
+        made = _run(func, args, kwargs or {})
         with unseen():
             self._ops.after(kind, turn, _results(made))
         return made
+
+
+_include: Any = vars(torch._C)["_dispatch_tls_local_include_set"]
+_exclude: Any = vars(torch._C)["_dispatch_tls_local_exclude_set"]
+_forced: Any = vars(torch._C)["_ForceDispatchKeyGuard"]
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an op under a mode as it runs without one.
+
+    PyTorch/XLA wraps what it makes out of nothing for functionalisation, but not below it, where a mode is. Without
+    that, a view of it is a copy: what is written to the view is lost, and what is read of it is gathered.
+    """
+    if any(map(_has_xla, args)) or any(map(_has_xla, kwargs.values())):
+        return func(*args, **kwargs)
+    with _forced(_include(), _exclude().remove(torch._C.DispatchKey.Functionalize)):
+        return func(*args, **kwargs)
+
+
+def _has_xla(given: Any) -> bool:
+    """Whether this is a tensor on the XLA device, or a list with one."""
+    if isinstance(given, torch.Tensor):
+        return on_xla(given)
+    return isinstance(given, (list, tuple)) and any(map(_has_xla, given))
 
 
 class _Thread(threading.local):

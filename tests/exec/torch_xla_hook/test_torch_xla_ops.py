@@ -1,5 +1,7 @@
 """Who is told of the ops that run on the XLA device."""
 
+from typing import Any
+
 import pytest
 
 from tests.exec.torch_xla_hook.torch_xla_processes import run_checks
@@ -8,9 +10,21 @@ from tests.exec.torch_xla_hook.torch_xla_processes import run_checks
 pytest.importorskip("torch_xla")
 
 
-def test_ops_are_told_of_at_their_kernels_where_these_are_stood_in_for():
+@pytest.fixture(scope="module")
+def everything() -> dict[str, dict[str, Any]]:
+    return run_checks("torch_xla_inner_checks", "auto", "told_ops", "made_inside", AUTOSHARD_STRICT="1")
+
+
+def test_ops_that_are_told_of_make_what_they_make_alone(everything: dict[str, dict[str, Any]]):
+    """A view of what an op has made of nothing is a view also where a mode is."""
+    found = everything["made_inside"]
+    assert found["same graph"]
+    assert max(found["differences"]) == 0
+
+
+def test_ops_are_told_of_at_their_kernels_where_these_are_stood_in_for(everything: dict[str, dict[str, Any]]):
     """A mode, which slows every op down, is there for the others only."""
-    found = run_checks("torch_xla_inner_checks", "auto", "told_ops", AUTOSHARD_STRICT="1")["told_ops"]
+    found = everything["told_ops"]
     assert found["outer"] == [
         ["aten.mm.default 0", "aten.mm.default 1"],
         ["aten.mm.default 0 1", "aten.mm.default 1 1"],

@@ -11,7 +11,7 @@ from tests.exec.torch_xla_hook.torch_xla_processes import run_checks
 def found() -> dict[str, dict[str, Any]]:
     """What all scripts found, in one process; the last of them breaks the watcher on purpose."""
     names = ("inferred", "evaluated_first", "known_steps", "copied", "freed", "compiled_own", "scanned", "read")
-    names += ("compiled_in_place", "averaged", "evaluated", "marked_batches", "failing_watch")
+    names += ("compiled_in_place", "averaged", "evaluated", "marked_batches", "mask_inside", "failing_watch")
     return run_checks("torch_xla_scripts_checks", *names, AUTOSHARD_STRICT="1", XLA_AUTO_SPMD_MESH="4,2")
 
 
@@ -111,6 +111,11 @@ def test_a_script_may_mark_its_batches_itself_in_every_step(found: dict[str, Any
     assert row["held"][1] == [over_data, over_data]  # what is alike is split as the script has it
     assert row["held"][2][0].startswith("{devices=[2,1,4]0,2,4,6,1,3,5,7")
     assert any("your own mark on batch.0.0, 64/data x 96, is kept." in note for note in row["notes"][0])
+
+
+def test_what_a_module_writes_to_slices_of_what_it_makes_is_not_lost(found: dict[str, Any]):
+    row = found["mask_inside"]
+    assert row["difference"] < 1e-5 and any(row["split"])
 
 
 def test_what_is_read_is_gathered_by_a_program_that_is_compiled_once(found: dict[str, Any]):

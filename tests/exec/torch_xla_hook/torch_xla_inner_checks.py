@@ -115,5 +115,43 @@ def told_ops() -> dict[str, Any]:
     }
 
 
+@check
+def made_inside() -> dict[str, Any]:
+    """What is made of nothing while ops are told of, and then written to through views and read through others."""
+    import torch
+
+    from autoshard.exec.torch_xla_hook._ops import Ops
+    from autoshard.exec.torch_xla_hook._xlac import xlac
+
+    x = torch.randn(4, 6)
+
+    def make(x: Any) -> list[Any]:
+        at = x.device
+        doubled = torch.ones(4, 6, device=at)
+        doubled[:, 1:].mul_(2)
+        mask = torch.full((4, 4), -1.0, device=at)
+        mask[:, :2] = 3
+        taken = torch.zeros(4, 6).to(at)
+        taken[1:3] = x[1:3]
+        cleared = torch.empty(3, device=at).fill_(2)
+        cleared[1:].zero_()
+        like = x.new_zeros(5)
+        like[2:] += 1
+        given = torch.tensor([1.0, 2.0, 3.0], device=at)
+        given[:1] += 5
+        places = torch.arange(8, device=at).unsqueeze(0).expand(3, -1)
+        return [doubled, mask, taken, cleared, like, given, torch.diff(places, prepend=places[:, :1] - 1, dim=-1)]
+
+    here = x.to("xla")
+    alone = make(here)
+    with Ops():
+        told = make(here)
+    graphs = [xlac()._get_xla_tensors_text(made) for made in (alone, told)]
+    return {
+        "same graph": graphs[0] == graphs[1],
+        "differences": [difference(ours.float(), theirs.float()) for ours, theirs in zip(told, make(x), strict=True)],
+    }
+
+
 if __name__ == "__main__":
     report(CHECKS)

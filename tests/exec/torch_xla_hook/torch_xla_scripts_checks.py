@@ -501,5 +501,27 @@ def compiled_in_place() -> dict[str, Any]:
     return {"difference": off, "split": is_split(model.parameters())}
 
 
+@script
+def mask_inside() -> dict[str, Any]:
+    """A module that makes a mask in each of its calls, and writes to slices of it."""
+    import torch
+
+    class Masked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp(96)
+
+        def forward(self, x: Any) -> Any:
+            mask = torch.ones(x.shape[0], 96, device=x.device)
+            mask[:, :48] = 0.25
+            mask[::2, 90:].mul_(-1)
+            return self.inner(x * mask)
+
+    on()
+    plain = Masked()
+    model = copy.deepcopy(plain).to("xla")
+    return {"difference": train(model, plain, 4, 96), "split": is_split(model.parameters())}
+
+
 if __name__ == "__main__":
     report(CHECKS)
