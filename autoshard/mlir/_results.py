@@ -68,6 +68,43 @@ def place_of(value: Any, numbers: dict[Any, int]) -> tuple[int, int] | None:
 
 
 def to_hlo_proto(module: Any) -> bytes:
-    """The module as a serialised HLO module, whose root is a tuple of `@main`'s results."""
+    """The module as a serialised HLO module, whose root is a tuple of `@main`'s results.
+
+    Equal modules give equal bytes: the number that XLA counts the modules of a process with is left out.
+    """
     convert = importlib.import_module("jaxlib._jax").mlir.mlir_module_to_xla_computation
-    return convert(to_bytes(module), use_tuple_args=False, return_tuple=True).as_serialized_hlo_module_proto()
+    made = convert(to_bytes(module), use_tuple_args=False, return_tuple=True).as_serialized_hlo_module_proto()
+    return _without_field(made, _MODULE_NUMBER)
+
+
+_MODULE_NUMBER = 5
+"""The field `id` of `HloModuleProto`, in xla/service/hlo.proto."""
+
+
+def _without_field(message: bytes, number: int) -> bytes:
+    """A message in protobuf's wire format without one of its fields."""
+    kept, place = [], 0
+    while place < len(message):
+        began = place
+        tag, place = _varint(message, place)
+        if tag & 7 == 2:
+            size, place = _varint(message, place)
+            place += size
+        elif tag & 7 == 0:
+            _, place = _varint(message, place)
+        else:
+            place += 8 if tag & 7 == 1 else 4
+        if tag >> 3 != number:
+            kept.append(message[began:place])
+    return b"".join(kept)
+
+
+def _varint(message: bytes, place: int) -> tuple[int, int]:
+    """The number at a place, and the place after it."""
+    value = shift = 0
+    while True:
+        byte = message[place]
+        value |= (byte & 0x7F) << shift
+        place, shift = place + 1, shift + 7
+        if byte < 0x80:
+            return value, place

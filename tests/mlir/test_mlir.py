@@ -352,3 +352,15 @@ def test_collectives_that_name_axes_are_put_on_another_mesh():
     mlir.use_mesh(module, "planned")
     assert module.operation.verify() and "<mesh = @planned," in str(module)
     assert mlir.device_groups(mlir.number_ops(module)[0]) == before
+
+
+def test_equal_modules_are_the_same_hlo_in_one_process():
+    """XLA counts modules: PyTorch/XLA would compile what it has compiled already."""
+
+    def lowered() -> Any:
+        return mlir.parse_module(mlir.to_bytes(jax.jit(lambda x: jnp.tanh(x) @ x).lower(np.ones((4, 4))).compiler_ir()))
+
+    first, second = (mlir.to_hlo_proto(lowered()) for _ in range(2))
+    assert first == second
+    back = str(mlir.parse_module(mlir.hlo_to_stablehlo(first, "it")))
+    assert "stablehlo.tanh" in back and "stablehlo.dot" in back

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from autoshard.cost import Compute, Topology
 from autoshard.exec.torch_xla_hook._capture import Capture
 from autoshard.exec.torch_xla_hook._compiled import train_lazily
 from autoshard.exec.torch_xla_hook._guard import Guard
@@ -13,7 +14,7 @@ from autoshard.exec.torch_xla_hook._pins import ModulePins, Now
 from autoshard.exec.torch_xla_hook._planning import Decision
 from autoshard.exec.torch_xla_hook._tensors import on_xla, pending
 from autoshard.exec.torch_xla_hook._watch import Watch, optimizer_state
-from autoshard.plan import Spec
+from autoshard.plan import Plan, Spec
 from autoshard.program import Role
 
 
@@ -57,14 +58,24 @@ class Applied:
         return found
 
     def take(self, taken: Capture, decision: Decision, mesh: LiveMesh, pins: Pins, watch: Watch) -> None:
-        """Remember how a script's tensors are split, and pin the modules' outputs from the next call on."""
+        """Remember how a script's tensors are split, and pin the modules' outputs from the next call on.
+
+        A small input of which the script has read something in the middle of the step is sent whole from the next step
+        on: what computes that is compiled already, and needs no collective. The step itself slices it.
+        """
         plan = decision.plan
+        whole = {
+            (tuple(value.shape), value.dtype)
+            for value, handle in zip(taken.inputs, taken.handles, strict=True)
+            if handle in watch.read_whole and _is_small(value, plan)
+        }
         inputs = zip(taken.inputs, taken.tensors, taken.program.arguments, decision.specs, strict=True)
         for value, tensor, argument, spec in inputs:
             if spec is None:
                 continue
             if argument.role is Role.BATCH:
-                self.batches[tuple(value.shape), value.dtype] = (spec, mesh)
+                if (tuple(value.shape), value.dtype) not in whole:
+                    self.batches[tuple(value.shape), value.dtype] = (spec, mesh)
             elif tensor is not None:
                 self.keep(tensor, spec, mesh, taken.program.training)
         results = {id(root): plan.results[r.name] for root, r in zip(taken.roots, taken.program.results, strict=True)}
@@ -111,8 +122,9 @@ class Applied:
             self.mark_input(tensor)
 
     def batch_spec(self, tensor: Any) -> tuple[Spec, LiveMesh] | None:
-        """How an input of this shape and dtype is split, None if the plan does not know it."""
-        return self.batches.get((tuple(tensor.shape), tensor.dtype))
+        """How an input of this shape and dtype is split, None if it is not, or the plan does not know it."""
+        found = self.batches.get((tuple(tensor.shape), tensor.dtype))
+        return found if found is not None and found[0].axes else None
 
     def mark_input(self, tensor: Any) -> None:
         found = self.batch_spec(tensor)
@@ -130,3 +142,13 @@ class Applied:
         for (tensor, sharding), waits in zip(known, pending([tensor for tensor, _ in known]), strict=True):
             if waits:
                 mark(tensor, sharding)
+
+
+_SMALL = 0.01
+"""Sending an input whole may take so much of a step."""
+
+
+def _is_small(value: Any, plan: Plan) -> bool:
+    """Whether all devices can be sent the whole of an input in no time."""
+    seconds = Compute(Topology.parse(plan.topology)).host_seconds(value.numel() * value.element_size())
+    return float(seconds) <= _SMALL * plan.prediction.step_time_s

@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from autoshard.exec.torch_xla_hook._xlac import xlac
+
 
 _METHODS = (
     "item",
@@ -30,6 +32,27 @@ def read_whole(whole: Callable[[Any], Any]) -> None:
 
     for name in _WHOLE:
         setattr(torch.Tensor, name, _of_whole(getattr(torch.Tensor, name), whole))
+
+
+def from_shards(tensor: Any) -> Any:
+    """A split tensor's values on the host, put together from the shards: nothing is compiled, and nothing gathered.
+
+    None where devices of other processes hold some of them.
+    """
+    import torch
+    import torch_xla.runtime as xr
+
+    if xr.addressable_runtime_device_count() != xr.global_runtime_device_count():
+        return None
+    xlac()._xla_wait_device_ops([])
+    (shards,), (places,) = xlac()._get_local_shards([tensor]), xlac()._get_local_shard_replica_and_indices([tensor])
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    for (shard, _), (replica, place) in zip(shards, places, strict=True):
+        if place is Ellipsis:
+            return shard
+        if not replica:  # the last shards may be padded
+            whole[tuple(place)] = shard[tuple(slice(part.stop - part.start) for part in place)]
+    return whole
 
 
 def _of_whole(method: Callable[..., Any], whole: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from autoshard.exec.torch_xla_hook._moves import fits_whole, group_here, split_i
 from autoshard.exec.torch_xla_hook._ops import stand_in, unseen
 from autoshard.exec.torch_xla_hook._pinned import Pins
 from autoshard.exec.torch_xla_hook._planning import best_mesh, decide
-from autoshard.exec.torch_xla_hook._reads import Reads
+from autoshard.exec.torch_xla_hook._reads import Reads, from_shards
 from autoshard.exec.torch_xla_hook._replay import planned_proto, replay
 from autoshard.exec.torch_xla_hook._tensors import become, leaves, live_pending, on_xla, pending, plain
 from autoshard.exec.torch_xla_hook._tracing import is_traced
@@ -171,9 +171,13 @@ class Session:
             return
         roots: Sequence[Any] = ()
         with self.guard:
+            if watch.is_calling:
+                watch.note_read(plain(tensor))
+                return  # a check of a mask, say
             roots = self._roots(watch)
             if watch.training and not watch.infers and not watch.changed(roots):
                 self._looked |= self._current
+                watch.note_read(plain(tensor))
                 return  # a loss that is looked at in the middle of a step, or inference: what follows will show
             if self._is_known():
                 self._pass_by(watch)
@@ -183,10 +187,10 @@ class Session:
             xlac()._xla_sync_multi([*computed], [], wait=False, sync_xla_data=True)
 
     def whole(self, tensor: Any) -> Any:
-        """A tensor with the same values that every device holds whole, if this one is split.
+        """A tensor with the same values on the host, or whole on every device, if this one is split.
 
-        PyTorch/XLA compiles a program each time that it gathers a split tensor for the host; a lazy graph that does so
-        is compiled once.
+        PyTorch/XLA compiles a program each time that it gathers a split tensor for the host. To read shards nothing is
+        compiled. Where they are not all here, or gradients are to go back, a lazy graph gathers: compiled once.
         """
         import torch
 
@@ -198,8 +202,13 @@ class Session:
                 return tensor  # it wraps others
             if any(pending([inner])):
                 xlac()._xla_sync_multi([inner], [], wait=False, sync_xla_data=False)
-            if is_split(held_spec(inner)):
+            if not is_split(held_spec(inner)):
+                return tensor
+            goes_back = torch.is_grad_enabled() and tensor.requires_grad
+            read = None if goes_back else from_shards(inner)
+            if read is None:
                 return annotated(inner, [self._live.sharding(Spec(((),) * tensor.dim()))])
+            return read
         return tensor
 
     def _is_known(self) -> bool:

@@ -16,6 +16,7 @@ from autoshard.exec.torch_xla_hook._ops import Ops, unseen
 from autoshard.exec.torch_xla_hook._places import LazyOp, Place, is_value, nodes_between
 from autoshard.exec.torch_xla_hook._tensors import handles, leaves, live_data, on_xla, pending, plain
 from autoshard.exec.torch_xla_hook._tracing import is_traced
+from autoshard.exec.torch_xla_hook._xlac import xlac
 from autoshard.program import Role
 
 
@@ -43,6 +44,8 @@ class Watch:
         """Whether gradients have been asked for, or parameters updated."""
         self.infers = False
         """Whether the same was called again without that, so that no one will."""
+        self.read_whole: set[int] = set()
+        """Handles of the device data that the script has read something of in the middle of the step."""
         self._on_forward = on_forward
         self._find_live = live
         self.guard = guard
@@ -121,12 +124,23 @@ class Watch:
         self._calls.clear()
         self._nodes.clear()
         self._live.clear()
+        self.read_whole.clear()
         self.training = self.went_back = self.infers = False
 
     @property
     def seen(self) -> bool:
         """Whether a module has run since the start."""
         return bool(self.outermost)
+
+    @property
+    def is_calling(self) -> bool:
+        """Whether a module is in the middle of a call."""
+        return self._depth > 0
+
+    def note_read(self, tensor: Any) -> None:
+        """A value is read in the middle of the step: it is computed with nothing split."""
+        if all(pending([tensor])):
+            self.read_whole.update(handles(xlac()._get_tensors_xla_device_data_node([tensor])[1]))
 
     def learn(self, named: Iterator[tuple[str, Any]], role: Callable[[Any], Role]) -> None:
         """Remember the device data that tensors hold now. Pending tensors have none, and scalars may be constants."""

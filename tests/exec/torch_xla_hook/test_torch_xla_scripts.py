@@ -11,7 +11,15 @@ from tests.exec.torch_xla_hook.torch_xla_processes import run_checks
 def found() -> dict[str, dict[str, Any]]:
     """What all scripts found, in one process; the last of them breaks the watcher on purpose."""
     names = ("inferred", "evaluated_first", "known_steps", "copied", "freed", "compiled_own", "scanned", "read")
-    names += ("compiled_in_place", "averaged", "evaluated", "marked_batches", "mask_inside", "failing_watch")
+    names += (
+        "compiled_in_place",
+        "averaged",
+        "evaluated",
+        "marked_batches",
+        "mask_inside",
+        "checked_masks",
+        "failing_watch",
+    )
     return run_checks("torch_xla_scripts_checks", *names, AUTOSHARD_STRICT="1", XLA_AUTO_SPMD_MESH="4,2")
 
 
@@ -46,8 +54,9 @@ def test_a_planned_model_is_copied_saved_and_averaged(found: dict[str, Any]):
 
 def test_models_that_are_trained_in_turn_are_freed(found: dict[str, Any]):
     row = found["freed"]
-    assert row["alive"] == [[False, False]] * 2 and row["split"] == [True] * 2
+    assert row["alive"] == [[False, False]] * 3 and row["split"] == [True] * 3
     assert not row["armed"]
+    assert row["compiles"][2] == 0  # one like the last is the same program, also where it is planned anew
 
 
 def test_inference_is_planned_where_gradients_are_kept_and_after_a_call_on_the_host(found: dict[str, Any]):
@@ -118,7 +127,14 @@ def test_what_a_module_writes_to_slices_of_what_it_makes_is_not_lost(found: dict
     assert row["difference"] < 1e-5 and any(row["split"])
 
 
-def test_what_is_read_is_gathered_by_a_program_that_is_compiled_once(found: dict[str, Any]):
+def test_what_a_module_reads_in_the_middle_of_its_call_cuts_no_plan_and_is_compiled_once(found: dict[str, Any]):
+    row = found["checked_masks"]
+    assert row["difference"] < 1e-5 and any(row["split"])
+    assert row["plans"] == [4, 4]  # whole steps, with all parameters
+    assert row["compiles"] == [2, 3, 3, 4, 5]  # the check, and each step planned and pinned
+
+
+def test_nothing_is_compiled_to_read_what_is_split(found: dict[str, Any]):
     row = found["read"]
     assert row["difference"] < 1e-5 and row["split"] == [True]
-    assert len(set(row["compiles"][1:])) == 1
+    assert len(set(row["compiles"][1:])) == 1 and row["to read"] == 0

@@ -158,16 +158,19 @@ def copied() -> dict[str, Any]:
 def freed() -> dict[str, Any]:
     """Models trained in turn, each let go before the next."""
     session = on()
-    watched, split = [], []
-    for width in (64, 128):
+    watched, split, compiles = [], [], []
+    for width in (64, 128, 128):
         plain = net(width)
         model = copy.deepcopy(plain).to("xla")
+        before = compiled()
         train(model, plain, 3, width)
+        compiles.append(compiled() - before)
         split.append(any(is_split(model.parameters())))
         watched.append([weakref.ref(model), weakref.ref(next(model.parameters()))])
         del plain, model
         gc.collect()
-    return {"alive": [[ref() is not None for ref in refs] for refs in watched], "split": split, "armed": session.armed}
+    alive = [[ref() is not None for ref in refs] for refs in watched]
+    return {"alive": alive, "split": split, "armed": session.armed, "compiles": compiles}
 
 
 @script
@@ -231,7 +234,16 @@ def read() -> dict[str, Any]:
         differences += [difference(each, plain(x)) for each in (moved, listed)]
         split = is_split([y])
         counts.append(metrics.metric_data("CompileTime")[0])
-    return {"difference": max(differences), "compiles": counts, "split": split}
+    x = torch.randn(64, 256, requires_grad=True)
+    there = x.detach().to("xla").requires_grad_()
+    for given, run in ((x, plain), (there, model)):  # gradients go back through what is read
+        run(given).cpu().square().mean().backward()
+    torch_xla.sync()
+    differences.append(difference(there.grad, x.grad))
+    before = metrics.metric_data("CompileTime")[0]
+    differences.append(difference(y.cpu(), y.to("cpu")))
+    more = metrics.metric_data("CompileTime")[0] - before
+    return {"difference": max(differences), "compiles": counts, "split": split, "to read": more}
 
 
 def noted(session: Any, first: int) -> list[list[str]]:
@@ -521,6 +533,48 @@ def mask_inside() -> dict[str, Any]:
     plain = Masked()
     model = copy.deepcopy(plain).to("xla")
     return {"difference": train(model, plain, 4, 96), "split": is_split(model.parameters())}
+
+
+@script
+def checked_masks() -> dict[str, Any]:
+    """A module that reads in the middle of its call whether a mask masks anything, in training and in inference."""
+    import torch
+    import torch_xla
+
+    class Checked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp(112)
+
+        def forward(self, x: Any, mask: Any) -> Any:
+            return self.inner(x if mask.bool().all() else x * mask)
+
+    session = on()
+    plain = Checked()
+    model = copy.deepcopy(plain).to("xla")
+    first, before, off, counts = len(session.plans), compiled(), [], []
+    (ours,), (theirs,) = sgd(model), sgd(plain)
+    mask = torch.ones(64, 112, dtype=torch.int64)
+    for gradients in (True, True, True, False, False):
+        x, y = torch.randn(64, 112), torch.randn(64, 112)
+        pairs = [(model, ours, (x.to("xla"), mask.to("xla")), y.to("xla")), (plain, theirs, (x, mask), y)]
+        losses = []
+        for net, updater, given, target in pairs:
+            with torch.set_grad_enabled(gradients):
+                losses.append(torch.nn.functional.mse_loss(net(*given), target))
+            if gradients:
+                updater.zero_grad()
+                losses[-1].backward()
+                updater.step()
+        torch_xla.sync()
+        off.append(difference(*losses))
+        counts.append(compiled() - before)
+    return {
+        "difference": max(off),
+        "compiles": counts,
+        "plans": [sum(role == "parameter" for role in plan.roles.values()) for plan in session.plans[first:]],
+        "split": is_split(model.parameters()),
+    }
 
 
 if __name__ == "__main__":
