@@ -11,10 +11,9 @@ as the time in its outermost functions over that of the step. Where numbers diff
 says how far rounding alone takes them, unhooked with every parameter moved by one unit in its last place, and a fourth
 what plain PyTorch computes on the CPU.
 
-Some compile more with the hook. A planned step is a program of its own, where without the hook that of the first step
-serves again: gradients summed over several steps, short batches, models trained in turn. A step that is cut, by ops
-that PyTorch/XLA computes on the host or by numbers that are read in it, has pieces that run before there is a plan.
-What is read of a split result is gathered by a program of its own.
+Some compile more with the hook, which the table gives the causes of. A planned step is a program of its own, where
+without the hook that of the first step serves again. A step that is cut, by ops that PyTorch/XLA computes on the host
+or by numbers that are read in it, has pieces that run whole before there is a plan.
 
 Rows are kept in `experiments/results/torch_xla_scripts.json` with the table beside it.
 """
@@ -45,6 +44,22 @@ PROGRAMS = ROOT / "experiments" / "torch_xla_programs"
 RESULTS = ROOT / "experiments" / "results" / "torch_xla_scripts.json"
 LIMIT_S = 300.0
 ALLOWED, OVERHEAD = 1e-5, 0.05
+
+MORE = {
+    "accelerated": "the first small batch's planned step, which no later one repeats",
+    "accumulation": "the first small batch's planned step, which no later one repeats, nor what adds to its gradients",
+    "adafactor": "norms are read in the middle of the first update: two run before the plan, and pieces of it after",
+    "compiled_inference": "the planned first call runs uncompiled, the others as dynamo's program",
+    "dlrm": "gradients of four bags, on the host: with nothing split before there is a plan",
+    "evaluated_between": "the first planned evaluation, and what is read of its results",
+    "evaluated_first": "evaluation before training splits parameters anew, and after",
+    "hf_trainer": "the first planned evaluation; batches that the loader had sent before there was a plan",
+    "parametrized": "a spectral norm with nothing split before there is a plan, and once with its results",
+    "policy_gradient": "playing before training splits parameters anew, and after",
+    "schedule": "the loss, on the host: with nothing split before there is a plan",
+    "short_batches": "the first planned short batch",
+}
+"""What is compiled more with the hook, as PyTorch/XLA's log of compilations (`PT_XLA_DEBUG_LEVEL=2`) shows."""
 
 
 class Run:
@@ -173,8 +188,8 @@ def ratios(row: dict[str, Any]) -> list[float]:
     return [statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs]
 
 
-def verdict(row: dict[str, Any]) -> str:
-    """What falls short, in words; empty if nothing does."""
+def verdict(row: dict[str, Any], more: str = "") -> str:
+    """What falls short, in words; empty if nothing does. `more` is why more is compiled."""
     short = []
     if row["difference"] > ALLOWED:
         if is_within(row["difference"], row["rounding"], 2.0):
@@ -184,7 +199,7 @@ def verdict(row: dict[str, Any]) -> str:
         else:
             short.append("DIFFERS")
     if row["compiled"][0] > row["compiled"][1]:
-        short.append("compiles more")
+        short.append(f"compiles more ({more})" if more else "compiles more")
     if statistics.median(ratios(row)) > 1 + OVERHEAD:
         short.append("slower")
     if not row["parameters"][0]:
@@ -231,7 +246,7 @@ def table(rows: dict[str, Any]) -> str:
             f"{statistics.median(row['shares']):.1%}",
             f"{split} of {count}, {part / max(whole, 1):.0%}",
             str(row["plans"]),
-            "; ".join([*filter(None, [verdict(row)]), *row["said"], *on_host(row)]),
+            "; ".join([*filter(None, [verdict(row, MORE.get(name.stem, ""))]), *row["said"], *on_host(row)]),
         ]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -48,7 +48,7 @@ def test_local_shards_are_the_plans_parts():
 @pytest.mark.full
 def test_state_that_is_split_in_one_plan_and_whole_in_another_moves_both_ways():
     row = offline("state_between_plans")
-    assert row["rows"] == [{"equal": True, "kept": True, "moved": True}] * 6
+    assert row["rows"] == [{"equal": True, "kept": True, "moved": True, "predicted": True}] * 6
     assert row["said"] == [
         "`model.0.bias` is of shape [64], but the checkpoint in FOLDER has it in [256]: load into the model that was "
         "saved.",

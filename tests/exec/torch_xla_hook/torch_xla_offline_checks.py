@@ -189,7 +189,7 @@ def state_between_plans() -> dict[str, Any]:
     import torch_xla.runtime as xr
     from torch_xla.experimental.distributed_checkpoint import prime_optimizer
 
-    from autoshard import UserError
+    from autoshard import UserError, predict_reshard
     from autoshard.torch_xla import load_state, save_state
 
     xr.use_spmd()
@@ -198,6 +198,7 @@ def state_between_plans() -> dict[str, Any]:
         "2,2,2": {"0.weight": "-,-", "0.bias": "-", "2.weight": "axis2,model", "2.bias": "data"},
         "8": {"0.weight": "-,data", "0.bias": "data", "2.weight": "-,-", "2.bias": "data"},
     }
+    planned = {mesh: planned_mlp(mesh, pins)[0] for mesh, pins in plans.items()}
 
     def trained(mesh: str) -> tuple[Any, Any]:
         model = planned_mlp(mesh, plans[mesh])[1]
@@ -223,8 +224,11 @@ def state_between_plans() -> dict[str, Any]:
         target = (*target, prime_optimizer(torch.optim.AdamW(target[0].parameters())))
         before = specs(*target)
         with tempfile.TemporaryDirectory() as folder:
+            ours, theirs = planned[one], planned[other]
             save_state(state(*source), folder)
-            load_state(state(*target), folder)
+            unknown = load_state(state(*target), folder, plan=theirs)
+            save_state(state(*source), folder, plan=ours)
+            found = load_state(state(*target), folder, plan=theirs)
             for wrong in ({"more": source[0][0].weight}, {"model": {"0.bias": source[0][2].bias}}):
                 try:
                     load_state(wrong, folder)
@@ -236,6 +240,7 @@ def state_between_plans() -> dict[str, Any]:
                 "equal": all(torch.equal(a.detach().cpu(), b.detach().cpu()) for a, b in pairs),
                 "kept": specs(*target) == before,
                 "moved": specs(*source) != before,
+                "predicted": unknown is None and found == predict_reshard(ours, theirs) and any(found.received_bytes),
             }
         )
     return {"rows": rows, "said": sorted(set(said))}
