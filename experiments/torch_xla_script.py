@@ -123,6 +123,8 @@ class Told:
         self._numbers.append(numbers)
         if words[0] == "step":
             self._step(took)
+        elif self._own is not None:
+            self._own.take()  # of what lies before is no step's time
         self._began = time.perf_counter()
 
     def _step(self, took: float) -> None:

@@ -1,5 +1,6 @@
 """What stays after the planned first step: marks on state, on new batches, and on activations."""
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,7 +34,10 @@ class Applied:
         """Shape and dtype of an input -> how it is split."""
         self.kinds: set[str] = set()
         """Of the ops that are pinned."""
+        self._held: list[tuple[weakref.ref[Any], Any]] | None = None
+        """What `state` has, as it is gone through in every step; None where it is to be made anew."""
         self._optimizers: Any = WeakIdKeyDictionary()
+        """Optimizer -> what told its state apart from any other when all of it was known; None before."""
         self._pinned: Any = WeakIdKeyDictionary()
         """Module -> the pins on what it gives."""
         self.now = Now()
@@ -104,7 +108,7 @@ class Applied:
         self.specs[tensor] = spec
         if trains:
             self.trained[tensor] = None
-        self.state[tensor] = mesh.sharding(spec)
+        self._hold(tensor, mesh.sharding(spec))
 
     def hook_calls(
         self, modules: Iterable[Any], on_call: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
@@ -134,14 +138,33 @@ class Applied:
 
     def mark_state(self) -> None:
         """Keep the specs of updated state: what a graph computes is else split as propagation has it."""
-        for optimizer in list(self._optimizers):
+        for optimizer, before in list(self._optimizers.items()):
+            held = _held(optimizer)
+            if held == before:
+                continue
+            self._optimizers[optimizer] = held
             for parameter, _, tensor in optimizer_state(optimizer):
                 if tensor not in self.state and parameter in self.state and tensor.shape == parameter.shape:
-                    self.specs[tensor], self.state[tensor] = self.specs[parameter], self.state[parameter]
-        known = list(self.state.items())
+                    self.specs[tensor] = self.specs[parameter]
+                    self._hold(tensor, self.state[parameter])
+        if self._held is None:
+            self._held = [(weakref.ref(tensor), sharding) for tensor, sharding in self.state.items()]
+        there = [(ref(), sharding) for ref, sharding in self._held]
+        known = [each for each in there if each[0] is not None]
+        if len(known) < len(there):
+            self._held = None
         for (tensor, sharding), waits in zip(known, pending([tensor for tensor, _ in known]), strict=True):
             if waits:
                 mark(tensor, sharding)
+
+    def _hold(self, tensor: Any, sharding: Any) -> None:
+        self.state[tensor] = sharding
+        self._held = None
+
+
+def _held(optimizer: Any) -> int:
+    """What tells the tensors of an optimizer's state apart from those of another step. Asked in every step."""
+    return hash(tuple(id(value) for state in optimizer.state.values() for value in state.values()))
 
 
 _SMALL = 0.01

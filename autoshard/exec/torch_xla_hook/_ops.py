@@ -24,6 +24,10 @@ WITH_BIAS = " with bias"
 """Ends the kind of what an op makes in the end that is a product and adds a bias to it."""
 
 _KERNELS = (
+    "_log_softmax",
+    "_log_softmax_backward_data",
+    "_softmax",
+    "_softmax_backward_data",
     "addmm",
     "baddbmm",
     "bmm",
@@ -34,13 +38,19 @@ _KERNELS = (
     "embedding",
     "embedding_dense_backward",
     "gather",
+    "gelu",
+    "gelu_backward",
     "index.Tensor",
     "index_put",
     "index_select",
     "mm",
     "mul.Scalar",
+    "relu",
     "scatter.src",
     "scatter_add",
+    "silu",
+    "silu_backward",
+    "threshold_backward",
 )
 """Ops whose kernels can be stood in for. None takes a number for a tensor: a kernel in Python could not hand it on."""
 

@@ -73,15 +73,14 @@ class CallPins:
 
     def apply(self, inputs: Any, output: Any) -> None:
         """Pin what a call has given, and what its backward pass will take and make."""
-        for number, (_, tensor) in enumerate(leaves(output, "")):
-            if not on_xla(tensor):
-                continue
+        given = self._given
+        for number, (_, tensor) in enumerate(leaves(output, "") if given else ()):
             shape = tuple(tensor.shape)
-            here = self._given.get(("output", number, shape))
-            gradient = self._given.get(("gradient", number, shape))
-            if here is not None:
+            here = given.get(("output", number, shape))
+            gradient = given.get(("gradient", number, shape))
+            if here is not None and on_xla(tensor):
                 constrain(tensor, here)
-            if gradient is not None and tensor.requires_grad:
+            if gradient is not None and tensor.requires_grad and on_xla(tensor):
                 tensor.register_hook(functools.partial(self._constrain, shardings=gradient))
         if self._nodes:
             until = max(self._nodes) + 1
