@@ -14,6 +14,7 @@ from autoshard.plan._make import PlanResult as PlanResult
 from autoshard.plan._make import check_request as check_request
 from autoshard.plan._make import make_plan as make_plan
 from autoshard.plan._make import plan_by_stage as plan_by_stage
+from autoshard.plan._make import priced_with as priced_with
 from autoshard.plan._recipes import plan_recipes as plan_recipes
 from autoshard.plan._recipes import plan_remat as plan_remat
 from autoshard.plan.capacity._estimates import ModelEstimate as ModelEstimate
@@ -118,6 +119,8 @@ from autoshard.plan.record._stacks import pattern as pattern
 from autoshard.plan.record._stacks import stack_names as stack_names
 from autoshard.plan.record._store import load_plan as load_plan
 from autoshard.plan.record._store import parameter_specs as parameter_specs
+from autoshard.plan.record._store import plan_from_json as plan_from_json
+from autoshard.plan.record._store import plan_to_json as plan_to_json
 from autoshard.plan.record._store import save_plan as save_plan
 from autoshard.plan.write._explain import Alternative as Alternative
 from autoshard.plan.write._explain import Explanation as Explanation

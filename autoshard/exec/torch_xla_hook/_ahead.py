@@ -20,11 +20,11 @@ from autoshard.exec.torch_xla_hook._apply_plan import Applied
 from autoshard.exec.torch_xla_hook._capture import Capture, Known, capture
 from autoshard.exec.torch_xla_hook._guard import is_strict, said_of
 from autoshard.exec.torch_xla_hook._here import live_mesh, memory_limit_here
+from autoshard.exec.torch_xla_hook._kept import kept_decision
 from autoshard.exec.torch_xla_hook._marks import LiveMesh, annotated, held_spec, is_split, mark
 from autoshard.exec.torch_xla_hook._moves import answer_here
 from autoshard.exec.torch_xla_hook._offline import move_marked
 from autoshard.exec.torch_xla_hook._ops import untold
-from autoshard.exec.torch_xla_hook._planning import decide
 from autoshard.exec.torch_xla_hook._tensors import handles, leaves, live_data, on_xla, pending, plain
 from autoshard.exec.torch_xla_hook._user_marks import UserMarks
 from autoshard.plan import Spec
@@ -97,7 +97,7 @@ class Ahead:
                 read = functools.partial(step.capture, marks=self._marks)
                 mesh = find_mesh(read)
                 taken = read(mesh)
-                decision = decide(taken, topology, mesh, step.fixed(taken, mesh), free=True)
+                decision = kept_decision(taken, topology, mesh, step.fixed(taken, mesh), free=True)
             arguments = zip(taken.program.arguments, decision.specs, strict=True)
             specs = {a.name: spec for a, spec in arguments if spec is not None and a.name in step.tensors}
             trains = step.trains

@@ -23,6 +23,15 @@ class Decision:
     notes: tuple[str, ...]
     """What was decided otherwise than the planner alone would have; also among the plan's warnings."""
 
+    @classmethod
+    def of(cls, taken: Capture, plan: Plan, notes: tuple[str, ...]) -> "Decision":
+        """With the specs that a plan of a captured graph gives to its inputs."""
+        specs = [
+            None if not argument.shape or number in taken.users else plan.arguments[argument.name]
+            for number, argument in enumerate(taken.program.arguments)
+        ]
+        return cls(plan, tuple(specs), notes)
+
 
 def best_mesh(taken: Capture, topology: str) -> dict[str, int]:
     """The mesh on which a captured graph has the fastest plan, of all that the devices can form."""
@@ -110,11 +119,7 @@ def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Sp
     notes = list(dict.fromkeys((*notes, *said)))
     if notes:
         plan = dataclasses.replace(plan, warnings=(*plan.warnings, *notes))
-    specs = [
-        None if not argument.shape or number in taken.users else plan.arguments[argument.name]
-        for number, argument in enumerate(arguments)
-    ]
-    return Decision(plan, tuple(specs), tuple(notes))
+    return Decision.of(taken, plan, tuple(notes))
 
 
 def _followed(taken: Capture, mesh: LiveMesh, fixed: Mapping[int, Spec]) -> dict[str, Spec]:

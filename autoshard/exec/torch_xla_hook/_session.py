@@ -14,11 +14,11 @@ from autoshard.exec.torch_xla_hook._apply_plan import Applied
 from autoshard.exec.torch_xla_hook._capture import Capture, capture
 from autoshard.exec.torch_xla_hook._guard import Guard, is_strict, said_of
 from autoshard.exec.torch_xla_hook._here import live_mesh, mesh_here, topology_here
+from autoshard.exec.torch_xla_hook._kept import kept_decision, kept_mesh
 from autoshard.exec.torch_xla_hook._marks import LiveMesh, annotated, held_spec, is_split, mark
 from autoshard.exec.torch_xla_hook._moves import fits_whole, group_here, split_inputs
 from autoshard.exec.torch_xla_hook._ops import stand_in, unseen
 from autoshard.exec.torch_xla_hook._pinned import Pins
-from autoshard.exec.torch_xla_hook._planning import best_mesh, decide
 from autoshard.exec.torch_xla_hook._reads import Reads, from_shards
 from autoshard.exec.torch_xla_hook._replay import planned_proto, replay
 from autoshard.exec.torch_xla_hook._tensors import become, leaves, live_pending, on_xla, pending, plain
@@ -288,7 +288,7 @@ class Session:
         """The mesh of these sizes; without them, the best one for what is read."""
         if sizes is None:
             whole = live_mesh(topology, {"data": Topology.parse(topology).num_devices})
-            sizes = self.mesh = best_mesh(read(whole), topology)
+            sizes = self.mesh = kept_mesh(read(whole), topology)
         return live_mesh(topology, sizes)
 
     def _plan_pending(
@@ -325,7 +325,7 @@ class Session:
             tensor in self.applied.trained for tensor in taken.tensors if tensor is not None
         )
         fixed = {} if replaces else self.applied.decided(taken, watch.outermost)
-        decision = decide(taken, topology, mesh, fixed, free=replaces)
+        decision = kept_decision(taken, topology, mesh, fixed, free=replaces)
         plan = decision.plan
         group = fits_whole(taken, decision) if group is None else group
         inputs, waiting = split_inputs(taken, decision, mesh, group)

@@ -320,7 +320,7 @@ def failing() -> dict[str, Any]:
     def no_plan(*_: Any, **__: Any) -> Any:
         raise UserError("there is no plan today.")
 
-    decide, _session.decide = _session.decide, no_plan
+    decide, _session.kept_decision = _session.kept_decision, no_plan
     plain = mlp(16)
     model = copy.deepcopy(plain).to("xla")
     x = torch.randn(8, 16)
@@ -337,7 +337,7 @@ def failing() -> dict[str, Any]:
     except UserError as error:
         strict = str(error)
     del os.environ["AUTOSHARD_STRICT"], other
-    _session.decide = decide
+    _session.kept_decision = decide
     return {
         "difference": difference(value, plain(x).square().sum()),
         "strict": strict,
