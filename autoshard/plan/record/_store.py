@@ -110,7 +110,10 @@ def _encode(value: Any) -> Any:
 
 
 def plan_from_json(text: str, path: str = "the plan") -> Plan:
-    """Parse and check what `plan_to_json` wrote; `path` is named in messages."""
+    """Parse and check what `plan_to_json` wrote; `path` is named in messages.
+
+    Raises `UserError` in one sentence if the text is cut short, of another kind, damaged, or of a newer version.
+    """
     try:
         data = parse_json(text)
     except json.JSONDecodeError as error:
