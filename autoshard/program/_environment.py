@@ -122,14 +122,18 @@ def _environment_type() -> type:
                 return note(super().dispatch(func, types, args, kwargs), result)
 
         def _get_op_or_decomp(self, func: Any) -> Any:
+            name = getattr(getattr(func, "_schema", None), "name", "").removeprefix("aten::")
+            writes = name.endswith("_") and not name.startswith("_")
+            plain = getattr(torch.ops.aten, name[:-1], None) if writes else None
             try:
-                return super()._get_op_or_decomp(func)
+                found: Any = super()._get_op_or_decomp(func)
             except tensor.OperatorNotFound:
-                name = getattr(getattr(func, "_schema", None), "name", "").removeprefix("aten::")
-                plain = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") else None
                 if plain is None:
                     raise
-            return _writes.in_place(func, plain)
+                return _writes.in_place(func, plain)
+            # torch's own decompositions are given copies of views, to which what they write is lost.
+            lost = plain is not None and not found.is_view_op and name not in _writes.RESHAPED
+            return _writes.in_place(func, plain) if lost else found
 
         def _should_use_torchax_tensor(self, device: Any) -> bool:
             return True if device is None else bool(super()._should_use_torchax_tensor(device))

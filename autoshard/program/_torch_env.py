@@ -22,6 +22,7 @@ def lowered_environment() -> Any:
         env._ops[operation] = ops_registry.Operator(
             operation, lowering, is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False
         )
+    env._ops.update(_writes.writers())
     convolution = env._ops[torch.ops.aten.convolution]
     counted = _lowerings_nn.counted_convolution(convolution.func)
     counted_op = dataclasses.replace(convolution, func=counted)

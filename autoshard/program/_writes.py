@@ -1,7 +1,25 @@
 """Writing into parts of an array, as torch does, where a mask says which and nobody knows yet what it holds."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
+
+
+RESHAPED = frozenset(
+    {
+        "t_",
+        "transpose_",
+        "squeeze_",
+        "unsqueeze_",
+        "swapaxes_",
+        "swapdims_",
+        "resize_",
+        "as_strided_",
+        "set_",
+        "detach_",
+    }
+)
+"""Operations whose names end as those that write do, and that change what a tensor is and not what it holds."""
 
 
 def table() -> dict[Any, Callable[..., Any]]:
@@ -12,6 +30,14 @@ def table() -> dict[Any, Callable[..., Any]]:
     scatters = (aten.masked_scatter, aten.masked_scatter.default, torch.Tensor.masked_scatter)
     puts = (aten.index_put, aten.index_put.default, aten._unsafe_index_put)
     return dict.fromkeys(scatters, masked_scatter) | dict.fromkeys(puts, index_put)
+
+
+def writers() -> dict[Any, Any]:
+    """torch operation that writes, and has no other of its kind that does not -> torchax's operator of it."""
+    import torch
+
+    each: Any = torch.Tensor.fill_diagonal_  # before torch takes it apart, into a view by strides
+    return {each: in_place(each, fill_diagonal, of_jax=True)}
 
 
 def put(x: Any, key: Any, value: Any) -> Any:
@@ -32,13 +58,16 @@ def put(x: Any, key: Any, value: Any) -> Any:
     return jnp.where(wide, _in_order(mask.reshape(-1), value).reshape(x.shape), x)
 
 
-def in_place(func: Any, plain: Any) -> Any:
-    """torchax's operator of a torch operation that writes into its first argument what `plain` makes of it."""
+def in_place(func: Any, plain: Any, of_jax: bool = False) -> Any:
+    """torchax's operator of a torch operation that writes into its first argument what `plain` makes of it.
+
+    `plain` is one of torch's operations, or a function `of_jax` arrays.
+    """
     from torchax.ops import op_base, ops_registry
 
     return ops_registry.Operator(
         func,
-        op_base.InplaceOp(plain),
+        op_base.InplaceOp(plain, is_jax_func=of_jax),
         is_jax_function=False,
         is_user_defined=True,
         needs_env=False,
@@ -50,6 +79,19 @@ def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> An
     """`torch.Tensor.index_put`; an index that is None takes the whole dim."""
     key = tuple(slice(None) if each is None else each for each in indices)
     return x.at[key].add(values) if accumulate else put(x, key, values)
+
+
+def fill_diagonal(x: Any, value: Any, wrap: bool = False) -> Any:
+    """`torch.Tensor.fill_diagonal_` of two dims, [m, n], or more of one size.
+
+    With `wrap` it begins anew below n rows.
+    """
+    import jax.numpy as jnp
+
+    places = jnp.indices(x.shape, sparse=True)
+    apart = [(places[0] - place) % (x.shape[-1] + 1) if wrap else places[0] - place for place in places[1:]]
+    hit = functools.reduce(jnp.logical_and, [each == 0 for each in apart])
+    return jnp.where(hit, jnp.asarray(value, x.dtype), x)
 
 
 def masked_scatter(x: Any, mask: Any, source: Any) -> Any:

@@ -75,6 +75,18 @@ def by_an_operation_in_place(x, mask, rows):
     return x
 
 
+def by_decomposed_operations_in_place(x, mask, rows):
+    """Of which torch's own decompositions would write to copies of views."""
+    x = x.clone()
+    x[:, 1:2].zero_()
+    x[:, 2:3].fill_(0.5)
+    x[0, :, 1:].masked_fill_(mask[:1, :, None].reshape(4, 1), 0.25)
+    x[1].fill_diagonal_(2.0)
+    x[2].T.fill_diagonal_(3.0, wrap=True)
+    x[..., :2].clamp_(-0.5, 0.5).index_fill_(-1, mask[0, :1].long(), 0.75)
+    return x
+
+
 def up_to_a_number(x, mask, rows):
     import torch
 
@@ -87,6 +99,7 @@ def flattened(x, mask, rows):
 
 BODIES = [flattened, one_for_all, one_row_for_all, one_row_for_each, through_a_view, by_numbers]
 BODIES += [copied_into_a_view, read_from_a_view, put_in, by_an_operation_in_place, up_to_a_number]
+BODIES += [by_decomposed_operations_in_place]
 
 
 @pytest.mark.parametrize("body", BODIES)
