@@ -1,5 +1,6 @@
 """Sources: whatever a user brings becomes one `Program`."""
 
+from autoshard.program._artifact import SUFFIXES as SUFFIXES
 from autoshard.program._artifact import load_artifact as load_artifact
 from autoshard.program._choices import Choices as Choices
 from autoshard.program._choices import choices as choices

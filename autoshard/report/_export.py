@@ -15,7 +15,6 @@ from autoshard.plan import (
     Plan,
     Prediction,
     Rest,
-    Spec,
     axis_words,
     form_named,
     held_specs,
@@ -27,10 +26,11 @@ from autoshard.plan import (
     splits_nothing,
 )
 from autoshard.program import Program
+from autoshard.report._export_explicit import check_explicit, explicit_text
 from autoshard.report._export_fsdp2 import fsdp2_text
 from autoshard.report._export_keras import keras_text
 from autoshard.report._export_parallelize import torchtitan_text, transformers_text
-from autoshard.report._export_parts import comment, head, order_text, table, unpinned
+from autoshard.report._export_parts import comment, head, order_text, partition, table, unpinned
 from autoshard.report._export_pipelining import maxtext_pipeline, pipelining_text
 from autoshard.report._export_remat import maxtext_remat
 from autoshard.report._export_torch import dtensor_text, torch_xla_text
@@ -71,13 +71,18 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
         raise UserError(
             f"{form} is a file of bytes, no text: write it with `autoshard.exec.jax_export(plan, program)`."
         )
+    if form == "explicit":
+        check_explicit(plan, program)
     if not force:
         _refuse_nothing(plan, known)
-    prediction, sentence = _priced(plan, known, program)
+    program, problem = _opened(plan, known, program)
+    prediction, sentence = _priced(plan, known, program, problem)
     flags = plan.provenance.get("xla_flags", {}).get("flags")
     if flags:
         sentence += f' The step is to run with LIBTPU_INIT_ARGS="{" ".join(flags)}".'
-    return Export(form, EXPORT_FORMS[form](plan, sentence), prediction, sentence)
+    # Its hints are read off the program itself; no other form has more of it than its price.
+    text = explicit_text(plan, sentence, program) if form == "explicit" else EXPORT_FORMS[form](plan, sentence)
+    return Export(form, text, prediction, sentence)
 
 
 def _refuse_nothing(plan: Plan, form: Form) -> None:
@@ -94,15 +99,26 @@ def _refuse_nothing(plan: Plan, form: Form) -> None:
         )
 
 
-def _priced(plan: Plan, form: Form, program: Program | None) -> tuple[Prediction | None, str]:
+def _opened(plan: Plan, form: Form, program: Program | None) -> tuple[Program | None, str]:
+    """The plan's program where a form or its price needs it, and what is wrong if it cannot be opened."""
+    unpriced = plan.provenance.get("for") == form.name and form.name != "explicit"
+    if program is not None or unpriced or form.rest is Rest.STAGES:
+        return program, ""
+    try:
+        return reopen(plan), ""
+    except UserError as error:
+        return None, str(error)
+
+
+def _priced(plan: Plan, form: Form, program: Program | None, problem: str) -> tuple[Prediction | None, str]:
     """The prediction of what a form holds, and what is said of it."""
     if form.rest is Rest.STAGES:
         whole = plan.prediction
         step, peak = format_seconds(whole.step_time_s), format_bytes(whole.peak_bytes)
         return whole, f"Predicted: a step of {step}, {peak} of one device of the fullest stage."
+    if problem and plan.provenance.get("for") != form.name:
+        return None, f"What this form holds is not priced: {problem}"
     try:
-        if program is None and plan.provenance.get("for") != form.name:
-            program = reopen(plan)
         found = plan.prediction if program is None else price_form(plan, program, form)
     except UserError as error:
         return None, f"What this form holds is not priced: {error}"
@@ -115,13 +131,6 @@ def _priced(plan: Plan, form: Form, program: Program | None) -> tuple[Prediction
     fits = "" if found.fits else ", which does not fit"
     step, peak = format_seconds(found.step_time_s), format_bytes(found.peak_bytes)
     return found, f"Predicted with what this form holds: a step of {step}, {peak} of one device{fits} ({both})."
-
-
-def _partition(spec: Spec) -> str:
-    entries = [repr(axes[0]) if len(axes) == 1 else repr(axes) if axes else "None" for axes in spec.dims]
-    while entries and entries[-1] == "None":
-        entries.pop()
-    return f"P({', '.join(entries)})"
 
 
 _JAX = '''
@@ -170,8 +179,8 @@ def _jax(plan: Plan, sentence: str) -> str:
     return head(plan, unpinned(plan), sentence) + _JAX.format(
         mesh=f"MESH = {plan.mesh!r}",
         order=f"DEVICE_ORDER = {order_text(plan)}",
-        arguments=table("ARGUMENTS", {name: _partition(spec) for name, spec in plan.arguments.items()}),
-        results=table("RESULTS", {name: _partition(spec) for name, spec in plan.results.items()}),
+        arguments=table("ARGUMENTS", {name: partition(spec) for name, spec in plan.arguments.items()}),
+        results=table("RESULTS", {name: partition(spec) for name, spec in plan.results.items()}),
     )
 
 
@@ -264,6 +273,7 @@ def _maxtext(plan: Plan, sentence: str) -> str:
 
 EXPORT_FORMS: dict[str, Callable[[Plan, str], str]] = {
     "jax": _jax,
+    "explicit": explicit_text,
     "flax": _flax,
     "maxtext": _maxtext,
     "keras": keras_text,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from autoshard.plan import Plan, mesh_words
+from autoshard.plan import Plan, Spec, mesh_words
 from autoshard.report._names import clean
 
 
@@ -52,3 +52,11 @@ def order_text(plan: Plan) -> str:
     if plan.device_order == tuple(range(len(plan.device_order))):
         return f"range({len(plan.device_order)})"
     return repr(plan.device_order)
+
+
+def partition(spec: Spec) -> str:
+    """A spec as code: `P('data', None, 'model')`."""
+    entries = [repr(axes[0]) if len(axes) == 1 else repr(axes) if axes else "None" for axes in spec.dims]
+    while entries and entries[-1] == "None":
+        entries.pop()
+    return f"P({', '.join(entries)})"

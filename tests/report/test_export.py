@@ -333,13 +333,13 @@ def test_a_hostile_name_stays_a_string(small: Plan, form: str, name: str):
         roles=dict(zip(arguments, ("parameter", "batch"), strict=True)),
     )
     text = export_plan(hostile, form)
-    if form in ("jax", "flax", "torch-xla", "dtensor", "fsdp2"):
+    if form in ("jax", "explicit", "flax", "torch-xla", "dtensor", "fsdp2"):
         compile(text, form, "exec")
     assert "\nimport os" not in text.replace("import jax", "")
 
 
 def test_an_unknown_form_is_refused(small: Plan):
-    with pytest.raises(UserError, match="no export to 'sonnet'; choose from jax, jax-export, flax, maxtext"):
+    with pytest.raises(UserError, match="no export to 'sonnet'; choose from jax, jax-export, explicit, flax, maxtext"):
         export_plan(small, "sonnet")
 
 

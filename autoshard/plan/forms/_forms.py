@@ -47,6 +47,7 @@ FORMS = {
     for form in (
         Form("jax", Rest.XLA),
         Form("jax-export", Rest.PLAN),
+        Form("explicit", Rest.XLA),
         Form("flax", Rest.XLA, state=False),
         Form("maxtext", Rest.MAXTEXT),
         Form("keras", Rest.XLA, state=False, single=True),

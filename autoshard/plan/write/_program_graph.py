@@ -77,6 +77,16 @@ class ProgramGraph:
         """
         return _Maker(self, next_trips).made
 
+    def held(self, tensor: int) -> Spec:
+        """The spec that the plan holds a tensor in; of a graph that was made with a plan."""
+        assert self.priced is not None
+        return tensor_spec(self.priced.model, self.priced.choices, tensor)
+
+    def taken(self, op: Op, operand: int) -> Spec | None:
+        """The spec in which the plan has an op take an operand; None for ops that have no strategies of their own."""
+        assert self.priced is not None
+        return _taken_as(self.priced, op, operand)
+
 
 @provides("graph")
 def graph_of(program: Program | None, plan: Plan | None) -> ProgramGraph:
