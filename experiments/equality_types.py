@@ -11,6 +11,7 @@ a process of its own with a time limit.
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -76,7 +77,8 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         "what the planner chooses. The difference is the largest of any result (loss, momentum, which holds the",
         "gradients, and parameters), of its tensor's own maximum. Rounding: what the unplanned step differs by with",
         "its examples in another order. What misses is looked at: the gradient of `hy_v4`'s one scale is 6e-7, a sum",
-        "that nearly cancels of terms a hundred times as large, and off by 1.5e-10.",
+        "that nearly cancels of terms a hundred times as large, and off by 1.5e-10. `qwen3_next` was planned and",
+        "compiled; then the run stood still inside of XLA's CPU runtime, with no thread at work.",
         "",
         "| kind | model type | difference | remark |",
         "| --- | --- | --- | --- |",
@@ -117,10 +119,14 @@ def main() -> None:
         if each in results.rows and not asked.again:
             continue
         command = [sys.executable, __file__, "--worker", each]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
-            results.keep(each, {"error": f"not run within {LIMIT_S} s", "code": checked_out()})
+            used = resource.getrusage(resource.RUSAGE_CHILDREN)
+            busy = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
+            error = f"not run within {LIMIT_S} s ({busy:.0f} s of processor time)"
+            results.keep(each, {"error": error, "code": checked_out()})
         else:
             if done.returncode:
                 print(f"{each}: FAILED {done.stderr[-800:]}", flush=True)
