@@ -5,7 +5,7 @@ import contextvars
 import functools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from autoshard.program import _reads, _writes
@@ -30,6 +30,23 @@ def folding(on: bool) -> Iterator[None]:
         yield
     finally:
         _folding.reset(token)
+
+
+_Tensors = Mapping[int, Callable[[], None]]
+_elsewhere: contextvars.ContextVar[_Tensors | None] = contextvars.ContextVar("elsewhere", default=None)
+
+
+@contextlib.contextmanager
+def used_elsewhere(tensors: _Tensors) -> Iterator[None]:
+    """While inside, what is computed of one of these tensors, by their `id`, calls what stands there.
+
+    They are a module's own, in whose place the program has arguments: computed with, they would be constants of it.
+    """
+    token = _elsewhere.set(tensors)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
 
 
 @functools.cache
@@ -95,7 +112,13 @@ def _environment_type() -> type:
 
         def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             try:
-                return self._folded(func, types, args, kwargs)
+                result = self._folded(func, types, args, kwargs)
+                if own := _elsewhere.get():
+                    taken = [own[id(each)] for each in _pytree.tree_leaves((args, kwargs)) if id(each) in own]
+                    if taken and any(isinstance(each, torch.Tensor) for each in _pytree.tree_leaves(result)):
+                        for note in taken:
+                            note()
+                return result
             except TypeError as error:  # of which Python's operators make "unsupported operand" without its reason
                 if "incompatible shapes" not in str(error):
                     raise

@@ -1,10 +1,11 @@
 """Running the repeated layers of a torch module as `jax.lax.scan`."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
+from autoshard.program._environment import used_elsewhere
 from autoshard.program._layers import Block
 from autoshard.program._marks import INPUT, hooks_outside, mark_torch, marking
 from autoshard.program._policy import Policy, jax_policy
@@ -28,6 +29,7 @@ def scanned(
     """
     replaced: list[Any] = []
     runs: list[BlockRun] = []
+    elsewhere: set[Block] = set()
     try:
         for block in blocks:
             run = BlockRun(module, block, weights[block], prepare, remat, env)
@@ -37,7 +39,8 @@ def scanned(
                 replaced.append(layer)
             runs.append(run)
         try:
-            yield
+            with used_elsewhere({id(own): _adds(run.block, elsewhere) for run in runs for own in _own(run.layers)}):
+                yield
         except (NotRepeatedError, UserError):
             raise
         except Exception as error:  # the module's own code meets a hidden state that has no value yet
@@ -49,9 +52,21 @@ def scanned(
         for run in runs:
             if not run.ran:  # parts of a layer may be called by themselves
                 raise NotRepeatedError(run.block, "the layers are not called one after the other")
+            if run.block in elsewhere:
+                raise NotRepeatedError(run.block, "what they hold is used outside of them too")
     finally:
         for layer in replaced:
             layer.__dict__.pop("forward", None)
+
+
+def _own(layers: Iterable[Any]) -> Iterator[Any]:
+    for layer in layers:
+        yield from layer.parameters()
+        yield from layer.buffers()
+
+
+def _adds(block: Block, to: set[Block]) -> Callable[[], None]:
+    return lambda: to.add(block)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from torch import nn
 from torch_modules import Layer
 
 from autoshard.program import from_torch
+from autoshard.program._torch_function import TorchFunction
 
 
 class Joint(nn.Module):
@@ -111,3 +112,42 @@ def test_what_is_scanned_computes_the_same(module, inputs, stacked):
     batch = {key: value.numpy() for key, value in zip(program.args[2], given, strict=True)}
     _, _, loss = jax.jit(program.fn)(args[0], args[1], batch)
     np.testing.assert_allclose(float(loss), float(made(*given).square().mean().detach()), rtol=1e-5)
+
+
+def test_what_a_layer_holds_may_be_used_outside_of_the_layers_too():
+    """As DiT does with its first layer's embedding of time: a constant in its place would have no gradient."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.time = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, x, time):
+            return x + self.inner(x) * torch.tanh(self.time(time))
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x, time):
+            for block in self.blocks:
+                x = block(x, time)
+            return x * torch.tanh(self.blocks[0].time(time))
+
+    torch.manual_seed(0)
+    module, x, time = Model(), torch.randn(2, 4), torch.randn(2, 4)
+    function = TorchFunction(module)
+    given = {"x": x.numpy(), "time": time.numpy()}
+
+    def loss(params, batch):
+        return (function(params, (batch["x"], batch["time"]), {}) ** 2).mean()
+
+    function.settle(
+        loss, {key: jax.ShapeDtypeStruct(value.shape, value.dtype) for key, value in given.items()}, "Model"
+    )
+    found = jax.grad(loss)(function.values(), given)
+    module(x, time).square().mean().backward()
+    for name, parameter in module.named_parameters():
+        np.testing.assert_allclose(found[name], parameter.grad, atol=1e-6)
+    assert function.notes == ["The layers of `blocks` are not scanned: what they hold is used outside of them too."]

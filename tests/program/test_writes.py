@@ -82,7 +82,9 @@ def by_decomposed_operations_in_place(x, mask, rows):
     x[:, 2:3].fill_(0.5)
     x[0, :, 1:].masked_fill_(mask[:1, :, None].reshape(4, 1), 0.25)
     x[1].fill_diagonal_(2.0)
-    x[2].T.fill_diagonal_(3.0, wrap=True)
+    tall = rows.clone()
+    tall.fill_diagonal_(3.0, wrap=True)
+    x[2] = tall[2:]
     x[..., :2].clamp_(-0.5, 0.5).index_fill_(-1, mask[0, :1].long(), 0.75)
     return x
 
