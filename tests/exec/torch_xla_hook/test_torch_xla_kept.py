@@ -26,6 +26,7 @@ def taken() -> Any:
 def count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """How often was really planned, as the length of it."""
     monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(_kept, "registrations", tuple)  # those of other tests
     planned, decide = [], _kept.decide
 
     def counted(*given: Any) -> Any:
@@ -64,6 +65,7 @@ def test_an_entry_that_says_nothing_is_not_used(count: list[int], monkeypatch: p
 
 def test_a_mesh_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(_kept, "registrations", tuple)  # those of other tests
     made = _kept.kept_mesh(taken(), "cpu:8")
     monkeypatch.setattr(_kept, "best_mesh", lambda *_: {})
     assert _kept.kept_mesh(taken(), "cpu:8") == made != {}
