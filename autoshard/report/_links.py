@@ -60,9 +60,14 @@ def _physical(plan: Plan, mesh: Mesh, axis: PhysicalAxis) -> dict[str, Any]:
 
 
 def _carried(plan: Plan, mesh: Mesh, axis: str) -> list[tuple[tuple[str, ...], float]]:
-    """Of each collective its mesh axes, and the bytes that pass a link of a physical axis one way."""
+    """Of each collective its mesh axes, and the bytes that pass a link of a physical axis one way.
+
+    A file may name axes that its mesh does not have: these are on no link.
+    """
     wires, found = Collectives(mesh), []
     for each in plan.prediction.collectives:
+        if not set(each.axes) <= set(mesh.names):
+            continue
         kind: Any = each.kind
         one = sum(float(share) for share in wires.wire_bytes(kind, each.axes, 1.0).values())
         if one:
