@@ -108,14 +108,16 @@ def heavy_seconds(
     if op.flops == 0 or op.rule is None:
         return compute.op_seconds(np.zeros(len(states)), size)
     dtype = (op.opaque.dtype if op.opaque else "") or graph.tensors[op.operands[0]].dtype
+    # A unit that multiplies in bfloat16 runs more than once for what is asked for in a higher precision.
+    further = op.passes - 1 if compute.topology.traits.rounds_operands else 0
     if op.kind == "dot_general":
         m, n, k, batch = _matmul_sizes(op.rule, states, axes)
         if is_sum(op.rule) and not compute.topology.traits.packs_blocks:
             return compute.op_seconds(np.zeros(len(states)), size)
         once = compute.dot_seconds(m, n, k, batch, dtype, size, fused)
-        if _passes(op, compute) == 1:
+        if not further:
             return once
-        flops = 2.0 * m * n * k * batch * (_passes(op, compute) - 1)
+        flops = 2.0 * m * n * k * batch * further
         return once + compute.again_seconds(flops, dtype, compute.matmul_efficiency(m, n, k, batch))
     size = size + fused
     factors = [max(1, n) for n in op.rule.sizes]  # a call may have empty results
@@ -140,14 +142,9 @@ def heavy_seconds(
             return busy + compute.step_seconds(steps) + added
     efficiency = _convolution_efficiency(graph, op, states, axes, compute) if op.kind == "convolution" else None
     busy = compute.op_seconds(op.flops * share, size, dtype, efficiency)
-    if _passes(op, compute) > 1:
-        busy = busy + compute.again_seconds(op.flops * share * (_passes(op, compute) - 1), dtype, efficiency)
+    if further:
+        busy = busy + compute.again_seconds(op.flops * share * further, dtype, efficiency)
     return busy + compute.step_seconds(steps) if op.steps else busy
-
-
-def _passes(op: Op, compute: Compute) -> int:
-    """How often the matrix unit runs an op: more than once where it multiplies in bfloat16 and is asked for more."""
-    return op.passes if compute.topology.traits.rounds_operands else 1
 
 
 def _most_of_slope(states: States, factor: int, axes: Sequence[int], blocks: int) -> Seconds:
