@@ -8,9 +8,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from autoshard.program import _reads, _writes
+from autoshard.program import _gradients, _layouts, _reads, _shared, _writes
 from autoshard.program._masked import MaskedRows, by_row
 from autoshard.program._segments import op_scope
+from autoshard.program._shared import root_of
 
 
 _FOLDED_ELEMENTS = 1 << 20
@@ -63,13 +64,6 @@ def environment() -> Any:
         root.setLevel(level)
 
 
-def _root(value: Any) -> Any:
-    """The tensor that a torchax tensor is, or that a view looks at."""
-    while hasattr(value, "view_info"):
-        value = value.parent
-    return value
-
-
 def _environment_type() -> type:
     """torchax's environment, made to take ordinary CPU tensors that a module creates or holds as constants."""
     import jax
@@ -82,7 +76,7 @@ def _environment_type() -> type:
 
     def folds(given: Any) -> bool:
         tensors = [each for each in _pytree.tree_leaves(given) if isinstance(each, (tensor.Tensor, View))]
-        return not any(isinstance(_root(each)._elem, core.Tracer) for each in tensors)
+        return not any(isinstance(root_of(each)._elem, core.Tracer) for each in tensors)
 
     def computed(value: Any) -> Any:
         """The same tensor with the values that were computed beforehand, where the program does not hold them."""
@@ -113,6 +107,9 @@ def _environment_type() -> type:
         def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             try:
                 result = self._folded(func, types, args, kwargs)
+                self._share(func, types, args, kwargs or {}, result)
+                if not _gradients.follows():
+                    result = self._stopped(args, kwargs, result)
                 if own := _elsewhere.get():
                     taken = [own[id(each)] for each in _pytree.tree_leaves((args, kwargs)) if id(each) in own]
                     if taken and any(isinstance(each, torch.Tensor) for each in _pytree.tree_leaves(result)):
@@ -123,6 +120,51 @@ def _environment_type() -> type:
                 if "incompatible shapes" not in str(error):
                     raise
                 raise ValueError(str(error)) from error
+
+        def _share(self, func: Any, types: Any, args: Any, kwargs: Any, result: Any) -> None:
+            """Note which results share elements of which tensor, and which do not lie in order."""
+            leaves = _pytree.tree_leaves((args, kwargs))
+            given = [each for each in leaves if isinstance(each, (tensor.Tensor, View))]
+            made = _pytree.tree_leaves(result)
+            new = {k: each for k, each in enumerate(made) if isinstance(each, tensor.Tensor)}
+            new = {k: each for k, each in new.items() if not any(each is other for other in given)}
+            parent = _layouts.viewed(func, args, kwargs)
+            views = isinstance(parent, (tensor.Tensor, View))
+            if not new or not given or not (views or _layouts.is_told(given)):
+                return
+            told = _layouts.as_torch(func, args, kwargs, parent)
+            if told is not None and len(told) != len(made):
+                told = None
+            for k, each in new.items():
+                is_view, layout = told[k] if told else (None, None)
+                _layouts.note(each, layout)
+                if views and is_view is not False:
+                    make = functools.partial(self._view, func, types, args, kwargs, parent, k)
+                    _shared.share(each, parent, make, is_view or not _layouts.depends(func))
+
+        def _stopped(self, args: Any, kwargs: Any, result: Any) -> Any:
+            """Results through which JAX follows no gradients; what was only written to is what it was."""
+            given = {id(each) for each in _pytree.tree_leaves((args, kwargs))}
+
+            def stopped(each: Any) -> Any:
+                if id(each) in given or not isinstance(each, (tensor.Tensor, View)):
+                    return each
+                array = each.jax()
+                if not _gradients.has_gradient(array):
+                    return each
+                made = tensor.Tensor(jax.lax.stop_gradient(array), self)
+                _shared.share(made, each, jax.lax.stop_gradient, certain=True)
+                known: Any = getattr(each, "_beforehand", None)
+                return note(made, tensor.Tensor(known[1], self)) if known is not None else made
+
+            return _pytree.tree_map(stopped, result)
+
+        def _view(self, func: Any, types: Any, args: Any, kwargs: Any, parent: Any, k: int, array: Any) -> Any:
+            """What a view of another array is: result `k` of an operation, with the array in the place of `parent`."""
+            standing = tensor.Tensor(array, self)
+            given = _pytree.tree_map(lambda each: standing if each is parent else each, (args, kwargs))
+            with torch.enable_grad():
+                return _pytree.tree_leaves(super().dispatch(func, types, *given))[k].jax()
 
         def _folded(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             if any(isinstance(each, MaskedRows) for each in args):
@@ -154,9 +196,10 @@ def _environment_type() -> type:
                 if plain is None:
                     raise
                 return _writes.in_place(func, plain)
+            if plain is not None and name in _writes.RESHAPED:
+                return _writes.reshaping(func, plain)
             # torch's own decompositions are given copies of views, to which what they write is lost.
-            lost = plain is not None and not found.is_view_op and name not in _writes.RESHAPED
-            return _writes.in_place(func, plain) if lost else found
+            return _writes.in_place(func, plain) if plain is not None and not found.is_view_op else found
 
         def _should_use_torchax_tensor(self, device: Any) -> bool:
             return True if device is None else bool(super()._should_use_torchax_tensor(device))
@@ -194,14 +237,14 @@ def _environment_type() -> type:
         if not _folding.get() or not folds(_pytree.tree_map_only((tensor.Tensor, View), computed, (key, value))):
             return None
         copy = computed(tensor_or_view)
-        if _root(copy) is _root(tensor_or_view) or not folds(copy):
+        if root_of(copy) is root_of(tensor_or_view) or not folds(copy):
             return None
         with jax.ensure_compile_time_eval():
             given = _pytree.tree_map_only((tensor.Tensor, View), computed, (key, value))
             written = _writes.put(copy.jax(), *copy._env.t2j_iso(given))
             if isinstance(copy, View):
                 copy.update(written)
-                return _root(copy)._elem
+                return root_of(copy)._elem
             return written
 
     def set_elements(self: Any, key: Any, value: Any) -> None:
@@ -211,10 +254,18 @@ def _environment_type() -> type:
             setattr(self, "_beforehand", (self._elem, known))  # noqa: B010  # no field of its class
 
     def set_elements_of_view(self: Any, key: Any, value: Any) -> None:
-        known, root = known_after(self, key, value), _root(self)
+        known, root = known_after(self, key, value), root_of(self)
         self.update(put(self, key, value))
         if known is not None:
             setattr(root, "_beforehand", (root._elem, known))  # noqa: B010  # no field of its class
+
+    def detached(self: Any) -> Any:
+        made = tensor.Tensor(jax.lax.stop_gradient(self.jax()), self._env)
+        _shared.share(made, self, jax.lax.stop_gradient, certain=True)
+        return made
+
+    def held_elsewhere(self: Any, other: Any) -> None:
+        self._elem = other.jax()
 
     def tolist(self: Any) -> Any:
         with jax.ensure_compile_time_eval():
@@ -229,6 +280,10 @@ def _environment_type() -> type:
         return self.to(other.dtype)
 
     replaced: Any = tensor.Tensor
+    replaced._elem = property(_shared.elements, _shared.write)
+    replaced.shape = property(lambda self: torch.Size(self.__dict__["_held"].shape))  # no reason to take writes in
+    replaced.detach = detached
+    replaced.data = property(detached, held_elsewhere)
     replaced.__setitem__ = set_elements  # torchax's own asks for the values of a mask
     replaced = View
     replaced.__setitem__ = set_elements_of_view  # and takes no tensors as indices of a view

@@ -5,6 +5,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from autoshard.errors import UserError
+from autoshard.program._shared import SharedWriteError
 
 
 _VALUES = {
@@ -36,6 +37,12 @@ def lowering_error(error: Exception, label: str, module: Any) -> UserError:
         return UserError(
             f"`{label}` uses a torch operation that has no lowering ({text}){place}; "
             "replace it, or give the program as a JAX function."
+        )
+    if isinstance(error, SharedWriteError):
+        return UserError(
+            f"`{label}` could not be lowered: its code writes in place{place} to a tensor that may share elements with "
+            "another, and reads that afterwards; how they share them is not known (`reshape` of what lies in another "
+            "order, `expand`, `unfold`, `as_strided` or `t_`): write to a `clone()`, or to a slice."
         )
     if kind in _VALUES:
         return UserError(

@@ -3,11 +3,10 @@
 import contextlib
 import contextvars
 import functools
-import sys
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from autoshard.program._callers import with_callers
 from autoshard.program._masked import MaskedRows
 
 
@@ -15,25 +14,11 @@ _media: contextvars.ContextVar[bool] = contextvars.ContextVar("media", default=F
 
 _merging: contextvars.ContextVar[bool] = contextvars.ContextVar("merging", default=False)
 
-_CALLERS = 16
-"""Frames between a module's code and what reads a part of its tensors, at most."""
-
 _ENCODE = ("get_image_features", "get_video_features")
 """Methods by which models of transformers encode what they are shown."""
 
 _MERGE = (*_ENCODE, "get_audio_features", "get_placeholder_mask")
 """Methods of models that put what they are shown or told into the places of a text."""
-
-
-def _with_callers(error: Exception) -> Exception:
-    """An error that may be raised later elsewhere, with the frames that ask for it now."""
-    frame, trace = sys._getframe(2), error.__traceback__
-    for _ in range(_CALLERS):
-        if frame is None:
-            break
-        trace = types.TracebackType(trace, frame, frame.f_lasti, frame.f_lineno)
-        frame = frame.f_back
-    return error.with_traceback(trace)
 
 
 def lenient(getitem: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,7 +44,7 @@ def lenient(getitem: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             if any(each != slice(None) for each in rest):
                 raise
-            return MaskedRows(self.clone(), mask, _with_callers(error), _merging.get())
+            return MaskedRows(self.clone(), mask, with_callers(error), _merging.get())
 
     return run
 

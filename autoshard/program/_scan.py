@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
+from autoshard.program import _shared
 from autoshard.program._environment import used_elsewhere
 from autoshard.program._layers import Block
 from autoshard.program._marks import INPUT, hooks_outside, mark_torch, marking
@@ -84,7 +85,7 @@ def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: LayerRemat, 
         def forward(*args: Any, **kwargs: Any) -> Any:
             own = layer.__dict__.pop("forward")
             try:
-                buffers = dict(layer.named_buffers())
+                buffers, changed = dict(layer.named_buffers()), set[int]()
                 weights = {**dict(layer.named_parameters()), **buffers}
                 flat, tree = _pytree.tree_flatten((weights, args, kwargs))
                 where = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
@@ -99,13 +100,19 @@ def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: LayerRemat, 
                             a = (mark_torch(a[0], INPUT), *a[1:])
                         elif "hidden_states" in k:
                             k = {**k, "hidden_states": mark_torch(k["hidden_states"], INPUT)}
+                        called = [each for each in _pytree.tree_leaves((a, k)) if isinstance(each, torch.Tensor)]
+                        written = _shared.watched(called)
                         out = torch.func.functional_call(layer, w, a, k)
+                    changed.update(written())
                     return env.t2j_iso((out, {key: w[key] for key in buffers}))
 
                 run = jax.checkpoint(pure, policy=policy)
                 out, after = run(*env.t2j_iso([flat[i] for i in where]))
                 for key, buffer in buffers.items():
                     buffer._elem = after[key]
+                called = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+                for place in changed:  # what was written is only known to what is computed again
+                    _shared.lose(called[place])
                 return env.j2t_iso(out)
             finally:
                 layer.__dict__["forward"] = own

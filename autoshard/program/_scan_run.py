@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from autoshard.program import _flops
+from autoshard.program import _flops, _shared
 from autoshard.program._layers import Block
 from autoshard.program._marks import INPUT, hooks_outside, mark_torch, marking
 from autoshard.program._policy import Policy, jax_policy
@@ -104,6 +104,8 @@ class BlockRun:
         self.calls: list[_Call] = []
         self.outputs: list[_Outputs] = []
         self.pending: list[Any] = []
+        self.written: set[tuple[int, int]] = set()
+        """Which linked leaves of which call its layer writes to."""
         self.beside: dict[int, Any] = {}
         self.texts: dict[int, str] = {}
 
@@ -213,7 +215,13 @@ class BlockRun:
                 for i, value in zip(places, given, strict=True):
                     leaves[i] = mark_torch(value, INPUT)
                 args, kwargs = _pytree.tree_unflatten(leaves, call.tree)
+                tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+                changed = _shared.watched([leaves[i] for i in tensors])
                 out = torch.func.functional_call(layer, state, args, kwargs)
+                for i in (tensors[k] for k in changed()):
+                    if i not in places:
+                        raise self._not("a layer writes to what all of them are called with")
+                    self.written.add((offset, i))
             return out, ({key: self.env.t2j_iso(state[key]) for key in buffers}, dict(written))
         finally:
             layer.__dict__["forward"] = stand_in
@@ -329,6 +337,9 @@ class BlockRun:
         else:
             final = self._scanned(body, stacked, states)
             _flops.record(counted[0] * self.block.repeats)
+        for offset, i in self.written:
+            if offset == 0:  # what it was is only known to the scan
+                _shared.lose(self.calls[0].leaves[i])
         places = {entry[i]: k for k, i in enumerate(order)}
         return self.env.j2t_iso([final[places[number]] for number in range(len(places))])
 

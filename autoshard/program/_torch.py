@@ -112,6 +112,10 @@ def from_torch(
     batch, rebuild = _split_inputs(module, inputs, dict(kwargs or {}), targets)
     if train and loss is None:
         notes.append("No loss was given: the step minimises the mean of squares of the first output.")
+    hooked = [path for path, child in module.named_modules() if child._backward_hooks or child._backward_pre_hooks]
+    if train and hooked:
+        more = f" and {len(hooked) - 1} more" if len(hooked) > 1 else ""
+        notes.append(f"Backward hooks of `{hooked[0] or label}`{more} are not run: no gradient is as they would make it.")
 
     def cast(data: Mapping[str, Any]) -> Mapping[str, Any]:
         if dtype is None or not cast_inputs:

@@ -10,6 +10,7 @@ from autoshard.program import _flops
 from autoshard.program._environment import folding
 from autoshard.program._exchange import check_exchange_name
 from autoshard.program._experts import ExpertForm, capacity
+from autoshard.program._gradients import own_gradients
 from autoshard.program._layers import Block, find_blocks
 from autoshard.program._lowering_error import asks_for_values, lowering_error
 from autoshard.program._marks import check_names
@@ -21,6 +22,7 @@ from autoshard.program._scan import checkpointed_lists, scanned
 from autoshard.program._scan_run import LayerRemat, LayerWeights, NotRepeatedError
 from autoshard.program._scan_stages import Firsts, find_along, staged_blocks
 from autoshard.program._segments import asked_segments, watching
+from autoshard.program._shared import SharedWriteError
 from autoshard.program._splash import attention_kernel, check_kernel
 from autoshard.program._stack import Pipeline
 from autoshard.program._torch_env import canonical_modules, drawing, forgetting, lowered_environment
@@ -213,6 +215,7 @@ class TorchFunction:
             stack.enter_context(watching(self.module))
             stack.enter_context(media_in_place(self.module))
             stack.enter_context(torchs_own_gru(self.module))
+            stack.enter_context(own_gradients(env))
             stack.enter_context(env)
             stack.enter_context(drawing(env))
             with jax.ensure_compile_time_eval() if self.folded else contextlib.nullcontext():
@@ -262,7 +265,9 @@ class TorchFunction:
                     continue
                 if not self.blocks:
                     raise lowering_error(error, label, self.module) from error
-                self._give_up(self.blocks, "the hidden state between two layers is used elsewhere")
+                writes = "a layer writes to what it is called with, which is used elsewhere"
+                reason = "the hidden state between two layers is used elsewhere"
+                self._give_up(self.blocks, writes if isinstance(error, SharedWriteError) else reason)
         self.stacks = tuple(block.repeats for block in self.blocks)
         if self.pipeline is not None:
             self._stage(self.pipeline, run, batch, label)

@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from autoshard.program import _shared
+
 
 RESHAPED = frozenset(
     {
@@ -29,7 +31,8 @@ def table() -> dict[Any, Callable[..., Any]]:
     aten = torch.ops.aten
     scatters = (aten.masked_scatter, aten.masked_scatter.default, torch.Tensor.masked_scatter)
     puts = (aten.index_put, aten.index_put.default, aten._unsafe_index_put)
-    return dict.fromkeys(scatters, masked_scatter) | dict.fromkeys(puts, index_put)
+    own = {torch.Tensor.contiguous: contiguous} | dict.fromkeys((aten.detach, aten.detach.default), detach)
+    return dict.fromkeys(scatters, masked_scatter) | dict.fromkeys(puts, index_put) | own
 
 
 def writers() -> dict[Any, Any]:
@@ -37,7 +40,13 @@ def writers() -> dict[Any, Any]:
     import torch
 
     each: Any = torch.Tensor.fill_diagonal_  # before torch takes it apart, into a view by strides
-    return {each: in_place(each, fill_diagonal, of_jax=True)}
+    detached: Any = torch.Tensor.detach_  # which torch does by itself where it follows no gradients
+    copy = torch.ops.aten.copy_
+    return {
+        each: in_place(each, fill_diagonal, of_jax=True),
+        copy: in_place(copy, copied, of_jax=True, whole=True),
+        detached: reshaping(detached, torch.detach),
+    }
 
 
 def put(x: Any, key: Any, value: Any) -> Any:
@@ -58,20 +67,39 @@ def put(x: Any, key: Any, value: Any) -> Any:
     return jnp.where(wide, _in_order(mask.reshape(-1), value).reshape(x.shape), x)
 
 
-def in_place(func: Any, plain: Any, of_jax: bool = False) -> Any:
+def in_place(func: Any, plain: Any, of_jax: bool = False, whole: bool = False) -> Any:
     """torchax's operator of a torch operation that writes into its first argument what `plain` makes of it.
 
-    `plain` is one of torch's operations, or a function `of_jax` arrays.
+    `plain` is one of torch's operations, or a function `of_jax` arrays. A `whole` result is what the argument holds
+    from then on; any other is copied into it.
     """
     from torchax.ops import op_base, ops_registry
 
     return ops_registry.Operator(
         func,
-        op_base.InplaceOp(plain, is_jax_func=of_jax),
+        op_base.InplaceOp(plain, replace=whole, is_jax_func=of_jax),
         is_jax_function=False,
         is_user_defined=True,
         needs_env=False,
         is_view_op=True,
+    )
+
+
+def reshaping(func: Any, plain: Any) -> Any:
+    """torchax's operator of a torch operation that gives its first argument the shape or order that `plain` gives it.
+
+    Raises `NotImplementedError` for slices, whose shape is what they take of another tensor.
+    """
+    from torchax.ops import ops_registry
+
+    def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(tensor, "view_info"):
+            raise NotImplementedError(f"`{func}` of a slice; use the operation that is not in place")
+        _shared.reshape(tensor, plain(tensor, *args, **kwargs).jax())
+        return tensor
+
+    return ops_registry.Operator(
+        func, run, is_jax_function=False, is_user_defined=True, needs_env=False, is_view_op=True
     )
 
 
@@ -92,6 +120,25 @@ def fill_diagonal(x: Any, value: Any, wrap: bool = False) -> Any:
     apart = [(places[0] - place) % (x.shape[-1] + 1) if wrap else places[0] - place for place in places[1:]]
     hit = functools.reduce(jnp.logical_and, [each == 0 for each in apart])
     return jnp.where(hit, jnp.asarray(value, x.dtype), x)
+
+
+def copied(x: Any, source: Any, non_blocking: bool = False) -> Any:
+    """What `x` holds after `torch.Tensor.copy_`, of a source that may have fewer dims."""
+    import jax.numpy as jnp
+
+    return jnp.broadcast_to(jnp.asarray(source).astype(x.dtype), x.shape)
+
+
+def contiguous(x: Any, memory_format: Any = None) -> Any:
+    """`torch.Tensor.contiguous`: how elements lie is told apart from what they are."""
+    return x
+
+
+def detach(x: Any) -> Any:
+    """`torch.Tensor.detach`."""
+    import jax
+
+    return jax.lax.stop_gradient(x)
 
 
 def masked_scatter(x: Any, mask: Any, source: Any) -> Any:

@@ -1,0 +1,147 @@
+"""Gradients where torch's differ from those of what is computed: under `no_grad`, and of functions with their own.
+
+torchax knows nothing of either: what it computes is differentiated by JAX.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+
+def follows() -> bool:
+    """Whether torch follows gradients through what is computed now."""
+    import torch
+
+    return torch.is_grad_enabled()
+
+
+def has_gradient(array: Any) -> bool:
+    """Whether JAX may follow gradients through an array."""
+    import jax.numpy as jnp
+    from jax import core
+
+    return isinstance(array, core.Tracer) and bool(jnp.issubdtype(array.dtype, jnp.inexact))
+
+
+@contextlib.contextmanager
+def own_gradients(env: Any) -> Iterator[None]:
+    """While inside, a `torch.autograd.Function` is differentiated by its own `backward`, in torchax's `env`."""
+    from torch.autograd.function import Function
+    from torch.utils.checkpoint import CheckpointFunction
+
+    before = Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:  # what computes again what it is given has the same gradients
+            run, _, *given = args
+            return run(*given)
+        if cls.__module__ == CheckpointFunction.__module__:  # what only tells torch of it
+            return before.__get__(None, cls)(*args, **kwargs)
+        return _apply(env, cls, args, kwargs)
+
+    setattr(Function, "apply", classmethod(apply))  # noqa: B010  # torch declares another type
+    try:
+        yield
+    finally:
+        setattr(Function, "apply", before)  # noqa: B010
+
+
+class _Context:
+    """What a `torch.autograd.Function` is given as `ctx`; it holds what `forward` keeps for `backward`."""
+
+    def __init__(self, needed: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needed
+        self.saved_tensors: tuple[Any, ...] = ()
+        self.materialize_grads = True
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        """For derivatives forward, of which there are none here."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self.materialize_grads = value
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        """`backward` gives no gradient of them anyway."""
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        raise NotImplementedError("an autograd.Function that writes in place (`mark_dirty`)")
+
+
+def _apply(env: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function computes of torchax tensors, differentiated by its own `backward`."""
+    import jax
+    import torch
+    from torch.utils import _pytree
+
+    leaves, tree = _pytree.tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    arrays = env.t2j_iso([leaves[i] for i in places])
+    needed = tuple(isinstance(each, torch.Tensor) and has_gradient(env.t2j_iso(each)) for each in args)
+    kept: dict[str, Any] = {}
+
+    def forward(given: Sequence[Any]) -> tuple[_Context, list[Any]]:
+        filled = list(leaves)
+        for i, tensor in zip(places, env.j2t_iso(list(given)), strict=True):
+            filled[i] = tensor
+        positional, named = _pytree.tree_unflatten(filled, tree)
+        context = _Context(needed)
+        with torch.no_grad():
+            result = _run(function, context, positional, named)
+        found, kept["result"] = _pytree.tree_flatten(result)
+        kept["tensors"] = [i for i, each in enumerate(found) if isinstance(each, torch.Tensor)]
+        kept["others"] = [None if isinstance(each, torch.Tensor) else each for each in found]
+        return context, env.t2j_iso([found[i] for i in kept["tensors"]])
+
+    def plain(*given: Any) -> list[Any]:
+        return forward(given)[1]
+
+    def ahead(*given: Any) -> tuple[list[Any], list[Any]]:
+        context, results = forward(given)
+        held, kept["context"] = _pytree.tree_flatten(context.__dict__)
+        kept["saved"] = [i for i, each in enumerate(held) if isinstance(each, torch.Tensor)]
+        kept["held"] = [None if isinstance(each, torch.Tensor) else each for each in held]
+        return results, env.t2j_iso([held[i] for i in kept["saved"]])
+
+    def back(saved: list[Any], gradients: list[Any]) -> tuple[Any, ...]:
+        held = list(kept["held"])
+        with env, torch.no_grad():
+            for i, tensor in zip(kept["saved"], env.j2t_iso(saved), strict=True):
+                held[i] = tensor
+            context = _Context(needed)
+            context.__dict__.update(_pytree.tree_unflatten(held, kept["context"]))
+            given: list[Any] = [None] * len(kept["others"])
+            for i, gradient in zip(kept["tensors"], gradients, strict=True):
+                given[i] = env.j2t_iso(gradient) if has_gradient(gradient) else None
+            found = function.backward(context, *given)
+            found = found if isinstance(found, tuple) else (found,)
+            of = {id(each): gradient for each, gradient in zip(args, found, strict=False) if gradient is not None}
+            taken = [of.get(id(leaves[i])) for i in places]
+            return tuple(
+                env.t2j_iso(gradient).astype(array.dtype) if gradient is not None and has_gradient(array) else None
+                for gradient, array in zip(taken, arrays, strict=True)
+            )
+
+    if any(needed) and follows():
+        differentiated = jax.custom_vjp(plain)
+        differentiated.defvjp(ahead, back)
+        results = differentiated(*arrays)
+    else:
+        results = plain(*arrays)
+    found = list(kept["others"])
+    for i, tensor in zip(kept["tensors"], env.j2t_iso(results), strict=True):
+        found[i] = tensor
+    return _pytree.tree_unflatten(found, kept["result"])
+
+
+def _run(function: Any, context: _Context, args: Any, kwargs: Any) -> Any:
+    """`forward` in either of the two forms that torch knows."""
+    from torch.autograd.function import _SingleLevelFunction
+
+    if function.setup_context is _SingleLevelFunction.setup_context:
+        return function.forward(context, *args, **kwargs)
+    result = function.forward(*args, **kwargs)
+    function.setup_context(context, args, result)
+    return result
