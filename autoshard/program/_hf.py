@@ -182,6 +182,7 @@ def _settled(
     def loss(params: Any, inputs: Any, *buffers: Any) -> Any:
         return objective.of(forward(params, inputs, *buffers), inputs.get("labels"))
 
+    function.keeps_writes = training
     run = loss if training else forward
     batch_of = dict(task.batch)
     try:

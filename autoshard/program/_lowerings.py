@@ -165,6 +165,8 @@ def take_rows(
     import jax
     import jax.numpy as jnp
 
+    if scale_grad_by_freq:
+        raise UserError("embedding with `scale_grad_by_freq` has no lowering; leave it out.")
     rows = table.at[ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
     if padding_idx < 0:
         return rows
@@ -181,7 +183,11 @@ def embedding(
     sparse: bool = False,
 ) -> Any:
     """`torch.nn.functional.embedding` without renormalisation."""
-    return take_rows(table, ids, -1 if padding_idx is None else padding_idx % table.shape[0])
+    if max_norm is not None:
+        raise UserError(
+            "embedding with `max_norm` has no lowering, since it writes to its own weights; renormalise what it gives."
+        )
+    return take_rows(table, ids, -1 if padding_idx is None else padding_idx % table.shape[0], scale_grad_by_freq)
 
 
 def embedding_bag(

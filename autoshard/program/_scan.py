@@ -86,6 +86,7 @@ def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: LayerRemat, 
             own = layer.__dict__.pop("forward")
             try:
                 buffers, changed = dict(layer.named_buffers()), set[int]()
+                stored: set[str] = set()
                 weights = {**dict(layer.named_parameters()), **buffers}
                 flat, tree = _pytree.tree_flatten((weights, args, kwargs))
                 where = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
@@ -101,15 +102,20 @@ def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: LayerRemat, 
                         elif "hidden_states" in k:
                             k = {**k, "hidden_states": mark_torch(k["hidden_states"], INPUT)}
                         called = [each for each in _pytree.tree_leaves((a, k)) if isinstance(each, torch.Tensor)]
-                        written = _shared.watched(called)
+                        written, names = _shared.watched(called), list(w)
+                        kept = _shared.watched([w[name] for name in names])
                         out = torch.func.functional_call(layer, w, a, k)
                     changed.update(written())
+                    stored.update(names[k] for k in kept())
                     return env.t2j_iso((out, {key: w[key] for key in buffers}))
 
                 run = jax.checkpoint(pure, policy=policy)
                 out, after = run(*env.t2j_iso([flat[i] for i in where]))
-                for key, buffer in buffers.items():
-                    buffer._elem = after[key]
+                for key in stored:
+                    if key in buffers:
+                        buffers[key]._elem = after[key]
+                    else:
+                        _shared.lose(weights[key])
                 called = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
                 for place in changed:  # what was written is only known to what is computed again
                     _shared.lose(called[place])

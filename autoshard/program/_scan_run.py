@@ -54,6 +54,8 @@ class LayerWeights:
     """Which of the tensors that layers of a pipeline are given belong to the batch, by their order."""
     firsts: list[int] = dataclasses.field(default_factory=list)
     """First dims of the hidden state and of those tensors, once the block has run."""
+    written: set[tuple[int, str]] = dataclasses.field(default_factory=set)
+    """What the layers have written to of what they hold: the offset in a group, and the name inside the layer."""
 
 
 class _Pending:
@@ -217,7 +219,10 @@ class BlockRun:
                 args, kwargs = _pytree.tree_unflatten(leaves, call.tree)
                 tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
                 changed = _shared.watched([leaves[i] for i in tensors])
+                names = list(state)
+                kept = _shared.watched([state[name] for name in names])
                 out = torch.func.functional_call(layer, state, args, kwargs)
+                self.weights.written.update((offset, names[k]) for k in kept())
                 for i in (tensors[k] for k in changed()):
                     if i not in places:
                         raise self._not("a layer writes to what all of them are called with")

@@ -62,7 +62,9 @@ def from_torch(
 
     `example_inputs` (a tensor or a tuple of them) and `kwargs` are what `module` is called with; meta tensors will do.
     Inference gives `forward(params, batch[, buffers])`; `train` gives a whole step,
-    `(params, opt_state, batch[, buffers]) -> (params, opt_state, loss)`, with an optax optimizer. `loss(output)`, or
+    `(params, opt_state, batch[, buffers]) -> (params, opt_state, loss)`, with an optax optimizer. A module that writes
+    to its buffers (a cache of keys and values, a counter) has them among the results as well:
+    `forward(params, batch, buffers) -> (result, buffers)`, and a step as with batch norms. `loss(output)`, or
     `loss(output, targets)` if `targets` is given, is torch code. The module runs without dropout; `batch_statistics`
     (the default when training) lets batch norms use and update their running statistics, and then the step is
     `(params, opt_state, batch, buffers) -> (params, opt_state, buffers, loss)`. `dtype` is the compute
@@ -109,13 +111,16 @@ def from_torch(
         imbalance=imbalance or 1.0,
         pipeline=pipeline,
     )
+    function.keeps_writes = True
     batch, rebuild = _split_inputs(module, inputs, dict(kwargs or {}), targets)
     if train and loss is None:
         notes.append("No loss was given: the step minimises the mean of squares of the first output.")
     hooked = [path for path, child in module.named_modules() if child._backward_hooks or child._backward_pre_hooks]
     if train and hooked:
         more = f" and {len(hooked) - 1} more" if len(hooked) > 1 else ""
-        notes.append(f"Backward hooks of `{hooked[0] or label}`{more} are not run: no gradient is as they would make it.")
+        notes.append(
+            f"Backward hooks of `{hooked[0] or label}`{more} are not run: no gradient is as they would make it."
+        )
 
     def cast(data: Mapping[str, Any]) -> Mapping[str, Any]:
         if dtype is None or not cast_inputs:
@@ -191,7 +196,7 @@ def torch_program(
     params = {key: stored(leaf) for key, leaf in function.params.items()}
     extra = (function.buffers,) if function.buffers else ()
     forward_flops = [0.0]
-    updates = train is not None and function.stateful and bool(function.buffers)
+    updates = function.stateful and bool(function.buffers) and (train is not None or bool(function.written))
 
     def counted(*args: Any) -> Any:
         with _flops.counting() as scope:
@@ -206,7 +211,7 @@ def torch_program(
     if train is None:
         counted.__name__ = "forward"
         args: tuple[Any, ...] = (params, batch, *extra)
-        fn, names, donate = counted, ("", "batch", ""), ()
+        fn, names, donate = counted, ("", "batch", ""), ((2,) if updates else ())
         factor = 1.0
     else:
         optimizer = _train.make_optimizer(train.optimizer, train.state_dtype)
@@ -263,8 +268,9 @@ def _check_microbatches(count: int, groups: int, batch: Mapping[str, Any], updat
     parts += f" of each of {count} microbatches" if groups > 1 and count > 1 else ""
     if count * groups > 1 and updates:
         raise UserError(
-            f"`{name}` has batch norms that learn from the whole batch, so {parts} would train another "
-            "model; use 1, or in Python keep their statistics as they are (`from_torch(..., batch_statistics=False)`)."
+            f"`{name}` has buffers that every call changes (batch norms learn from the whole batch, say), so {parts} "
+            "would train another model; use 1, or in Python keep statistics as they are "
+            "(`from_torch(..., batch_statistics=False)`)."
         )
     for key, leaf in batch.items() if count * groups > 1 else ():
         if not leaf.shape or leaf.shape[0] % (count * groups):

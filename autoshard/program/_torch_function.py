@@ -22,7 +22,7 @@ from autoshard.program._scan import checkpointed_lists, scanned
 from autoshard.program._scan_run import LayerRemat, LayerWeights, NotRepeatedError
 from autoshard.program._scan_stages import Firsts, find_along, staged_blocks
 from autoshard.program._segments import asked_segments, watching
-from autoshard.program._shared import SharedWriteError
+from autoshard.program._shared import SharedWriteError, watched
 from autoshard.program._splash import attention_kernel, check_kernel
 from autoshard.program._stack import Pipeline
 from autoshard.program._torch_env import canonical_modules, drawing, forgetting, lowered_environment
@@ -68,6 +68,12 @@ class TorchFunction:
         self.savable: dict[str, None] = {}
         """Paths of the values of its layers that a remat policy may name, as far as it has been run."""
         self.updated_buffers: dict[str, Any] = {}
+        self.keeps_writes = False
+        """Whether a module that writes to its buffers becomes `stateful` when it is settled."""
+        self.written: dict[str, None] = {}
+        """Names of what the module wrote to in the last call, among its parameters, buffers and constants."""
+        self.changing: set[str] = set()
+        """Names of small buffers that the module writes to: they are no constants."""
         self.cache: Any = None
         self.staged: dict[Block, Pipeline] = {}
         self.stacks: tuple[int, ...] = ()
@@ -128,7 +134,9 @@ class TorchFunction:
         }
         for name, tensor in self.module.named_buffers():
             kept = self.held and tensor.numel() <= _HELD_ELEMENTS and name not in updated
-            if (name in transient or kept) and tensor.device.type != "meta" and tensor.numel() <= _CONSTANT_ELEMENTS:
+            if name in self.changing:
+                self._add(self.buffers, name, tensor, repeated)
+            elif (name in transient or kept) and tensor.device.type != "meta" and tensor.numel() <= _CONSTANT_ELEMENTS:
                 if name not in repeated or repeated[name][2] == 0:
                     self.constants[name] = host_array(tensor)
                 if name in repeated:
@@ -223,7 +231,12 @@ class TorchFunction:
                     lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, tuple(args), dict(kwargs))
                 )
             state, torch_args, torch_kwargs = env.j2t_iso(given)
+            names = list(state)
+            written = watched([state[name] for name in names])
             result = plain(then(torch.func.functional_call(self.module, state, torch_args, torch_kwargs)))
+            self.written = {names[k]: None for k in written()}
+            for block, held in layers.items():
+                self.written.update({f"{block.label(offset)}.{key}": None for offset, key in held.written})
             if self.stateful:
                 self.updated_buffers = {name: self._after(name, state, layers, env) for name in buffers}
             return result
@@ -249,7 +262,8 @@ class TorchFunction:
             try:
                 jax.eval_shape(run, self.params, batch, *extra)
                 check_names(remat_text(self.remat.parts), self.remat.names, self.savable, label)
-                break
+                if self._all_kept(label):
+                    break
             except UserError:
                 raise
             except NotRepeatedError as error:
@@ -271,6 +285,34 @@ class TorchFunction:
         self.stacks = tuple(block.repeats for block in self.blocks)
         if self.pipeline is not None:
             self._stage(self.pipeline, run, batch, label)
+
+    def _all_kept(self, label: str) -> bool:
+        """Whether what the module writes to in a call comes out of it; if not, it will when it is called again.
+
+        Raises `UserError` if the module writes to its own parameters, of which a step gives back others.
+        """
+        for name in self.written:
+            if name in self.params:
+                raise UserError(
+                    f"`{label}` could not be lowered: its code writes in place to its parameter `{name}`, which a "
+                    "planned step would not keep; compute with a copy, or make it a buffer."
+                )
+        labels = {name: f"{block.label(offset)}.{key}" for name, (block, offset, key) in self.shared.items()}
+        constants = [name for name in (*self.constants, *labels) if labels.get(name, name) in self.written]
+        if constants and self.keeps_writes:
+            self.changing.update(constants)
+            self._describe()
+            return False
+        lost = [name for name in self.written if not self.stateful or constants]
+        if not lost:
+            return True
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        if self.keeps_writes:
+            self.stateful = True
+            self.notes.append(f"The module writes to its buffers (`{lost[0]}`{more}): a step gives them back.")
+            return False
+        self.notes.append(f"What the module writes to its buffers (`{lost[0]}`{more}) is not kept from call to call.")
+        return True
 
     def _hold_buffers(self) -> bool:
         """Take the values of small buffers for those of a new module; False if there are none."""
