@@ -46,10 +46,13 @@ def scaled_dot_product_attention(
     """`torch.nn.functional.scaled_dot_product_attention` on [..., heads, length, dim]."""
     import jax.numpy as jnp
 
-    lead = query.shape[:-3]
+    lead = jnp.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    query, key, value = (jnp.broadcast_to(x, (*lead, *x.shape[-3:])) for x in (query, key, value))
     if len(lead) != 1:
         query, key, value = (x.reshape(-1, *x.shape[-3:]) if lead else x[None] for x in (query, key, value))
-    result = attend(query, key, value, causal=is_causal, scale=scale, bias=attn_mask)
+    square = query.shape[-2] == key.shape[-2]
+    position = None if square or not is_causal else 0  # torch's first query sees the first key alone
+    result = attend(query, key, value, causal=is_causal, scale=scale, bias=attn_mask, position=position)
     result = jnp.swapaxes(result, 1, 2)
     if len(lead) != 1:
         result = result.reshape(*lead, *result.shape[1:])

@@ -6,7 +6,17 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from autoshard.program import _hf_mixtures, _lowerings, _lowerings_nn, _pooling, _reads, _recurrent, _routers, _writes
+from autoshard.program import (
+    _hf_mixtures,
+    _lowerings,
+    _lowerings_math,
+    _lowerings_nn,
+    _pooling,
+    _reads,
+    _recurrent,
+    _routers,
+    _writes,
+)
 from autoshard.program._environment import environment
 
 
@@ -18,6 +28,7 @@ def lowered_environment() -> Any:
     from torchax.ops import ops_registry
 
     lowerings = _lowerings.table() | _lowerings_nn.table() | _recurrent.table() | _writes.table() | _pooling.table()
+    lowerings |= _lowerings_math.table()
     for operation, lowering in lowerings.items():
         env._ops[operation] = ops_registry.Operator(
             operation, lowering, is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False

@@ -1,0 +1,76 @@
+"""Operations of torch whose own lowerings, or torchax's, once computed something else or had no gradient."""
+
+import jax
+import numpy as np
+import pytest
+import torch
+from hf_reference import close
+from torch.nn import functional
+
+from autoshard.program._torch_function import TorchFunction
+
+
+def rows_that_see_more_keys(q):
+    k, v = q.repeat(1, 1, 2, 1).flip(2), q.repeat(1, 1, 2, 1) + 1
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def rows_of_fewer_heads(q):
+    k, v = q[0].flip(1), q[1]
+    return functional.scaled_dot_product_attention(q, k, v[None, :1].expand(2, 3, -1, -1), is_causal=True)
+
+
+def maxima_with_places(x):
+    values, places = functional.max_pool2d(x, 2, stride=1, padding=1, return_indices=True)
+    return values * (places + 1.0)
+
+
+def maxima_along_one_dim(x):
+    values, places = functional.max_pool1d(x[0], 3, stride=2, ceil_mode=True, return_indices=True)
+    return values * (places + 1.0)
+
+
+def adaptive_maxima(x):
+    values, places = functional.adaptive_max_pool2d(x, (3, 2), return_indices=True)
+    return functional.adaptive_max_pool1d(x[0], 3).sum() + values * (places + 1.0)
+
+
+def searched(x):
+    rows, values = x[0].sort(-1).values, x[1] * 0.9
+    edges = torch.tensor([-1.0, 0.0, 0.5])
+    right = torch.searchsorted(rows, values, right=True) + torch.searchsorted(rows, values, side="left")
+    return x * (right + torch.searchsorted(edges, values) + torch.bucketize(values, edges, right=True))
+
+
+def eigenvalues_of_a_triangle(x):
+    square = x[0, :, :, :4]
+    return torch.linalg.eigvalsh(square, UPLO="U") * 2 + torch.linalg.eigvalsh(square)
+
+
+def softmax_of_nothing(x):
+    return torch.ops.aten._safe_softmax(x.masked_fill(torch.tensor([True, False, True]).view(3, 1, 1), -np.inf), -1)
+
+
+BODIES = [rows_that_see_more_keys, rows_of_fewer_heads, maxima_with_places, maxima_along_one_dim, adaptive_maxima]
+BODIES += [searched, eigenvalues_of_a_triangle, softmax_of_nothing]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_values_and_gradients_are_torchs(body):
+    class Body(torch.nn.Module):
+        def forward(self, x):
+            return body(x)
+
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 3, 4, 5)).astype(np.float32)
+    given = torch.tensor(x, requires_grad=True)
+    expected = body(given)
+    weights = rng.standard_normal(expected.shape).astype(np.float32)
+    (expected * torch.tensor(weights)).sum().backward()
+    function = TorchFunction(Body())
+
+    def run(x):
+        return function({}, (x,), {})
+
+    close(jax.jit(run)(x), expected.detach().numpy())
+    close(jax.jit(jax.grad(lambda x: (run(x) * weights).sum()))(x), given.grad.numpy())
