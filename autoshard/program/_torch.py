@@ -1,6 +1,8 @@
 """Any torch module becomes a `Program`."""
 
+import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -94,7 +96,9 @@ def from_torch(
         _check_dtype(flag, text)
     example_inputs, kwargs, targets = one_microbatch(example_inputs, kwargs, targets)
     inputs = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
-    notes = [] if not _has_dropout(module) else ["Dropout is off: the module runs in evaluation mode."]
+    notes = ["Dropout is off: the module runs in evaluation mode."] if _has_dropout(module) else []
+    if asking := _asking(module) if not notes else None:
+        notes.append(f"The module runs in evaluation mode: `{asking}` asks whether it is being trained.")
     stateful = evaluation_mode(module, train if batch_statistics is None else batch_statistics)
     pipeline = read_pipeline(stages, microbatches, schedule)
     function = TorchFunction(
@@ -372,6 +376,16 @@ def _check_dtype(name: str, text: str | None) -> None:
         known = False
     if not known:
         raise UserError(f"{name} `{text}` is not supported; use bfloat16, float32 or float16.")
+
+
+def _asking(module: Any) -> str | None:
+    """The class of a module that is in training and whose own code asks for that; None if there is none."""
+    for kind in dict.fromkeys(type(child) for child in module.modules() if child.training):
+        if kind.__module__.partition(".")[0] not in ("torch", "transformers"):
+            with contextlib.suppress(OSError, TypeError):  # classes without a source
+                if "self.training" in inspect.getsource(kind.forward):
+                    return kind.__name__
+    return None
 
 
 def _has_dropout(module: Any) -> bool:

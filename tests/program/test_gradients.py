@@ -178,6 +178,16 @@ def test_backward_hooks_are_named_in_a_note():
     assert any(note.startswith("Backward hooks of `1` are not run") for note in program.notes)
 
 
+def test_a_module_that_asks_whether_it_is_trained_is_told_in_a_note_that_it_is_not():
+    class Asking(torch.nn.Module):
+        def forward(self, x):
+            return x * 2 if self.training else x
+
+    program = from_torch(Asking(), (torch.zeros(4, 6),))
+    assert "The module runs in evaluation mode: `Asking` asks whether it is being trained." in program.notes
+    assert not from_torch(Asking().eval(), (torch.zeros(4, 6),)).notes
+
+
 class Layer(torch.nn.Module):
     def __init__(self):
         super().__init__()
