@@ -98,6 +98,8 @@ def _environment_type() -> type:
                 setattr(each, "_beforehand", (each._elem, known._elem))  # noqa: B010  # no field of its class
         return traced
 
+    copying = {torch.Tensor.to, torch.ops.aten._to_copy, torch.ops.aten._to_copy.default}
+
     class Environment(tensor.Environment):
         def _to_copy(self, the_tensor: Any, new_dtype: Any, new_device: Any) -> Any:
             given: Any = the_tensor.torch() if isinstance(the_tensor, View) else the_tensor
@@ -106,7 +108,7 @@ def _environment_type() -> type:
 
         def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             try:
-                result = self._folded(func, types, args, kwargs)
+                result = self._copied(func, args, kwargs or {}, self._folded(func, types, args, kwargs))
                 self._share(func, types, args, kwargs or {}, result)
                 if not _gradients.follows():
                     result = self._stopped(args, kwargs, result)
@@ -120,6 +122,13 @@ def _environment_type() -> type:
                 if "incompatible shapes" not in str(error):
                     raise
                 raise ValueError(str(error)) from error
+
+        def _copied(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+            """A copy of what was given, where torch makes one and torchax gives it back."""
+            if func not in copying or result is not args[0] or not isinstance(result, tensor.Tensor):
+                return result
+            told = _layouts.as_torch(func, args, kwargs, result)
+            return tensor.Tensor(result.jax(), self) if told and told[0][0] is False else result
 
         def _share(self, func: Any, types: Any, args: Any, kwargs: Any, result: Any) -> None:
             """Note which results share elements of which tensor, and which do not lie in order."""

@@ -103,7 +103,8 @@ def reshape(tensor: Any, value: Any) -> None:
     held["_held"] = value
     if "_link" in held:
         held["_link"] = dataclasses.replace(held["_link"], certain=False)
-    held["_reshaped"] = True
+    if "_log" in held:  # something looks at it as it was
+        held["_reshaped"] = True
 
 
 def lose(tensor: Any) -> None:
@@ -219,7 +220,9 @@ def _carried(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], position: 
         return var.val if isinstance(var, Literal) else known[var]
 
     for equation in jaxpr.eqns:
-        found = equation.primitive.bind(*map(read, equation.invars), **equation.params)
+        operands = [read(each) for each in equation.invars]
+        with _at_once(operands):  # what does not depend on the array, as indices
+            found = equation.primitive.bind(*operands, **equation.params)
         known.update(zip(equation.outvars, found if equation.primitive.multiple_results else [found], strict=True))
         if any(var in depends for var in equation.invars if not isinstance(var, Literal)):
             depends.update(equation.outvars)
@@ -265,7 +268,7 @@ def _undone(equation: Any, operands: list[Any], position: int, results: list[Any
         return lax.concatenate([*results[:which], value, *results[which + 1 :]], params["axis"])
     if name == "bitcast_convert_type" and whole.shape == value.shape:
         return lax.bitcast_convert_type(value, whole.dtype)
-    if name == "gather" and value.size <= whole.size:
+    if name == "gather" and _is_apart(operands[1], params):
         numbers = params["dimension_numbers"]
         places = lax.ScatterDimensionNumbers(
             update_window_dims=numbers.offset_dims,
@@ -276,6 +279,19 @@ def _undone(equation: Any, operands: list[Any], position: int, results: list[Any
         )
         return lax.scatter(whole, jnp.asarray(operands[1]), value, places, mode="drop")
     return None
+
+
+def _is_apart(indices: Any, params: Any) -> bool:
+    """Whether a gather is known to take no element twice."""
+    import numpy as np
+    from jax import core
+
+    numbers = params["dimension_numbers"]
+    whole = any(params["slice_sizes"][dim] != 1 for dim in numbers.start_index_map)
+    if whole or numbers.operand_batching_dims or isinstance(indices, core.Tracer):
+        return False
+    rows = np.asarray(indices).reshape(-1, indices.shape[-1])
+    return len(np.unique(rows, axis=0)) == len(rows)
 
 
 def _written_beside(before: Any, value: Any) -> Any:

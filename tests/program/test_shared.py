@@ -95,6 +95,23 @@ def by_a_function(x):
     return x + rows.view(x.shape)
 
 
+def of_the_same_dtype(x):
+    import torch
+
+    copy = x.to(torch.float32, copy=True)
+    copy.zero_()
+    x[1:].to(torch.float32)[0, 1:] = 3.0
+    x[2:].float().mul_(2.0)
+    return x + copy + x.type(torch.float32)
+
+
+def by_strides(x):
+    x.unsqueeze_(0)
+    x.as_strided((4, 3), (24, 2)).add_(1.0)
+    x.view(-1)[:3] = 0.0
+    return x
+
+
 def copied_in(x):
     x[0].view(-1).copy_(x[1].view(-1).clone())
     x.transpose(0, 1).copy_(x[2].clone())
@@ -138,7 +155,16 @@ def without_gradients(x):
 
 
 BODIES = [before_a_write, of_each_other, one_after_another, of_views, of_lists, of_diagonals, of_numbers_and_truths]
-BODIES += [by_a_mask, to_what_is_wide, by_a_function, copied_in, reshaped_in_place, to_copies]
+BODIES += [
+    by_a_mask,
+    to_what_is_wide,
+    by_a_function,
+    of_the_same_dtype,
+    by_strides,
+    copied_in,
+    reshaped_in_place,
+    to_copies,
+]
 BODIES += [to_views_of_what_lies_turned, without_gradients]
 
 WITHOUT_GRADIENTS = {before_a_write, of_lists, of_numbers_and_truths}
@@ -184,6 +210,11 @@ def widened(x):
     return x
 
 
+def overlapping(x):
+    x.as_strided((3, 3), (1, 1)).zero_()
+    return x
+
+
 def turned_in_place(x):
     rows = x.view(16, 6)
     x.transpose_(0, 1)
@@ -191,7 +222,7 @@ def turned_in_place(x):
     return rows
 
 
-@pytest.mark.parametrize("body", [widened, turned_in_place])
+@pytest.mark.parametrize("body", [widened, overlapping, turned_in_place])
 def test_a_write_that_is_not_followed_is_refused_where_what_shares_it_is_read(body):
     function = TorchFunction(module_of(body))
     params = jax.ShapeDtypeStruct((4, 4, 6), "float32")
