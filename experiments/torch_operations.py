@@ -118,10 +118,11 @@ def outcome(sample: Any, function: Any) -> str | None:
         lines = str(error).splitlines()
         return f"refused: {type(error).__name__}: {lines[0][:90] if lines else ''}"
     for value, tensor in zip(found, expected, strict=True):
-        own = tensor.detach().resolve_conj().numpy()
+        own = tensor.detach().resolve_conj()
+        own = (own.float() if own.dtype == torch.bfloat16 else own).numpy()
         if value.shape != own.shape:
             return f"differs: shape {value.shape} for {own.shape}"
-        if not np.allclose(value, own, rtol=2e-4, atol=1e-4, equal_nan=True):
+        if not np.allclose(np.asarray(value), own, rtol=2e-4, atol=1e-4, equal_nan=True):
             return "differs: value"
     for value, tensor in zip(gradients, wanted, strict=True):
         own = np.zeros(value.shape, np.float32) if tensor is None else tensor.numpy()

@@ -91,11 +91,13 @@ def reshaping(func: Any, plain: Any) -> Any:
     Raises `NotImplementedError` for slices, whose shape is what they take of another tensor.
     """
     from torchax.ops import ops_registry
+    from torchax.tensor import Tensor
 
     def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if hasattr(tensor, "view_info"):
             raise NotImplementedError(f"`{func}` of a slice; use the operation that is not in place")
-        _shared.reshape(tensor, plain(tensor, *args, **kwargs).jax())
+        alone = Tensor(tensor.jax(), tensor._env)  # `plain` gives a view, and nobody shall look at this tensor for it
+        _shared.reshape(tensor, plain(alone, *args, **kwargs).jax())
         return tensor
 
     return ops_registry.Operator(
