@@ -86,7 +86,7 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> Any:
-    """`torch.nn.functional.multi_head_attention_forward` on [S, B, E]; the attention weights are not returned."""
+    """`torch.nn.functional.multi_head_attention_forward` on [S, B, E] or [S, E]; attention weights are not returned."""
     import jax.numpy as jnp
 
     if bias_k is not None or add_zero_attn or static_k is not None or static_v is not None:
@@ -98,6 +98,11 @@ def multi_head_attention(
         parts = in_proj_weight.reshape(3, width, width)
         weights = (parts[0], parts[1], parts[2])
     biases = (None, None, None) if in_proj_bias is None else tuple(in_proj_bias.reshape(3, width))
+
+    alone = query.ndim == 2
+    if alone:
+        query, key, value = (x[:, None] for x in (query, key, value))
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
 
     def heads(x: Any, weight: Any, bias: Any) -> Any:
         projected = mark(linear(x, weight, bias), "in_proj")
@@ -115,10 +120,13 @@ def multi_head_attention(
             padding = ~key_padding_mask
         else:
             extra = key_padding_mask[:, None, None, :]
+            if mask is not None and mask.dtype == jnp.bool_:
+                mask = jnp.where(mask, 0.0, -jnp.inf).astype(extra.dtype)
             mask = extra if mask is None else mask + extra
     mixed = attend(q, k, v, causal=is_causal and attn_mask is None, bias=mask, padding=padding)
     joined = jnp.transpose(mixed.reshape(*mixed.shape[:2], width), (1, 0, 2))
-    return mark(linear(joined, out_proj_weight, out_proj_bias), "out_proj"), None
+    result = mark(linear(joined, out_proj_weight, out_proj_bias), "out_proj")
+    return result[:, 0] if alone else result, None
 
 
 def cross_entropy(
