@@ -9,6 +9,7 @@ from typing import Any
 from autoshard.program import (
     _hf_mixtures,
     _lowerings,
+    _lowerings_edges,
     _lowerings_math,
     _lowerings_nn,
     _pooling,
@@ -28,7 +29,7 @@ def lowered_environment() -> Any:
     from torchax.ops import ops_registry
 
     lowerings = _lowerings.table() | _lowerings_nn.table() | _recurrent.table() | _writes.table() | _pooling.table()
-    lowerings |= _lowerings_math.table()
+    lowerings |= _lowerings_math.table() | _lowerings_edges.table()
     for operation, lowering in lowerings.items():
         env._ops[operation] = ops_registry.Operator(
             operation, lowering, is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False

@@ -74,3 +74,48 @@ def test_values_and_gradients_are_torchs(body):
 
     close(jax.jit(run)(x), expected.detach().numpy())
     close(jax.jit(jax.grad(lambda x: (run(x) * weights).sum()))(x), given.grad.numpy())
+
+
+EDGES = {
+    "abs": lambda x: x.abs() + abs(x) * 2,
+    "norms": lambda x: x.norm(dim=-1) + x.norm(p=3, dim=-1) * 2 + (x * 0).norm() + x.norm(p=1, dim=-1),
+    "more norms": lambda x: torch.linalg.matrix_norm(x * 0) + x.norm(p=float("inf")) + torch.linalg.norm(x, dim=-1),
+    "normalize": lambda x: functional.normalize(x, dim=-1),
+    "renorm": lambda x: x.renorm(2, 0, 1.0),
+    "cosine_similarity": lambda x: functional.cosine_similarity(x, x.flip(0), dim=-1),
+    "distances": lambda x: torch.cdist(x, x) + torch.cdist(x, x, p=1.0) + torch.dist(x, x),
+    "pairs": lambda x: torch.pdist(x),
+    "std": lambda x: torch.std_mean(x[1:2], -1)[0] + x[2:].std(correction=0) + x.std((0, 1)),
+    "clamp": lambda x: x.clamp(min=0) + x.clamp(max=0) * 2 + x.clamp(-0.5, 0.5) + x.clamp_min(0) + x.clamp(x * 0),
+    "leaky_relu": lambda x: functional.leaky_relu(x),
+    "logsigmoid": lambda x: functional.logsigmoid(x * 100),
+    "binary_cross_entropy": lambda x: (
+        functional.binary_cross_entropy((x != 0) * 0.3 + x * 0, x.sigmoid().detach())
+        + functional.binary_cross_entropy(x.sigmoid(), (x != 0) * 1.0, weight=x.detach(), reduction="sum")
+    ),
+    "sgn": lambda x: x.sgn() * x,
+    "trunc": lambda x: (x * 3).trunc() + (x * 3).frac(),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_gradients_at_edges_are_torchs(name):
+    """Of rows of noughts, rows that are alike, and numbers at the bounds of what they are cut to."""
+
+    class Body(torch.nn.Module):
+        def forward(self, x):
+            return EDGES[name](x)
+
+    x = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+    x[1], x[2, 3:], x[3] = 0, 0, x[0]
+    x[0, 0], x[3, 0], x[0, 1] = 0.5, 0.5, -0.5
+    given = torch.tensor(x, requires_grad=True)
+    expected = EDGES[name](given)
+    expected.sum().backward()
+    function = TorchFunction(Body())
+
+    def run(x):
+        return function({}, (x,), {})
+
+    close(jax.jit(run)(x), expected.detach().numpy())
+    close(jax.jit(jax.grad(lambda x: run(x).sum()))(x), given.grad.numpy())
