@@ -1,6 +1,5 @@
 """Operations of torch, planned as modules are, beside torch's own: values and gradients.
 
-    pip install expecttest
     python experiments/torch_operations.py [--only NAME ...] [--samples N] [--table]
 
 torch tests its operations with samples of its own (`op_db`), of which each gets a few here, in place too. A row is one

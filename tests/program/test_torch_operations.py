@@ -8,6 +8,7 @@ from hf_reference import close
 from torch.nn import functional
 
 from autoshard.program._torch_function import TorchFunction
+from tests.scripts import load_script
 
 
 def rows_that_see_more_keys(q):
@@ -119,3 +120,25 @@ def test_gradients_at_edges_are_torchs(name):
 
     close(jax.jit(run)(x), expected.detach().numpy())
     close(jax.jit(jax.grad(lambda x: run(x).sum()))(x), given.grad.numpy())
+
+
+SAMPLED = """
+add atan2 cat clamp cumsum einsum erf expand gather index_add index_select logsumexp masked_fill matmul
+max mean nn.functional.avg_pool2d nn.functional.conv2d nn.functional.conv_transpose2d nn.functional.cross_entropy
+nn.functional.gelu nn.functional.grid_sample nn.functional.group_norm nn.functional.layer_norm nn.functional.pad
+softmax pow prod roll scatter scatter_add sort split std tril topk var where
+""".split()
+
+
+@pytest.fixture(scope="module")
+def operations():
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return {each.name: each for each in reversed(op_db)}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_torchs_own_samples_come_out_alike(operations, name):
+    """A slice of `python experiments/torch_operations.py`."""
+    found = load_script("experiments/torch_operations.py").row(operations[name], operations[name].op, 2)
+    assert found is not None and found["outcomes"] == ["equal"]
