@@ -91,7 +91,9 @@ def profile(name: str) -> None:
     program, options = ROWS[name]
     profiler = cProfile.Profile()
     profiler.runcall(autoshard, ["plan", program, *options, "--no-cache"])
-    profiler.dump_stats(HERE.parent / "build" / f"scale-{name.split()[0]}.prof")
+    kept = HERE.parent / "build" / f"scale-{name.split()[0]}.prof"
+    kept.parent.mkdir(exist_ok=True)
+    profiler.dump_stats(kept)
     pstats.Stats(profiler).sort_stats("tottime").print_stats(40).sort_stats("cumtime").print_stats(60)
 
 

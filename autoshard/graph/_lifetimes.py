@@ -38,12 +38,12 @@ def buffers_of(
     # A result that is written over no argument has memory of its own before the program starts.
     for tensor in set(graph.results) - set(updates.values()) - set(graph.arguments):
         start[home.get(tensor, tensor)] = 0
-    buffers = []
+    buffers, arguments = [], set(graph.arguments)
     for tensor in sorted(materialised):
         if home.get(tensor, tensor) != tensor:
             continue
         stop = last[tensor] + 1 if last[tensor] < end else end + 1
-        if tensor in graph.arguments:
+        if tensor in arguments:
             written = updates.get(tensor, tensor)
             place = home.get(written, written)
             if written in materialised and place == written and last[tensor] == start[written]:
@@ -83,6 +83,7 @@ def _share_carried(
 
     loop_of = {c.body: loop.id for loop in graph.loops for c in loop.carries}
     used: set[int] = set()
+    arguments = set(graph.arguments)
     for loop in graph.loops:
         for carry in loop.carries:
             start[carry.body], start[carry.result] = loop.start, loop.stop
@@ -91,7 +92,7 @@ def _share_carried(
             if carry.update not in used and loop_of.get(carry.update) != loop.id:
                 shared.append(carry.update)
             again = carry.init in used or read.get(carry.init, -1) >= loop.start
-            if carry.init in graph.arguments:
+            if carry.init in arguments:
                 over = not again and updates.get(carry.init) == carry.result
                 last[carry.init] = max(last.get(carry.init, -1), loop.start - over)
                 if not over:
@@ -107,7 +108,7 @@ def _share_carried(
                 owner[mine if other in loop_of else other] = other if other in loop_of else mine
     for value, written in overwritten:
         mine, other = find(value), find(written)
-        if value in graph.arguments:
+        if value in arguments:
             last[value] = max(last[value], start[written] - 1)
         elif mine != other and (other not in loop_of or loop_of[other] != loop_of.get(mine)):
             owner[mine if other in loop_of else other] = other if other in loop_of else mine

@@ -1,7 +1,5 @@
 """Raising the lower bound: message passing and prices on memory together, with choices decoded on the way."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from autoshard.kernels import njit
@@ -71,7 +69,8 @@ class Dual:
         self._used = np.zeros(times, dtype=np.int64)
         self._chosen = np.zeros(len(flat.node_at) - 1, dtype=np.int64)
         self._state = np.array([-np.inf, 1.0, 0.0, 0.0, 0.0, np.inf, 0.0, 0.0])
-        self._best_messages = self._messages.copy()
+        self.best_messages = self._messages.copy()
+        """Where the bound is best, per directed edge a message over the alternatives of the node it leads to."""
         self.prices = np.zeros(times)
         """Bytes past the limit at a time cost this much each, where the bound is best."""
         self.decoded = self._chosen.copy()
@@ -94,26 +93,26 @@ class Dual:
         self._state[3], self._state[4], self._state[5], self._state[6] = target, weight, np.inf, 0.0
         _ascend(
             self.flat, self._messages, self._now, self._unary, self._load, self._used, self._chosen,
-            self.prices, self._best_messages, self.decoded, self._state, rounds,
+            self.prices, self.best_messages, self.decoded, self._state, rounds,
         )  # fmt: skip
         return self.decoded.copy()
 
     def messages(self) -> list[Floats]:
-        """Where the bound is best, per directed edge a message over the alternatives of the node it leads to."""
+        """Those where the bound is best, one by one."""
         at = self.flat.message_at.tolist()
-        return [self._best_messages[low:high] for low, high in zip(at, at[1:], strict=False)]
+        return [self.best_messages[low:high] for low, high in zip(at, at[1:], strict=False)]
 
-    def begin(self, messages: Sequence[Floats], other: "Dual | None" = None) -> None:
+    def begin(self, messages: Floats, other: "Dual | None" = None) -> None:
         """Goes on from these messages, and with the prices on memory that `other` has come to."""
-        self._messages[:] = np.concatenate(messages) if messages else 0.0
-        self._best_messages[:] = self._messages
+        self._messages[:] = messages
+        self.best_messages[:] = self._messages
         if other is not None:
             self._now[:] = self.prices[:] = other.prices
             self._state[1] = other.pace
 
     def slack(self) -> np.ndarray:
         """[alternatives] what choosing one costs above the bound, at the least; the better of both sweeps."""
-        messages, unary = self._best_messages.copy(), np.zeros(len(self.flat.cost))
+        messages, unary = self.best_messages.copy(), np.zeros(len(self.flat.cost))
         paid = price_memory(self.flat, self.prices, unary)
         result = np.zeros(len(self.flat.cost))
         chosen, slack = self._chosen.copy(), np.zeros(len(result))

@@ -1,5 +1,6 @@
 """A graph as flat arrays, the form that the compiled kernels take."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -107,3 +108,14 @@ def flatten(graph: Graph) -> tuple[list[int], Flat]:
         capacity=graph.capacity.copy(),
     )
     return names, flat
+
+
+def offsets(counts: Sequence[int] | Ints) -> Ints:
+    """Where each of some parts begins that lie one after the other; last: their total."""
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(np.asarray(counts, dtype=np.int64))])
+
+
+def ragged(starts: Ints, counts: Ints) -> Ints:
+    """`counts` numbers from each of `starts` on, one part after the other."""
+    at = offsets(counts)
+    return np.arange(at[-1]) + np.repeat(starts - at[:-1], counts)

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+CLOSED = 1e17
+"""Costs from here on are not allowed."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Link:

@@ -25,10 +25,13 @@ def profile(f, chosen, used):
                 total += entry(f, edge, chosen[node], chosen[other])
         for term in range(f.term_at[node], f.term_at[node + 1]):
             amount = f.usages[f.usage_at[term] + chosen[node]]
-            if amount:
-                for time in range(f.start[term], f.stop[term]):
-                    used[time] += amount
+            if f.start[term] < f.stop[term]:
+                used[f.start[term]] += amount
+                if f.stop[term] < len(used):
+                    used[f.stop[term]] -= amount
     for time in range(len(f.capacity)):
+        if time > 0:  # so far what comes and goes at a time
+            used[time] += used[time - 1]
         if used[time] > f.capacity[time]:
             excess += used[time] - f.capacity[time]
     return total, excess

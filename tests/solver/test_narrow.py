@@ -1,7 +1,11 @@
 """Leaving alternatives out of a network never leaves out the optimum."""
 
+import itertools
+from random import Random
+
 import numpy as np
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from random_problems import brute_force, make_problem, problems
 
 from autoshard.solver import FORBIDDEN, Link, Network, Problem, Term, evaluate, narrow
@@ -80,11 +84,31 @@ def test_most_of_a_chain_goes() -> None:
     assert evaluate(problem, found.choices).cost <= found.bound * (1 + 1e-6)
 
 
-def test_used_numbers_are_those_of_numpy() -> None:
-    from autoshard.solver._narrow import _used
+@settings(max_examples=60, deadline=None)
+@given(problems(most_nodes=5), st.randoms())
+def test_flat_arrays_hold_what_is_left(problem: Problem, random: Random) -> None:
+    from autoshard.solver._messages import entry
+    from autoshard.solver._packed import Packer
 
-    rng = np.random.default_rng(8)
-    for size in (0, 1, 5, 40):
-        values = rng.integers(0, 12, size)
-        for mine, theirs in zip(_used(values, 12), np.unique(values, return_inverse=True), strict=True):
-            assert mine.tolist() == theirs.tolist() and mine.dtype == np.int64
+    whole = network(problem)
+    packer = Packer(whole)
+    kept = [sorted(random.sample(range(len(cost)), random.randint(1, len(cost)))) for cost in whole.costs]
+    flat = packer.pack(np.concatenate([np.array(k) + at for k, at in zip(kept, packer.whole_at[:-1], strict=True)]))
+    for node, mine in enumerate(kept):
+        low, high = flat.node_at[node : node + 2]
+        own = [link for link in whole.links if link.first == link.second == node]
+        alone = [link.scale * link.table[link.rows[mine], link.columns[mine]] for link in own]
+        assert flat.cost[low:high].tolist() == sum(alone, whole.costs[node][mine]).tolist()
+        theirs = sorted((t for t in whole.terms if t.node == node), key=lambda term: (term.start, term.stop))
+        terms = range(flat.term_at[node], flat.term_at[node + 1])
+        held = [flat.usages[flat.usage_at[t] : flat.usage_at[t] + len(mine)].tolist() for t in terms]
+        assert held == ([t.usage[mine].tolist() for t in theirs] if whole.usage_limit is not None else [])
+        edges = range(flat.near_at[node], flat.near_at[node + 1])
+        around = [link for link in whole.links if node in (link.first, link.second) and link.first != link.second]
+        around.sort(key=lambda link: link.first + link.second - node)  # links of equal ends stay in their order
+        assert [int(flat.near[edge]) for edge in edges] == [link.first + link.second - node for link in around]
+        for edge, link in zip(edges, around, strict=True):
+            other = kept[flat.near[edge]]
+            for a, b in itertools.product(range(len(mine)), range(len(other))):
+                one, two = (mine[a], other[b]) if link.first == node else (other[b], mine[a])
+                assert entry(flat, edge, a, b) == link.scale * link.table[link.rows[one], link.columns[two]]

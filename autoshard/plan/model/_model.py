@@ -108,6 +108,12 @@ class Path:
     collected: bool = False
     """True if partial results are gathered and combined, where others are summed."""
 
+    def contents(self) -> tuple[object, ...]:
+        """What it is, to be looked up by."""
+        states = (self.held, self.kept, self.source, self.target)
+        sizes = (self.shape, self.factors, self.itemsize, self.reduce_itemsize, self.collected)
+        return (*sizes, *((each.shape, each.tobytes()) for each in states))
+
 
 class Decisions(Protocol):
     """What is to be decided, as `build_problem` takes it."""

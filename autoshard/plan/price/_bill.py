@@ -10,7 +10,7 @@ from autoshard.plan.model._heavy import heavy_seconds
 from autoshard.plan.model._model import HOST, Model, Node
 from autoshard.plan.model._overlap import hiding_figures
 from autoshard.plan.price._notes import PriceNotes
-from autoshard.plan.price._predict import reshard_overlap, reshard_relayouts, reshard_steps
+from autoshard.plan.price._reshard_times import reshard_overlap, reshard_relayouts, reshard_steps
 from autoshard.plan.price._unpaid import unpaid_bytes
 
 

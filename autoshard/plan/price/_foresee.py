@@ -18,14 +18,8 @@ from autoshard.graph import OpGraph, is_copied
 from autoshard.plan.model._model import EXPOSED, HOST, Channel, Model, link_names
 from autoshard.plan.model._overlap import lanes
 from autoshard.plan.price._headroom import tight_seconds
-from autoshard.plan.price._predict import (
-    evaluate,
-    memory_events,
-    relayout_seconds,
-    reshard_overlap,
-    reshard_steps,
-    tensor_spec,
-)
+from autoshard.plan.price._predict import evaluate, memory_events, tensor_spec
+from autoshard.plan.price._reshard_times import relayout_seconds, reshard_overlap, reshard_steps
 from autoshard.plan.price._savable import AGAIN, Occurrence, find_values
 from autoshard.program import INPUT, Policy, short_names
 

@@ -14,16 +14,13 @@ from autoshard.plan.model._model import EXPOSED, HOST, Channel, Model, Node, lin
 from autoshard.plan.model._overlap import lanes
 from autoshard.plan.price._nodes import streams
 from autoshard.plan.price._notes import PriceNotes
-from autoshard.plan.price._predict import (
+from autoshard.plan.price._predict import cluster_names, reshard_cause, reshard_line, tensor_spec
+from autoshard.plan.price._reshard_times import (
     ReshardStep,
-    cluster_names,
     relayout_seconds,
-    reshard_cause,
-    reshard_line,
     reshard_overlap,
     reshard_relayouts,
     reshard_steps,
-    tensor_spec,
 )
 from autoshard.plan.record._parts import Collective
 

@@ -5,8 +5,9 @@ Everything is listed again from the chosen specs, one pair of states at a time, 
 """
 
 import dataclasses
+import functools
+import itertools
 import math
-import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,24 +15,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import Collectives
 from autoshard.graph import TO_HOST
 from autoshard.plan.model._factors import factor_states
-from autoshard.plan.model._model import EXPOSED, Channel, Model, Path, Reshard, link_names
-from autoshard.plan.model._overlap import AT_NARROW, Overlap, lanes
+from autoshard.plan.model._model import EXPOSED, Channel, Model, Reshard, link_names
+from autoshard.plan.model._overlap import Overlap, lanes
 from autoshard.plan.model._ring import is_ring, ring_memory
 from autoshard.plan.price._in_flight import in_flight
-from autoshard.plan.price._paths import Relayouts, path_steps, relayouts
-from autoshard.plan.price._unpaid import unpaid_bytes
+from autoshard.plan.price._reshard_times import laid_out_seconds, reshard_overlap, reshard_steps, reshard_time
 from autoshard.plan.record._parts import Collective
 from autoshard.plan.record._spec import Spec
 from autoshard.plan.xla._states import States
 from autoshard.plan.xla._tables import padded_bytes, table_of
 from autoshard.program import Role
-
-
-ReshardStep = tuple[str, tuple[str, ...], float, float]
-"""(kind, axes, bytes, seconds) of one collective."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,35 +82,34 @@ def tensor_spec(model: Model, choices: NDArray[np.int64], tensor: int) -> Spec:
     if cluster < 0:
         return Spec.replicated(rank)
     number = model.cluster_node[cluster]
+    state = model.nodes[number].states[choices[number]].tolist()
+    return _spec_of_factors(model.mesh.names, tuple(state), model.structure.dims_of[tensor])
+
+
+@functools.lru_cache(4096)
+def _spec_of_factors(axes: tuple[str, ...], state: tuple[int, ...], factors: tuple[int, ...]) -> Spec:
+    """The spec of a tensor whose dims are of these factors; each axis splits the one that `state` has at its place."""
     split: dict[int, tuple[str, ...]] = {}
-    for axis, factor in zip(model.mesh.names, model.nodes[number].states[int(choices[number])].tolist(), strict=True):
+    for axis, factor in zip(axes, state, strict=True):
         split[factor] = (*split.get(factor, ()), axis)
-    return Spec(tuple(split.get(factor, ()) if factor >= 0 else () for factor in model.structure.dims_of[tensor]))
-
-
-def reshard_overlap(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> Overlap:
-    """What a move may hide behind, by what its matmul computes in the chosen state."""
-    overlap = Overlap(reshard.overlap)
-    if reshard.narrow is None:
-        return overlap
-    at_source = model.nodes[reshard.source].kind == "op"
-    return AT_NARROW[overlap] if reshard.narrow[choices[reshard.source if at_source else reshard.target]] else overlap
+    return Spec(tuple(split.get(factor, ()) if factor >= 0 else () for factor in factors))
 
 
 def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     """The true outcome of one alternative per node. Raises ValueError if a forbidden pair was chosen."""
     channels: dict[Channel, float] = defaultdict(float)
-    for node, choice in zip(model.nodes, choices, strict=True):
+    chosen = choices.tolist()
+    for node, choice in zip(model.nodes, chosen, strict=True):
         for channel, seconds in node.time.items():
-            channels[channel] += float(seconds[int(choice)])
+            channels[channel] += float(seconds[choice])
     gathered: dict[tuple[str, tuple[str, ...], bool, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
     lines: dict[tuple[str, tuple[str, ...], bool, str], str] = {}
     link_of, named = link_names(model.mesh), cluster_names(model)
     for reshard in model.reshards:
-        taken = _reshard_time(model, reshard, choices)
-        if again := _laid_out_seconds(model, reshard, choices, taken.relayouts):
+        taken = reshard_time(model, reshard, choices)
+        if again := laid_out_seconds(model, reshard, choices, taken):
             channels[reshard.block, "compute"] += again
-        overlap = reshard_overlap(model, reshard, choices)
+        overlap = reshard_overlap(model, reshard, choices) if taken.steps else Overlap.NONE
         for kind, axes, size, seconds in taken.steps:
             where = lanes(model.collectives, link_of, overlap, kind, axes, size, reshard.block)
             for channel, share in where.items():
@@ -128,13 +122,13 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
             entry[1] += size * reshard.trips
             entry[2] += seconds * reshard.trips
             entry[3] += seconds * exposed * reshard.trips
-    for node, choice in zip(model.nodes, choices, strict=True):
+    for node, choice in zip(model.nodes, chosen, strict=True):
         for inner in node.inner:
-            size = float(inner.size[int(choice)])
+            size = float(inner.size[choice])
             if size > 0:
                 axes = tuple(model.axis_names[a] for a in inner.axes)
                 trips = model.graph.trips(model.graph.ops[node.ref].loop)
-                seconds, exposed = (float(each[0]) * trips for each in inner.times(model.collectives, int(choice)))
+                seconds, exposed = (float(each[0]) * trips for each in inner.times(model.collectives, choice))
                 key = (inner.kind, axes, exposed < 0.5 * seconds, node.name)
                 lines[key] = model.graph.ops[node.ref].line
                 entry = gathered[key]
@@ -150,10 +144,10 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
             Collective(kind, axes, math.ceil(count), int(round(wire)), seconds, hidden, cause, lines[key], exposed)
         )
     collectives.sort(key=lambda c: (-c.seconds, c.kind, c.axes, c.cause))
-    peak, when, memory = _memory(model, memory_events(model, choices))
+    peak, when, memory = _memory(model, held_buffers(model, choices))
     solved = peak
     if model.mesh.topology.traits.holds_in_flight:
-        solved, _, _ = _memory(model, _events(solved_buffers(model, choices)))
+        solved, _, _ = _memory(model, solved_buffers(model, choices))
     return Outcome(dict(channels), tuple(collectives), peak, when, memory, host_bytes(model, choices), solved)
 
 
@@ -217,70 +211,6 @@ def reshard_line(model: Model, reshard: Reshard) -> str:
     ops = model.graph.ops
     maker = model.graph.tensors[reshard.tensor].producer
     return next((ops[op].line for op in (reshard.op, maker) if op >= 0 and ops[op].line), "")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReshardTime:
-    """What one execution of a reshard takes under a choice."""
-
-    steps: tuple[ReshardStep, ...]
-    """(kind, axes, bytes, seconds) of its collectives."""
-    relayouts: Relayouts
-    """The relayouts that it makes beside its collectives."""
-
-
-def reshard_steps(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> tuple[ReshardStep, ...]:
-    """(kind, axes, bytes, seconds) of one execution of a reshard under a choice."""
-    return _reshard_time(model, reshard, choices).steps
-
-
-def relayout_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> float:
-    """Seconds in one step for laying out what a reshard brings, and of what a softmax took off a matmul too much."""
-    return _laid_out_seconds(model, reshard, choices, reshard_relayouts(model, reshard, choices))
-
-
-def _laid_out_seconds(model: Model, reshard: Reshard, choices: NDArray[np.int64], anew: Relayouts) -> float:
-    found, owed = float(anew.seconds(model.compute)), unpaid_bytes(model, reshard, choices)
-    return (found + float(model.compute.memory_seconds(owed)) if owed else found) * reshard.trips
-
-
-def reshard_relayouts(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> Relayouts:
-    """What laying out anew takes in one execution of a reshard."""
-    return _reshard_time(model, reshard, choices).relayouts
-
-
-_known: "weakref.WeakKeyDictionary[Collectives, dict[object, ReshardTime]]" = weakref.WeakKeyDictionary()
-"""Repeated layers take the same steps; of every priced mesh, by what the path is at both ends."""
-
-
-def _reshard_time(model: Model, reshard: Reshard, choices: NDArray[np.int64]) -> ReshardTime:
-    """Of the path with one state at each end. Raises ValueError for a forbidden pair."""
-    row = int(reshard.rows[int(choices[reshard.source])])
-    column = int(reshard.columns[int(choices[reshard.target])])
-    if reshard.forbidden is not None and reshard.forbidden[row, column]:
-        raise ValueError(f"nodes {reshard.source} and {reshard.target} take a pair of alternatives that is not allowed")
-    path = reshard.path
-    ends = (path.held[row], path.kept[row], path.source[row], path.target[column])
-    sizes = (path.shape, path.factors, path.itemsize, path.reduce_itemsize, path.collected)
-    key = (*sizes, *(end.tobytes() for end in ends))
-    known = _known.setdefault(model.collectives, {})
-    if key not in known:
-        held, kept, source, target = (end[None, :] for end in ends)
-        known[key] = _reshard_time_of(
-            dataclasses.replace(path, held=held, kept=kept, source=source, target=target), model.collectives
-        )
-    return known[key]
-
-
-def _reshard_time_of(path: Path, collectives: Collectives) -> ReshardTime:
-    found: list[ReshardStep] = []
-    gathers, steps = path_steps(path, collectives)
-    for step in (*gathers, *steps):
-        size = float(step.size[0, 0])
-        if size > 0:
-            axes = tuple(collectives.mesh.names[a] for a in step.axes)
-            found.append((step.kind, axes, size, float(collectives.time(step.kind, axes, size))))
-    return ReshardTime(tuple(found), relayouts(path, collectives).at(0, 0))
 
 
 class HeldBuffer(NamedTuple):
@@ -365,15 +295,21 @@ def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]
     return found
 
 
-def _memory(model: Model, events: Sequence[tuple[int, int, str]]) -> tuple[int, int, dict[str, int]]:
-    """Peak bytes, when (op id), and what holds them."""
-    now: dict[str, int] = defaultdict(int)
-    total = peak = when = 0
+def _memory(model: Model, buffers: Sequence[HeldBuffer]) -> tuple[int, int, dict[str, int]]:
+    """Peak bytes, when (op id), and what holds them: after the first of the `memory_events` after which most is."""
+    if not buffers:
+        return model.fixed_bytes, 0, {"temporaries": model.fixed_bytes} if model.fixed_bytes else {}
+    moments = [moment for each in buffers for moment in (each.start, each.stop)]
+    changes = [change for each in buffers for change in (each.size, -each.size)]
+    order = np.lexsort((changes, moments)).tolist()  # stable, as `sorted` is
+    totals = list(itertools.accumulate(changes[event] for event in order))
+    peak = max(totals)
+    at = totals.index(peak)
     at_peak: dict[str, int] = {}
-    for moment, size, kind in events:
-        now[kind] += size
-        total += size
-        if total > peak:
-            peak, when, at_peak = total, moment, dict(now)
+    if peak > 0:
+        for event in order[: at + 1]:
+            kind = buffers[event // 2].kind
+            at_peak[kind] = at_peak.get(kind, 0) + changes[event]
     at_peak["temporaries"] = at_peak.get("temporaries", 0) + model.fixed_bytes
-    return peak + model.fixed_bytes, when, {k: v for k, v in sorted(at_peak.items()) if v}
+    when = moments[order[at]] if peak > 0 else 0
+    return max(peak, 0) + model.fixed_bytes, when, {k: v for k, v in sorted(at_peak.items()) if v}

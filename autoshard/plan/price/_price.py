@@ -97,6 +97,7 @@ class _Pricer(NodePricer):
     def __init__(self, tables: PathTables | None, *what: Any) -> None:
         super().__init__(*what)
         self.reshards: list[Reshard] = []
+        self.equal: dict[tuple[object, ...], Path] = {}
         self.paths: dict[tuple[object, ...], dict[str, Seconds]] = {} if tables is None else tables.of(self.mesh)
         self.path_prices = PathPrices(self.collectives, self.link_of)
         self.owed: dict[tuple[object, ...], Seconds] = {}
@@ -297,7 +298,7 @@ class _Pricer(NodePricer):
         widened = self.collectives.widen_dtype(way.dtype)
         reduce_itemsize = 4 if widened != way.dtype else itemsize
         ends = (held[first], way.kept[first], tuple(way.factors), states[first], aim[first_aim])
-        path = Path(record.shape, *ends, itemsize, reduce_itemsize, collected)
+        path = self.shared(Path(record.shape, *ends, itemsize, reduce_itemsize, collected))
         apart = None
         if narrow is not None:
             apart = narrow[first][:, None] if at_source else narrow[first_aim][None, :]
@@ -372,13 +373,16 @@ class _Pricer(NodePricer):
             return Overlap.GRADIENTS_AT_MATMUL if at_matmul else Overlap.GRADIENTS
         return Overlap.MATMUL if at_matmul else Overlap.NONE
 
+    def shared(self, path: Path) -> Path:
+        """The first one that is equal: what is known of it holds for every move along it."""
+        return self.equal.setdefault(path.contents(), path)
+
     def seconds(self, path: Path, overlap: Overlap, apart: NDArray[np.bool_] | None = None) -> dict[str, Seconds]:
         """Time of one execution, exposed and by link; equal paths share their tables.
 
         `apart` says of which alternatives at one end the move is not pipelined into the matmul there: `AT_NARROW`.
         """
-        fields = (overlap, *(getattr(path, field.name) for field in dataclasses.fields(path)), apart)
-        key = tuple((f.shape, f.tobytes()) if isinstance(f, np.ndarray) else f for f in fields)
+        key = (overlap, *path.contents(), None if apart is None else (apart.shape, apart.tobytes()))
         if key not in self.paths:
             if apart is None:
                 self.paths[key] = self.path_prices.seconds(path, overlap)

@@ -11,14 +11,8 @@ from numpy.typing import NDArray
 
 from autoshard.plan.model._model import EXPOSED, HOST, Model, link_names
 from autoshard.plan.model._overlap import lanes
-from autoshard.plan.price._predict import (
-    cluster_names,
-    held_buffers,
-    relayout_seconds,
-    reshard_cause,
-    reshard_overlap,
-    reshard_steps,
-)
+from autoshard.plan.price._predict import cluster_names, held_buffers, reshard_cause
+from autoshard.plan.price._reshard_times import relayout_seconds, reshard_overlap, reshard_steps
 from autoshard.plan.record._parts import WAITS_FOR_HOST, HeldTensors, Span, Timeline
 from autoshard.plan.record._stacks import pattern
 

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from autoshard.graph import Op, OpClass, OpGraph
 from autoshard.plan.model._model import EXPOSED, Model, Node, link_names
 from autoshard.plan.model._overlap import lanes
-from autoshard.plan.price._predict import relayout_seconds, reshard_overlap, reshard_steps, tensor_spec
+from autoshard.plan.price._predict import tensor_spec
+from autoshard.plan.price._reshard_times import relayout_seconds, reshard_overlap, reshard_steps
 from autoshard.plan.solve._cut import SegmentCosts
 from autoshard.program import Role, segment_of
 

@@ -8,8 +8,8 @@ import pytest
 from autoshard.cost import Collectives, Topology, make_mesh
 from autoshard.plan.model._model import EXPOSED, Model, link_names
 from autoshard.plan.model._overlap import Overlap, columns_beside, hidden_share, lanes
-from autoshard.plan.price._predict import reshard_overlap
 from autoshard.plan.price._reading import build_model, read_program
+from autoshard.plan.price._reshard_times import reshard_overlap
 from autoshard.program import trace
 
 
