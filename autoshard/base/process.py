@@ -84,12 +84,28 @@ def start_python(module: str, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(python_command(module, *arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
+_SELDOM = (100_000, 50, 100)
+"""How many new objects are looked through at once, and how many such looks lie between those at older ones."""
+
+
 def collect_seldom() -> None:
     """Collect garbage seldom: for a process of our own whose imports and graphs of ops live until its end.
 
     Looking through them again and again finds nothing: that was a quarter of the CPU time of planning a model.
     """
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(*_SELDOM)
+
+
+@contextlib.contextmanager
+def collecting_seldom() -> Iterator[None]:
+    """The same for a block in a process of somebody else's, which has its own way again afterwards."""
+    before = gc.get_threshold()
+    if before[0]:  # it collects at all
+        gc.set_threshold(*map(max, before, _SELDOM))
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 LEAST_ADDRESSES = 5 << 30

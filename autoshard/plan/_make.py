@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.base.crew import Crew
+from autoshard.base.process import collecting_seldom
 from autoshard.cost import (
     AUTO,
     MESH_VARIABLE,
@@ -110,6 +111,7 @@ def check_request(options: Options) -> None:
         check_axes(options.asked, given)
 
 
+@collecting_seldom()
 def make_plan(
     program: Program,
     options: Options,

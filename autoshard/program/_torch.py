@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autoshard.base.process import collecting_seldom
 from autoshard.errors import UserError
 from autoshard.program import _flops, _train, _values
 from autoshard.program._experts import check_experts
@@ -32,6 +33,7 @@ class TrainOptions:
     """Parts of each microbatch, or of the batch of a pipeline, whose gradients are summed only after all of them."""
 
 
+@collecting_seldom()
 def from_torch(
     module: Any,
     example_inputs: Any,

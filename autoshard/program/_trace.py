@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard import mlir
+from autoshard.base.process import collecting_seldom
 from autoshard.errors import UserError
 from autoshard.program import _names, _roles, _ties, _values
 from autoshard.program._constraints import sharding_notes
@@ -17,6 +18,7 @@ from autoshard.program._serialise import serialise
 Evidence = Sequence[Role | None] | Callable[[dict[int, int]], Sequence[Role | None]]
 
 
+@collecting_seldom()
 def trace(
     fn: Callable[..., Any],
     args: Sequence[Any],

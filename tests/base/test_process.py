@@ -1,6 +1,7 @@
 """Processes of our own: they import this package, and nothing from where the user happens to stand."""
 
 import contextlib
+import gc
 import os
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 import autoshard
 from autoshard.base.crew import Crew
-from autoshard.base.process import python_command, scratch_folder, scratch_folders
+from autoshard.base.process import collecting_seldom, python_command, scratch_folder, scratch_folders
 
 
 TRAP = "import pathlib; pathlib.Path(__file__).with_name('executed').touch(); raise SystemExit('not this one')\n"
@@ -105,3 +106,19 @@ def test_a_folder_for_temporary_files_is_gone_whenever_a_signal_comes(
         if moment == "inside":
             raise KeyboardInterrupt
     assert not list(tmp_path.iterdir()) and not scratch_folders
+
+
+def test_garbage_is_collected_seldom_for_a_while() -> None:
+    before = gc.get_threshold()
+    try:
+        for given, within in (((700, 10, 60), (100_000, 50, 100)), ((200_000, 10, 10), (200_000, 50, 100))):
+            gc.set_threshold(*given)
+            with pytest.raises(ZeroDivisionError), collecting_seldom():
+                assert gc.get_threshold() == within
+                raise ZeroDivisionError
+            assert gc.get_threshold() == given
+        gc.set_threshold(0, 10, 10)  # not at all
+        with collecting_seldom():
+            assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)
