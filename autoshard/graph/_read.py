@@ -99,7 +99,8 @@ class _ModuleReader(UseReading):
         )
         takes, gives = [self.tensors[t] for t in operands], [self.tensors[t] for t in results]
         opaque = read_opaque(op, takes, gives, name) if kind == "custom_call" else None
-        rule = parse_rule(str(op.attributes["sdy.sharding_rule"])) if "sdy.sharding_rule" in op.attributes else None
+        attributes = op.attributes
+        rule = parse_rule(str(attributes["sdy.sharding_rule"])) if "sdy.sharding_rule" in attributes else None
         if rule is not None and kind == "dynamic_update_slice":
             rule = updating_rule(rule)
         groups: tuple[tuple[int, ...], ...] = ()
@@ -138,8 +139,10 @@ class _ModuleReader(UseReading):
         if kind in _CUTS and all(name in op.attributes for name in _CUTS[kind]):
             self.cuts[op_id] = tuple(_integers(str(op.attributes[name])) for name in _CUTS[kind])
         moved = offsets(kind, rule, self.cuts[op_id], halos) if op_id in self.cuts else ()
-        zeros = str(op.attributes["lhs_dilation"]).partition(":")[2] if "lhs_dilation" in op.attributes else ""
-        dilation = math.prod(int(n) for n in re.findall(r"\d+", zeros))
+        dilation = 1
+        if kind == "convolution" and "lhs_dilation" in attributes:
+            zeros = str(attributes["lhs_dilation"]).partition(":")[2]
+            dilation = math.prod(int(n) for n in re.findall(r"\d+", zeros))
         flops = opaque.flops if opaque else op_flops(kind, rule, takes, gives, dilation)
         numbers = tuple(range(len(operands)))
         steps = opaque.steps if opaque else 0

@@ -1,5 +1,6 @@
 """MLIR types as text: shapes, dtypes and sizes of tensors."""
 
+import functools
 import re
 
 
@@ -13,6 +14,7 @@ _DTYPES = {
 }  # fmt: skip
 
 
+@functools.lru_cache(maxsize=8192)
 def parse_type(text: str) -> tuple[tuple[int, ...], str, int]:
     """Shape, dtype name and bytes per element of an MLIR tensor type; tokens and tuples count nothing."""
     match = _TENSOR.match(text)

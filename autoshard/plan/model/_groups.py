@@ -1,6 +1,7 @@
 """Dim groups: dims across the whole program that ops tie together (batch, sequence, heads, ffn ...)."""
 
 import dataclasses
+import itertools
 import re
 
 from autoshard.graph import ROTATE, FactorKind, OpGraph, Structure
@@ -38,25 +39,29 @@ class Groups:
     """Groups of the batch's dims along which windows move (height, width), in their order."""
 
 
-class _Ties(dict[tuple[str, int, int], tuple[str, int, int]]):
-    def find(self, key: tuple[str, int, int]) -> tuple[str, int, int]:
-        self.setdefault(key, key)
-        while self[key] != key:
-            self[key] = self[self[key]]
-            key = self[key]
-        return key
+class _Ties:
+    """Which of so many things belong together; the first one stands for them all."""
 
-    def join(self, a: tuple[str, int, int], b: tuple[str, int, int]) -> None:
-        first, second = sorted((self.find(a), self.find(b)))
-        self[second] = first
+    def __init__(self, count: int) -> None:
+        self.of = list(range(count))
+
+    def find(self, thing: int) -> int:
+        of = self.of
+        while of[thing] != thing:
+            of[thing] = thing = of[of[thing]]
+        return thing
+
+    def join(self, a: int, b: int) -> None:
+        first, second = self.find(a), self.find(b)
+        self.of[max(first, second)] = min(first, second)
 
 
 def find_groups(program: Program, graph: OpGraph, structure: Structure) -> Groups:
     """Dim groups of a program: factors tied by ops, the major factor standing for a merged dim."""
-    union = _Ties()
-    for cluster in structure.clusters:
-        for factor in range(len(cluster.sizes)):
-            union.find(("cluster", cluster.id, factor))
+    # The factors of clusters come first, then those of ops.
+    clusters = list(itertools.accumulate((len(each.sizes) for each in structure.clusters), initial=0))
+    ops = list(itertools.accumulate((len(op.rule.sizes) if op.rule else 0 for op in graph.ops), initial=clusters[-1]))
+    union = _Ties(ops[-1])
     for op in graph.ops:
         if op.rule is None:
             continue
@@ -68,20 +73,19 @@ def find_groups(program: Program, graph: OpGraph, structure: Structure) -> Group
                 own = structure.dims_of[tensor][dim]
                 real = [f for f in factors if op.rule.sizes[f] > 1]
                 if own >= 0 and real:
-                    union.join(("cluster", cluster, own), ("op", op.id, real[0]))
+                    union.join(clusters[cluster] + own, ops[op.id] + real[0])
     for result, argument in structure.ties:
         for dim, own in enumerate(structure.dims_of[result]):
             other = structure.dims_of[argument][dim]
             if own >= 0 and other >= 0:
-                union.join(
-                    ("cluster", structure.cluster_of[result], own), ("cluster", structure.cluster_of[argument], other)
-                )
-    numbers: dict[tuple[str, int, int], int] = {}
+                first, second = structure.cluster_of[result], structure.cluster_of[argument]
+                union.join(clusters[first] + own, clusters[second] + other)
+    numbers: dict[int, int] = {}
     of_factor: dict[tuple[int, int], int] = {}
     sizes: dict[int, int] = {}
     for cluster in structure.clusters:
         for factor, size in enumerate(cluster.sizes):
-            group = numbers.setdefault(union.find(("cluster", cluster.id, factor)), len(numbers))
+            group = numbers.setdefault(union.find(clusters[cluster.id] + factor), len(numbers))
             of_factor[(cluster.id, factor)] = group
             if factor not in cluster.blocked:
                 sizes[group] = min(sizes.get(group, size), size)

@@ -66,6 +66,8 @@ class NodePricer:
         roles = {t: a.role for t, a in zip(graph.arguments, program.arguments, strict=True)}
         self.roles = roles
         self.begun = {c.body: roles[c.init] for loop in graph.loops for c in loop.carries if c.init in roles}
+        self.carried = {carry.body for loop in graph.loops for carry in loop.carries}
+        self.local: dict[tuple[object, ...], Seconds] = {}
         self.softmaxes = {softmax.cluster: softmax for softmax in liveness.softmaxes}
         self.taken_back = frozenset[int]().union(*(softmax.taken_back for softmax in liveness.softmaxes))
         self.stored = self.clusters_of(t for t, role in roles.items() if role is Role.PARAMETER)
@@ -260,9 +262,13 @@ class NodePricer:
 
     def local_bytes(self, cluster: int, states: States, tensor: int) -> Seconds:
         record = self.graph.tensors[tensor]
-        dims = self.dims_states(cluster, states, tensor)
-        size = local_elements(dims, record.shape, self.axes) * record.itemsize
-        return size * self.padding.ratio(tensor, dims, self.axes)
+        factors = self.structure.dims_of[tensor]
+        key = (states.shape, states.tobytes(), factors, record.shape, record.itemsize, self.padding.lies(tensor))
+        if key not in self.local:  # tensors that are alike have one table
+            dims = self.dims_states(cluster, states, tensor)
+            size = local_elements(dims, record.shape, self.axes) * record.itemsize
+            self.local[key] = size * self.padding.ratio(tensor, dims, self.axes)
+        return self.local[key]
 
     def held(self, local: Seconds, tensor: int, start: int, stop: int) -> np.ndarray:
         """Bytes that a buffer takes, from those of its tensor as the program types it."""
@@ -282,8 +288,7 @@ class NodePricer:
         if cluster in self.updated:
             return "gradients"
         crosses = any(start < loop.start and stop > loop.stop for loop in self.graph.loops if not loop.branches)
-        carried = any(tensor == c.body for loop in self.graph.loops for c in loop.carries)
-        return "activations" if crosses or carried else "temporaries"
+        return "activations" if crosses or tensor in self.carried else "temporaries"
 
     def add_heavy(self, op: Op) -> None:
         backend = self.mesh.topology.backend

@@ -98,6 +98,7 @@ class _Pricer(NodePricer):
         super().__init__(*what)
         self.reshards: list[Reshard] = []
         self.equal: dict[tuple[object, ...], Path] = {}
+        self.narrows: dict[tuple[object, ...], NDArray[np.bool_] | None] = {}
         self.paths: dict[tuple[object, ...], dict[str, Seconds]] = {} if tables is None else tables.of(self.mesh)
         self.path_prices = PathPrices(self.collectives, self.link_of)
         self.owed: dict[tuple[object, ...], Seconds] = {}
@@ -346,10 +347,12 @@ class _Pricer(NodePricer):
             if overlap in AT_NARROW and node.kind == "op" and node.ref == use.op:
                 op = self.graph.ops[use.op]
                 side = len(op.operands) if is_result else op.operands.index(use.tensor)
-                found = (
-                    columns_beside(op, side, node.states, self.axes) < self.collectives.calibration.pipelined_columns
-                )
-                return found if found.any() else None
+                key = (id(op.rule), side, node.states.shape, node.states.tobytes())
+                if key not in self.narrows:
+                    columns = columns_beside(op, side, node.states, self.axes)
+                    found = columns < self.collectives.calibration.pipelined_columns
+                    self.narrows[key] = found if found.any() else None
+                return self.narrows[key]
         return None
 
     def overlap(self, source: int, target: int, op: int) -> Overlap:

@@ -94,6 +94,8 @@ def _sorted(value: Any) -> Any:
 
 
 def _encode(value: Any) -> Any:
+    if value is None or type(value) in (str, int, bool):
+        return value
     if isinstance(value, Spec):
         return value.to_json()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

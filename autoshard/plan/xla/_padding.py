@@ -39,7 +39,7 @@ class Padding:
         record = self.graph.tensors[tensor]
         if not self.tiled or len(record.shape) < 2:
             return np.ones(len(states))
-        outer, in_order = self.outer.get(tensor, ()), tensor in self.in_order
+        outer, in_order = self.lies(tensor)
         key = (record.shape, self._itemsize(tensor), outer, in_order, tuple(axes), states.shape, states.tobytes())
         if key not in self._known:
             local = local_sizes(states, record.shape, axes)
@@ -48,7 +48,7 @@ class Padding:
 
     def held(self, tensor: int, local: Sequence[int], itemsize: int) -> int:
         """Bytes of one device's part of a tensor, which has `local` dims there and elements of so many bytes."""
-        outer, in_order = self.outer.get(tensor, ()), tensor in self.in_order
+        outer, in_order = self.lies(tensor)
         key = (*local, itemsize, self._itemsize(tensor), outer, in_order)
         if key not in self._held:
             size = float(np.prod(local, dtype=np.float64)) * itemsize
@@ -57,6 +57,10 @@ class Padding:
                 size *= float(tile_padding(dims, self._itemsize(tensor), outer, in_order)[0])
             self._held[key] = int(np.rint(size))
         return self._held[key]
+
+    def lies(self, tensor: int) -> tuple[tuple[int, ...], bool]:
+        """Dims that are in no tile, and whether the tensor's matrices keep their order."""
+        return self.outer.get(tensor, ()), tensor in self.in_order
 
     def _itemsize(self, tensor: int) -> int:
         record = self.graph.tensors[tensor]
