@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from autoshard.graph._flops import is_sum
 from autoshard.graph._manual import same_rule
-from autoshard.graph._records import Op, OpClass, OpGraph, Tensor
+from autoshard.graph._records import Op, OpClass, OpGraph, Tensor, made_by, renumbered
 
 
 ROUNDING = frozenset({"dot_general", "convolution"})
@@ -62,12 +62,12 @@ def rounded(graph: OpGraph) -> OpGraph:
         takes = op.operands
         if _rounds(op) or op.id in moves:
             takes = tuple(narrow.get(t, t) for t in takes)
-        ops.append(dataclasses.replace(op, id=len(ops), operands=takes))
+        ops.append(renumbered(op, len(ops), takes))
         for tensor in after[op.id]:
             ops.append(_convert(graph, len(ops), tensor, narrow[tensor], graph.ops[users[tensor][0]]))
     for op in ops:
         for tensor in op.results:
-            tensors[tensor] = dataclasses.replace(tensors[tensor], producer=op.id)
+            tensors[tensor] = made_by(tensors[tensor], op.id)
     loops = tuple(
         dataclasses.replace(loop, start=start, stop=stop)
         for loop, (start, stop) in zip(graph.loops, _spans(graph, ops, at), strict=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import math
+import operator
 
 from autoshard.mlir import WindowedDim
 
@@ -296,3 +297,30 @@ class Fusion:
     """Values whose bytes are written: `writes`, or the slice that is put into a stack in place."""
     beside: bool = False
     """True if the kernel of an earlier fusion does its work, and nothing is started for it."""
+
+
+_OP_FIELDS, _TENSOR_FIELDS = (
+    operator.attrgetter(*(field.name for field in dataclasses.fields(record))) for record in (Op, Tensor)
+)
+_OPERANDS, _PRODUCER = (
+    [field.name for field in dataclasses.fields(record)].index(name)
+    for record, name in ((Op, "operands"), (Tensor, "producer"))
+)
+
+
+def renumbered(op: Op, number: int, operands: tuple[int, ...]) -> Op:
+    """The same op with another id and operands; of a large program `dataclasses.replace` takes seconds."""
+    if op.id == number and op.operands == operands:
+        return op
+    _, *fields = _OP_FIELDS(op)
+    fields[_OPERANDS - 1] = operands
+    return Op(number, *fields)
+
+
+def made_by(tensor: Tensor, producer: int) -> Tensor:
+    """The same tensor, made by another op."""
+    if tensor.producer == producer:
+        return tensor
+    fields = list(_TENSOR_FIELDS(tensor))
+    fields[_PRODUCER] = producer
+    return Tensor(*fields)

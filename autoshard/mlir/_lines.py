@@ -18,12 +18,7 @@ def code_line(op: Any) -> str:
     Frames of frameworks, and of this package, are passed over; a file of an installed package keeps its path in it. Who
     asked for the program is no line of it.
     """
-    return _code_line(op.location)
-
-
-@functools.lru_cache(maxsize=65536)
-def _code_line(location: Any) -> str:
-    for file, line in _frames(location):
+    for file, line in _frames(op.location):
         if file == _LOWERING:
             return ""
         if shown := _shown(file):
