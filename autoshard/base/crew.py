@@ -83,15 +83,14 @@ class Crew:
         return processor_seconds() + self._helped_s
 
     def share(self, name: str, thing: object, sent: object = None) -> None:
-        """From now on `thing` stands for itself in jobs and answers; helpers have a copy of it (or of `sent`).
+        """From now on `thing` stands for itself in jobs and answers; helpers have a copy of it (or of `sent`), made
+        when there is work for them.
 
         What is shared later may refer to it. Another thing under the same name takes its place.
         """
         with self._changed:
             self._shared.pop(name, None)
             self._shared[name] = Shared(name, thing, thing if sent is None else sent)
-            if self._helpers:
-                self._write_shared()
 
     def drop(self, name: str) -> None:
         """What is shared under this name is not needed any more."""
@@ -115,6 +114,8 @@ class Crew:
     def run(self, work: Work) -> None:
         """Until the work is finished; then no helper gets more of it."""
         with self._changed:
+            if self._helpers:
+                self._write_shared()
             self._work = work
             self._changed.notify_all()
         try:

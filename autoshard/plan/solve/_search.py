@@ -30,6 +30,8 @@ BASELINES_SHARE = 0.5
 """Part of the time limit that completing all baselines may take."""
 ROOMIER_SHARE = 0.15
 """Part of the time limit that looking for plans below one peak may take, where memory is nearly full."""
+TELLING_S = 5e-5
+"""Seconds of processor for each op of a program that telling a helper of its model takes: writing and reading it."""
 GOOD_ENOUGH = 1e-3
 """Plan gap below which no further weighting is tried."""
 ROUGHLY = 1e-2
@@ -320,9 +322,22 @@ class Completing:
 def complete_all(
     completing: Completing, baselines: Sequence[Baseline], until: float, crew: Crew
 ) -> dict[str, Candidate]:
-    """Every baseline that can be completed, by its name; with little time each after `until` (of the crew's clock)."""
-    crew.share("completing", completing)
-    found = crew.map(completing.complete, baselines, lambda each: (each, max(1.0, until - crew.processor_seconds())))
+    """Every baseline that can be completed, by its name; with little time each after `until` (of the crew's clock).
+
+    Helpers take part once the first one has shown that the rest takes longer than telling them of the model.
+    """
+
+    def arguments(each: Baseline) -> tuple[Baseline, float]:
+        return each, max(1.0, until - crew.processor_seconds())
+
+    began = crew.processor_seconds()
+    found = [completing.complete(*arguments(each)) for each in baselines[:1]]
+    left = (len(baselines) - 1) * (crew.processor_seconds() - began)
+    if left > 2 * TELLING_S * len(completing.model.graph.ops):
+        crew.share("completing", completing)
+        found += crew.map(completing.complete, baselines[1:], arguments)
+    else:
+        found += [completing.complete(*arguments(each)) for each in baselines[1:]]
     return {each.name: done for each, done in zip(baselines, found, strict=True) if done is not None}
 
 
