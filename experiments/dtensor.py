@@ -56,17 +56,20 @@ def plan_row(family: str, train: bool, folder: Path) -> dict[str, Any]:
 
     config = folder / f"{family}.json"
     config.write_text(json.dumps(FAMILIES[family]))
-    options = {"train": train, "batch": 8} | ({} if family == "vit" else {"seq": 64})
+    options = {"train": train, "batch": 8, "dtype": "float32"} | ({} if family == "vit" else {"seq": 64})
     # Inference has its parameters as training does: else so small a model would have them whole.
     held: dict[str, Any] = {} if train else {"pin_from": folder / f"{family}-True.json"}
     plan = autoshard.plan(f"hf:{config}", topology="cpu:8", mesh=MESH, program_options=options, **held)
     path = folder / f"{family}-{train}.json"
     plan.save(path)
     planned = Counter[str]()
+    wire_bytes = 0
     for each in plan.prediction.collectives:
         planned[each.kind] += each.count
+        wire_bytes += each.wire_bytes
     words = "; ".join(plan.words)
-    return {"fields": FAMILIES[family], "plan": str(path), "train": train, "words": words, "planned": dict(planned)}
+    known = {"fields": FAMILIES[family], "plan": str(path), "train": train, "words": words}
+    return known | {"planned": dict(planned), "planned_bytes": wire_bytes}
 
 
 def run_rows(rows: list[dict[str, Any]], folder: Path, timeout_s: float = 600.0) -> list[dict[str, Any]]:
@@ -94,10 +97,12 @@ def table(results: dict[str, Any]) -> str:
         "largest of any value, relative to the largest of its tensor; updates are those of one AdamW step, where the",
         "gradient is not next to nothing. *Split* is the share of parameters that are split, *held* what one process",
         "holds of all; inference has its parameters as the plan for training does. Calls are those of one step after",
-        "the first, with the optimizer's, beside the plan's predicted collectives; the backward pass is DTensor's own,",
-        "so kinds and counts need not agree.\n",
-        "| family | step | plan | loss or output | gradients | updates | split | held | calls | planned |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- | --- |",
+        "the first, with the optimizer's, beside the plan's predicted collectives, and *sent* is what one process puts",
+        "on the wire for them beside what is predicted of a device. Values between layers are placed as planned; the",
+        "backward pass is DTensor's own, so kinds and counts need not agree.\n",
+        "| family | step | plan | loss or output | gradients | updates | split | held | calls | planned | sent "
+        "| planned |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- | --- | ---: | ---: |",
     ]
     notes = ["\nRun whole on every device:\n"]
     for name in sorted(results):
@@ -108,7 +113,8 @@ def table(results: dict[str, Any]) -> str:
         calls = ", ".join(f"{n} {CALLS.get(kind, kind)}" for kind, n in sorted(row["calls"].items()))
         planned = ", ".join(f"{n} {kind}" for kind, n in sorted(row["planned"].items()))
         shares = [f"{row[key]:.0%}" for key in ("split_share", "held_share")]
-        cells = [family, step, row["words"], f"{worst:.1e}", *further, *shares, calls, planned]
+        sent = [f"{row[key] / 1024:.0f} KiB" for key in ("wire_bytes", "planned_bytes")]
+        cells = [family, step, row["words"], f"{worst:.1e}", *further, *shares, calls, planned, *sent]
         lines.append(f"| {' | '.join(cells)} |")
         notes += [f"- {family}, {step}: {note}" for note in row["notes"]]
     return "\n".join(lines + (notes if len(notes) > 1 else [])) + "\n"
@@ -124,7 +130,7 @@ def main() -> None:
             rows = [plan_row(family, train, Path(made)) for train in (True, False)]
             for row, said in zip(rows, run_rows(rows, Path(made)), strict=True):
                 step = "training" if row["train"] else "inference"
-                kept = {key: row[key] for key in ("words", "planned")}
+                kept = {key: row[key] for key in ("words", "planned", "planned_bytes")}
                 timed = {key: value for key, value in said.items() if not key.endswith("_s")}
                 results[f"{family} {step}"] = kept | timed
                 print(family, step, json.dumps(said), flush=True)

@@ -54,10 +54,21 @@ def off(found: Any, wanted: Any, least: float = 0.0) -> float:
     return float((found - wanted).abs().max() / max(float(wanted.abs().max()), least, 1e-30))
 
 
+def sent(kind: str, args: Any) -> float:
+    """Bytes that one device puts on the wire for a collective, as rings do it: what plans predict."""
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    parts = _resolve_process_group(args[-1]).size()
+    size = args[0].numel() * args[0].element_size()
+    by_kind = {"all_gather_into_tensor": parts - 1.0, "all_reduce": 2 * (parts - 1) / parts}
+    return size * by_kind.get(kind, (parts - 1) / parts)
+
+
 def run_row(row: dict[str, Any]) -> dict[str, Any]:
     """What one row comes to, as this process sees it."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
     import autoshard
@@ -69,10 +80,15 @@ def run_row(row: dict[str, Any]) -> dict[str, Any]:
         def __init__(self) -> None:
             super().__init__()
             self.counts = Counter[str]()
+            self.wire_bytes = 0.0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(issubclass(kind, DTensor) for kind in types):
+                return NotImplemented  # what DTensor sends within the op comes here next
             if func.namespace == "_c10d_functional" and "wait" not in str(func):
-                self.counts[func.__name__.partition(".")[0]] += 1
+                kind = func.__name__.partition(".")[0]
+                self.counts[kind] += 1
+                self.wire_bytes += sent(kind, args)
             return func(*args, **(kwargs or {}))
 
     plan = autoshard.load(row["plan"])
@@ -135,6 +151,7 @@ def run_row(row: dict[str, Any]) -> dict[str, Any]:
     said["split_share"] = sum(n for local, n in held if local < n) / sum(n for _, n in held)
     said["held_share"] = sum(local for local, _ in held) / sum(n for _, n in held)
     said["calls"] = dict(comm.counts)
+    said["wire_bytes"] = comm.wire_bytes
     said["notes"] = list(distribution_notes(model))
     return said
 

@@ -91,6 +91,7 @@ from autoshard.plan.record._notation import mesh_split as mesh_split
 from autoshard.plan.record._notation import parse_hlo_sharding as parse_hlo_sharding
 from autoshard.plan.record._notation import tile_devices as tile_devices
 from autoshard.plan.record._parts import WAITS_FOR_HOST as WAITS_FOR_HOST
+from autoshard.plan.record._parts import Activation as Activation
 from autoshard.plan.record._parts import Call as Call
 from autoshard.plan.record._parts import Collective as Collective
 from autoshard.plan.record._parts import HeldTensors as HeldTensors

@@ -12,6 +12,7 @@ from torch.utils import _pytree
 
 from autoshard.errors import UserError
 from autoshard.exec.apply._placements import placements_of
+from autoshard.exec.apply._split_experts import ExpertHooks, is_experts
 from autoshard.exec.apply._split_ops import PlacedGradient, SplitOps, gathered
 from autoshard.exec.apply._split_trial import settle
 from autoshard.exec.devices._torch_names import own_name, owned_parameters
@@ -36,8 +37,13 @@ def distribute(plan: Plan, model: Any, mesh: Any, places: Mapping[str, Sequence[
     running = _RunHooks(plan, mesh, gather_outputs)
     running.place_gradients(model)
     for module in list(model.modules()):
-        if module in pinned:
-            layer = _UseHooks(pinned[module])
+        if is_experts(module):
+            taken = {key: found[0].weight for key, found in pinned.get(module, {}).items()}
+            block = ExpertHooks(mesh, taken)
+            module.register_forward_pre_hook(block.before)
+            module.register_forward_hook(block.after, always_call=True)
+        elif module in pinned:
+            layer = _UseHooks(pinned[module], running.ops)
             module.register_forward_pre_hook(layer.before)
             module.register_forward_hook(layer.after, always_call=True)
         module.register_forward_pre_hook(running.enter_root if module is model else running.enter, prepend=True,
@@ -87,11 +93,21 @@ class _PlannedUses:
         return [use for pattern, uses in self._found.values() if pattern.match(name) for use in uses]
 
 
+def _pins(plan: Plan) -> dict[tuple[str, tuple[int, ...]], list[Any]]:
+    """Placements of what functions give in some shape, as far as DTensor can hold them."""
+    return {
+        (each.function, each.shape): list(placements_of(each.spec, plan.mesh, ""))
+        for each in plan.activations
+        if dims_by_axis(each.spec, plan.mesh) is not None
+    }
+
+
 class _UseHooks:
     """Hooks of a module that owns parameters: these are taken, and what it gives is held, as planned."""
 
-    def __init__(self, uses: Mapping[str, list[_PlacedUse]]) -> None:
+    def __init__(self, uses: Mapping[str, list[_PlacedUse]], ops: SplitOps) -> None:
         self._uses = uses
+        self._ops = ops
         self._calls: list[list[tuple[str, _PlacedUse]]] = []
 
     def before(self, module: Any, args: tuple[Any, ...]) -> Any:
@@ -103,17 +119,22 @@ class _UseHooks:
             if shape is not None and (fitting := [use for use in uses if use.takes(shape)])
         ]
         self._calls.append(found)
+        self._ops.inside += bool(found)
         for key, use in found:
             held = module._parameters[key]
             if list(held.placements) != use.weight:
                 # In front of the parameter: gone after the call, and never seen by an optimizer or a checkpoint.
                 module.__dict__[key] = held.redistribute(placements=use.weight)
-        if not found or found[0][1].input_shape != shape:
+        if not found or shape is None:
             return None
-        return (moved(taken, found[0][1].input), *args[1:])
+        places = found[0][1].input
+        if any(place.is_shard() and place.dim >= len(shape) for place in places):
+            return None
+        return (moved(taken, places), *args[1:])
 
     def after(self, module: Any, args: Any, output: Any) -> Any:
         found = self._calls.pop() if self._calls else []
+        self._ops.inside -= bool(found)
         for key, _ in found:
             module.__dict__.pop(key, None)
         if found and isinstance(output, DTensor) and tuple(output.shape) == found[0][1].output_shape:
@@ -132,7 +153,7 @@ class _RunHooks:
     def __init__(self, plan: Plan, mesh: Any, gather_outputs: bool) -> None:
         self._mesh = mesh
         self._gathers = gather_outputs
-        self._ops = SplitOps(mesh)
+        self.ops = SplitOps(mesh, _pins(plan))
         self._open: list[contextlib.ExitStack] = []
         self._gradients = False
         """Whether the gradients of this module's parameters are placed."""
@@ -153,12 +174,12 @@ class _RunHooks:
         self._gradients = True
 
     def notes(self) -> tuple[str, ...]:
-        return tuple(f"{name} runs whole on every device: {said}." for name, said in self._ops.whole.items())
+        return tuple(f"{name} runs whole on every device: {said}." for name, said in self.ops.whole.items())
 
     def enter(self, module: Any, args: Any, kwargs: Any) -> None:
         stack = contextlib.ExitStack()
         if not self._open:
-            stack.enter_context(self._ops)
+            stack.enter_context(self.ops)
         self._open.append(stack)
 
     def leave(self, module: Any, args: Any, output: Any) -> None:

@@ -6,8 +6,7 @@ It works above autograd: what runs on whole tensors also has its gradient comput
 """
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree
 
+from autoshard.exec.apply._split_shards import ON_SHARDS
 from autoshard.exec.apply._split_trial import is_sound, settle, trial
 
 
@@ -28,9 +28,13 @@ class SplitOps(TorchFunctionMode):
     before the next function sees them, and what cannot be split evenly is whole.
     """
 
-    def __init__(self, mesh: Any) -> None:
+    def __init__(self, mesh: Any, pins: Mapping[tuple[str, tuple[int, ...]], Sequence[Any]] | None = None) -> None:
         super().__init__()
         register_missing()
+        self._pins = dict(pins or {})
+        """Name of a function and shape of what it gives -> how that is placed."""
+        self.inside = 0
+        """Layers that are being run whose results are placed at their end: nothing within them is pinned."""
         self.mesh = mesh
         self.whole: dict[str, str] = {}
         """Functions that every device ran whole, by name, with what was wrong on DTensors."""
@@ -50,28 +54,71 @@ class SplitOps(TorchFunctionMode):
         given, keywords = _pytree.tree_map_only(torch.Tensor, self._distributed, (args, kwargs))
         key = _key(func, (given, keywords))
         if key not in self._runs:
-            self._runs[key] = self._agreed(func, trial(func, run_split, given, keywords, _changes(func)))
+            wrong = self._agreed(trial(func, run_split, given, keywords, _changes(func)))
+            self._runs[key] = not wrong
+            by_batch, by_key = self._by_batch(func, given, keywords) if wrong else (None, None)
+            if by_batch and by_key not in self._runs:
+                split, named = by_batch
+                self._runs[by_key] = not self._agreed(trial(func, run_split, split, named, _changes(func)))
+            if wrong and not (by_batch and self._runs[by_key]):
+                self._note(func, wrong)
+        if not self._runs[key]:
+            by_batch, by_key = self._by_batch(func, given, keywords)
+            if by_batch and self._runs.get(by_key):
+                (given, keywords), key = by_batch, by_key
         if self._runs[key]:
             made = run_split(func, given, keywords)
             if all(is_sound(each, _divides) for each in _pytree.tree_leaves(made)):
-                return made if _changes(func) else _pytree.tree_map_only(DTensor, settled, made)
-            self._runs[key] = self._agreed(func, "its result is of another shape")
+                return made if _changes(func) else _pytree.tree_map_only(DTensor, self._pinned(func, args), made)
+            self._note(func, self._agreed("its result is of another shape"))
+            self._runs[key] = False
         return self._on_whole(func, args, kwargs)
+
+    def _pinned(self, func: Callable[..., Any], args: Sequence[Any]) -> Callable[[Any], Any]:
+        """What has a result of a function placed as planned, and settled."""
+        name = plain_name(func)
+        # A view that changes no shape is in no plan.
+        same = args[0].shape if name in _VIEWS and args and isinstance(args[0], torch.Tensor) else None
+
+        def place(tensor: Any) -> Any:
+            pinned = not self.inside and tensor.shape != same
+            places = self._pins.get((name, tuple(tensor.shape))) if pinned else None
+            return settled(tensor if places is None else tensor.redistribute(placements=list(places)))
+
+        return place
 
     def _distributed(self, tensor: Any) -> Any:
         """As a DTensor with nothing left to sum."""
         return settle(tensor) if isinstance(tensor, DTensor) else self._wrapped(tensor)
 
-    def _agreed(self, func: Callable[..., Any], wrong: str) -> bool:
-        """Whether no process found anything wrong; what this one found is noted."""
+    def _by_batch(self, func: Callable[..., Any], given: Any, keywords: Any) -> tuple[Any, Any]:
+        """Arguments that are split in their first dim only, and their key; None where that changes nothing."""
+        if _changes(func):
+            return None, None
+        changed = False
+
+        def kept(tensor: Any) -> Any:
+            nonlocal changed
+            places = [place if place == Shard(0) else Replicate() for place in tensor.placements]
+            if places == list(tensor.placements):
+                return tensor
+            changed = True
+            return tensor.redistribute(placements=places)
+
+        if not any(Shard(0) in leaf.placements for leaf in _pytree.tree_leaves((given, keywords)) if _is(leaf)):
+            return None, None
+        made = _pytree.tree_map_only(DTensor, kept, (given, keywords))
+        return (made, _key(func, made)) if changed else (None, None)
+
+    def _agreed(self, wrong: str) -> str:
+        """What is wrong, with what other processes found too; empty if no process found anything."""
         found = DTensor.from_local(
             torch.tensor(float(bool(wrong)), device=self.mesh.device_type), self.mesh, [Partial("max")] * self.mesh.ndim
         )
-        if not found.full_tensor().item():
-            return True
-        name = resolve_name(func) or getattr(func, "__name__", str(func))
-        self.whole.setdefault(name, wrong or "it went wrong on another process")
-        return False
+        return (wrong or "it went wrong on another process") if found.full_tensor().item() else ""
+
+    def _note(self, func: Callable[..., Any], wrong: str) -> None:
+        self.whole.setdefault(resolve_name(func) or getattr(func, "__name__", str(func)), wrong)
 
     def _on_whole(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         target = _pytree.tree_leaves((args, kwargs))[0]
@@ -108,44 +155,10 @@ def register_missing() -> None:
         return found
 
 
-def _attend(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
-    """Attention on the shards of each device, which are of some batches and some heads; None if there is no such way.
-
-    DTensor knows the kernels of some backends only, and takes no mask that is split.
-    """
-    if len(given) > 3 or not all(isinstance(each, DTensor) and each.ndim == 4 for each in given[:3]):
-        return None
-    query, mask = given[0], keywords.get("attn_mask")
-    masks = [] if mask is None else [mask]
-    places: list[Any] = []
-    for place in query.placements:
-        dim = place.dim if isinstance(place, Shard) else 3
-        fits = dim == 1 or (dim == 0 and all(each.shape[0] == query.shape[0] for each in given[:3]))
-        places.append(Shard(dim) if fits else Replicate())
-    shared = [axis for axis, place in enumerate(places) if place == Shard(1)]
-    if any(each.shape[1] % math.prod(query.device_mesh.size(axis) for axis in shared) for each in given[:3]):
-        places = [Replicate() if axis in shared else place for axis, place in enumerate(places)]
-
-    def local(tensor: Any) -> Any:
-        ahead = 4 - tensor.ndim
-        own, grads = [], []
-        for place in places:
-            dim = place.dim - ahead if isinstance(place, Shard) else -1
-            whole = dim < 0 or tensor.shape[dim] == 1
-            own.append(Replicate() if whole else Shard(dim))
-            grads.append(Partial() if whole and isinstance(place, Shard) else own[-1])
-        return tensor.redistribute(placements=own).to_local(grad_placements=grads)
-
-    if masks:
-        keywords = keywords | {"attn_mask": local(mask)}
-    made = func(*map(local, given), **keywords)
-    return DTensor.from_local(made, query.device_mesh, places, run_check=False)
-
-
 def run_split(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A function on DTensors, as DTensor runs it, or so that it can."""
-    if func is torch.nn.functional.scaled_dot_product_attention:
-        made = _attend(func, args, kwargs)
+    if func in ON_SHARDS:
+        made = ON_SHARDS[func](func, args, kwargs)
         if made is not None:
             return made
     if func in (torch.cat, torch.concat) and args and isinstance(args[0], (list, tuple)):
@@ -197,6 +210,21 @@ def _divides(tensor: Any, placement: Any) -> bool:
         if isinstance(other, Shard) and other.dim == placement.dim:
             parts *= tensor.device_mesh.size(axis)
     return tensor.shape[placement.dim] % parts == 0
+
+
+def plain_name(func: Callable[..., Any]) -> str:
+    """The name of a function as plans have it: `add` for `Tensor.__radd__`, `__iadd__` and `torch.add`."""
+    name = getattr(func, "__name__", "")
+    plain = name.strip("_")
+    return plain[1:] if name.startswith("__") and plain[1:] in _REFLECTED else plain
+
+
+_VIEWS = {"view", "reshape", "expand", "contiguous", "squeeze", "unsqueeze"}
+_REFLECTED = set("add sub mul truediv".split())
+
+
+def _is(leaf: Any) -> bool:
+    return isinstance(leaf, DTensor)
 
 
 def _changes(func: Callable[..., Any]) -> bool:

@@ -240,3 +240,13 @@ class ParameterUse:
     """Shape of what the op gives."""
     output: Spec
     """The spec in which that is held."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Activation:
+    """The spec that the plan has for all that one function of torch gives in one shape, in the forward pass."""
+
+    function: str
+    """Its name without what it is a part of: `add`, `layer_norm`, `transpose`."""
+    shape: tuple[int, ...]
+    spec: Spec

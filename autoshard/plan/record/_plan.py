@@ -8,6 +8,7 @@ from typing import Any
 from autoshard.base.providers import Runner, Viewer, provider
 from autoshard.errors import UserError
 from autoshard.plan.record._parts import (
+    Activation,
     Call,
     MeshTried,
     ParameterUse,
@@ -77,6 +78,8 @@ class Plan:
     """Where the step's time goes, op by op, the longest first; not in files of plans that do not know it."""
     uses: tuple[ParameterUse, ...] = dataclasses.field(default=(), metadata={"absent": ()})
     """How a torch module's layers use their parameters: what `distribute` pins; not in files of other plans."""
+    activations: tuple[Activation, ...] = dataclasses.field(default=(), metadata={"absent": ()})
+    """Values between a torch module's layers, which `distribute` pins as well; not in files of other plans."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; see `save_plan`."""

@@ -1,4 +1,6 @@
-"""How a torch module's parameters are used in a plan: what a layer's own op takes and gives, and in which specs."""
+"""How a plan splits what a torch module computes: what its layers' own ops take and give, and values between them."""
+
+import re
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,7 +9,7 @@ from autoshard.graph import Op, OpClass
 from autoshard.plan.model._factors import factor_states
 from autoshard.plan.model._model import Model
 from autoshard.plan.price._predict import cluster_names, tensor_spec
-from autoshard.plan.record._parts import ParameterUse
+from autoshard.plan.record._parts import Activation, ParameterUse
 from autoshard.plan.record._spec import Spec
 from autoshard.plan.record._stacks import is_stacked
 from autoshard.program import Role
@@ -34,6 +36,39 @@ def parameter_uses(model: Model, choices: NDArray[np.int64]) -> tuple[ParameterU
                     if use is not None:
                         found.setdefault((name, use.input_shape, use.output_shape), use)
     return tuple(found.values())
+
+
+def activations(model: Model, choices: NDArray[np.int64]) -> tuple[Activation, ...]:
+    """What functions of torch give in the forward pass, where all that one gives in one shape is split alike.
+
+    A module that runs by itself knows its functions and shapes only: where these do not decide, nothing is said.
+    """
+    if not model.program.weights:
+        return ()
+    found: dict[tuple[str, tuple[int, ...]], set[Spec]] = {}
+    for op in model.graph.ops:
+        function = torch_function(op.name)
+        if function:
+            for result in op.results:
+                shape = tuple(model.graph.tensors[result].shape)
+                if len(shape) > 1 and model.structure.cluster_of[result] >= 0:
+                    found.setdefault((function, shape), set()).add(tensor_spec(model, choices, result))
+    return tuple(Activation(*key, next(iter(specs))) for key, specs in found.items() if len(specs) == 1)
+
+
+def torch_function(name: str) -> str:
+    """The function of torch that an op is a part of: `add` of `jit(step)/jvp(aten::add.Tensor)/add`.
+
+    Empty for gradients, and for what is a part of none.
+    """
+    if "transpose(jvp" in name or "/" not in name:
+        return ""
+    last = name.split("/")[-2]
+    found = re.fullmatch(r"(?:jvp\()?(?:aten::)?_*([a-z]\w*?)_*(?:\.\w+)?\)?", last)
+    return "" if found is None or found[1] in _NO_FUNCTIONS else found[1]
+
+
+_NO_FUNCTIONS = {"body", "cond", "while", "closed_call", "checkpoint", "remat", "jvp"}
 
 
 def _use(

@@ -27,7 +27,7 @@ from autoshard.plan.record._spec import Spec
 from autoshard.plan.write._pins import make_calls, make_pins
 from autoshard.plan.write._regions import make_regions
 from autoshard.plan.write._ticks import pipeline_of_ticks
-from autoshard.plan.write._uses import parameter_uses
+from autoshard.plan.write._uses import activations, parameter_uses
 from autoshard.plan.write._words import describe
 from autoshard.plan.xla._states import States
 from autoshard.program import Program
@@ -102,6 +102,7 @@ class Writer:
             host=_on_host(model),
             ops=planned_ops(model, choices),
             uses=parameter_uses(model, choices),
+            activations=activations(model, choices),
         )
 
     def _results(self, model: Model, choices: NDArray[np.int64], arguments: Mapping[str, Spec]) -> dict[str, Spec]:

@@ -1,0 +1,178 @@
+"""Functions that run on the shards of each device, where DTensor has no way to split them or sends more than it has to.
+
+Each takes a torch function and what it is called with, and gives a DTensor, or None where it is none of its business.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+
+def attend(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    """Attention on the shards of each device, which are of some batches and some heads; None if there is no such way.
+
+    DTensor knows the kernels of some backends only, and takes no mask that is split.
+    """
+    if len(given) > 3 or not all(isinstance(each, DTensor) and each.ndim == 4 for each in given[:3]):
+        return None
+    query, mask = given[0], keywords.get("attn_mask")
+    masks = [] if mask is None else [mask]
+    places: list[Any] = []
+    for place in query.placements:
+        dim = place.dim if isinstance(place, Shard) else 3
+        fits = dim == 1 or (dim == 0 and all(each.shape[0] == query.shape[0] for each in given[:3]))
+        places.append(Shard(dim) if fits else Replicate())
+    shared = [axis for axis, place in enumerate(places) if place == Shard(1)]
+    if any(each.shape[1] % math.prod(query.device_mesh.size(axis) for axis in shared) for each in given[:3]):
+        places = [Replicate() if axis in shared else place for axis, place in enumerate(places)]
+
+    def local(tensor: Any) -> Any:
+        ahead = 4 - tensor.ndim
+        own, grads = [], []
+        for place in places:
+            dim = place.dim - ahead if isinstance(place, Shard) else -1
+            whole = dim < 0 or tensor.shape[dim] == 1
+            own.append(Replicate() if whole else Shard(dim))
+            grads.append(Partial() if whole and isinstance(place, Shard) else own[-1])
+        return tensor.redistribute(placements=own).to_local(grad_placements=grads)
+
+    if masks:
+        keywords = keywords | {"attn_mask": local(mask)}
+    made = func(*map(local, given), **keywords)
+    return DTensor.from_local(made, query.device_mesh, places, run_check=False)
+
+
+def embed(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    """A lookup of each device's ids in its part of the table.
+
+    DTensor's own takes all ids where rows of the table are split, and gathers the gradients of all ids.
+    """
+    named = dict(zip(_EMBEDDING, given, strict=False)) | keywords
+    ids, table = named.pop("input", None), named.pop("weight", None)
+    changes = named.get("max_norm") is not None or named.get("scale_grad_by_freq") or named.get("sparse")
+    if changes or not isinstance(ids, DTensor) or not isinstance(table, DTensor):
+        return None
+    own_ids: list[Any] = []
+    own_table, grads, out = [], [], []
+    for id_place, place in zip(ids.placements, table.placements, strict=True):
+        by_id = isinstance(id_place, Shard)
+        own_ids.append(id_place if by_id else Replicate())
+        own_table.append(Replicate() if by_id else place)
+        grads.append(Partial() if by_id else place)
+        out.append(id_place if by_id else Partial() if place == Shard(0) else
+                   Shard(ids.ndim) if place == Shard(1) else Replicate())  # fmt: skip
+    taken, held = _local(ids, own_ids), _local(table, own_table, grads)
+    mesh, first = ids.device_mesh, 0
+    for axis in [axis for axis, place in enumerate(own_table) if place == Shard(0)]:
+        first = first * mesh.size(axis) + mesh.get_local_rank(axis)
+    if Shard(0) not in own_table:
+        made = func(taken, held, **named)
+    else:
+        if len(held) * math.prod(mesh.size(axis) for axis, place in enumerate(own_table) if place == Shard(0)) != len(
+            table
+        ):
+            return None
+        padding = named.pop("padding_idx", None)
+        if padding is not None and 0 <= (padding := padding % len(table) - first * len(held)) < len(held):
+            named["padding_idx"] = padding
+        own = taken - first * len(held)
+        elsewhere = (own < 0) | (own >= len(held))
+        made = func(own.masked_fill(elsewhere, 0), held, **named).masked_fill(elsewhere.unsqueeze(-1), 0)
+    return DTensor.from_local(made, mesh, out, run_check=False)
+
+
+def convolve(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    """A convolution of some images to some features: DTensor's own splits space."""
+    named = dict(zip(_CONVOLUTION, given, strict=False)) | keywords
+    images, kernel, bias = (named.pop(name, None) for name in ("input", "weight", "bias"))
+    if not isinstance(images, DTensor) or not isinstance(kernel, DTensor) or images.ndim != kernel.ndim:
+        return None
+    if bias is not None and not isinstance(bias, DTensor):
+        return None
+    places: dict[str, list[Any]] = {name: [] for name in ("images", "kernel", "bias", "images'", "kernel'", "out")}
+    for image_place, place in zip(images.placements, kernel.placements, strict=True):
+        batch = image_place == Shard(0)
+        features = not batch and place == Shard(0) and named.get("groups", 1) == 1
+        split = (Shard(0), Replicate(), Replicate(), Shard(0), Partial(), Shard(0)) if batch else (
+            (Replicate(), Shard(0), Shard(0), Partial(), Shard(0), Shard(1)) if features else (Replicate(),) * 6
+        )  # fmt: skip
+        for name, each in zip(places, split, strict=True):
+            places[name].append(each)
+    own_bias = None if bias is None else _local(bias, places["bias"], places["kernel'"])
+    own_images = _local(images, places["images"], places["images'"])
+    made = func(own_images, _local(kernel, places["kernel"], places["kernel'"]), own_bias, **named)
+    return DTensor.from_local(made, images.device_mesh, places["out"], run_check=False)
+
+
+def multiply(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    """A linear layer of values that are split between their first dim and their last: DTensor merges these dims."""
+    named = dict(zip(("input", "weight", "bias"), given, strict=False)) | keywords
+    taken, weight, bias = (named.get(name) for name in ("input", "weight", "bias"))
+    if not isinstance(taken, DTensor) or not isinstance(weight, DTensor) or not isinstance(bias, (DTensor, type(None))):
+        return None
+    last = taken.ndim - 1
+    if weight.ndim != 2 or not any(isinstance(place, Shard) and 0 < place.dim < last for place in taken.placements):
+        return None
+    places: dict[str, list[Any]] = {name: [] for name in ("taken", "weight", "taken'", "weight'", "out")}
+    for taken_place, place in zip(taken.placements, weight.placements, strict=True):
+        rows = isinstance(taken_place, Shard) and taken_place.dim < last
+        columns = not rows and place == Shard(0)
+        split = (taken_place, Replicate(), taken_place, Partial(), taken_place) if rows else (
+            (Replicate(), Shard(0), Partial(), Shard(0), Shard(last)) if columns else (Replicate(),) * 5
+        )  # fmt: skip
+        for name, each in zip(places, split, strict=True):
+            places[name].append(each)
+    own_bias = None if bias is None else _local(bias, places["weight"], places["weight'"])
+    own_taken = _local(taken, places["taken"], places["taken'"])
+    made = func(own_taken, _local(weight, places["weight"], places["weight'"]), own_bias)
+    return DTensor.from_local(made, taken.device_mesh, places["out"], run_check=False)
+
+
+def choose(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    """The largest of every row, where rows are whole; DTensor has no gradient of that."""
+    named = dict(zip(("input", "k", "dim", "largest", "sorted"), given, strict=False)) | keywords
+    taken = named.pop("input", None)
+    if not isinstance(taken, DTensor) or "out" in named:
+        return None
+    places = _whole_in(taken, {named.get("dim", -1) % max(taken.ndim, 1)})
+    values, indices = func(_local(taken, places), **named)
+    made = (DTensor.from_local(each, taken.device_mesh, places, run_check=False) for each in (values, indices))
+    return torch.return_types.topk(tuple(made))  # pyright: ignore[reportArgumentType]
+
+
+def pad(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    """Values with more at their ends, where they are not split."""
+    named = dict(zip(("input", "pad", "mode", "value"), given, strict=False)) | keywords
+    taken, widths = named.pop("input", None), named.get("pad", ())
+    if not isinstance(taken, DTensor) or not all(isinstance(width, int) for width in widths):
+        return None
+    places = _whole_in(taken, {taken.ndim - 1 - k // 2 for k, width in enumerate(widths) if width})
+    return DTensor.from_local(func(_local(taken, places), **named), taken.device_mesh, places, run_check=False)
+
+
+def _whole_in(tensor: Any, dims: set[int]) -> list[Any]:
+    """A tensor's placements with these dims whole."""
+    return [p if isinstance(p, Shard) and p.dim not in dims else Replicate() for p in tensor.placements]
+
+
+def _local(tensor: Any, places: Sequence[Any], grads: Sequence[Any] | None = None) -> Any:
+    """This device's part of a tensor in some placements; what it adds to gradients is placed as `grads` say."""
+    return tensor.redistribute(placements=list(places)).to_local(grad_placements=list(grads or places))
+
+
+_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+ON_SHARDS: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.scaled_dot_product_attention: attend,
+    torch.nn.functional.embedding: embed,
+    torch.nn.functional.linear: multiply,
+    torch.topk: choose,
+    torch.Tensor.topk: choose,
+    torch.nn.functional.pad: pad,
+    torch.nn.functional.conv1d: convolve,
+    torch.nn.functional.conv2d: convolve,
+    torch.nn.functional.conv3d: convolve,
+}
