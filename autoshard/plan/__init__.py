@@ -35,9 +35,11 @@ from autoshard.plan.capacity._sweep_row import SweepChoice as SweepChoice
 from autoshard.plan.capacity._sweep_row import SweepRow as SweepRow
 from autoshard.plan.capacity._sweep_row import choose_rows as choose_rows
 from autoshard.plan.capacity._sweep_task import SweepTask as SweepTask
+from autoshard.plan.forms._by_name import Mappings as Mappings
 from autoshard.plan.forms._forms import FORMS as FORMS
 from autoshard.plan.forms._forms import Form as Form
 from autoshard.plan.forms._forms import Rest as Rest
+from autoshard.plan.forms._forms import check_names as check_names
 from autoshard.plan.forms._forms import dims_by_axis as dims_by_axis
 from autoshard.plan.forms._forms import form_named as form_named
 from autoshard.plan.forms._forms import held_specs as held_specs
@@ -48,6 +50,7 @@ from autoshard.plan.forms._forms import maxtext_uses as maxtext_uses
 from autoshard.plan.forms._forms import module_pattern as module_pattern
 from autoshard.plan.forms._forms import splits_in_plan as splits_in_plan
 from autoshard.plan.forms._forms import splits_nothing as splits_nothing
+from autoshard.plan.forms._within import by_name as by_name
 from autoshard.plan.forms._within import price_form as price_form
 from autoshard.plan.mesh._portfolio import PlanCandidate as PlanCandidate
 from autoshard.plan.model._asked import Asked as Asked

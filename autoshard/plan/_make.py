@@ -26,7 +26,7 @@ from autoshard.cost import (
     with_flags,
 )
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.plan.forms._forms import Form, Rest, form_named
+from autoshard.plan.forms._forms import Form, Rest, check_names, form_named
 from autoshard.plan.forms._within import held_plan, plan_within
 from autoshard.plan.mesh._meshes import MeshSearch
 from autoshard.plan.mesh._portfolio import PlanCandidate, contender, elsewhere, further, met, pick
@@ -132,7 +132,7 @@ def make_plan(
     Raises `UserError` for options that no plan can have, `InfeasibleError` if no plan keeps within the memory
     limit, and `Beaten` if none beats the rival there is.
     """
-    wanted = None if options.form is None else _limiting(options.form, options.candidates)
+    wanted = None if options.form is None else _limiting(options.form, options.candidates, program)
     phases = Phases(progress)
     parsed = Topology.parse(options.topology)
     limits = _limits(options, parsed)
@@ -275,13 +275,14 @@ def priced_with(options: Options, topology: Topology) -> PricedWith:
     return PricedWith(plain, flagged.calibration, said, tuple(flagged.notes))
 
 
-def _limiting(name: str, candidates: int) -> Form:
+def _limiting(name: str, candidates: int, program: Program) -> Form:
     """The form to plan within; refuses one that limits nothing, and candidates, which are for plans without one."""
     form = form_named(name)
     if form.rest is Rest.PLAN:
         raise UserError(f"the form {name!r} holds a plan whole: leave it out when planning, and export to it.")
     if candidates > 1:
         raise UserError(f"{candidates} candidates are asked for, but only one plan is made for the form {name!r}.")
+    check_names(form, program.name, program)
     return form
 
 

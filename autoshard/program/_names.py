@@ -25,6 +25,21 @@ def is_index(key: Any) -> bool:
     return hasattr(key, "idx") or isinstance(getattr(key, "key", None), int)
 
 
+def named_dims(tree: Any) -> list[tuple[str, ...] | None]:
+    """For every leaf of a pytree the names of its dims, where it is the array of a Haliax `NamedArray`."""
+    import jax
+
+    dims: list[tuple[str, ...] | None] = []
+    for node in jax.tree_util.tree_leaves(tree, is_leaf=_is_named):
+        names = tuple(node.axis_names) if _is_named(node) else None
+        dims.extend([names] * len(jax.tree_util.tree_leaves(node)))
+    return dims
+
+
+def _is_named(node: Any) -> bool:
+    return type(node).__name__ == "NamedArray" and type(node).__module__.split(".")[0] == "haliax"
+
+
 def positional_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
     """The names of the first `count` positional parameters of `fn`, `arg<i>` where it does not say."""
     try:
@@ -43,12 +58,13 @@ def positional_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
     return tuple(names)
 
 
-def leaf_names(prefix: str, paths: Sequence[tuple[Any, ...]]) -> list[str]:
+def leaf_names(prefix: str, paths: Sequence[tuple[Any, ...]], dims: Sequence[tuple[str, ...] | None]) -> list[str]:
     """`prefix.key.key` for every path, without the keys that only wrap another one.
 
     An index into a tuple of optimizer states (an optax chain) and the trailing `value` of a variable are left out
-    as long as the names stay unique.
+    as long as the names stay unique; the 0 of an array whose dims have names (`named_dims`) always is.
     """
+    paths = [path if names is None else path[:-1] for path, names in zip(paths, dims, strict=True)]
     full = [_join(prefix, path) for path in paths]
     short = [_join(prefix, _without_wrappers(path)) for path in paths]
     return short if len(set(short)) == len(short) else full

@@ -84,6 +84,8 @@ class Program:
     there are no stages."""
     weights: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, repr=False)
     """Parameter -> the tensors of the model, by their names in its files, that it stacks; empty of JAX functions."""
+    dims: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, repr=False)
+    """Argument -> the names of its dims, where its source gives them names: those of a Haliax `NamedArray`."""
     savable: tuple[str, ...] = ()
     """Values of its layers that a remat policy may name: `self_attn.q_proj`, `context`, `input`."""
     make_args: Callable[[int], tuple[Any, ...]] | None = None

@@ -76,9 +76,12 @@ def trace(
     leaves: list[Any] = []
     owner: list[int] = []
     known: list[Role | None] = []
+    dims: list[tuple[str, ...] | None] = []
     for position, (prefix, arg) in enumerate(zip(positions, args, strict=True)):
         flat, treedef = jax.tree_util.tree_flatten_with_path(arg)
-        names.extend(_names.unique(_names.leaf_names(prefix, [path for path, _ in flat]), taken))
+        own = _names.named_dims(arg)
+        names.extend(_names.unique(_names.leaf_names(prefix, [path for path, _ in flat], own), taken))
+        dims.extend(own)
         treedefs.append(treedef)
         leaves.extend(leaf for _, leaf in flat)
         owner.extend([position] * len(flat))
@@ -122,7 +125,7 @@ def trace(
         for i in range(len(names))
     )
     back = {result: argument for argument, result in ties.items()}
-    free = _names.leaf_names("", [path for path, _ in out_paths]) if out_paths else []
+    free = _names.leaf_names("", [path for path, _ in out_paths], _names.named_dims(lowered.out_info))
     free = [_result_name(text, len(out_paths)) for text in free]
     out_taken = {names[i] for i in ties}
     result_names = [names[back[i]] if i in back else _names.unique([free[i]], out_taken)[0] for i in range(len(free))]
@@ -164,6 +167,7 @@ def trace(
         model_flops=model_flops,
         tokens=tokens,
         make_args=make_args,
+        dims={name: own for name, own in zip(names, dims, strict=True) if own is not None},
         notes=(*notes, *sharding_notes(own)),
         lifted=Lifted.IDLE if own.idle else Lifted.NONE,
     )

@@ -15,7 +15,10 @@ from autoshard.plan import (
     Plan,
     Prediction,
     Rest,
+    Spec,
     axis_words,
+    by_name,
+    check_names,
     form_named,
     held_specs,
     hlo_sharding,
@@ -28,9 +31,10 @@ from autoshard.plan import (
 from autoshard.program import Program
 from autoshard.report._export_explicit import check_explicit, explicit_text
 from autoshard.report._export_fsdp2 import fsdp2_text
+from autoshard.report._export_haliax import haliax_text
 from autoshard.report._export_keras import keras_text
 from autoshard.report._export_parallelize import torchtitan_text, transformers_text
-from autoshard.report._export_parts import comment, head, order_text, partition, table, unpinned
+from autoshard.report._export_parts import MAKE_MESH, comment, head, order_text, partition, table, unpinned
 from autoshard.report._export_pipelining import maxtext_pipeline, pipelining_text
 from autoshard.report._export_remat import maxtext_remat
 from autoshard.report._export_torch import dtensor_text, torch_xla_text
@@ -73,22 +77,31 @@ def make_export(plan: Plan, form: str, program: Program | None = None, *, force:
         )
     if form == "explicit":
         check_explicit(plan, program)
-    if not force:
-        _refuse_nothing(plan, known)
     program, problem = _opened(plan, known, program)
+    if known.rest is Rest.NAMES:
+        check_names(known, plan.program_name, program, problem)
+    if not force:
+        _refuse_nothing(plan, known, program)
     prediction, sentence = _priced(plan, known, program, problem)
     flags = plan.provenance.get("xla_flags", {}).get("flags")
     if flags:
         sentence += f' The step is to run with LIBTPU_INIT_ARGS="{" ".join(flags)}".'
-    # Its hints are read off the program itself; no other form has more of it than its price.
-    text = explicit_text(plan, sentence, program) if form == "explicit" else EXPORT_FORMS[form](plan, sentence)
+    # Hints and names are read off the program itself; other forms have no more of it than its price.
+    if form in OF_PROGRAM:
+        text = OF_PROGRAM[form](plan, sentence, program)
+    else:
+        text = EXPORT_FORMS[form](plan, sentence)
     return Export(form, text, prediction, sentence)
 
 
-def _refuse_nothing(plan: Plan, form: Form) -> None:
+def _refuse_nothing(plan: Plan, form: Form, program: Program | None) -> None:
     if form.rest in (Rest.MAXTEXT, Rest.STAGES) or math.prod(plan.mesh.values()) == 1:
         return
-    held = held_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh)
+    held: dict[str, Spec | None] = {}
+    if form.rest is not Rest.NAMES:
+        held.update(held_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh))
+    elif program is not None:
+        held.update(by_name(plan, program)[1])
     if form.state:
         held = {**held, **{f"result {name}": spec for name, spec in plan.results.items()}}
     count = splits_in_plan(plan)
@@ -101,7 +114,7 @@ def _refuse_nothing(plan: Plan, form: Form) -> None:
 
 def _opened(plan: Plan, form: Form, program: Program | None) -> tuple[Program | None, str]:
     """The plan's program where a form or its price needs it, and what is wrong if it cannot be opened."""
-    unpriced = plan.provenance.get("for") == form.name and form.name != "explicit"
+    unpriced = plan.provenance.get("for") == form.name and form.name not in OF_PROGRAM
     if program is not None or unpriced or form.rest is Rest.STAGES:
         return program, ""
     try:
@@ -141,17 +154,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 {mesh}
 {order}
 
-def make_mesh(devices=None):
-    """The plan's mesh. TPUs are numbered by slice, coordinates and core; other devices by process and id."""
-
-    def place(device):
-        where = (getattr(device, "slice_index", 0) or 0, *getattr(device, "coords", ()))
-        return (*where, getattr(device, "core_on_chip", 0), device.process_index, device.id)
-
-    ordered = sorted(jax.devices() if devices is None else devices, key=place)
-    grid = np.array([ordered[number] for number in DEVICE_ORDER], dtype=object)
-    return Mesh(grid.reshape(tuple(MESH.values())), tuple(MESH))
-
+{make_mesh}
 
 def shardings(specs, mesh):
     """One NamedSharding for each name, in the order of the step's flat arguments (or results)."""
@@ -179,6 +182,7 @@ def _jax(plan: Plan, sentence: str) -> str:
     return head(plan, unpinned(plan), sentence) + _JAX.format(
         mesh=f"MESH = {plan.mesh!r}",
         order=f"DEVICE_ORDER = {order_text(plan)}",
+        make_mesh=MAKE_MESH,
         arguments=table("ARGUMENTS", {name: partition(spec) for name, spec in plan.arguments.items()}),
         results=table("RESULTS", {name: partition(spec) for name, spec in plan.results.items()}),
     )
@@ -277,6 +281,7 @@ EXPORT_FORMS: dict[str, Callable[[Plan, str], str]] = {
     "flax": _flax,
     "maxtext": _maxtext,
     "keras": keras_text,
+    "haliax": haliax_text,
     "torch-xla": torch_xla_text,
     "dtensor": dtensor_text,
     "fsdp2": fsdp2_text,
@@ -285,3 +290,5 @@ EXPORT_FORMS: dict[str, Callable[[Plan, str], str]] = {
     "hlo": _hlo,
     "torch-pipelining": pipelining_text,
 }
+OF_PROGRAM: dict[str, Callable[[Plan, str, Program | None], str]] = {"explicit": explicit_text, "haliax": haliax_text}
+"""The forms that need the plan's program."""

@@ -6,6 +6,20 @@ from autoshard.plan import Plan, Spec, mesh_words
 from autoshard.report._names import clean
 
 
+MAKE_MESH = '''def make_mesh(devices=None):
+    """The plan's mesh. TPUs are numbered by slice, coordinates and core; other devices by process and id."""
+
+    def place(device):
+        where = (getattr(device, "slice_index", 0) or 0, *getattr(device, "coords", ()))
+        return (*where, getattr(device, "core_on_chip", 0), device.process_index, device.id)
+
+    ordered = sorted(jax.devices() if devices is None else devices, key=place)
+    grid = np.array([ordered[number] for number in DEVICE_ORDER], dtype=object)
+    return Mesh(grid.reshape(tuple(MESH.values())), tuple(MESH))
+'''
+"""Code that makes a JAX mesh of `MESH` and `DEVICE_ORDER`."""
+
+
 def head(plan: Plan, lacks: tuple[str, ...], sentence: str, mark: str = "#") -> str:
     """Comment lines: what this is, what a step takes with it, and what it leaves out."""
     mesh = mesh_words(plan.mesh)

@@ -315,8 +315,8 @@ def test_maxtext_says_what_it_cannot_place(plan: Plan):
     assert "remat_policy" not in recomputing(plan, "half of it"), "a choice of the program's own"
 
 
-OF_MODULES = ("torch-pipelining", "transformers", "torchtitan")
-"""Forms of plans that know a torch module; see the tests of these."""
+OF_MODULES = ("torch-pipelining", "transformers", "torchtitan", "haliax")
+"""Forms of plans that know a torch module, or names of dims; see the tests of these."""
 
 
 @pytest.mark.parametrize("form", [form for form in EXPORT_FORMS if form not in OF_MODULES])

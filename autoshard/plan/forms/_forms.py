@@ -9,6 +9,7 @@ from autoshard.errors import UserError
 from autoshard.plan.record._plan import Plan
 from autoshard.plan.record._spec import Spec
 from autoshard.plan.record._stacks import is_stacked, layer_pattern
+from autoshard.program import Program
 
 
 class Rest(enum.StrEnum):
@@ -22,6 +23,8 @@ class Rest(enum.StrEnum):
     """DTensor, which splits one op after the other as its operands are."""
     MAXTEXT = "maxtext"
     """MaxText, which splits by kind of dim."""
+    NAMES = "names"
+    """Haliax, which splits by the names of dims."""
     STAGES = "stages"
     """The runtime, which runs a program for each stage; what a stage does on its own devices is not in the form."""
 
@@ -51,6 +54,7 @@ FORMS = {
         Form("flax", Rest.XLA, state=False),
         Form("maxtext", Rest.MAXTEXT),
         Form("keras", Rest.XLA, state=False, single=True),
+        Form("haliax", Rest.NAMES, state=False),
         Form("torch-xla", Rest.XLA, state=False, layers=False),
         Form("dtensor", Rest.DTENSOR, state=False, layers=False, ordered=True),
         Form("fsdp2", Rest.DTENSOR, state=False, layers=False),
@@ -67,6 +71,17 @@ def form_named(name: str) -> Form:
     if name not in FORMS:
         raise UserError(f"there is no export to {name!r}; choose from {', '.join(FORMS)}.")
     return FORMS[name]
+
+
+def check_names(form: Form, program_name: str, program: Program | None, problem: str = "") -> None:
+    """Raise `UserError` where a form goes by names of dims and the program gives none, or is not there (`problem`)."""
+    if form.rest is Rest.NAMES and program is None:
+        raise UserError(f"the {form.name} form goes by the names that dims have in {program_name}: {problem}")
+    if form.rest is Rest.NAMES and program is not None and not program.dims:
+        raise UserError(
+            f"the {form.name} form goes by names of dims, and no argument of {program_name} is an array with named "
+            "axes (Haliax's NamedArray); --to jax and --to flax need none."
+        )
 
 
 def in_mesh_order(spec: Spec, mesh: Mapping[str, int]) -> bool:

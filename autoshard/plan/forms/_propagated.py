@@ -7,7 +7,7 @@ values are held. An op is then computed as costs least between them, which is wh
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,16 +32,18 @@ class Propagation:
 
     model: Model
     rest: Rest
-    """`XLA` or `DTENSOR`."""
+    """`XLA`, `DTENSOR` or `NAMES`."""
     results: Mapping[str, Spec] = dataclasses.field(default_factory=dict)
     """Specs of results that are given too; a result that replaces an argument has that one's in any case."""
 
-    def choices(self, given: Given) -> NDArray[np.int64]:
-        """The alternative of every node."""
+    def choices(self, given: Given, inner: Iterable[tuple[int, mlir.Dims]] = ()) -> NDArray[np.int64]:
+        """The alternative of every node; `inner` are specs of values inside of the program, by tensor."""
         chosen = np.full(len(self.model.nodes), -1, dtype=np.int64)
         self._give(chosen, given)
         if self.rest is Rest.DTENSOR:
             self._go_forward(chosen)
+        elif self.rest is Rest.NAMES:
+            self._hear_names(chosen, inner)
         else:
             self._hear_xla(chosen, given)
         for node in range(len(chosen)):
@@ -101,11 +103,27 @@ class Propagation:
                 ]
                 if wanted:
                     chosen[node] = self._nearest(node, wanted)
-        # The rest is of ops that Shardy's passes replace by others: split as what they take.
+        self._fill(chosen)  # the rest is of ops that Shardy's passes replace by others
+
+    def _fill(self, chosen: NDArray[np.int64]) -> None:
+        """What is still open is split as what makes it leaves it."""
         ahead = chosen.copy()
         self._go_forward(ahead)
-        nodes = list(model.cluster_node)
+        nodes = list(self.model.cluster_node)
         chosen[nodes] = ahead[nodes]
+
+    # Names
+
+    def _hear_names(self, chosen: NDArray[np.int64], inner: Iterable[tuple[int, mlir.Dims]]) -> None:
+        """Every value is held as is said of it."""
+        model = self.model
+        wanted: dict[int, list[tuple[int, mlir.Dims]]] = defaultdict(list)
+        for tensor, dims in inner:
+            wanted[model.structure.cluster_of[tensor]].append((tensor, dims))
+        for cluster, said in wanted.items():
+            if cluster >= 0 and chosen[model.cluster_node[cluster]] < 0:
+                chosen[model.cluster_node[cluster]] = self._nearest(model.cluster_node[cluster], said)
+        self._fill(chosen)
 
     @functools.cached_property
     def inlined(self) -> bytes:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost import Topology
 from autoshard.errors import InfeasibleError, UserError
+from autoshard.plan.forms._by_name import Mappings, NamedDims, said_mappings
 from autoshard.plan.forms._forms import Form, Rest, held_specs, maxtext_uses
 from autoshard.plan.forms._propagated import Propagation, needs_pins
 from autoshard.plan.model._asked import Required
@@ -39,6 +40,8 @@ HEARD = 60
 """The same of sets that XLA's propagation, which takes longer, is asked about."""
 AHEAD = 12
 """Of these, the best that went forward."""
+NAMED = 400
+"""The same of mappings of names."""
 MAXTEXT_USES = ("data", "fsdp", "tensor")
 """What MaxText's settings can make of an axis and is priced here."""
 SOLVE_S = 20.0
@@ -55,13 +58,28 @@ def price_form(plan: Plan, program: Program, form: Form) -> Prediction | None:
     if program.fingerprint != plan.program_fingerprint:
         raise UserError(f"the program is not the one of the plan ({plan.program_name}): it has changed; plan it again.")
     reading = read_program(program, Topology.parse(plan.topology).backend)
-    model, _ = price_again(plan, program, reading)
+    model, choices = price_again(plan, program, reading)
     if form.rest is Rest.MAXTEXT:
         found = _maxtext(model, reading.groups, maxtext_uses(plan), plan.memory_limit_bytes, None, 0)
         return None if found is None else predict(model, found.outcome, plan.memory_limit_bytes)
+    if form.rest is Rest.NAMES:
+        named = NamedDims(model, reading.groups)
+        return predict(model, evaluate(model, named.choices(named.mappings(choices))), plan.memory_limit_bytes)
     given = held_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh)
-    choices = Propagation(model, form.rest, plan.results if form.state else {}).choices(given)
-    return predict(model, evaluate(model, choices), plan.memory_limit_bytes)
+    made = Propagation(model, form.rest, plan.results if form.state else {}).choices(given)
+    return predict(model, evaluate(model, made), plan.memory_limit_bytes)
+
+
+def by_name(plan: Plan, program: Program) -> tuple[Mappings, dict[str, Spec]]:
+    """What a plan comes to by the names of dims, and the specs of arguments that have them under that.
+
+    Raises `UserError` as `price_form` does.
+    """
+    reading = read_program(program, Topology.parse(plan.topology).backend)
+    model, choices = price_again(plan, program, reading)
+    named = NamedDims(model, reading.groups)
+    mappings = said_mappings(plan) or named.mappings(choices)
+    return mappings, named.specs(mappings)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,6 +106,8 @@ def plan_within(
     """
     if form.rest is Rest.MAXTEXT:
         best, said = _best_maxtext(model, groups, required, limits.memory_bytes, limits.seed)
+    elif form.rest is Rest.NAMES:
+        best, said = _best_names(model, groups, found, required, limits)
     else:
         search = _FormSearch(form, model, groups, required, limits, progress)
         best, said = search.run(found), {}
@@ -159,6 +179,43 @@ def _best_maxtext(
         if made is not None and required.holds(made.choices) and (best is None or _rank(made) < _rank(best)):
             best, said = made, {"maxtext": named}
     return best, said
+
+
+# Haliax
+
+
+def _best_names(
+    model: Model, groups: Groups, found: Found, required: Required, limits: Limits
+) -> tuple[Candidate | None, dict[str, Any]]:
+    """From the mappings that known choices agree with to the next better ones, one name of one mapping at a time."""
+    named, until = NamedDims(model, groups), processor_seconds() + limits.seconds
+    tried: dict[Any, Candidate | None] = {}
+    best: tuple[Candidate, Mappings] | None = None
+
+    def take(mappings: Mappings) -> None:
+        nonlocal best
+        if mappings.key in tried or len(tried) >= NAMED or processor_seconds() > until:
+            return
+        choices = named.choices(mappings)
+        made = None
+        if not needs_pins(model, choices) and required.holds(choices):
+            try:
+                made = judged(model, "haliax", choices, evaluate(model, choices), limits.memory_bytes)
+            except ValueError:  # two alternatives that exclude one another
+                made = None
+        tried[mappings.key] = made
+        if made is not None and (best is None or _rank(made) < _rank(best[0])):
+            best = made, mappings
+
+    for start in (found.best, *found.seen, *found.baselines.values()):
+        take(named.mappings(start.choices))
+    take(Mappings({}, {}))
+    before = None
+    while best is not None and before is not best:
+        before = best
+        for mappings in named.changes(best[1]):
+            take(mappings)
+    return (None, {}) if best is None else (best[0], {"haliax": best[1].to_json()})
 
 
 # Specs of arguments

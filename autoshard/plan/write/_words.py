@@ -7,9 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.plan.model._exchange import exchange_words
-from autoshard.plan.model._groups import Groups, tensor_groups
+from autoshard.plan.model._groups import Groups
 from autoshard.plan.model._model import Model
-from autoshard.plan.price._predict import argument_bytes_on_host, tensor_spec
+from autoshard.plan.price._predict import argument_bytes_on_host
+from autoshard.plan.price._shares import shares_of
 from autoshard.plan.record._spec import axis_words
 from autoshard.program import Role
 from autoshard.units import format_bytes
@@ -20,11 +21,11 @@ def describe(model: Model, groups: Groups, choices: NDArray[np.int64]) -> tuple[
     roles = {t: a.role for t, a in zip(model.graph.arguments, model.program.arguments, strict=True)}
     stored = {model.structure.cluster_of[t] for t, r in roles.items() if r in (Role.PARAMETER, Role.OPTIMIZER_STATE)}
     stored |= {model.structure.cluster_of[r] for r, _ in model.structure.ties}
-    activations = _shares(model, groups, choices, [
+    activations = shares_of(model, groups, choices, [
         t for t in sorted(model.liveness.materialised) if model.structure.cluster_of[t] not in stored
     ])  # fmt: skip
-    parameters = _shares(model, groups, choices, [t for t, r in roles.items() if r is Role.PARAMETER])
-    state = _shares(model, groups, choices, [t for t, r in roles.items() if r is Role.OPTIMIZER_STATE])
+    parameters = shares_of(model, groups, choices, [t for t, r in roles.items() if r is Role.PARAMETER])
+    state = shares_of(model, groups, choices, [t for t, r in roles.items() if r is Role.OPTIMIZER_STATE])
     lines = []
     by_axes: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for group, name in groups.names.items():
@@ -54,26 +55,6 @@ def _host_words(model: Model, choices: NDArray[np.int64]) -> list[str]:
     for role, size in argument_bytes_on_host(model, choices).items():
         parts["optimizer state" if role is Role.OPTIMIZER_STATE else "arguments"] += size
     return [f"{what} on the hosts, {format_bytes(size)} for each device" for what, size in parts.items()]
-
-
-def _shares(
-    model: Model, groups: Groups, choices: NDArray[np.int64], tensors: Sequence[int]
-) -> dict[tuple[int, str], float]:
-    """(group, axis) -> share of the bytes of tensors with that group in which the axis splits it."""
-    split: dict[tuple[int, str], int] = defaultdict(int)
-    total: dict[int, int] = defaultdict(int)
-    for tensor in tensors:
-        if model.structure.cluster_of[tensor] < 0:
-            continue  # generated anew wherever it is needed
-        size = model.graph.tensors[tensor].bytes
-        spec = tensor_spec(model, choices, tensor)
-        for group, axes in zip(tensor_groups(model.structure, groups.of_factor, tensor), spec.dims, strict=True):
-            if group is None:
-                continue
-            total[group] += size
-            for axis in axes:
-                split[(group, axis)] += size
-    return {(g, a): size / total[g] for (g, a), size in split.items()}
 
 
 def _extra_axes(model: Model, shares: dict[tuple[int, str], float], explained: set[tuple[int, str]]) -> tuple[str, ...]:

@@ -1,0 +1,154 @@
+"""What is split by names of dims: what a choice agrees with, and what becomes of a program under such mappings.
+
+Haliax takes one mapping of names to mesh axes for what a step holds between calls (parameters and their state) and one
+for what it computes, and brings the results of layers into specs by the latter.
+"""
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard import mlir
+from autoshard.plan.forms._forms import Rest
+from autoshard.plan.forms._named import Axes, agreed, by_names, named_axes, sizes_of, together
+from autoshard.plan.forms._propagated import Propagation
+from autoshard.plan.model._groups import Groups, tensor_groups
+from autoshard.plan.model._model import Model
+from autoshard.plan.price._predict import tensor_spec
+from autoshard.plan.price._shares import shares_of
+from autoshard.plan.record._plan import Plan
+from autoshard.plan.record._spec import Spec
+from autoshard.program import Role
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mappings:
+    """Name of a dim -> the mesh axes that split it, major first."""
+
+    held: Axes
+    """The mapping of parameters and of the state that goes with them."""
+    computed: Axes
+    """The mapping of inputs and of all that is computed."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What a plan's provenance keeps of them; `said_mappings` reads it."""
+        return {"held": _lists(self.held), "computed": _lists(self.computed)}
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for equal mappings."""
+        return tuple(sorted(self.held.items())), tuple(sorted(self.computed.items()))
+
+
+def said_mappings(plan: Plan) -> Mappings | None:
+    """Those that a plan was made with; None for one that was not planned within them."""
+    said = plan.provenance.get("haliax")
+    if said is None:
+        return None
+    both = ({name: tuple(axes) for name, axes in said[key].items()} for key in ("held", "computed"))
+    return Mappings(*both)
+
+
+def _lists(axes: Axes) -> dict[str, list[str]]:
+    return {name: list(own) for name, own in axes.items()}
+
+
+class NamedDims:
+    """The names that a model's dims have, by dim group."""
+
+    def __init__(self, model: Model, groups: Groups) -> None:
+        program, structure = model.program, model.structure
+        self.model, self.groups, self.names = model, groups, program.dims
+        self.shapes = {argument.name: argument.shape for argument in program.arguments}
+        self.of_role: dict[str, list[str]] = defaultdict(list)
+        self.tensors: dict[str, int] = {}
+        self.of_group: dict[int, list[str]] = defaultdict(list)
+        stored = {structure.cluster_of[result] for result, _ in structure.ties}
+        self.inputs: set[int] = set()
+        """Groups of dims of inputs: what has one of these is computed for the examples, what has none are weights."""
+        for argument, tensor in zip(program.arguments, model.graph.arguments, strict=True):
+            own = tensor_groups(structure, groups.of_factor, tensor)
+            if argument.role is Role.BATCH:
+                self.inputs |= {group for group in own if group is not None}
+            else:
+                stored.add(structure.cluster_of[tensor])
+            if argument.name in self.names and structure.cluster_of[tensor] >= 0:
+                self.of_role[argument.role].append(argument.name)
+                self.tensors[argument.name] = tensor
+                for name, group in zip(self.names[argument.name], own, strict=True):
+                    if group is not None and name not in self.of_group[group]:
+                        self.of_group[group].append(name)
+        self.values = [t for t in sorted(model.liveness.materialised) if structure.cluster_of[t] not in stored]
+        self.weights: dict[str, int] = defaultdict(int)
+        rows = []
+        for tensor in self.values:
+            rows.append([name for each in self._names(tensor) for name in each])
+            for name in rows[-1]:
+                self.weights[name] += model.graph.tensors[tensor].bytes
+        inputs = self.of_role[Role.BATCH]
+        self.met = (
+            ("held", together(self.names[name] for name in self.tensors if name not in inputs)),
+            ("computed", together([*rows, *self.names.values()])),
+        )
+        self.sizes = sizes_of(self.tensors, self.shapes, self.names)
+        self.propagation = Propagation(model, Rest.NAMES)
+
+    def _names(self, tensor: int) -> list[list[str]]:
+        """The names of every dim of a tensor."""
+        own = tensor_groups(self.model.structure, self.groups.of_factor, tensor)
+        return [[] if group is None else self.of_group.get(group, []) for group in own]
+
+    def mappings(self, choices: NDArray[np.int64]) -> Mappings:
+        """What most of a choice agrees with: of parameters, of inputs, and of what is computed."""
+        mesh, model = self.model.mesh.axes, self.model
+        specs = {name: tensor_spec(model, choices, tensor) for name, tensor in self.tensors.items()}
+        held, inputs = (
+            named_axes({name: specs[name] for name in self.of_role[role]}, self.shapes, self.names, mesh)
+            for role in (Role.PARAMETER, Role.BATCH)
+        )
+        split = shares_of(model, self.groups, choices, self.values)
+        wanted: dict[str, tuple[str, ...]] = {}
+        for group, names in self.of_group.items():
+            axes = tuple(axis for axis in model.axis_names if split.get((group, axis), 0.0) > 0.5)
+            wanted |= {name: axes for name in names if len(axes) > len(wanted.get(name, ()))}
+        order = sorted(wanted, key=lambda name: (-self.weights[name], name))
+        return Mappings(held, agreed(order, wanted, inputs, self.met[1][1], self.sizes, mesh))
+
+    def specs(self, mappings: Mappings) -> dict[str, Spec]:
+        """The specs of arguments under mappings."""
+        inputs = self.of_role[Role.BATCH]
+        return {
+            name: by_names(mappings.computed if name in inputs else mappings.held, self.names[name])
+            for name in self.tensors
+        }
+
+    def choices(self, mappings: Mappings) -> NDArray[np.int64]:
+        """The alternative of every node under mappings: values by their names, ops as costs least between them."""
+        return self.propagation.choices(self.specs(mappings), self._values(mappings))
+
+    def _values(self, mappings: Mappings) -> Iterator[tuple[int, mlir.Dims]]:
+        for tensor in self.values:
+            own = tensor_groups(self.model.structure, self.groups.of_factor, tensor)
+            names = self._names(tensor)
+            axes = mappings.computed if self.inputs & {*own} else mappings.held
+            dims = tuple(next((axes[name] for name in each if name in axes), ()) for each in names)
+            split = [axis for each in dims for axis in each]
+            if any(names) and len(set(split)) == len(split):
+                yield tensor, dims
+
+    def changes(self, mappings: Mappings) -> Iterator[Mappings]:
+        """Mappings that differ in one name of one of the two."""
+        mesh = self.model.mesh.axes
+        some = [each for count in range(len(mesh) + 1) for each in itertools.permutations(mesh, count)]
+        for name in sorted(self.sizes, key=lambda name: (-self.weights[name], name)):
+            for axes, (which, beside) in itertools.product(some, self.met):
+                old: Axes = getattr(mappings, which)
+                rest = {other: own for other, own in old.items() if other != name}
+                made = agreed([name], {name: axes}, rest, beside, self.sizes, mesh)
+                if made != old and (not axes or made.get(name) == axes):
+                    yield dataclasses.replace(mappings, **{which: made})
