@@ -14,6 +14,8 @@ HOST_MEMORY = "pinned_host"
 """JAX's name for the memory of a host that its devices can fetch from."""
 
 _COUNT = "--xla_force_host_platform_device_count"
+_THREADS = "PJRT_NPROC"
+"""How many threads XLA's CPU client makes, but no fewer than it has devices."""
 
 
 def ensure_devices(count: int) -> None:
@@ -21,6 +23,10 @@ def ensure_devices(count: int) -> None:
 
     Raises `UserError` if JAX has started with fewer.
     """
+    if not _started():
+        # Batched kernels of LAPACK (triangular solves, eigenvalues) wait in the thread of their device for others to
+        # share the work: with no more threads than devices all may wait, and nobody works.
+        os.environ.setdefault(_THREADS, str(max(count + 1, os.cpu_count() or 1)))
     if "jax" not in sys.modules:
         flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_COUNT + "=")]
         given = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith(_COUNT + "=")]
