@@ -362,7 +362,7 @@ def test_a_profile_stands_beside_the_prediction(folder: Path, here: Here):
         ("compile step.py --plan plan.json", "cpu:8"),
         (
             "export plan.json --to jaxx",
-            "there is no export to 'jaxx'; choose from jax, jax-export, explicit, flax, maxtext, keras, haliax",
+            "there is no export to 'jaxx'; choose from jax, jax-export, explicit, flax, maxtext, keras, rules",
         ),
         ("validate --data none.json", "data file none.json cannot be read: No such file or directory"),
         ("diff plan.json none.json", "cannot read the plan file none.json"),

@@ -291,8 +291,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--to",
         required=True,
         metavar="FORM",
-        help="jax, jax-export, explicit, flax, maxtext, keras, haliax, torch-xla, dtensor, fsdp2, transformers, "
-        "torchtitan, hlo or torch-pipelining",
+        help="jax, jax-export, explicit, flax, maxtext, keras, rules, haliax, torch-xla, dtensor, fsdp2, "
+        "transformers, torchtitan, hlo or torch-pipelining",
     )
     export.add_argument(
         "--program", metavar="PROGRAM", help="where the program is now (default: where it was); a Python file is run"

@@ -149,7 +149,8 @@ def chosen_flags(given: str | Iterable[str] | None, chip: Chip) -> tuple[tuple[s
     if not chip.traits.compiles_ahead:
         return (), ""
     general = [flag for flag in _words("XLA_FLAGS") if flag.startswith(("--xla_tpu_", "--xla_sc_", "--xla_jf_"))]
-    own = _words("LIBTPU_INIT_ARGS")
+    # Some write variables of the environment there too (`TPU_MEGACORE=...`), which are no flags.
+    own = [word for word in _words("LIBTPU_INIT_ARGS") if not re.match(r"[A-Z][A-Z0-9_]*=", word)]
     variables = [name for name, found in (("XLA_FLAGS", general), ("LIBTPU_INIT_ARGS", own)) if found]
     return read_flags([*general, *own]), " and ".join(variables)
 

@@ -37,6 +37,7 @@ from autoshard.report._export_parallelize import torchtitan_text, transformers_t
 from autoshard.report._export_parts import MAKE_MESH, comment, head, order_text, partition, table, unpinned
 from autoshard.report._export_pipelining import maxtext_pipeline, pipelining_text
 from autoshard.report._export_remat import maxtext_remat
+from autoshard.report._export_rules import rules_text
 from autoshard.report._export_torch import dtensor_text, torch_xla_text
 from autoshard.units import format_bytes, format_seconds
 
@@ -281,6 +282,7 @@ EXPORT_FORMS: dict[str, Callable[[Plan, str], str]] = {
     "flax": _flax,
     "maxtext": _maxtext,
     "keras": keras_text,
+    "rules": rules_text,
     "haliax": haliax_text,
     "torch-xla": torch_xla_text,
     "dtensor": dtensor_text,

@@ -140,6 +140,10 @@ def test_flags_come_from_who_says_them_first(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_tpu_a=1")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_b=2 --xla_tpu_a=3")
     assert chosen_flags(None, v5p) == (("--xla_b=2", "--xla_tpu_a=3"), "XLA_FLAGS and LIBTPU_INIT_ARGS")
+    monkeypatch.setenv(
+        "LIBTPU_INIT_ARGS", "TPU_MEGACORE=MEGACORE_DENSE --xla_b=2 --xla_tpu_a=3"
+    )  # as EasyDeL writes it
+    assert chosen_flags(None, v5p) == (("--xla_b=2", "--xla_tpu_a=3"), "XLA_FLAGS and LIBTPU_INIT_ARGS")
     assert chosen_flags("--xla_c=1", v5p) == (("--xla_c=1",), "")
     assert chosen_flags("default", v5p) == ((), "default")
     assert chosen_flags(("async",), v5p) == (flag_set("async", v5p), "async")

@@ -333,7 +333,7 @@ def test_a_hostile_name_stays_a_string(small: Plan, form: str, name: str):
         roles=dict(zip(arguments, ("parameter", "batch"), strict=True)),
     )
     text = export_plan(hostile, form)
-    if form in ("jax", "explicit", "flax", "torch-xla", "dtensor", "fsdp2"):
+    if form in ("jax", "explicit", "flax", "rules", "torch-xla", "dtensor", "fsdp2"):
         compile(text, form, "exec")
     assert "\nimport os" not in text.replace("import jax", "")
 
@@ -404,7 +404,9 @@ def named(plan: Plan, word: str, topology: str) -> Plan:
     )
 
 
-@pytest.mark.parametrize("form", [form for form in EXPORT_FORMS if form not in ("hlo", "maxtext", *OF_MODULES)])
+@pytest.mark.parametrize(
+    "form", [form for form in EXPORT_FORMS if form not in ("hlo", "maxtext", "rules", *OF_MODULES)]
+)
 def test_names_in_code_are_exactly_those_of_the_plan(form: str, plan: Plan):
     hostile = named(plan, HOSTILE, f"cpu:8{HOSTILE}")
     code = ast.parse(export_plan(hostile, form))

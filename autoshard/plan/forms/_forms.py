@@ -54,6 +54,7 @@ FORMS = {
         Form("flax", Rest.XLA, state=False),
         Form("maxtext", Rest.MAXTEXT),
         Form("keras", Rest.XLA, state=False, single=True),
+        Form("rules", Rest.XLA, state=False),
         Form("haliax", Rest.NAMES, state=False),
         Form("torch-xla", Rest.XLA, state=False, layers=False),
         Form("dtensor", Rest.DTENSOR, state=False, layers=False, ordered=True),

@@ -66,7 +66,8 @@ class Propagation:
             spec, cluster = given.get(argument.name), model.structure.cluster_of[tensor]
             if spec is not None and cluster >= 0:
                 node = model.cluster_node[cluster]
-                chosen[node] = self._nearest(node, [(tensor, spec.dims)])
+                words = len(model.structure.dims_of[tensor]) - len(spec.dims)  # that a typed PRNG key is made of
+                chosen[node] = self._nearest(node, [(tensor, (*spec.dims, *((),) * words))])
 
     def _nearest(self, node: int, wanted: Sequence[tuple[int, mlir.Dims]]) -> int:
         """The state of a cluster that most elements of its tensors agree with, given the axes of their dims."""

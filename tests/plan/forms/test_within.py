@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -49,6 +51,19 @@ def test_what_only_pins_split_is_lost_and_its_price_says_so(form: str):
     assert held.collectives == ()
     given = held_specs(form_named(form), plan.arguments, plan.shapes, plan.roles, plan.mesh)
     assert splits_nothing(given, plan.mesh)
+
+
+def test_arrays_of_typed_keys_have_dims_that_no_spec_names():
+    def step(w, keys, x):
+        kept = jax.random.bernoulli(keys[0], 0.5, x.shape)
+        return w - jax.grad(lambda w: jnp.mean(((x * kept) @ w) ** 2))(w), jax.random.split(keys[0], 8)
+
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
+    program = trace(step, (f32(64, 64), keys, f32(64, 64)))
+    plan = autoshard.plan(program, topology="cpu:8", mesh=MESH, pins={"w": "-,model", "x": "data,-"})
+    for form in ("jax", "flax", "dtensor"):
+        held = price_form(plan, program, form_named(form))
+        assert held is not None and held.step_time_s > 0
 
 
 @pytest.mark.parametrize("rest", [Rest.XLA, Rest.DTENSOR])
