@@ -42,7 +42,8 @@ def user_code(label: str, run: Callable[[], Any]) -> Any:
                 f"`{label}` uses implementation='cudnn', which JAX traces only where it finds cuDNN: trace it there "
                 "and plan the StableHLO file (.lower().as_text(), `autoshard plan step.mlir`), or use 'xla'."
             ) from error
-        if isinstance(error, NotImplementedError) and (found := re.match(r"Not supported on (.+?)\.?$", text)):
+        refused = r"(?:Not supported on|.*[Uu]nsupported \w+ device kind:) (.+?)\.?$"  # tokamax's, ejkernel's
+        if found := re.match(refused, text):
             raise UserError(
                 f"`{label}` asks for a kernel that is not made for {found[1]}, where it is traced: choose an "
                 "implementation in plain JAX (tokamax calls it 'xla'), or trace it on its accelerator and plan the "

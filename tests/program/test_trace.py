@@ -293,9 +293,16 @@ def test_an_axis_that_nothing_binds_is_named():
     assert trace(bound, (S((16, 8), F), S((2, 4, 16), F))).results
 
 
-def test_a_kernel_of_another_backend_is_refused_with_what_works():
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotImplementedError("Not supported on cpu."),
+        RuntimeError("grouped_matmulv2 (platform=pallas): Unsupported TPU device kind: cpu"),
+    ],
+)
+def test_a_kernel_of_another_backend_is_refused_with_what_works(error: Exception):
     def step(x):
-        raise NotImplementedError("Not supported on cpu.")
+        raise error
 
     with pytest.raises(UserError, match=r"`step` asks for a kernel that is not made for cpu, .* in plain JAX"):
         trace(step, (S((4,), F),))

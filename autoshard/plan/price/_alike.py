@@ -31,19 +31,24 @@ class Alike:
     seconds: float
     splits: tuple[str, ...]
     """Dim groups that the ops could be split by, with their sizes."""
+    call: bool
+    """Whether they are calls of a kernel, into which nobody looks."""
 
 
 def find_alike(model: Model, groups: Groups, choices: NDArray[np.int64]) -> list[Alike]:
     """All such work, what takes longest first."""
     seconds: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     splits: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
+    calls: set[tuple[str, tuple[str, ...]]] = set()
     for op, used, took in (*_heavy(model, choices), *_fused(model, choices)):
         idle = tuple(a for a, n in model.mesh.axes.items() if n > 1 and a not in used and a not in op.manual)
         if idle and took > 0:
             key = (_words(op), idle)
             seconds[key] += took
             splits.setdefault(key, tuple(_splits(model, groups, op)))
-    found = [Alike(what, axes, took, splits[what, axes]) for (what, axes), took in seconds.items()]
+            if op.opaque is not None:
+                calls.add(key)
+    found = [Alike(*key, took, splits[key], key in calls) for key, took in seconds.items()]
     return sorted(found, key=lambda each: (-each.seconds, each.what, each.axes))
 
 
@@ -56,6 +61,8 @@ def alike_lines(model: Model, groups: Groups, choices: NDArray[np.int64], step_t
             rest[each.axes].append(each)
             continue
         how = f"it can be split by {', '.join(each.splits)}" if each.splits else "it cannot be split"
+        if each.call and not each.splits:
+            how = "neither its grid nor a rule says what may be split there; `autoshard.register_rule` can"
         lines.append(f"{_devices(model, each.axes)} {each.what}, {each.seconds / step_time_s:.1%} of the step: {how}.")
     for axes, several in rest.items():
         share = sum(each.seconds for each in several) / step_time_s

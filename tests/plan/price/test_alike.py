@@ -46,6 +46,12 @@ def test_a_kernel_that_too_few_devices_share_is_said_once() -> None:
         assert "test_alike.py:" in line and float(line.split("%")[0].rsplit(" ", 1)[1]) > 90
 
 
+def test_of_a_kernel_whose_grid_says_nothing_it_is_said_what_to_register() -> None:
+    (line,) = said(rows_kernel(1))
+    assert line.startswith("the 8 devices along data x model do the same work in `rows_kernel` at ")
+    assert line.endswith("neither its grid nor a rule says what may be split there; `autoshard.register_rule` can.")
+
+
 def test_nothing_is_said_where_every_device_has_its_own_part() -> None:
     assert said(rows_kernel(8)) == []
     assert said(wide_mlp()) == []
