@@ -178,6 +178,33 @@ def _detection(full: bool) -> Case:
     return Case(module.to("meta") if full else module, (images,))
 
 
+def _detection_scores(full: bool) -> Case:
+    """The same without what keeps boxes by their scores: images in one batch, scores and boxes of all anchors."""
+    import torch
+    from torch import nn
+
+    detection = library("torchvision.models.detection")
+    size, batch = (800, 8) if full else (64, 8)
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            whole = detection.retinanet_resnet50_fpn_v2(weights=None, weights_backbone=None)
+            self.backbone, self.head = whole.backbone, whole.head
+
+        def forward(self, images: Any) -> Any:
+            found = self.head(list(self.backbone(images).values()))
+            return found["cls_logits"], found["bbox_regression"]
+
+    def case() -> Case:
+        module = Scores()
+        anchors = module(torch.zeros(1, 3, size, size))[0].shape[1]
+        labels = torch.zeros(batch, anchors, dtype=torch.int64)
+        return Case(module, (torch.zeros(batch, 3, size, size),), {}, labels, labelled, {"targets": 91})
+
+    return of(full, case)
+
+
 # --- timm -------------------------------------------------------------------------------------------------------------
 
 
@@ -512,7 +539,7 @@ def _dlrm(full: bool) -> Case:
     return of(full, case)
 
 
-def _graphs(layer: str) -> Callable[[bool], Case]:
+def _graphs(layer: str, **options: Any) -> Callable[[bool], Case]:
     """Three layers on a graph of the size of ogbn-arxiv."""
 
     def make(full: bool) -> Case:
@@ -525,10 +552,10 @@ def _graphs(layer: str) -> Callable[[bool], Case]:
 
         def convolution(a: int, b: int) -> Any:
             if layer == "GATConv":
-                return graphs.GATConv(a, b // 4, heads=4)
+                return graphs.GATConv(a, b // 4, heads=4, **options)
             if layer == "GINConv":
                 return graphs.GINConv(nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Linear(b, b)))
-            return getattr(graphs, layer)(a, b)
+            return getattr(graphs, layer)(a, b, **options)
 
         class Net(nn.Module):
             def __init__(self) -> None:
@@ -641,6 +668,7 @@ PROGRAMS: dict[str, Entry] = {
     "swin_v2_b": Entry("torchvision", _torchvision("swin_v2_b", 256, 256, _small_swin, 32), "v5e:4x4"),
     "deeplabv3_resnet101": Entry("torchvision", _segmentation),
     "retinanet_resnet50_fpn_v2": Entry("torchvision", _detection),
+    "retinanet, scores of all anchors": Entry("torchvision", _detection_scores),
     "eva02_large_patch14_448": Entry("timm", _timm("eva02_large_patch14_448.mim_m38m_ft_in22k_in1k", 128, _SMALL_VIT)),
     "vit_so400m_patch14_siglip_384": Entry(
         "timm", _timm("vit_so400m_patch14_siglip_384.webli", 128, _SMALL_VIT, num_classes=1000)
@@ -679,6 +707,8 @@ PROGRAMS: dict[str, Entry] = {
     "DLRM": Entry("DLRM's style", _dlrm, optimizer="sgd"),
     "GCNConv": Entry("torch_geometric", _graphs("GCNConv")),
     "GATConv": Entry("torch_geometric", _graphs("GATConv")),
+    "GCNConv, the data has its loops": Entry("torch_geometric", _graphs("GCNConv", add_self_loops=False)),
+    "GATConv, the data has its loops": Entry("torch_geometric", _graphs("GATConv", add_self_loops=False)),
     "SAGEConv": Entry("torch_geometric", _graphs("SAGEConv")),
     "GINConv": Entry("torch_geometric", _graphs("GINConv")),
     "messages by index_add": Entry("torch", _scatter),
