@@ -17,6 +17,11 @@ _CACHES = ("past_key_values", "cache")
 """What models call the cache that they are given: transformers up to 5.23, and from 5.24 on."""
 
 
+_DISTANCES = ("mpt",)
+"""Model types that take the number of cached tokens for nothing but the part of a table of distances that they add to
+the scores of all keys: any part of as many keys does, since it differs by what the softmax takes out."""
+
+
 def serving_program(
     function: TorchFunction,
     name: str,
@@ -43,6 +48,7 @@ def serving_program(
     masked = [bool(getattr(function.module.config, "alibi", False))]  # it counts all keys
     taken = inspect.signature(function.module.forward).parameters
     placed = "position_ids" in taken
+    counted = not placed and function.module.config.model_type not in _DISTANCES
     held = next((each for each in _CACHES if each in taken), None)
     if function.module.config.is_encoder_decoder or "input_ids" not in taken or held is None:
         raise UserError(
@@ -58,7 +64,7 @@ def serving_program(
     def call(weights: Any, entries: Any, given: Any, buffers: Any) -> tuple[ServingCache, Any]:
         import jax.numpy as jnp
 
-        cache = ServingCache(lowered_environment(), entries, given.get("position"), seq, counted=not placed)
+        cache = ServingCache(lowered_environment(), entries, given.get("position"), seq, counted=counted)
         first = given.get("position", 0)
         places = (jax.lax.broadcasted_iota(jnp.int32, (1, length), 1) + first).astype(jnp.int32)
         function.cache = cache

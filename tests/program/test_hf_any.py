@@ -22,6 +22,7 @@ MODELS = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", DECODER | EXPERTS | {"num_experts": 4}),
     "bloom": ("BloomForCausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96}),
     "falcon": ("FalconForCausalLM", COMMON | {"alibi": True, "new_decoder_architecture": False}),
+    "mpt": ("MptForCausalLM", {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 96, "max_seq_len": 64}),
     "gemma3_text": (
         "Gemma3ForCausalLM",
         DECODER | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
@@ -204,7 +205,7 @@ def unstacked(own, wanted):
         *("bloom", "mamba"),
         *(
             pytest.param(each, marks=pytest.mark.full)
-            for each in ("gpt_oss", "falcon", "qwen3_next", "roformer", "hy_v4")
+            for each in ("gpt_oss", "falcon", "mpt", "qwen3_next", "roformer", "hy_v4")
         ),
     ],
 )
