@@ -16,7 +16,7 @@ LAYERS = re.compile(
 KEPT_LAYERS = re.compile(
     r"conv|feat_extract|first|dense|head|mlp|adapter|upsampl|kv_shared|mtp|predict|nextn|dropped|downsam"
 )
-WIDTHS = {"hidden_size": 64, "d_model": 64, "n_embd": 64, "embed_dim": 64, "dim": 64, "hidden_dim": 64}
+WIDTHS = {"hidden_size": 64, "lru_width": 64, "d_model": 64, "n_embd": 64, "embed_dim": 64, "dim": 64, "hidden_dim": 64}
 WIDTHS |= {"intermediate_size": 128, "d_ff": 128, "ffn_dim": 128, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
 WIDTHS |= {"n_inner": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "ffn_hidden_size": 128}
 WIDTHS |= {"num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "encoder_attention_heads": 4}
