@@ -13,6 +13,9 @@ from autoshard.program import from_torch
 class Attending(torch.nn.Module):
     """Attention to a cache of what it was shown before, with a count of calls that no checkpoint keeps."""
 
+    cache: torch.Tensor
+    calls: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.query, self.key = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)

@@ -1,5 +1,7 @@
 """Gradients of torch modules that are not those of what is computed: `no_grad`, `detach`, functions with their own."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -124,13 +126,15 @@ def straight_through(x):
 
 
 def reversed_(x):
-    y, _ = Reversed.apply(x, 3.0, torch.arange(4))
-    z, none = Reversed.apply(x[1:], 2.0, None)
+    apply: Any = Reversed.apply
+    y, _ = apply(x, 3.0, torch.arange(4))
+    z, none = apply(x[1:], 2.0, None)
     return y * x + z.sum() if none is None else None
 
 
 def of_two(x):
-    one, two = OfTwo.apply(x * 2, x * 3)
+    apply: Any = OfTwo.apply
+    one, two = apply(x * 2, x * 3)
     return one + two
 
 
