@@ -48,8 +48,8 @@ KINDS = {
 REASONS = {
     "hy_v4": "The gradient of its one scale is 6e-7, a sum that nearly cancels of terms a hundred times as large, and "
     "off by 1.5e-10.",
-    "rt_detr_v2": "Planned after 35 s of the processor; XLA's compiler for CPUs was not done with the planned step after "
-    "ten minutes of it.",
+    "rt_detr_v2": "Planned after 35 s of the processor; XLA's compiler for CPUs was not done with the planned step "
+    "after ten minutes of it.",
     "t5gemma": "Cross attention is nearly uniform at the initial values: this gradient is 4e-5 of the largest one, and "
     "the difference under 2e-9 of that one, below what fp32 resolves.",
 }
