@@ -6,10 +6,11 @@ WORKERS ?= 2
 RUN := $(VENV)/bin
 STAMP := $(VENV)/.autoshard-installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PYTORCH_XLA
 # A program that wants another environment's packages is not ours.
 unexport PYTHONPATH
 
-.PHONY: demo readme test test-full test-browser docs lint bench clean
+.PHONY: demo readme test test-full test-browser docs lint bench bench-spmd clean
 
 demo: $(STAMP)
 	mkdir -p build
@@ -52,10 +53,16 @@ lint: $(STAMP)
 # What the experiments share, or start one by one, is no script of its own.
 PARTS := $(wildcard experiments/jax_*.py) $(addprefix experiments/,calibrate.py code_base_programs.py \
 	compile_programs.py cpu_programs.py family_programs.py held.py kept.py picture.py readme.py \
-	reliability_table.py torch_xla_loop.py torch_xla_models.py torch_xla_run.py torch_xla_script.py)
+	reliability_table.py torch_xla_loop.py torch_xla_models.py torch_xla_run.py torch_xla_script.py \
+	torch_xla_spmd_run.py torch_xla_spmd_shapes.py)
 
 bench: $(STAMP)
 	for script in $(filter-out $(PARTS),$(wildcard experiments/*.py)); do $(RUN)/python $$script || exit 1; done
+
+# PyTorch/XLA's own tests of SPMD with auto-sharding and without, where PYTORCH_XLA is a checkout of it (v2.9.0); `make
+# bench PYTORCH_XLA=...` runs them too, and without one both run what those tests do in words of our own.
+bench-spmd: $(STAMP)
+	$(RUN)/python experiments/torch_xla_spmd.py
 
 clean:
 	rm -rf build

@@ -171,3 +171,14 @@ def _fingerprint(module: Any, arguments: Sequence[Argument]) -> str:
     digest = hashlib.sha256(mlir.canonical_text(module).encode())
     digest.update(json.dumps([[a.name, a.role.value] for a in arguments]).encode())
     return digest.hexdigest()
+
+
+def own_sharding(taken: Capture, number: int | None, mesh: LiveMesh) -> Any:
+    """The user's own sharding of an argument that the mesh cannot express: what replaces it is split so too.
+
+    None where there is none.
+    """
+    if number is None or number not in taken.users:
+        return None
+    value, text = taken.inputs[number], taken.split[number]
+    return None if mesh.read(text, value.dim()) is not None else xlac()._get_xla_op_sharding(value)

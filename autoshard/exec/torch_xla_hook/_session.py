@@ -11,7 +11,7 @@ from typing import Any
 from autoshard.cost import Topology
 from autoshard.exec.torch_xla_hook._ahead import Ahead
 from autoshard.exec.torch_xla_hook._apply_plan import Applied
-from autoshard.exec.torch_xla_hook._capture import Capture, capture
+from autoshard.exec.torch_xla_hook._capture import Capture, capture, own_sharding
 from autoshard.exec.torch_xla_hook._guard import Guard, is_strict, said_of
 from autoshard.exec.torch_xla_hook._here import live_mesh, mesh_here, topology_here
 from autoshard.exec.torch_xla_hook._kept import kept_decision, kept_mesh
@@ -332,7 +332,8 @@ class Session:
         outputs = replay(planned_proto(taken, plan, mesh), inputs)
         for root, output, result in zip(taken.roots, outputs, taken.program.results, strict=True):
             if result.shape:
-                mark(output, mesh.sharding(plan.results[result.name]))
+                own = own_sharding(taken, result.argument, mesh)
+                mark(output, mesh.sharding(plan.results[result.name]) if own is None else own)
             become(root, output)
         self.applied.take(
             taken, decision, mesh, Pins([*zip(calls, shapes, taken.places, strict=True), *held], taken.flow), watch
