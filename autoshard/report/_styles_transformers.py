@@ -30,7 +30,7 @@ class TransformersStyles:
     rules: dict[str, str]
     """Name of a module or parameter that is split -> its style."""
     experts: dict[str, str]
-    """The same of experts of which every device holds some; rules of an `ep_plan`."""
+    """Name of a module of experts of which every device holds some -> its style, a rule of an `ep_plan`."""
     whole: tuple[str, ...]
     """All other modules, and parameters that are a module's own: rules that a model class has for them give way."""
     lacks: tuple[str, ...]

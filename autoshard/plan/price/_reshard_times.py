@@ -68,7 +68,7 @@ class _Known:
     path: Path
     """Kept, so that no other one gets its `id`."""
     times: dict[tuple[int, int], ReshardTime] = dataclasses.field(default_factory=dict)
-    """By row and column."""
+    """A row and a column of the path -> what that move takes."""
 
 
 _known: "weakref.WeakKeyDictionary[Collectives, dict[int, _Known]]" = weakref.WeakKeyDictionary()

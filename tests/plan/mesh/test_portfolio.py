@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autoshard.cost import Topology, make_mesh
@@ -58,7 +59,7 @@ def test_candidates_fit_and_are_ordered_and_none_is_another_one(offered: PlanRes
 
 def test_the_figures_of_every_candidate_are_those_of_its_choices(offered: PlanResult):
     model = made.model("wide mlp", ON["topology"], ON["mesh"])
-    outcomes = [evaluate(model, [int(c) for c in each.plan.choices.split()]) for each in offered.candidates]  # type: ignore[arg-type]
+    outcomes = [evaluate(model, np.array(each.plan.choices.split(), np.int64)) for each in offered.candidates]
     for each, outcome in zip(offered.candidates, outcomes, strict=True):
         assert outcome.step_time_s == pytest.approx(each.plan.prediction.step_time_s, rel=1e-9)
         assert outcome.peak_bytes == each.plan.prediction.peak_bytes
@@ -106,7 +107,7 @@ def test_other_meshes_are_offered_with_choices_of_their_own():
         assert each.name == ",".join(f"{axis}={size}" for axis, size in each.plan.mesh.items())
         mesh = make_mesh(topology, each.plan.mesh)
         model = build_model(program, read_program(program, "tpu"), mesh, topology.usable_bytes)
-        outcome = evaluate(model, [int(c) for c in each.plan.choices.split()])  # type: ignore[arg-type]
+        outcome = evaluate(model, np.array(each.plan.choices.split(), np.int64))
         assert outcome.step_time_s == pytest.approx(each.plan.prediction.step_time_s, rel=1e-9)
     assert found.plan.meshes and not any(each.plan.meshes for each in elsewhere)
 
