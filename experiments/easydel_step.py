@@ -14,10 +14,7 @@ storage, monitoring and data is stood in for where it is not installed.
 Results are kept by row in `experiments/results/easydel_step.json`.
 """
 
-import argparse
 import functools
-import importlib.util
-import multiprocessing
 import os
 import sys
 import time
@@ -30,8 +27,8 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parent))
 
+from beside import apart, asked, find  # noqa: E402
 from kept import Results, checked_out  # noqa: E402
-from maxtext_step import _StandIns  # noqa: E402
 
 
 HERE = Path(__file__).parent
@@ -66,17 +63,7 @@ def open_easydel(folder: Path | None, devices: int) -> Any:
     """EasyDeL with that many devices."""
     import pandas as pandas  # before what it looks for is stood in for
 
-    if folder is not None:
-        sys.path.insert(0, str(folder))
-    names: list[str] = []
-    for name in STOOD_IN:
-        try:
-            there = importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError:
-            there = False
-        if not there:
-            names.append(name)
-    sys.meta_path.insert(0, _StandIns(names))  # pyright: ignore[reportArgumentType]
+    find(folder, STOOD_IN)
     warnings.simplefilter("ignore")
     import easydel  # pyright: ignore[reportMissingImports]
 
@@ -188,21 +175,6 @@ def compile_row(folder: Path | None, row: dict[str, Any], planned: dict[str, Any
     send.send({"specs_that_differ": wrong, "compiled_wire": sum(wire.values()), "rules": len(said["RULES"])})
 
 
-def apart(work: Any, *args: Any) -> dict[str, Any]:
-    """Run `work` in a process of its own: meshes of one device and of eight do not mix."""
-    spawn = multiprocessing.get_context("spawn")
-    mine, theirs = spawn.Pipe()
-    worker = spawn.Process(target=work, args=(*args, theirs))
-    worker.start()
-    theirs.close()
-    try:
-        return mine.recv()
-    except EOFError:
-        raise SystemExit(f"{work.__name__} ended with {worker.exitcode}") from None
-    finally:
-        worker.join()
-
-
 def write_table(rows: dict[str, dict[str, Any]]) -> None:
     mesh = ", ".join(f"{axis}={size}" for axis, size in MESH.items())
     lines = [
@@ -227,26 +199,18 @@ def write_table(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help="parts of names of rows")
-    parser.add_argument("--easydel", type=Path, metavar="FOLDER", help="where EasyDeL was installed beside")
-    parser.add_argument("--table", action="store_true", help="only write the table again")
-    options = parser.parse_args()
-    if options.easydel is None and importlib.util.find_spec("easydel") is None and not options.table:
-        print(
-            "EasyDeL is not installed: install `easydel`, or give the folder that it was installed to with --easydel."
-        )
+    given = asked(__doc__, "EasyDeL", ROWS)
+    if given is None:
         return
+    folder, names = given
     results = Results(RESULTS)
-    for name, row in ROWS.items():
-        if options.table or options.rows and not any(part in name for part in options.rows):
-            continue
-        planned = apart(plan_row, options.easydel, row)
-        print(name, {key: value for key, value in planned.items() if key not in ("text", "specs")}, flush=True)
-        compiled = apart(compile_row, options.easydel, row, planned)
+    for name in names:
+        planned = apart(plan_row, folder, ROWS[name])
+        figures = {key: value for key, value in planned.items() if key not in ("text", "specs")}
+        print(name, figures, flush=True)
+        compiled = apart(compile_row, folder, ROWS[name], planned)
         print(name, compiled, flush=True)
-        kept = {key: value for key, value in planned.items() if key not in ("text", "specs")}
-        results.keep(name, kept | compiled | {"parameters": len(planned["specs"]), "commit": checked_out()})
+        results.keep(name, figures | compiled | {"parameters": len(planned["specs"]), "commit": checked_out()})
     write_table({name: results.rows[name] for name in ROWS if name in results.rows})
 
 

@@ -13,23 +13,20 @@ libraries of kernels and numbers (aqtp, qwix, tokamax, einshape, omegaconf, type
 Results are kept by row in `experiments/results/maxtext_step.json`.
 """
 
-import argparse
-import importlib.machinery
 import importlib.util
-import multiprocessing
 import os
 import re
 import sys
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
+from beside import apart, asked, find  # noqa: E402
 from kept import Results, checked_out  # noqa: E402
 
 
@@ -70,39 +67,9 @@ NEW_SYNTAX = ("maxtext.kernels.mhc", "maxtext.common.grain_utility", "maxtext.in
 """Modules of MaxText that these configurations do not use: written for Python 3.12, or over those packages."""
 
 
-class _StandIns:
-    """Finds modules that are not installed and stands in for them."""
-
-    def __init__(self, names: list[str]) -> None:
-        self.names = names
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if any(name == known or name.startswith(f"{known}.") for known in self.names):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)  # pyright: ignore[reportArgumentType]
-        return None
-
-    def create_module(self, spec: Any) -> Any:
-        module = MagicMock(name=spec.name)
-        module.__path__, module.__spec__, module.__name__, module.__file__ = [], spec, spec.name, spec.name
-        return module
-
-    def exec_module(self, module: Any) -> None:
-        pass
-
-
 def open_maxtext(folder: Path | None) -> Path:
     """Make MaxText importable; its default configuration file."""
-    names: list[str] = [] if folder is None else list(NEW_SYNTAX)
-    if folder is not None:
-        sys.path.insert(0, str(folder))
-    for name in STOOD_IN:
-        try:
-            there = importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError:
-            there = False
-        if not there:
-            names.append(name)
-    sys.meta_path.insert(0, _StandIns(names))  # pyright: ignore[reportArgumentType]
+    find(folder, STOOD_IN, () if folder is None else NEW_SYNTAX)
     found = importlib.util.find_spec("maxtext")
     if found is None or found.submodule_search_locations is None:
         raise SystemExit(f"there is no MaxText in {folder}.")
@@ -132,8 +99,10 @@ def inputs(base: Path, settings: dict[str, Any], compiled_for: str = "") -> tupl
     return config, mesh, step, args
 
 
-def plan_row(base: Path, row: dict[str, Any], send: Any) -> None:
+def plan_row(folder: Path | None, row: dict[str, Any], send: Any) -> None:
     """Trace, plan and export; `send` gets the figures and the settings."""
+    base = open_maxtext(folder)
+
     import jax
     from flax.core.spmd import logical_axis_rules
 
@@ -161,8 +130,10 @@ def plan_row(base: Path, row: dict[str, Any], send: Any) -> None:
     )
 
 
-def compile_row(base: Path, row: dict[str, Any], settings: dict[str, str], send: Any) -> None:
+def compile_row(folder: Path | None, row: dict[str, Any], settings: dict[str, str], send: Any) -> None:
     """MaxText's own ahead-of-time compilation with these settings, and what its program sends."""
+    base = open_maxtext(folder)
+
     from flax.core.spmd import logical_axis_rules
     from maxtext.trainers.pre_train import train_compile  # pyright: ignore[reportMissingImports]
 
@@ -184,26 +155,6 @@ def compile_row(base: Path, row: dict[str, Any], settings: dict[str, str], send:
             + memory.temp_size_in_bytes,
         }
     )
-
-
-def apart(work: Any, *args: Any) -> dict[str, Any]:
-    """Run `work` in a process of its own: MaxText's configurations, and meshes of CPUs and TPUs, do not mix."""
-    spawn = multiprocessing.get_context("spawn")
-    mine, theirs = spawn.Pipe()
-    worker = spawn.Process(target=_work, args=(work, args, theirs))
-    worker.start()
-    theirs.close()
-    try:
-        return mine.recv()
-    except EOFError:
-        raise SystemExit(f"{work.__name__} ended with {worker.exitcode}") from None
-    finally:
-        worker.join()
-
-
-def _work(work: Any, args: tuple[Any, ...], send: Any) -> None:
-    folder, *rest = args
-    work(open_maxtext(folder), *rest, send)
 
 
 def write_table(rows: dict[str, dict[str, Any]]) -> None:
@@ -230,21 +181,15 @@ def write_table(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help="parts of names of rows")
-    parser.add_argument("--maxtext", type=Path, metavar="FOLDER", help="an unpacked wheel of MaxText")
-    parser.add_argument("--table", action="store_true", help="only write the table again")
-    options = parser.parse_args()
-    if options.maxtext is None and importlib.util.find_spec("maxtext") is None and not options.table:
-        print("MaxText is not installed: install `maxtext`, or give the folder of its wheel with --maxtext.")
+    given = asked(__doc__, "MaxText", ROWS)
+    if given is None:
         return
+    folder, names = given
     results = Results(RESULTS)
-    for name, row in ROWS.items():
-        if options.table or options.rows and not any(part in name for part in options.rows):
-            continue
-        planned = apart(plan_row, options.maxtext, row)
+    for name in names:
+        planned = apart(plan_row, folder, ROWS[name])
         print(name, planned, flush=True)
-        compiled = apart(compile_row, options.maxtext, row, planned["settings"])
+        compiled = apart(compile_row, folder, ROWS[name], planned["settings"])
         print(name, compiled, flush=True)
         results.keep(name, planned | compiled | {"commit": checked_out()})
     write_table({name: results.rows[name] for name in ROWS if name in results.rows})

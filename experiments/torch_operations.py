@@ -61,8 +61,8 @@ REASONS = {
 """Why what differs does, where somebody has looked."""
 
 
-def outcome(sample: Any, function: Any) -> str | None:
-    """How one sample compares: `equal`, `refused: ...`, `differs: ...`, or None if torch itself refuses it."""
+def outcome(sample: Any, function: Any) -> str:
+    """How one sample compares: `equal`, `refused: ...`, `differs: ...`, or `torch: ...` if that refuses it itself."""
     import jax
     import torch
     from torch.utils import _pytree
@@ -83,19 +83,26 @@ def outcome(sample: Any, function: Any) -> str | None:
         def forward(self, *tensors: Any) -> Any:
             return call(tensors)
 
-    try:
-        given = [leaves[i].detach().clone().requires_grad_(leaves[i].requires_grad) for i in places]
-        arrays = [tensor.detach().numpy() for tensor in given]
-        expected = [each for each in _pytree.tree_leaves(call(given)) if isinstance(each, torch.Tensor)]
+    def by_torch(follow: bool) -> Any:
+        """What goes in, the results, which of them have gradients, their weights, what is learned, its gradients."""
+        given = [leaves[i].detach().clone().requires_grad_(follow and leaves[i].requires_grad) for i in places]
+        results = [each for each in _pytree.tree_leaves(call(given)) if isinstance(each, torch.Tensor)]
+        follows = [each.requires_grad and each.is_floating_point() for each in results]
         rng = np.random.default_rng(0)
-        follows = [each.requires_grad and each.is_floating_point() for each in expected]
-        weights = [rng.standard_normal(each.shape).astype(np.float32) for each in expected]
-        terms = [(e * torch.tensor(w)).sum() for e, w, on in zip(expected, weights, follows, strict=True) if on]
+        weights = [rng.standard_normal(each.shape).astype(np.float32) for each in results]
+        terms = [(e * torch.tensor(w)).sum() for e, w, on in zip(results, weights, follows, strict=True) if on]
         learned = [k for k, tensor in enumerate(given) if tensor.requires_grad] if terms else []
         total = sum(terms, torch.zeros(()))
         wanted = torch.autograd.grad(total, [given[k] for k in learned], allow_unused=True) if learned else ()
-    except Exception:  # samples that torch refuses, also to differentiate
-        return None
+        return [tensor.detach().numpy() for tensor in given], results, follows, weights, learned, wanted
+
+    try:
+        try:
+            arrays, expected, follows, weights, learned, wanted = by_torch(follow=True)
+        except RuntimeError:  # what torch does not differentiate
+            arrays, expected, follows, weights, learned, wanted = by_torch(follow=False)
+    except Exception as error:  # samples that torch refuses
+        return f"torch: {_said(error)}"
     planned = TorchFunction(Called())
 
     def run(values: Any) -> Any:
@@ -114,8 +121,7 @@ def outcome(sample: Any, function: Any) -> str | None:
         else:
             (_, found), gradients = jax.jit(run)(values), []
     except Exception as error:
-        lines = str(error).splitlines()
-        return f"refused: {type(error).__name__}: {lines[0][:90] if lines else ''}"
+        return f"refused: {_said(error)}"
     for value, tensor in zip(found, expected, strict=True):
         own = tensor.detach().resolve_conj()
         own = (own.float() if own.dtype == torch.bfloat16 else own).numpy()
@@ -130,34 +136,42 @@ def outcome(sample: Any, function: Any) -> str | None:
     return "equal"
 
 
-def row(operation: Any, function: Any, count: int) -> dict[str, Any] | None:
-    """How some samples of an operation compare, spread over those that torch has; None if torch has none."""
+def _said(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:90] if lines else ''}"
+
+
+def row(operation: Any, function: Any, count: int) -> dict[str, Any]:
+    """How some samples of an operation compare, spread over those that torch has."""
     import torch
 
     try:
         made = itertools.islice(operation.sample_inputs("cpu", torch.float32, requires_grad=True), 40)
         samples = list(made)
-    except Exception:  # of devices and packages that are not there
-        return None
+    except Exception as error:  # of devices and packages that are not there
+        return {"samples": 0, "outcomes": [f"torch: {_said(error)}"]}
     if len(samples) > count:
         samples = [samples[k] for k in np.linspace(0, len(samples) - 1, count).astype(int)]
-    found = [each for each in (outcome(sample, function) for sample in samples) if each is not None]
-    return {"samples": len(found), "outcomes": sorted(set(found))} if found else None
+    found = [outcome(sample, function) for sample in samples]
+    tried = [each for each in found if not each.startswith("torch")]
+    return {"samples": len(tried), "outcomes": sorted(set(tried or found)) or ["torch: no samples"]}
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    by: dict[str, list[str]] = {"equal": [], "refused": [], "differs": []}
+    by: dict[str, list[str]] = {"differs": [], "refused": [], "equal": [], "torch": []}
     for name, each in sorted(rows.items()):
         kinds = {outcome.partition(":")[0] for outcome in each["outcomes"]}
-        by["differs" if "differs" in kinds else "refused" if "refused" in kinds else "equal"].append(name)
+        by[next(kind for kind in by if kind in kinds)].append(name)
     lines = [
         "# Operations of torch beside torch's own",
         "",
         "`python experiments/torch_operations.py`. Operations of `op_db`, those in place with a `_` at the end; random",
-        "ones are left out. Equal: values within 2e-4 and gradients within 2e-3 on every sample that was tried.",
+        "ones are left out. Equal: values within 2e-4 and gradients within 2e-3 on every sample that was tried;",
+        "values alone of what torch does not differentiate.",
         "",
-        f"Of {len(rows)} operations ({sum(each['samples'] for each in rows.values())} samples) {len(by['equal'])} are",
-        f"equal on all samples, {len(by['refused'])} are refused on some, {len(by['differs'])} differ on some.",
+        f"Of {len(rows) - len(by['torch'])} operations ({sum(each['samples'] for each in rows.values())} samples)",
+        f"{len(by['equal'])} are equal on all samples, {len(by['refused'])} are refused on some, "
+        f"{len(by['differs'])} differ on some.",
         "",
         "| differs | how | why |",
         "| --- | --- | --- |",
@@ -170,6 +184,10 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     lines += ["", "| refused | with |", "| --- | --- |"]
     for name in by["refused"]:
         said = next(each for each in rows[name]["outcomes"] if each.startswith("refused")).partition(": ")[2]
+        lines.append(f"| `{name}` | {said.replace('|', '/')} |")
+    lines += ["", "| not tried: no sample that torch itself computes here | with |", "| --- | --- |"]
+    for name in by["torch"]:
+        said = rows[name]["outcomes"][0].partition(": ")[2] if rows[name]["outcomes"] else "no samples"
         lines.append(f"| `{name}` | {said.replace('|', '/')} |")
     return "\n".join(lines) + "\n"
 
@@ -199,9 +217,8 @@ def main() -> None:
             if function is None or operation.name in RANDOM or torch.float32 not in operation.dtypes or not wanted:
                 continue
             found = row(operation, function, args.samples)
-            if found is not None:
-                results.keep(name, found | {"code": checked_out()})
-                print(name, *found["outcomes"], sep="\n    ", flush=True)
+            results.keep(name, found | {"code": checked_out()})
+            print(name, *found["outcomes"], sep="\n    ", flush=True)
     TABLE.write_text(table(results.rows))
     print(TABLE.read_text())
 

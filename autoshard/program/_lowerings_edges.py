@@ -67,14 +67,17 @@ def _root(x: Any, power: float = 0.5) -> Any:
     return jnp.where(none, 0, jnp.sqrt(safe) if power == 0.5 else safe**power)
 
 
+def _axes(dim: Any) -> Any:
+    """`dim` as torch's reductions have it, as JAX's: no dims at all are all of them."""
+    return (tuple(dim) or None) if isinstance(dim, Sequence) else dim
+
+
 def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     """`torch.linalg.vector_norm` of all elements, or along `dim`."""
     import jax.numpy as jnp
     from torchax.ops import mappings
 
-    axes = None if dim is None or (isinstance(dim, Sequence) and not dim) else dim
-    axes = tuple(axes) if isinstance(axes, Sequence) else axes
-    axes = () if x.ndim == 0 else axes
+    axes = () if x.ndim == 0 else _axes(dim)
     x = x if dtype is None else x.astype(mappings.t2j_dtype(dtype))
     if ord == 0:
         return (x != 0).sum(axis=axes, keepdims=keepdim).astype(jnp.abs(x).dtype)
@@ -88,12 +91,8 @@ def vector_norm(x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dt
     if ord in (2, "fro"):
         squares = jnp.square(x) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.square(sizes)
         return _root(squares.sum(axis=axes, keepdims=keepdim))
-    powers = _root(sizes, ord) if ord < 1 else sizes**ord
-    return (
-        _root(powers.sum(axis=axes, keepdims=keepdim), 1.0 / ord)
-        if ord > 0
-        else powers.sum(axis=axes, keepdims=keepdim) ** (1.0 / ord)
-    )
+    total = (_root(sizes, ord) if ord < 1 else sizes**ord).sum(axis=axes, keepdims=keepdim)
+    return _root(total, 1.0 / ord) if ord > 0 else total ** (1.0 / ord)
 
 
 def distance(x: Any, y: Any, p: float = 2) -> Any:
@@ -118,16 +117,14 @@ def std(x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bo
     """`torch.std`, whose gradient is nought where all elements are alike."""
     import jax.numpy as jnp
 
-    axes = tuple(dim) if isinstance(dim, Sequence) and dim else dim if isinstance(dim, int) else None
-    return _root(jnp.var(x, axis=axes, ddof=int(1 if correction is None else correction), keepdims=keepdim))
+    return _root(jnp.var(x, axis=_axes(dim), ddof=int(1 if correction is None else correction), keepdims=keepdim))
 
 
 def std_mean(x: Any, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
     """`torch.std_mean`."""
     import jax.numpy as jnp
 
-    axes = tuple(dim) if isinstance(dim, Sequence) and dim else dim if isinstance(dim, int) else None
-    return std(x, dim, correction=correction, keepdim=keepdim), jnp.mean(x, axis=axes, keepdims=keepdim)
+    return std(x, dim, correction=correction, keepdim=keepdim), jnp.mean(x, axis=_axes(dim), keepdims=keepdim)
 
 
 def leaky_relu(x: Any, negative_slope: float = 0.01) -> Any:

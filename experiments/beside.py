@@ -1,0 +1,81 @@
+"""What experiments with another's training library share: it may be a folder beside, with little of what it imports."""
+
+import argparse
+import importlib.machinery
+import importlib.util
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+
+class _StandIns:
+    """Finds modules that are not installed and stands in for them."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if any(name == known or name.startswith(f"{known}.") for known in self.names):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)  # pyright: ignore[reportArgumentType]
+        return None
+
+    def create_module(self, spec: Any) -> Any:
+        module = MagicMock(name=spec.name)
+        module.__path__, module.__spec__, module.__name__, module.__file__ = [], spec, spec.name, spec.name
+        return module
+
+    def exec_module(self, module: Any) -> None:
+        pass
+
+
+def find(folder: Path | None, packages: Iterable[str], never: Sequence[str] = ()) -> None:
+    """Let a library in `folder` be imported: those of `packages` that are missing, and modules `never` to be read, are
+    stood in for."""
+    if folder is not None:
+        sys.path.insert(0, str(folder))
+    names = list(never)
+    for name in packages:
+        try:
+            there = importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:
+            there = False
+        if not there:
+            names.append(name)
+    sys.meta_path.insert(0, _StandIns(names))  # pyright: ignore[reportArgumentType]
+
+
+def apart(work: Callable[..., None], *args: Any) -> dict[str, Any]:
+    """What `work(*args, send)` sends from a process of its own: other devices and configurations do not mix."""
+    spawn = multiprocessing.get_context("spawn")
+    mine, theirs = spawn.Pipe()
+    worker = spawn.Process(target=work, args=(*args, theirs))
+    worker.start()
+    theirs.close()
+    try:
+        return mine.recv()
+    except EOFError:
+        raise SystemExit(f"{work.__name__} ended with {worker.exitcode}") from None
+    finally:
+        worker.join()
+
+
+def asked(doc: str | None, library: str, rows: Iterable[str]) -> tuple[Path | None, list[str]] | None:
+    """The folder of a library and the rows to run, from the command line; None if the library is nowhere."""
+    package = library.lower()
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="parts of names of rows")
+    parser.add_argument(
+        f"--{package}", type=Path, metavar="FOLDER", help=f"where {library} is: installed beside, or its wheel unpacked"
+    )
+    parser.add_argument("--table", action="store_true", help="only write the table again")
+    options = parser.parse_args()
+    folder = getattr(options, package)
+    if options.table:
+        return folder, []
+    if folder is None and importlib.util.find_spec(package) is None:
+        print(f"{library} is not installed: install `{package}`, or give its folder with --{package}.")
+        return None
+    return folder, [name for name in rows if not options.rows or any(part in name for part in options.rows)]
