@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from autoshard.exec.apply._split_shards import local_part
 from autoshard.exec.apply._split_trial import settle
 
 
@@ -46,12 +47,12 @@ class ExpertHooks:
         for axis, place in enumerate(hidden.placements):
             rows.append(Shard(0) if place == Shard(0) and axis not in by_expert else Replicate())
         summed = [Partial() if axis in by_expert else place for axis, place in enumerate(rows)]
-        own_hidden, own_weights = (_local(each, rows, summed) for each in (hidden, weights))
-        own_index = _local(index, rows, rows)
+        own_hidden, own_weights = (local_part(each, rows, summed) for each in (hidden, weights))
+        own_index = local_part(index, rows, rows)
         for name, parameter in held.items():
             places = [Shard(0) if axis in by_expert else Replicate() for axis in range(self._mesh.ndim)]
             grads = [Partial() if row.is_shard() else place for row, place in zip(rows, places, strict=True)]
-            module.__dict__[name] = _local(parameter, places, grads)
+            module.__dict__[name] = local_part(parameter, places, grads)
         if by_expert:
             count = len(module.__dict__[next(iter(held))])
             number = 0
@@ -84,7 +85,3 @@ class ExpertHooks:
         """Axes of the mesh over which parameters are taken split by experts; where that is not known, are held so."""
         places = [list(each) for each in self._taken.values()] or [list(each.placements) for each in held.values()]
         return [axis for axis in range(self._mesh.ndim) if all(each[axis] == Shard(0) for each in places)]
-
-
-def _local(tensor: Any, places: Sequence[Any], grads: Sequence[Any]) -> Any:
-    return tensor.redistribute(placements=list(places)).to_local(grad_placements=list(grads))

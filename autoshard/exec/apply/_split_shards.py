@@ -64,7 +64,7 @@ def embed(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, An
         grads.append(Partial() if by_id else place)
         out.append(id_place if by_id else Partial() if place == Shard(0) else
                    Shard(ids.ndim) if place == Shard(1) else Replicate())  # fmt: skip
-    taken, held = _local(ids, own_ids), _local(table, own_table, grads)
+    taken, held = local_part(ids, own_ids), local_part(table, own_table, grads)
     mesh, first = ids.device_mesh, 0
     for axis in [axis for axis, place in enumerate(own_table) if place == Shard(0)]:
         first = first * mesh.size(axis) + mesh.get_local_rank(axis)
@@ -101,9 +101,9 @@ def convolve(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str,
         )  # fmt: skip
         for name, each in zip(places, split, strict=True):
             places[name].append(each)
-    own_bias = None if bias is None else _local(bias, places["bias"], places["kernel'"])
-    own_images = _local(images, places["images"], places["images'"])
-    made = func(own_images, _local(kernel, places["kernel"], places["kernel'"]), own_bias, **named)
+    own_bias = None if bias is None else local_part(bias, places["bias"], places["kernel'"])
+    own_images = local_part(images, places["images"], places["images'"])
+    made = func(own_images, local_part(kernel, places["kernel"], places["kernel'"]), own_bias, **named)
     return DTensor.from_local(made, images.device_mesh, places["out"], run_check=False)
 
 
@@ -125,9 +125,9 @@ def multiply(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str,
         )  # fmt: skip
         for name, each in zip(places, split, strict=True):
             places[name].append(each)
-    own_bias = None if bias is None else _local(bias, places["weight"], places["weight'"])
-    own_taken = _local(taken, places["taken"], places["taken'"])
-    made = func(own_taken, _local(weight, places["weight"], places["weight'"]), own_bias)
+    own_bias = None if bias is None else local_part(bias, places["weight"], places["weight'"])
+    own_taken = local_part(taken, places["taken"], places["taken'"])
+    made = func(own_taken, local_part(weight, places["weight"], places["weight'"]), own_bias)
     return DTensor.from_local(made, taken.device_mesh, places["out"], run_check=False)
 
 
@@ -138,7 +138,7 @@ def choose(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, A
     if not isinstance(taken, DTensor) or "out" in named:
         return None
     places = _whole_in(taken, {named.get("dim", -1) % max(taken.ndim, 1)})
-    values, indices = func(_local(taken, places), **named)
+    values, indices = func(local_part(taken, places), **named)
     made = (DTensor.from_local(each, taken.device_mesh, places, run_check=False) for each in (values, indices))
     return torch.return_types.topk(tuple(made))  # pyright: ignore[reportArgumentType]
 
@@ -150,7 +150,7 @@ def pad(func: Callable[..., Any], given: Sequence[Any], keywords: dict[str, Any]
     if not isinstance(taken, DTensor) or not all(isinstance(width, int) for width in widths):
         return None
     places = _whole_in(taken, {taken.ndim - 1 - k // 2 for k, width in enumerate(widths) if width})
-    return DTensor.from_local(func(_local(taken, places), **named), taken.device_mesh, places, run_check=False)
+    return DTensor.from_local(func(local_part(taken, places), **named), taken.device_mesh, places, run_check=False)
 
 
 def _whole_in(tensor: Any, dims: set[int]) -> list[Any]:
@@ -158,7 +158,7 @@ def _whole_in(tensor: Any, dims: set[int]) -> list[Any]:
     return [p if isinstance(p, Shard) and p.dim not in dims else Replicate() for p in tensor.placements]
 
 
-def _local(tensor: Any, places: Sequence[Any], grads: Sequence[Any] | None = None) -> Any:
+def local_part(tensor: Any, places: Sequence[Any], grads: Sequence[Any] | None = None) -> Any:
     """This device's part of a tensor in some placements; what it adds to gradients is placed as `grads` say."""
     return tensor.redistribute(placements=list(places)).to_local(grad_placements=list(grads or places))
 
