@@ -52,17 +52,23 @@ class Pins:
         moved = {call.op for call, _, place in every if call.what == "result" and len(made.get(place, ())) > 1}
         turning = self._turning(planned, every, inside, mixing, moved)  # these have what they take pinned
         whole |= {op for op in turning if op in moved or inside[op] & self.flow.lookups}
+        resplit = self._resplit(made)
+        turning |= mixing & {call.op for call, _, place in every if call.what == "operand" and place in resplit}
         loose = self._loose(planned, every, turning - whole)
         begun = {
             place: first
             for call, _, place in every
             if call.what == "result" and place in made and (first := self._begun(made, inside[call.op], place))
         }
+        views = self._views_of({place for call, _, place in every if call.op is None and place in made})
         found: dict[tuple[Place, tuple[int, ...]], tuple[Spec, ...]] = {}
         there: set[Value] = set()
         for call, shape, place in every:
             if call in taken:
-                found[call, shape] = (taken[call],)
+                # The further axes in which a view is handed on here would be its for all that takes it.
+                is_sliced = place in views and planned.axes(place) < set(taken[call].axes)
+                own = made.get(place, ())[-1:] if is_sliced else ()
+                found[call, shape] = (*own, taken[call])
             elif place in made and (
                 call.op is None or call.op in whole or (call.what == "operand" and (call.op, place) in loose)
             ):
@@ -143,6 +149,26 @@ class Pins:
             for value in operands
             if value is not None and op not in told and value in made and (op, 0) in made
             if splits(made[value][-1], self.flow.kept.get(op)) != splits(made[op, 0][0])
+        }
+
+    def _views_of(self, values: Collection[Value]) -> set[Value]:
+        """What these values become by being put into other dims; none of it is pinned by itself."""
+        queue, found = list(values), set[Value]()
+        for value in queue:  # grows as it is walked
+            for op in self.flow.users.get(value, ()):
+                if op in self.flow.views and (op, 0) not in found:
+                    found.add((op, 0))
+                    queue.append((op, 0))
+        return found
+
+    def _resplit(self, made: Mapping[Value, tuple[Spec, ...]]) -> set[Value]:
+        """What views make of values that are split over other axes."""
+        return {
+            (op, 0)
+            for op in self.flow.views
+            for value in self.flow.operands[op]
+            if value is not None and value in made and (op, 0) in made
+            if splits(made[value][-1]) != splits(made[op, 0][-1])
         }
 
     def _begun(self, made: Mapping[Value, tuple[Spec, ...]], inside: set[int], result: Value) -> tuple[Spec, ...]:

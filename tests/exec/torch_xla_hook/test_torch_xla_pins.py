@@ -134,6 +134,39 @@ def test_what_a_view_splits_anew_is_pinned_where_it_is_made():
     assert pinned(taken, made, same, places=places, graph=graph) == {OUTPUT: (SPLIT,)}
 
 
+def test_a_product_that_takes_what_a_view_splits_anew_has_it_pinned():
+    """Such as tokens that a router takes whole, and that come split from what is before it."""
+    graph = {5: ("reshape", (4, 0)), 7: ("dot", (5, 0), (-1, 0))}
+    pins = [Pin(op=4, index=0, spec=SPLIT), Pin(op=5, index=0, spec=WHOLE), Pin(op=7, index=0, spec=WHOLE)]
+    places = {OUTPUT: (4, 0), FIRST: (5, 0), TAKEN: (-1, 0), MADE: (7, 0)}
+    assert pinned(*pins, places=places, graph=graph) == {OUTPUT: (SPLIT,), FIRST: (WHOLE,)}
+    pins[0] = dataclasses.replace(pins[0], spec=WHOLE)
+    assert pinned(*pins, places=places, graph=graph) == {OUTPUT: (WHOLE,)}
+
+
+@pytest.mark.parametrize(
+    ("handed", "through", "specs"),
+    [
+        (Spec((("data", "model"), ())), "reshape", (SPLIT, Spec((("data", "model"), ())))),
+        (OTHER, "reshape", (OTHER,)),
+        (Spec((("data", "model"), ())), "sum", (Spec((("data", "model"), ())),)),
+    ],
+    ids=["in more axes", "in others", "not of a view"],
+)
+def test_a_view_that_is_handed_on_in_more_axes_keeps_its_own_beside(
+    handed: Spec, through: str, specs: tuple[Spec, ...]
+):
+    """Else these would be the axes in which the backward pass takes it, too."""
+    graph = {5: (through, (4, 0)), 7: ("dot", (5, 0), (-1, 0))}
+    pins = (
+        Pin(op=4, index=0, spec=SPLIT),
+        Pin(op=5, index=0, spec=SPLIT),
+        Pin(op=5, index=0, spec=handed, operand=(7, 0)),
+        Pin(op=7, index=0, spec=handed),
+    )
+    assert pinned(*pins, places={OUTPUT: (4, 0), FIRST: (5, 0), MADE: (7, 0)}, graph=graph)[FIRST] == specs
+
+
 @pytest.mark.parametrize(
     ("made", "summed", "is_pinned"), [(OTHER, (), False), (SPLIT, ("data",), False), (SPLIT, (), True)]
 )
