@@ -1,6 +1,7 @@
 """Saving and loading plans: JSON, the same bytes for the same plan."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -215,11 +216,17 @@ class _PlanReader:
     def _record(self, kind: Any, value: Any, where: str) -> Any:
         if not isinstance(value, dict):
             raise self.damaged(f"`{where}` is not a record")
-        hints = typing.get_type_hints(kind)
         read = {}
-        for field in dataclasses.fields(kind):
-            if field.name in value:
-                read[field.name] = self.read(hints[field.name], value[field.name], f"{where}.{field.name}")
-            elif field.default is dataclasses.MISSING:
-                raise self.damaged(f"`{where}.{field.name}` is missing")
+        for name, declared, default in _fields_of(kind):
+            if name in value:
+                read[name] = self.read(declared, value[name], f"{where}.{name}")
+            elif default is dataclasses.MISSING:
+                raise self.damaged(f"`{where}.{name}` is missing")
         return kind(**read)
+
+
+@functools.cache
+def _fields_of(kind: Any) -> list[tuple[str, Any, Any]]:
+    """Name, declared type and default of a record's fields. Asked once: Python is slow to tell types."""
+    hints = typing.get_type_hints(kind)
+    return [(field.name, hints[field.name], field.default) for field in dataclasses.fields(kind)]
