@@ -4,9 +4,10 @@
 
 The script is run as it is; only `print` is another one, which takes down the numbers that it is given. A line that
 begins with "step" ends a step. After `WARM` steps the process runs `TURN` steps for each line of its input, and it runs
-the last `COUNTED` steps with the hook's own functions timed; what is compiled is counted before those. `--nudged`
-moves every parameter by one unit in the last place before it goes to the device: what rounding alone makes of the
-losses. On the `host` it is plain PyTorch: the device is the CPU, and there are no step boundaries.
+the last `COUNTED` steps with the hook's own functions timed; what is compiled is counted before those. What later
+steps send is read from the programs that XLA runs. `--nudged` moves every parameter by one unit in the last place
+before it goes to the device: what rounding alone makes of the losses. On the `host` it is plain PyTorch: the device is
+the CPU, and there are no step boundaries.
 """
 
 import argparse
@@ -14,7 +15,9 @@ import functools
 import json
 import os
 import runpy
+import shutil
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -38,28 +41,33 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is none of what is said here
     os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8", TOKENIZERS_PARALLELISM="false")
+    dump = Path(tempfile.mkdtemp())
     if given.how == "hooked":
         os.environ["XLA_AUTO_SPMD_MESH"] = MESH
+        os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_pass_re=NONE"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        told = Told(out, STEPS if given.how == "host" else WARM)
+        told = Told(out, dump, STEPS if given.how == "host" else WARM)
         if given.how == "host":
             exec(on_cpu(given.name), {"print": told, "__name__": "__main__"})
         else:
-            run_on_xla(given.name, given.how == "hooked", given.nudged, told)
+            run_on_xla(given.name, given.how == "hooked", given.nudged, told, dump)
         said = list(dict.fromkeys(str(each.message) for each in caught if "autoshard" in str(each.message)))
         json.dump({"end": told.found | {"said": said}}, out)
     out.flush()
+    shutil.rmtree(dump, ignore_errors=True)
     os._exit(0)  # torch_xla takes seconds to end
 
 
-def run_on_xla(name: str, hooked: bool, nudged: bool, told: "Told") -> None:
+def run_on_xla(name: str, hooked: bool, nudged: bool, told: "Told", dump: Path) -> None:
     """Run a script on 8 devices in SPMD mode."""
     import torch_xla.runtime as xr
 
     import autoshard.torch_xla  # noqa: F401
 
     xr.use_spmd(**({"auto": True} if hooked else {}))
+    if hooked:
+        note_plans(dump)
     if nudged:
         nudge()
     runpy.run_path(str(PROGRAMS / f"{name}.py"), {"print": told}, "__main__")
@@ -105,8 +113,9 @@ def nudge() -> None:
 class Told:
     """Stands for `print` in a script."""
 
-    def __init__(self, out: TextIO, warm: int) -> None:
+    def __init__(self, out: TextIO, dump: Path, warm: int) -> None:
         self._out = out
+        self._dump = dump
         self._warm = warm
         self._steps = 0
         self._turn: list[float] = []
@@ -148,7 +157,7 @@ class Told:
     def _end(self) -> None:
         """What there is before the script lets go of it."""
         told = {"shares": self._shares, "numbers": self._numbers, "compiled": self._compiled}
-        self.found = told | {"host": on_host()} | parameters()
+        self.found = told | {"host": on_host(), "wire": wire(self._dump)} | parameters()
 
 
 class Own:
@@ -192,9 +201,61 @@ class Own:
 
 
 def compiled() -> int:
+    """Programs that XLA has compiled, those that gather a split tensor for the host among them."""
     import torch_xla.debug.metrics as metrics
 
-    return metrics.counter_value("UncachedCompile") or 0
+    return (metrics.metric_data("CompileTime") or (0,))[0]
+
+
+EXECUTED = "*cpu_after_optimizations.txt"
+"""Names of the files in which XLA dumps what it runs, numbered in the order of compilation."""
+
+_planned_at: list[int] = []
+"""Of each plan, how many programs there were when it was made: the next one is its first step."""
+
+
+def note_plans(dump: Path) -> None:
+    """Have it noted which program is the first step of which plan."""
+    from autoshard.exec.torch_xla_hook import _session
+
+    modules: Any = _session
+    replay = modules.replay
+
+    @functools.wraps(replay)
+    def noted(*args: Any) -> Any:
+        _planned_at.append(len(list(dump.glob(EXECUTED))))
+        return replay(*args)
+
+    modules.replay = noted
+
+
+def wire(dump: Path) -> list[dict[str, Any]]:
+    """By plan, bytes on the wire by mesh axis: planned, and sent in later steps; none for plans of no later step.
+
+    Later steps run the last program with as many products as the first one of the plan has.
+    """
+    import autoshard.torch_xla
+    from autoshard.exec import plan_mesh, read_collectives, wire_by_axis
+    from autoshard.exec.hlo._hlo import parse_hlo
+
+    session = autoshard.torch_xla.session()
+    if session is None:
+        return []
+    modules = [parse_hlo(path.read_text()) for path in sorted(dump.glob(EXECUTED))]
+    counts = [
+        sum(op.opcode in PRODUCTS for each in module.computations.values() for op in each.instructions)
+        for module in modules
+    ]
+    found = []
+    for plan, first in zip(session.plans, _planned_at, strict=True):
+        later = [number for number in range(first + 1, len(modules)) if counts[number] == counts[first]]
+        if later and counts[first]:
+            sent = wire_by_axis(read_collectives(modules[later[-1]], plan_mesh(plan)))
+            found.append({"planned": plan.prediction.wire_bytes, "sent": sent})
+    return found
+
+
+PRODUCTS = ("dot", "convolution")
 
 
 def on_host() -> list[str]:

@@ -9,7 +9,8 @@ compiled by the end are counted. The processes take turns of a few steps, so tha
 of steps is the median of turns next to each other. What of it is the hook's own is timed in the hooked process alone,
 as the time in its outermost functions over that of the step. Where numbers differ by more than is allowed, a third run
 says how far rounding alone takes them, unhooked with every parameter moved by one unit in its last place, and a fourth
-what plain PyTorch computes on the CPU.
+what plain PyTorch computes on the CPU. What later steps send is read from the program that XLA runs in them, by mesh
+axis, beside what their plan has; the axis that differs most is shown, of those that carry 1% of the plan's bytes.
 
 Some compile more with the hook, which the table gives the causes of. A planned step is a program of its own, where
 without the hook that of the first step serves again. A step that is cut, by ops that PyTorch/XLA computes on the host
@@ -43,7 +44,7 @@ ROOT = Path(__file__).parents[1]
 PROGRAMS = ROOT / "experiments" / "torch_xla_programs"
 RESULTS = ROOT / "experiments" / "results" / "torch_xla_scripts.json"
 LIMIT_S = 300.0
-ALLOWED, OVERHEAD = 1e-5, 0.05
+ALLOWED, OVERHEAD, WIRE = 1e-5, 0.05, 0.05
 
 MORE = {
     "accelerated": "the first small batch's planned step, which no later one repeats",
@@ -141,6 +142,7 @@ def compare(name: str) -> dict[str, Any]:
         "compiled by step": [ours["compiled"], theirs["compiled"]],
         "turns": turns,
         "shares": ours["shares"],
+        "wire": ours["wire"],
         **{key: ours[key] for key in ("parameters", "elements", "plans", "notes", "said")},
         "host": [ours["host"], theirs["host"]],
     }
@@ -202,9 +204,20 @@ def verdict(row: dict[str, Any], more: str = "") -> str:
         short.append(f"compiles more ({more})" if more else "compiles more")
     if statistics.median(ratios(row)) > 1 + OVERHEAD:
         short.append("slower")
+    if (sent := on_the_wire(row)) is not None and abs(sent[1]) > WIRE:
+        short.append("sends more" if sent[1] > 0 else "sends less")
     if not row["parameters"][0]:
         short.append("only the batch is split")
     return ", ".join(short)
+
+
+def on_the_wire(row: dict[str, Any]) -> tuple[str, float] | None:
+    """The mesh axis on which later steps differ most from their plan, and by how much of it; None where none do."""
+    found = []
+    for each in row["wire"]:
+        planned = {axis: size for axis, size in each["planned"].items() if size > 0.01 * sum(each["planned"].values())}
+        found += [(axis, each["sent"].get(axis, 0) / size - 1) for axis, size in planned.items()]
+    return max(found, key=lambda pair: abs(pair[1]), default=None)
 
 
 def is_within(found: float | str, most: float | str, times: float = 1.0) -> bool:
@@ -218,8 +231,8 @@ def table(rows: dict[str, Any]) -> str:
         "| script | what it is | numbers | largest difference (of rounding alone; hooked, unhooked to "
         "plain PyTorch) | compiled, unhooked | ms a step, "
         "unhooked | ratio (quartiles) | the hook's own share | parameters split, by number and by size | plans | "
-        "falls short |",
-        "| " + " | ".join(["---"] * 11) + " |",
+        "sent by later steps, to the plan | falls short |",
+        "| " + " | ".join(["---"] * 12) + " |",
     ]
     for name in sorted(PROGRAMS.glob("*.py")):
         row = rows.get(name.stem)
@@ -227,7 +240,7 @@ def table(rows: dict[str, Any]) -> str:
             continue
         what = str(ast.get_docstring(ast.parse(name.read_text())))
         if "error" in row:
-            lines.append(f"| {name.stem} | {what} | | | | | | | | | {row['error']} |")
+            lines.append(f"| {name.stem} | {what} | | | | | | | | | | {row['error']} |")
             continue
         steps = [1e3 * statistics.median(sum(row["turns"][how], [])) for how in ("hooked", "unhooked")]
         low, middle, high = statistics.quantiles(ratios(row), n=4)
@@ -246,6 +259,7 @@ def table(rows: dict[str, Any]) -> str:
             f"{statistics.median(row['shares']):.1%}",
             f"{split} of {count}, {part / max(whole, 1):.0%}",
             str(row["plans"]),
+            "" if (sent := on_the_wire(row)) is None else f"{sent[0]} {sent[1]:+.1%}",
             "; ".join([*filter(None, [verdict(row, MORE.get(name.stem, ""))]), *row["said"], *on_host(row)]),
         ]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
@@ -276,11 +290,15 @@ def summary(rows: dict[str, Any]) -> str:
     fast = sum(statistics.median(ratios(row)) <= 1 + OVERHEAD for row in good)
     own = sum(statistics.median(row["shares"]) <= OVERHEAD for row in good)
     split = sum(row["parameters"][0] > 0 for row in good)
+    sent = [found[1] for row in good if (found := on_the_wire(row)) is not None]
+    exact = sum(abs(off) <= WIRE for off in sent)
     return (
         f"Of {len(rows)} scripts {len(good)} run; in {equal} no number differs by more than {ALLOWED:.0e}, and in "
         f"{len(good) - equal - silent} of the others by no more than rounding, or PyTorch/XLA's own error; {compiled} "
         f"compile no more than without the hook; in {split} parameters are split; the median step of {fast} takes at "
-        f"most {OVERHEAD:.0%} longer, and in {own} the hook's own part is at most {OVERHEAD:.0%} of it."
+        f"most {OVERHEAD:.0%} longer, and in {own} the hook's own part is at most {OVERHEAD:.0%} of it. Of {len(sent)} "
+        f"whose later steps are one program and send anything, {exact} send what is planned within {WIRE:.0%} on every "
+        f"axis, and {sum(off < -WIRE for off in sent)} less."
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,10 +27,15 @@ class Flow:
     """The ops that contract dims, by their numbers."""
     lookups: frozenset[int]
     """Ops that look up in dims, or write there."""
-    views: frozenset[int]
-    """Ops that only put the same elements into other dims."""
+    views: Mapping[int, tuple[int | None, ...]]
+    """Ops that only put the same elements into other dims: where each dim of the operand is found in the result.
+
+    None for what is not the outermost part of a dim there.
+    """
     kept: Mapping[int, tuple[int, ...]]
     """Dims of their first operand that reductions do not reduce."""
+    spread: Mapping[int, tuple[int, ...]]
+    """Of ops that spread an operand over further dims, the dims in which it is found again."""
 
     @functools.cached_property
     def users(self) -> Mapping[Value, list[int]]:
@@ -74,9 +80,29 @@ def flow(module: Any) -> Flow:
         alike.append(taken if len(op.results) == 1 and is_pointwise(op) else ())
     products = frozenset(number for number, op in enumerate(ops) if op.name in _PRODUCTS)
     lookups = frozenset(number for number, op in enumerate(ops) if op.name in _LOOKUPS)
-    views = frozenset(number for number, op in enumerate(ops) if op.name in _VIEWS)
+    views = {number: _VIEWS[op.name](op) for number, op in enumerate(ops) if op.name in _VIEWS}
     kept = {number: _kept(op) for number, op in enumerate(ops) if op.name == "stablehlo.reduce"}
-    return Flow(operands, alike, products, lookups, views, kept)
+    spread = {number: _spread(op) for number, op in enumerate(ops) if op.name == "stablehlo.broadcast_in_dim"}
+    return Flow(operands, alike, products, lookups, views, kept, spread)
+
+
+def _reshaped(reshape: Any) -> tuple[int | None, ...]:
+    """Dims begin where the elements outside of them are as many."""
+    from jaxlib.mlir import ir
+
+    shapes = [list(ir.RankedTensorType(value.type).shape) for value in (reshape.operands[0], reshape.results[0])]
+    before, after = ([math.prod(shape[:dim]) for dim in range(len(shape))] for shape in shapes)
+    begins = {outside: dim for dim, outside in enumerate(after) if shapes[1][dim] != 1}
+    return tuple(begins.get(outside) for outside in before)
+
+
+def _transposed(transpose: Any) -> tuple[int | None, ...]:
+    order = list(transpose.attributes["permutation"])
+    return tuple(order.index(dim) for dim in range(len(order)))
+
+
+def _spread(broadcast: Any) -> tuple[int, ...]:
+    return tuple(broadcast.attributes["broadcast_dimensions"])
 
 
 def _kept(reduction: Any) -> tuple[int, ...]:
@@ -88,5 +114,5 @@ def _kept(reduction: Any) -> tuple[int, ...]:
 
 
 _PRODUCTS = {"stablehlo.dot_general", "stablehlo.dot", "stablehlo.convolution"}
-_VIEWS = {"stablehlo.reshape", "stablehlo.transpose"}
+_VIEWS = {"stablehlo.reshape": _reshaped, "stablehlo.transpose": _transposed}
 _LOOKUPS = {"stablehlo.gather", "stablehlo.dynamic_gather", "stablehlo.scatter"}

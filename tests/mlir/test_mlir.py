@@ -290,8 +290,21 @@ def test_what_a_sum_keeps_and_what_is_only_a_view():
         }""")
     flow = mlir.flow(module)
     kinds = [op.name for op in mlir.number_ops(module)]
-    assert flow.views == {kinds.index("stablehlo.reshape")}
+    assert flow.views == {kinds.index("stablehlo.reshape"): (0, None, 2)}
     assert flow.kept == {kinds.index("stablehlo.reduce"): (0,)}
+
+
+def test_where_views_put_dims_and_what_is_spread_is_found_again():
+    module = mlir.parse_module("""
+        func.func @main(%a: tensor<16x32x8xf32>, %b: tensor<8xf32>) -> (tensor<1x512x8xf32>, tensor<8x16x32xf32>) {
+          %0 = stablehlo.reshape %a : (tensor<16x32x8xf32>) -> tensor<1x512x8xf32>
+          %1 = stablehlo.transpose %a, dims = [2, 0, 1] : (tensor<16x32x8xf32>) -> tensor<8x16x32xf32>
+          %2 = stablehlo.broadcast_in_dim %b, dims = [2] : (tensor<8xf32>) -> tensor<1x512x8xf32>
+          return %0, %1 : tensor<1x512x8xf32>, tensor<8x16x32xf32>
+        }""")
+    flow = mlir.flow(module)
+    assert flow.views == {0: (1, None, 2), 1: (1, 2, 0)}
+    assert flow.spread == {2: (2,)}
 
 
 def test_results_are_cut_with_what_only_they_need():

@@ -4,7 +4,7 @@ import functools
 import importlib
 import importlib.metadata
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
@@ -12,7 +12,7 @@ from autoshard.exec.torch_xla_hook._compiled import train_all_lazily
 from autoshard.exec.torch_xla_hook._inputs import PlannedInputs, watch_moves
 from autoshard.exec.torch_xla_hook._marks import held_spec, is_split
 from autoshard.exec.torch_xla_hook._norms import expand_norms
-from autoshard.exec.torch_xla_hook._ops import untold
+from autoshard.exec.torch_xla_hook._ops import tell_of_loop, untold
 from autoshard.exec.torch_xla_hook._reads import read_whole
 from autoshard.exec.torch_xla_hook._session import Session
 from autoshard.exec.torch_xla_hook._tensors import leaves, live_on_xla
@@ -143,7 +143,7 @@ def _stand_in(made: Session) -> None:
     register_optimizer_step_pre_hook(made.on_optimizer)
     watch_moves(made)
     read_whole(made.whole)
-    _leave_scans_alone()
+    _tell_of_scans()
     send: Any = xm.send_cpu_data_to_device
 
     @functools.wraps(send)
@@ -157,8 +157,20 @@ def _stand_in(made: Session) -> None:
     xm.send_cpu_data_to_device = send_planned
 
 
-def _leave_scans_alone() -> None:
-    """Have no one told of what PyTorch/XLA's `scan` runs to trace and to lower its body: that is another program."""
+def _tell_of_scans() -> None:
+    """Be told of PyTorch/XLA's `scan` as one op, of nothing that it runs to trace and to lower its body."""
     scan = importlib.import_module("torch_xla.experimental.scan")
     for name in ("value_and_grad_partitioned", "_scan_impl_flat"):
         setattr(scan, name, untold(getattr(scan, name)))
+    loop: Any = vars(scan)["_scan_impl_flat"]
+
+    @functools.wraps(loop)
+    def told(fn: Any, init: Any, xs: Any, reverse: bool = False) -> tuple[list[Any], list[Any]]:
+        def flat(*args: Any) -> Sequence[Any]:
+            carry, ys = loop(fn, args[: len(init)], args[len(init) :], reverse=reverse)
+            return *carry, *ys
+
+        made = tell_of_loop(flat, (*init, *xs))
+        return list(made[: len(init)]), list(made[len(init) :])
+
+    vars(scan)["_scan_impl_flat"] = told

@@ -23,6 +23,19 @@ from autoshard.exec.torch_xla_hook._tracing import is_traced, traced
 WITH_BIAS = " with bias"
 """Ends the kind of what an op makes in the end that is a product and adds a bias to it."""
 
+OF_WEIGHT = " of weight"
+"""Ends the kind of the part of a convolution's backward pass that makes the gradients of its weight and bias."""
+
+
+LOOP = "xla.scan"
+"""The kind of a loop of PyTorch/XLA's `scan`: the layers of a model, or the steps of a recurrent one."""
+
+
+def whole_kind(kind: str) -> str:
+    """The kind of the op that this is a part of, or is."""
+    return kind.removesuffix(WITH_BIAS).removesuffix(OF_WEIGHT)
+
+
 _KERNELS = (
     "_log_softmax",
     "_log_softmax_backward_data",
@@ -189,7 +202,7 @@ def stand_in(kinds: Collection[str] | None = None) -> None:
     No one is told of ops whose kernels can be stood in for and are not. Those that are cost some microseconds each,
     also where no one is entered.
     """
-    apart = None if kinds is None else {kind.removesuffix(WITH_BIAS) for kind in kinds}
+    apart = None if kinds is None else set(map(whole_kind, kinds))
     wanted = {name for name in _KERNELS if apart is None or _kind_of(name) in apart}
     restore_kernels(_standing - wanted)
     replace_kernels({name: _telling(name) for name in wanted - _standing})
@@ -209,18 +222,40 @@ def _telling(name: str) -> Callable[..., Any]:
         asking = [each for each in told if each.tells(kind)] if told else ()
         if not asking:
             return kernel(keys, *args, **kwargs)
-        _thread.told = []  # of what this op does in turn no one is told
-        try:
+        with _telling_no_one():
+            by_kernel = functools.partial(kernel, keys)
             parts = None if kwargs else _bias_apart(kind, args)
-            if parts is None:
-                return _tell(asking, kind, functools.partial(kernel, keys), args, kwargs)
-            product, factors, bias = parts
-            made = _tell(asking, kind, product, factors, {})
-            return _tell(asking, kind + WITH_BIAS, torch.ops.aten.add.Tensor, (made, bias), {})
-        finally:
-            _thread.told = told
+            if parts is not None:
+                product, factors, bias = parts
+                made = _tell(asking, kind, product, factors, {})
+                return _tell(asking, kind + WITH_BIAS, torch.ops.aten.add.Tensor, (made, bias), {})
+            if not kwargs and _makes_two(kind, args):
+                *taken, (_, weight, bias) = args
+                given, _, _ = _tell(asking, kind, by_kernel, (*taken, [True, False, False]), {})
+                _, *rest = _tell(asking, kind + OF_WEIGHT, by_kernel, (*taken, [False, weight, bias]), {})
+                return given, *rest
+            return _tell(asking, kind, by_kernel, args, kwargs)
 
     return run
+
+
+@contextlib.contextmanager
+def _telling_no_one() -> Iterator[None]:
+    """Around an op that is told of already: of what it does in turn no one is."""
+    told, _thread.told = _thread.told, []
+    try:
+        yield
+    finally:
+        _thread.told = told
+
+
+def tell_of_loop(loop: Callable[..., Sequence[Any]], args: Sequence[Any]) -> Sequence[Any]:
+    """Run a loop of PyTorch/XLA's, which is an op of its own, and tell all who are entered."""
+    asking = [each for each in _thread.told if each.tells(LOOP)]
+    if not asking:
+        return loop(*args)
+    with _telling_no_one():
+        return _tell(asking, LOOP, loop, args, {})
 
 
 def _tell(asking: Sequence[Ops], kind: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -249,6 +284,11 @@ def _bias_apart(kind: str, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...], A
     return None
 
 
+def _makes_two(kind: str, args: Sequence[Any]) -> bool:
+    """Whether this op convolves twice: a plan may want each with other operands. What no one takes XLA drops."""
+    return kind == "aten.convolution_backward.default" and args[-1][0] and any(args[-1][1:])
+
+
 def _results(made: Any) -> Sequence[Any]:
     return made if isinstance(made, (tuple, list)) else (made,)
 
@@ -264,4 +304,4 @@ def _kind_of(name: str) -> str:
     return f"aten.{name}" if "." in name else f"aten.{name}.default"
 
 
-_BY_KERNEL = frozenset(map(_kind_of, _KERNELS))
+_BY_KERNEL = frozenset({*map(_kind_of, _KERNELS), LOOP})

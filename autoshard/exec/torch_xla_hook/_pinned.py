@@ -7,11 +7,10 @@ Every pin costs time in every step: what follows from others is left to propagat
 
 import collections
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from autoshard.exec.torch_xla_hook._places import LazyOp, Place
-from autoshard.exec.torch_xla_hook._specs import Following, Planned, splits
+from autoshard.exec.torch_xla_hook._specs import Following, Planned, is_split_alike
 from autoshard.mlir import Flow, Value
 from autoshard.plan import Plan, Spec
 
@@ -33,61 +32,127 @@ class Pins:
 
         A value has two where it is made in one spec and used in another: the op that makes it sees the first. One op
         of a script is several of the graph (a convolution and its bias); where the plan changes a spec between these,
-        the op's result is pinned to both. Views are not told of: what a view splits anew is pinned where it is made.
+        the op's result is pinned to both. Views are not told of: what a view splits anew is pinned where it is made,
+        and where it is taken.
         """
-        planned = Planned(plan)
-        made = planned.made
-        every = [(call, shape, place) for call, shape, place in self.values if place is not None]
-        inside = self._inside(every)
-        mixing = self._mixing(inside)
-        # What is added or multiplied element by element, such as a bias, follows what it meets.
-        taken = {
-            call: specs.pop()
-            for call, _, place in every
-            if call.what == "operand" and (place[0] >= 0 or call.op in mixing)
-            if len(specs := planned.handed_to(place, inside.get(call.op, ()))) == 1
+        return _Choice(self, plan).pins()
+
+
+class _Choice:
+    """Which of the recorded values one plan has pinned."""
+
+    def __init__(self, pins: Pins, plan: Plan) -> None:
+        self.flow = pins.flow
+        self.planned = Planned(plan)
+        self.made = self.planned.made
+        self.every = [(call, shape, place) for call, shape, place in pins.values if place is not None]
+        self.given = [place for call, _, place in self.every if call.op is None]
+        """What modules give, and its gradients."""
+        self.made |= self._following()
+        self.inside = self._inside()
+        self.mixing = self._mixing()
+        self.taken = self._taken()
+        self.resplit = self._resplit()
+        self.moved = {call.op for call, _, place in self.every if call.what == "result" and self._is_moved(place)}
+
+    def pins(self) -> Pinned:
+        viewed = self._viewed()
+        whole = {
+            call.op
+            for call, _, place in self.every
+            if call in self.taken or (call.what == "result" and place in viewed)
         }
-        viewed = self._viewed(made, set().union(*inside.values()))
-        whole = {call.op for call, _, place in every if call in taken or (call.what == "result" and place in viewed)}
-        moved = {call.op for call, _, place in every if call.what == "result" and len(made.get(place, ())) > 1}
-        turning = self._turning(planned, every, inside, mixing, moved)  # these have what they take pinned
-        whole |= {op for op in turning if op in moved or inside[op] & self.flow.lookups}
-        resplit = self._resplit(made)
-        turning |= mixing & {call.op for call, _, place in every if call.what == "operand" and place in resplit}
-        loose = self._loose(planned, every, turning - whole)
-        begun = {
-            place: first
-            for call, _, place in every
-            if call.what == "result" and place in made and (first := self._begun(made, inside[call.op], place))
-        }
-        views = self._views_of({place for call, _, place in every if call.op is None and place in made})
+        turning = self._turning()
+        whole |= {op for op in turning if op in self.moved or self.inside[op] & self.flow.lookups}
+        turning |= {call.op for call, _, place in self.every if call.what == "operand" and place in self.resplit}
+        loose = self._loose(turning - whole)
         found: dict[tuple[Place, tuple[int, ...]], tuple[Spec, ...]] = {}
         there: set[Value] = set()
-        for call, shape, place in every:
-            if call in taken:
-                # The further axes in which a view is handed on here would be its for all that takes it.
-                is_sliced = place in views and planned.axes(place) < set(taken[call].axes)
-                own = made.get(place, ())[-1:] if is_sliced else ()
-                found[call, shape] = (*own, taken[call])
-            elif place in made and (
-                call.op is None or call.op in whole or (call.what == "operand" and (call.op, place) in loose)
+        begun = {place: self._begun(call.op, place) for call, _, place in self.every if call.what == "result"}
+        held = self._views_of(place for place in self.given if place in self.made)
+        for call, shape, place in self.every:
+            if place not in self.made or call in self.taken:
+                continue
+            is_result = call.what != "operand"
+            if (
+                call.op is None
+                or call.op in whole
+                or (is_result and self._is_moved(place))
+                or (not is_result and (call.op, place) in loose)
             ):
                 # What has its last spec already, since an op or an inner module gave it so, keeps that.
-                first = call.what != "operand" and place not in there
-                found[call, shape] = (*begun.get(place, ()), *made[place]) if first else made[place][-1:]
-                if call.what != "operand":
+                first = is_result and place not in there
+                found[call, shape] = (*begun.get(place, ()), *self.made[place]) if first else self._last(place)
+                if is_result:
                     there.add(place)
-        return _once(every, found)
+                held.add(place)
+        return self._once(found | self._handed_on(held))
 
-    def _loose(
-        self, planned: Planned, every: Sequence[tuple[Place, Any, Value]], turning: Collection[LazyOp | None]
-    ) -> set[tuple[LazyOp | None, Value]]:
+    def _handed_on(self, held: Collection[Value]) -> dict[tuple[Place, tuple[int, ...]], tuple[Spec, ...]]:
+        """Pins on what ops take in another spec than its own.
+
+        Where this has further axes, they would come back to the value and to all else that takes it: if something
+        holds it in its own spec (`held`), a pin says that first. So where a view has split it anew.
+        """
+        found = {}
+        for call, shape, place in self.every:
+            if call in self.taken:
+                specs = self.taken[call]
+                is_further = place in held and self.planned.axes(place) < set(specs[-1].axes)
+                own = self._last(place) if is_further or place in self.resplit else ()
+                found[call, shape] = (*own, *specs)
+        return found
+
+    def _last(self, value: Value) -> tuple[Spec, ...]:
+        return self.made.get(value, ())[-1:]
+
+    def _is_moved(self, value: Value) -> bool:
+        """Whether the plan has a value in one spec after the other: XLA may not find this way by itself."""
+        return len(self.made.get(value, ())) > 1
+
+    def _following(self) -> dict[Value, tuple[Spec, ...]]:
+        """The specs of what modules give and the plan leaves to propagation: of what it is made from, by element."""
+        found: dict[Value, tuple[Spec, ...]] = {}
+        for value in self.given:
+            queue, seen = [value], {value}
+            for each in queue:  # grows as it is walked
+                if each in self.made:
+                    found[value] = self._last(each)
+                    break
+                for other in self.flow.alike[each[0]] if each[0] >= 0 else ():
+                    if other is not None and other not in seen:
+                        seen.add(other)
+                        queue.append(other)
+        return {value: specs for value, specs in found.items() if value not in self.made}
+
+    def _taken(self) -> dict[Place, tuple[Spec, ...]]:
+        """What ops take in another spec than its own, with that.
+
+        What is added or multiplied element by element, such as a bias, follows what it meets if that only slices it.
+        """
+        return {
+            call: specs
+            for call, _, place in self.every
+            if call.what == "operand" and len(paths := self._handed(place, self.inside.get(call.op, ()))) == 1
+            for specs in paths
+            if place[0] >= 0 or call.op in self.mixing or not self.planned.axes(place) <= set(specs[-1].axes)
+        }
+
+    def _handed(self, value: Value, ops: Collection[int]) -> set[tuple[Spec, ...]]:
+        """The specs that some ops want a value in, other than its own: stated, or as what it is spread to is split."""
+        spread = {
+            (Spec(tuple(self.made[op, 0][0].dims[dim] for dim in self.flow.spread[op])),)
+            for op in self.flow.users.get(value, ())
+            if op in ops and op in self.flow.spread and (op, 0) in self.made
+        }
+        return self.planned.handed_to(value, ops) or spread - {self.planned.held(value)[-1:]}
+
+    def _loose(self, turning: Collection[LazyOp | None]) -> set[tuple[LazyOp | None, Value]]:
         """What ops take whose spec does not follow from what modules give, or may get axes from what the op makes."""
-        given = {place for call, _, place in every if call.op is None and place in planned.made}
-        following = Following(planned, self.flow, given)
+        following = Following(self.planned, self.flow, {place for place in self.given if place in self.made})
         taken: dict[LazyOp | None, set[Value]] = collections.defaultdict(set)
         around: dict[LazyOp | None, set[str]] = collections.defaultdict(set)
-        for call, _, place in every:
+        for call, _, place in self.every:
             if call.op in turning and call.what == "operand":
                 taken[call.op].add(place)
             elif call.op in turning:
@@ -96,62 +161,55 @@ class Pins:
             (op, value)
             for op, values in taken.items()
             for value in values
-            if not (around[op] <= set().union(*map(planned.axes, values)) and following.reaches(value))
+            if not (around[op] <= set().union(*map(self.planned.axes, values)) and following.reaches(value))
         }
 
-    def _turning(
-        self,
-        planned: Planned,
-        every: Sequence[tuple[Place, Any, Value]],
-        inside: Mapping[LazyOp | None, set[int]],
-        mixing: Collection[LazyOp | None],
-        moved: Collection[LazyOp | None],
-    ) -> set[LazyOp | None]:
-        """Of the `mixing` ops those that leave their result over other axes than they are given.
+    def _turning(self) -> set[LazyOp | None]:
+        """Of the mixing ops those that leave their result over other axes than they are given.
 
         XLA gives such an op a spec by what is around it: an axis that it is to do without comes in from there. What a
         product makes follows from what it takes; what a lookup makes does not. Nor is what is handed to another op in
         more axes than its own sure to come here without these.
         """
         axes: dict[tuple[LazyOp | None, bool], set[str]] = collections.defaultdict(set)
-        for call, _, place in every:
-            if call.op in mixing:
+        for call, _, place in self.every:
+            if call.op in self.mixing:
                 is_result = call.what == "result"
-                axes[call.op, is_result] |= planned.axes(place, None if is_result else inside[call.op])
+                axes[call.op, is_result] |= self.planned.axes(place, None if is_result else self.inside[call.op])
         beside = {
             call.op
-            for call, _, place in every
-            if call.op in mixing and call.what == "operand" and planned.handed_axes(place) - planned.axes(place)
+            for call, _, place in self.every
+            if call.what == "operand" and self.planned.handed_axes(place) - self.planned.axes(place)
         }
-        return {op for op in mixing if op in moved or op in beside or axes[op, True] != axes[op, False]}
+        return {op for op in self.mixing if op in self.moved or op in beside or axes[op, True] != axes[op, False]}
 
-    def _mixing(self, inside: Mapping[LazyOp | None, set[int]]) -> set[LazyOp | None]:
+    def _mixing(self) -> set[LazyOp | None]:
         """Ops of the script that contract dims or look up in them."""
         known = self.flow.products | self.flow.lookups
-        return {op for op, numbers in inside.items() if op is not None and numbers & known}
+        return {op for op, numbers in self.inside.items() if op is not None and numbers & known}
 
-    def _inside(self, every: Sequence[tuple[Place, Any, Value]]) -> dict[LazyOp | None, set[int]]:
+    def _inside(self) -> dict[LazyOp | None, set[int]]:
         """Numbers of the graph's ops that an op of the script is made of."""
-        known = {place for _, _, place in every}
-        operands = {(call.op, place) for call, _, place in every if call.what == "operand"}
+        known = {place for _, _, place in self.every}
+        operands = {(call.op, place) for call, _, place in self.every if call.what == "operand"}
         inside: dict[LazyOp | None, set[int]] = {}
-        for call, _, place in every:
+        for call, _, place in self.every:
             if call.what == "result":
                 copied = (call.op, place) in operands  # by an op that is none in the graph
                 inside.setdefault(call.op, set()).update(() if copied else self.flow.between(known, place))
         return inside
 
-    def _viewed(self, made: Mapping[Value, tuple[Spec, ...]], told: set[int]) -> set[Value]:
+    def _viewed(self) -> set[Value]:
         """Values that an op which is told of no one gives on in other axes."""
+        told = set().union(*self.inside.values())
         return {
             value
             for op, operands in enumerate(self.flow.operands)
             for value in operands
-            if value is not None and op not in told and value in made and (op, 0) in made
-            if splits(made[value][-1], self.flow.kept.get(op)) != splits(made[op, 0][0])
+            if value is not None and op not in told and self._splits_anew(op, value)
         }
 
-    def _views_of(self, values: Collection[Value]) -> set[Value]:
+    def _views_of(self, values: Iterable[Value]) -> set[Value]:
         """What these values become by being put into other dims; none of it is pinned by itself."""
         queue, found = list(values), set[Value]()
         for value in queue:  # grows as it is walked
@@ -161,30 +219,31 @@ class Pins:
                     queue.append((op, 0))
         return found
 
-    def _resplit(self, made: Mapping[Value, tuple[Spec, ...]]) -> set[Value]:
+    def _resplit(self) -> set[Value]:
         """What views make of values that are split over other axes."""
-        return {
-            (op, 0)
-            for op in self.flow.views
-            for value in self.flow.operands[op]
-            if value is not None and value in made and (op, 0) in made
-            if splits(made[value][-1]) != splits(made[op, 0][-1])
-        }
+        return {(op, 0) for op in self.flow.views for value in self.flow.operands[op] if self._splits_anew(op, value)}
 
-    def _begun(self, made: Mapping[Value, tuple[Spec, ...]], inside: set[int], result: Value) -> tuple[Spec, ...]:
+    def _splits_anew(self, op: int, value: Value | None) -> bool:
+        """Whether what an op makes is split over other axes than the value that it takes."""
+        if value is None or value not in self.made or (op, 0) not in self.made:
+            return False
+        return not is_split_alike(self.flow, op, self.made[value][-1], self.made[op, 0][0])
+
+    def _begun(self, op: LazyOp | None, result: Value) -> tuple[Spec, ...]:
         """The spec in which an op begins to make its result, where it ends in another."""
-        first = {made[value][0] for value in self.flow.unchanged(inside, result) if value in made}
-        first.discard(made[result][0])
+        if result not in self.made:
+            return ()
+        first = {self.made[value][0] for value in self.flow.unchanged(self.inside[op], result) if value in self.made}
+        first.discard(self.made[result][0])
         return tuple(first) if len(first) == 1 else ()
 
-
-def _once(every: Sequence[tuple[Place, Any, Value]], found: Pinned) -> Pinned:
-    """Without the pins on ops that repeat the one on what their module gives, or on the gradient that it is given."""
-    given = {(*call[:2], place): found.get((call, shape)) for call, shape, place in every if call.op is None}
-    again = {
-        (call, shape)
-        for call, shape, place in every
-        if call.op is not None and len(specs := found.get((call, shape), ())) == 1
-        if given.get((*call[:2], place)) == specs
-    }
-    return {key: specs for key, specs in found.items() if key not in again}
+    def _once(self, found: Pinned) -> Pinned:
+        """Without pins on ops that repeat the one on what their module gives, or on the gradient that it is given."""
+        given = {(*call[:2], place): found.get((call, shape)) for call, shape, place in self.every if call.op is None}
+        again = {
+            (call, shape)
+            for call, shape, place in self.every
+            if call.op is not None and len(specs := found.get((call, shape), ())) == 1
+            if given.get((*call[:2], place)) == specs
+        }
+        return {key: specs for key, specs in found.items() if key not in again}

@@ -8,9 +8,9 @@ from typing import Any
 from autoshard.exec.torch_xla_hook._guard import Guard
 from autoshard.exec.torch_xla_hook._hooks import CallHook, ModuleHook
 from autoshard.exec.torch_xla_hook._marks import annotated, constrain
-from autoshard.exec.torch_xla_hook._ops import WITH_BIAS, Ops
+from autoshard.exec.torch_xla_hook._ops import Ops, whole_kind
 from autoshard.exec.torch_xla_hook._places import LazyOp, Place, nodes_between
-from autoshard.exec.torch_xla_hook._tensors import leaves, on_xla
+from autoshard.exec.torch_xla_hook._tensors import leaves, on_xla, pending
 
 
 class OpPins:
@@ -24,7 +24,7 @@ class OpPins:
         return bool(self._pins)
 
     def add(self, op: LazyOp, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
-        self.kinds.add(op.kind.removesuffix(WITH_BIAS))
+        self.kinds.add(whole_kind(op.kind))
         self._pins.setdefault((op.kind, op.turn, place.what), []).append((place.number, shape, shardings))
 
     def of(self, kind: str, turn: int, what: str, values: Sequence[Any]) -> Iterator[tuple[int, Any, Sequence[Any]]]:
@@ -46,7 +46,7 @@ class PinnedOps(Ops):
         given = list(operands)
         with self._guard:
             for number, value, shardings in self._pins.of(kind, turn, "operand", operands):
-                given[number] = annotated(value, shardings)
+                given[number] = annotated(value * 1, shardings)  # a clone is the same node; XLA leaves the product out
         return given
 
     def after(self, kind: str, turn: int, results: Sequence[Any]) -> None:
@@ -72,13 +72,16 @@ class CallPins:
             ops.add(place.op, place, shape, shardings)
 
     def apply(self, inputs: Any, output: Any) -> None:
-        """Pin what a call has given, and what its backward pass will take and make."""
+        """Pin what a call has given, and what its backward pass will take and make.
+
+        What is computed already, as by a compiled module, is not moved.
+        """
         given = self._given
         for number, (_, tensor) in enumerate(leaves(output, "") if given else ()):
             shape = tuple(tensor.shape)
             here = given.get(("output", number, shape))
             gradient = given.get(("gradient", number, shape))
-            if here is not None and on_xla(tensor):
+            if here is not None and on_xla(tensor) and all(pending([tensor])):
                 constrain(tensor, here)
             if gradient is not None and tensor.requires_grad and on_xla(tensor):
                 tensor.register_hook(functools.partial(self._constrain, shardings=gradient))

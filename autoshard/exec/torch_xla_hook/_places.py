@@ -41,7 +41,8 @@ class Place(NamedTuple):
 def nodes_between(inputs: Any, output: Any) -> Iterator[Any]:
     """Nodes of autograd that lead from a module's output back to its inputs, nearest first.
 
-    Left out are functions written in Python, whose backward pass is anybody's, and what accumulates gradients.
+    Left out are functions written in Python, whose backward pass is anybody's (but for PyTorch/XLA's loops), and what
+    accumulates gradients.
     """
     ends = {tensor.grad_fn for _, tensor in leaves(inputs, "")}
     queue = [tensor.grad_fn for _, tensor in leaves(output, "")]
@@ -51,8 +52,12 @@ def nodes_between(inputs: Any, output: Any) -> Iterator[Any]:
             continue
         seen.add(node)
         queue.extend(before for before, _ in node.next_functions)
-        if node.next_functions and not isinstance(node, BackwardCFunction):
+        if node.next_functions and (not isinstance(node, BackwardCFunction) or _is_loop(node)):
             yield node
+
+
+def _is_loop(node: Any) -> bool:
+    return node._forward_cls.__module__ == "torch_xla.experimental.scan"
 
 
 def is_value(thing: Any) -> bool:

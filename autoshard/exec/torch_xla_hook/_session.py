@@ -14,6 +14,7 @@ from autoshard.exec.torch_xla_hook._apply_plan import Applied
 from autoshard.exec.torch_xla_hook._capture import Capture, capture, own_sharding
 from autoshard.exec.torch_xla_hook._guard import Guard, is_strict, said_of
 from autoshard.exec.torch_xla_hook._here import live_mesh, mesh_here, topology_here
+from autoshard.exec.torch_xla_hook._hosted import stand_in_on_host
 from autoshard.exec.torch_xla_hook._kept import kept_decision, kept_mesh
 from autoshard.exec.torch_xla_hook._marks import LiveMesh, annotated, held_spec, is_split, mark
 from autoshard.exec.torch_xla_hook._moves import fits_whole, group_here, split_inputs
@@ -33,6 +34,10 @@ log = logging.getLogger("autoshard.torch_xla")
 
 _KNOWN_STEPS = 2
 """So many steps in turn that are planned already, and watching ends; what was moved meanwhile is awaited otherwise."""
+
+
+_HOST_STEPS = 2
+"""What is computed on the host is known after so many steps from a plan on, with the one that was planned."""
 
 
 class Session:
@@ -57,6 +62,8 @@ class Session:
         self._looked: set[tuple[Any, ...]] = set()
         """Of those whose results were read before it was known whether gradients would be asked for."""
         self._known_steps = 0
+        self._host_steps = 0
+        """So many steps more it is looked for ops that are computed on the host."""
         self._moved: weakref.WeakSet[Any] = weakref.WeakSet()
         """Modules that were moved to the device, and are awaited."""
         self._numbers: Any = WeakIdKeyDictionary()
@@ -163,6 +170,10 @@ class Session:
                 self.applied.mark_state()
         self.applied.now.step += 1
         self.applied.now.pinned.clear()
+        if self._host_steps and self.plans:
+            self._host_steps -= 1
+            with self.guard:
+                stand_in_on_host(self.whole)
 
     def on_read(self, tensor: Any) -> None:
         """A value is about to be read. If a whole step is pending it is planned and run now."""
@@ -268,6 +279,7 @@ class Session:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 computed = self._plan_pending(watch, roots, topology, mesh, group)
             self._seen |= dict.fromkeys(current, len(self.plans) - 1)
+            self._host_steps = _HOST_STEPS
             if not watch.went_back:
                 self._unsure |= {key for key in current - self._settled if key[2]}
             return computed

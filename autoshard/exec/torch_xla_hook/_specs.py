@@ -12,32 +12,33 @@ class Planned:
     def __init__(self, plan: Plan) -> None:
         self.made: dict[Value, tuple[Spec, ...]] = {}
         """Pinned where it is made, to one spec after the other."""
-        self._handed: dict[Value, dict[int, Spec]] = {}
+        self._handed: dict[Value, dict[int, tuple[Spec, ...]]] = {}
         self._arguments = tuple(plan.arguments.values())
         for pin in plan.pins:
             value = pin.op, pin.index
             if pin.operand is None:
                 self.made[value] = (*self.made.get(value, ()), pin.spec)
             else:
-                self._handed.setdefault(value, {})[pin.operand[0]] = pin.spec
+                path = self._handed.setdefault(value, {})
+                path[pin.operand[0]] = (*path.get(pin.operand[0], ()), pin.spec)
 
     def held(self, value: Value) -> tuple[Spec, ...]:
         """One spec after the other; none if the plan leaves it to propagation."""
         return self.made.get(value, self._arguments[value[1] : value[1] + 1] if value[0] < 0 else ())
 
-    def handed_to(self, value: Value, ops: Collection[int]) -> set[Spec]:
-        """The specs in which it is pinned for some of these ops alone."""
-        return {spec for op, spec in self._handed.get(value, {}).items() if op in ops}
+    def handed_to(self, value: Value, ops: Collection[int]) -> set[tuple[Spec, ...]]:
+        """The specs that it is pinned to for some of these ops alone, one after the other."""
+        return {specs for op, specs in self._handed.get(value, {}).items() if op in ops}
 
     def axes(self, value: Value, ops: Collection[int] | None = None) -> set[str]:
         """The axes over which it is split in all of its specs; with `ops`, as one of these takes it."""
         specs = self.held(value)
-        seen = specs if ops is None else self.handed_to(value, ops) or specs[-1:]
+        seen = specs if ops is None else [path[-1] for path in self.handed_to(value, ops)] or specs[-1:]
         return {axis for spec in seen for axis in spec.axes}
 
     def handed_axes(self, value: Value) -> set[str]:
         """The axes over which it is split as it is handed to any op."""
-        return {axis for spec in self._handed.get(value, {}).values() for axis in spec.axes}
+        return {axis for specs in self._handed.get(value, {}).values() for axis in specs[-1].axes}
 
 
 class Following:
@@ -102,7 +103,15 @@ class Following:
         if not all(specs):
             return False
         (ours,), (theirs,) = specs
-        return splits(ours) == splits(theirs) if value[0] in self._flow.views else ours == theirs
+        return is_split_alike(self._flow, value[0], theirs, ours) if value[0] in self._flow.views else ours == theirs
+
+
+def is_split_alike(flow: Flow, op: int, before: Spec, after: Spec) -> bool:
+    """Whether an op leaves what it makes over the same axes as what it takes, in the dims where that is found again."""
+    if op not in flow.views:
+        return splits(before, flow.kept.get(op)) == splits(after)
+    found = {place: axes for axes, place in zip(before.dims, flow.views[op], strict=True) if axes}
+    return found == {dim: axes for dim, axes in enumerate(after.dims) if axes}
 
 
 def splits(spec: Spec, dims: Collection[int] | None = None) -> list[tuple[str, ...]]:

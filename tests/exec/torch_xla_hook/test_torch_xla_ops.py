@@ -12,7 +12,8 @@ pytest.importorskip("torch_xla")
 
 @pytest.fixture(scope="module")
 def everything() -> dict[str, dict[str, Any]]:
-    return run_checks("torch_xla_inner_checks", "auto", "told_ops", "made_inside", AUTOSHARD_STRICT="1")
+    names = ("auto", "told_ops", "made_inside", "told_parts", "on_host")
+    return run_checks("torch_xla_inner_checks", *names, AUTOSHARD_STRICT="1", XLA_AUTO_SPMD_MESH="4,2")
 
 
 def test_ops_that_are_told_of_make_what_they_make_alone(everything: dict[str, dict[str, Any]]):
@@ -34,3 +35,23 @@ def test_ops_are_told_of_at_their_kernels_where_these_are_stood_in_for(everythin
     assert found["moded"] == ["aten.tanh.default 0"] and found["modes"] == [False, True]
     assert found["difference"] < 1e-5
     assert found["stood_in"] == {"of another kind": 0, "of the kind": 1, "all": 1}
+
+
+def test_a_loop_is_told_of_as_one_op_and_two_convolutions_apart(everything: dict[str, dict[str, Any]]):
+    """A backward pass of a convolution makes the gradient of what it took, and of its weight: two products."""
+    found = everything["told_parts"]
+    assert found["loop"] == [["xla.scan", [[3], [5, 3]]]]
+    kind = "aten.convolution_backward.default"
+    assert found["backward"] == [
+        [kind, [[1, 2, 5, 5], None, None]],
+        [f"{kind} of weight", [None, [3, 2, 3, 3], [3]]],
+    ]
+    assert found["difference"] < 1e-5
+
+
+def test_what_is_computed_on_the_host_is_put_together_from_shards(everything: dict[str, dict[str, Any]]):
+    """PyTorch/XLA compiles a program for each split tensor that such an op takes, in every step."""
+    found = everything["on_host"]
+    assert {"aten::_embedding_bag", "aten::huber_loss"} <= set(found["host"]) and any(found["split"])
+    assert max(found["differences"]) < 1e-5
+    assert found["compiled"][-3:] == [0, 0, 0]

@@ -26,16 +26,17 @@ MADE = Place("block", 0, "result", 0, DOT)
 def pinned(*pins: Pin, places: dict[Place, Any], graph: dict[int, Any] | None = None) -> dict[Place, tuple[Spec, ...]]:
     """`graph` has what ops take, by their numbers; an add takes values of its own shape, a dot does not.
 
-    A sum is over all dims but the first.
+    A sum is over all dims but the first. What is spread is found again in the last dim. A turn exchanges two dims.
     """
-    plan: Any = SimpleNamespace(pins=pins, arguments={"weight": WHOLE})
+    plan: Any = SimpleNamespace(pins=pins, arguments={"weight": WHOLE, "bias": Spec((("data",),))})
     graph = graph or {7: ("dot", (4, 0), (5, 0))}
     operands = [graph.get(number, ("dot",))[1:] for number in range(10)]
     alike = [taken if graph.get(number, ("dot",))[0] == "add" else () for number, taken in enumerate(operands)]
-    kinds = ("dot", "gather", "reshape")
-    products, lookups, views = (frozenset(n for n, op in graph.items() if op[0] == kind) for kind in kinds)
+    products, lookups = (frozenset(n for n, op in graph.items() if op[0] == kind) for kind in ("dot", "gather"))
+    views = {n: (0, 1) if op[0] == "reshape" else (1, 0) for n, op in graph.items() if op[0] in ("reshape", "turn")}
     kept = {number: (0,) for number, op in graph.items() if op[0] == "sum"}
-    flow = Flow(operands, alike, products, lookups, views, kept)
+    spread = {number: (1,) for number, op in graph.items() if op[0] == "spread"}
+    flow = Flow(operands, alike, products, lookups, views, kept, spread)
     found = Pins([(place, SHAPE, value) for place, value in places.items()], flow).of(plan)
     return {place: specs for (place, _), specs in found.items()}
 
@@ -165,6 +166,49 @@ def test_a_view_that_is_handed_on_in_more_axes_keeps_its_own_beside(
         Pin(op=7, index=0, spec=handed),
     )
     assert pinned(*pins, places={OUTPUT: (4, 0), FIRST: (5, 0), MADE: (7, 0)}, graph=graph)[FIRST] == specs
+
+
+@pytest.mark.parametrize("turned", [SPLIT, OTHER], ids=["in other axes", "in the same"])
+def test_a_view_that_turns_dims_splits_anew_what_stays_where_it_was(turned: Spec):
+    graph = {5: ("turn", (4, 0)), 7: ("dot", (5, 0), (-1, 0))}
+    pins = [Pin(op=4, index=0, spec=SPLIT), Pin(op=5, index=0, spec=turned), Pin(op=7, index=0, spec=turned)]
+    found = pinned(*pins, places={OUTPUT: (4, 0), FIRST: (5, 0), MADE: (7, 0)}, graph=graph)
+    assert found == {OUTPUT: (SPLIT,)} | ({FIRST: (SPLIT,)} if turned == SPLIT else {})
+
+
+def test_what_a_view_splits_anew_and_an_op_takes_in_further_specs_has_all_of_them():
+    graph = {5: ("turn", (4, 0)), 7: ("dot", (5, 0), (-1, 0))}
+    made, anew = Pin(op=4, index=0, spec=SPLIT), Pin(op=5, index=0, spec=SPLIT)
+    steps = [dataclasses.replace(anew, spec=spec, operand=(7, 0)) for spec in (WHOLE, OTHER)]
+    found = pinned(
+        made, anew, *steps, Pin(op=7, index=0, spec=OTHER), places={FIRST: (5, 0), MADE: (7, 0)}, graph=graph
+    )
+    assert found[FIRST] == (SPLIT, WHOLE, OTHER)
+
+
+def test_what_any_op_makes_in_one_spec_after_the_other_is_pinned():
+    """Such as a pooling whose channels are split before it and its examples after."""
+    pools = {7: ("pool", (4, 0))}
+    pins = Pin(op=4, index=0, spec=OTHER), Pin(op=7, index=0, spec=OTHER), Pin(op=7, index=0, spec=SPLIT)
+    assert pinned(*pins, places={FIRST: (4, 0), MADE: (7, 0)}, graph=pools) == {MADE: (OTHER, SPLIT)}
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["whole", "split"])
+def test_a_bias_that_is_gathered_to_be_spread_is_pinned_before(number: int):
+    """XLA would gather it spread over all of the result. One that only needs slicing follows what it meets."""
+    graph = {6: ("spread", (-1, number)), 7: ("add", (4, 0), (6, 0))}
+    split = Spec(((), ("model",)))
+    pins = [Pin(op=op, index=0, spec=split) for op in (4, 6, 7)]
+    found = pinned(*pins, places={FIRST: (4, 0), TAKEN: (-1, number), MADE: (7, 0)}, graph=graph)
+    assert (found.get(TAKEN) == (Spec((("model",),)),)) == bool(number)
+
+
+def test_what_a_module_gives_and_the_plan_leaves_to_propagation_is_pinned_as_what_it_is_made_from():
+    """Such as a product and its bias, after a view has split that anew: what it is added to would be as it was."""
+    graph = {5: ("turn", (4, 0)), 7: ("add", (5, 0), (6, 0))}
+    pins = Pin(op=4, index=0, spec=SPLIT), Pin(op=5, index=0, spec=SPLIT), Pin(op=6, index=0, spec=SPLIT)
+    assert pinned(*pins, places={OUTPUT: (7, 0)}, graph=graph) == {OUTPUT: (SPLIT,)}
+    assert pinned(pins[0], places={OUTPUT: (7, 0)}, graph=graph) == {}
 
 
 @pytest.mark.parametrize(

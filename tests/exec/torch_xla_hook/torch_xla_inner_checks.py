@@ -153,5 +153,91 @@ def made_inside() -> dict[str, Any]:
     }
 
 
+@check
+def told_parts() -> dict[str, Any]:
+    """Who is told of a loop, and of the two convolutions of one backward pass."""
+    import torch
+    from torch_xla.experimental.scan import scan
+
+    from autoshard.exec.torch_xla_hook._ops import Ops, stand_in
+
+    class Told(Ops):
+        def __init__(self) -> None:
+            super().__init__({"xla.scan", "aten.convolution_backward.default"})
+            self.told: list[Any] = []
+
+        def after(self, kind: str, turn: int, results: Any) -> None:
+            self.told.append([kind, [None if value is None else list(value.shape) for value in results]])
+
+    def summed(total: Any, x: Any) -> tuple[Any, Any]:
+        return total + x.sin(), total * x
+
+    def convolved(net: Any, x: Any, told: Told | None = None) -> list[Any]:
+        net.zero_grad()
+        x = x.clone().requires_grad_()
+        y = net(x)
+        if told is not None:
+            told.around(y.grad_fn)
+        y.square().sum().backward()
+        return [x.grad, net.weight.grad, net.bias.grad]
+
+    stand_in(None)
+    init, xs = torch.randn(3), torch.randn(5, 3)
+    with (loop := Told()):
+        total, every = scan(summed, init.to("xla"), xs.to("xla"))
+    expected, stack = init, []
+    for x in xs:
+        expected, each = summed(expected, x)
+        stack.append(each)
+    net, x = torch.nn.Conv2d(2, 3, 3), torch.randn(1, 2, 5, 5)
+    theirs = [each.clone() for each in convolved(net, x)]
+    ours = convolved(net.to("xla"), x.to("xla"), backward := Told())
+    pairs = [(total, expected), (every, torch.stack(stack)), *zip(ours, theirs, strict=True)]
+    return {
+        "loop": loop.told,
+        "backward": backward.told,
+        "difference": max(difference(one, other) for one, other in pairs),
+    }
+
+
+@check
+def on_host() -> dict[str, Any]:
+    """Ops that PyTorch/XLA computes on the host, on a table and on results that are split."""
+    import torch
+    import torch_xla
+    import torch_xla.debug.metrics as metrics
+
+    class Bags(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags, self.rest = torch.nn.EmbeddingBag(1024, 256, mode="sum"), torch.nn.Linear(256, 1024)
+
+        def forward(self, ids: Any) -> Any:
+            return self.rest(self.bags(ids))
+
+    torch.manual_seed(0)
+    plain = Bags()
+    model = copy.deepcopy(plain).to("xla")
+    pairs = [(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)) for net in (model, plain)]
+    losses, counts = [], []
+    for _ in range(6):
+        ids, aim = torch.randint(0, 1024, (64, 4)), torch.randn(64, 1024)
+        for (net, updater), batch in zip(pairs, ([ids.to("xla"), aim.to("xla")], [ids, aim]), strict=True):
+            updater.zero_grad()
+            loss = torch.nn.functional.huber_loss(net(batch[0]), batch[1])
+            loss.backward()
+            updater.step()
+            losses.append(loss)
+        torch_xla.sync()
+        counts.append(metrics.metric_data("CompileTime")[0])
+    parameters = zip(model.parameters(), plain.parameters(), strict=True)
+    return {
+        "host": sorted(name for name in metrics.counter_names() if name.startswith("aten::")),
+        "differences": [difference(a, b) for a, b in (*zip(losses[::2], losses[1::2], strict=True), *parameters)],
+        "compiled": [after - before for before, after in zip(counts, counts[1:], strict=False)],
+        "split": ["{devices=" in spec(each) for each in model.parameters()],
+    }
+
+
 if __name__ == "__main__":
     report(CHECKS)

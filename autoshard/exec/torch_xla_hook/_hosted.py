@@ -1,0 +1,71 @@
+"""Ops that PyTorch/XLA computes on the host, for want of a kernel of its own.
+
+It compiles a program each time that it gathers a split tensor for the host: for such an op in every step. What is split
+is put together from the shards instead.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from autoshard.exec.torch_xla_hook._kernels import replace_kernels
+from autoshard.exec.torch_xla_hook._ops import unseen
+from autoshard.exec.torch_xla_hook._tensors import on_xla, pending
+from autoshard.exec.torch_xla_hook._xlac import xlac
+
+
+_standing: set[str] = set()
+"""Ops that are stood in for already, and those that cannot be."""
+
+
+def stand_in_on_host(whole: Callable[[Any], Any]) -> None:
+    """Stand in for the ops that were computed on the host so far; `whole(tensor)` reads one that may be split."""
+    import torch_xla.debug.metrics as metrics
+
+    names = {name.removeprefix("aten::") for name in metrics.counter_names() if name.startswith("aten::")}
+    new = names - _standing
+    _standing.update(new)
+    ops = {name: op for name in new if (op := _op(name)) is not None}
+    replace_kernels({name: functools.partial(_run, op, whole) for name, op in ops.items()})
+
+
+def _op(name: str) -> Any:
+    """The op of a name that makes tensors from tensors; None for others, and for reads of a number."""
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+    if op is None or packet == "_local_scalar_dense":
+        return None
+    takes_device = any(argument.type.kind() == "DeviceObjType" for argument in op._schema.arguments)
+    gives_tensors = all(result.type.kind() == "TensorType" for result in op._schema.returns)
+    return op if gives_tensors and not takes_device else None
+
+
+def _run(op: Any, whole: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and on_xla(each)]
+    with torch.no_grad(), unseen():
+        waiting = [each for each, waits in zip(given, pending(given), strict=True) if waits]
+        if waiting:  # at once: one program
+            xlac()._xla_sync_multi(waiting, [], wait=False, sync_xla_data=False)
+        here = {id(each): _copied(whole(each), "cpu") for each in given}
+        there = {id(copy): each for each in given for copy in [here[id(each)]]}
+        made = op(*_each(args, here), **_each(kwargs, here))
+        named = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+        for argument in op._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = named[argument.name]
+                torch.ops.aten._copy_from_and_resize.default(here[id(written)], written)
+        return tree_map_only(
+            torch.Tensor, lambda each: there[id(each)] if id(each) in there else _copied(each, given[0].device), made
+        )
+
+
+def _each(values: Any, known: Mapping[int, Any]) -> Any:
+    """Nested values with those that are known by their identity in the place of others."""
+    return tree_map_only(torch.Tensor, lambda each: known.get(id(each), each), values)
+
+
+def _copied(tensor: Any, device: Any) -> Any:
+    return torch.ops.aten._to_copy.default(tensor, device=device)
