@@ -201,7 +201,7 @@ class _Choice:
 
     def _viewed(self) -> set[Value]:
         """Values that an op which is told of no one gives on in other axes."""
-        told = set().union(*self.inside.values())
+        told = self._told()
         return {
             value
             for op, operands in enumerate(self.flow.operands)
@@ -220,8 +220,20 @@ class _Choice:
         return found
 
     def _resplit(self) -> set[Value]:
-        """What views make of values that are split over other axes."""
-        return {(op, 0) for op in self.flow.views for value in self.flow.operands[op] if self._splits_anew(op, value)}
+        """What views make of values that are split over other axes, and what becomes of that before an op is told."""
+        anew = {(op, 0) for op in self.flow.views for value in self.flow.operands[op] if self._splits_anew(op, value)}
+        told = self._told()
+        queue = list(anew)
+        for value in queue:  # grows as it is walked
+            for op in self.flow.users.get(value, ()):
+                if op not in told and len(self.flow.operands[op]) == 1 and (op, 0) not in anew:
+                    anew.add((op, 0))
+                    queue.append((op, 0))
+        return anew
+
+    def _told(self) -> set[int]:
+        """Numbers of the graph's ops of which someone is told."""
+        return set().union(*self.inside.values())
 
     def _splits_anew(self, op: int, value: Value | None) -> bool:
         """Whether what an op makes is split over other axes than the value that it takes."""

@@ -176,6 +176,14 @@ def test_a_view_that_turns_dims_splits_anew_what_stays_where_it_was(turned: Spec
     assert found == {OUTPUT: (SPLIT,)} | ({FIRST: (SPLIT,)} if turned == SPLIT else {})
 
 
+def test_what_is_cut_out_of_a_view_that_splits_anew_is_pinned_where_it_is_taken():
+    """Such as queries, keys and values of one product."""
+    graph = {5: ("turn", (4, 0)), 6: ("slice", (5, 0)), 7: ("dot", (6, 0), (-1, 0))}
+    pins = [Pin(op=op, index=0, spec=SPLIT) for op in (4, 5, 6, 7)]
+    found = pinned(*pins, places={OUTPUT: (4, 0), FIRST: (6, 0), MADE: (7, 0)}, graph=graph)
+    assert found == {OUTPUT: (SPLIT,), FIRST: (SPLIT,)}
+
+
 def test_what_a_view_splits_anew_and_an_op_takes_in_further_specs_has_all_of_them():
     graph = {5: ("turn", (4, 0)), 7: ("dot", (5, 0), (-1, 0))}
     made, anew = Pin(op=4, index=0, spec=SPLIT), Pin(op=5, index=0, spec=SPLIT)
