@@ -61,6 +61,13 @@ class Applied:
                 found[number] = self.batches[key][0]
         return found
 
+    def moves(self, taken: Capture, decision: Decision) -> bool:
+        """Whether a decision splits anything that an earlier plan knows in another way."""
+        return any(
+            tensor is not None and spec is not None and self.specs.get(tensor, spec) != spec
+            for tensor, spec in zip(taken.tensors, decision.specs, strict=True)
+        )
+
     def take(self, taken: Capture, decision: Decision, mesh: LiveMesh, pins: Pins, watch: Watch) -> None:
         """Remember how a script's tensors are split, and pin the modules' outputs from the next call on.
 

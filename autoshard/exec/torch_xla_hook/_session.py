@@ -339,6 +339,8 @@ class Session:
         fixed = {} if replaces else self.applied.decided(taken, watch.outermost)
         decision = kept_decision(taken, topology, mesh, fixed, free=replaces)
         plan = decision.plan
+        if replaces and self.applied.moves(taken, decision):
+            self._seen.clear()  # plans of inference that know these tensors split in another way
         group = fits_whole(taken, decision) if group is None else group
         inputs, waiting = split_inputs(taken, decision, mesh, group)
         outputs = replay(planned_proto(taken, plan, mesh), inputs)

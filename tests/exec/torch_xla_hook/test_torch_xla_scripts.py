@@ -79,6 +79,9 @@ def test_evaluating_first_costs_a_training_plan_nothing(found: dict[str, Any]):
     after, alone = row["step"]
     assert row["difference"] < 1e-5
     assert after == pytest.approx(alone, rel=0.01)
+    assert [all(kept) for kept in row["again"]] == [
+        True
+    ]  # evaluation after it is planned anew, with what training has split
     assert not any("your own mark" in note for notes in row["notes"] for note in notes)
 
 

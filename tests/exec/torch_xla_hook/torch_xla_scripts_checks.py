@@ -267,12 +267,18 @@ def evaluated_first() -> dict[str, Any]:
         torch_xla.sync()
     first = len(session.plans)
     trained = train(model, plain, 3)
+    for _ in range(2):
+        with torch.no_grad():
+            off = max(off, difference(model(x.to("xla")), plain(x)))
+        torch_xla.sync()
+    again = session.plans[first + 1 :]
     alone = copy.deepcopy(plain).to("xla")
     train(alone, plain, 2)
     before, after = session.plans[first], session.plans[-1]
     return {
         "difference": max(off, trained),
         "step": [plan.prediction.step_time_s for plan in (before, after)],
+        "again": [[each.arguments[n] == before.arguments[n] for n, _ in plain.named_parameters()] for each in again],
         "notes": noted(session, first),
     }
 
