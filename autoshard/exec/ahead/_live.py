@@ -13,6 +13,9 @@ from autoshard.plan import Plan
 KINDS = {"parameter": "parameters", "optimizer_state": "optimizer_state"}
 """Kinds of arguments by role; those of other roles are `batch`, as in predictions."""
 
+_DONATED = "donated"
+"""Kind of a donated argument, and of what a loop carries and writes in its place: counted with the arguments."""
+
 _TAKEN_OVER = re.compile(r"[})] (parameter|while|dynamic-update-slice)\(")
 
 _Array = tuple[str, str, str]
@@ -52,22 +55,26 @@ def memory_at_peak(compiled: Compiled, plan: Plan) -> dict[str, int]:
         if name in lines and number < len(roles):
             held[KINDS.get(roles[number], "batch")] += _bytes(_parse(lines[name])[0])
     root = re.search(r"ROOT %[\w.\-]+ = [^\n]*? tuple\(([^\n]*?)\)", entry)
-    aliased = {int(m[1]) for m in re.finditer(r"\{(\d+)\}: \(\d+,", compiled.text[: compiled.text.find("\n")])}
+    header = compiled.text[: compiled.text.find("\n")]
+    aliased = {int(m[1]): int(m[2]) for m in re.finditer(r"\{(\d+)\}: \((\d+),", header)}
     results = re.findall(r"%([\w.\-]+)", root[1]) if root else []
     in_place = {_value(lines, name) for k, name in enumerate(results) if k in aliased}
     shapes = _parameter_dims(plan)
     found = []
     for name, index, start, stop in ranges:
-        if name in arguments or (name, index) in in_place or name not in lines:
+        given = name in arguments and arguments[name] in aliased.values()
+        if (name in arguments and not given) or (name, index) in in_place or name not in lines:
             continue
         array = _part(_parse(lines[name])[0], index)
         if isinstance(array, tuple) and (size := _bytes(array)):
             carried = "dynamic-update-slice" in name or _TAKEN_OVER.search(lines[name]) is not None
-            found.append(_Buffer(start, stop, size, _kind(lines[name], array, shapes, carried), carried))
+            kind = _DONATED if given else _kind(lines[name], array, shapes, carried)
+            found.append(_Buffer(start, stop, size, kind, carried and not given))
     moments: dict[int, dict[str, int]] = collections.defaultdict(lambda: collections.defaultdict(int))
     for buffer in _handed_on(found):
-        moments[buffer.start][buffer.kind] += buffer.size
-        moments[buffer.stop + 1][buffer.kind] -= buffer.size
+        if buffer.kind != _DONATED:
+            moments[buffer.start][buffer.kind] += buffer.size
+            moments[buffer.stop + 1][buffer.kind] -= buffer.size
     now: dict[str, int] = collections.defaultdict(int)
     best: dict[str, int] = {}
     for moment in sorted(moments):
@@ -217,6 +224,6 @@ def _handed_on(found: Sequence[_Buffer]) -> list[_Buffer]:
         if heir is not None:
             after.remove(heir)
             result[k] = dataclasses.replace(buffer, stop=buffer.stop - 1)
-            if buffer.carried:
+            if buffer.carried or buffer.kind == _DONATED:
                 result[heir] = dataclasses.replace(result[heir], kind=buffer.kind)
     return result

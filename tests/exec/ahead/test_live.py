@@ -79,6 +79,23 @@ def test_each_kind_at_the_peak(plan: Plan) -> None:
     }
 
 
+def test_what_a_loop_writes_over_a_donated_argument_is_that_argument(plan: Plan) -> None:
+    """As a cache that layers write to: handed from the argument to the loop, on to its body, and to the result."""
+    text = TEXT.replace(
+        "%first = f32[64,128]{1,0:T(8,128)} get-tuple-element(%new)",
+        "%first = f32[64,128]{1,0:T(8,128)} get-tuple-element(%w)",
+    )
+    live = (
+        LIVE.replace("p{}:0-18", "p{}:0-5")
+        .replace("    sum{}:4-5\n", "")
+        .replace("c{0}:5-14", "c{0}:5-14\n    w{0}:14-20")
+    )
+    found = memory_at_peak(dataclasses.replace(compiled(live), text=text), plan)
+    assert "gradients" not in found
+    kept = TEXT.replace("input_output_alias={ {0}: (0, {}, may-alias) }", "")  # not donated: the loop has its own
+    assert memory_at_peak(dataclasses.replace(compiled(live), text=kept), plan)["gradients"] >= 64 * 128 * 4
+
+
 def test_without_live_ranges_nothing_is_said(plan: Plan) -> None:
     assert memory_at_peak(compiled(""), plan) == {}
 
