@@ -9,7 +9,6 @@ kept under `build/long_context`; the table is `experiments/results/long_context.
 """
 
 import argparse
-import dataclasses
 import functools
 import os
 import sys
@@ -17,22 +16,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
-from autoshard.cost import Topology, make_mesh
-from autoshard.exec import estimate
-from autoshard.plan import Options, Plan, make_plan, read_asked
-from autoshard.program import Program, Role, trace
-from autoshard.units import format_bytes, format_seconds
-
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # which jax reads when it is imported
 sys.path.insert(0, str(Path(__file__).parent))
 
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
+from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: E402
+    splash_attention_kernel,
+    splash_attention_mask,
+)
 from kept import compiled  # noqa: E402
+
+from autoshard.exec.ahead._compile import report  # noqa: E402
+from autoshard.plan import Options, Plan, make_plan, read_asked  # noqa: E402
+from autoshard.program import Program, Role, trace  # noqa: E402
+from autoshard.units import format_bytes, format_seconds  # noqa: E402
 
 
 TABLE = Path(__file__).parent / "results" / "long_context.md"
@@ -173,14 +173,14 @@ def main() -> None:
     ]
     ours = 0.0
     for name, made, plan in plans(args):
-        found = compiled("long_context", made, plan, 1800.0)
-        mesh = dataclasses.replace(make_mesh(Topology.parse(plan.topology), plan.mesh), device_order=plan.device_order)
-        timed = estimate(found.text, mesh)
+        found = report(made, plan, compiled("long_context", made, plan, 1800.0))
+        timed = found.estimate
+        assert timed is not None, f"{name} does not fit"
         ours = ours or timed.step_time_s
         lines.append(
             f"| {name} | {format_seconds(plan.prediction.step_time_s)} | {format_seconds(timed.step_time_s)} | "
             f"{timed.step_time_s / ours:.3f} | {format_seconds(timed.compute_s)} | "
-            f"{format_seconds(timed.exposed_comm_s)} | {format_bytes(found.memory.get('peak', 0))} |"
+            f"{format_seconds(timed.exposed_comm_s)} | {format_bytes(found.peak_compiled or 0)} |"
         )
         print(lines[-1], flush=True)
         for warning in plan.warnings:
