@@ -395,7 +395,8 @@ def _mixed(query: Any, key: Any, value: Any, weights: Mapping[str, Any], window:
         merged = query.reshape(shape[0], shape[1] * shape[2], *shape[3:])
         plain = attend(merged, key, value, causal=True, window=window)
         mixed = plain.reshape(shape[0], shape[3], shape[1], shape[2], value.shape[3]).transpose(0, 2, 3, 1, 4)
-    mixed = checkpoint_name(mixed, "context")
+    if how.attention != "splash":  # which marks what it makes, and the sums that its backward pass takes too
+        mixed = checkpoint_name(mixed, "context")
     return product("bkgsh,kghd->bsd", mixed, weights["attn.o_proj.weight"])
 
 

@@ -241,7 +241,7 @@ def splash_attention(
         block_sizes=sizes,
         attn_logits_soft_cap=softcap,
         interpret=interpreted(),
-        residual_checkpoint_name=mark_of(CONTEXT),  # with it its row sums: without these it would run again
+        residual_checkpoint_name=mark_of(CONTEXT) or CONTEXT,  # with it its row sums: else it would run again
     )
     scaled = query * (size**-0.5 if scale is None else scale)
     return jax.vmap(jax.vmap(one))(scaled.astype(query.dtype), key, value)

@@ -1,6 +1,7 @@
 """Training steps made from a decoder's dims."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,19 @@ def test_splash_attention_takes_the_blocks_it_is_given() -> None:
     # Two matmuls over both blocks forward; one backward kernel makes five over both of its own.
     assert forward == pytest.approx(2 * 2 * 128 * 2 * 4 * 2048 * 2048)
     assert backward == pytest.approx(2.5 * forward)
+
+
+@pytest.mark.parametrize(("saves", "times"), [((), 2), (("context",), 1)])
+def test_what_splash_attention_made_is_not_made_again_where_it_is_saved(saves: tuple[str, ...], times: int) -> None:
+    """The backward pass takes its row sums as well: they are saved with it, and it once."""
+    dims = dataclasses.replace(DIMS, head_size=128)
+    program = decoder_program(dims, batch=2, seq=512, saves=saves, attention="splash")
+    graph = read_graph(program.module)
+    kernels = [op.opaque.target for op in graph.ops if op.opaque is not None]
+    assert sum("fwd" in target for target in kernels) == times
+    stacks = [graph.tensors[c.update].shape for loop in graph.loops for c in loop.carries]
+    heads = dims.heads * dims.head_size * 2 * 512
+    assert sum(math.prod(shape) == dims.layers * heads for shape in stacks) == (0 if times == 2 else 1)
 
 
 def test_splash_attention_is_attention(monkeypatch: pytest.MonkeyPatch) -> None:
