@@ -30,6 +30,7 @@ _NEEDED = (
     "_get_xla_sharding_spec",
     "_xla_annotate_custom_sharding",
     "_xla_clear_sharding",
+    "_xla_get_cpu_tensors",
     "_xla_get_tensor_id",
     "_xla_mark_sharding",
     "_xla_step_marker",

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from autoshard.exec.torch_xla_hook._tensors import on_xla, pending
 from autoshard.exec.torch_xla_hook._xlac import xlac
 
 
@@ -32,6 +33,8 @@ def read_whole(whole: Callable[[Any], Any]) -> None:
 
     for name in _WHOLE:
         setattr(torch.Tensor, name, _of_whole(getattr(torch.Tensor, name), whole))
+    extension = xlac()
+    extension._xla_get_cpu_tensors = _of_all_whole(extension._xla_get_cpu_tensors, whole)
 
 
 def from_shards(tensor: Any) -> Any:
@@ -59,6 +62,23 @@ def _of_whole(method: Callable[..., Any], whole: Callable[[Any], Any]) -> Callab
     @functools.wraps(method)
     def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         return method(whole(tensor), *args, **kwargs)
+
+    return read
+
+
+def _of_all_whole(fetch: Callable[..., Any], whole: Callable[[Any], Any]) -> Callable[..., Any]:
+    """As PyTorch/XLA fetches what is saved."""
+    import torch
+
+    @functools.wraps(fetch)
+    def read(tensors: Any) -> list[Any]:
+        with torch.no_grad():
+            waiting = [each for each, waits in zip(tensors, pending(tensors), strict=True) if waits]
+            if waiting:  # at once: one program
+                xlac()._xla_sync_multi(waiting, [], wait=False, sync_xla_data=False)
+            found = [whole(each) for each in tensors]
+        rest = iter(fetch([each for each in found if on_xla(each)]))
+        return [next(rest) if on_xla(each) else each for each in found]
 
     return read
 

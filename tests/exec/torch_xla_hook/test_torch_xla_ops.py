@@ -55,3 +55,4 @@ def test_what_is_computed_on_the_host_is_put_together_from_shards(everything: di
     assert {"aten::_embedding_bag", "aten::huber_loss"} <= set(found["host"]) and any(found["split"])
     assert max(found["differences"]) < 1e-5
     assert found["compiled"][-3:] == [0, 0, 0]
+    assert max(found["saved"]) < 1e-5 and found["saving"] == 0

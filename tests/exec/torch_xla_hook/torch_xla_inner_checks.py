@@ -1,6 +1,7 @@
 """Scripts for `test_torch_xla_moves.py` and `test_torch_xla_ops.py`: what the hook does inside, seen from inside."""
 
 import copy
+import tempfile
 from typing import Any
 
 from tests.exec.torch_xla_hook.torch_xla_checks import (
@@ -202,9 +203,10 @@ def told_parts() -> dict[str, Any]:
 
 @check
 def on_host() -> dict[str, Any]:
-    """Ops that PyTorch/XLA computes on the host, on a table and on results that are split."""
+    """Ops that PyTorch/XLA computes on the host, on a table and on results that are split; then all is saved."""
     import torch
     import torch_xla
+    import torch_xla.core.xla_model as xm
     import torch_xla.debug.metrics as metrics
 
     class Bags(torch.nn.Module):
@@ -231,7 +233,14 @@ def on_host() -> dict[str, Any]:
         torch_xla.sync()
         counts.append(metrics.metric_data("CompileTime")[0])
     parameters = zip(model.parameters(), plain.parameters(), strict=True)
+    with tempfile.TemporaryDirectory() as folder:
+        before = metrics.metric_data("CompileTime")[0]
+        xm.save(model.state_dict(), f"{folder}/model.pt")
+        saving = metrics.metric_data("CompileTime")[0] - before
+        saved = torch.load(f"{folder}/model.pt")
     return {
+        "saved": [difference(saved[name], value) for name, value in plain.state_dict().items()],
+        "saving": saving,
         "host": sorted(name for name in metrics.counter_names() if name.startswith("aten::")),
         "differences": [difference(a, b) for a, b in (*zip(losses[::2], losses[1::2], strict=True), *parameters)],
         "compiled": [after - before for before, after in zip(counts, counts[1:], strict=False)],
