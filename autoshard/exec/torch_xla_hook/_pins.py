@@ -8,7 +8,7 @@ from typing import Any
 from autoshard.exec.torch_xla_hook._guard import Guard
 from autoshard.exec.torch_xla_hook._hooks import CallHook, ModuleHook
 from autoshard.exec.torch_xla_hook._marks import annotated, constrain
-from autoshard.exec.torch_xla_hook._ops import Ops, whole_kind
+from autoshard.exec.torch_xla_hook._ops import WITH_BIAS, Ops, whole_kind
 from autoshard.exec.torch_xla_hook._places import LazyOp, Place, nodes_between
 from autoshard.exec.torch_xla_hook._tensors import leaves, on_xla, pending
 
@@ -46,7 +46,10 @@ class PinnedOps(Ops):
         given = list(operands)
         with self._guard:
             for number, value, shardings in self._pins.of(kind, turn, "operand", operands):
-                given[number] = annotated(value * 1, shardings)  # a clone is the same node; XLA leaves the product out
+                # A bias is multiplied by one, which XLA leaves out: its clone is the same node, and with a checkpoint
+                # around it PyTorch/XLA then traces the next step in another way.
+                taken = value * 1 if kind.endswith(WITH_BIAS) and number else value
+                given[number] = annotated(taken, shardings)
         return given
 
     def after(self, kind: str, turn: int, results: Sequence[Any]) -> None:
