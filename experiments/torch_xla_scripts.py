@@ -60,19 +60,23 @@ MORE = {
     "policy_gradient": "playing is planned before training and again after it",
     "schedule": "the loss, on the host: with nothing split before there is a plan",
     "short_batches": "the first planned short batch",
+    "two_towers": "a piece of its step, with nothing split before there is a plan",
 }
 """What is compiled more with the hook, as PyTorch/XLA's log of compilations (`PT_XLA_DEBUG_LEVEL=2`) shows."""
 
 
 SENDS = {
     "accelerated": "its later small batches end in the update, of which the planned one has nothing",
-    "adafactor": "its plan is of a piece of a step that is cut",
+    "adafactor": "its steps are cut: the plan is of a piece",
     "compiled_inference": "in a compiled region nothing is pinned",
+    "dlrm": "its steps are cut: the plan is of a piece",
     "gradient_penalty": "gradients of gradients are not pinned",
     "gru": "inside of a loop nothing is pinned",
     "hf_trainer": "what an embedding's gradient is summed from is split over both axes, by indices that are not pinned",
     "lstm": "its gates are looked up in flattened results, which is how PyTorch/XLA lowers their views",
     "masked_language": "one product for queries, keys and values, cut by views whose dims are split in another order",
+    "parametrized": "its steps are cut: the plan is of a piece",
+    "two_towers": "its steps are cut: the plan is of a piece",
 }
 """Why later steps send something else than is planned, as the compiled programs show."""
 
