@@ -35,7 +35,7 @@ class Flow:
     kept: Mapping[int, tuple[int, ...]]
     """Dims of their first operand that reductions do not reduce."""
     spread: Mapping[int, tuple[int, ...]]
-    """Of ops that spread an operand over further dims, the dims in which it is found again."""
+    """Ops that spread an operand over further dims: those of the result in which it is found again."""
 
     @functools.cached_property
     def users(self) -> Mapping[Value, list[int]]:
