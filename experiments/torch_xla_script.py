@@ -25,6 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from experiments.torch_xla_run import EXECUTED
+
 
 PROGRAMS = Path(__file__).parent / "torch_xla_programs"
 MESH = "4,2"
@@ -206,9 +208,6 @@ def compiled() -> int:
 
     return (metrics.metric_data("CompileTime") or (0,))[0]
 
-
-EXECUTED = "*cpu_after_optimizations.txt"
-"""Names of the files in which XLA dumps what it runs, numbered in the order of compilation."""
 
 _planned_at: list[int] = []
 """Of each plan, how many programs there were when it was made: the next one is its first step."""

@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoshard.exec.torch_xla_hook._kernels import replace_kernels
 from autoshard.exec.torch_xla_hook._ops import unseen
-from autoshard.exec.torch_xla_hook._tensors import on_xla, pending
-from autoshard.exec.torch_xla_hook._xlac import xlac
+from autoshard.exec.torch_xla_hook._tensors import compute, on_xla
 
 
 _standing: set[str] = set()
@@ -46,11 +45,9 @@ def _op(name: str) -> Any:
 def _run(op: Any, whole: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and on_xla(each)]
     with torch.no_grad(), unseen():
-        waiting = [each for each, waits in zip(given, pending(given), strict=True) if waits]
-        if waiting:  # at once: one program
-            xlac()._xla_sync_multi(waiting, [], wait=False, sync_xla_data=False)
+        compute(given)
         here = {id(each): _copied(whole(each), "cpu") for each in given}
-        there = {id(copy): each for each in given for copy in [here[id(each)]]}
+        there = {id(here[id(each)]): each for each in given}
         made = op(*_each(args, here), **_each(kwargs, here))
         named = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
         for argument in op._schema.arguments:

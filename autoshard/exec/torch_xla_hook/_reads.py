@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from autoshard.exec.torch_xla_hook._tensors import on_xla, pending
+from autoshard.exec.torch_xla_hook._tensors import compute, on_xla
 from autoshard.exec.torch_xla_hook._xlac import xlac
 
 
@@ -73,9 +73,7 @@ def _of_all_whole(fetch: Callable[..., Any], whole: Callable[[Any], Any]) -> Cal
     @functools.wraps(fetch)
     def read(tensors: Any) -> list[Any]:
         with torch.no_grad():
-            waiting = [each for each, waits in zip(tensors, pending(tensors), strict=True) if waits]
-            if waiting:  # at once: one program
-                xlac()._xla_sync_multi(waiting, [], wait=False, sync_xla_data=False)
+            compute(tensors)
             found = [whole(each) for each in tensors]
         rest = iter(fetch([each for each in found if on_xla(each)]))
         return [next(rest) if on_xla(each) else each for each in found]

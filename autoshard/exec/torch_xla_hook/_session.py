@@ -22,7 +22,7 @@ from autoshard.exec.torch_xla_hook._ops import stand_in, unseen
 from autoshard.exec.torch_xla_hook._pinned import Pins
 from autoshard.exec.torch_xla_hook._reads import Reads, from_shards
 from autoshard.exec.torch_xla_hook._replay import planned_proto, replay
-from autoshard.exec.torch_xla_hook._tensors import become, leaves, live_pending, on_xla, pending, plain
+from autoshard.exec.torch_xla_hook._tensors import become, compute, leaves, live_pending, on_xla, pending, plain
 from autoshard.exec.torch_xla_hook._tracing import is_traced
 from autoshard.exec.torch_xla_hook._user_marks import UserMarks
 from autoshard.exec.torch_xla_hook._watch import Watch
@@ -211,8 +211,7 @@ class Session:
             inner = plain(tensor)
             if type(inner) not in (torch.Tensor, torch.nn.Parameter):
                 return tensor  # it wraps others
-            if any(pending([inner])):
-                xlac()._xla_sync_multi([inner], [], wait=False, sync_xla_data=False)
+            compute([inner])
             if not is_split(held_spec(inner)):
                 return tensor
             goes_back = torch.is_grad_enabled() and tensor.requires_grad
@@ -340,7 +339,8 @@ class Session:
         decision = kept_decision(taken, topology, mesh, fixed, free=replaces)
         plan = decision.plan
         if replaces and self.applied.moves(taken, decision):
-            self._seen.clear()  # plans of inference that know these tensors split in another way
+            # Plans of inference know these tensors split in another way.
+            self._seen = {key: plan for key, plan in self._seen.items() if key[2]}
         group = fits_whole(taken, decision) if group is None else group
         inputs, waiting = split_inputs(taken, decision, mesh, group)
         outputs = replay(planned_proto(taken, plan, mesh), inputs)

@@ -14,6 +14,13 @@ def pending(tensors: Sequence[Any]) -> list[bool]:
     return list(xlac()._check_tensor_need_materialization(list(tensors))) if tensors else []
 
 
+def compute(tensors: Sequence[Any]) -> None:
+    """Compute those of these tensors that are pending, in one program."""
+    waiting = [tensor for tensor, waits in zip(tensors, pending(tensors), strict=True) if waits]
+    if waiting:
+        xlac()._xla_sync_multi(waiting, [], wait=False, sync_xla_data=False)
+
+
 def handles(tensors: Sequence[Any]) -> list[int]:
     """An identity of the device data of each tensor, equal for tensors that share it.
 
