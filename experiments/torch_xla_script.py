@@ -231,8 +231,8 @@ def note_plans(dump: Path) -> None:
 def wire(dump: Path) -> list[dict[str, Any]]:
     """By plan, bytes on the wire by mesh axis: planned, and sent in later steps; none for plans of no later step.
 
-    Later steps run the first program after the plan's own with half as many products and more: others end a step that
-    is cut, or update what is summed.
+    Later steps run the first program after the plan's own, and before the next plan's, with half as many products and
+    more: others end a step that is cut, or update what is summed.
     """
     import autoshard.torch_xla
     from autoshard.exec import plan_mesh, read_collectives, wire_by_axis
@@ -247,8 +247,8 @@ def wire(dump: Path) -> list[dict[str, Any]]:
         for module in modules
     ]
     found = []
-    for plan, first in zip(session.plans, _planned_at, strict=True):
-        later = [number for number in range(first + 1, len(modules)) if 2 * counts[number] >= counts[first]]
+    for plan, first, end in zip(session.plans, _planned_at, [*_planned_at[1:], len(modules)], strict=True):
+        later = [number for number in range(first + 1, end) if 2 * counts[number] >= counts[first]]
         if later and counts[first]:
             sent = wire_by_axis(read_collectives(modules[later[0]], plan_mesh(plan)))
             found.append({"planned": plan.prediction.wire_bytes, "sent": sent})
