@@ -297,7 +297,9 @@ def _tangled(
                 stays = (f[..., b] >= 0) & (f[..., b] == t[..., b])
                 changes = moved[..., a] | gathered[..., a] | ((f[..., a] <= WHOLE) & (t[..., a] >= 0))
                 near = stays & changes & ((f[..., a] == f[..., b]) | (t[..., a] == t[..., b]))
-                swaps |= near.astype(np.int32) << a
+                # What moves to a dim that is sliced over a minor axis first would end inside of that.
+                below = moved[..., a] & (f[..., b] == WHOLE) & (t[..., b] == t[..., a])
+                swaps |= (near | below).astype(np.int32) << a
     several = (moved | gathered).sum(axis=2) > 1
     joint = together & (moved.sum(axis=2) > 1) & ~gathered.any(axis=2)
     return shares & several & ~joint, joint, swaps

@@ -166,6 +166,8 @@ def _tangled(f, t, moved, gathered):
             if b > a and f[b] >= 0 and f[b] == t[b] and (same_from or same_to):
                 if here or gathered >> a & 1 or (f[a] <= WHOLE and t[a] >= 0):
                     swaps |= 1 << a
+            if b > a and here and same_to and f[b] == WHOLE:
+                swaps |= 1 << a
     joint = together and reshards > 1 and gathered == 0
     return shares and several > 1 and not joint, joint, swaps
 

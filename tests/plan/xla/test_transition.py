@@ -126,6 +126,16 @@ def test_most_pairs_are_near_what_is_compiled(measured: Measured) -> None:
     assert min(ratios.values()) > 1 / 3, far
 
 
+def test_what_moves_to_a_dim_that_is_sliced_over_a_minor_axis_is_put_in_order_there(measured: Measured) -> None:
+    """It arrives inside of the slices. What is compiled counts a permute by the devices that send in it."""
+    whole_below = {(s, t): found for (s, t), found in measured.items() if s[0] >= 0 and s[1] == WHOLE}
+    below = [found for (s, t), found in whole_below.items() if WHOLE != t[0] == t[1] != s[0]]
+    assert len(below) >= 2
+    for predicted_wire, compiled_wire in below:
+        assert predicted_wire == pytest.approx(compiled_wire, rel=0.4)
+        assert set(predicted_wire) == set(compiled_wire) == set(SIZES)
+
+
 def test_free_moves_are_those_that_are_free(measured: Measured) -> None:
     assert {pair for pair, (p, _) in measured.items() if not p} == {pair for pair, (_, c) in measured.items() if not c}
 
