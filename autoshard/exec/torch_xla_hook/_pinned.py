@@ -132,20 +132,30 @@ class _Choice:
         """
         return {
             call: specs
-            for call, _, place in self.every
-            if call.what == "operand" and len(paths := self._handed(place, self.inside.get(call.op, ()))) == 1
+            for call, shape, place in self.every
+            if call.what == "operand" and len(paths := self._handed(place, shape, self.inside.get(call.op, ()))) == 1
             for specs in paths
             if place[0] >= 0 or call.op in self.mixing or not self.planned.axes(place) <= set(specs[-1].axes)
         }
 
-    def _handed(self, value: Value, ops: Collection[int]) -> set[tuple[Spec, ...]]:
-        """The specs that some ops want a value in, other than its own: stated, or as what it is spread to is split."""
-        spread = {
-            (Spec(tuple(self.made[op, 0][0].dims[dim] for dim in self.flow.spread[op])),)
-            for op in self.flow.users.get(value, ())
-            if op in ops and op in self.flow.spread and (op, 0) in self.made
-        }
-        return self.planned.handed_to(value, ops) or spread - {self.planned.held(value)[-1:]}
+    def _handed(self, value: Value, shape: tuple[int, ...], ops: Collection[int]) -> set[tuple[Spec, ...]]:
+        """The specs that some ops want a value in, other than its own.
+
+        They are stated, or as what it is spread to is split, or, of data, as what it becomes in other dims first.
+        """
+        held = self.planned.held(value)[-1:]
+        spread, viewed = set(), set()
+        for op in self.flow.users.get(value, ()):
+            if op not in ops or (op, 0) not in self.made:
+                continue
+            dims = self.made[op, 0][0].dims
+            if op in self.flow.spread:
+                spread.add((Spec(tuple(dims[dim] for dim in self.flow.spread[op])),))
+            elif op in self.flow.views and value[0] < 0 and held:
+                if not is_split_alike(self.flow, op, held[0], self.made[op, 0][0]):
+                    found = zip(self.flow.views[op], shape, strict=True)
+                    viewed.add((Spec(tuple(() if to is None or size == 1 else dims[to] for to, size in found)),))
+        return self.planned.handed_to(value, ops) or (spread | viewed) - {held}
 
     def _loose(self, turning: Collection[LazyOp | None]) -> set[tuple[LazyOp | None, Value]]:
         """What ops take whose spec does not follow from what modules give, or may get axes from what the op makes."""

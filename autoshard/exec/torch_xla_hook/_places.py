@@ -61,5 +61,5 @@ def _is_loop(node: Any) -> bool:
 
 
 def is_value(thing: Any) -> bool:
-    """Whether this is a tensor on the XLA device whose spec matters: no scalar, no index."""
-    return isinstance(thing, torch.Tensor) and on_xla(thing) and thing.dim() > 0 and thing.is_floating_point()
+    """Whether this is a tensor on the XLA device whose spec matters: no scalar, no mask."""
+    return isinstance(thing, torch.Tensor) and on_xla(thing) and thing.dim() > 0 and thing.dtype is not torch.bool

@@ -23,12 +23,17 @@ FIRST, TAKEN = Place("block", 0, "operand", 0, DOT), Place("block", 0, "operand"
 MADE = Place("block", 0, "result", 0, DOT)
 
 
-def pinned(*pins: Pin, places: dict[Place, Any], graph: dict[int, Any] | None = None) -> dict[Place, tuple[Spec, ...]]:
+def pinned(
+    *pins: Pin,
+    places: dict[Place, Any],
+    graph: dict[int, Any] | None = None,
+    arguments: dict[str, Spec] | None = None,
+) -> dict[Place, tuple[Spec, ...]]:
     """`graph` has what ops take, by their numbers; an add takes values of its own shape, a dot does not.
 
     A sum is over all dims but the first. What is spread is found again in the last dim. A turn exchanges two dims.
     """
-    plan: Any = SimpleNamespace(pins=pins, arguments={"weight": WHOLE, "bias": Spec((("data",),))})
+    plan: Any = SimpleNamespace(pins=pins, arguments=arguments or {"weight": WHOLE, "bias": Spec((("data",),))})
     graph = graph or {7: ("dot", (4, 0), (5, 0))}
     operands = [graph.get(number, ("dot",))[1:] for number in range(10)]
     alike = [taken if graph.get(number, ("dot",))[0] == "add" else () for number, taken in enumerate(operands)]
@@ -266,3 +271,21 @@ def test_what_a_module_gives_is_not_pinned_at_the_op_that_makes_it_too():
     assert pinned(*pins, places=places, graph=looks) == {TAKEN: (SPLIT,), OUTPUT: (WHOLE,)}
     elsewhere = {TAKEN: (4, 0), MADE: (7, 0), OUTPUT._replace(module="model"): (7, 0)}
     assert MADE in pinned(*pins, places=elsewhere, graph=looks)
+
+
+def test_data_that_becomes_a_view_split_otherwise_is_taken_so():
+    """Indices of a lookup, which it flattens first: else the op would follow how they are held."""
+    views = {5: ("turn", (-1, 1)), 6: ("reshape", (-1, 0))}
+    looks = views | {7: ("gather", (4, 0), (5, 0)), 8: ("gather", (4, 0), (6, 0))}
+    pins = [Pin(op=4, index=0, spec=WHOLE), Pin(op=5, index=0, spec=SPLIT), Pin(op=6, index=0, spec=WHOLE)]
+    pins += [Pin(op=number, index=0, spec=SPLIT) for number in (7, 8)]
+    later = DOT._replace(turn=1)
+    places = {
+        TAKEN: (-1, 1),
+        MADE: (7, 0),
+        Place("block", 0, "operand", 1, later): (-1, 0),
+        Place("block", 0, "result", 0, later): (8, 0),
+    }
+    found = pinned(*pins, places=places, graph=looks, arguments={"ids": WHOLE, "turned": WHOLE})
+    assert found[TAKEN] == (OTHER,)
+    assert Place("block", 0, "operand", 1, later) not in found  # whole, as it is held
