@@ -106,6 +106,10 @@ class Applied:
         written = {(mesh.write(spec), shape) for (_, shape), specs in pinned.items() for spec in specs}
         self.pins.append(frozenset(written))
 
+    def pins_by_module(self) -> dict[int, ModulePins]:
+        """The pins of each module that has any, by its `id`."""
+        return {id(module): pins for module, pins in self._pinned.items()}
+
     def waiting_pins(self) -> frozenset[tuple[str, tuple[int, ...]]]:
         """Sharding strings and shapes of the pins that are in what is pending."""
         return frozenset().union(*(self.pins[plan] for plan in self.now.pinned))

@@ -17,8 +17,15 @@ _ROUGH = ("torch.bfloat16", "torch.float16")
 @functools.cache
 def expand_norms() -> None:
     """Stand in for PyTorch/XLA's kernels of batch norm, until the process ends."""
-    kernels = (native_batch_norm, native_batch_norm_backward)
-    replace_kernels({kernel.__name__: kernel for kernel in kernels})
+    kernels = {kernel.__name__: kernel for kernel in (native_batch_norm, native_batch_norm_backward)}
+    # What `torch.compile` has in its regions instead.
+    replace_kernels(
+        kernels | {"_native_batch_norm_legit": native_batch_norm, "_native_batch_norm_legit.no_stats": _without_stats}
+    )
+
+
+def _without_stats(value: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> Any:
+    return native_batch_norm(value, weight, bias, None, None, training, momentum, eps)
 
 
 def native_batch_norm(

@@ -293,11 +293,15 @@ def _results(made: Any) -> Sequence[Any]:
     return made if isinstance(made, (tuple, list)) else (made,)
 
 
+_KNOWN_AS = {"aten._native_batch_norm_legit.no_stats": "aten.native_batch_norm.default"}
+"""Ops of compiled regions -> those that a script runs in their place; what is pinned has the same numbers in both."""
+
+
 @functools.cache
 def _kind(func: Any) -> str | None:
     """The name of an op's overload; None for copies of views."""
     kind = str(func)
-    return None if kind.split(".")[1].endswith("_copy") else kind
+    return None if kind.split(".")[1].endswith("_copy") else _KNOWN_AS.get(kind, kind)
 
 
 def _kind_of(name: str) -> str:

@@ -122,7 +122,7 @@ class ModulePins:
         self._number = 0
         self._running: list[PinnedOps | None] = []
         self._watches_ops = False
-        module.register_forward_hook(ModuleHook(self._after, guard), with_kwargs=True)
+        module.register_forward_hook(ModuleHook(self._give, guard), with_kwargs=True)
 
     def add(self, module: Any, plan: int, place: Place, shape: tuple[int, ...], shardings: Sequence[Any]) -> None:
         calls = self._plans.setdefault(plan, [])
@@ -146,21 +146,33 @@ class ModulePins:
             self._number = 0
         return calls[self._number % len(calls)]
 
-    def _enter(self, module: Any, args: Any) -> None:
+    def enter(self) -> None:
+        """A call begins."""
         pins = self._pins()
         running = PinnedOps(pins.ops, self._guard) if pins is not None and pins.ops else None
         if running is not None:
             running.__enter__()
         self._running.append(running)
 
-    def _leave(self, module: Any, args: Any, output: Any) -> None:
+    def leave(self) -> None:
+        """A call ends, or fails."""
         running = self._running.pop() if self._running else None
         if running is not None:
             running.__exit__(None, None, None)
 
-    def _after(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def give(self, inputs: Any, output: Any) -> None:
+        """A call has ended: pin what it gives."""
         pins = self._pins()
         self._number += 1
         if pins is not None and self._now.plan is not None:
             self._now.pinned.add(self._now.plan)
-            pins.apply((args, kwargs), output)
+            pins.apply(inputs, output)
+
+    def _enter(self, module: Any, args: Any) -> None:
+        self.enter()
+
+    def _leave(self, module: Any, args: Any, output: Any) -> None:
+        self.leave()
+
+    def _give(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        self.give((args, kwargs), output)

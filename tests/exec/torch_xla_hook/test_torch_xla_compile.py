@@ -1,9 +1,13 @@
 """Inference, and `torch.compile(backend="openxla")`, under auto-sharding."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from autoshard.cost import Topology, make_mesh
+from autoshard.exec import read_collectives, wire_by_axis
+from tests.compiling import QUICKLY
 from tests.exec.torch_xla_hook.torch_xla_processes import run_checks
 
 
@@ -20,6 +24,21 @@ def test_inference_alone_is_planned_and_holds_its_parameters_so(found: dict[str,
     assert row["plans"] == 1 and any(row["planned"])
     assert row["held"] == row["planned"]
     assert row["compiles"] == compiles, "the planned step, which the second script finds compiled, and the pinned one"
+
+
+def test_a_compiled_region_sends_what_is_planned(tmp_path: Path):
+    """Hooks of modules do not run there, so pins find the ops by what dynamo says of them."""
+    flags = f"{QUICKLY} --xla_dump_to={tmp_path} --xla_dump_hlo_as_text --xla_dump_hlo_pass_re=NONE"
+    strict = {"AUTOSHARD_STRICT": "1", "XLA_AUTO_SPMD_MESH": "4,2", "XLA_FLAGS": flags}
+    row = run_checks("torch_xla_compile_checks", "compiled_layers", **strict)["compiled_layers"]
+    assert row["difference"] < 1e-5 and row["compiles"][1:] == [row["compiles"][1]] * 3
+    mesh = make_mesh(Topology.parse("cpu:8"), row["mesh"])
+    programs = [path.read_text() for path in sorted(tmp_path.glob("*after_optimizations.txt"))]
+    sent = [wire_by_axis(read_collectives(text, mesh)) for text in programs]
+    assert set(row["wire"]) == {"data", "model"}
+    planned, *_, region = [each for each in sent if each]
+    assert planned == pytest.approx(row["wire"], rel=0.01)
+    assert region == pytest.approx(row["wire"], rel=0.05)
 
 
 def test_a_compiled_module_trains_as_planned(found: dict[str, Any]):

@@ -48,14 +48,17 @@ def mlp(width: int = 256) -> Any:
     return torch.nn.Sequential(torch.nn.Linear(width, 4 * width), torch.nn.Tanh(), torch.nn.Linear(4 * width, width))
 
 
-def inferences(called: Any, plain: Any, width: int) -> tuple[list[int], float]:
-    """Programs compiled by the end of each of four calls, and by how much any result differs from that of `plain`."""
+def inferences(called: Any, plain: Any, *widths: int) -> tuple[list[int], float]:
+    """Programs compiled by the end of each of four calls, and by how much any result differs from that of `plain`.
+
+    A batch has 16 rows, each of the shape `widths`.
+    """
     import torch
     import torch_xla
 
     before, counts, differences = compiled(), [], []
     for _ in range(4):
-        x = torch.randn(16, width)
+        x = torch.randn(16, *widths)
         with torch.no_grad():
             y = called(x.to("xla"))
         torch_xla.sync()

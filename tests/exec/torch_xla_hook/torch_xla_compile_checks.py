@@ -56,6 +56,37 @@ def compiled_inference() -> dict[str, Any]:
 
 
 @script
+def compiled_layers() -> dict[str, Any]:
+    """Inference of compiled layers that are alike, one of them called twice; what its plan sends."""
+    import torch
+    import torch_xla.runtime as xr
+
+    import autoshard.torch_xla  # noqa: F401
+
+    class Layers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = torch.nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
+            self.first, self.again, self.head = layer, copy.deepcopy(layer), torch.nn.Linear(128, 16)
+            self.norm = torch.nn.BatchNorm1d(16)
+
+        def forward(self, x: Any) -> Any:
+            x = self.again(self.again(self.first(x)))
+            return self.norm(self.head(x.mean(1)))
+
+    xr.use_spmd(auto=True)
+    plain = Layers().eval()
+    called = torch.compile(copy.deepcopy(plain).to("xla"), backend="openxla")
+    counts, most = inferences(called, plain, 32, 128)
+    return {
+        "difference": most,
+        "compiles": counts,
+        "mesh": plans()[-1].mesh,
+        "wire": {axis: size for axis, size in plans()[-1].prediction.wire_bytes.items() if size},
+    }
+
+
+@script
 def compiled_training() -> dict[str, Any]:
     import torch
     import torch_xla

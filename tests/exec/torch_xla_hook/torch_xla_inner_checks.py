@@ -155,6 +155,44 @@ def made_inside() -> dict[str, Any]:
 
 
 @check
+def strided() -> dict[str, Any]:
+    """Views by strides: which are slices in the lazy graph, and what they are; of the first and last, gradients too.
+
+    Gradients of `as_strided` itself are wrong in PyTorch/XLA, with or without us.
+    """
+    import torch
+
+    from autoshard.exec.torch_xla_hook._xlac import xlac
+
+    def gates(x: Any) -> list[Any]:
+        return list(x.unsafe_chunk(4, 1))
+
+    def block(x: Any) -> list[Any]:
+        return [x.as_strided((2, 3), (8, 1), 8 + 2), x.as_strided((1, 8), (5, 1), 16), x.as_strided((4, 8), (8, 1))]
+
+    def others(x: Any) -> list[Any]:
+        return [x.as_strided((3, 4), (4, 1)), x.as_strided((2, 3), (8, 1), 6), x.as_strided((7, 2), (1, 1), 3)]
+
+    def lstm(x: Any) -> list[Any]:
+        torch.manual_seed(0)
+        return [torch.nn.LSTM(8, 4).to(x.device)(x.unsqueeze(0))[0]]
+
+    found = {}
+    for make in (gates, block, others, lstm):
+        plain = torch.randn(4, 8)
+        ours, theirs = plain.to("xla").requires_grad_(), plain.clone().requires_grad_()
+        made = [make(ours), make(theirs)]
+        looked_up = "aten::take" in xlac()._get_xla_tensors_text(made[0])
+        pairs = [*zip(*made, strict=True)]
+        if make in (gates, lstm):
+            for values in made:
+                torch.stack([(value**2).sum() for value in values]).sum().backward()
+            pairs.append((ours.grad, theirs.grad))
+        found[make.__name__] = [looked_up, max(difference(*pair) for pair in pairs)]
+    return found
+
+
+@check
 def told_parts() -> dict[str, Any]:
     """Who is told of a loop, and of the two convolutions of one backward pass."""
     import torch
