@@ -10,7 +10,7 @@ from autoshard.exec.torch_xla_hook._hooks import CallHook, ModuleHook
 from autoshard.exec.torch_xla_hook._marks import annotated, constrain
 from autoshard.exec.torch_xla_hook._ops import WITH_BIAS, Ops, whole_kind
 from autoshard.exec.torch_xla_hook._places import LazyOp, Place, nodes_between
-from autoshard.exec.torch_xla_hook._tensors import leaves, on_xla, pending
+from autoshard.exec.torch_xla_hook._tensors import is_wrapped, leaves, on_xla, pending
 
 
 class OpPins:
@@ -41,16 +41,33 @@ class PinnedOps(Ops):
         super().__init__(pins.kinds)
         self._pins = pins
         self._guard = guard
+        self._given: dict[tuple[int, ...], tuple[Any, Any]] = {}
+        """Values, by themselves and their shardings, with what ops are given instead."""
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._given.clear()
 
     def before(self, kind: str, turn: int, operands: Sequence[Any]) -> Sequence[Any]:
         given = list(operands)
         with self._guard:
             for number, value, shardings in self._pins.of(kind, turn, "operand", operands):
-                # A bias is multiplied by one, which XLA leaves out: its clone is the same node, and with a checkpoint
-                # around it PyTorch/XLA then traces the next step in another way.
-                taken = value * 1 if kind.endswith(WITH_BIAS) and number else value
-                given[number] = annotated(taken, shardings)
+                if kind.endswith(WITH_BIAS) and number:
+                    # A bias is multiplied by one, which XLA leaves out: its clone is the same node, and with a
+                    # checkpoint around it PyTorch/XLA then traces the next step in another way.
+                    given[number] = annotated(value * 1, shardings)
+                else:
+                    given[number] = self._annotated(value, shardings)
         return given
+
+    def _annotated(self, value: Any, shardings: Sequence[Any]) -> Any:
+        """One for all ops that take a value alike: XLA would move it for each. Below functionalisation none changes."""
+        if not is_wrapped():
+            return annotated(value, shardings)
+        key = id(value), *map(id, shardings)
+        if key not in self._given:
+            self._given[key] = value, annotated(value, shardings)
+        return self._given[key][1]
 
     def after(self, kind: str, turn: int, results: Sequence[Any]) -> None:
         with self._guard:

@@ -36,20 +36,23 @@ def pin_regions(pins: Callable[[], Mapping[int, ModulePins]], guard: Guard) -> N
         with guard:
             if not guard.failed:
                 _in_order(region.graph)
-                region.forward = _PinnedRun(region, pins(), guard).run
+                region.forward = functools.partial(_run, region, pins(), guard)
         return extract_region(region, known)
 
     bridge.extract_compiled_graph = numbered
     bridge.extract_graph_helper = pinned
 
 
+def _run(region: Any, pins: Mapping[int, ModulePins], guard: Guard, *args: Any) -> Any:
+    return _PinnedRun(region, pins, guard).run(*args)  # what it holds of the batch goes with it
+
+
 def _in_order(graph: Any) -> None:
     """Put a region's ops in the order of the script: pins count ops of a kind in it."""
     *nodes, output = graph.nodes
-    last = -1
-    order = {}
-    for node in nodes:
-        order[node] = last = node.meta.get(_ORDER, last)
+    order: dict[Any, int] = {}
+    for node in nodes:  # never before what it takes: some are added, and have no number
+        order[node] = max([node.meta.get(_ORDER, -1), *(order[taken] for taken in node.all_input_nodes)])
     for node in sorted((node for node in nodes if node.op != "placeholder"), key=order.__getitem__):
         output.prepend(node)
 

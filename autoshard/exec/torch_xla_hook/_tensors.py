@@ -1,5 +1,6 @@
 """Finding tensors of the lazy backend: which are live, which are pending, which data a graph reads."""
 
+import functools
 import gc
 import os
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -63,7 +64,7 @@ def live_pending(first: Iterable[Any]) -> list[Any]:
     backward pass that has not run) is not found.
     """
     found: dict[int, Any] = {}
-    wrapped = _wrapped()
+    wrapped = is_wrapped()
 
     def take(tensor: Any) -> None:
         inner = plain(tensor)
@@ -84,7 +85,7 @@ def live_data(but: Container[Any] = ()) -> list[tuple[int, Any]]:
 
     Those in `but` are left out.
     """
-    wrapped = _wrapped()
+    wrapped = is_wrapped()
     seen = (plain(tensor) for tensor in _tensors_of_process() if on_xla(tensor) and tensor.dim())
     seen = (tensor for tensor in seen if tensor not in but)
     tensors = list({id(tensor): tensor for tensor in seen if is_functional(tensor) == wrapped}.values())
@@ -92,7 +93,8 @@ def live_data(but: Container[Any] = ()) -> list[tuple[int, Any]]:
     return list(zip(handles(held), held, strict=True))
 
 
-def _wrapped() -> bool:
+@functools.cache
+def is_wrapped() -> bool:
     """Whether a script's tensors are wrapped: kernels in Python see those below functionalisation, no one else's."""
     return not _flag("XLA_DISABLE_FUNCTIONALIZATION")
 
