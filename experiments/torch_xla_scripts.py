@@ -68,13 +68,10 @@ MORE = {
 SENDS = {
     "accelerated": "its later small batches end in the update, of which the planned one has nothing",
     "adafactor": "its steps are cut: the plan is of a piece",
-    "compiled_inference": "in a compiled region nothing is pinned",
     "dlrm": "its steps are cut: the plan is of a piece",
     "gradient_penalty": "gradients of gradients are not pinned",
     "gru": "inside of a loop nothing is pinned",
-    "hf_trainer": "what an embedding's gradient is summed from is split over both axes, by indices that are not pinned",
-    "lstm": "its gates are looked up in flattened results, which is how PyTorch/XLA lowers their views",
-    "masked_language": "one product for queries, keys and values, cut by views whose dims are split in another order",
+    "lstm": "what a layer gives is gathered for its own gradients, and again where the next layer takes it, stacked",
     "parametrized": "its steps are cut: the plan is of a piece",
     "two_towers": "its steps are cut: the plan is of a piece",
 }
