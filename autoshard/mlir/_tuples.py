@@ -5,6 +5,13 @@ from typing import Any
 from autoshard.mlir._module import collect
 
 
+def tuple_calls(module: Any) -> list[str]:
+    """Targets of the custom calls that give tuples: factorisations of LAPACK, say."""
+    calls = collect(module.operation, {"stablehlo.custom_call"})
+    tupled = [op for op in calls if any("tuple<" in str(result.type) for result in op.results)]
+    return sorted({str(op.attributes["call_target_name"]).strip('"') for op in tupled})
+
+
 def fold_tuples(root: Any) -> None:
     """Replace every element that is taken out of a tuple by what was put into it, and drop the tuples (in place)."""
     from jaxlib.mlir import ir

@@ -22,3 +22,17 @@ def test_elements_are_what_was_put_in() -> None:
     text = str(mlir.inline_calls(mlir.parse_module(SOURCE)))
     assert "tuple" not in text
     assert "return %arg1, %arg0" in text
+
+
+def test_calls_that_give_tuples_are_named() -> None:
+    """These stay, since nothing here has put their elements in."""
+    called = """
+func.func @main(%a: tensor<4x4xf32>) -> tensor<4xf32> {
+  %made = stablehlo.custom_call @Eigh(%a) : (tensor<4x4xf32>) -> tuple<tensor<4x4xf32>, tensor<4xf32>>
+  %values = stablehlo.get_tuple_element %made[1] : (tuple<tensor<4x4xf32>, tensor<4xf32>>) -> tensor<4xf32>
+  %plain = stablehlo.custom_call @Sharding(%values) : (tensor<4xf32>) -> tensor<4xf32>
+  return %plain : tensor<4xf32>
+}
+"""
+    assert mlir.tuple_calls(mlir.inline_calls(mlir.parse_module(called))) == ["Eigh"]
+    assert mlir.tuple_calls(mlir.inline_calls(mlir.parse_module(SOURCE))) == []

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard import mlir
+from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook._marks import LiveMesh, held_spec, is_split
 from autoshard.exec.torch_xla_hook._tensors import handles
 from autoshard.exec.torch_xla_hook._user_marks import UserMarks
@@ -63,12 +64,16 @@ def capture(
     Constraints in the graph that the mesh can express stay in it, but for our own: `own_pins` (sharding strings, and
     shapes of what they are on) of an earlier plan, and those by which PyTorch/XLA keeps how state is split that is
     updated in place.
+
+    Raises `UserError` where an op gives a tuple.
     """
 
     every = [*roots, *recorded]
     data = xlac()._get_tensors_xla_device_data_node(every)[1]
     source: bytes = xlac()._get_stablehlo(every, "", [], True)
     module = mlir.inline_calls(mlir.parse_module(source))
+    if tupled := mlir.tuple_calls(module):
+        raise UserError(f"the step calls {', '.join(tupled)}, whose results are a tuple: such a step cannot be planned")
     of_data = handles(data)
     found = [known.get(handle) for handle in of_data]
     whole = {number: each.whole for number, each in enumerate(found) if each is not None and each.whole is not None}

@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
+from autoshard.exec.torch_xla_hook._chunks import slice_chunks
 from autoshard.exec.torch_xla_hook._compiled import train_all_lazily
+from autoshard.exec.torch_xla_hook._hosted import keep_out_of_regions
 from autoshard.exec.torch_xla_hook._inputs import PlannedInputs, watch_moves
 from autoshard.exec.torch_xla_hook._marks import held_spec, is_split
 from autoshard.exec.torch_xla_hook._norms import expand_norms
@@ -16,7 +18,6 @@ from autoshard.exec.torch_xla_hook._ops import tell_of_loop, untold
 from autoshard.exec.torch_xla_hook._reads import read_whole
 from autoshard.exec.torch_xla_hook._regions import pin_regions
 from autoshard.exec.torch_xla_hook._session import Session
-from autoshard.exec.torch_xla_hook._strided import slice_strided
 from autoshard.exec.torch_xla_hook._tensors import leaves, live_on_xla
 from autoshard.exec.torch_xla_hook._xlac import xlac
 
@@ -95,7 +96,7 @@ def enable(use_spmd: Callable[[], None]) -> Session:
     _session.append(made)
     _stand_in(made)
     expand_norms()
-    slice_strided()
+    slice_chunks()
     train_all_lazily()
     made.arm()
     return made
@@ -148,6 +149,7 @@ def _stand_in(made: Session) -> None:
     watch_moves(made)
     read_whole(made.whole)
     _tell_of_scans()
+    keep_out_of_regions()
     pin_regions(made.applied.pins_by_module, made.guard)
     send: Any = xm.send_cpu_data_to_device
 

@@ -5,6 +5,7 @@ is put together from the shards instead.
 """
 
 import functools
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,26 @@ from autoshard.exec.torch_xla_hook._tensors import compute, on_xla
 _standing: set[str] = set()
 """Ops that are stood in for already, and those that cannot be."""
 
+_ran: set[str] = set()
+"""Ops stood in for that have run since `keep_out_of_regions` looked last."""
+
+
+def keep_out_of_regions() -> None:
+    """Have `torch.compile` leave what is stood in for out of its regions, as it leaves PyTorch/XLA's own such ops.
+
+    It runs each op and asks which were computed on the host. What a region took from there would be the same for ever.
+    """
+    bridge: Any = importlib.import_module("torch_xla._dynamo.dynamo_bridge")
+    theirs, run_node = bridge.get_fallback_ops, bridge.UnsupportedNodesCollector.run_node
+
+    @functools.wraps(run_node)
+    def run(collector: Any, node: Any) -> Any:
+        _ran.clear()
+        return run_node(collector, node)
+
+    bridge.UnsupportedNodesCollector.run_node = run
+    bridge.get_fallback_ops = lambda: [*theirs(), *sorted(_ran)]
+
 
 def stand_in_on_host(whole: Callable[[Any], Any]) -> None:
     """Stand in for the ops that were computed on the host so far; `whole(tensor)` reads one that may be split."""
@@ -28,7 +49,7 @@ def stand_in_on_host(whole: Callable[[Any], Any]) -> None:
     new = names - _standing
     _standing.update(new)
     ops = {name: op for name in new if (op := _op(name)) is not None}
-    replace_kernels({name: functools.partial(_run, op, whole) for name, op in ops.items()})
+    replace_kernels({name: functools.partial(_run, name, op, whole) for name, op in ops.items()})
 
 
 def _op(name: str) -> Any:
@@ -42,7 +63,8 @@ def _op(name: str) -> Any:
     return op if gives_tensors and not takes_device else None
 
 
-def _run(op: Any, whole: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
+def _run(name: str, op: Any, whole: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
+    _ran.add(name)
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and on_xla(each)]
     with torch.no_grad(), unseen():
         compute(given)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard.cost import Topology
+from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook._ahead import Ahead
 from autoshard.exec.torch_xla_hook._apply_plan import Applied
 from autoshard.exec.torch_xla_hook._capture import Capture, capture, own_sharding
@@ -28,6 +29,7 @@ from autoshard.exec.torch_xla_hook._user_marks import UserMarks
 from autoshard.exec.torch_xla_hook._watch import Watch
 from autoshard.exec.torch_xla_hook._xlac import xlac
 from autoshard.plan import Plan, Spec
+from autoshard.program import Role
 
 
 log = logging.getLogger("autoshard.torch_xla")
@@ -336,7 +338,16 @@ class Session:
             tensor in self.applied.trained for tensor in taken.tensors if tensor is not None
         )
         fixed = {} if replaces else self.applied.decided(taken, watch.outermost)
-        decision = kept_decision(taken, topology, mesh, fixed, free=replaces)
+        decide = functools.partial(kept_decision, taken, topology, mesh, free=replaces)
+        try:
+            decision = decide(fixed)
+        except UserError:
+            # New batches are split as an earlier plan has them, which this step may not be able to use.
+            arguments = taken.program.arguments
+            state = {number: spec for number, spec in fixed.items() if arguments[number].role is not Role.BATCH}
+            if state == fixed:
+                raise
+            decision = decide(state)
         plan = decision.plan
         if replaces and self.applied.moves(taken, decision):
             # Plans of inference know these tensors split in another way.

@@ -13,7 +13,7 @@ from tests.exec.torch_xla_hook.torch_xla_processes import run_checks
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
-    names = ("inference", "compiled_inference", "compiled_training")
+    names = ("inference", "compiled_inference", "hosted_inside", "written_batch", "compiled_training")
     return run_checks("torch_xla_compile_checks", *names, AUTOSHARD_STRICT="1", XLA_AUTO_SPMD_MESH="4,2")
 
 
@@ -39,6 +39,18 @@ def test_a_compiled_region_sends_what_is_planned(tmp_path: Path):
     planned, *_, region = [each for each in sent if each]
     assert planned == pytest.approx(row["wire"], rel=0.01)
     assert region == pytest.approx(row["wire"], rel=0.05)
+
+
+def test_a_batch_that_cannot_stay_split_as_an_earlier_plan_has_it_is_split_anew(found: dict[str, Any]):
+    row = found["written_batch"]
+    assert max(row["differences"]) < 1e-5 and row["plans"] == 2
+
+
+def test_what_is_computed_on_the_host_is_no_part_of_a_region(found: dict[str, Any]):
+    """There it would be the same in every call."""
+    row = found["hosted_inside"]
+    assert row["difference"] < 1e-5
+    assert row["compiles"][-1] == row["compiles"][-2]
 
 
 def test_a_compiled_module_trains_as_planned(found: dict[str, Any]):

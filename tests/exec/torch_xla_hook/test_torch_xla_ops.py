@@ -12,7 +12,7 @@ pytest.importorskip("torch_xla")
 
 @pytest.fixture(scope="module")
 def everything() -> dict[str, dict[str, Any]]:
-    names = ("auto", "told_ops", "made_inside", "told_parts", "on_host", "strided")
+    names = ("auto", "told_ops", "made_inside", "told_parts", "on_host", "chunked")
     return run_checks("torch_xla_inner_checks", *names, AUTOSHARD_STRICT="1", XLA_AUTO_SPMD_MESH="4,2")
 
 
@@ -58,9 +58,8 @@ def test_what_is_computed_on_the_host_is_put_together_from_shards(everything: di
     assert max(found["saved"]) < 1e-5 and found["saving"] == 0
 
 
-def test_views_by_strides_are_slices_where_they_can_be(everything: dict[str, dict[str, Any]]):
-    """Such are the gates of an LSTM. Where a row would begin in another one, every element is looked up."""
-    found = everything["strided"]
-    looked_up = {name: each[0] for name, each in found.items()}
-    assert looked_up == {"gates": False, "block": False, "others": True, "lstm": False}
+def test_chunks_are_slices(everything: dict[str, dict[str, Any]]):
+    """Such are the gates of an LSTM. Views by strides are of what their base holds, and none of ours."""
+    found = everything["chunked"]
+    assert not any(found[name][0] for name in ("gates", "unlike", "lstm"))
     assert max(off for _, off in found.values()) < 1e-6

@@ -87,6 +87,58 @@ def compiled_layers() -> dict[str, Any]:
 
 
 @script
+def hosted_inside() -> dict[str, Any]:
+    """Compiled inference with ops inside that PyTorch/XLA computes on the host."""
+    import torch
+
+    class Hosted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+        def forward(self, x: Any) -> Any:
+            y = self.first(x)
+            return self.last(torch.special.bessel_j0(y) + y)
+
+    plain = Hosted().eval()
+    counts, most = inferences(torch.compile(copy.deepcopy(plain).to("xla"), backend="openxla"), plain, 64)
+    return {"difference": most, "compiles": counts}
+
+
+@script
+def written_batch() -> dict[str, Any]:
+    """A model that writes to its batch, after one whose plan splits such batches as this cannot have them."""
+    import torch
+    import torch_xla
+
+    class Written(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp(256)
+            self.register_buffer("kept", torch.zeros(256))
+
+        def forward(self, x: Any) -> Any:
+            x.add_(1)
+            y = self.inner(x)
+            self.kept.mul_(0.9).add_(y.mean(0))
+            y[0] = self.kept
+            x.copy_(y)
+            return y
+
+    planned, found = len(plans()), []
+    for plain in (mlp(256), Written().eval()):
+        model = copy.deepcopy(plain).to("xla")
+        for _ in range(3):
+            x = torch.randn(64, 256)
+            ours, theirs = x.to("xla"), x.clone()
+            with torch.no_grad():
+                results = model(ours), plain(theirs)
+            torch_xla.sync()
+            found.append(max(difference(*results), difference(ours, theirs)))
+    return {"differences": found, "plans": len(plans()) - planned}
+
+
+@script
 def compiled_training() -> dict[str, Any]:
     import torch
     import torch_xla
