@@ -44,7 +44,11 @@ def pin_regions(pins: Callable[[], Mapping[int, ModulePins]], guard: Guard) -> N
 
 
 def _run(region: Any, pins: Mapping[int, ModulePins], guard: Guard, *args: Any) -> Any:
-    return _PinnedRun(region, pins, guard).run(*args)  # what it holds of the batch goes with it
+    running = _PinnedRun(region, pins, guard)  # what it holds of the batch goes with it
+    try:
+        return running.run(*args)
+    finally:
+        running.end()
 
 
 def _in_order(graph: Any) -> None:
@@ -66,6 +70,7 @@ class _PinnedRun(torch.fx.Interpreter):
         self._guard = guard
         self._calls: list[str] = []
         """The calls that run, the outermost first, as dynamo names them."""
+        self._ended: set[str] = set()
         self._given = _given(region.graph)
 
     def run_node(self, node: Any) -> Any:
@@ -79,17 +84,31 @@ class _PinnedRun(torch.fx.Interpreter):
         """End the calls that an op is not from, and begin those that it is the first of."""
         common = len(os.path.commonprefix([self._calls, calls]))
         while len(self._calls) > common:
-            call = self._calls.pop()
-            if (pins := self._of(call)) is not None:
-                pins.leave()
-                pins.give((), tuple(self.env[node] for node in self._given.get(call, ())))
+            call = self._calls[-1]
+            self._leave()
+            # One that goes on later, between ops of others, is counted once.
+            if (pins := self._of(call)) is not None and call not in self._ended:
+                self._ended.add(call)
+                pins.give((), tuple(self.env[node] for node in self._given.get(call, ()) if node in self.env))
         for call in calls[common:]:
             self._calls.append(call)
             if (pins := self._of(call)) is not None:
                 pins.enter()
 
+    def end(self) -> None:
+        """End what runs still, where an op has failed."""
+        with self._guard:
+            while self._calls:
+                self._leave()
+
+    def _leave(self) -> None:
+        if (pins := self._of(self._calls.pop())) is not None:
+            pins.leave()
+
     def _of(self, call: str) -> ModulePins | None:
-        return self._pins.get(int(call.partition("@")[0]))
+        """The pins of a call's module, which dynamo names by its `id` (in other settings in ways unknown here)."""
+        name = call.partition("@")[0]
+        return self._pins.get(int(name)) if name.isdigit() else None
 
 
 def _calls_of(node: Any) -> list[str] | None:
