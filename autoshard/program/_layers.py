@@ -2,21 +2,22 @@
 
 import dataclasses
 import hashlib
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from autoshard.program._layer_differences import Difference, LayerComparison
 
 
 MAX_PERIOD = 4
 """Longest repeating group of unlike layers that is looked for (alternating attention has 2)."""
 
 _POSITIONS = {"layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_idx", "idx", "index"}
-"""Attributes that only say where a layer stands."""
+"""Attributes that often only number a layer; code that reads one is traced for every layer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Block:
-    """`repeats` groups of `period` layers of one list, each group structurally equal to the first."""
+    """`repeats` groups of `period` layers of one list that may compute the same, group by group."""
 
     owner: str
     """Name of the list in the module, such as `model.layers`."""
@@ -30,8 +31,8 @@ class Block:
     """Number of the list's first layer: a dict may hold layers 16 to 31 of a model."""
     stem: str = ""
     """What stands before the number in a layer's name in the list: `layer_` of `layer_0`, `layer_1`."""
-    unlike: bool = False
-    """True if fractions among the attributes of its layers differ, so that what they compute has to be compared."""
+    unlike: tuple[tuple[int, Difference], ...] = ()
+    """Attributes in which groups differ, or may: if a layer's code reads one, the layers are compared as they trace."""
 
     @property
     def stop(self) -> int:
@@ -57,37 +58,58 @@ class Block:
         return f"{self.owner}.{text}" if self.owner else text
 
 
-def find_blocks(module: Any, within: Sequence[Block] = (), fractions: Collection[str] = ()) -> tuple[Block, ...]:
-    """All blocks of `module`, outermost lists first; lists inside a block are left to the block.
+def find_blocks(
+    module: Any, within: Sequence[Block] = (), computed: Mapping[str, str] | None = None, trained: bool = False
+) -> tuple[Block, ...]:
+    """Find all blocks of `module`, outermost lists first; lists inside a block are left to the block.
 
-    With `within`, only those in the layers of these blocks. Layers in the lists of `fractions` are told apart by
-    fractions among their attributes too (a rate of dropout, a scale of initial values), others only by all else.
+    With `within`, only those in the layers of these blocks. `computed` has a digest of the trace of some layers by
+    name: those that trace to different computations are in no block together. `trained`: nor are those of which
+    other parameters require gradients.
     """
     import torch
 
-    owners = Counter(id(p) for child in module.modules() for p in child._parameters.values() if p is not None)
-    found: list[Block] = []
-    for name, child in module.named_modules():
+    index = _Index(module)
+    blocks: list[Block] = []
+    for name, child in index.modules.items():
         sequence = isinstance(child, torch.nn.Sequential) and _is_numbered(child)
         if not (is_list(child) or sequence) or within and not any(_inside(name, block) for block in within):
             continue
-        if any(_inside(name, block) for block in found):
+        if any(_inside(name, block) for block in blocks):
             continue
-        found += _blocks_of(name, child, owners, name in fractions)
-    return tuple(found)
+        blocks += _blocks_of(index, name, child, computed or {}, trained)
+    return tuple(blocks)
 
 
-def _blocks_of(name: str, child: Any, owners: Counter[int], fractions: bool) -> list[Block]:
-    """The blocks of one list."""
+class _Index:
+    """The modules of a module by name, and the ones that hold each tensor."""
+
+    def __init__(self, module: Any) -> None:
+        self.modules = dict(module.named_modules())
+        self.names = {id(child): name for name, child in self.modules.items()}
+        self.holders: dict[int, list[int]] = {}
+        """Modules, by `id`, that have a parameter or buffer, by `id`, of their own."""
+        for child in self.modules.values():
+            for tensor in _own_tensors(child):
+                self.holders.setdefault(id(tensor), []).append(id(child))
+
+
+def _blocks_of(index: _Index, name: str, child: Any, computed: Mapping[str, str], trained: bool) -> list[Block]:
+    """Find the blocks of one list, which is called `name`."""
     layers, stem, first = list(child._modules.values()), _stem(child), _first_number(child)
-    exact = [_signature(layer, owners, True) for layer in layers]
-    marks = exact if fractions else [_signature(layer, owners, False) for layer in layers]
-    found: list[Block] = []
+    names = [f"{name}.{key}" if name else key for key in child._modules]
+    signatures = _signatures(index, names, layers, trained)
+    marks = [f"{mark}{computed.get(layer, '')}" if mark else "" for mark, layer in zip(signatures, names, strict=True)]
+    blocks: list[Block] = []
     for start, period, repeats in _runs(marks):
-        groups = {tuple(exact[start + r * period : start + (r + 1) * period]) for r in range(repeats)}
-        block = Block(name, first + start, period, repeats, len(layers), first, stem, len(groups) > 1)
-        found.append(block)
-    return found
+        unlike: dict[tuple[int, Difference], None] = {}
+        for offset in range(period):
+            group = layers[start + offset : start + period * repeats : period]
+            comparison = LayerComparison(group[0])
+            for other in group[1:]:
+                unlike |= {(offset, each): None for each in comparison.differences(other)}
+        blocks.append(Block(name, first + start, period, repeats, len(layers), first, stem, tuple(sorted(unlike))))
+    return blocks
 
 
 def is_list(module: Any) -> bool:
@@ -144,35 +166,91 @@ def _runs(marks: Sequence[str]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _signature(layer: Any, owners: Counter[int], fractions: bool) -> str:
-    """A digest of what the layer computes apart from its weights; empty if it cannot be repeated.
+def _signatures(index: _Index, names: Sequence[str], layers: Sequence[Any], trained: bool) -> list[str]:
+    """Return a digest for each layer of a list; layers that may compute the same, weights apart, have one in common.
 
-    Without `fractions`, fractions among its attributes are not looked at.
-
-    A layer without parameters is not worth a scan, and one that shares a parameter with anything else has no slice
-    of its own in a stack.
+    It is empty for a layer that cannot be repeated: one without parameters of its own is not worth a scan. A tensor
+    that all layers of a kind share is theirs in common; one that is shared otherwise has no slice in a stack.
     """
-    digest = hashlib.sha256()
-    count = 0
+    inside = {id(child) for layer in layers for child in layer.modules()}
+    owners: dict[int, list[int]] = {}
+    for number, layer in enumerate(layers):
+        for tensor in {id(t): t for child in layer.modules() for t in _own_tensors(child)}.values():
+            owners.setdefault(id(tensor), []).append(number)
+    structures = [_structure(layer, trained) for layer in layers]
+    kinds = {mark: [k for k, each in enumerate(structures) if each == mark] for mark in structures}
+    ordinals = _ordinals(layers)
+    signatures: list[str] = []
+    for number, (name, layer, structure) in enumerate(zip(names, layers, structures, strict=True)):
+        digest = hashlib.sha256(structure.encode())
+        parameters = 0
+        repeatable = index.names.get(id(layer)) == name
+        for path, child in layer.named_modules():
+            for key, value in sorted(child.__dict__.items()):
+                if not key.startswith("_") and key != "training" and (path, key) not in ordinals:
+                    digest.update(f";{path}:{key}={_plain(0.0 if type(value) is float else value)}".encode())
+            for key, tensor in (*child._parameters.items(), *child._buffers.items()):
+                if tensor is None:
+                    continue
+                sharing = owners[id(tensor)]
+                if sharing != [number] or not inside.issuperset(index.holders[id(tensor)]):
+                    digest.update(f";{path}:{key} is {id(tensor)}".encode())
+                    common = len(sharing) > 1 and set(kinds[structure]) <= set(sharing)
+                    repeatable = repeatable and common and _stands_at(layers, sharing, path, key, tensor)
+                elif key in child._parameters:
+                    parameters += 1
+        signatures.append(digest.hexdigest() if repeatable and parameters else "")
+    return signatures
+
+
+def _own_tensors(child: Any) -> list[Any]:
+    """List the parameters and buffers of one module, without those of its children."""
+    return [t for t in (*child._parameters.values(), *child._buffers.values()) if t is not None]
+
+
+def _stands_at(layers: Sequence[Any], sharing: Sequence[int], path: str, key: str, tensor: Any) -> bool:
+    """Return True if layers that share a tensor all have it in one place."""
+
+    def there(layer: Any) -> Any:
+        child = layer.get_submodule(path)
+        return child._parameters.get(key) if key in child._parameters else child._buffers.get(key)
+
+    try:
+        return all(there(layers[number]) is tensor for number in sharing)
+    except AttributeError:
+        return False
+
+
+def _ordinals(layers: Sequence[Any]) -> set[Difference]:
+    """Return the attributes that only number layers: by their name, or since they grow by one from layer to layer."""
+    numbers: dict[Difference, set[Any]] = {}
+    for place, layer in enumerate(layers):
+        for path, child in layer.named_modules():
+            for key, value in child.__dict__.items():
+                named = key in _POSITIONS and isinstance(value, int | None)
+                offset = "named" if named else value - place if type(value) is int else None
+                numbers.setdefault((path, key), set()).add(offset)
+    return {
+        place for place, offsets in numbers.items() if len(offsets) == 1 and None not in offsets and len(layers) > 1
+    }
+
+
+def _structure(layer: Any, trained: bool) -> str:
+    """Describe the modules of a layer, their parameters and buffers, and the values of small constants."""
+    words: list[str] = []
     for name, child in layer.named_modules():
-        digest.update(f"|{name}:{type(child).__module__}.{type(child).__qualname__}".encode())
-        for key, value in sorted(child.__dict__.items()):
-            if not key.startswith("_") and key != "training" and key not in _POSITIONS:
-                digest.update(f";{key}={_plain(value if fractions or type(value) is not float else 0.0)}".encode())
+        words.append(f"|{name}:{type(child).__module__}.{type(child).__qualname__}:{id(type(child))}")
         for key, parameter in child._parameters.items():
-            if parameter is None:
-                continue
-            if owners[id(parameter)] > 1:
-                return ""
-            count += 1
-            digest.update(f";{key}:{tuple(parameter.shape)}:{parameter.dtype}".encode())
+            if parameter is not None:
+                gradient = trained and parameter.requires_grad
+                words.append(f";{key}:{tuple(parameter.shape)}:{parameter.dtype}:{gradient}")
         for key, buffer in child._buffers.items():
             if buffer is None:
                 continue
-            digest.update(f";{key}:{tuple(buffer.shape)}:{buffer.dtype}".encode())
+            words.append(f";{key}:{tuple(buffer.shape)}:{buffer.dtype}")
             if key in child._non_persistent_buffers_set and buffer.device.type == "cpu":
-                digest.update(str(buffer.detach().tolist()).encode())
-    return digest.hexdigest() if count else ""
+                words.append(hashlib.sha256(str(buffer.detach().tolist()).encode()).hexdigest())
+    return "".join(words)
 
 
 def _plain(value: Any) -> str:

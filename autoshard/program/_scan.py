@@ -1,7 +1,7 @@
 """Running the repeated layers of a torch module as `jax.lax.scan`."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
@@ -9,9 +9,10 @@ from autoshard.program import _shared
 from autoshard.program._environment import used_elsewhere
 from autoshard.program._layers import Block
 from autoshard.program._marks import INPUT, hooks_outside, mark_torch, marking
+from autoshard.program._module_state import call_with, own_forward, replace_forward
 from autoshard.program._policy import Policy, jax_policy
 from autoshard.program._remat import listed_layers
-from autoshard.program._scan_run import BlockRun, LayerRemat, LayerWeights, NotRepeatedError
+from autoshard.program._scan_run import BlockRun, LayerRemat, LayerWeights, NotRepeatedError, tensors_of
 
 
 @contextlib.contextmanager
@@ -22,25 +23,25 @@ def scanned(
     prepare: Callable[[Any], Any],
     remat: LayerRemat,
     env: Any,
+    compared: set[Block],
 ) -> Iterator[None]:
     """While inside, the layers of every block run as one scan.
 
     `prepare` is applied to one layer's parameters inside the body (casts to the compute dtype there, so that no full
-    copy exists); `remat` is the same for all layers of a block.
+    copy exists); `remat` is the same for all layers of a block. The layers of blocks in `compared` trace to one
+    computation; blocks that are compared while inside are added.
     """
-    replaced: list[Any] = []
+    replaced: list[tuple[Any, Any]] = []
     runs: list[BlockRun] = []
     elsewhere: set[Block] = set()
     try:
-        for block in blocks:
-            run = BlockRun(module, block, weights[block], prepare, remat, env)
-            for index in range(block.period * block.repeats):
-                layer = run.layers[index]
-                layer.__dict__["forward"] = run.stand_in(index)
-                replaced.append(layer)
-            runs.append(run)
+        runs += [BlockRun(module, block, weights[block], prepare, remat, env, block in compared) for block in blocks]
+        layers = [(run, index, layer) for run in runs for index, layer in enumerate(run.layers)]
+        for run, index, layer in layers:
+            replaced.append((layer, replace_forward(layer, run.stand_in(index))))
+        notes = {id(own): _adds(run.block, elsewhere) for run, _, layer in layers for own in tensors_of(layer)}
         try:
-            with used_elsewhere({id(own): _adds(run.block, elsewhere) for run in runs for own in _own(run.layers)}):
+            with used_elsewhere(notes):
                 yield
         except (NotRepeatedError, UserError):
             raise
@@ -55,15 +56,10 @@ def scanned(
                 raise NotRepeatedError(run.block, "the layers are not called one after the other")
             if run.block in elsewhere:
                 raise NotRepeatedError(run.block, "what they hold is used outside of them too")
+        compared.update(run.block for run in runs)
     finally:
-        for layer in replaced:
-            layer.__dict__.pop("forward", None)
-
-
-def _own(layers: Iterable[Any]) -> Iterator[Any]:
-    for layer in layers:
-        yield from layer.parameters()
-        yield from layer.buffers()
+        for layer, forward in reversed(replaced):
+            replace_forward(layer, forward)
 
 
 def _adds(block: Block, to: set[Block]) -> Callable[[], None]:
@@ -77,14 +73,13 @@ def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: LayerRemat, 
     import torch
     from torch.utils import _pytree
 
-    replaced: list[Any] = []
+    replaced: list[tuple[Any, Any]] = []
 
     def wrap(layer: Any, choice: Policy) -> Callable[..., Any]:
-        policy = jax_policy(choice)
+        policy, own = jax_policy(choice), layer.__dict__.get("forward")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            own = layer.__dict__.pop("forward")
-            try:
+            with own_forward(layer, own):
                 buffers, changed = dict(layer.named_buffers()), set[int]()
                 stored: set[str] = set()
                 weights = {**dict(layer.named_parameters()), **buffers}
@@ -104,7 +99,7 @@ def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: LayerRemat, 
                         called = [each for each in _pytree.tree_leaves((a, k)) if isinstance(each, torch.Tensor)]
                         written, names = _shared.watched(called), list(w)
                         kept = _shared.watched([w[name] for name in names])
-                        out = torch.func.functional_call(layer, w, a, k)
+                        out = call_with(layer, w, a, k)
                     changed.update(written())
                     stored.update(names[k] for k in kept())
                     return env.t2j_iso((out, {key: w[key] for key in buffers}))
@@ -120,8 +115,6 @@ def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: LayerRemat, 
                 for place in changed:  # what was written is only known to what is computed again
                     _shared.lose(called[place])
                 return env.j2t_iso(out)
-            finally:
-                layer.__dict__["forward"] = own
 
         return forward
 
@@ -130,9 +123,8 @@ def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: LayerRemat, 
             choice = remat.of(name)
             if choice.base != "none":
                 layer = module.get_submodule(name)
-                layer.__dict__["forward"] = wrap(layer, choice)
-                replaced.append(layer)
+                replaced.append((layer, replace_forward(layer, wrap(layer, choice))))
         yield
     finally:
-        for layer in replaced:
-            layer.__dict__.pop("forward", None)
+        for layer, forward in reversed(replaced):
+            replace_forward(layer, forward)

@@ -2,14 +2,15 @@
 
 import contextlib
 import dataclasses
-import hashlib
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from autoshard.program import _flops, _shared
+from autoshard.program._jaxpr_digest import computation_digest
+from autoshard.program._layer_differences import reads
 from autoshard.program._layers import Block
 from autoshard.program._marks import INPUT, hooks_outside, mark_torch, marking
+from autoshard.program._module_state import Content, call_with, own_forward, reachable
 from autoshard.program._policy import Policy, jax_policy
 from autoshard.program._scan_stages import run_in_stages
 from autoshard.program._stack import Pipeline
@@ -18,10 +19,10 @@ from autoshard.program._stack import Pipeline
 class NotRepeatedError(Exception):
     """The layers of `block` are not simply called one after another; they have to run one by one."""
 
-    def __init__(self, block: Block, reason: str, alike: bool = True) -> None:
-        """`alike` is False if the layers, called as they may be, turned out to compute different things."""
+    def __init__(self, block: Block, reason: str, computed: Mapping[str, str] | None = None) -> None:
+        """`computed` has a digest of what each layer traces to, by name, if these differ."""
         super().__init__(reason)
-        self.block, self.alike = block, alike
+        self.block, self.computed = block, computed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,12 +92,18 @@ class BlockRun:
         prepare: Callable[[Any], Any],
         remat: LayerRemat,
         env: Any,
+        compared: bool = False,
     ) -> None:
+        """`compared`: what the layers trace to is known to be the same."""
         count = block.period * block.repeats
-        self.block, self.weights = block, weights
+        self.block, self.weights, self.compared = block, weights, compared
         self.prepare, self.env = prepare, env
         self.policy, self.found = remat.of(block.layer(0)), remat.found
         self.layers = [module.get_submodule(block.layer(i % block.period, i // block.period)) for i in range(count)]
+        self.forwards = [layer.__dict__.get("forward") for layer in self.layers]
+        """The `forward` that a layer has in its `__dict__`, as hooks of other libraries put it there, or None."""
+        self.common = [] if compared else [self._held_in_common(offset) for offset in range(block.period)]
+        """Objects and containers that the layers of an offset share."""
         self.next = 0
         self.ran = False
         """Whether all layers have been called."""
@@ -109,7 +116,12 @@ class BlockRun:
         self.written: set[tuple[int, int]] = set()
         """Which linked leaves of which call its layer writes to."""
         self.beside: dict[int, Any] = {}
-        self.texts: dict[int, str] = {}
+        self.deciding: set[int] = set()
+        """Offsets of layers whose code reads something in which groups differ."""
+
+    def _held_in_common(self, offset: int) -> list[Any]:
+        theirs = {id(each) for each in reachable(self.layers[offset + self.block.period])}
+        return [each for each in reachable(self.layers[offset]) if id(each) in theirs]
 
     def stand_in(self, index: int) -> Callable[..., Any]:
         """What layer number `index` is called as."""
@@ -135,7 +147,7 @@ class BlockRun:
             if not any(_is_tensor(leaf) for leaf in leaves):
                 raise self._not("a layer is not called with a tensor")
             self.calls.append(_Call(leaves, tree, links if index else None))
-            self.outputs.append(self._outputs(index))
+            self.outputs.append(self._watched_outputs(index))
         else:
             first = self.calls[offset]
             if first.links is None:
@@ -143,10 +155,9 @@ class BlockRun:
                 self._check_state()
             if not self._same(first, leaves, tree, links):
                 raise self._not("the layers are called with different arguments")
-            if self.block.unlike:
-                self._check_alike(index)
         outputs = self.outputs[offset]
         if index + 1 == len(self.layers):
+            self._check_alike()
             self.pending, self.ran = [], True
             return outputs.rebuild(self._run())
         from torchax import tensor
@@ -206,30 +217,30 @@ class BlockRun:
         call = self.calls[offset]
         leaves = [self.beside.get(id(_element(leaf)), leaf) for leaf in call.leaves]
         layer = self.layers[index]
-        stand_in = layer.__dict__.pop("forward")
-        try:
-            with (
-                self.weights.cache.layer(cached, number) if cached else contextlib.nullcontext({}) as written,
-                marking(layer, self.policy.names, self.found),
-                hooks_outside(layer),
-            ):
-                places = self._places(call)
-                for i, value in zip(places, given, strict=True):
-                    leaves[i] = mark_torch(value, INPUT)
-                args, kwargs = _pytree.tree_unflatten(leaves, call.tree)
-                tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-                changed = _shared.watched([leaves[i] for i in tensors])
-                names = list(state)
-                kept = _shared.watched([state[name] for name in names])
-                out = torch.func.functional_call(layer, state, args, kwargs)
-                self.weights.written.update((offset, names[k]) for k in kept())
-                for i in (tensors[k] for k in changed()):
-                    if i not in places:
-                        raise self._not("a layer writes to what all of them are called with")
-                    self.written.add((offset, i))
-            return out, ({key: self.env.t2j_iso(state[key]) for key in buffers}, dict(written))
-        finally:
-            layer.__dict__["forward"] = stand_in
+        with (
+            own_forward(layer, self.forwards[index]),
+            self.weights.cache.layer(cached, number) if cached else contextlib.nullcontext({}) as written,
+            marking(layer, self.policy.names, self.found),
+            hooks_outside(layer),
+        ):
+            places = self._places(call)
+            for i, value in zip(places, given, strict=True):
+                leaves[i] = mark_torch(value, INPUT)
+            args, kwargs = _pytree.tree_unflatten(leaves, call.tree)
+            tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+            changed = _shared.watched([leaves[i] for i in tensors])
+            names = list(state)
+            kept = _shared.watched([state[name] for name in names])
+            common = _shared.watched([each for each in tensors_of(layer) if isinstance(each, type(state[names[0]]))])
+            out = call_with(layer, state, args, kwargs)
+            self.weights.written.update((offset, names[k]) for k in kept())
+            if common():
+                raise self._not("a layer writes to a buffer that all of them share")
+            for i in (tensors[k] for k in changed()):
+                if i not in places:
+                    raise self._not("a layer writes to what all of them are called with")
+                self.written.add((offset, i))
+        return out, ({key: self.env.t2j_iso(state[key]) for key in buffers}, dict(written))
 
     def _places(self, call: _Call) -> list[int]:
         """Leaves of a call that change from group to group; of the first call at first the first tensor."""
@@ -271,27 +282,39 @@ class BlockRun:
         kept = [None if i in known["new"] else leaf for i, leaf in enumerate(known["leaves"])]
         return _Outputs(shapes, kept, known["tree"], known["new"])
 
-    def _check_alike(self, index: int) -> None:
-        """Raises `NotRepeatedError` if layer `index` computes anything else than the one of the first group."""
-        offset = index % self.block.period
-        if offset not in self.texts:
-            self.texts[offset] = self._text(offset)
-        if self._text(index) != self.texts[offset]:
-            raise NotRepeatedError(self.block, "its layers compute different things", alike=False)
+    def _watched_outputs(self, index: int) -> "_Outputs":
+        """Trace one layer as `_outputs` does, and note if its code reads what decides between groups."""
+        if self.compared:
+            return self._outputs(index)
+        common = [Content(each) for each in self.common[index]]
+        with reads(self.layers[index], [each for offset, each in self.block.unlike if offset == index]) as seen:
+            outputs = self._outputs(index)
+        if seen:
+            self.deciding.add(index)
+        if any(content.is_changed() for content in common):
+            raise self._not("a layer changes an object that others hold too")
+        return outputs
 
-    def _text(self, index: int) -> str:
-        """What layer `index` computes, but for the values of its weights."""
-        import jax
-        from jax import core
+    def _check_alike(self) -> None:
+        """Raises `NotRepeatedError` if layers of one offset trace to different computations."""
+        period, layers = self.block.period, range(len(self.layers))
+        if self.compared or not self.deciding:
+            return
+        digests = {index: self._digest(index) for index in layers if index % period in self.deciding}
+        if any(digest != digests[index % period] for index, digest in digests.items()):
+            computed = {self.block.layer(i % period, i // period): digest for i, digest in digests.items()}
+            raise NotRepeatedError(self.block, "its layers compute different things", computed)
+        self.compared = True
+
+    def _digest(self, index: int) -> str:
+        """Return a digest of what layer `index` computes, apart from the values of its weights."""
 
         def one(slices: Any, given: Any, cached: Any, number: Any) -> Any:
             with _flops.counting():
                 out, (buffers, written) = self._invoke(index, slices, self.env.j2t_iso(given), cached, number)
             return self.env.t2j_iso([leaf for leaf in _leaves(out) if _is_tensor(leaf)]), buffers, written
 
-        traced = jax.make_jaxpr(one)(*self._abstract(index))
-        held = [id(each) if isinstance(each, core.Tracer) else _digest(each) for each in traced.consts]
-        return re.sub(r"0x[0-9a-f]+", "", f"{traced.jaxpr} {held}")
+        return computation_digest(one, self._abstract(index))
 
     def _stacked(self, offset: int) -> tuple[Any, Any]:
         return self.weights.params[offset], self.weights.buffers[offset]
@@ -437,6 +460,11 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def tensors_of(layer: Any) -> list[Any]:
+    """List the parameters and buffers of a layer, those of its modules included."""
+    return [*layer.parameters(), *layer.buffers()]
+
+
 def _array(tensor: Any) -> Any:
     """The JAX value of a tensor, or what stands for it."""
     from torchax.view import View
@@ -451,10 +479,3 @@ def _element(value: Any) -> Any:
 
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str, tuple))
-
-
-def _digest(value: Any) -> str:
-    import numpy as np
-
-    array = np.asarray(value)
-    return f"{array.shape}{array.dtype}{hashlib.sha256(array.tobytes()).hexdigest()}"

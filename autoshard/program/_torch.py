@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -101,7 +102,7 @@ def from_torch(
     notes = ["Dropout is off: the module runs in evaluation mode."] if _has_dropout(module) else []
     if asking := _asking(module) if not notes else None:
         notes.append(f"The module runs in evaluation mode: `{asking}` asks whether it is being trained.")
-    stateful = evaluation_mode(module, train if batch_statistics is None else batch_statistics)
+    learning = train if batch_statistics is None else batch_statistics
     pipeline = read_pipeline(stages, microbatches, schedule)
     function = TorchFunction(
         module,
@@ -109,7 +110,8 @@ def from_torch(
         remat=remat,
         scan=scan,
         frozen_apart=train,
-        stateful=stateful,
+        stateful=learning and bool(_batch_norms(module)),
+        mode=functools.partial(evaluation_mode, batch_statistics=learning),
         attention=attention,
         exchange=exchange,
         experts=check_experts(experts, capacity_factor, module, label, imbalance),
@@ -355,18 +357,25 @@ def _static_shape(tensor: Any, name: str) -> tuple[int, ...]:
 
 
 def evaluation_mode(module: Any, batch_statistics: bool) -> bool:
-    """Put `module` in evaluation mode, batch norms apart if they shall use batch statistics; True if any does."""
-    import torch
+    """Put `module` in evaluation mode, batch norms apart if they shall use batch statistics; True if any does.
 
+    Raises `UserError` for a batch norm whose statistics cannot be those of a step.
+    """
     module.eval()
-    norms = [m for m in module.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
-    for norm in norms if batch_statistics else []:
+    norms = _batch_norms(module) if batch_statistics else []
+    for norm in norms:
         if norm.momentum is None:
             raise UserError(
                 "a batch norm with `momentum=None` (a cumulative average) is not supported; give it a number."
             )
         norm.train()
-    return bool(norms) and batch_statistics
+    return bool(norms)
+
+
+def _batch_norms(module: Any) -> list[Any]:
+    import torch
+
+    return [m for m in module.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
 
 
 def _check_dtype(name: str, text: str | None) -> None:

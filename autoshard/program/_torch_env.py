@@ -64,27 +64,6 @@ _CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 
 
 @contextlib.contextmanager
-def forgetting(module: Any) -> Iterator[None]:
-    """While inside, what objects of transformers' own remember of tensors (cached properties) is for this call alone.
-
-    A traced value must not be met again in another trace.
-    """
-    import torch
-    from torch.utils import _pytree
-
-    values = [value for child in module.modules() for value in (child, *child.__dict__.values())]
-    owners = {id(value): value for value in values if type(value).__module__.startswith("transformers.")}
-    before = [(owner.__dict__, set(owner.__dict__)) for owner in owners.values() if hasattr(owner, "__dict__")]
-    try:
-        yield
-    finally:
-        for held, names in before:
-            for name in held.keys() - names:
-                if any(isinstance(each, torch.Tensor) for each in _pytree.tree_leaves(held[name])):
-                    del held[name]
-
-
-@contextlib.contextmanager
 def drawing(env: Any) -> Iterator[None]:
     """While inside, random numbers are those of one key: what follows from a traced one is forgotten afterwards."""
     import jax

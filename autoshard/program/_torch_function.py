@@ -14,6 +14,7 @@ from autoshard.program._gradients import own_gradients
 from autoshard.program._layers import Block, find_blocks
 from autoshard.program._lowering_error import asks_for_values, lowering_error
 from autoshard.program._marks import check_names
+from autoshard.program._module_state import call_with, preserved
 from autoshard.program._policy import Policy
 from autoshard.program._reads import media_in_place
 from autoshard.program._recurrent import torchs_own_gru
@@ -25,7 +26,7 @@ from autoshard.program._segments import asked_segments, watching
 from autoshard.program._shared import SharedWriteError, watched
 from autoshard.program._splash import attention_kernel, check_kernel
 from autoshard.program._stack import Pipeline
-from autoshard.program._torch_env import canonical_modules, drawing, forgetting, lowered_environment
+from autoshard.program._torch_env import canonical_modules, drawing, lowered_environment
 
 
 _CONSTANT_ELEMENTS = 1 << 16
@@ -57,10 +58,12 @@ class TorchFunction:
         capacity_factor: float | None = None,
         imbalance: float = 1.0,
         pipeline: Pipeline | None = None,
+        mode: Callable[[Any], Any] | None = None,
     ) -> None:
         """`frozen_apart` keeps parameters that need no gradient out of `params`, among the buffers; `stateful` lets
         the module update its buffers (running statistics), which `updated_buffers` then holds after a call; repeated
-        layers are the stages of a `pipeline`."""
+        layers are the stages of a `pipeline`; `mode` puts the module into the mode that it is traced in."""
+        self.mode = mode
         self.module, self.compute_dtype, self.remat = module, compute_dtype, parse_remat(remat)
         self.frozen_apart, self.stateful = frozen_apart, stateful
         self.attention = check_kernel(attention)
@@ -80,9 +83,11 @@ class TorchFunction:
         """Layers of each block that was found, of which stages may be made."""
         self.along: dict[Block, tuple[int, ...]] = {}
         self.firsts: dict[Block, list[int]] = {}
-        self.told_apart: set[str] = set()
-        """Lists whose layers are told apart by fractions among their attributes too."""
-        blocks = find_blocks(module) if scan and asked_segments() is None else ()
+        self.computed: dict[str, str] = {}
+        """Digests of what layers trace to, by name, in lists where these differ."""
+        self.compared: set[Block] = set()
+        """Blocks whose layers are known to trace to the same computation."""
+        blocks = find_blocks(module, trained=frozen_apart) if scan and asked_segments() is None else ()
         self.layers = numbered_layers(module, blocks)
         self.remat.check(len(self.layers))
         self.blocks: tuple[Block, ...] = split_blocks(blocks, self.remat, self.layers)
@@ -113,10 +118,12 @@ class TorchFunction:
         modules = dict(self.module.named_modules())
         for block in self.blocks:
             for offset in range(block.period):
-                for repeat in range(block.repeats):
-                    prefix = block.layer(offset, repeat)
-                    for key in _own_names(modules[prefix]):
-                        repeated[f"{prefix}.{key}"] = (block, offset, repeat, key)
+                prefixes = [block.layer(offset, repeat) for repeat in range(block.repeats)]
+                groups = [_own_tensors(modules[prefix]) for prefix in prefixes]
+                # A tensor that all layers share is an argument of its own.
+                keys = [key for key, first in groups[0].items() if not all(group[key] is first for group in groups)]
+                for repeat, prefix in enumerate(prefixes):
+                    repeated |= {f"{prefix}.{key}": (block, offset, repeat, key) for key in keys}
         for name, tensor in self.module.named_parameters():
             frozen = self.frozen_apart and not tensor.requires_grad
             self._add(self.buffers if frozen else self.params, name, tensor, repeated)
@@ -134,6 +141,7 @@ class TorchFunction:
         }
         for name, tensor in self.module.named_buffers():
             kept = self.held and tensor.numel() <= _HELD_ELEMENTS and name not in updated
+            kept = kept and (name not in repeated or self._is_in_all(*repeated[name]))
             if name in self.changing:
                 self._add(self.buffers, name, tensor, repeated)
             elif (name in transient or kept) and tensor.device.type != "meta" and tensor.numel() <= _CONSTANT_ELEMENTS:
@@ -144,6 +152,14 @@ class TorchFunction:
                     self.shared[name] = (block, offset, key)
             else:
                 self._add(self.buffers, name, tensor, repeated)
+
+    def _is_in_all(self, block: Block, offset: int, repeat: int, key: str) -> bool:
+        """Return True if a buffer of a layer has the same values in the layers of all groups."""
+        import torch
+
+        layers = [self.module.get_submodule(block.layer(offset, number)) for number in range(block.repeats)]
+        first, *others = (dict(layer.named_buffers())[key] for layer in layers)
+        return all(torch.equal(first, other) for other in others)
 
     def _add(self, kind: dict[str, Any], name: str, tensor: Any, repeated: Mapping[str, Any]) -> None:
         import jax
@@ -175,7 +191,6 @@ class TorchFunction:
         import jax
         import jax.numpy as jnp
         import numpy as np
-        import torch
 
         env = lowered_environment()
         dtype = self.compute_dtype
@@ -209,16 +224,18 @@ class TorchFunction:
             else:
                 outer[name] = constant
         with contextlib.ExitStack() as stack:
+            stack.enter_context(preserved(self.module))
+            if self.mode is not None:
+                self.mode(self.module)
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Explicitly requested dtype .*int64")  # torch's ids are 64-bit
             stack.enter_context(canonical_modules())
-            stack.enter_context(forgetting(self.module))
             stack.enter_context(folding(self.folded))
             length = _sequence_length(args, kwargs)
             stack.enter_context(capacity(self.capacity_factor, self.notes, self.experts, self.imbalance, length))
             stack.enter_context(attention_kernel(self.attention, self.notes, self.exchange))
             remat = LayerRemat(self._remat_of, self.savable)
-            stack.enter_context(scanned(self.module, self.blocks, layers, prepare, remat, env))
+            stack.enter_context(scanned(self.module, self.blocks, layers, prepare, remat, env, self.compared))
             stack.enter_context(checkpointed_lists(self.module, self.blocks, remat, env))
             stack.enter_context(watching(self.module))
             stack.enter_context(media_in_place(self.module))
@@ -233,7 +250,7 @@ class TorchFunction:
             state, torch_args, torch_kwargs = env.j2t_iso(given)
             names = list(state)
             written = watched([state[name] for name in names])
-            result = plain(then(torch.func.functional_call(self.module, state, torch_args, torch_kwargs)))
+            result = plain(then(call_with(self.module, state, torch_args, torch_kwargs)))
             self.written = {names[k]: None for k in written()}
             for block, held in layers.items():
                 self.written.update({f"{block.label(offset)}.{key}": None for offset, key in held.written})
@@ -267,10 +284,10 @@ class TorchFunction:
             except UserError:
                 raise
             except NotRepeatedError as error:
-                if error.alike:
+                if error.computed is None:
                     self._give_up((error.block,), str(error))
                 else:
-                    self._tell_apart(error.block)
+                    self._tell_apart(error.block, error.computed)
             except Exception as error:  # the user's own code runs here
                 if asks_for_values(error) and not self.folded:
                     self.folded = True
@@ -358,14 +375,16 @@ class TorchFunction:
         """Leave layers unscanned; lists inside of them may have layers that are scanned."""
         for owner in dict.fromkeys(block.owner for block in blocks):
             self.notes.append(f"The layers of `{owner}` are not scanned: {reason}.")
-        self._replace(blocks, find_blocks(self.module, blocks, self.told_apart))
+        self._replace(blocks, find_blocks(self.module, blocks, self.computed, self.frozen_apart))
 
-    def _tell_apart(self, block: Block) -> None:
+    def _tell_apart(self, block: Block, computed: Mapping[str, str]) -> None:
         """Look for repeated layers again in the list of a block whose layers compute different things."""
-        self.told_apart.add(block.owner)
-        others = find_blocks(self.module, fractions=self.told_apart)
-        mine = [each for each in others if each.owner == block.owner]
-        self._replace([each for each in self.blocks if each.owner == block.owner], mine)
+        self.computed |= computed
+        others = find_blocks(self.module, computed=self.computed, trained=self.frozen_apart)
+        prefix = f"{block.owner}." if block.owner else ""
+        mine = [each for each in others if each.owner == block.owner or each.owner.startswith(prefix)]
+        old = [each for each in self.blocks if each.owner == block.owner or each.owner.startswith(prefix)]
+        self._replace(old, mine)
 
     def _replace(self, old: Collection[Block], new: Collection[Block]) -> None:
         order = {name: place for place, (name, _) in enumerate(self.module.named_modules())}
@@ -426,8 +445,8 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _own_names(layer: Any) -> list[str]:
-    return [name for name, _ in layer.named_parameters()] + [name for name, _ in layer.named_buffers()]
+def _own_tensors(layer: Any) -> dict[str, Any]:
+    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
 
 
 def host_array(tensor: Any) -> Any:

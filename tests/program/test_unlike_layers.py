@@ -1,0 +1,371 @@
+"""Layers of one list that differ in anything but their weights: each computes its own, as in eager torch."""
+
+import dataclasses
+import enum
+import fractions
+import functools
+import math
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch_modules import eager_step, training_step
+
+from autoshard.program._layer_differences import LayerComparison, reads
+
+
+class Kind(enum.Enum):
+    EVEN = 1.0
+    ODD = 2.0
+
+
+@dataclasses.dataclass
+class Config:
+    power: float
+
+
+class Constant(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8,), value), requires_grad=False)
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def closure(scale):
+    return lambda x: x * scale
+
+
+def default(scale):
+    def apply(x, scale=scale):
+        return x * scale
+
+    return apply
+
+
+# What a layer holds, from its number; and what its forward computes of that and of a tensor.
+HELD = {
+    "tensor": (lambda i: torch.tensor(i + 0.5), lambda held, x: x * held),
+    "tensors in a list": (lambda i: [torch.tensor(i + 0.5)], lambda held, x: x * held[0]),
+    "numpy scalar": (lambda i: np.float32(i + 0.5), lambda held, x: x * held),
+    "numpy integer": (lambda i: np.int64(i), lambda held, x: x * (1 + int(held))),
+    "array": (lambda i: np.full(8, i + 0.5, np.float32), lambda held, x: x * torch.as_tensor(held)),
+    "dict": (lambda i: {"default": i + 0.5}, lambda held, x: x * held["default"]),
+    "dataclass": (lambda i: Config(i + 0.5), lambda held, x: x * held.power),
+    "namespace": (lambda i: types.SimpleNamespace(power=i + 0.5), lambda held, x: x * held.power),
+    "enum": (lambda i: Kind.ODD if i % 2 else Kind.EVEN, lambda held, x: x * held.value),
+    "dtype": (lambda i: torch.bfloat16 if i > 1 else torch.float32, lambda held, x: x.to(held).float()),
+    "slice": (lambda i: slice(0, 2 * i), lambda held, x: torch.cat([x[:, held] * 2, x[:, held.stop :]], 1)),
+    "set": (lambda i: {i}, lambda held, x: x * (1 + max(held))),
+    "range": (lambda i: range(i), lambda held, x: x * (1 + len(held))),
+    "bytes": (lambda i: bytes([i]), lambda held, x: x * (1 + held[0])),
+    "complex": (lambda i: complex(i, 1), lambda held, x: x * held.real),
+    "fraction": (lambda i: fractions.Fraction(i + 1, 3), lambda held, x: x * float(held)),
+    "partial": (lambda i: functools.partial(torch.mul, other=i + 0.5), lambda held, x: held(x)),
+    "closure": (lambda i: closure(i + 0.5), lambda held, x: held(x)),
+    "default argument": (lambda i: default(i + 0.5), lambda held, x: held(x)),
+    "module in a list": (lambda i: [Constant(i + 0.5)], lambda held, x: held[0](x)),
+    "number in a condition": (lambda i: i, lambda held, x: torch.relu(x) if held == 2 else x),
+    "negative zero": (lambda i: -0.0 if i else 0.0, lambda held, x: x * math.copysign(2.0, held)),
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, number, name, make, use):
+        super().__init__()
+        self.fc, self.use = nn.Linear(8, 8), use
+        self.name = name
+        setattr(self, name, make(number))
+
+    def forward(self, x):
+        return x + self.use(getattr(self, self.name), torch.tanh(self.fc(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def check(module, *inputs, **options):
+    """Compare a traced step with eager torch; return the program."""
+    expected, gradients = eager_step(module, *inputs)
+    program, loss, found = training_step(module, *inputs, **options)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(found[name], gradient, atol=1e-5 * np.abs(gradient).max(), err_msg=name)
+    return program
+
+
+def stacked(program):
+    return [name for name in program.weights if name.endswith("bias") and len(program.weights[name]) > 1]
+
+
+@pytest.mark.parametrize("name", ["held", "_held"])
+@pytest.mark.parametrize("kind", HELD)
+def test_layers_that_hold_different_things_compute_different_things(kind, name):
+    torch.manual_seed(0)
+    make, use = HELD[kind]
+    check(Net(Layer(i, name, make, use) for i in range(4)), torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HELD if kind not in ("partial", "closure", "module in a list")])
+def test_layers_that_hold_equal_things_are_scanned(kind):
+    torch.manual_seed(0)
+    make, use = HELD[kind]
+    program = check(Net(Layer(1, "held", make, use) for i in range(4)), torch.randn(4, 8))
+    assert stacked(program) == ["layers.*.fc.bias"]
+
+
+class Numbered(nn.Module):
+    """A layer that knows its number, and what it makes of it."""
+
+    def __init__(self, number, use=None):
+        super().__init__()
+        self.fc, self._number, self.use = nn.Linear(8, 8), number, use
+
+    def forward(self, x):
+        y = torch.tanh(self.fc(x))
+        return x + (y if self.use is None else self.use(self._number, y))
+
+
+@pytest.mark.parametrize(
+    ("use", "stacks"),
+    [
+        (None, ["layers.*.fc.bias"]),
+        (lambda n, y: y if n < 100 else -y, ["layers.*.fc.bias"]),
+        (lambda n, y: y.relu() if n % 2 else y, ["layers.[0::2].fc.bias", "layers.[1::2].fc.bias"]),
+        (lambda n, y: y * 0.1 if n >= 2 else y, ["layers.[0:2].fc.bias", "layers.[2:].fc.bias"]),
+        (lambda n, y: y / (n + 1), []),
+    ],
+    ids=["unused", "read without effect", "alternating", "threshold", "divided by"],
+)
+def test_layers_are_scanned_where_their_numbers_leave_them_equal(use, stacks):
+    torch.manual_seed(0)
+    module = Net(Numbered(i, use) for i in range(6))
+    assert sorted(stacked(check(module, torch.randn(4, 8)))) == stacks
+    assert sorted(stacked(check(module, torch.randn(4, 8), remat="full"))) == stacks
+
+
+class Reversal(torch.autograd.Function):
+    """The identity, with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -ctx.scale * gradient, None
+
+
+def test_layers_that_differ_in_their_gradients_alone_are_told_apart():
+    torch.manual_seed(0)
+    module = Net(Numbered(i, lambda n, y: Reversal.apply(y, n + 1.0)) for i in range(3))
+    assert stacked(check(module, torch.randn(4, 8))) == []
+
+
+def test_layers_that_count_in_a_common_object_are_not_scanned():
+    torch.manual_seed(0)
+    counter = {"calls": 0}
+
+    def use(_, y):
+        counter["calls"] += 1
+        return y * (counter["calls"] % 3)
+
+    program, _, _ = training_step(Net(Numbered(0, use) for _ in range(3)), torch.randn(4, 8))
+    assert stacked(program) == []
+    assert counter["calls"] == 0, "tracing restores what it changes"
+
+
+def local_kind(scale):
+    class Local(Numbered):
+        def forward(self, x):
+            return x + torch.tanh(self.fc(x)) * scale
+
+    return Local
+
+
+def test_classes_of_one_name_are_told_apart():
+    torch.manual_seed(0)
+    check(Net(local_kind(i + 0.5)(i) for i in range(3)), torch.randn(4, 8))
+
+
+def method(layer, number):
+    def forward(self, x):
+        return x + torch.relu(self.fc(x))
+
+    layer.forward = types.MethodType(forward, layer)
+
+
+def wrapped(layer, number):
+    def forward(module, before, x):
+        return before(x) * 0.5
+
+    layer.forward = functools.update_wrapper(functools.partial(forward, layer, layer.forward), layer.forward)
+
+
+def numbered(layer, number):
+    layer.forward = lambda x: x + torch.tanh(layer.fc(x)) * (number + 1)
+
+
+def hooked(layer, number):
+    layer.fc.register_forward_hook(lambda module, args, out: out * (number + 1))
+
+
+def pre_hooked(layer, number):
+    layer.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(
+    ("change", "stacks"),
+    [(method, 1), (wrapped, 1), (numbered, 0), (hooked, 0), (pre_hooked, 0)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_forwards_and_hooks_of_single_layers_are_called(change, stacks, remat):
+    torch.manual_seed(0)
+    module = Net(Numbered(0) for _ in range(4))
+    for number, layer in enumerate(module.layers):
+        change(layer, number)
+    assert len(stacked(check(module, torch.randn(4, 8), remat=remat))) == stacks
+
+
+class Shared(nn.Module):
+    def __init__(self, fc, table):
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(8), fc
+        self.register_buffer("table", table)
+
+    def forward(self, x):
+        return x + torch.tanh(self.fc(self.norm(x))) * self.get_buffer("table")
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_layers_that_share_a_module_are_scanned_with_its_weights_in_common(remat):
+    torch.manual_seed(0)
+    fc, table = nn.Linear(8, 8), torch.randn(8)
+    module = Net(Shared(fc, table) for _ in range(4))
+    program = check(module, torch.randn(4, 8), remat=remat)
+    names = {a.name: a.shape for a in program.arguments if a.role == "parameter"}
+    assert names["layers.0.fc.weight"] == (8, 8) and names["layers.*.norm.bias"] == (4, 8)
+    assert [a.shape for a in program.arguments if a.name.endswith("table")] == [(8,)]
+    check(Net([*(Shared(fc, table) for _ in range(3)), Shared(nn.Linear(8, 8), table)]), torch.randn(4, 8), remat=remat)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_one_layer_may_stand_in_a_list_many_times(remat):
+    torch.manual_seed(0)
+    layer = Numbered(0)
+    check(Net([layer] * 4), torch.randn(4, 8), remat=remat)
+    check(Net([layer, Numbered(0), layer, Numbered(0)]), torch.randn(4, 8), remat=remat)
+
+
+class Siamese(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b, self.c = self.a, nn.Linear(8, 8)
+        self.tables = [self.c.weight]
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.c(torch.tanh(self.a(x))))) @ self.tables[0]
+
+
+def test_a_module_may_have_two_names_and_a_weight_stand_in_a_list():
+    torch.manual_seed(0)
+    check(Siamese(), torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("part", ["", "weight", "norm.bias"])
+@pytest.mark.parametrize("frozen", [(0, 1), (2, 3), (1,), (0, 2), (0, 1, 2, 3)])
+def test_frozen_parameters_have_no_gradient_and_all_others_do(frozen, part):
+    torch.manual_seed(0)
+    module = Net(Shared(nn.Linear(8, 8), torch.ones(8)) for _ in range(4))
+    for number in frozen:
+        for name, parameter in module.layers[number].named_parameters():
+            parameter.requires_grad_(not name.endswith(part))
+    if frozen == (0, 1, 2, 3) and not part:
+        module.layers.append(nn.Linear(8, 8))
+    check(module, torch.randn(4, 8))
+
+
+class Keeping(nn.Module):
+    """A module that keeps values of a call in every way that a module can."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Numbered(i) for i in range(3))
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.5)
+        self.seen, self.by_name, self.calls, self.last = [], {"x": None}, 0, None
+        self.config = types.SimpleNamespace(cached=None)
+        self.layers[0].register_forward_hook(lambda module, args, out: self.seen.append(out))
+
+    def forward(self, x):
+        self.calls += 1
+        for layer in self.layers:
+            x = layer(x)
+        self.last = self.by_name["x"] = self.config.cached = x
+        self.by_name["y"] = self.drop(x)
+        return self.norm(x)
+
+
+def contents(value, memo):
+    """What can be reached from a module, by identity."""
+    if id(value) in memo:
+        return id(value)
+    memo.add(id(value))
+    if isinstance(value, dict):
+        return [(key, contents(each, memo)) for key, each in value.items()]
+    if isinstance(value, list):
+        return [contents(each, memo) for each in value]
+    return [id(value), contents(value.__dict__, memo) if isinstance(value, nn.Module | types.SimpleNamespace) else None]
+
+
+class Failing(Keeping):
+    def forward(self, x):
+        super().forward(x)
+        return x.nonsense()
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("kind", [Keeping, Failing, Siamese])
+def test_a_module_is_left_as_it_was(kind, remat):
+    torch.manual_seed(0)
+    module = kind()
+    before, state = contents(module, set()), {key: value.clone() for key, value in module.state_dict().items()}
+    x = torch.randn(4, 8)
+    try:
+        training_step(module, x, remat=remat)
+    except Exception:
+        assert kind is Failing
+    else:
+        assert kind is not Failing
+    assert contents(module, set()) == before
+    assert all(torch.equal(value, state[key]) for key, value in module.state_dict().items())
+    assert all(child.training for child in module.modules())
+    assert all(isinstance(parameter, nn.Parameter) for parameter in module.parameters())
+
+
+def test_what_is_read_is_seen():
+    first, other = Numbered(0), Numbered(1)
+    assert LayerComparison(first).differences(other) == {("", "_number")}
+    with reads(first, [("", "_number")]) as seen:
+        first(torch.zeros(1, 8))
+        assert seen == []
+        assert (other._number, first._number) == (1, 0)
+        assert seen == [("", "_number")]
+        vars(first)
+        assert len(seen) == 2
+    assert "__getattribute__" not in vars(Numbered)
