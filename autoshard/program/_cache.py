@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from autoshard.program._layer_differences import number_of
 from autoshard.program._layers import Block
 
 
@@ -101,6 +102,7 @@ class ServingCache:
         import jax
 
         new = {"keys": self.env.t2j_iso(key), "values": self.env.t2j_iso(value)}
+        layer_idx = number_of(layer_idx)
         name = f"layer.{layer_idx}"
         held, index = self._open[-1] if self._open else (self.entries.get(name), None)
         if held is None:  # a first trace that only asks for shapes
@@ -194,7 +196,8 @@ class ServingCache:
         """A state as it is now; None in a first trace that only asks for shapes."""
         import jax
 
-        held, index = self._open[-1] if self._open else (self.entries.get(f"layer.{layer_idx}"), None)
+        number = number_of(layer_idx)
+        held, index = self._open[-1] if self._open else (self.entries.get(f"layer.{number}"), None)
         if held is None or name not in held:
             return None
         return held[name] if index is None else jax.lax.dynamic_index_in_dim(held[name], index, keepdims=False)
@@ -204,10 +207,11 @@ class ServingCache:
         if value is None:
             return None
         tensor = self.env.j2t_iso(value)
-        self._lent.append((f"layer.{layer_idx}", name, tensor, tensor._elem))
+        self._lent.append((f"layer.{number_of(layer_idx)}", name, tensor, tensor._elem))
         return tensor
 
     def _keep(self, layer_idx: int, name: str, value: Any) -> None:
+        layer_idx = number_of(layer_idx)
         self._lent = [each for each in self._lent if each[:2] != (f"layer.{layer_idx}", name)]
         if self._held(layer_idx, name) is None:
             self.seen.setdefault(layer_idx, {})[name] = value

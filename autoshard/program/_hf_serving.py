@@ -142,8 +142,12 @@ def _entries(function: TorchFunction, seen: dict[int, Any], length: int, dtype: 
         return jax.ShapeDtypeStruct((*lead, *value.shape[:2], length, *value.shape[3:]), jax.numpy.dtype(dtype))
 
     places = {block.start + offset: (block, offset) for block in function.blocks for offset in range(block.period)}
+    # Layers of later groups are seen where they are compared with the first.
+    later = {k for block in function.blocks for k in range(block.start + block.period, block.stop)}
     entries: dict[str, Any] = {}
     for index, parts in sorted(seen.items()):
+        if index in later:
+            continue
         block, offset = places.get(index, (None, 0))
         label = f"layer.{index}" if block is None else block.label(offset)
         entries[label] = {part: full(part, value, block and block.repeats) for part, value in parts.items()}

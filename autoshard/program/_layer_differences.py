@@ -189,3 +189,54 @@ def reads(layer: Any, unlike: Iterable[Difference]) -> Iterator[list[Difference]
 
 def _looks(file: str) -> bool:
     return file.endswith(_LOOKS[0]) or file.startswith(_LOOKS[1])
+
+
+class OpaqueNumber:
+    """Stands for an attribute that is a whole number: notes every use of its value, but not that it is passed on."""
+
+    def __init__(self, value: int, used: list[int]) -> None:
+        self._value, self._used = value, used
+
+    @property
+    def __class__(self) -> type:  # which `isinstance` asks for
+        self._used.append(self._value)
+        return int
+
+    def __getattr__(self, name: str) -> Any:
+        self._used.append(self._value)
+        return getattr(self._value, name)
+
+
+def _using(name: str) -> Any:
+    def method(self: Any, *args: Any) -> Any:
+        self._used.append(self._value)
+        return getattr(self._value, name)(*args)
+
+    return method
+
+
+for _name in set(dir(int)) - set(dir(object)) | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}:
+    if _name.startswith("__"):
+        setattr(OpaqueNumber, _name, _using(_name))
+for _name in ("__hash__", "__str__", "__repr__", "__format__", "__reduce_ex__"):
+    setattr(OpaqueNumber, _name, _using(_name))
+
+
+def number_of(value: Any) -> Any:
+    """Return the number that an opaque one stands for, unnoted: for uses that change no computation."""
+    return vars(value)["_value"] if type(value) is OpaqueNumber else value
+
+
+@contextlib.contextmanager
+def opaque_numbers(layer: Any, numbers: Iterable[Difference]) -> Iterator[list[int]]:
+    """While inside, whole numbers among the attributes of a layer's modules are opaque; list those that are used."""
+    used: list[int] = []
+    places = [(layer.get_submodule(path).__dict__, key) for path, key in numbers]
+    before = [held[key] for held, key in places]
+    try:
+        for (held, key), value in zip(places, before, strict=True):
+            held[key] = OpaqueNumber(value, used)
+        yield used
+    finally:
+        for (held, key), value in zip(places, before, strict=True):
+            held[key] = value

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from autoshard.program import _flops, _shared
 from autoshard.program._jaxpr_digest import computation_digest
-from autoshard.program._layer_differences import reads
+from autoshard.program._layer_differences import Difference, opaque_numbers, reads
 from autoshard.program._layers import Block
 from autoshard.program._marks import INPUT, hooks_outside, mark_torch, marking
 from autoshard.program._module_state import Content, call_with, own_forward, reachable
@@ -289,11 +289,23 @@ class BlockRun:
         common = [Content(each) for each in self.common[index]]
         with reads(self.layers[index], [each for offset, each in self.block.unlike if offset == index]) as seen:
             outputs = self._outputs(index)
-        if seen:
+        if seen and self._is_used(index, set(seen)):
             self.deciding.add(index)
         if any(content.is_changed() for content in common):
             raise self._not("a layer changes an object that others hold too")
         return outputs
+
+    def _is_used(self, index: int, attributes: set[Difference]) -> bool:
+        """Return False if a layer's code only passes on what it reads there, as a cache is given the layer's number."""
+        layer = self.layers[index]
+        if any(type(layer.get_submodule(path).__dict__.get(key)) is not int for path, key in attributes):
+            return True
+        try:
+            with opaque_numbers(layer, attributes) as used:
+                self._outputs(index)
+        except Exception:  # C code takes no other object for a number
+            return True
+        return bool(used)
 
     def _check_alike(self) -> None:
         """Raises `NotRepeatedError` if layers of one offset trace to different computations."""

@@ -1,5 +1,6 @@
 """Layers of one list that differ in anything but their weights: each computes its own, as in eager torch."""
 
+import contextlib
 import dataclasses
 import enum
 import fractions
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch_modules import eager_step, training_step
 
-from autoshard.program._layer_differences import LayerComparison, reads
+from autoshard.program._layer_differences import LayerComparison, opaque_numbers, reads
 
 
 class Kind(enum.Enum):
@@ -369,3 +370,27 @@ def test_what_is_read_is_seen():
         vars(first)
         assert len(seen) == 2
     assert "__getattribute__" not in vars(Numbered)
+
+
+@pytest.mark.parametrize(
+    ("use", "uses"),
+    [
+        (lambda n: [n, {"number": n}, n is None], 0),
+        (lambda n: n % 2, 1),
+        (lambda n: [7, 8, 9][n], 1),
+        (lambda n: "even" if n == 2 else "odd", 1),
+        (lambda n: {2: 3}.get(n), 1),
+        (lambda n: f"{n}", 1),
+        (lambda n: isinstance(n, int), 1),
+        (lambda n: 3.0 / n, 1),
+        (lambda n: torch.ones(3)[n], 1),
+        (lambda n: -n if n else 1, 1),
+    ],
+)
+def test_the_use_of_a_number_is_seen(use, uses):
+    module, plain = Numbered(2), use(2)
+    found = plain
+    with opaque_numbers(module, [("", "_number")]) as used, contextlib.suppress(TypeError):  # of floats with it
+        found = use(module._number)
+    assert bool(used) == bool(uses) and module._number == 2
+    assert uses == 0 or found == plain
