@@ -49,6 +49,7 @@ from autoshard.program._opaque import lower_on_shards as lower_on_shards
 from autoshard.program._opaque import lower_traced as lower_traced
 from autoshard.program._policy import Policy as Policy
 from autoshard.program._policy import jax_policy as jax_policy
+from autoshard.program._program import WEIGHTS as WEIGHTS
 from autoshard.program._program import Argument as Argument
 from autoshard.program._program import Lifted as Lifted
 from autoshard.program._program import Program as Program

@@ -108,7 +108,9 @@ def _environment_type() -> type:
 
         def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             try:
-                result = self._copied(func, args, kwargs or {}, self._folded(func, types, args, kwargs))
+                with _gradients.counted_gradients((args, kwargs)) as results:
+                    result = self._copied(func, args, kwargs or {}, self._folded(func, types, args, kwargs))
+                    results.append(result)
                 self._share(func, types, args, kwargs or {}, result)
                 if not _gradients.follows():
                     result = self._stopped(args, kwargs, result)

@@ -4,8 +4,14 @@ torchax knows nothing of either: what it computes is differentiated by JAX.
 """
 
 import contextlib
+import contextvars
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from autoshard.program import _flops
+
+
+_sparing: contextvars.ContextVar[bool] = contextvars.ContextVar("sparing", default=False)
 
 
 def follows() -> bool:
@@ -21,6 +27,54 @@ def has_gradient(array: Any) -> bool:
     from jax import core
 
     return isinstance(array, core.Tracer) and bool(jnp.issubdtype(array.dtype, jnp.inexact))
+
+
+@contextlib.contextmanager
+def sparing(constants: Any) -> Iterator[None]:
+    """While inside, count no backward FLOPs for the tensors in `constants` and for what is computed of such alone.
+
+    None: every tensor is taken to need a gradient, and nothing is followed.
+    """
+    mark_constant(constants)
+    token = _sparing.set(constants is not None)
+    try:
+        yield
+    finally:
+        _sparing.reset(token)
+
+
+def mark_constant(tensors: Any) -> None:
+    """Note that torchax tensors in a pytree need no gradient."""
+    for each in _leaves(tensors):
+        each.__dict__["_constant"] = True
+
+
+def is_constant(tensors: Any) -> bool:
+    """Return True if no torchax tensor in a pytree is known to need a gradient."""
+    return all(each.__dict__.get("_constant", False) for each in _leaves(tensors))
+
+
+def _leaves(tensors: Any) -> list[Any]:
+    import torch
+    from torch.utils import _pytree
+
+    return [each for each in _pytree.tree_leaves(tensors) if isinstance(each, torch.Tensor)]
+
+
+@contextlib.contextmanager
+def counted_gradients(given: Any) -> Iterator[list[Any]]:
+    """Run an operation on `given`; results that are added to the yielded list need a gradient if an operand does."""
+    results: list[Any] = []
+    if not _sparing.get():
+        yield results
+        return
+    constant = is_constant(given)
+    operands = [each for each in _leaves(given) if each.ndim > 1 and each.is_floating_point()]
+    pair = sum(map(is_constant, operands)) if len(operands) == 2 else 0
+    with _flops.spared(2 if constant else pair):
+        yield results
+    for each in _leaves(results):
+        each.__dict__["_constant"] = constant
 
 
 @contextlib.contextmanager

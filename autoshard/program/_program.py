@@ -12,9 +12,15 @@ class Role(enum.StrEnum):
     """What an argument is for; decides what baselines do with it."""
 
     PARAMETER = "parameter"
+    FROZEN = "frozen"
+    """A weight that a training step leaves as it is."""
     OPTIMIZER_STATE = "optimizer_state"
     BATCH = "batch"
     OTHER = "other"
+
+
+WEIGHTS = (Role.PARAMETER, Role.FROZEN)
+"""Roles of the weights of a model."""
 
 
 class Lifted(enum.StrEnum):

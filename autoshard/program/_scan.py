@@ -7,6 +7,7 @@ from typing import Any
 from autoshard.errors import UserError
 from autoshard.program import _shared
 from autoshard.program._environment import used_elsewhere
+from autoshard.program._gradients import is_constant, mark_constant
 from autoshard.program._layers import Block
 from autoshard.program._marks import INPUT, hooks_outside, mark_torch, marking
 from autoshard.program._module_state import call_with, own_forward, replace_forward
@@ -90,6 +91,8 @@ def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: LayerRemat, 
                     given = list(flat)
                     for i, array in zip(where, env.j2t_iso(arrays), strict=True):
                         given[i] = array
+                        if is_constant(flat[i]):
+                            mark_constant(array)
                     w, a, k = _pytree.tree_unflatten(given, tree)
                     with marking(layer, choice.names, remat.found), hooks_outside(layer):
                         if a:
@@ -114,7 +117,10 @@ def checkpointed_lists(module: Any, blocks: Sequence[Block], remat: LayerRemat, 
                 called = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
                 for place in changed:  # what was written is only known to what is computed again
                     _shared.lose(called[place])
-                return env.j2t_iso(out)
+                results = env.j2t_iso(out)
+                if is_constant([flat[i] for i in where]):
+                    mark_constant(results)
+                return results
 
         return forward
 

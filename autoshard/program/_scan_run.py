@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from autoshard.program import _flops, _shared
+from autoshard.program._gradients import is_constant, mark_constant
 from autoshard.program._jaxpr_digest import computation_digest
 from autoshard.program._layer_differences import Difference, opaque_numbers, reads
 from autoshard.program._layers import Block
@@ -214,6 +215,7 @@ class BlockRun:
         offset = index % self.block.period
         params, buffers = slices
         state = self.env.j2t_iso({**self.prepare(params), **buffers, **self.weights.fixed[offset]})
+        mark_constant([value for name, value in state.items() if name not in params])
         call = self.calls[offset]
         leaves = [self.beside.get(id(_element(leaf)), leaf) for leaf in call.leaves]
         layer = self.layers[index]
@@ -338,7 +340,8 @@ class BlockRun:
     def _run(self) -> list[Any]:
         """What comes out of the last layer, all layers computed."""
 
-        counted: list[float] = [0.0]
+        counted = [0.0, 0.0]
+        constant = self._is_constant()
         offsets = range(self.block.period)
         entry = self.calls[0].links or {}
         order = sorted(entry)
@@ -348,6 +351,8 @@ class BlockRun:
             written: list[Any] = []
             with _flops.counting() as scope:
                 given = self.env.j2t_iso(list(states))
+                if constant:
+                    mark_constant(given)
                 fresh: list[Any] = []
                 for offset in offsets:
                     if offset:
@@ -359,7 +364,7 @@ class BlockRun:
                     written.append(cached)
                     leaves = _leaves(out)
                     fresh = [leaves[i] for i in self.outputs[offset].new]
-            counted[0] = scope[0]
+            counted[:] = scope
             return tuple(self.env.t2j_iso([fresh[entry[i]] for i in order])), after, written
 
         stacked = [self._stacked(offset) for offset in offsets]
@@ -376,12 +381,19 @@ class BlockRun:
             final = self._staged(body, counted, stacked, states, beside)
         else:
             final = self._scanned(body, stacked, states)
-            _flops.record(counted[0] * self.block.repeats)
+            _flops.record_count(counted, self.block.repeats)
         for offset, i in self.written:
             if offset == 0:  # what it was is only known to the scan
                 _shared.lose(self.calls[0].leaves[i])
         places = {entry[i]: k for k, i in enumerate(order)}
-        return self.env.j2t_iso([final[places[number]] for number in range(len(places))])
+        results = self.env.j2t_iso([final[places[number]] for number in range(len(places))])
+        if constant:
+            mark_constant(results)
+        return results
+
+    def _is_constant(self) -> bool:
+        """Return True if no gradient reaches what the layers compute: neither they nor their inputs need one."""
+        return not any(self.weights.params) and is_constant([call.leaves for call in self.calls[:1]])
 
     def _scanned(self, body: Callable[..., Any], stacked: Any, states: Any) -> Any:
         """The states after all layers; buffers and caches are left as layers have written them."""
@@ -431,7 +443,7 @@ class BlockRun:
 
             run = one if policy is None else jax.checkpoint(one, policy=policy, prevent_cse=False)
             after = run(now, slices, list(beside))
-            _flops.record(counted[0])
+            _flops.record_count(counted)
             return after
 
         values = self.env.t2j_iso(list(given.values()))

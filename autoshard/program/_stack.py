@@ -241,7 +241,7 @@ def run_stack(
     if pipeline is None:
         with _flops.counting() as scope:
             result, _ = jax.lax.scan(lambda x, weights: (layer(x, weights), None), x, stacked)
-        _flops.record(scope[0] * layers)
+        _flops.record_count(scope, layers)
         return result
     check_pipeline(pipeline, layers, what)
     for leaf in jax.tree.leaves(x):
@@ -261,7 +261,7 @@ def run_stack(
         _check_layer(layer, part, one, what)
     with _flops.counting():  # stages compute more than is used
         result = run_pipeline(layer, stacked, x, pipeline.stages, count, pipeline.rounds(layers))
-    _flops.record(scope[0] * layers * count)
+    _flops.record_count(scope, layers * count)
     return result
 
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from autoshard.base.process import collecting_seldom
@@ -203,13 +203,13 @@ def torch_program(
 
     params = {key: stored(leaf) for key, leaf in function.params.items()}
     extra = (function.buffers,) if function.buffers else ()
-    forward_flops = [0.0]
+    flops = [0.0, 0.0]
     updates = function.stateful and bool(function.buffers) and (train is not None or bool(function.written))
 
     def counted(*args: Any) -> Any:
         with _flops.counting() as scope:
             result = run(*args)
-        forward_flops[0] = scope[0]
+        flops[:] = scope
         return (result, function.updated_buffers) if updates else result
 
     if function.pipeline is not None:
@@ -220,7 +220,6 @@ def torch_program(
         counted.__name__ = "forward"
         args: tuple[Any, ...] = (params, batch, *extra)
         fn, names, donate = counted, ("", "batch", ""), ((2,) if updates else ())
-        factor = 1.0
     else:
         optimizer = _train.make_optimizer(train.optimizer, train.state_dtype)
         groups = train.gradient_groups
@@ -230,14 +229,12 @@ def torch_program(
         )
         args = (params, jax.eval_shape(optimizer.init, params), batch, *extra)
         names, donate = ("", "optimizer", "batch", ""), ((0, 1, 3) if updates else (0, 1))
-        factor = 3.0 * train.microbatches * groups
-    shown = [key for key in function.buffers]
     program = trace(
         fn,
         args,
         name=name,
         donate_argnums=donate,
-        roles=_roles_of(params, shown),
+        roles=_roles_of(params, function.buffers, function.frozen),
         training=train is not None,
         arg_names=names[: len(args)],
         tokens=tokens,
@@ -251,7 +248,7 @@ def torch_program(
         make_args = fill if values is None else _with_values(fill, function, values, train is not None, params)
     program = dataclasses.replace(
         program,
-        model_flops=factor * forward_flops[0] or None,
+        model_flops=_model_flops(flops, train) or None,
         layers=len(function.layers),
         savable=tuple(function.savable),
         weights=function.weights(),
@@ -259,6 +256,12 @@ def torch_program(
         exchange=function.exchange,
     )
     return in_stages(program, function.stacks, function.pipeline)
+
+
+def _model_flops(count: Sequence[float], train: TrainOptions | None) -> float:
+    """Return the model FLOPs of a step, of a `count` of one forward pass on one part of the batch."""
+    forward, without = count
+    return forward if train is None else (3.0 * forward - without) * (train.microbatches * train.gradient_groups)
 
 
 def in_turn(microbatches: int | None, pipeline: Pipeline | None) -> int:
@@ -300,13 +303,15 @@ def _with_values(
     return make
 
 
-def _roles_of(params: Mapping[str, Any], buffers: Sequence[str]) -> Callable[[str], Role | None]:
-    known = set(buffers)
-
+def _roles_of(
+    params: Mapping[str, Any], buffers: Mapping[str, Any], frozen: Collection[str]
+) -> Callable[[str], Role | None]:
     def role(name: str) -> Role | None:
         if name in params:
             return Role.PARAMETER
-        if name in known:
+        if name in frozen:
+            return Role.FROZEN
+        if name in buffers:
             return Role.OTHER
         if name.startswith("batch."):
             return Role.BATCH

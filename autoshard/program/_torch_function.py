@@ -10,7 +10,7 @@ from autoshard.program import _flops
 from autoshard.program._environment import folding
 from autoshard.program._exchange import check_exchange_name
 from autoshard.program._experts import ExpertForm, capacity
-from autoshard.program._gradients import own_gradients
+from autoshard.program._gradients import own_gradients, sparing
 from autoshard.program._layers import Block, find_blocks
 from autoshard.program._lowering_error import asks_for_values, lowering_error
 from autoshard.program._marks import check_names
@@ -110,6 +110,8 @@ class TorchFunction:
         import torch
 
         self.params: dict[str, Any] = {}
+        self.frozen: set[str] = set()
+        """Names of those buffers that are parameters without a gradient."""
         self.buffers: dict[str, Any] = {}
         self.constants: dict[str, Any] = {}
         self.members: dict[str, tuple[Block, int, str]] = {}
@@ -125,8 +127,10 @@ class TorchFunction:
                 for repeat, prefix in enumerate(prefixes):
                     repeated |= {f"{prefix}.{key}": (block, offset, repeat, key) for key in keys}
         for name, tensor in self.module.named_parameters():
-            frozen = self.frozen_apart and not tensor.requires_grad
-            self._add(self.buffers if frozen else self.params, name, tensor, repeated)
+            if self.frozen_apart and not tensor.requires_grad:
+                self.frozen |= self._add(self.buffers, name, tensor, repeated)
+            else:
+                self._add(self.params, name, tensor, repeated)
         transient = {
             f"{prefix}.{key}" if prefix else key
             for prefix, child in modules.items()
@@ -161,18 +165,20 @@ class TorchFunction:
         first, *others = (dict(layer.named_buffers())[key] for layer in layers)
         return all(torch.equal(first, other) for other in others)
 
-    def _add(self, kind: dict[str, Any], name: str, tensor: Any, repeated: Mapping[str, Any]) -> None:
+    def _add(self, kind: dict[str, Any], name: str, tensor: Any, repeated: Mapping[str, Any]) -> set[str]:
+        """Add a tensor, or the stack that its layer is the first of, and return its name; of later layers nothing."""
         import jax
 
         shape, dtype = tuple(tensor.shape), jax_dtype(tensor.dtype)
         if name in repeated:
             block, offset, repeat, key = repeated[name]
             if repeat:
-                return
+                return set()
             name = f"{block.label(offset)}.{key}"
             shape = (block.repeats, *shape)
             self.members[name] = (block, offset, key)
         kind[name] = jax.ShapeDtypeStruct(shape, dtype)
+        return {name}
 
     def __call__(
         self, params: Mapping[str, Any], args: Any, kwargs: Any, buffers: Mapping[str, Any] | None = None
@@ -180,7 +186,7 @@ class TorchFunction:
         """Run the module on JAX values; its output as a pytree of JAX values (a model output becomes a dict)."""
         with _flops.counting() as scope:
             result = self._apply(params, args, kwargs, buffers or {}, lambda out: out)
-        _flops.record(scope[0])
+        _flops.record_count(scope)
         return result
 
     def apply(self, params: Mapping[str, Any], args: Any, kwargs: Any, buffers: Any, then: Callable[[Any], Any]) -> Any:
@@ -248,6 +254,8 @@ class TorchFunction:
                     lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, tuple(args), dict(kwargs))
                 )
             state, torch_args, torch_kwargs = env.j2t_iso(given)
+            without_gradients = [value for name, value in state.items() if name not in params]
+            stack.enter_context(sparing([*without_gradients, torch_args, torch_kwargs] if self.frozen else None))
             names = list(state)
             written = watched([state[name] for name in names])
             result = plain(then(call_with(self.module, state, torch_args, torch_kwargs)))
@@ -406,8 +414,8 @@ class TorchFunction:
         return {name: self._value(name, own, None) for name in self.buffers}
 
     def weights(self) -> dict[str, tuple[str, ...]]:
-        """Parameter -> the module's own tensors that it stacks, or the one that it is."""
-        return {name: self._members(name) for name in self.params}
+        """Weight -> the module's own tensors that it stacks, or the one that it is."""
+        return {name: self._members(name) for name in (*self.params, *self.frozen)}
 
     def _members(self, name: str) -> tuple[str, ...]:
         if name not in self.members:

@@ -11,7 +11,7 @@ from autoshard.program._constraints import sharding_notes
 from autoshard.program._lower import lower_function, user_code
 from autoshard.program._modules import functional
 from autoshard.program._on_host import on_host
-from autoshard.program._program import Argument, Lifted, Program, Result, Role
+from autoshard.program._program import WEIGHTS, Argument, Lifted, Program, Result, Role
 from autoshard.program._serialise import serialise
 
 
@@ -152,7 +152,7 @@ def trace(
     module, fingerprint = serialise(ir, arguments)
     own = mlir.count_said(ir)
     if make_args is None:
-        limit = _values.smallest_table([a.shape for a in arguments if a.role is Role.PARAMETER])
+        limit = _values.smallest_table([a.shape for a in arguments if a.role in WEIGHTS])
         make_args = _values.fill(tuple(args), names, chosen, lambda _: limit)
     program = Program(
         name=label,

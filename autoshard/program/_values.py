@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.program._program import Role
+from autoshard.program._program import WEIGHTS, Role
 
 
 def fill(
@@ -71,7 +71,7 @@ def _value(rng: np.random.Generator, leaf: Any, name: str, role: Role, limit: in
         if kind in "iu":
             return rng.integers(0, max(limit, 1), shape).astype(dtype)
         return rng.standard_normal(shape, np.float32).astype(dtype)
-    if role is Role.PARAMETER and kind not in "iub":
+    if role in WEIGHTS and kind not in "iub":
         if is_scale(name):
             return np.ones(shape, dtype)
         return (rng.standard_normal(shape, np.float32) * np.float32(std)).astype(dtype)

@@ -222,7 +222,7 @@ def _flax(plan: Plan, sentence: str) -> str:
     rows, inputs = {}, {}
     for name, spec in plan.arguments.items():
         if plan.roles[name] != "optimizer_state":
-            into = rows if plan.roles[name] == "parameter" else inputs
+            into = rows if plan.is_weight(name) else inputs
             into[name] = repr(tuple(_rule(rules, axes) if axes else None for axes in spec.dims))
     listed = "".join(f"    ({name!r}, {(axes[0] if len(axes) == 1 else axes)!r}),\n" for axes, name in rules.items())
     lacks = (*unpinned(plan), "optimizer state; state made like its parameter is split like it.", "the device order.")

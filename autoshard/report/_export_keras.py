@@ -56,8 +56,11 @@ def check(model):
 def keras_text(plan: Plan, sentence: str) -> str:
     form = form_named("keras")
     held = held_specs(form, plan.arguments, plan.shapes, plan.roles, plan.mesh)
-    kinds = ("parameter", "other")
-    names = [name for name in plan.arguments if plan.roles[name] in kinds and not name.startswith("metrics.")]
+    names = [
+        name
+        for name in plan.arguments
+        if (plan.is_weight(name) or plan.roles[name] == "other") and not name.startswith("metrics.")
+    ]
     axes = inputs_axis(plan.arguments, plan.roles)
     inputs = {name: repr(tuple(plan.shapes[name])) for name in plan.arguments if plan.roles[name] == "batch"}
     rows = {re.escape(name): _axes(spec) for name in names if (spec := held[name]) is not None and spec.axes}

@@ -53,8 +53,11 @@ _STATE = "optimizer state of its own; it is split like its parameter."
 
 
 def rules_text(plan: Plan, sentence: str) -> str:
-    kinds = ("parameter", "other")
-    specs = {name: spec for name, spec in plan.arguments.items() if plan.roles[name] in kinds and spec.dims}
+    specs = {
+        name: spec
+        for name, spec in plan.arguments.items()
+        if (plan.is_weight(name) or plan.roles[name] == "other") and spec.dims
+    }
     rules = _rules(_paths(specs))
     others = {name: partition(spec) for name, spec in plan.arguments.items() if plan.roles[name] == "batch"}
     return head(plan, (*unpinned(plan), _STATE), sentence) + _RULES.format(

@@ -9,7 +9,7 @@ def plan_parameters(plan: Plan) -> tuple[dict[str, Spec], tuple[str, ...]]:
 
     A stacked parameter has its layers as leading dim, which a module with a list of layers does not have.
     """
-    specs = {name: layer_spec(plan, name) for name in plan.arguments if plan.roles[name] == "parameter"}
+    specs = {name: layer_spec(plan, name) for name in plan.arguments if plan.is_weight(name)}
     lost = [name for name in specs if is_stacked(name) and plan.arguments[name].dims[0]]
     sentences = [f"{name} is also split over its layers, which one layer's tensor cannot be." for name in lost]
     return specs, tuple(sentences)

@@ -61,7 +61,7 @@ def ops_summary(plan: Plan) -> dict[str, Any] | None:
 def roofs(plan: Plan) -> dict[str, Any]:
     """Peaks of one device: FLOP/s by dtype, and bytes a second of main memory."""
     topology = Topology.parse(plan.topology)
-    held = {plan.dtypes[name] for name, role in plan.roles.items() if role == "parameter"}
+    held = {plan.dtypes[name] for name in plan.arguments if plan.is_weight(name)}
     peaks: dict[float, str] = {}
     for name in ("bf16", *sorted({dtype_class(dtype) for dtype in held})):
         peaks.setdefault(topology.peak_flops(name), name)

@@ -152,7 +152,7 @@ def fitting(plan: Plan, found: Layers, styles: Mapping[str, str], apart: frozens
 
 def others_beside(plan: Plan, parent: str, linear: set[str]) -> set[str]:
     """Parameters below a module that are of none of its own linear layers."""
-    inside = (n for n in plan.arguments if plan.roles[n] == "parameter" and parent and n.startswith(f"{parent}."))
+    inside = (n for n in plan.arguments if plan.is_weight(n) and parent and n.startswith(f"{parent}."))
     return {name for name in inside if name.rpartition(".")[0] not in linear}
 
 

@@ -99,7 +99,7 @@ def _named(name: str, lacks: Iterable[str]) -> bool:
 def _has_head(plan: Plan, embedding: str) -> bool:
     """Whether the layer that shares an embedding is `lm_head`: no other parameter is outside of the base model."""
     base = embedding.partition(".")[0]
-    names = [name for name in plan.arguments if plan.roles[name] == "parameter"]
+    names = [name for name in plan.arguments if plan.is_weight(name)]
     return base != embedding and all(name.startswith(f"{base}.") for name in names)
 
 
@@ -122,13 +122,13 @@ def _experts(plan: Plan, found: Layers) -> tuple[dict[str, str], dict[str, str],
     """Rules of modules of experts: by experts, by their width, and sentences on what no style says."""
     modules: dict[str, list[str]] = {}
     for name in plan.arguments:
-        if plan.roles[name] == "parameter" and len(layer_shape(plan, name)) == 3 and not name.endswith(".weight"):
+        if plan.is_weight(name) and len(layer_shape(plan, name)) == 3 and not name.endswith(".weight"):
             modules.setdefault(name.rpartition(".")[0], []).append(name)
     by_expert: dict[str, str] = {}
     by_width: dict[str, str] = {}
     lacks: list[str] = []
     for path in modules:
-        names = [name for name in plan.arguments if name.rpartition(".")[0] == path and plan.roles[name] == "parameter"]
+        names = [name for name in plan.arguments if name.rpartition(".")[0] == path and plan.is_weight(name)]
         split = [name for name in names if split_by(layer_spec(plan, name), list(found.tensor)) is not None]
         if split:
             way, rules = _expert_rules(plan, path, names, split, found.tensor)
@@ -190,7 +190,7 @@ def _is_router(plan: Plan, name: str) -> bool:
     """Whether a layer gives a number for every expert of a module beside it."""
     count = layer_shape(plan, f"{name}.weight")[0]
     while name := name.rpartition(".")[0]:
-        beside = [n for n in plan.arguments if n.startswith(f"{name}.") and plan.roles[n] == "parameter"]
+        beside = [n for n in plan.arguments if n.startswith(f"{name}.") and plan.is_weight(n)]
         if any(len(layer_shape(plan, n)) == 3 and layer_shape(plan, n)[0] == count for n in beside
                if n.removeprefix(f"{name}.").count(".") == 1 and not n.endswith(".weight")):  # fmt: skip
             return True
@@ -213,7 +213,7 @@ def _by_wildcard(plan: Plan, rules: Mapping[str, str]) -> tuple[dict[str, str], 
 
 def _owners(plan: Plan) -> list[str]:
     """Modules that own weights, and parameters that are called by no module's `weight` or `bias`."""
-    names = [name for name in plan.arguments if plan.roles[name] == "parameter"]
+    names = [name for name in plan.arguments if plan.is_weight(name)]
     return [re.sub(r"\.(weight|bias)$", "", name) for name in names]
 
 

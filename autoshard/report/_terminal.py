@@ -125,7 +125,7 @@ def _name(text: str, width: int | None = None, style: str = "") -> Text:
 
 
 def _parameters(plan: Plan, width: int) -> RenderableType | None:
-    names = [name for name, role in plan.roles.items() if role == "parameter"]
+    names = [name for name in plan.arguments if plan.is_weight(name)]
     groups = fold(names, key=lambda name: (plan.shapes[name], plan.arguments[name], plan.dtypes[name]))
     if not groups:
         return None

@@ -46,6 +46,7 @@ class TreeNode:
 
 ROLE_TITLES = {
     "parameter": "parameters",
+    "frozen": "frozen parameters",
     "optimizer_state": "optimizer state",
     "batch": "batch",
     "other": "other arguments",

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch_modules import eager_step, training_step
 
+from autoshard.program import from_torch
 from autoshard.program._layer_differences import LayerComparison, opaque_numbers, reads
 
 
@@ -394,3 +395,49 @@ def test_the_use_of_a_number_is_seen(use, uses):
         found = use(module._number)
     assert bool(used) == bool(uses) and module._number == 2
     assert uses == 0 or found == plain
+
+
+class Adapted(nn.Module):
+    """A linear layer that is frozen, and an adapter of rank 4."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(8, 8, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 4, bias=False), nn.Linear(4, 8, bias=False)
+
+    def forward(self, x):
+        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def test_frozen_weights_have_a_role_and_no_gradient_flops():
+    torch.manual_seed(0)
+    program = check(Net(Adapted() for _ in range(4)), torch.randn(4, 8))
+    roles = {a.name: a.role.value for a in program.arguments if a.name.startswith("layers")}
+    assert roles == {
+        "layers.*.base.weight": "frozen",
+        "layers.*.down.weight": "parameter",
+        "layers.*.up.weight": "parameter",
+    }
+    # The base is computed forward and for the gradient of its input, the adapter for that of its weights too.
+    assert program.model_flops == 4 * (2 * 2 * 4 * 8 * 8 + 3 * 2 * 2 * 4 * 8 * 4)
+    assert program.weights["layers.*.base.weight"] == tuple(f"layers.{n}.base.weight" for n in range(4))
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_frozen_body_is_computed_forward_alone(scan, remat):
+    torch.manual_seed(0)
+    module = Net([*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 2)])
+    module.layers[:3].requires_grad_(False)
+    program = check(module, torch.randn(4, 8), scan=scan, remat=remat)
+    assert program.model_flops == 3 * 2 * 4 * 8 * 8 + 2 * 2 * 4 * 8 * 2
+
+
+def test_baselines_split_frozen_weights_too():
+    import autoshard
+
+    with torch.device("meta"):
+        module, x = Net(Adapted() for _ in range(4)), torch.zeros(64, 8)
+    plan = autoshard.plan(from_torch(module, x, train=True), topology="v5e:2x4", mesh={"data": 8})
+    held = {name: plan.baselines[name].memory["parameters"] for name in ("fsdp", "data_parallel")}
+    assert held["fsdp"] * 7 < held["data_parallel"]

@@ -193,8 +193,8 @@ def _dims(array: _Array) -> list[int]:
 def _parameter_dims(plan: Plan) -> set[tuple[int, ...]]:
     """Dims, in any order, of every parameter and of one layer of a stack, whole and of one device."""
     found: set[tuple[int, ...]] = set()
-    for name, role in plan.roles.items():
-        if role == "parameter":
+    for name in plan.arguments:
+        if plan.is_weight(name):
             for shape in (plan.shapes[name], plan.arguments[name].local_shape(plan.shapes[name], plan.mesh)):
                 found |= {_key(shape), _key(shape[1:])}
     return {dims for dims in found if len(dims) > 1}

@@ -29,7 +29,7 @@ class TorchPlan:
         known = {
             name: re.compile(module_pattern(self.plan, name))
             for name in self.plan.arguments
-            if self.plan.roles[name] == "parameter"
+            if self.plan.is_weight(name)
         }
         found: dict[str, Spec] = {}
         for name, parameter in model.named_parameters():
@@ -122,8 +122,8 @@ class TorchPlan:
     def _check_all_there(self, model: Any) -> None:
         """Raises `UserError` for a module that lacks one of the plan's parameters, or one of its layers."""
         there = [own_name(name) for name, _ in model.named_parameters()]
-        for name, role in self.plan.roles.items():
-            if role == "parameter":
+        for name in self.plan.arguments:
+            if self.plan.is_weight(name):
                 count = sum(bool(re.match(module_pattern(self.plan, name), each)) for each in there)
                 wanted = self.plan.shapes[name][0] if is_stacked(name) else 1
                 if count != wanted:

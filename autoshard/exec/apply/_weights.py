@@ -120,7 +120,9 @@ def save_weights(plan: Plan, params: Mapping[str, Any], folder: str | os.PathLik
     """See `Plan.save_weights`."""
     from safetensors.torch import save_file
 
-    wanted = _stacks(plan, program)
+    stacks = _stacks(plan, program)
+    # Frozen parameters are where they were read from, and may be left out.
+    wanted = {name: members for name, members in stacks.items() if name in params or plan.roles[name] == "parameter"}
     if set(params) != set(wanted):
         odd = sorted(set(params) ^ set(wanted))
         said = "no" if odd[0] in wanted else "unknown"

@@ -16,7 +16,7 @@ import numpy as np
 
 from autoshard.graph import OpClass, kept_graph
 from autoshard.plan import batch_dims
-from autoshard.program import Program, Role
+from autoshard.program import WEIGHTS, Program, Role
 
 
 ORDERS = 8
@@ -86,7 +86,7 @@ def rounding_floor(
     found = list(noise)
     unit = narrow_rounding(program)
     moved = [
-        a.role in (Role.PARAMETER, Role.BATCH) and np.issubdtype(np.asarray(leaf).dtype, np.floating)
+        a.role in (*WEIGHTS, Role.BATCH) and np.issubdtype(np.asarray(leaf).dtype, np.floating)
         for a, leaf in zip(program.arguments, leaves, strict=True)
     ]
     if not unit or not any(moved):

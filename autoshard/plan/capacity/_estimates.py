@@ -9,7 +9,7 @@ from autoshard.cost import Decoder, StepAsked, StepEstimate, Topology, estimate_
 from autoshard.errors import UserError
 from autoshard.plan.price._least import least_seconds
 from autoshard.plan.price._reading import read_program
-from autoshard.program import Program, Role, config_dims, read_config
+from autoshard.program import WEIGHTS, Program, Role, config_dims, read_config
 
 
 REMATS = ("none", "dots", "full")
@@ -17,6 +17,7 @@ REMATS = ("none", "dots", "full")
 _ITEMSIZES = {"bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "f32": 4, "fp32": 4, "float32": 4}
 _KINDS = {
     Role.PARAMETER: "parameters",
+    Role.FROZEN: "parameters",
     Role.OPTIMIZER_STATE: "optimizer state",
     Role.BATCH: "batch",
     Role.OTHER: "other",
@@ -115,7 +116,7 @@ def least_estimate(program: Program, topology: Topology) -> ModelEstimate:
     for argument in program.arguments:
         elements = math.prod(argument.shape)
         sizes[_KINDS[argument.role]] += elements * np.dtype(argument.dtype).itemsize / topology.num_devices
-        count += elements if argument.role is Role.PARAMETER else 0
+        count += elements if argument.role in WEIGHTS else 0
     kind = "train" if program.training else "infer"
     peak = topology.peak_flops("bf16") * topology.num_devices
     mfu = (program.model_flops or 0.0) / peak / seconds if seconds else 0.0

@@ -205,7 +205,7 @@ def _use(plan: Plan, axis: str) -> str:
     batch = [spec for name, spec in plan.arguments.items() if plan.roles[name] == "batch" and spec.dims]
     stored = [
         name for name in plan.arguments
-        if plan.roles[name] in ("parameter", "optimizer_state") and axis in plan.arguments[name].axes
+        if (plan.is_weight(name) or plan.roles[name] == "optimizer_state") and axis in plan.arguments[name].axes
     ]  # fmt: skip
     groups = _groups_over(plan, axis)
     if plan.pipeline is not None and "stage" in groups:

@@ -5,7 +5,7 @@ import itertools
 import re
 
 from autoshard.graph import ROTATE, FactorKind, OpGraph, Structure
-from autoshard.program import Program, Role
+from autoshard.program import WEIGHTS, Program, Role
 
 
 _HINTS = (
@@ -115,7 +115,7 @@ def _describe(
     data: list[list[int | None]] = []
     for position, (argument, tensor) in enumerate(zip(program.arguments, graph.arguments, strict=True)):
         groups = tensor_groups(structure, of_factor, tensor)
-        if argument.role is Role.PARAMETER:
+        if argument.role in WEIGHTS:
             real = [g for g in groups if g is not None]
             for group in set(real):
                 holders.setdefault(group, []).append(position)

@@ -12,7 +12,7 @@ import numpy as np
 from autoshard.plan.model._model import Model
 from autoshard.plan.model._restrict import Baseline
 from autoshard.plan.xla._states import WHOLE
-from autoshard.program import Role
+from autoshard.program import WEIGHTS, Role
 
 
 _STAGED_STACK = re.compile(r"(?:^|\.)layers(?:\.\d+)?\.(?:\*|\[\d+:\])\.")
@@ -39,7 +39,7 @@ def with_stages_held(model: Model, stated: Baseline, axis: int, stack_dim: int) 
     in_order = model.program.pipeline is not None and model.program.pipeline["rounds"] == 1
     for tensor, argument in zip(model.graph.arguments, model.program.arguments, strict=True):
         cluster = model.structure.cluster_of[tensor]
-        if argument.role not in (Role.PARAMETER, Role.OPTIMIZER_STATE) or cluster < 0:
+        if argument.role not in (*WEIGHTS, Role.OPTIMIZER_STATE) or cluster < 0:
             continue
         node = model.cluster_node[cluster]
         on_axis = model.nodes[node].states[:, axis]

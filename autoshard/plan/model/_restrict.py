@@ -12,7 +12,7 @@ from autoshard.graph import OpGraph
 from autoshard.plan.model._groups import Groups, tensor_groups
 from autoshard.plan.model._model import Model
 from autoshard.plan.xla._states import WHOLE
-from autoshard.program import Role
+from autoshard.program import WEIGHTS, Role
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def split_parameters(model: Model) -> list[int]:
     return [
         p
         for p, a in enumerate(model.program.arguments)
-        if a.role is Role.PARAMETER and model.structure.cluster_of[model.graph.arguments[p]] >= 0
+        if a.role in WEIGHTS and model.structure.cluster_of[model.graph.arguments[p]] >= 0
     ]
 
 

@@ -23,7 +23,7 @@ from autoshard.plan.model._restrict import (
     wide_axes,
 )
 from autoshard.plan.xla._states import WHOLE
-from autoshard.program import Role
+from autoshard.program import WEIGHTS, Role
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def _expert_groups(model: Model, groups: Groups, count: int) -> set[int]:
     """The dim groups that count experts: those of dims of so many in their parameters."""
     found = set()
     for tensor, argument in zip(model.graph.arguments, model.program.arguments, strict=True):
-        if argument.role is Role.PARAMETER and ".experts." in argument.name:
+        if argument.role in WEIGHTS and ".experts." in argument.name:
             dims = tensor_groups(model.structure, groups.of_factor, tensor)
             found |= {g for g, size in zip(dims, argument.shape, strict=True) if g is not None and size == count}
     return found

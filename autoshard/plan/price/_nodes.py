@@ -23,7 +23,7 @@ from autoshard.plan.xla._handling import inner_collectives
 from autoshard.plan.xla._padding import Padding
 from autoshard.plan.xla._states import WHOLE, Seconds, States, enumerate_states, local_elements, relabel
 from autoshard.plan.xla._tables import padded_tables
-from autoshard.program import Program, Role
+from autoshard.program import WEIGHTS, Program, Role
 
 
 def streams(each: Passes, graph: OpGraph, compute: Compute) -> float:
@@ -32,7 +32,7 @@ def streams(each: Passes, graph: OpGraph, compute: Compute) -> float:
     return each.count * once * graph.trips(each.block)
 
 
-_STORED = {Role.PARAMETER: "parameters", Role.OPTIMIZER_STATE: "optimizer_state"}
+_STORED = {Role.PARAMETER: "parameters", Role.FROZEN: "parameters", Role.OPTIMIZER_STATE: "optimizer_state"}
 """Kinds of memory by role; the other arguments' is `batch`."""
 
 
@@ -70,7 +70,7 @@ class NodePricer:
         self.local: dict[tuple[object, ...], Seconds] = {}
         self.softmaxes = {softmax.cluster: softmax for softmax in liveness.softmaxes}
         self.taken_back = frozenset[int]().union(*(softmax.taken_back for softmax in liveness.softmaxes))
-        self.stored = self.clusters_of(t for t, role in roles.items() if role is Role.PARAMETER)
+        self.stored = self.clusters_of(t for t, role in roles.items() if role in WEIGHTS)
         states = self.clusters_of(t for t, role in roles.items() if role is Role.OPTIMIZER_STATE)
         updates = {structure.cluster_of[result] for result, argument in structure.ties if argument in roles}
         self.updated = states | updates

@@ -13,7 +13,7 @@ from autoshard.plan.price._op_prices import OpPrices, Place, PlaceWork, price_op
 from autoshard.plan.price._predict import cluster_names
 from autoshard.plan.record._parts import PlannedOp
 from autoshard.plan.record._stacks import pattern
-from autoshard.program import Role
+from autoshard.program import WEIGHTS
 
 
 MOST_ROWS = 400
@@ -77,7 +77,7 @@ def _places(model: Model, prices: OpPrices) -> list[PlannedOp]:
 def _parameters(model: Model) -> dict[int, str]:
     """Of heavy ops, the parameter whose values they take, else the one whose gradient they make."""
     roles = {argument.name: argument.role for argument in model.program.arguments}
-    named = {cluster: pattern(name) for cluster, name in cluster_names(model).items() if roles[name] is Role.PARAMETER}
+    named = {cluster: pattern(name) for cluster, name in cluster_names(model).items() if roles[name] in WEIGHTS}
     found = {}
     for op in model.graph.ops:
         if op.op_class is OpClass.HEAVY:

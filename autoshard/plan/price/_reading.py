@@ -23,7 +23,7 @@ from autoshard.plan.model._stage_axis import stage_axis
 from autoshard.plan.price._path_tables import PathTables
 from autoshard.plan.price._price import price
 from autoshard.plan.record._plan import Plan
-from autoshard.program import Lifted, Program, Role, lift_constraints
+from autoshard.program import WEIGHTS, Lifted, Program, lift_constraints
 
 
 LATE_IN_STAGES = frozenset({"v6e"})
@@ -51,7 +51,7 @@ def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
     traits = BACKENDS[backend]
     if traits.rounds_operands:
         graph = rounded(graph)
-    parameters = [t for t, a in zip(graph.arguments, program.arguments, strict=True) if a.role is Role.PARAMETER]
+    parameters = [t for t, a in zip(graph.arguments, program.arguments, strict=True) if a.role in WEIGHTS]
     ties = [
         (graph.results[a.result], t)
         for t, a in zip(graph.arguments, program.arguments, strict=True)

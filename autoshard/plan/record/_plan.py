@@ -98,6 +98,10 @@ class Plan:
         """`jax.stages.Lowered` of `fn` under this plan, its pins inserted; `args` are arrays or shapes."""
         return self._runner().lower(fn, args, donate_argnums)
 
+    def is_weight(self, name: str) -> bool:
+        """Return True if the argument `name` is a weight of the model, trained or frozen."""
+        return self.roles[name] in ("parameter", "frozen")
+
     @property
     def original_mesh(self) -> dict[str, int]:
         """The mesh as it was asked for; `mesh` may have two axes in place of one of these, see `mesh_words`."""

@@ -63,7 +63,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 def parameter_specs(plan: Plan | str | os.PathLike[str]) -> dict[str, Spec]:
     """Specs of the parameters of a plan, or of a plan file, by name: what `pin_from` pins."""
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
-    return {name: spec for name, spec in plan.arguments.items() if plan.roles[name] == "parameter"}
+    return {name: spec for name, spec in plan.arguments.items() if plan.is_weight(name)}
 
 
 def plan_to_json(plan: Plan) -> str:

@@ -8,7 +8,7 @@ from autoshard.plan.model._model import Model
 from autoshard.plan.price._predict import evaluate
 from autoshard.plan.solve._solve import Solved, Terms, solve_within
 from autoshard.plan.solve._weights import even_weights, normalise
-from autoshard.program import Role
+from autoshard.program import WEIGHTS, Role
 from autoshard.units import format_bytes
 
 
@@ -72,7 +72,7 @@ def _advice(model: Model, kind: str, memory_limit: int, pinned: bool) -> str:
         if program.on_host == "none" and model.graph.loops and not model.mesh.topology.traits.shares_machine:
             found.append("--host optimizer" if flags else 'autoshard.trace(..., host="optimizer")')
     if kind in ("parameters", "gradients", "gathered"):
-        if any(a.role is Role.PARAMETER and a.dtype in ("float32", "float64") for a in program.arguments):
+        if any(a.role in WEIGHTS and a.dtype in ("float32", "float64") for a in program.arguments):
             found.append("--param-dtype bfloat16" if flags else "parameters in bfloat16")
     if pinned:
         found.append("fewer pins")

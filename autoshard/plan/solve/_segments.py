@@ -20,7 +20,7 @@ from autoshard.plan.model._overlap import lanes
 from autoshard.plan.price._predict import tensor_spec
 from autoshard.plan.price._reshard_times import relayout_seconds, reshard_overlap, reshard_steps
 from autoshard.plan.solve._cut import SegmentCosts
-from autoshard.program import Role, segment_of
+from autoshard.program import WEIGHTS, Role, segment_of
 
 
 class Part(enum.IntEnum):
@@ -256,7 +256,7 @@ def _owners(model: Model, places: _SegmentPlaces) -> tuple[list[int], list[tuple
         if not segments:
             segments = sorted(_using(places, tensor, Part.UPDATE) or _using(places, tensor, Part.BACKWARD))
         owners.append(segments[0] if segments else 0)
-        if argument.role is Role.PARAMETER and len(segments) > 1:
+        if argument.role in WEIGHTS and len(segments) > 1:
             tied.append((segments[0], segments[-1]))
     return owners, tied
 

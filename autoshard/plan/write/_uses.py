@@ -12,7 +12,7 @@ from autoshard.plan.price._predict import cluster_names, tensor_spec
 from autoshard.plan.record._parts import Activation, ParameterUse
 from autoshard.plan.record._spec import Spec
 from autoshard.plan.record._stacks import is_stacked
-from autoshard.program import Role
+from autoshard.program import WEIGHTS
 
 
 def parameter_uses(model: Model, choices: NDArray[np.int64]) -> tuple[ParameterUse, ...]:
@@ -24,7 +24,7 @@ def parameter_uses(model: Model, choices: NDArray[np.int64]) -> tuple[ParameterU
     if not model.program.weights:
         return ()
     parameters = {a.name: t for a, t in zip(model.program.arguments, model.graph.arguments, strict=True)
-                  if a.role is Role.PARAMETER}  # fmt: skip
+                  if a.role in WEIGHTS}  # fmt: skip
     named = {cluster: name for cluster, name in cluster_names(model).items() if name in parameters}
     found: dict[tuple[object, ...], ParameterUse] = {}
     for op in model.graph.ops:

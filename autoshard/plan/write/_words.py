@@ -12,19 +12,19 @@ from autoshard.plan.model._model import Model
 from autoshard.plan.price._predict import argument_bytes_on_host
 from autoshard.plan.price._shares import shares_of
 from autoshard.plan.record._spec import axis_words
-from autoshard.program import Role
+from autoshard.program import WEIGHTS, Role
 from autoshard.units import format_bytes
 
 
 def describe(model: Model, groups: Groups, choices: NDArray[np.int64]) -> tuple[str, ...]:
     """Sentences such as `batch over data`, `ffn and heads over model`, `parameters also over data`."""
     roles = {t: a.role for t, a in zip(model.graph.arguments, model.program.arguments, strict=True)}
-    stored = {model.structure.cluster_of[t] for t, r in roles.items() if r in (Role.PARAMETER, Role.OPTIMIZER_STATE)}
+    stored = {model.structure.cluster_of[t] for t, r in roles.items() if r in (*WEIGHTS, Role.OPTIMIZER_STATE)}
     stored |= {model.structure.cluster_of[r] for r, _ in model.structure.ties}
     activations = shares_of(model, groups, choices, [
         t for t in sorted(model.liveness.materialised) if model.structure.cluster_of[t] not in stored
     ])  # fmt: skip
-    parameters = shares_of(model, groups, choices, [t for t, r in roles.items() if r is Role.PARAMETER])
+    parameters = shares_of(model, groups, choices, [t for t, r in roles.items() if r in WEIGHTS])
     state = shares_of(model, groups, choices, [t for t, r in roles.items() if r is Role.OPTIMIZER_STATE])
     lines = []
     by_axes: dict[tuple[str, ...], list[str]] = defaultdict(list)
