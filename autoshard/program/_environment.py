@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from autoshard.program import _gradients, _layouts, _reads, _shared, _writes
+from autoshard.program import _gradients, _layouts, _reads, _shared, _wide, _writes
 from autoshard.program._masked import MaskedRows, by_row
 from autoshard.program._segments import op_scope
 from autoshard.program._shared import root_of
@@ -108,8 +108,12 @@ def _environment_type() -> type:
 
         def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             try:
-                with _gradients.counted_gradients((args, kwargs)) as results:
+                with (
+                    _wide.bounded(func, (args, kwargs)) as whole,
+                    _gradients.counted_gradients((args, kwargs)) as results,
+                ):
                     result = self._copied(func, args, kwargs or {}, self._folded(func, types, args, kwargs))
+                    whole.append(result)
                     results.append(result)
                 self._share(func, types, args, kwargs or {}, result)
                 if not _gradients.follows():
@@ -221,8 +225,12 @@ def _environment_type() -> type:
                     return value.torch()  # torchax would ask for its value
                 if isinstance(value, (tensor.Tensor, View)) or value.device.type != "cpu":
                     return value
+                _wide.refuse_float64(value)
                 with jax.ensure_compile_time_eval() if _folding.get() else contextlib.nullcontext():
-                    return tensor.Tensor(jnp.asarray(value.detach().numpy()), self)
+                    made = tensor.Tensor(jnp.asarray(value.detach().numpy()), self)
+                if (bound := _wide.bound_of_values(value)) is not None:
+                    _wide.set_bound(made, bound)
+                return made
 
             return super().t2j_iso(_pytree.tree_map_only(torch.Tensor, wrapped, torchtensors))
 

@@ -61,6 +61,11 @@ def lowering_error(error: Exception, label: str, module: Any) -> UserError:
     )
 
 
+def place_of(error: Exception, module: Any) -> str:
+    """Name the line of the module's code that an error is about; empty if it is about none."""
+    return _place(error.__traceback__, module)
+
+
 def _in_triton(trace: TracebackType | None) -> bool:
     while trace is not None:
         if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "triton":

@@ -14,6 +14,7 @@ from autoshard.program._module_state import call_with, own_forward, replace_forw
 from autoshard.program._policy import Policy, jax_policy
 from autoshard.program._remat import listed_layers
 from autoshard.program._scan_run import BlockRun, LayerRemat, LayerWeights, NotRepeatedError, tensors_of
+from autoshard.program._wide import WideNumberError
 
 
 @contextlib.contextmanager
@@ -44,7 +45,7 @@ def scanned(
         try:
             with used_elsewhere(notes):
                 yield
-        except (NotRepeatedError, UserError):
+        except (NotRepeatedError, UserError, WideNumberError):
             raise
         except Exception as error:  # the module's own code meets a hidden state that has no value yet
             for run in runs:

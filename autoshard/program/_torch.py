@@ -9,7 +9,7 @@ from typing import Any
 
 from autoshard.base.process import collecting_seldom
 from autoshard.errors import UserError
-from autoshard.program import _flops, _train, _values
+from autoshard.program import _flops, _train, _values, _wide
 from autoshard.program._experts import check_experts
 from autoshard.program._input_names import input_names, leaf_name
 from autoshard.program._program import Program, Role
@@ -120,6 +120,7 @@ def from_torch(
         pipeline=pipeline,
     )
     function.keeps_writes = True
+    _note_widths(function, input_names(module, len(inputs)), inputs, dict(kwargs or {}))
     batch, rebuild = _split_inputs(module, inputs, dict(kwargs or {}), targets)
     if train and loss is None:
         notes.append("No loss was given: the step minimises the mean of squares of the first output.")
@@ -210,6 +211,8 @@ def torch_program(
         with _flops.counting() as scope:
             result = run(*args)
         flops[:] = scope
+        if train is not None and result.dtype == "float64":
+            result = result.astype("float32")
         return (result, function.updated_buffers) if updates else result
 
     if function.pipeline is not None:
@@ -225,7 +228,12 @@ def torch_program(
         groups = train.gradient_groups
         _check_microbatches(train.microbatches, groups, batch, updates, name)
         fn = _train.training_step(
-            counted, optimizer, aux=updates, accumulation=train.microbatches, gradient_groups=groups
+            counted,
+            optimizer,
+            aux=updates,
+            accumulation=train.microbatches,
+            gradient_groups=groups,
+            wide=function.wide,
         )
         args = (params, jax.eval_shape(optimizer.init, params), batch, *extra)
         names, donate = ("", "optimizer", "batch", ""), ((0, 1, 3) if updates else (0, 1))
@@ -256,6 +264,29 @@ def torch_program(
         exchange=function.exchange,
     )
     return in_stages(program, function.stacks, function.pipeline)
+
+
+def _note_widths(function: TorchFunction, names: Sequence[str], inputs: tuple[Any, ...], kwargs: Any) -> None:
+    """Note the dtypes and bounds of the tensors that a module is called with.
+
+    Raises `UserError` for whole numbers of more than 32 bits.
+    """
+    import torch
+    from torch.utils import _pytree
+
+    flat, _ = _pytree.tree_flatten_with_path(dict(zip(names, inputs, strict=True)) | kwargs)
+    tensors = [(path, leaf) for path, leaf in flat if isinstance(leaf, torch.Tensor)]
+    function.inputs = [(leaf.dtype, _wide.bound_of_values(leaf)) for _, leaf in tensors]
+    for path, leaf in tensors:
+        reason = _wide.wide_reason(leaf)
+        if reason.startswith("is"):
+            function.widen(f"an input {reason}")
+            break
+        if reason:
+            raise UserError(
+                f"input `{leaf_name(path)}` {reason}, and a planned step takes whole numbers of 32 bits: hash or "
+                "number them anew before the step."
+            )
 
 
 def _model_flops(count: Sequence[float], train: TrainOptions | None) -> float:

@@ -12,7 +12,7 @@ from autoshard.program._exchange import check_exchange_name
 from autoshard.program._experts import ExpertForm, capacity
 from autoshard.program._gradients import own_gradients, sparing
 from autoshard.program._layers import Block, find_blocks
-from autoshard.program._lowering_error import asks_for_values, lowering_error
+from autoshard.program._lowering_error import asks_for_values, lowering_error, place_of
 from autoshard.program._marks import check_names
 from autoshard.program._module_state import call_with, preserved
 from autoshard.program._policy import Policy
@@ -27,6 +27,7 @@ from autoshard.program._shared import SharedWriteError, watched
 from autoshard.program._splash import attention_kernel, check_kernel
 from autoshard.program._stack import Pipeline
 from autoshard.program._torch_env import canonical_modules, drawing, lowered_environment
+from autoshard.program._wide import ASSUMED, WideNumberError, in_64_bits, narrow, set_bound, wide_reason
 
 
 _CONSTANT_ELEMENTS = 1 << 16
@@ -99,6 +100,10 @@ class TorchFunction:
             )
         self.experts, self.capacity_factor, self.imbalance = experts, capacity_factor, imbalance
         self.pipeline = pipeline
+        self.inputs: list[tuple[Any, int | None]] = []
+        """The torch dtype and the largest whole number of each tensor that the module is called with, if known."""
+        self.wide = False
+        """True if the module is computed in 64 bits where torch has 64, as 32 do not hold its numbers."""
         self.folded = False
         """Whether what follows from sizes alone is computed beforehand, since the module asks for its values."""
         self.held = False
@@ -127,6 +132,8 @@ class TorchFunction:
                 for repeat, prefix in enumerate(prefixes):
                     repeated |= {f"{prefix}.{key}": (block, offset, repeat, key) for key in keys}
         for name, tensor in self.module.named_parameters():
+            if self.compute_dtype is None:
+                self._fitting("parameter", name, tensor)
             if self.frozen_apart and not tensor.requires_grad:
                 self.frozen |= self._add(self.buffers, name, tensor, repeated)
             else:
@@ -147,7 +154,7 @@ class TorchFunction:
             kept = self.held and tensor.numel() <= _HELD_ELEMENTS and name not in updated
             kept = kept and (name not in repeated or self._is_in_all(*repeated[name]))
             if name in self.changing:
-                self._add(self.buffers, name, tensor, repeated)
+                self._add(self.buffers, name, self._fitting("buffer", name, tensor), repeated)
             elif (name in transient or kept) and tensor.device.type != "meta" and tensor.numel() <= _CONSTANT_ELEMENTS:
                 if name not in repeated or repeated[name][2] == 0:
                     self.constants[name] = host_array(tensor)
@@ -155,7 +162,17 @@ class TorchFunction:
                     block, offset, _, key = repeated[name]
                     self.shared[name] = (block, offset, key)
             else:
-                self._add(self.buffers, name, tensor, repeated)
+                self._add(self.buffers, name, self._fitting("buffer", name, tensor), repeated)
+
+    def _fitting(self, kind: str, name: str, tensor: Any) -> Any:
+        """Return a tensor that an argument of 32 bits can hold. Raises `UserError` for another."""
+        reason = wide_reason(tensor)
+        if reason:
+            raise UserError(
+                f"the {kind} `{name}` {reason}, and a planned step takes 32 bits at most: use `module.float()`, or "
+                "make it a small buffer with `persistent=False`, which is computed with in 64 bits."
+            )
+        return tensor
 
     def _is_in_all(self, block: Block, offset: int, repeat: int, key: str) -> bool:
         """Return True if a buffer of a layer has the same values in the layers of all groups."""
@@ -197,6 +214,7 @@ class TorchFunction:
         import jax
         import jax.numpy as jnp
         import numpy as np
+        from torch.utils import _pytree
 
         env = lowered_environment()
         dtype = self.compute_dtype
@@ -206,6 +224,8 @@ class TorchFunction:
                 return weights
             return jax.tree.map(lambda w: w.astype(dtype) if jnp.issubdtype(w.dtype, jnp.floating) else w, weights)
 
+        if self.wide and not jax.config.jax_enable_x64:
+            return in_64_bits(self._apply)(params, args, kwargs, buffers, then)
         layers: dict[Block, LayerWeights] = {}
         self.firsts = {}
         for block in self.blocks:
@@ -222,6 +242,8 @@ class TorchFunction:
             else:
                 outer[name] = prepare(value) if name in params else value
         for name, value in self.constants.items():
+            if not self.wide and (reason := wide_reason(value)):
+                raise WideNumberError(f"the buffer `{name}` {reason}")
             with jax.ensure_compile_time_eval() if self.folded else contextlib.nullcontext():
                 constant = jnp.asarray(value)
             if name in self.shared:
@@ -230,6 +252,7 @@ class TorchFunction:
             else:
                 outer[name] = constant
         with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.nullcontext() if self.wide else narrow())
             stack.enter_context(preserved(self.module))
             if self.mode is not None:
                 self.mode(self.module)
@@ -253,7 +276,12 @@ class TorchFunction:
                 given = jax.tree.map(
                     lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (outer, tuple(args), dict(kwargs))
                 )
+            if self.wide:
+                given = self._widened(given)
             state, torch_args, torch_kwargs = env.j2t_iso(given)
+            called = [each for each in _pytree.tree_leaves((torch_args, torch_kwargs)) if hasattr(each, "_env")]
+            for (_, bound), each in zip(self.inputs, called, strict=False):
+                set_bound(each, ASSUMED if not bound else 4 * bound)
             without_gradients = [value for name, value in state.items() if name not in params]
             stack.enter_context(sparing([*without_gradients, torch_args, torch_kwargs] if self.frozen else None))
             names = list(state)
@@ -266,14 +294,43 @@ class TorchFunction:
                 self.updated_buffers = {name: self._after(name, state, layers, env) for name in buffers}
             return result
 
+    def widen(self, reason: str, place: str = "") -> None:
+        """Compute in 64 bits from now on, and say so."""
+        self.wide = True
+        self.notes.append(
+            f"The module is computed in 64 bits where torch does so, since {reason}{place}: arguments and parameters "
+            "keep 32, and TPUs compute 64 in several steps."
+        )
+
+    def _widened(self, given: Any) -> Any:
+        """Give inputs and buffers that have 64 bits in torch as many here."""
+        import jax
+        import torch
+        from torch.utils import _pytree
+
+        state, args, kwargs = given
+        own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        wide = {torch.int64: "int64", torch.float64: "float64", torch.complex128: "complex128"}
+        leaves, tree = _pytree.tree_flatten((args, kwargs))
+        arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+        dtypes = [dtype for dtype, _ in self.inputs] if len(self.inputs) == len(arrays) else None
+        for k, i in enumerate(arrays):
+            integer = torch.int64 if leaves[i].dtype == "int32" else None
+            leaves[i] = leaves[i].astype(wide.get(dtypes[k] if dtypes else integer, leaves[i].dtype))
+        state = {
+            name: value.astype(wide.get(own[name].dtype, value.dtype)) if name in own else value
+            for name, value in state.items()
+        }
+        return (state, *_pytree.tree_unflatten(leaves, tree))
+
     def _remat_of(self, layer: str) -> Policy:
         return self.remat.of(self.layers.get(layer, 0))
 
     def _after(self, name: str, state: Any, layers: dict[Block, LayerWeights], env: Any) -> Any:
         if name in self.members:
             block, offset, key = self.members[name]
-            return layers[block].buffers[offset][key]
-        return env.t2j_iso(state[name])
+            return layers[block].buffers[offset][key].astype(self.buffers[name].dtype)
+        return env.t2j_iso(state[name]).astype(self.buffers[name].dtype)
 
     def settle(self, run: Callable[..., Any], batch: Any, label: str) -> None:
         """Trace `run(params, batch[, buffers])` abstractly until the blocks that are scanned are those that can be.
@@ -291,6 +348,8 @@ class TorchFunction:
                     break
             except UserError:
                 raise
+            except WideNumberError as error:
+                self.widen(str(error), place_of(error, self.module))
             except NotRepeatedError as error:
                 if error.computed is None:
                     self._give_up((error.block,), str(error))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autoshard.errors import UserError
+from autoshard.program._wide import in_64_bits
 
 
 LEARNING_RATE = 3e-4
@@ -59,6 +60,7 @@ def training_step(
     gradient_groups: int = 1,
     whole_on: Any = None,
     gradients: str | None = None,
+    wide: bool = False,
 ) -> Callable[..., Any]:
     """`step(params, opt_state, batch[, buffers]) -> (params, opt_state[, buffers], loss)`.
 
@@ -67,12 +69,14 @@ def training_step(
     With `gradient_groups` of examples, each has gradients of its own until the backward passes of all microbatches are
     done, and only then are they averaged: devices that hold a group each send gradients once a step. On the
     `jax.sharding.AbstractMesh` in `whole_on`, every device then has the averages whole. With `gradients`, they are
-    rounded to that dtype before the optimizer gets them.
+    rounded to that dtype before the optimizer gets them. With `wide`, loss and gradients are computed in 64 bits.
     """
     import jax
     import optax
 
     gradient = jax.value_and_grad(loss_fn, has_aux=aux)
+    if wide:
+        gradient = in_64_bits(gradient)
     if gradient_groups > 1:
         gradient = _by_group(gradient, gradient_groups)
     if accumulation > 1:
