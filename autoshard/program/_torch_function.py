@@ -224,7 +224,7 @@ class TorchFunction:
                 return weights
             return jax.tree.map(lambda w: w.astype(dtype) if jnp.issubdtype(w.dtype, jnp.floating) else w, weights)
 
-        if self.wide and not jax.config.jax_enable_x64:
+        if self.wide and jax.dtypes.canonicalize_dtype("int64") == "int32":
             return in_64_bits(self._apply)(params, args, kwargs, buffers, then)
         layers: dict[Block, LayerWeights] = {}
         self.firsts = {}
@@ -313,10 +313,11 @@ class TorchFunction:
         wide = {torch.int64: "int64", torch.float64: "float64", torch.complex128: "complex128"}
         leaves, tree = _pytree.tree_flatten((args, kwargs))
         arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-        dtypes = [dtype for dtype, _ in self.inputs] if len(self.inputs) == len(arrays) else None
+        known = len(self.inputs) == len(arrays)
         for k, i in enumerate(arrays):
-            integer = torch.int64 if leaves[i].dtype == "int32" else None
-            leaves[i] = leaves[i].astype(wide.get(dtypes[k] if dtypes else integer, leaves[i].dtype))
+            # Inputs of which nothing is known are ids, which have 64 bits in torch.
+            dtype = self.inputs[k][0] if known else torch.int64 if leaves[i].dtype == "int32" else torch.float32
+            leaves[i] = leaves[i].astype(wide.get(dtype, leaves[i].dtype))
         state = {
             name: value.astype(wide.get(own[name].dtype, value.dtype)) if name in own else value
             for name, value in state.items()

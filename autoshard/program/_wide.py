@@ -2,9 +2,9 @@
 
 torch's whole numbers have 64 bits, JAX's 32 by default. Most are ids, positions and counts, for which 32 bits do. While
 a module is traced in 32 bits, every tensor of whole numbers has a bound for its values. Inputs are bounded by four
-times the largest value of the examples, or by `ASSUMED` where these have no values. An operation whose bound passes 31 bits,
-and one in float64, raises `WideNumberError`. The module is then traced again in 64 bits, inside of a program whose
-arguments have 32.
+times the largest value of the examples, or by `ASSUMED` where these have no values. An operation whose bound passes 31
+bits, and one in float64, raises `WideNumberError`. The module is then traced again in 64 bits, inside of a program
+whose arguments have 32.
 """
 
 import contextlib
@@ -101,10 +101,11 @@ def bounded(func: Any, given: Any) -> Iterator[list[Any]]:
     bound = _bound_of(func, given)
     yield results
     if bound is not None:
+        import torch
         from torch.utils import _pytree
 
         for each in _pytree.tree_leaves(results):
-            if hasattr(each, "__dict__") and hasattr(each, "dtype") and not each.is_floating_point():
+            if isinstance(each, torch.Tensor) and not each.is_floating_point():
                 set_bound(each, bound)
 
 
