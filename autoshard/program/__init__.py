@@ -15,6 +15,8 @@ from autoshard.program._decoder import DecoderDims as DecoderDims
 from autoshard.program._decoder import decoder_program as decoder_program
 from autoshard.program._decoder_weights import WeightDim as WeightDim
 from autoshard.program._decoder_weights import decoder_weights as decoder_weights
+from autoshard.program._eager import EagerTwin as EagerTwin
+from autoshard.program._eager import named_tensors as named_tensors
 from autoshard.program._exchange import EXCHANGES as EXCHANGES
 from autoshard.program._experts import LOSSLESS as LOSSLESS
 from autoshard.program._experts import parse_experts as parse_experts

@@ -107,6 +107,9 @@ class Program:
     source: dict[str, Any] | None = None
     """What `open_source` opened: `program`, `entry` and `options`; None for a program made in Python."""
 
+    eager: Any = dataclasses.field(default=None, repr=False, compare=False)
+    """The torch module that the step was traced of, an `EagerTwin` to compare with; None for other sources."""
+
     def graph(self, plan: Any = None) -> Any:
         """The ops of the program and the tensors between them: a `ProgramGraph`, for networkx by its `to_networkx()`.
 

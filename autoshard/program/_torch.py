@@ -10,6 +10,7 @@ from typing import Any
 from autoshard.base.process import collecting_seldom
 from autoshard.errors import UserError
 from autoshard.program import _flops, _train, _values, _wide
+from autoshard.program._eager import EagerCall, EagerTwin, first_tensor, host_tensor
 from autoshard.program._experts import check_experts
 from autoshard.program._input_names import input_names, leaf_name
 from autoshard.program._program import Program, Role
@@ -121,7 +122,7 @@ def from_torch(
     )
     function.keeps_writes = True
     _note_widths(function, input_names(module, len(inputs)), inputs, dict(kwargs or {}))
-    batch, rebuild = _split_inputs(module, inputs, dict(kwargs or {}), targets)
+    batch, rebuild, examples = _split_inputs(module, inputs, dict(kwargs or {}), targets)
     if train and loss is None:
         notes.append("No loss was given: the step minimises the mean of squares of the first output.")
     hooked = [path for path, child in module.named_modules() if child._backward_hooks or child._backward_pre_hooks]
@@ -132,11 +133,13 @@ def from_torch(
         )
 
     def cast(data: Mapping[str, Any]) -> Mapping[str, Any]:
-        if dtype is None or not cast_inputs:
+        if function.compute_dtype is None or not cast_inputs:
             return data
         fed = {key for key in data if targets is None or key.partition(".")[0] != "targets"}
         return {
-            key: value.astype(dtype) if key in fed and jax.numpy.issubdtype(value.dtype, jax.numpy.floating) else value
+            key: value.astype(function.compute_dtype)
+            if key in fed and jax.numpy.issubdtype(value.dtype, jax.numpy.floating)
+            else value
             for key, value in data.items()
         }
 
@@ -155,6 +158,15 @@ def from_torch(
         return function.apply(
             params, args, keywords, buffers[0] if buffers else None, lambda out, of=loss: of(out, *extra)
         )
+
+    def eager_call(module: Any, data: Mapping[str, Any]) -> Any:
+        args, keywords, wanted = rebuild({key: host_tensor(value, examples[key].dtype) for key, value in data.items()})
+        out = module(*args, **keywords)
+        if not train:
+            return out
+        if loss is None:
+            return first_tensor(out).float().square().mean()
+        return loss(out) if targets is None else loss(out, wanted)
 
     function.settle(loss_of if train else forward, batch, label)
     own = function.values if _is_real(module) else None
@@ -176,6 +188,9 @@ def from_torch(
         make_args=make_args,
         values=own,
         notes=notes,
+        eager=EagerCall(
+            eager_call, lambda module: evaluation_mode(module, learning), examples if make_args is None else {}
+        ),
     )
 
 
@@ -192,6 +207,7 @@ def torch_program(
     make_args: Callable[[int], tuple[Any, ...]] | None = None,
     values: Callable[[], dict[str, Any]] | None = None,
     notes: Sequence[str] = (),
+    eager: EagerCall | None = None,
 ) -> Program:
     """Trace `run(params, batch[, buffers])`, a loss if `train` is given, with roles and model FLOPs."""
     import jax
@@ -219,7 +235,9 @@ def torch_program(
         _check_microbatches(
             function.pipeline.microbatches, 1 if train is None else train.gradient_groups, batch, updates, name
         )
+    parts = (1, 1)
     if train is None:
+        step = counted if updates else lambda *given: (counted(*given), {})
         counted.__name__ = "forward"
         args: tuple[Any, ...] = (params, batch, *extra)
         fn, names, donate = counted, ("", "batch", ""), ((2,) if updates else ())
@@ -227,14 +245,10 @@ def torch_program(
         optimizer = _train.make_optimizer(train.optimizer, train.state_dtype)
         groups = train.gradient_groups
         _check_microbatches(train.microbatches, groups, batch, updates, name)
-        fn = _train.training_step(
-            counted,
-            optimizer,
-            aux=updates,
-            accumulation=train.microbatches,
-            gradient_groups=groups,
-            wide=function.wide,
-        )
+        forms: dict[str, Any] = {"aux": updates, "accumulation": train.microbatches, "gradient_groups": groups}
+        forms["wide"] = function.wide
+        fn = _train.training_step(counted, optimizer, **forms)
+        step, parts = _train.gradient_step(counted, **forms), (train.microbatches, groups)
         args = (params, jax.eval_shape(optimizer.init, params), batch, *extra)
         names, donate = ("", "optimizer", "batch", ""), ((0, 1, 3) if updates else (0, 1))
     program = trace(
@@ -254,14 +268,21 @@ def torch_program(
             args, [a.name for a in program.arguments], [a.role for a in program.arguments], lambda _: id_limit
         )
         make_args = fill if values is None else _with_values(fill, function, values, train is not None, params)
+    inputs, model_flops = make_args, _model_flops(flops, train)
+    twin = None
+    if eager is not None:
+        place = 1 if train is None else 2
+        given = (function, step, eager, lambda seed: inputs(seed)[place], train is not None)
+        twin = EagerTwin(*given, *parts, model_flops)
     program = dataclasses.replace(
         program,
-        model_flops=_model_flops(flops, train) or None,
+        model_flops=model_flops or None,
         layers=len(function.layers),
         savable=tuple(function.savable),
         weights=function.weights(),
         make_args=make_args,
         exchange=function.exchange,
+        eager=twin,
     )
     return in_stages(program, function.stacks, function.pipeline)
 
@@ -351,8 +372,10 @@ def _roles_of(
     return role
 
 
-def _split_inputs(module: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> tuple[Any, Any]:
-    """The tensors of a call as a dict of shapes, and the function that puts such a dict back into a call."""
+def _split_inputs(
+    module: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], targets: Any
+) -> tuple[Any, Any, dict[str, Any]]:
+    """The tensors of a call as a dict of shapes, the function that puts such a dict back into a call, and they."""
     import jax
     import torch
     from torch.utils import _pytree
@@ -363,10 +386,12 @@ def _split_inputs(module: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], 
         tree["in"]["targets"] = targets
     flat, spec = _pytree.tree_flatten_with_path(tree["in"])
     batch: dict[str, Any] = {}
+    examples: dict[str, Any] = {}
     keys: list[str | None] = []
     for path, leaf in flat:
         if isinstance(leaf, torch.Tensor):
             text = leaf_name(path)
+            examples[text] = leaf
             batch[text] = jax.ShapeDtypeStruct(_static_shape(leaf, text), jax_dtype(leaf.dtype))
             keys.append(text)
         else:
@@ -380,7 +405,7 @@ def _split_inputs(module: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], 
         args = tuple(given[names[i]] for i in range(len(inputs)))
         return args, {key: given[key] for key in kwargs}, wanted
 
-    return batch, rebuild
+    return batch, rebuild, examples
 
 
 def _static_shape(tensor: Any, name: str) -> tuple[int, ...]:

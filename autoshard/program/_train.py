@@ -98,6 +98,25 @@ def training_step(
     return step
 
 
+def gradient_step(loss_fn: Callable[..., Any], *, aux: bool = False, **forms: Any) -> Callable[..., Any]:
+    """`step(params, batch[, buffers]) -> ((loss, gradients), buffers)`, in the forms of `training_step`."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    # The state after an update is the gradient, which is all that the optimizer does.
+    seeing = optax.GradientTransformation(
+        lambda params: None, lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads)
+    )
+    inner = training_step(loss_fn, seeing, aux=aux, **forms)
+
+    def step(params: Any, batch: Any, *buffers: Any) -> Any:
+        _, gradients, *updated, loss = inner(params, None, batch, *buffers)
+        return (loss, gradients), updated[0] if updated else {}
+
+    return step
+
+
 def _by_group(gradient: Callable[..., Any], groups: int) -> Callable[..., Any]:
     """What `gradient` gives for each of `groups` parts of the batch, which stand one after the other: a leading dim."""
     import jax

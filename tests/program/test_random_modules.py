@@ -1,0 +1,53 @@
+"""Random torch modules: the traced step computes what eager torch does, and the user's module stays as it was.
+
+Forty modules, and eighty in full; `experiments/random_modules.py` traces three hundred.
+"""
+
+import pytest
+import torch
+
+from tests.random_module_runs import cut_down, run
+from tests.random_modules import WORDS, Recipe, build, random_recipe
+
+
+SEEDS = [*range(40), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(40, 80))]
+REFUSED: list[str] = []
+"""Modules of this process that were refused."""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_traced_module_computes_what_eager_torch_does(seed: int):
+    recipe = random_recipe(seed)
+    outcome = run(recipe)
+    if outcome.kind == "refused":
+        REFUSED.append(f"{recipe}: {outcome.text}")
+    elif outcome.kind != "equal":
+        smaller, why = cut_down(recipe, outcome)
+        pytest.fail(f"{smaller} {why.kind}: {why.text} (of {recipe}: {outcome.text})")
+    assert len(REFUSED) <= 4, REFUSED
+
+
+def test_a_module_is_the_same_for_its_seed_alone():
+    assert random_recipe(7) == random_recipe(7) != random_recipe(8)
+    first, second = (build(random_recipe(7)).state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_random_modules_have_every_feature():
+    recipes = [random_recipe(seed) for seed in range(600)]
+    for name, words in WORDS.items():
+        assert {getattr(recipe, name) for recipe in recipes} >= set(words), name
+
+
+def test_a_wrong_trace_is_found(monkeypatch):
+    """A judge that cannot say no is none: layers that scale by one number all come out as the first."""
+    from tests import random_modules
+
+    kept = random_modules.Layer._placed
+    monkeypatch.setattr(random_modules.Layer, "_placed", lambda self, y: kept(self, y) * (2 if _traced(y) else 1))
+    outcome = run(Recipe(0))
+    assert outcome.kind == "differs" and "gradient" in outcome.text
+
+
+def _traced(tensor: object) -> bool:
+    return hasattr(tensor, "_elem")

@@ -1,0 +1,107 @@
+"""A random torch module traced as a training step, beside a module of the same recipe in eager torch."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+import torch
+
+from autoshard.errors import UserError
+from autoshard.exec.run._eager_check import check_eager
+from autoshard.program import from_torch
+from tests.random_modules import Recipe, WORDS, allowed, build, inputs, loss
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one module."""
+
+    kind: str
+    """`equal`, `refused`, `differs`, `raised`, or `changed`: the step is right, and the user's module is another."""
+    text: str = ""
+
+
+def run(recipe: Recipe) -> Outcome:
+    """Trace the module of `recipe`, compare the step with eager torch, and the module with what it was."""
+    module, reference = build(recipe), build(recipe)
+    args, kwargs = inputs(recipe)
+    held = _held(module)
+    before = {name: (value, value.clone() if isinstance(value, torch.Tensor) else None) for name, value in held.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = from_torch(module, args, kwargs, train=True, loss=loss)
+    except UserError as error:
+        return _left(module, before) or Outcome("refused", str(error))
+    except Exception as error:
+        return Outcome("raised", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    try:
+        eager = dataclasses.replace(program.eager.eager, rebuild=lambda seed: reference)
+        twin = dataclasses.replace(program.eager, eager=eager)
+        check = check_eager(dataclasses.replace(program, eager=twin))
+    except Exception as error:
+        return Outcome("raised", f"when it runs: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    if check.skipped:
+        return Outcome("raised", check.skipped)
+    if not check.agrees:
+        wrong = [each for each in check.differences if not each.within]
+        worst = max(wrong, key=lambda each: each.rel_diff)
+        text = f"{worst.kind} {worst.name} by {worst.rel_diff:.2g} ({len(wrong)} of {len(check.differences)} tensors)"
+        return Outcome("differs", text)
+    if set(check.compared) - {"buffer"} != {"loss", "gradient"}:
+        return Outcome("raised", f"only {check.compared} were compared")
+    return _left(module, before) or _called(module, reference, args, kwargs) or Outcome("equal")
+
+
+def cut_down(recipe: Recipe, outcome: Outcome) -> tuple[Recipe, Outcome]:
+    """The recipe with the fewest words whose module fails in the same way, and how it does."""
+    for name in (*recipe.words, *recipe.words):
+        plain = 2 if name == "layers" else WORDS[name][0]
+        smaller = allowed(dataclasses.replace(recipe, **{name: plain}))
+        if len(smaller.words) < len(recipe.words) or name == "layers" and smaller != recipe:
+            found = run(smaller)
+            if found.kind == outcome.kind and ("mode" in found.text) == ("mode" in outcome.text):
+                recipe, outcome = smaller, found
+    return recipe, outcome
+
+
+def _called(module: Any, reference: Any, args: Any, kwargs: Any) -> Outcome | None:
+    """How a call of the user's module afterwards differs from one of a module that was never traced."""
+    with torch.no_grad():
+        try:
+            same = torch.equal(module.eval()(*args, **kwargs), reference.eval()(*args, **kwargs))
+        except Exception as error:
+            return Outcome("changed", f"a call raises {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+    return None if same else Outcome("changed", "a call computes something else")
+
+
+def _held(module: Any) -> dict[str, Any]:
+    """Everything that the submodules of `module` hold, by name: objects by identity, tensors with their values."""
+    held: dict[str, Any] = {}
+    for path, child in module.named_modules(remove_duplicate=False):
+        for key, value in child.__dict__.items():
+            held[f"{path}.{key}"] = value
+            if isinstance(value, dict | list):
+                pairs = value.items() if isinstance(value, dict) else enumerate(value)
+                held |= {f"{path}.{key}[{name}]": each for name, each in pairs}
+    return held
+
+
+def _left(module: Any, before: dict[str, Any]) -> Outcome | None:
+    """How a module differs from what it held before it was traced."""
+    after = _held(module)
+    changed = [name for name in before if name in after and after[name] is not before[name][0]]
+    gone, new = sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys())
+    written = [
+        name
+        for name, (value, copy) in before.items()
+        if copy is not None and name not in changed and name not in gone and not torch.equal(value, copy)
+    ]
+    modes = [name for name in changed if name.endswith(".training")]
+    others = [name for name in changed if name not in modes]
+    for word, names in (("gone", gone), ("replaced", others), ("new", new), ("written", written), ("mode", modes)):
+        if names:
+            return Outcome(
+                "changed", f"{word}: {names[0].removeprefix('.')}" + (f" and {len(names) - 1} more" * (len(names) > 1))
+            )
+    return None
