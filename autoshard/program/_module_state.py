@@ -8,6 +8,8 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from autoshard.errors import UserError
+
 
 _LONGEST = 10_000
 """Largest container that is restored: larger ones are data that code reads."""
@@ -16,8 +18,10 @@ _LONGEST = 10_000
 def call_with(module: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call `module` with the tensors of `state` in the place of its own parameters and buffers of these names.
 
-    A tensor that the module has under several names, in its attributes too, is replaced in every place. Afterwards
-    `state` has the tensors that the module put there instead, and the module has its own back.
+    A tensor that the module has under several names, in its attributes too, is replaced in every place. A tensor that
+    the module assigns there is written to the one of `state`. Afterwards the module has its own back.
+
+    Raises `UserError` if it assigns a tensor of another shape or dtype.
     """
     own = {
         **dict(module.named_parameters(remove_duplicate=False)),
@@ -39,11 +43,27 @@ def call_with(module: Any, state: dict[str, Any], args: tuple[Any, ...], kwargs:
         for kind, key, value in replaced:
             kind[key] = _with(value, given)
         result = module(*args, **kwargs)
-        state.update({name: kind[key] for name, (kind, key) in registered.items() if kind.get(key) is not None})
+        for name, (kind, key) in registered.items():
+            _write(state[name], kind.get(key), name)
         return result
     finally:
         for kind, key, value in replaced:
             kind[key] = value
+
+
+def _write(tensor: Any, assigned: Any, name: str) -> None:
+    """Write what a module assigned in the place of a torchax tensor into that tensor."""
+    from autoshard.program._environment import environment
+
+    if assigned is None or assigned is tensor:
+        return
+    value = environment().t2j_iso(assigned)
+    if (value.shape, value.dtype) != (tuple(tensor.shape), environment().t2j_iso(tensor).dtype):
+        raise UserError(
+            f"the module assigns {value.dtype}{list(value.shape)} to `{name}`, which is {list(tensor.shape)}: a step "
+            "gives back buffers of the shape and dtype that it takes."
+        )
+    tensor._elem = value
 
 
 def _holds(value: Any, given: Mapping[int, Any]) -> bool:
@@ -79,17 +99,23 @@ def replace_forward(layer: Any, forward: Any) -> Any:
 
 
 @contextlib.contextmanager
-def preserved(module: Any) -> Iterator[None]:
+def preserved(module: Any) -> Iterator[dict[str, None]]:
     """Restore on exit the attributes of all modules, and the plain containers and objects that these reach.
 
-    Code of a module may assign attributes, append to lists and fill caches: traced values must not stay there.
+    Code of a module may assign attributes, append to lists and fill caches: traced values must not stay there. The
+    yielded dict then has the names of attributes that are numbers or tensors and were assigned others.
     """
     before = [Content(each) for each in reachable(module)]
+    paths = {id(child.__dict__): f"{path}." if path else "" for path, child in module.named_modules()}
+    assigned: dict[str, None] = {}
     try:
-        yield
+        yield assigned
     finally:
         for content in before:
-            content.restore()
+            if content.is_changed():
+                path = paths.get(id(content.holder))
+                assigned |= dict.fromkeys(f"{path}{key}" for key in content.assigned() if path is not None)
+                content.restore()
 
 
 class Content:
@@ -108,10 +134,20 @@ class Content:
             return True
         return not all(map(operator.is_, values, self.values)) and not all(map(_same, values, self.values))
 
+    def assigned(self) -> list[Any]:
+        """List the keys of a dict whose values are numbers or tensors and were replaced."""
+        import torch
+
+        kinds = (int, float, torch.Tensor)
+        pairs = [(key, value) for key, value in zip(self.keys, self.values, strict=False) if isinstance(value, kinds)]
+        return [
+            key
+            for key, value in pairs
+            if not isinstance(value, bool) and key in self.holder and not _same(self.holder[key], value)
+        ]
+
     def restore(self) -> None:
         """Give the holder its content back."""
-        if not self.is_changed():
-            return
         if isinstance(self.holder, types.CellType):
             self.holder.cell_contents = self.values[0]
             return

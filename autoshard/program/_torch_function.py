@@ -76,6 +76,8 @@ class TorchFunction:
         """Whether a module that writes to its buffers becomes `stateful` when it is settled."""
         self.written: dict[str, None] = {}
         """Names of what the module wrote to in the last call, among its parameters, buffers and constants."""
+        self.assigned: dict[str, None] = {}
+        """Names of attributes, neither parameters nor buffers, to which the module assigned others in the last call."""
         self.changing: set[str] = set()
         """Names of small buffers that the module writes to: they are no constants."""
         self.cache: Any = None
@@ -253,7 +255,7 @@ class TorchFunction:
                 outer[name] = constant
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.nullcontext() if self.wide else narrow())
-            stack.enter_context(preserved(self.module))
+            self.assigned = stack.enter_context(preserved(self.module))
             if self.mode is not None:
                 self.mode(self.module)
             stack.enter_context(warnings.catch_warnings())
@@ -367,6 +369,12 @@ class TorchFunction:
                 writes = "a layer writes to what it is called with, which is used elsewhere"
                 reason = "the hidden state between two layers is used elsewhere"
                 self._give_up(self.blocks, writes if isinstance(error, SharedWriteError) else reason)
+        if self.assigned:
+            name, more = next(iter(self.assigned)), len(self.assigned) - 1
+            self.notes.append(
+                f"The module assigns to its attribute `{name}`{f' and {more} more' if more else ''} in a call: every "
+                "planned step computes what the first call does; a buffer would be given back."
+            )
         self.stacks = tuple(block.repeats for block in self.blocks)
         if self.pipeline is not None:
             self._stage(self.pipeline, run, batch, label)

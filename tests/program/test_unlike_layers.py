@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch_modules import eager_step, training_step
 
+from autoshard.errors import UserError
 from autoshard.program import from_torch
 from autoshard.program._layer_differences import LayerComparison, opaque_numbers, reads
 
@@ -441,3 +442,36 @@ def test_baselines_split_frozen_weights_too():
     plan = autoshard.plan(from_torch(module, x, train=True), topology="v5e:2x4", mesh={"data": 8})
     held = {name: plan.baselines[name].memory["parameters"] for name in ("fsdp", "data_parallel")}
     assert held["fsdp"] * 4 < held["data_parallel"]
+
+
+class Counting(nn.Module):
+    """A module that counts its calls, in a number and in a buffer that it assigns."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.calls = nn.Linear(8, 8), 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen = self.get_buffer("seen") + 1
+        return self.fc(x) * self.calls * self.seen
+
+
+def test_what_a_module_assigns_is_given_back_or_noted():
+    module, x = Counting(), torch.randn(4, 8)
+    program, loss, _ = training_step(module, x)
+    np.testing.assert_allclose(loss, eager_step(module, x)[0], rtol=1e-5)
+    assert [a.name for a in program.arguments if a.result is not None and a.role == "other"] == ["seen"]
+    assert any("assigns to its attribute `calls` in a call" in note for note in program.notes)
+
+
+class Growing(Counting):
+    def forward(self, x):
+        self.seen = torch.stack([self.seen, self.seen])
+        return self.fc(x)
+
+
+def test_a_buffer_that_grows_is_refused():
+    with pytest.raises(UserError, match=r"assigns float32\[2\] to `seen`, which is \[\]"):
+        from_torch(Growing(), torch.randn(4, 8))
