@@ -160,8 +160,7 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
         print_json(figures, answer)
     else:
         print_rich(measurement_report(plan, figures), answer)
-    failed = result.check_skipped or (result.check is not None and not result.check.passed)
-    return 1 if failed else 0
+    return 1 if result.failed else 0
 
 
 def run_compile(arguments: argparse.Namespace, answer: TextIO) -> int:

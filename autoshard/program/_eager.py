@@ -107,7 +107,7 @@ class EagerTwin:
             raise UserError(f"the module cannot be copied to the host ({type(error).__name__}: {said})") from error
 
     def inputs(self, module: Any, seed: int) -> Iterator[Mapping[str, Any]]:
-        """Inputs to try, the most telling first: whole numbers cover their range, then plausible ones, then examples."""
+        """Inputs to try, the most telling first: whole numbers cover their range, then plausible ones, examples."""
         examples = self.eager.examples
         batch = {key: _wide(value) for key, value in self.make_batch(seed).items()}
         real = {key: _wide(host_array(value)) for key, value in examples.items() if value.device.type != "meta"}
@@ -120,7 +120,8 @@ class EagerTwin:
     def run(self, module: Any, batch: Mapping[str, Any], double: bool = False) -> _Results:
         """Run `module` in eager torch; the gradient of a parameter that has none is zero.
 
-        Floats that are narrower than 32 bits are widened, and with `double` all to 64. Raises `UserError` if it does not run.
+        Floats that are narrower than 32 bits are widened, and with `double` all to 64.
+        Raises `UserError` if it does not run.
         """
         import torch
 

@@ -35,6 +35,8 @@ def measurement_report(plan: Plan, figures: Mapping[str, Any]) -> RenderableType
     parts: list[RenderableType] = [title, Text(), table]
     if figures.get("profiler"):
         parts.append(Text(f"No time of each collective: {clean(figures['profiler'], 300)}", style="dim"))
+    if "eager" in figures:
+        parts += [Text(), _eager(figures["eager"])]
     if figures.get("check_skipped"):
         parts += [Text(), Text(clean(figures["check_skipped"], 400), style="yellow")]
     if "max_rel_diff" in figures:
@@ -47,6 +49,28 @@ def _predicted_time(plan: Plan, time: Mapping[str, Any]) -> str:
         c.seconds for c in plan.prediction.collectives if c.kind == time["kind"] and set(c.axes) == set(time["axes"])
     ]
     return format_seconds(sum(alike)) if alike else "-"
+
+
+def _eager(figures: Mapping[str, Any]) -> Text:
+    if figures["skipped"]:
+        return Text(clean(figures["skipped"], 400), style="yellow")
+    passed, worst = figures["agrees"], figures["worst"]
+    text = Text("AGREES" if passed else "DIFFERS", style="bold green" if passed else "bold red")
+    plural = {"buffer": "buffers", "gradient": "gradients", "output": "outputs", "loss": "losses"}
+    counts = [
+        kind if kind == "loss" and count == 1 else f"{count} {kind if count == 1 else plural[kind]}"
+        for kind, count in figures["compared"].items()
+    ]
+    words = f" {'with' if passed else 'from'} eager torch: {', '.join(counts)}"
+    if worst is not None:
+        name = worst["kind"] if worst["kind"] == worst["name"] else f"{worst['kind']} {clean(worst['name'])}".strip()
+        words += f"; the largest difference is {worst['rel_diff']:.1e} of a tensor's maximum ({name})"
+    if not passed:
+        words += f", and {worst['allowed']:.0e} is allowed"
+    text.append(words, style="not bold default")
+    if figures["form"]:
+        text.append(f"; compared {clean(figures['form'])}", style="not bold default")
+    return text
 
 
 def _check(figures: Mapping[str, Any]) -> Text:

@@ -21,6 +21,7 @@ from autoshard.exec.hlo._collectives import (
 )
 from autoshard.exec.hlo._hlo import module_name
 from autoshard.exec.run._check import Check, compare
+from autoshard.exec.run._eager_check import EagerCheck, check_eager, eager_figures
 from autoshard.exec.run._floor import noise_floor, rounding_floor
 from autoshard.exec.run._steps import PlannedStep, failure, first_arguments, host_copy, place_anew
 from autoshard.exec.run._trace import CollectiveTimes, time_collectives
@@ -52,6 +53,14 @@ class Measurement:
     """Why there is no check although one was asked for."""
     collective_times: CollectiveTimes | None = None
     """What the profiler saw of collectives, if it was asked."""
+    eager: EagerCheck | None = None
+    """The traced step against eager torch; None without a check, or if the program has no eager form."""
+
+    @property
+    def failed(self) -> bool:
+        """True if a comparison shows a difference, or that with the unplanned step was not made."""
+        differs = self.check is not None and not self.check.passed
+        return bool(self.check_skipped) or differs or (self.eager is not None and not self.eager.agrees)
 
     @property
     def spread(self) -> float:
@@ -81,7 +90,8 @@ def measure(
     given, what differs more is compared with the noise of the unplanned step, `noise_floor`); if one device has
     too little memory for that, it is said, and the planned step is timed all the same. With `profile` one more step
     is recorded by JAX's profiler, and written there as a trace in Chrome's format, gzipped; with `timed_collectives`
-    so many more are, to time every collective. Raises
+    so many more are, to time every collective. The check of a torch module first compares the traced step with eager
+    torch (`check_eager`). Raises
     `UserError` for too few devices, another program than the planned one, memory that runs out, or a runtime that
     fails.
     """
@@ -91,6 +101,7 @@ def measure(
     import jax
 
     program = verify_program(program, plan)
+    eager = check_eager(program, seed) if check and program.eager is not None else None
     made = first_arguments(program, seed)
     verdict: Check | None = None
     times: list[float] = []
@@ -133,6 +144,7 @@ def measure(
         check=verdict,
         check_skipped=skipped,
         collective_times=times_of,
+        eager=eager,
     )
 
 
@@ -281,6 +293,8 @@ def measurement_figures(measurement: Measurement) -> dict[str, Any]:
     if measurement.collective_times is not None:
         figures["collectives"]["times"] = [dataclasses.asdict(time) for time in measurement.collective_times.times]
         figures["profiler"] = measurement.collective_times.note
+    if measurement.eager is not None:
+        figures["eager"] = eager_figures(measurement.eager)
     if measurement.check is not None:
         worst = measurement.check.worst
         figures["max_rel_diff"] = measurement.check.max_rel_diff
