@@ -12,6 +12,7 @@ from autoshard.errors import UserError as UserError
 
 if TYPE_CHECKING:
     from autoshard.base.ray_pool import RayPool as RayPool
+    from autoshard.exec import check as check
     from autoshard.exec import refine as refine
     from autoshard.exec.torch_xla_hook import plan_first_step
     from autoshard.plan import Plan as Plan
@@ -42,6 +43,7 @@ _HOMES = {
     "RayPool": ("autoshard.base.ray_pool", "RayPool"),
     "Role": ("autoshard.program", "Role"),
     "Spec": ("autoshard.plan", "Spec"),
+    "check": ("autoshard.exec", "check"),
     "choices": ("autoshard.program", "choices"),
     "auto_policy": ("autoshard.exec.torch_xla_hook", "plan_first_step"),
     "load": ("autoshard.plan", "load_plan"),

@@ -11,15 +11,8 @@ Rows are kept in `results/random_modules.json` as they are made, and are not mad
 `results/random_modules.md`; exit code 1 if anything was wrong.
 """
 
-import argparse
-import collections
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
-
-from kept import Results
 
 
 ROOT = Path(__file__).parent.parent

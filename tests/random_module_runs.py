@@ -9,7 +9,7 @@ import torch
 from autoshard.errors import UserError
 from autoshard.exec.run._eager_check import check_eager
 from autoshard.program import from_torch
-from tests.random_modules import Recipe, WORDS, allowed, build, inputs, loss
+from tests.random_modules import WORDS, Recipe, allowed, build, inputs, loss
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from autoshard.exec.run._check import Difference as Difference
 from autoshard.exec.run._measure import Measurement as Measurement
 from autoshard.exec.run._measure import measure as measure
 from autoshard.exec.run._measure import measurement_figures as measurement_figures
+from autoshard.exec.run._program_check import check as check
 from autoshard.exec.run._trace import CollectiveTime as CollectiveTime
 from autoshard.exec.run._trace import CollectiveTimes as CollectiveTimes
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import autoshard
 from autoshard import cli
 from autoshard.exec.run._eager_check import check_eager
 from autoshard.program import Program, from_torch
@@ -88,3 +89,13 @@ def test_the_command_reports_both_comparisons(
     assert figures["eager"]["worst"]["rel_diff"] > figures["eager"]["worst"]["allowed"]
     assert cli.main(command) == 1
     assert "DIFFERS from eager torch" in capsys.readouterr().out
+
+
+def test_check_has_both_comparisons():
+    program = _program()
+    alone = autoshard.check(program)
+    assert alone.agrees and alone.plan is None and "agrees with eager torch" in str(alone)
+    both = autoshard.check(program, autoshard.plan(program, topology="cpu:2"))
+    assert both.agrees and both.plan is not None and "the unplanned one" in str(both)
+    wrong = autoshard.check(_wrong(program))
+    assert not wrong.agrees and "differs from eager torch" in str(wrong)
