@@ -108,7 +108,9 @@ def build_parser() -> argparse.ArgumentParser:
     add_program(measure)
     measure.add_argument("--plan", metavar="PLAN.json", type=Path, help="written by `autoshard plan --out`")
     measure.add_argument(
-        "--check", action="store_true", help="compare with the unplanned run; exit code 1 if it differs"
+        "--check",
+        action="store_true",
+        help="compare a torch source with eager torch, and the plan with the unplanned run; exit code 1 if one differs",
     )
     measure.add_argument(
         "--tolerance", type=tolerance, metavar="X", help="of a tensor's own maximum (default: 1e-5 for float32)"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from autoshard.errors import UserError
+from autoshard.program._module_state import preserved
 from autoshard.program._torch_function import TorchFunction, host_array
 from autoshard.program._values import is_scale
 
@@ -101,13 +102,13 @@ class EagerTwin:
                 f"the buffer `{unknown[0]}` is on the meta device and in no checkpoint, so it has no values"
             )
         try:
-            return _materialised(module, seed)
+            return materialised(module, seed)
         except Exception as error:  # a deep copy runs the user's own code
             said = " ".join(str(error).split())[:200].rstrip(".")
             raise UserError(f"the module cannot be copied to the host ({type(error).__name__}: {said})") from error
 
     def inputs(self, module: Any, seed: int) -> Iterator[Mapping[str, Any]]:
-        """Inputs to try, the most telling first: whole numbers cover their range, then plausible ones, examples."""
+        """Draw inputs to try: first whole numbers that cover their range, then plausible ones, then the examples."""
         examples = self.eager.examples
         batch = {key: _wide(value) for key, value in self.make_batch(seed).items()}
         real = {key: _wide(host_array(value)) for key, value in examples.items() if value.device.type != "meta"}
@@ -121,6 +122,7 @@ class EagerTwin:
         """Run `module` in eager torch; the gradient of a parameter that has none is zero.
 
         Floats that are narrower than 32 bits are widened, and with `double` all to 64.
+
         Raises `UserError` if it does not run.
         """
         import torch
@@ -179,8 +181,8 @@ class EagerTwin:
         finally:
             function.compute_dtype, function.attention = before
         after = {name: _wide(value) for name, value in _buffers_of(module).items()}
-        for name, value in updated.items():
-            after |= parts_of(name, value)
+        for name in updated.keys() - function.frozen:
+            after |= parts_of(name, updated[name])
         if not self.training:
             return result, {}, after
         first, gradients = _first_names(module), dict[str, Any]()
@@ -243,28 +245,16 @@ def named_tensors(out: Any) -> list[tuple[str, Any]]:
 @contextlib.contextmanager
 def unchanged(module: Any) -> Iterator[None]:
     """While inside, `module` may run in eager torch; afterwards its tensors, attributes and modes are as before."""
-    children = list(module.modules())
-    before = [(child, dict(child.__dict__), _contents(child)) for child in children]
     values = [(tensor, tensor.detach().clone()) for tensor in module.buffers() if tensor.device.type != "meta"]
     parameters = [(parameter, parameter.data, parameter.grad) for parameter in module.parameters()]
     try:
-        yield
+        with preserved(module):
+            yield
     finally:
-        for child, attributes, contents in before:
-            child.__dict__.clear()
-            child.__dict__.update(attributes)
-            for held, content in contents:
-                held.clear()
-                (held.extend if isinstance(held, list) else held.update)(content)
         for tensor, value in values:
             tensor.detach().copy_(value)
         for parameter, data, gradient in parameters:
             parameter.data, parameter.grad = data, gradient
-
-
-def _contents(child: Any) -> list[tuple[Any, Any]]:
-    """The containers among the attributes of a module, each with a copy."""
-    return [(held, type(held)(held)) for held in child.__dict__.values() if type(held) in (list, dict, set)]
 
 
 def _arrays(out: Any) -> Any:
@@ -325,7 +315,7 @@ def _covering(value: Any, example: Any, module: Any, seed: int) -> Any:
     return drawn
 
 
-def _materialised(module: Any, seed: int) -> Any:
+def materialised(module: Any, seed: int) -> Any:
     """A copy of `module` on the host, with random values for tensors on the meta device."""
     import torch
 

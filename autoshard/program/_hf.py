@@ -1,11 +1,14 @@
 """`hf:CONFIG`: a Hugging Face architecture from its configuration alone, without weights and without the network."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.program._config import read_config
+from autoshard.program._eager import EagerTwin
 from autoshard.program._experts import check_experts
+from autoshard.program._hf_eager import hf_eager, reduced_fields, reduced_twin
 from autoshard.program._hf_inputs import HfTask, tasks_of
 from autoshard.program._hf_model import acting, build_model, has_head
 from autoshard.program._hf_objective import Objective, OtherLabels
@@ -21,6 +24,10 @@ _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "f32": "flo
     "float32": "float32",
     "float16": "float16",
 }
+
+
+_COMPARED_TOKENS = 64
+"""Longest sequence of a reduced form that is compared with eager torch."""
 
 
 def from_config(
@@ -129,6 +136,14 @@ def from_config(
             vocabulary=task.id_limit,
         )
 
+    def retrace(parameters: int) -> EagerTwin:
+        shorter = None if task.seq is None else min(task.seq, _COMPARED_TOKENS)
+        small = from_config(
+            reduced_fields(fields), train=train, infer=infer, batch=2, seq=shorter, image=image, dtype="float32",
+            remat=remat, scan=scan,
+        )  # fmt: skip
+        return reduced_twin(small, parameters)
+
     refused: UserError | None = None
     for task in tasks:
         function, notes = made(), [*said, *task.notes]
@@ -159,6 +174,7 @@ def from_config(
         id_limit=min(task.id_limit, objective.classes or task.id_limit),
         tokens=task.tokens,
         notes=notes,
+        eager=hf_eager(model, task, training, functools.partial(evaluation_mode, batch_statistics=training), retrace),
     )
 
 

@@ -69,7 +69,7 @@ def _eager(figures: Mapping[str, Any]) -> Text:
         words += f", and {worst['allowed']:.0e} is allowed"
     text.append(words, style="not bold default")
     if figures["form"]:
-        text.append(f"; compared {clean(figures['form'])}", style="not bold default")
+        text.append(f"; compared in this form: {clean(figures['form'])}", style="not bold default")
     return text
 
 
