@@ -10,8 +10,7 @@ from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook._capture import Capture
 from autoshard.exec.torch_xla_hook._marks import LiveMesh, annotated, held_spec, is_split, mark, unmark
 from autoshard.exec.torch_xla_hook._planning import Decision
-from autoshard.exec.torch_xla_hook._tensors import become, pending
-from autoshard.exec.torch_xla_hook._xlac import xlac
+from autoshard.exec.torch_xla_hook._tensors import become, handles, own_again, pending
 from autoshard.plan import Spec
 
 
@@ -55,22 +54,27 @@ def split_inputs(taken: Capture, decision: Decision, mesh: LiveMesh, group: bool
     The user's tensors hold the split data from here on, but for those that the step gives a new value. What is split
     in another way already is split anew.
     """
-    inputs: list[Any] = list(taken.inputs)
-    tensors = {number: tensor for number, tensor in enumerate(taken.tensors) if tensor is not None}
-    waits = pending(list(tensors.values()))
-    stays = {number: tensor for (number, tensor), waiting in zip(tensors.items(), waits, strict=True) if not waiting}
-    for number, tensor in sorted(stays.items(), key=lambda each: xlac()._xla_get_tensor_id(each[1])):
-        # Reading the graph has left the data to a tensor of its own, and only that one can donate it. The user's
-        # becomes it here, and gets another number. These come in the order of those before: PyTorch/XLA compiles a
-        # step again that finds its tensors in another one.
-        (inputs[number],) = xlac()._get_tensors_xla_device_data_node([tensor])[1]
-        inputs[number] = _split(inputs[number], decision.specs[number], mesh, group)
-        become(tensor, inputs[number])
-    for number, spec in enumerate(decision.specs):
-        if number not in stays:
-            inputs[number] = _split(inputs[number], spec, mesh, group)
-    followed = list(stays.values())
-    return inputs, [tensor for tensor, waits in zip(followed, pending(followed), strict=True) if waits]
+    stays = _still_held(taken)
+    own_again(stays.values())
+    inputs: list[Any] = []
+    waiting: list[Any] = []
+    for number, (value, spec) in enumerate(zip(taken.inputs, decision.specs, strict=True)):
+        tensor = stays.get(number)
+        split = _split(value if tensor is None else tensor, spec, mesh, group)
+        if tensor is not None and split is not tensor:
+            become(tensor, split)
+            waiting.append(tensor)
+        inputs.append(split if tensor is None else tensor)
+    return inputs, waiting
+
+
+def _still_held(taken: Capture) -> dict[int, Any]:
+    """The user's tensor of each argument whose data it still holds."""
+    known = {number: tensor for number, tensor in enumerate(taken.tensors) if tensor is not None}
+    waits = pending(list(known.values()))
+    stays = [number for number, waiting in zip(known, waits, strict=True) if not waiting]
+    held = handles([known[number] for number in stays])
+    return {n: known[n] for n, handle in zip(stays, held, strict=True) if handle == taken.handles[n]}
 
 
 def _split(value: Any, spec: Spec | None, mesh: LiveMesh, group: bool) -> Any:

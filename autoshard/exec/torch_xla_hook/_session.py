@@ -356,10 +356,10 @@ class Session:
         inputs, waiting = split_inputs(taken, decision, mesh, group)
         outputs = replay(planned_proto(taken, plan, mesh), inputs)
         for root, output, result in zip(taken.roots, outputs, taken.program.results, strict=True):
+            become(root, output)
             if result.shape:
                 own = own_sharding(taken, result.argument, mesh)
-                mark(output, mesh.sharding(plan.results[result.name]) if own is None else own)
-            become(root, output)
+                mark(root, mesh.sharding(plan.results[result.name]) if own is None else own)
         self.applied.take(
             taken, decision, mesh, Pins([*zip(calls, shapes, taken.places, strict=True), *held], taken.flow), watch
         )

@@ -47,10 +47,38 @@ def is_functional(tensor: Any) -> bool:
 
 
 def become(tensor: Any, value: Any) -> None:
-    """Make a tensor hold what `value`, of the same shape and dtype, computes."""
+    """Make a tensor compute what `value`, of the same shape and dtype, computes, and with it all its aliases.
+
+    The copy is below functionalisation: it puts the node of `value` into the lazy tensor that the aliases share. New
+    data for the wrapper (`tensor.data = value`) would leave them with the storage of before.
+    """
     import torch
 
-    tensor.data = value if is_functional(tensor) else vars(torch)["_from_functional_tensor"](value)
+    with torch.no_grad():
+        _unwrapped(tensor).copy_(_unwrapped(value))
+
+
+def own_again(tensors: Iterable[Any]) -> None:
+    """Give these tensors, with their aliases, the right to donate their device data, which reading a graph has taken.
+
+    PyTorch/XLA gives that right to the lazy tensor that it made last for the data. So each becomes another one, in the
+    order of those before: PyTorch/XLA compiles a step again that finds its tensors in another order. A part of a
+    larger storage stays as it is.
+    """
+    import torch
+
+    for tensor in sorted(tensors, key=xlac()._xla_get_tensor_id):
+        if is_functional(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes():
+            (own,) = xlac()._get_tensors_xla_device_data_node([tensor])[1]
+            vars(torch)["_functionalize_replace"](tensor, _unwrapped(own))
+            vars(torch)["_functionalize_commit_update"](tensor)
+
+
+def _unwrapped(tensor: Any) -> Any:
+    """The lazy tensor inside of the wrapper of functionalisation."""
+    import torch
+
+    return vars(torch)["_from_functional_tensor"](tensor) if is_functional(tensor) else tensor
 
 
 def on_xla(tensor: Any) -> bool:
@@ -60,8 +88,8 @@ def on_xla(tensor: Any) -> bool:
 def live_pending(first: Iterable[Any]) -> list[Any]:
     """All live pending tensors that Python can see: those in `first` in its order, then the others.
 
-    A parameter's gradient may have no Python object until it is asked for. What only C++ holds (tensors saved for a
-    backward pass that has not run) is not found.
+    Of aliases that share one lazy tensor the first stands for all. A parameter's gradient may have no Python object
+    until it is asked for. What only C++ holds (tensors saved for a backward pass that has not run) is not found.
     """
     found: dict[int, Any] = {}
     wrapped = is_wrapped()
@@ -77,7 +105,11 @@ def live_pending(first: Iterable[Any]) -> list[Any]:
         if tensor.is_leaf and tensor.grad is not None:
             take(tensor.grad)
     tensors = list(found.values())
-    return [tensor for tensor, is_pending in zip(tensors, pending(tensors), strict=True) if is_pending]
+    waiting = [tensor for tensor, is_pending in zip(tensors, pending(tensors), strict=True) if is_pending]
+    first: dict[int, Any] = {}
+    for tensor in waiting:
+        first.setdefault(xlac()._xla_get_tensor_id(tensor), tensor)
+    return list(first.values())
 
 
 def live_data(but: Container[Any] = ()) -> list[tuple[int, Any]]:
