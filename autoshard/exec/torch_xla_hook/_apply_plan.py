@@ -170,6 +170,10 @@ class Applied:
 
     def _hold(self, tensor: Any, sharding: Any) -> None:
         self.state[tensor] = sharding
+        self.forget_list()
+
+    def forget_list(self) -> None:
+        """Drop the list of `state` that `mark_state` iterates over, which the next step makes again."""
         self._held = None
 
 

@@ -147,6 +147,7 @@ def _stand_in(made: Session) -> None:
     made.marks.watch()
     register_optimizer_step_pre_hook(made.on_optimizer)
     watch_moves(made)
+    _let_swap(made)
     read_whole(made.whole)
     _tell_of_scans()
     keep_out_of_regions()
@@ -162,6 +163,21 @@ def _stand_in(made: Session) -> None:
         return sent
 
     xm.send_cpu_data_to_device = send_planned
+
+
+def _let_swap(made: Session) -> None:
+    """Have `torch.utils.swap_tensors` work on tensors that the session refers to."""
+    import torch
+
+    utilities: Any = torch.utils
+    swap = utilities.swap_tensors
+
+    @functools.wraps(swap)
+    def swap_tensors(one: Any, other: Any) -> None:
+        with made.untracked(one, other):
+            swap(one, other)
+
+    utilities.swap_tensors = swap_tensors
 
 
 def _tell_of_scans() -> None:

@@ -4,13 +4,15 @@ In a group nothing goes through the host, but until the run ends every device ho
 """
 
 import os
+from collections.abc import Container
 from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.exec.torch_xla_hook._capture import Capture
 from autoshard.exec.torch_xla_hook._marks import LiveMesh, annotated, held_spec, is_split, mark, unmark
 from autoshard.exec.torch_xla_hook._planning import Decision
-from autoshard.exec.torch_xla_hook._tensors import become, handles, own_again, pending
+from autoshard.exec.torch_xla_hook._tensors import handles, hold, pending
+from autoshard.exec.torch_xla_hook._xlac import xlac
 from autoshard.plan import Spec
 
 
@@ -48,24 +50,28 @@ def fits_whole(taken: Capture, decision: Decision) -> bool:
     return whole + decision.plan.prediction.peak_bytes <= decision.plan.memory_limit_bytes
 
 
-def split_inputs(taken: Capture, decision: Decision, mesh: LiveMesh, group: bool) -> tuple[list[Any], list[Any]]:
+def split_inputs(
+    taken: Capture, decision: Decision, mesh: LiveMesh, group: bool, shared: Container[int]
+) -> tuple[list[Any], list[Any]]:
     """The graph's inputs, split as decided, and those of the user's tensors that the planned run is to compute.
 
     The user's tensors hold the split data from here on, but for those that the step gives a new value. What is split
-    in another way already is split anew.
+    in another way already is split anew. `shared` are the storages that aliases share.
     """
+    inputs: list[Any] = list(taken.inputs)
     stays = _still_held(taken)
-    own_again(stays.values())
-    inputs: list[Any] = []
-    waiting: list[Any] = []
-    for number, (value, spec) in enumerate(zip(taken.inputs, decision.specs, strict=True)):
-        tensor = stays.get(number)
-        split = _split(value if tensor is None else tensor, spec, mesh, group)
-        if tensor is not None and split is not tensor:
-            become(tensor, split)
-            waiting.append(tensor)
-        inputs.append(split if tensor is None else tensor)
-    return inputs, waiting
+    for number, tensor in sorted(stays.items(), key=lambda each: xlac()._xla_get_tensor_id(each[1])):
+        # Reading the graph has left the data to a tensor of its own, and only that one can donate it. The user's
+        # becomes it here, and gets another number. These come in the order of those before: PyTorch/XLA compiles a
+        # step again that finds its tensors in another one.
+        (inputs[number],) = xlac()._get_tensors_xla_device_data_node([tensor])[1]
+        inputs[number] = _split(inputs[number], decision.specs[number], mesh, group)
+        hold(tensor, inputs[number], shared)
+    for number, spec in enumerate(decision.specs):
+        if number not in stays:
+            inputs[number] = _split(inputs[number], spec, mesh, group)
+    followed = list(stays.values())
+    return inputs, [tensor for tensor, waits in zip(followed, pending(followed), strict=True) if waits]
 
 
 def _still_held(taken: Capture) -> dict[int, Any]:

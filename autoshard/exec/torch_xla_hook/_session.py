@@ -1,11 +1,12 @@
 """From the first step of a script to its planned steps: the states between which the hook moves."""
 
+import contextlib
 import functools
 import itertools as it
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from autoshard.cost import Topology
@@ -23,7 +24,16 @@ from autoshard.exec.torch_xla_hook._ops import stand_in, unseen
 from autoshard.exec.torch_xla_hook._pinned import Pins
 from autoshard.exec.torch_xla_hook._reads import Reads, from_shards
 from autoshard.exec.torch_xla_hook._replay import planned_proto, replay
-from autoshard.exec.torch_xla_hook._tensors import become, compute, leaves, live_pending, on_xla, pending, plain
+from autoshard.exec.torch_xla_hook._tensors import (
+    become,
+    compute,
+    leaves,
+    live_pending,
+    on_xla,
+    pending,
+    plain,
+    shared_storages,
+)
 from autoshard.exec.torch_xla_hook._tracing import is_traced
 from autoshard.exec.torch_xla_hook._user_marks import UserMarks
 from autoshard.exec.torch_xla_hook._watch import Watch
@@ -37,6 +47,8 @@ log = logging.getLogger("autoshard.torch_xla")
 _KNOWN_STEPS = 2
 """So many steps in turn that are planned already, and watching ends; what was moved meanwhile is awaited otherwise."""
 
+
+_ABSENT = object()
 
 _HOST_STEPS = 2
 """What is computed on the host is known after so many steps from a plan on, with the one that was planned."""
@@ -88,6 +100,29 @@ class Session:
         if sizes != self._mesh:
             self.applied.batches.clear()  # new batches were split over axes that are no more
         self._mesh = sizes
+
+    @contextlib.contextmanager
+    def untracked(self, one: Any, other: Any) -> Iterator[None]:
+        """Drop all weak references to two tensors while a script swaps them: PyTorch refuses to swap with any."""
+        by_object = (self.applied.state, self.applied.specs, self.applied.trained)
+        by_data = (self.ahead.waiting, self.marks.tensors)
+        pair = (plain(one), plain(other))
+        kept = [(table, [table.pop(each, _ABSENT) for each in pair]) for table in (*by_object, *by_data)]
+        self.applied.forget_list()
+        if self._watch is not None:
+            self._watch.forget_live(pair)
+        same_shape = pair[0].shape == pair[1].shape
+        try:
+            yield
+        finally:
+            for table, values in kept:
+                if any(table is each for each in by_data):
+                    values = reversed(values)
+                elif not same_shape:
+                    continue
+                for each, value in zip(pair, values, strict=True):
+                    if value is not _ABSENT:
+                        table[each] = value
 
     def arm(self) -> None:
         """Watch from now on, until the next step boundary."""
@@ -353,10 +388,11 @@ class Session:
             # Plans of inference know these tensors split in another way.
             self._seen = {key: plan for key, plan in self._seen.items() if key[2]}
         group = fits_whole(taken, decision) if group is None else group
-        inputs, waiting = split_inputs(taken, decision, mesh, group)
+        shared = shared_storages()
+        inputs, waiting = split_inputs(taken, decision, mesh, group, shared)
         outputs = replay(planned_proto(taken, plan, mesh), inputs)
         for root, output, result in zip(taken.roots, outputs, taken.program.results, strict=True):
-            become(root, output)
+            become(root, output, shared)
             if result.shape:
                 own = own_sharding(taken, result.argument, mesh)
                 mark(root, mesh.sharding(plan.results[result.name]) if own is None else own)

@@ -1,5 +1,6 @@
 """Finding tensors of the lazy backend: which are live, which are pending, which data a graph reads."""
 
+import collections
 import functools
 import gc
 import os
@@ -46,36 +47,72 @@ def is_functional(tensor: Any) -> bool:
     return vars(torch)["_is_functional_tensor"](tensor)
 
 
-def become(tensor: Any, value: Any) -> None:
+def become(tensor: Any, value: Any, shared: Container[int]) -> None:
     """Make a tensor compute what `value`, of the same shape and dtype, computes, and with it all its aliases.
 
-    The copy is below functionalisation: it puts the node of `value` into the lazy tensor that the aliases share. New
-    data for the wrapper (`tensor.data = value`) would leave them with the storage of before.
+    `shared` are the storages of `shared_storages`. A tensor in one of them receives the node of `value` below
+    functionalisation, in the lazy tensor that the aliases share. Any other tensor receives a new storage, which frees
+    the old one: there a gradient may be a view of what only C++ knows.
     """
     import torch
 
+    if storage_of(tensor) not in shared:
+        tensor.data = value if is_functional(tensor) else vars(torch)["_from_functional_tensor"](value)
+        return
     with torch.no_grad():
         _unwrapped(tensor).copy_(_unwrapped(value))
 
 
-def own_again(tensors: Iterable[Any]) -> None:
-    """Give these tensors, with their aliases, the right to donate their device data, which reading a graph has taken.
+def hold(tensor: Any, value: Any, shared: Container[int]) -> None:
+    """Replace the device data of a tensor and its aliases by `value`, which has the same values.
 
-    PyTorch/XLA gives that right to the lazy tensor that it made last for the data. So each becomes another one, in the
-    order of those before: PyTorch/XLA compiles a step again that finds its tensors in another order. A part of a
-    larger storage stays as it is.
+    A part of a shared storage stays as it is.
     """
     import torch
 
-    for tensor in sorted(tensors, key=xlac()._xla_get_tensor_id):
-        if is_functional(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes():
-            (own,) = xlac()._get_tensors_xla_device_data_node([tensor])[1]
-            vars(torch)["_functionalize_replace"](tensor, _unwrapped(own))
-            vars(torch)["_functionalize_commit_update"](tensor)
+    if storage_of(tensor) not in shared:
+        become(tensor, value, shared)
+    elif is_functional(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes():
+        vars(torch)["_functionalize_replace"](tensor, _unwrapped(value))
+        vars(torch)["_functionalize_commit_update"](tensor)
+
+
+def storage_of(tensor: Any) -> int:
+    """Return an identity of a tensor's storage, equal for all aliases and views."""
+    return tensor.untyped_storage()._cdata
+
+
+def shared_storages() -> set[int]:
+    """Return the storages that several tensors on the XLA device use, of those that Python can see."""
+    return _shared({id(plain(tensor)): plain(tensor) for tensor in live_on_xla()}.values())
+
+
+def _shared(tensors: Iterable[Any]) -> set[int]:
+    users = collections.Counter(storage_of(tensor) for tensor in tensors)
+    return {storage for storage, count in users.items() if count > 1}
+
+
+def _base_of(tensor: Any) -> Any:
+    """Return a tensor of the whole storage of a wrapped one: the base of its views, which Python may not know."""
+    import torch
+
+    torch_vars = vars(torch)
+    base = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+    own = base.detach()
+    while True:
+        # A wrapper reads the base of its storage where the generations of the two differ.
+        torch_vars["_functionalize_commit_update"](base)
+        torch_vars["_functionalize_sync"](base)
+        before = xlac()._xla_get_tensor_id(base)
+        torch_vars["_functionalize_unsafe_set"](base, tensor)
+        torch_vars["_functionalize_sync"](base)
+        if xlac()._xla_get_tensor_id(base) != before:
+            return base
+        torch_vars["_functionalize_unsafe_set"](base, own)
 
 
 def _unwrapped(tensor: Any) -> Any:
-    """The lazy tensor inside of the wrapper of functionalisation."""
+    """Return the lazy tensor inside of the wrapper of functionalisation."""
     import torch
 
     return vars(torch)["_from_functional_tensor"](tensor) if is_functional(tensor) else tensor
@@ -88,8 +125,9 @@ def on_xla(tensor: Any) -> bool:
 def live_pending(first: Iterable[Any]) -> list[Any]:
     """All live pending tensors that Python can see: those in `first` in its order, then the others.
 
-    Of aliases that share one lazy tensor the first stands for all. A parameter's gradient may have no Python object
-    until it is asked for. What only C++ holds (tensors saved for a backward pass that has not run) is not found.
+    Of aliases that share one lazy tensor the first stands for all; the base of several views follows them. A
+    parameter's gradient may have no Python object until it is asked for. What only C++ holds (tensors saved for a
+    backward pass that has not run) is not found.
     """
     found: dict[int, Any] = {}
     wrapped = is_wrapped()
@@ -102,14 +140,27 @@ def live_pending(first: Iterable[Any]) -> list[Any]:
     everything = [*first, *_tensors_of_process()]
     for tensor in everything:
         take(tensor)
-        if tensor.is_leaf and tensor.grad is not None:
-            take(tensor.grad)
+        gradient = _gradient(tensor)
+        if gradient is not None:
+            take(gradient)
     tensors = list(found.values())
     waiting = [tensor for tensor, is_pending in zip(tensors, pending(tensors), strict=True) if is_pending]
-    first: dict[int, Any] = {}
-    for tensor in waiting:
-        first.setdefault(xlac()._xla_get_tensor_id(tensor), tensor)
-    return list(first.values())
+    shared = _shared(tensors) if wrapped else ()
+    viewed = {storage_of(tensor): tensor for tensor in waiting if storage_of(tensor) in shared}
+    bases = [_base_of(tensor) for tensor in viewed.values()]
+    bases = [base for base, is_pending in zip(bases, pending(bases), strict=True) if is_pending]
+    distinct: dict[int, Any] = {}
+    for tensor in (*waiting, *bases):
+        distinct.setdefault(xlac()._xla_get_tensor_id(tensor), tensor)
+    return list(distinct.values())
+
+
+def _gradient(tensor: Any) -> Any:
+    """Return the gradient of a leaf; None for any other tensor."""
+    try:
+        return tensor.grad if tensor.is_leaf else None
+    except RuntimeError:  # a view made without gradients, whose base has changed since: autograd gives no answer
+        return None
 
 
 def live_data(but: Container[Any] = ()) -> list[tuple[int, Any]]:

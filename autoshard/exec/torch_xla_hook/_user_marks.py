@@ -15,18 +15,18 @@ class UserMarks:
     def __init__(self) -> None:
         from torch.utils.weak import WeakTensorKeyDictionary
 
-        self._tensors: Any = WeakTensorKeyDictionary()
+        self.tensors: Any = WeakTensorKeyDictionary()
 
     def record(self, tensors: Iterable[Any]) -> None:
         for tensor in tensors:
-            self._tensors[plain(tensor)] = None
+            self.tensors[plain(tensor)] = None
 
     def holds(self, tensor: Any) -> bool:
-        return tensor in self._tensors
+        return tensor in self.tensors
 
     def data(self) -> set[int]:
         """Handles of the device data of those that are not pending."""
-        known = [tensor for tensor in self._tensors if on_xla(tensor)]
+        known = [tensor for tensor in self.tensors if on_xla(tensor)]
         waiting = pending(known)
         return set(handles([tensor for tensor, waits in zip(known, waiting, strict=True) if not waits]))
 
@@ -49,7 +49,7 @@ class UserMarks:
 
         @functools.wraps(clear)
         def recorded_clear(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            self._tensors.pop(plain(tensor), None)
+            self.tensors.pop(plain(tensor), None)
             return clear(tensor, *args, **kwargs)
 
         extension._xla_mark_sharding, extension._xla_clear_sharding = recorded_mark, recorded_clear

@@ -232,6 +232,10 @@ class Watch:
         self.recorded.clear()
         self.held.clear()
 
+    def forget_live(self, tensors: Sequence[Any]) -> None:
+        """Drop the weak references to these tensors."""
+        self._live = {handle: ref for handle, ref in self._live.items() if all(ref() is not each for each in tensors)}
+
     def persistent(self) -> list[Any]:
         """Tensors that outlive a step, in an order that is the same in every run."""
         states = [tensor for optimizer in self.optimizers for _, _, tensor in optimizer_state(optimizer)]

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,13 @@ ROOT = Path(__file__).parents[3]
 
 def run_checks(module: str, *names: str, path: str = "", **environment: str) -> dict[str, dict[str, Any]]:
     """What each of the named checks of a module of this directory found, run in one process; see `report`."""
+    return run_module(module, (), names, path, **environment)
+
+
+def run_module(
+    module: str, given: Sequence[str], names: Sequence[str], path: str = "", **environment: str
+) -> dict[str, dict[str, Any]]:
+    """Run a module of this directory with the arguments `given` and `names`; return what it printed for each name."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "PJRT_", "AUTOSHARD_"))}
     here: Mapping[str, str] = {
         "PJRT_DEVICE": "CPU",
@@ -25,7 +32,7 @@ def run_checks(module: str, *names: str, path: str = "", **environment: str) -> 
         "PYTHONPATH": os.pathsep.join([*([path] if path else []), str(ROOT)]),
     }
     process = subprocess.run(
-        [sys.executable, "-m", f"tests.exec.torch_xla_hook.{module}", *names],
+        [sys.executable, "-m", f"tests.exec.torch_xla_hook.{module}", *given, *names],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -34,5 +41,6 @@ def run_checks(module: str, *names: str, path: str = "", **environment: str) -> 
     lines = [line.removeprefix("found ") for line in process.stdout.splitlines() if line.startswith("found ")]
     if len(lines) != len(names):
         said = [line for line in process.stderr.splitlines() if "GSPMD sharding propagation is going" not in line]
-        raise AssertionError(f"exit code {process.returncode} after {lines}:\n" + "\n".join(said)[-3000:])
+        ended = ", ".join(names[: len(lines)])
+        raise AssertionError(f"exit code {process.returncode} after {ended}:\n" + "\n".join(said)[-3000:])
     return {found.pop("name"): found for found in map(json.loads, lines)}

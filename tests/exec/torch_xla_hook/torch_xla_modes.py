@@ -1,0 +1,130 @@
+"""Run the same scripts in eager torch, in PyTorch/XLA's SPMD mode and under auto-sharding, and compare their numbers.
+
+`python -m tests.exec.torch_xla_hook.torch_xla_modes MODE MODULE NAME ...` runs the named `CASES` of a module of this
+directory in one process and prints the numbers of each as a line of JSON.
+"""
+
+import importlib
+import json
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tests.exec.torch_xla_hook.torch_xla_processes import run_module
+
+
+Numbers = list[tuple[str, list[int], str, list[float]]]
+"""Name, shape, dtype and values of each logged tensor, in order."""
+
+
+class Script:
+    """One run of a case: its device, its step boundaries, and the numbers that it logs."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.numbers: Numbers = []
+
+    def sync(self) -> None:
+        """End a step."""
+        if self.device == "xla":
+            import torch_xla
+
+            torch_xla.sync()
+
+    def log(self, name: str, value: Any) -> None:
+        """Record a tensor's values, which reads them."""
+        here = value.detach().cpu()
+        flat = here.double().flatten().tolist()
+        self.numbers.append((name, list(here.shape), str(here.dtype), flat))
+
+    def log_state(self, name: str, module: Any) -> None:
+        """Record all parameters and buffers of a module."""
+        for key, value in module.state_dict().items():
+            self.log(f"{name}.{key}", value)
+
+
+Case = Callable[[Script], None]
+
+
+def eager(module: str, name: str) -> Numbers:
+    """Return the numbers of a case in eager torch on the host."""
+    script = Script("cpu")
+    torch.manual_seed(0)
+    _case(module, name)(script)
+    return script.numbers
+
+
+def run_mode(mode: str, module: str, *names: str, **environment: str) -> dict[str, dict[str, Any]]:
+    """Run cases in one process in `spmd` or `auto` mode; return numbers, compilations and warnings by name."""
+    here = {"XLA_AUTO_SPMD_MESH": "4,2"} | environment
+    return run_module("torch_xla_modes", (mode, module), names, **here)
+
+
+def worst(numbers: Numbers, expected: Numbers) -> tuple[float, str]:
+    """Return the largest difference, as a part of the largest value of its tensor, and the name of that tensor.
+
+    Numbers of another name, shape or dtype, and infinities where none are expected, differ by infinity.
+    """
+    differences = [(0.0, "")]
+    if len(numbers) != len(expected):
+        return float("inf"), f"{len(numbers)} tensors for {len(expected)}"
+    for (name, *form, values), (other, *other_form, right) in zip(numbers, expected, strict=True):
+        if (name, form) != (other, other_form):
+            return float("inf"), f"{name} {form} for {other} {other_form}"
+        one, two = torch.tensor(values, dtype=torch.float64), torch.tensor(right, dtype=torch.float64)
+        if one.numel() and not torch.equal(one, two):
+            off = float((one - two).abs().max() / two.abs().max().clamp(min=1e-6))
+            differences.append((off if off < float("inf") else float("inf"), name))
+    return max(differences)
+
+
+def _case(module: str, name: str) -> Case:
+    return importlib.import_module(f"tests.exec.torch_xla_hook.{module}").CASES[name]
+
+
+def _run_here(mode: str, module: str, name: str) -> dict[str, Any]:
+    import torch_xla
+    import torch_xla.debug.metrics as metrics
+
+    torch.manual_seed(0)
+    torch_xla.manual_seed(0)
+    before = _counts(metrics)
+    script = Script("xla")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _case(module, name)(script)
+    after = _counts(metrics)
+    return {
+        "numbers": script.numbers,
+        "compiles": after["CompileTime"] - before["CompileTime"],
+        "executions": after["ExecuteReplicatedTime"] - before["ExecuteReplicatedTime"],
+        "warned": [str(each.message) for each in caught if "autoshard" in str(each.message)],
+    }
+
+
+def _counts(metrics: Any) -> Mapping[str, int]:
+    return {name: (metrics.metric_data(name) or (0,))[0] for name in ("CompileTime", "ExecuteReplicatedTime")}
+
+
+def main() -> None:
+    """Run the cases that the command line names."""
+    import torch_xla.runtime as xr
+
+    mode, module, *names = sys.argv[1:]
+    if mode == "auto":
+        import autoshard.torch_xla
+
+    xr.use_spmd(auto=mode == "auto")
+    for name in names:
+        planned = len(autoshard.torch_xla.session().plans) if mode == "auto" else 0
+        row = _run_here(mode, module, name)
+        if mode == "auto":
+            row["plans"] = len(autoshard.torch_xla.session().plans) - planned
+        print("found " + json.dumps({"name": name} | row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
