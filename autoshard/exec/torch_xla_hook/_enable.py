@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.exec.torch_xla_hook._chunks import slice_chunks
 from autoshard.exec.torch_xla_hook._compiled import train_all_lazily
 from autoshard.exec.torch_xla_hook._hosted import keep_out_of_regions
 from autoshard.exec.torch_xla_hook._inputs import PlannedInputs, watch_moves
@@ -18,6 +17,7 @@ from autoshard.exec.torch_xla_hook._ops import tell_of_loop, untold
 from autoshard.exec.torch_xla_hook._reads import read_whole
 from autoshard.exec.torch_xla_hook._regions import pin_regions
 from autoshard.exec.torch_xla_hook._session import Session
+from autoshard.exec.torch_xla_hook._slices import lower_to_slices
 from autoshard.exec.torch_xla_hook._tensors import leaves, live_on_xla
 from autoshard.exec.torch_xla_hook._xlac import xlac
 
@@ -96,7 +96,7 @@ def enable(use_spmd: Callable[[], None]) -> Session:
     _session.append(made)
     _stand_in(made)
     expand_norms()
-    slice_chunks()
+    lower_to_slices()
     train_all_lazily()
     made.arm()
     return made
