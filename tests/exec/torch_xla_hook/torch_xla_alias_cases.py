@@ -20,7 +20,7 @@ def case(function: Case) -> Case:
     return function
 
 
-def mlp(script: Script) -> nn.Module:
+def mlp(script: Script) -> Any:
     return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 8)).to(script.device)
 
 
@@ -253,12 +253,13 @@ def buffers(script: Script) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.first, self.norm, self.last = nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)
+            self.mask: torch.Tensor
             self.register_buffer("mask", torch.ones(64))
 
         def forward(self, x: Any) -> Any:
             return self.last(torch.tanh(self.norm(self.first(x))) * self.mask)
 
-    model = Net().to(script.device)
+    model: Any = Net().to(script.device)
     optimizer = sgd(model, 0.1)
     mean, variance, mask = model.norm.running_mean.detach(), model.norm.running_var.data, model.mask[::2]
     for step in range(STEPS):
@@ -288,7 +289,8 @@ def optimizer_state(script: Script) -> None:
     squares = []
     for step in range(STEPS + 1):
         script.log("loss", train(script, model, optimizer, step))
-        torch._foreach_mul_(moments, 0.5)
+        for value in moments:
+            value.mul_(0.5)
         script.sync()
         if step == 1:
             squares = [optimizer.state[p]["exp_avg_sq"].view(-1)[:2] for p in parameters]
@@ -425,7 +427,8 @@ def loaded(script: Script) -> None:
             optimizer = sgd(model)
         for value in saved.values():
             value.mul_(0.9)
-        torch._foreach_mul_(aliases, 0.95)
+        for value in aliases:
+            value.mul_(0.95)
     for value in aliases:
         script.log("alias", value)
     script.log_state("model", model)
@@ -461,9 +464,64 @@ def accumulated(script: Script) -> None:
         loss = functional.cross_entropy(model(data(script, step, 32, 16)), labels(script, step, 8, 32))
         loss.backward()
         if step % 2:
-            torch._foreach_mul_(gradients, 0.5)
+            for value in gradients:
+                value.mul_(0.5)
             optimizer.step()
-            torch._foreach_zero_(gradients)
+            for value in gradients:
+                value.zero_()
+        script.sync()
+        script.log("loss", loss)
+    script.log_state("model", model)
+
+
+@case
+def samples_of_gradients(script: Script) -> None:
+    """Gradients of each sample by `vmap` and `grad`, whose average a step of one's own applies."""
+    model = mlp(script)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss_of(weights: Any, x: Any, y: Any) -> Any:
+        return functional.cross_entropy(torch.func.functional_call(model, weights, (x[None],)), y[None])
+
+    each = torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0, 0))
+    for step in range(STEPS):
+        gradients = each(parameters, data(script, step, 32, 16), labels(script, step, 8, 32))
+        for name, value in parameters.items():
+            value.sub_(gradients[name].clamp(-0.1, 0.1).mean(0))
+        script.sync()
+        script.log("gradient", gradients["0.weight"])
+    script.log_state("model", model)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        loss = train(script, model, optimizer, step)
+        script.sync()
+        script.log("loss", loss)
+    script.log_state("model", model)
+
+
+@case
+def shifted(script: Script) -> None:
+    """Tokens shifted by a pad that cuts, added to reversed ones, on a batch whose tokens the script splits."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other, self.last = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 8)
+
+        def forward(self, x: Any) -> Any:
+            shifted = functional.pad(self.one(x), (0, 0, 1, -1))
+            return self.last(torch.tanh(shifted + self.other(x).flip(1)))
+
+    model = Net().to(script.device)
+    optimizer = sgd(model, 0.1)
+    for step in range(STEPS):
+        x, y = data(script, step, 1, 64, 32), labels(script, step, 8, 1, 64)
+        script.split(x, 1)
+        script.split(y, 1)
+        loss = functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
         script.sync()
         script.log("loss", loss)
     script.log_state("model", model)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.exec.torch_xla_hook.torch_xla_processes import run_module
@@ -33,6 +34,22 @@ class Script:
             import torch_xla
 
             torch_xla.sync()
+
+    def split(self, tensor: Any, dim: int) -> None:
+        """Mark one dim of a tensor as split over all eight devices."""
+        if self.device == "xla":
+            import numpy as np
+            import torch_xla.distributed.spmd as xs
+
+            mesh = xs.Mesh(np.arange(8), (8,), ("all",))
+            xs.mark_sharding(tensor, mesh, tuple("all" if each == dim else None for each in range(tensor.dim())))
+
+    def mark(self, tensor: Any, names: tuple[str | None, ...]) -> None:
+        """Split a tensor by hand over the 8 devices of one axis, `data`."""
+        if self.device == "xla":
+            import torch_xla.distributed.spmd as xs
+
+            xs.mark_sharding(tensor, xs.Mesh(np.arange(8), (8,), ("data",)), names)
 
     def log(self, name: str, value: Any) -> None:
         """Record a tensor's values, which reads them."""
