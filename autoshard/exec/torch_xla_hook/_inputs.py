@@ -67,7 +67,7 @@ def watch_moves(made: Any) -> None:
     @functools.wraps(to)
     def planned_to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         read = tensor
-        if tensor.device.type == "xla" and "cpu" in (str(kwargs.get("device")), str(args[0]) if args else ""):
+        if tensor.device.type == "xla" and _goes_to_host(*args, **kwargs):
             made.on_read(tensor)
             read = made.whole(tensor)
         moved = to(read, *args, **kwargs)
@@ -99,3 +99,12 @@ def watch_moves(made: Any) -> None:
         return moved
 
     modules.to = watched_to
+
+
+def _goes_to_host(first: Any = None, *_: Any, device: Any = None, other: Any = None, **__: Any) -> bool:
+    """Return whether `Tensor.to` with these arguments moves to the host. A tensor gives its device, unread."""
+    import torch
+
+    target = next((each for each in (first, device, other) if each is not None), None)
+    target = target.device if isinstance(target, torch.Tensor) else target
+    return isinstance(target, (str, torch.device)) and torch.device(target).type == "cpu"
