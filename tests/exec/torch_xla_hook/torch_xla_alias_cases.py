@@ -516,12 +516,35 @@ def shifted(script: Script) -> None:
     optimizer = sgd(model, 0.1)
     for step in range(STEPS):
         x, y = data(script, step, 1, 64, 32), labels(script, step, 8, 1, 64)
-        script.split(x, 1)
-        script.split(y, 1)
+        script.mark(x, (None, "data", None))
+        script.mark(y, (None, "data"))
         loss = functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         script.sync()
         script.log("loss", loss)
+    script.log_state("model", model)
+
+
+@case
+def per_sample_gradients(script: Script) -> None:
+    """Gradients of each sample by a transform of detached parameters, kept, and a usual step."""
+    model = mlp(script)
+    optimizer = sgd(model)
+    detached = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def squares(parameters: Any, x: Any) -> Any:
+        return torch.func.functional_call(model, parameters, (x[None],)).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(squares), in_dims=(None, 0))
+    kept = []
+    for step in range(STEPS):
+        gradients = each(detached, data(script, step, 32, 16))
+        kept.append(gradients)
+        loss = train(script, model, optimizer, step)
+        script.sync()
+        script.log("loss", loss)
+    for gradients in kept:
+        script.log("bias", gradients["2.bias"])
     script.log_state("model", model)

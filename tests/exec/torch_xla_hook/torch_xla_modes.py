@@ -35,15 +35,6 @@ class Script:
 
             torch_xla.sync()
 
-    def split(self, tensor: Any, dim: int) -> None:
-        """Mark one dim of a tensor as split over all eight devices."""
-        if self.device == "xla":
-            import numpy as np
-            import torch_xla.distributed.spmd as xs
-
-            mesh = xs.Mesh(np.arange(8), (8,), ("all",))
-            xs.mark_sharding(tensor, mesh, tuple("all" if each == dim else None for each in range(tensor.dim())))
-
     def mark(self, tensor: Any, names: tuple[str | None, ...]) -> None:
         """Split a tensor by hand over the 8 devices of one axis, `data`."""
         if self.device == "xla":
