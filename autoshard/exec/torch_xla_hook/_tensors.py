@@ -197,7 +197,7 @@ def _tensors_of_process() -> Iterator[Any]:
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     kinds = _subclasses(torch.Tensor) - _subclasses(FakeTensor) - _subclasses(FunctionalTensor)
-    is_transformed = torch._C._functorch.is_functorch_wrapped_tensor  # such has no device once its transform has ended
+    is_transformed: Any = vars(torch._C)["_functorch"].is_functorch_wrapped_tensor
     wanted = set(map(id, kinds))  # to ask each of a million objects for its class is slow, and not all can be hashed
     for thing in gc.get_objects():
         if id(type(thing)) in wanted and not is_transformed(thing):

@@ -129,7 +129,36 @@ def _of_images(names: list[str], script: Script) -> None:
     script.log_state("model", model)
 
 
+class Masked(nn.Module):
+    """Two layers with a mask between them that is moved to the kind and device of a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Any) -> Any:
+        hidden = self.first(x).relu()
+        return self.last(hidden * (hidden.sum(1, keepdim=True) > 1).to(hidden))
+
+
+def mask_like_value(script: Script) -> None:
+    model = Masked().to(script.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        loss = model(torch.randn(32, 16, generator=torch.Generator().manual_seed(step)).to(script.device)).square()
+        optimizer.zero_grad()
+        loss.mean().backward()
+        optimizer.step()
+        script.sync()
+        losses.append(loss.detach())
+    for loss in losses:
+        script.log("loss", loss.to(torch.empty(0)))
+    script.log_state("model", model)
+
+
 CASES: dict[str, Case] = {
+    "mask_like_value": mask_like_value,
     **{f"{name}_beside_flip": functools.partial(_along_sequence, [name, "flipped"]) for name in OPS},
     **{name: functools.partial(_along_sequence, [name]) for name in OPS},
     "all_along": functools.partial(_along_sequence, [*OPS]),
