@@ -30,11 +30,12 @@ def cut_results(module: Any, keep: int) -> list[tuple[int, int] | None]:
             entries = list(ir.ArrayAttr(function.attributes["res_attrs"]))[:keep]
             function.attributes["res_attrs"] = ir.ArrayAttr.get(entries)
     unused = _unused(block)
-    alive = {op: number for number, op in enumerate(op for op in number_ops(module) if op not in unused)}
-    places = [place_of(value, alive) for value in dropped]
+    dropped = [None if value.owner in unused else value for value in dropped]
     for op in reversed(list(unused)):
         op.erase()
-    return places
+    # Only now: an op that is erased takes along those of its regions, which have numbers too.
+    numbers = {op: number for number, op in enumerate(number_ops(module))}
+    return [None if value is None else place_of(value, numbers) for value in dropped]
 
 
 def _unused(block: Any) -> dict[Any, None]:

@@ -322,6 +322,25 @@ def test_results_are_cut_with_what_only_they_need():
     assert kinds == ["stablehlo.add", "stablehlo.negate", "func.return"]
 
 
+def test_a_loop_that_only_cut_results_need_goes_with_its_body():
+    module = mlir.parse_module("""
+        func.func @main(%a: tensor<i32>) -> (tensor<i32>, tensor<i32>, tensor<i32>) {
+          %0 = stablehlo.while(%i = %a) : tensor<i32>
+            cond {
+              %5 = stablehlo.compare LT, %i, %a : (tensor<i32>, tensor<i32>) -> tensor<i1>
+              stablehlo.return %5 : tensor<i1>
+            } do {
+              %6 = stablehlo.add %i, %i : tensor<i32>
+              stablehlo.return %6 : tensor<i32>
+            }
+          %1 = stablehlo.multiply %a, %a : tensor<i32>
+          %2 = stablehlo.negate %1 : tensor<i32>
+          return %2, %0, %1 : tensor<i32>, tensor<i32>, tensor<i32>
+        }""")
+    assert mlir.cut_results(module, 1) == [None, (0, 0)]
+    assert [op.name for op in mlir.number_ops(module)] == ["stablehlo.multiply", "stablehlo.negate", "func.return"]
+
+
 def spanning(*axes: str, mesh: str = "mesh_0") -> Any:
     """A module with a collective as jax 0.11 writes it."""
     refs = ", ".join(f'#stablehlo.axis_ref<name = "{axis}">' for axis in axes)
