@@ -197,12 +197,23 @@ def _tensors_of_process() -> Iterator[Any]:
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     kinds = _subclasses(torch.Tensor) - _subclasses(FakeTensor) - _subclasses(FunctionalTensor)
-    is_transformed: Any = vars(torch._C)["_functorch"].is_functorch_wrapped_tensor
     wanted = set(map(id, kinds))  # to ask each of a million objects for its class is slow, and not all can be hashed
     for thing in gc.get_objects():
-        if id(type(thing)) in wanted and not is_transformed(thing):
+        if id(type(thing)) in wanted and not _is_of_transform(thing):
             thing._fix_weakref()  # a tensor that only C++ held is Python's too from here on
             yield thing
+
+
+def _is_of_transform(tensor: Any) -> bool:
+    """Return whether a functional transform made this tensor for itself: a wrapper, or a tensor without a device."""
+    import torch
+
+    if vars(torch._C)["_functorch"].is_functorch_wrapped_tensor(tensor):
+        return True
+    try:
+        return tensor.device is None
+    except RuntimeError:
+        return True
 
 
 def _subclasses(kind: type) -> set[type]:
