@@ -158,11 +158,13 @@ def matmul() -> dict[str, Any]:
     import torch
     import torch_xla
 
-    a, b = torch.rand(64, 128), torch.rand(128, 256)  # of one sign: a sum that is nearly zero has no digits to compare
-    planned = len(plans())
-    c = (a.to("xla") @ b.to("xla")).sum()
-    torch_xla.sync()
-    return {"difference": difference(c, (a @ b).sum()), "plans": len(plans()) - planned}
+    planned, differences = len(plans()), []
+    for _ in range(3):
+        a, b = torch.rand(64, 128), torch.rand(128, 256)  # of one sign: a sum that is nearly zero has no digits
+        c = (a.to("xla") @ b.to("xla")).sum()
+        torch_xla.sync()
+        differences.append(difference(c, (a @ b).sum()))
+    return {"difference": max(differences), "plans": len(plans()) - planned}
 
 
 @check
