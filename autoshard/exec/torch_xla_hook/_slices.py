@@ -51,7 +51,9 @@ def _pad(pad: Any, value: Any, edges: Sequence[int], fill: Any = 0) -> Any:
         low, high = edges[2 * number : 2 * number + 2]
         if low < 0 or high < 0:
             dim = value.dim() - 1 - number
-            end = value.shape[dim] - max(-high, 0)
-            value = torch.ops.aten.slice_copy.Tensor(value, dim, max(-low, 0), end)
+            start, end = max(-low, 0), value.shape[dim] - max(-high, 0)
+            if start > end:
+                raise RuntimeError(f"pad: edges {low} and {high} cut more than dim {dim} of size {value.shape[dim]}")
+            value = torch.ops.aten.slice_copy.Tensor(value, dim, start, end)
     added = [max(edge, 0) for edge in edges]
     return pad(value, added, fill) if any(added) or not any(edges) else value

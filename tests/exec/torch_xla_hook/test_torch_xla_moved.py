@@ -13,7 +13,7 @@ from tests.exec.torch_xla_hook.torch_xla_moved_cases import CASES, STEPS  # noqa
 
 MODULE = "torch_xla_moved_cases"
 
-QUICK = ("shift_beside_flip", "shorter_beside_flip", "mean_pool", "mask_like_value")
+QUICK = ("shift_beside_flip", "shorter_beside_flip", "mean_pool", "mask_like_value", "edges")
 
 OF_IMAGES = ("pools", "mean_pool")
 
@@ -25,7 +25,7 @@ def check(names: Sequence[str], sizes: str) -> dict[str, dict[str, Any]]:
     for name, row in rows.items():
         off, where = modes.worst(row["numbers"], modes.eager(MODULE, name))
         assert off < 1e-5, (name, where)
-        assert row["warned"] == [] and row["plans"] >= 1, name
+        assert row["warned"] == [] and (row["plans"] >= 1 or name == "edges"), name
     return rows
 
 
@@ -37,7 +37,7 @@ def test_planned_steps_equal_eager_torch():
 
 @pytest.mark.full
 def test_all_planned_steps_along_a_split_sequence_equal_eager_torch():
-    check([name for name in CASES if name not in (*OF_IMAGES, *WRONG_UPSTREAM, "mask_like_value")], "8")
+    check([name for name in CASES if name not in (*OF_IMAGES, *WRONG_UPSTREAM)], "8")
 
 
 @pytest.mark.full

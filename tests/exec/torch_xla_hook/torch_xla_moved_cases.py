@@ -1,6 +1,7 @@
 """Scripts for `test_torch_xla_moved.py`: ops that move, pool or sum up values along a dim that is split."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -157,7 +158,18 @@ def mask_like_value(script: Script) -> None:
     script.log_state("model", model)
 
 
+def edges(script: Script) -> None:
+    """Pads of a small matrix that cut, add, do both, and cut more than there is."""
+    values = torch.arange(12).reshape(3, 4).to(script.device)
+    for low, high in itertools.product((-5, -2, 0, 1), (-5, -1, 0, 3)):
+        try:
+            script.log(f"{low} {high}", functional.pad(values, (low, high, 1, -1), value=7))
+        except RuntimeError:
+            script.log(f"{low} {high} refused", torch.zeros(1))
+
+
 CASES: dict[str, Case] = {
+    "edges": edges,
     "mask_like_value": mask_like_value,
     **{f"{name}_beside_flip": functools.partial(_along_sequence, [name, "flipped"]) for name in OPS},
     **{name: functools.partial(_along_sequence, [name]) for name in OPS},
