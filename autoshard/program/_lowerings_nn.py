@@ -244,19 +244,61 @@ def batch_norm(
 
 
 def counted_convolution(convolution: Callable[..., Any]) -> Callable[..., Any]:
-    """torchax's own convolution, with its FLOPs counted."""
+    """Return torchax's own convolution, or a transposed one of this module, with its FLOPs counted."""
 
     def run(
         x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: Any, *rest: Any
     ) -> Any:
-        result = convolution(x, weight, bias, stride, padding, dilation, transposed, *rest)
         if transposed:
             _flops.record_matmul(x.shape, weight.size // weight.shape[0])
-        else:
-            _flops.record_matmul(result.shape, weight.size // weight.shape[0])
+            return transposed_convolution(x, weight, bias, stride, padding, dilation, *rest)
+        result = convolution(x, weight, bias, stride, padding, dilation, transposed, *rest)
+        _flops.record_matmul(result.shape, weight.size // weight.shape[0])
         return result
 
     return run
+
+
+def transposed_convolution(
+    x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, output_padding: Any, groups: int
+) -> Any:
+    """Compute `torch.nn.functional.conv_transpose1d` to `3d` of `x` [B, C, *sides] or [C, *sides].
+
+    `weight` is [C, D / groups, *sides], where D is the number of channels of the result.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    count = weight.ndim - 2
+    spaces = tuple(range(2, weight.ndim))
+    strides, pads, gaps, more = (
+        tuple(each) * (count if len(each) == 1 else 1) for each in (stride, padding, dilation, output_padding)
+    )
+    kernel = jnp.flip(weight, spaces)
+    if groups > 1:
+        # XLA takes the channels of the result from the groups in order, and those of one group's input.
+        kernel = kernel.reshape(groups, -1, *kernel.shape[1:]).swapaxes(1, 2)
+        kernel = kernel.reshape(-1, *kernel.shape[2:])
+    edges = []
+    for width, pad, gap, extra in zip(weight.shape[2:], pads, gaps, more, strict=True):
+        front = gap * (width - 1) - pad
+        edges.append((front, front + extra))
+    batch = x.shape[: x.ndim - count - 1]
+    result = jax.lax.conv_general_dilated(
+        x if batch else x[None],
+        kernel,
+        (1,) * count,
+        edges,
+        lhs_dilation=strides,
+        rhs_dilation=gaps,
+        dimension_numbers=jax.lax.ConvDimensionNumbers(
+            (0, 1, *spaces), (0, 1, *spaces) if groups > 1 else (1, 0, *spaces), (0, 1, *spaces)
+        ),
+        feature_group_count=groups,
+    )
+    if bias is not None:
+        result = result + bias.reshape(1, -1, *(1,) * count)
+    return result.reshape(*batch, *result.shape[1:])
 
 
 def resizing(method: str) -> Callable[..., Any]:
