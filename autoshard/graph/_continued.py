@@ -165,11 +165,13 @@ def continued(
     made = list(fusions)
     stores: dict[int, int] = {}
     done: set[int] = set()
-    able = {number: _before(graph, fusion, matmuls, pinned) for number, fusion in enumerate(fusions)}
+    able = {number: _before(graph, fusion, matmuls, pinned, bases) for number, fusion in enumerate(fusions)}
 
     def takers(source: int, fusion: Fusion) -> list[int]:
         """The fusions that read a matmul's result, but for sums beside one of them."""
-        return [n for n in readers[source] if fusions[n] is fusion or not _sums(graph, fusions[n], fusion)]
+        return [
+            n for n in readers[source] if fusions[n] is fusion or not _sums(graph, fusions[n], fusion, source, bases)
+        ]
 
     def for_matmuls(number: int) -> bool:
         """Whether only matmuls read what a fusion makes, and sums."""
@@ -202,28 +204,44 @@ def continued(
     return Continued(made, stores)
 
 
-def _before(graph: OpGraph, fusion: Fusion, matmuls: Collection[int], pinned: Collection[int]) -> list[int]:
-    """Matmuls' results that a fusion reads, whose kernels may do its work."""
+def _before(
+    graph: OpGraph,
+    fusion: Fusion,
+    matmuls: Collection[int],
+    pinned: Collection[int],
+    bases: Mapping[int, Collection[int]],
+) -> list[int]:
+    """Matmuls' results that a fusion reads, and no slice of them, whose kernels may do its work."""
     root = graph.ops[fusion.root]
     if root.op_class is not OpClass.POINTWISE or len(fusion.writes) != 1 or fusion.moved != fusion.writes:
         return []
     elements = graph.tensors[fusion.writes[0]].elements
+    sliced = {base for t in fusion.reads for base in bases.get(t, ())}
     return [
         t
         for t in fusion.reads
         if graph.tensors[t].producer in matmuls
         and t not in pinned
+        and t not in sliced
         and graph.ops[graph.tensors[t].producer].loop == root.loop
         and graph.tensors[t].elements == elements
     ]
 
 
-def _sums(graph: OpGraph, fusion: Fusion, other: Fusion) -> bool:
-    """Whether a fusion is a sum of what another takes or makes, beside which it is made."""
+def _sums(graph: OpGraph, fusion: Fusion, other: Fusion, source: int, bases: Mapping[int, Collection[int]]) -> bool:
+    """Return whether a fusion is a sum of values that another takes or makes, which makes it beside its own work.
+
+    The sum reads `source`. Its small operands are there before the other's kernel begins, and follow from no slice of
+    `source`: otherwise the sum has a kernel of its own, which reads `source` from memory.
+    """
     root = graph.ops[fusion.root]
     if root.kind != "reduce" or root.loop != graph.ops[other.root].loop:
         return False
-    return set(_large(graph, fusion)) <= {*other.reads, *other.writes}
+    large = set(_large(graph, fusion))
+    small = [t for t in fusion.reads if t not in large]
+    return large <= {*other.reads, *other.writes} and all(
+        graph.tensors[t].producer < other.root and source not in (t, *bases.get(t, ())) for t in small
+    )
 
 
 def _large(graph: OpGraph, fusion: Fusion) -> list[int]:

@@ -107,3 +107,18 @@ def test_a_sum_that_needs_another_reads_again() -> None:
     liveness = analyse(graph, fused_matmuls=True)
     first, second = (f for f in liveness.fusions if graph.ops[f.root].kind == "reduce")
     assert not large(graph, first.reads) and len(large(graph, second.reads)) == 1
+
+
+def test_a_sum_that_needs_what_follows_reads_the_product_from_memory() -> None:
+    def loss(w: Any, x: Any, labels: Any) -> Any:
+        scores = x @ w
+        hit = lax.broadcasted_iota(labels.dtype, scores.shape, 1) == labels[:, None]
+        chosen = scores - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        return -jnp.where(hit, chosen, 0.0).sum(-1).mean()
+
+    labels = jax.ShapeDtypeStruct((ROWS,), "int32")
+    graph = graph_of(jax.value_and_grad(loss, (0, 1)), f32(WIDTH, ROWS), f32(ROWS, WIDTH), labels)
+    liveness = analyse(graph, fused_matmuls=True)
+    scores = ops(graph, "dot_general")[0].results[0]
+    picked = [f for f in liveness.fusions if graph.ops[f.root].kind == "reduce" and scores in f.reads]
+    assert len(picked) == 1 and scores in liveness.materialised and scores not in liveness.stores

@@ -18,7 +18,7 @@ from autoshard.plan import Options, Plan, make_plan
 from autoshard.plan.price._predict import evaluate, tensor_spec
 from autoshard.plan.solve._build import build_problem
 from autoshard.plan.solve._weights import even_weights
-from autoshard.program import trace
+from autoshard.program import from_torch, trace
 from autoshard.solver import FORBIDDEN, solve
 from tests.graph.programs import f32
 from tests.plan import programs as made
@@ -365,3 +365,27 @@ def test_plans_of_baselines_are_written_when_asked_for_and_once(monkeypatch: pyt
     assert result.baseline_plans[name] is result.baseline_plans[name]
     assert result.baseline_plans[name].prediction == prediction
     assert len(written) == 2
+
+
+def test_losses_over_a_vocabulary_in_float32_are_planned_for_tpus() -> None:
+    import torch
+    import transformers
+
+    ids = torch.zeros(4, 32, dtype=torch.long)
+    pair = torch.nn.Sequential(torch.nn.Embedding(512, 64), torch.nn.Linear(64, 512, bias=False))
+    fields = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+    config = transformers.LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, **fields)
+    llama = transformers.LlamaForCausalLM(config)
+    programs = [
+        from_torch(
+            pair,
+            ids,
+            train=True,
+            loss=lambda out, labels: torch.nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten()),
+            targets=ids,
+        ),
+        from_torch(llama, (), kwargs={"input_ids": ids, "labels": ids}, train=True, loss=lambda out: out["loss"]),
+    ]
+    for program in programs:
+        plan = autoshard.plan(program, topology="v5e:2x4", mesh={"data": 8})
+        assert plan.prediction.fits and list(plan.arguments) == [a.name for a in program.arguments]
