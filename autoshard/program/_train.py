@@ -13,8 +13,8 @@ LEARNING_RATE = 3e-4
 def make_optimizer(name: str, state_dtype: str | tuple[str, str] | None = None) -> Any:
     """`adamw`, `sgd` or `momentum` (SGD whose state keeps the gradients) of optax.
 
-    Moments are stored in `state_dtype` and updated in fp32; of a pair, the first is that of AdamW's first moments, and
-    second ones are fp32. Raises `UserError` for another name.
+    Moments are stored in `state_dtype` (None: that of their parameters) and updated in fp32; of a pair, the first is
+    that of AdamW's first moments, and second ones are stored in the other. Raises `UserError` for another name.
     """
     import optax
 
@@ -30,16 +30,23 @@ def make_optimizer(name: str, state_dtype: str | tuple[str, str] | None = None) 
     if name not in makers:
         raise UserError(f"there is no optimizer `{name}`; use one of {', '.join(f'`{key}`' for key in makers)}.")
     inner = makers[name]()
-    return inner if state_dtype in (None, "float32") else _stored_as(inner, state_dtype)
+    return inner if state_dtype is None else _stored_as(inner, state_dtype, apart=first is not None)
 
 
-def _stored_as(inner: Any, dtype: str) -> Any:
+def _stored_as(inner: Any, dtype: str, apart: bool) -> Any:
+    """Return `inner` with its state stored in `dtype`; `apart`: first moments have a dtype of their own."""
     import jax
     import jax.numpy as jnp
     import optax
 
+    first_moments = jax.tree_util.GetAttrKey("mu")
+
     def convert(state: Any, to: Any) -> Any:
-        return jax.tree.map(lambda x: x.astype(to) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+        def cast(path: tuple[Any, ...], x: Any) -> Any:
+            kept = (apart and first_moments in path) or not jnp.issubdtype(x.dtype, jnp.floating)
+            return x if kept else x.astype(to)
+
+        return jax.tree_util.tree_map_with_path(cast, state)
 
     def init(params: Any) -> Any:
         return convert(inner.init(params), dtype)

@@ -75,6 +75,11 @@ def test_layers_are_stacked_arguments_with_roles_and_ties():
             {"train": True, "param_dtype": "bf16", "state_dtype": "bf16"},
             {"parameter": "bfloat16", "optimizer_state": "bfloat16"},
         ),
+        (
+            {"train": True, "param_dtype": "bf16", "state_dtype": "fp32"},
+            {"parameter": "bfloat16", "optimizer_state": "float32"},
+        ),
+        ({"train": True, "param_dtype": "bf16"}, {"parameter": "bfloat16", "optimizer_state": "float32"}),
         ({"train": False}, {"parameter": "bfloat16"}),
         ({"train": False, "dtype": "fp32"}, {"parameter": "float32"}),
     ],
