@@ -14,6 +14,7 @@ from autoshard.program._eager import EagerCall, EagerTwin, first_tensor, host_te
 from autoshard.program._experts import check_experts
 from autoshard.program._input_names import input_names, leaf_name
 from autoshard.program._program import Program, Role
+from autoshard.program._reductions import Reduced, reduction_of
 from autoshard.program._remat import parse_remat
 from autoshard.program._segments import one_microbatch
 from autoshard.program._stack import Pipeline, in_stages, read_pipeline
@@ -30,9 +31,11 @@ class TrainOptions:
     param_dtype: str = "float32"
     state_dtype: str = "float32"
     microbatches: int = 1
-    """Parts of the batch that are computed one after the other; their gradients and losses are averaged."""
+    """Parts of the batch that are computed one after the other."""
     gradient_groups: int = 1
     """Parts of each microbatch, or of the batch of a pipeline, whose gradients are summed only after all of them."""
+    own_loss: bool = False
+    """Whether the user gave the loss, so that it may be no mean over examples."""
 
 
 @collecting_seldom()
@@ -83,12 +86,13 @@ def from_torch(
     GPUs) or `auto` (splash wherever it can be; a note says where not). `exchange` is how queries meet keys and values
     where a plan splits the sequence: `gather` (keys and values), `heads` (exchanged for the sequence, and back),
     `ring` (around which keys and values go) or `auto`, as is fastest. `microbatches` parts of the batch are computed
-    one after the other when training, and their gradients and losses averaged. `experts`, `capacity_factor` and
-    `imbalance`: how tokens reach their experts in the blocks of transformers' Mixtral and DeepSeek-V3, as in `hf:`
-    sources. With `stages` the layers that repeat are those of a pipeline, through which `microbatches` (by default as
-    many) go by the `schedule`, as `autoshard.stack` has it. With `gradient_groups`, so many parts of the batch have
-    gradients of their own until all microbatches are done, and only then are these averaged: devices that hold a part
-    each then send gradients once a step.
+    one after the other when training, and their gradients averaged; summed if the loss is a sum over examples, and
+    divided by the whole batch's count if it divides by one (of targets that are not ignored). `experts`,
+    `capacity_factor` and `imbalance`: how tokens reach their experts in the blocks of transformers' Mixtral and
+    DeepSeek-V3, as in `hf:` sources. With `stages` the layers that repeat are those of a pipeline, through which
+    `microbatches` (by default as many) go by the `schedule`, as `autoshard.stack` has it. With `gradient_groups`,
+    so many parts of the batch have gradients of their own until all microbatches are done, and only then are these
+    averaged: devices that hold a part each then send gradients once a step.
 
     Raises `UserError` if an operation has no lowering or the call fails.
     """
@@ -181,6 +185,7 @@ def from_torch(
             state_dtype or "float32",
             in_turn(microbatches, pipeline),
             1 if gradient_groups is None else gradient_groups,
+            own_loss=loss is not None,
         )
         if train
         else None,
@@ -245,10 +250,21 @@ def torch_program(
         optimizer = _train.make_optimizer(train.optimizer, train.state_dtype)
         groups = train.gradient_groups
         _check_microbatches(train.microbatches, groups, batch, updates, name)
+        count, reduction = train.microbatches * groups, Reduced()
+        if train.own_loss and count > 1:
+            reduction = reduction_of(counted, (params, batch, *extra), 1, count)
+        if reduction.why:
+            notes = (
+                *notes,
+                f"Gradients are means over {count} parts of the batch, each of equal weight: the loss is no plain mean "
+                f"over examples, as it has {reduction.why}.",
+            )
         forms: dict[str, Any] = {"aux": updates, "accumulation": train.microbatches, "gradient_groups": groups}
-        forms["wide"] = function.wide
+        forms |= {"wide": function.wide, "reduction": reduction}
         fn = _train.training_step(counted, optimizer, **forms)
-        step, parts = _train.gradient_step(counted, **forms), (train.microbatches, groups)
+        step = _train.gradient_step(counted, **forms)
+        # A loss whose reduction is known gives what the whole batch gives.
+        parts = (train.microbatches, groups) if reduction.why or not train.own_loss else (1, 1)
         args = (params, jax.eval_shape(optimizer.init, params), batch, *extra)
         names, donate = ("", "optimizer", "batch", ""), ((0, 1, 3) if updates else (0, 1))
     program = trace(

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 from autoshard.errors import UserError
+from autoshard.program._reductions import Reduced, Reduction, taken_apart
 from autoshard.program._wide import in_64_bits
 
 
 LEARNING_RATE = 3e-4
+_MEAN = Reduced()
 
 
 def make_optimizer(name: str, state_dtype: str | tuple[str, str] | None = None) -> Any:
@@ -68,11 +70,13 @@ def training_step(
     whole_on: Any = None,
     gradients: str | None = None,
     wide: bool = False,
+    reduction: Reduced = _MEAN,
 ) -> Callable[..., Any]:
     """`step(params, opt_state, batch[, buffers]) -> (params, opt_state[, buffers], loss)`.
 
     `loss_fn(params, batch[, buffers])` gives the loss, or with `aux` the loss and the updated buffers. Without `aux`,
-    `accumulation` microbatches may be computed one after the other: their gradients and losses are averaged.
+    `accumulation` microbatches may be computed one after the other: their gradients and losses are averaged, or
+    reduced as `reduction` says of those of groups too: summed, or sums of dividends divided by sums of divisors.
     With `gradient_groups` of examples, each has gradients of its own until the backward passes of all microbatches are
     done, and only then are they averaged: devices that hold a group each send gradients once a step. On the
     `jax.sharding.AbstractMesh` in `whole_on`, every device then has the averages whole. With `gradients`, they are
@@ -81,15 +85,20 @@ def training_step(
     import jax
     import optax
 
-    gradient = jax.value_and_grad(loss_fn, has_aux=aux)
+    quotient = reduction.kind is Reduction.QUOTIENT
+    mean = reduction.kind in (Reduction.MEAN, Reduction.OTHER)
+    computed = taken_apart(loss_fn, reduction.division) if quotient else loss_fn
+    gradient = jax.value_and_grad(computed, has_aux=aux or quotient)
     if wide:
         gradient = in_64_bits(gradient)
     if gradient_groups > 1:
         gradient = _by_group(gradient, gradient_groups)
     if accumulation > 1:
-        gradient = _accumulated(gradient, accumulation)
+        gradient = _accumulated(gradient, accumulation, mean)
     if gradient_groups > 1:
-        gradient = _averaged(gradient, whole_on)
+        gradient = _over_groups(gradient, whole_on, mean)
+    if quotient:
+        gradient = _divided(gradient)
 
     def step(params: Any, opt_state: Any, batch: Any, *buffers: Any) -> Any:
         value, grads = gradient(params, batch, *buffers)
@@ -135,22 +144,33 @@ def _by_group(gradient: Callable[..., Any], groups: int) -> Callable[..., Any]:
     return run
 
 
-def _averaged(gradient: Callable[..., Any], whole_on: Any) -> Callable[..., Any]:
-    """Means over the leading dim of what `gradient` gives."""
+def _divided(gradient: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the loss and the gradients of a quotient from those of its dividend, and its divisor."""
     import jax
-    from jax.sharding import NamedSharding, PartitionSpec
 
     def run(params: Any, batch: Any, *buffers: Any) -> Any:
-        means = jax.tree.map(lambda x: x.mean(0), gradient(params, batch, *buffers))
-        if whole_on is None:
-            return means
-        return jax.lax.with_sharding_constraint(means, NamedSharding(whole_on, PartitionSpec()))
+        (total, count), grads = gradient(params, batch, *buffers)
+        return (total / count).astype(total.dtype), jax.tree.map(lambda x: (x / count).astype(x.dtype), grads)
 
     return run
 
 
-def _accumulated(gradient: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """Means of what `gradient` gives for `count` microbatches, one after the other.
+def _over_groups(gradient: Callable[..., Any], whole_on: Any, mean: bool) -> Callable[..., Any]:
+    """Return means, or sums, over the leading dim of the results of `gradient`."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    def run(params: Any, batch: Any, *buffers: Any) -> Any:
+        whole = jax.tree.map(lambda x: x.mean(0) if mean else x.sum(0), gradient(params, batch, *buffers))
+        if whole_on is None:
+            return whole
+        return jax.lax.with_sharding_constraint(whole, NamedSharding(whole_on, PartitionSpec()))
+
+    return run
+
+
+def _accumulated(gradient: Callable[..., Any], count: int, mean: bool) -> Callable[..., Any]:
+    """Return means, or sums, of the results of `gradient` for `count` microbatches, one after the other.
 
     A microbatch takes every `count`-th row, so that a batch split over devices stays where it is.
     """
@@ -166,7 +186,7 @@ def _accumulated(gradient: Callable[..., Any], count: int) -> Callable[..., Any]
         like = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], parts), *buffers)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
         total, _ = jax.lax.scan(add, zeros, parts)
-        return jax.tree.map(lambda x: x / count, total)
+        return jax.tree.map(lambda x: x / count, total) if mean else total
 
     return run
 
