@@ -229,7 +229,7 @@ def _before(
 
 
 def _sums(graph: OpGraph, fusion: Fusion, other: Fusion, source: int, bases: Mapping[int, Collection[int]]) -> bool:
-    """Return whether a fusion is a sum of values that another takes or makes, which makes it beside its own work.
+    """Return True if a fusion is a sum of values that another takes or makes, which makes it beside its own work.
 
     The sum reads `source`. Its small operands are there before the other's kernel begins, and follow from no slice of
     `source`: otherwise the sum has a kernel of its own, which reads `source` from memory.

@@ -1,4 +1,4 @@
-"""How a loss reduces its batch: whether losses of parts give that of the whole by a mean, a sum, or a quotient of sums.
+"""Reductions of a batch in a loss: losses of parts give that of the whole by a mean, a sum, or a quotient of sums.
 
 Read from two traces of the loss, of the whole batch and of a part: a dim or a constant that differs grows with the
 batch.
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Reduction(enum.Enum):
-    """How the value of the whole batch follows from values of its parts."""
+    """The way from values of the parts of a batch to that of the whole."""
 
     CONST = "const"
     MEAN = "mean"
@@ -46,21 +46,21 @@ _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 class _Value:
     kind: Reduction
     trained: bool = False
-    """Whether it depends on parameters."""
+    """True if it depends on parameters."""
     why: str = ""
     """The operation that makes it `OTHER`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reduced:
-    """How a loss reduces its batch, as far as steps in parts need to know it."""
+    """The reduction of the batch in a loss, as far as steps in parts need to know it."""
 
     kind: Reduction = Reduction.MEAN
     """`MEAN`, `SUM`, `QUOTIENT` or `OTHER`."""
     why: str = ""
     """The reason for `OTHER`, in words."""
     division: int = -1
-    """The number of the operation of its trace that divides, in a quotient."""
+    """The number of the operation of its trace that divides, for a quotient."""
 
 
 def reduction_of(loss: Callable[..., Any], args: Sequence[Any], batch: int, parts: int) -> Reduced:
@@ -93,7 +93,7 @@ def reduction_of(loss: Callable[..., Any], args: Sequence[Any], batch: int, part
 
 
 def _division(jaxpr: Any, known: dict[Any, _Value]) -> int:
-    """Return the number of the operation that a quotient comes from, -1 if it stands in a called function."""
+    """Return the number of the operation that makes a quotient, -1 if it stands in a called function."""
     maker = {var: number for number, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     number = maker[jaxpr.outvars[0]]
     while True:
@@ -223,7 +223,7 @@ _RUNNING = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 
 
 def _mixes(eqn: Any, grown: Sequence[set[int]]) -> bool:
-    """Return whether an operation takes some examples apart, or orders or accumulates along them."""
+    """Return True if an operation takes some examples apart, or orders or accumulates along them."""
     name, params = eqn.primitive.name, eqn.params
     if not grown or not grown[0]:
         return False
@@ -241,7 +241,7 @@ def _mixes(eqn: Any, grown: Sequence[set[int]]) -> bool:
 
 
 def taken_apart(loss: Callable[..., Any], division: int) -> Callable[..., tuple[Any, Any]]:
-    """Return what computes a quotient's dividend and divisor, of the arguments of `loss`."""
+    """Return a function of the arguments of `loss` that computes the dividend and the divisor of a quotient."""
     import jax
     from jax.extend.core import jaxpr_as_fun
 

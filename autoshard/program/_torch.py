@@ -35,7 +35,7 @@ class TrainOptions:
     gradient_groups: int = 1
     """Parts of each microbatch, or of the batch of a pipeline, whose gradients are summed only after all of them."""
     own_loss: bool = False
-    """Whether the user gave the loss, so that it may be no mean over examples."""
+    """True if the user gave the loss, which may be no mean over examples."""
 
 
 @collecting_seldom()
