@@ -62,6 +62,11 @@ class Reduced:
     division: int = -1
     """The number of the operation of its trace that divides, for a quotient."""
 
+    @classmethod
+    def unread(cls) -> "Reduced":
+        """Return what is known of a loss that is computed in 64 bits."""
+        return cls(Reduction.OTHER, "numbers of 64 bits, in which no reduction is looked for")
+
 
 def reduction_of(loss: Callable[..., Any], args: Sequence[Any], batch: int, parts: int) -> Reduced:
     """Read how `loss(*args)` reduces `args[batch]`, which is cut into `parts`; the first of `args` are parameters."""

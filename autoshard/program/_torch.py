@@ -252,7 +252,8 @@ def torch_program(
         _check_microbatches(train.microbatches, groups, batch, updates, name)
         count, reduction = train.microbatches * groups, Reduced()
         if train.own_loss and count > 1:
-            reduction = reduction_of(counted, (params, batch, *extra), 1, count)
+            known = not function.wide
+            reduction = reduction_of(counted, (params, batch, *extra), 1, count) if known else Reduced.unread()
         if reduction.why:
             notes = (
                 *notes,

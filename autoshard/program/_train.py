@@ -120,14 +120,15 @@ def gradient_step(loss_fn: Callable[..., Any], *, aux: bool = False, **forms: An
     import jax.numpy as jnp
     import optax
 
-    # The state after an update is the gradient, which is all that the optimizer does.
-    seeing = optax.GradientTransformation(
-        lambda params: None, lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads)
-    )
+    def keep(updates: Any, state: Any, params: Any = None) -> Any:
+        """Change no parameter; the state is the gradient."""
+        return jax.tree.map(jnp.zeros_like, updates), updates
+
+    seeing = optax.GradientTransformation(lambda params: (), keep)
     inner = training_step(loss_fn, seeing, aux=aux, **forms)
 
     def step(params: Any, batch: Any, *buffers: Any) -> Any:
-        _, gradients, *updated, loss = inner(params, None, batch, *buffers)
+        _, gradients, *updated, loss = inner(params, (), batch, *buffers)
         return (loss, gradients), updated[0] if updated else {}
 
     return step

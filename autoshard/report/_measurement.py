@@ -65,7 +65,7 @@ def _eager(figures: Mapping[str, Any]) -> Text:
     if worst is not None:
         name = worst["kind"] if worst["kind"] == worst["name"] else f"{worst['kind']} {clean(worst['name'])}".strip()
         words += f"; the largest difference is {worst['rel_diff']:.1e} of a tensor's maximum ({name})"
-    if not passed:
+    if worst is not None and not passed:
         words += f", and {worst['allowed']:.0e} is allowed"
     text.append(words, style="not bold default")
     if figures["form"]:
