@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 WIDTH, BATCH, LENGTH, ROWS = 8, 8, 4, 12
@@ -356,7 +357,7 @@ class Layer(nn.Module):
                 return y * (1 + 0.1 * self.count)
             case "step":
                 y = y / (1 + self.count)
-                self.count.add_(2)
+                self.get_buffer("count").add_(2)
                 return y
             case "running":
                 self.mean.mul_(0.9).add_(0.1 * y.detach().mean((0, 1)))
@@ -416,7 +417,7 @@ class Layer(nn.Module):
         if self.shared in ("submodule by all", "submodule by two", "held list") and hasattr(self, "common"):
             y = (self.common[0] if isinstance(self.common, list) else self.common)(y)
         if self.shared == "buffer by all":
-            y = y * self.table
+            y = y * self.get_buffer("table")
         y = self._written(self._buffered(self._placed(y)))
         if shift is not None:
             y = y + shift
@@ -478,7 +479,7 @@ class Net(nn.Module):
             case "dict" | "named dict":
                 return list(self.layers.values())
             case "nested list":
-                return [layer for part in self.layers for layer in part]
+                return [layer for part in self.layers.children() for layer in part.children()]
             case "attributes":
                 return [getattr(self, f"layer{i}") for i in range(self.words.layers)]
         return list(self.layers)
@@ -632,7 +633,7 @@ class Net(nn.Module):
 
         def call(layer: Any, x: Any) -> Any:
             if recipe.extra == "checkpoint":
-                return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+                return checkpoint(layer, x, use_reentrant=False)
             if recipe.extra == "no grad" and layer is self.ordered()[0]:
                 with torch.no_grad():
                     return layer(x)

@@ -78,6 +78,8 @@ class EagerTwin:
             forms.append("in float32")
         if function.attention != "plain":
             forms.append("with plain attention")
+        if function.drops_tokens:
+            forms.append("with room for every token at its experts")
         return dataclasses.replace(self, form=", ".join(forms))
 
     def host_module(self, seed: int) -> Any:
@@ -156,8 +158,8 @@ class EagerTwin:
             said = " ".join(str(error).split())[:200].rstrip(".")
             raise UserError(f"it does not run on the host ({type(error).__name__}: {said})") from error
 
-    def run_traced(self, module: Any, batch: Mapping[str, Any]) -> _Results:
-        """Run the traced step on the weights of `module`, in 32-bit floats and with plain attention."""
+    def run_traced(self, module: Any, batch: Mapping[str, Any], double: bool = False) -> _Results:
+        """Run the traced step on the weights of `module`, with plain attention, in floats of 32 bits, or of 64."""
         import jax
         import numpy as np
 
@@ -165,21 +167,21 @@ class EagerTwin:
         own = _tensors_of(module)
 
         def values(names: Any) -> dict[str, Any]:
-            arrays = {name: [_wide(host_array(own[key])) for key in function._members(name)] for name in names}
+            arrays = {name: [widened(host_array(own[key])) for key in function._members(name)] for name in names}
             return {name: np.stack(each) if name in function.members else each[0] for name, each in arrays.items()}
 
         def parts_of(name: str, value: Any) -> dict[str, Any]:
             names = function._members(name)
             return dict(zip(names, value, strict=True)) if name in function.members else {names[0]: value}
 
+        def widened(array: Any) -> Any:
+            value = _wide(array)
+            return value.astype(np.float64) if double and value.dtype == np.float32 else value
+
         buffers = values(function.buffers)
-        before = function.compute_dtype, function.attention
-        try:
-            function.compute_dtype, function.attention = None, "plain"
+        with function.as_eager(double), jax.enable_x64(double):
             given = (values(function.params), dict(batch), *([buffers] if buffers else []))
             result, updated = jax.device_get(jax.jit(lambda *args: self.step(*args))(*given))
-        finally:
-            function.compute_dtype, function.attention = before
         after = {name: _wide(value) for name, value in _buffers_of(module).items()}
         for name in updated.keys() - function.frozen:
             after |= parts_of(name, updated[name])

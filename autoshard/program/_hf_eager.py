@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -110,4 +111,5 @@ def reduced_twin(program: Any, parameters: int) -> EagerTwin:
     twin = program.eager
     if twin.parameters > parameters:
         raise UserError("no smaller form of its configuration is known")
-    return dataclasses.replace(twin, form=form_words(twin.function.module))
+    forms = filter(None, (form_words(twin.function.module), twin.judged(parameters, math.inf).form))
+    return dataclasses.replace(twin, form=", ".join(forms))

@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from autoshard.errors import UserError
@@ -198,6 +198,26 @@ class TorchFunction:
             self.members[name] = (block, offset, key)
         kind[name] = jax.ShapeDtypeStruct(shape, dtype)
         return {name}
+
+    @property
+    def drops_tokens(self) -> bool:
+        """True if the experts of a mixture may have no room for some tokens."""
+        form = self.experts or ExpertForm()
+        return form.limited and any(hasattr(child, "experts") for child in self.module.modules())
+
+    @contextlib.contextmanager
+    def as_eager(self, wide: bool) -> Iterator[None]:
+        """While inside, compute what eager torch does: in the weights' dtype, with scores in memory, for all tokens."""
+        names = ("compute_dtype", "attention", "experts", "capacity_factor", "wide")
+        before = {name: getattr(self, name) for name in names}
+        self.compute_dtype, self.attention, self.wide = None, "plain", wide or self.wide
+        if (self.experts or ExpertForm()).limited:
+            self.experts, self.capacity_factor = ExpertForm(all_slots=True), None
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
 
     def __call__(
         self, params: Mapping[str, Any], args: Any, kwargs: Any, buffers: Mapping[str, Any] | None = None

@@ -1,0 +1,22 @@
+"""Real models whose layers know their number, or carry adapters that differ, beside eager torch.
+
+`experiments/torch_layers.py` compares all of them.
+"""
+
+import pytest
+from torch_layers import Row, work
+
+
+@pytest.mark.parametrize(
+    ("row", "stacks"),
+    [
+        (Row("numbered", "gpt2"), []),
+        (Row("frozen", "llama", "frozen_first"), [2, 2]),
+        (Row("adapters", "llama", "LoRA, patterns of scales"), [2]),
+        (Row("adapters", "llama", "VeRA"), [4]),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_layers_of_real_models_compute_their_own(row, stacks):
+    result = work(row)
+    assert (result["status"], result["stacks"]) == ("equal", stacks), result
