@@ -125,6 +125,8 @@ def from_torch(
         pipeline=pipeline,
     )
     function.keeps_writes = True
+    if train:
+        _check_storages(module, label)
     _note_widths(function, input_names(module, len(inputs)), inputs, dict(kwargs or {}))
     batch, rebuild, examples = _split_inputs(module, inputs, dict(kwargs or {}), targets)
     if train and loss is None:
@@ -325,6 +327,25 @@ def _note_widths(function: TorchFunction, names: Sequence[str], inputs: tuple[An
                 f"input `{leaf_name(path)}` {reason}, and a planned step takes whole numbers of 32 bits: hash or "
                 "number them anew before the step."
             )
+
+
+def _check_storages(module: Any, label: str) -> None:
+    """Raises `UserError` for two trained parameters that share elements: a planned step would train them apart."""
+    ranges: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.numel():
+            start = parameter.storage_offset()
+            span = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            storage = parameter.untyped_storage()._cdata
+            ranges.setdefault(storage, []).append((start, start + span, name))
+    for each in ranges.values():
+        each.sort()
+        for (_, stop, first), (start, _, second) in zip(each, each[1:], strict=False):
+            if start <= stop:
+                raise UserError(
+                    f"`{label}` has two parameters that share elements, `{first}` and `{second}`, which a planned step "
+                    "would train apart: make them one parameter, or one a view that is computed in `forward`."
+                )
 
 
 def _model_flops(count: Sequence[float], train: TrainOptions | None) -> float:

@@ -475,3 +475,15 @@ class Growing(Counting):
 def test_a_buffer_that_grows_is_refused():
     with pytest.raises(UserError, match=r"assigns float32\[2\] to `seen`, which is \[\]"):
         from_torch(Growing(), torch.randn(4, 8))
+
+
+def test_parameters_that_share_elements_are_not_trained_apart():
+    wide, narrow = nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False)
+    module = nn.Sequential(wide, narrow)
+    narrow.weight = nn.Parameter(wide.weight.data[:4])
+    with pytest.raises(UserError, match="share elements, `1.weight` and `0.weight`, which a planned step would train"):
+        from_torch(module, torch.randn(4, 8), train=True)
+    assert from_torch(module, torch.randn(4, 8))
+    flat = torch.randn(96)
+    wide.weight, narrow.weight = (nn.Parameter(x) for x in (flat[:64].view(8, 8), flat[64:].view(4, 8)))
+    assert from_torch(module, torch.randn(4, 8), train=True)
