@@ -14,7 +14,7 @@ from tests.random_modules import WORDS, Recipe, allowed, build, inputs, loss
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one module."""
+    """The result of one module."""
 
     kind: str
     """`equal`, `refused`, `differs`, `raised`, or `changed`: the step is right, and the user's module is another."""
@@ -66,7 +66,7 @@ def cut_down(recipe: Recipe, outcome: Outcome) -> tuple[Recipe, Outcome]:
 
 
 def _called(module: Any, reference: Any, args: Any, kwargs: Any) -> Outcome | None:
-    """How a call of the user's module afterwards differs from one of a module that was never traced."""
+    """Compare a call of the user's module afterwards with one of a module that was never traced."""
     with torch.no_grad():
         try:
             same = torch.equal(module.eval()(*args, **kwargs), reference.eval()(*args, **kwargs))
@@ -88,7 +88,7 @@ def _held(module: Any) -> dict[str, Any]:
 
 
 def _left(module: Any, before: dict[str, Any]) -> Outcome | None:
-    """How a module differs from what it held before it was traced."""
+    """Compare a module with its attributes before it was traced."""
     after = _held(module)
     changed = [name for name in before if name in after and after[name] is not before[name][0]]
     gone, new = sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys())

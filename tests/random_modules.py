@@ -33,7 +33,7 @@ class Recipe:
     attribute: str = ""
     """Type of the attribute that scales what a layer computes."""
     settings: str = ""
-    """How layers differ in it: all `equal`, all `differ`, only the `last`; `private` and differing."""
+    """Differences of the layers in it: all `equal`, all `differ`, only the `last`; `private` and differing."""
     position: str = ""
     shared: str = ""
     frozen: str = ""
@@ -276,7 +276,7 @@ class Adapter(nn.Module):
 
 
 class Inner(nn.Module):
-    """Where an attribute stands one level further inside."""
+    """A holder of an attribute, one level further inside."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -725,7 +725,7 @@ def build(recipe: Recipe) -> Net:
 
 
 def inputs(recipe: Recipe) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a module is called with; ids have ties and both ends."""
+    """Draw the inputs of a module; ids have ties and both ends."""
     random = torch.Generator().manual_seed(recipe.seed)
     x = torch.randn(BATCH, LENGTH, WIDTH, generator=random)
     if recipe.inputs == "ids":

@@ -18,7 +18,7 @@ _Results = tuple[Any, dict[str, Any], dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EagerCall:
-    """How a torch module is called in eager torch."""
+    """The call of a torch module in eager torch."""
 
     call: Callable[[Any, Mapping[str, Any]], Any]
     """`call(module, batch)`: the result of the module for host arrays, or the loss."""

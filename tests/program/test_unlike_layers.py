@@ -49,7 +49,7 @@ def default(scale):
     return apply
 
 
-# What a layer holds, from its number; and what its forward computes of that and of a tensor.
+# An attribute of a layer by its number, and the use that its forward makes of it.
 HELD = {
     "tensor": (lambda i: torch.tensor(i + 0.5), lambda held, x: x * held),
     "tensors in a list": (lambda i: [torch.tensor(i + 0.5)], lambda held, x: x * held[0]),
@@ -325,7 +325,7 @@ class Keeping(nn.Module):
 
 
 def contents(value, memo):
-    """What can be reached from a module, by identity."""
+    """List everything that can be reached from a module, by identity."""
     if id(value) in memo:
         return id(value)
     memo.add(id(value))

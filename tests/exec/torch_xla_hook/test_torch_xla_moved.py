@@ -47,7 +47,7 @@ def test_all_planned_steps_of_pools_equal_eager_torch():
 
 @pytest.mark.full
 def test_gradients_that_are_wrong_hooked_are_wrong_without():
-    """Of max pools with stride 1 along a dim that the script splits. Forward passes are right."""
+    """Compare max pools with stride 1 along a dim that the script splits. Forward passes are right."""
     rows = {mode: modes.run_mode(mode, MODULE, *WRONG_UPSTREAM, XLA_AUTO_SPMD_MESH="8") for mode in ("spmd", "auto")}
     for name in WRONG_UPSTREAM:
         right = modes.eager(MODULE, name)
