@@ -19,6 +19,7 @@ from autoshard.program._policy import Policy
 from autoshard.program._reads import media_in_place
 from autoshard.program._recurrent import torchs_own_gru
 from autoshard.program._remat import numbered_layers, parse_remat, remat_text, split_blocks
+from autoshard.program._saved_hooks import without_stale_hooks
 from autoshard.program._scan import checkpointed_lists, scanned
 from autoshard.program._scan_run import LayerRemat, LayerWeights, NotRepeatedError
 from autoshard.program._scan_stages import Firsts, find_along, staged_blocks
@@ -274,6 +275,7 @@ class TorchFunction:
             else:
                 outer[name] = constant
         with contextlib.ExitStack() as stack:
+            stack.enter_context(without_stale_hooks())
             stack.enter_context(contextlib.nullcontext() if self.wide else narrow())
             self.assigned = stack.enter_context(preserved(self.module))
             if self.mode is not None:
