@@ -183,8 +183,12 @@ class EagerTwin:
             given = (values(function.params), dict(batch), *([buffers] if buffers else []))
             result, updated = jax.device_get(jax.jit(lambda *args: self.step(*args))(*given))
         after = {name: _wide(value) for name, value in _buffers_of(module).items()}
-        for name in updated.keys() - function.frozen:
-            after |= parts_of(name, updated[name])
+        given_back = {
+            k: v for name in updated.keys() - function.frozen for k, v in parts_of(name, updated[name]).items()
+        }
+        after |= {
+            alias: value for key, value in given_back.items() for alias in _aliases(module, own[key])
+        } | given_back
         if not self.training:
             return result, {}, after
         first, gradients = _first_names(module), dict[str, Any]()
@@ -285,6 +289,11 @@ def _gradients(loss: Any, named: Mapping[str, Any]) -> dict[str, Any]:
 
 def _buffers_of(module: Any) -> dict[str, Any]:
     return {name: host_array(value) for name, value in module.named_buffers(remove_duplicate=False)}
+
+
+def _aliases(module: Any, buffer: Any) -> list[str]:
+    """All names of one buffer: a module may stand in several places."""
+    return [name for name, each in module.named_buffers(remove_duplicate=False) if each is buffer]
 
 
 def _tensors_of(module: Any) -> dict[str, Any]:
