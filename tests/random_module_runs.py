@@ -105,3 +105,37 @@ def _left(module: Any, before: dict[str, Any]) -> Outcome | None:
                 "changed", f"{word}: {names[0].removeprefix('.')}" + (f" and {len(names) - 1} more" * (len(names) > 1))
             )
     return None
+
+
+def run_planned(recipe: Recipe) -> str:
+    """Plan the step of `recipe` for 8 CPU devices and run it: `split`, `whole`, `refused: ...` or `differs: ...`.
+
+    So small a step is fastest on one device: the batch and the head are pinned, so that something is split.
+    """
+    from autoshard import plan
+    from autoshard.exec import measure
+
+    args, kwargs = inputs(recipe)
+    given = {**dict(zip(("x", "other"), args, strict=False)), **kwargs}
+    pins = {f"batch.{name}": "data" + ",None" * (value.ndim - 1) for name, value in given.items()}
+    pins |= {"head.weight": "model,None"}
+    planned, reason = None, ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            program = from_torch(build(recipe), args, kwargs, train=True, loss=loss, optimizer="sgd")
+        except UserError as error:
+            return f"refused: {error}"
+        while planned is None:
+            try:
+                planned = plan(program, topology="cpu:8", mesh={"data": 4, "model": 2}, pins=pins, time_limit=10.0)
+            except UserError as error:
+                reason = reason or str(error)
+                if not pins:
+                    return f"refused: {reason}"
+                pins.popitem()
+        check = measure(program, planned, steps=1, warmup=0, check=True).check
+    if check is None or not check.passed:
+        return f"differs: {check and check.worst}"
+    specs = (*planned.arguments.values(), *planned.results.values(), *(pin.spec for pin in planned.pins))
+    return "split" if any(spec.axes for spec in specs) else "whole"

@@ -220,6 +220,10 @@ def allowed(recipe: Recipe) -> Recipe:
         change["inputs"] = "ids"
     if recipe.adapters == "adapters alone" and recipe.frozen:
         change["frozen"] = ""
+    if recipe.adapters == "adapters alone" and recipe.override in ("method", "lambda"):
+        change["override"] = "partial"
+    if recipe.hooks == "kwargs" and recipe.inputs == "two":
+        change["inputs"] = "keyword"
     if recipe.writes == "residual" and recipe.extra == "checkpoint":
         change["extra"] = ""
     return dataclasses.replace(recipe, **change)

@@ -6,7 +6,7 @@ Forty modules, and eighty in full; `experiments/random_modules.py` traces three 
 import pytest
 import torch
 
-from tests.random_module_runs import cut_down, run
+from tests.random_module_runs import cut_down, run, run_planned
 from tests.random_modules import WORDS, Recipe, build, random_recipe
 
 
@@ -25,6 +25,11 @@ def test_a_traced_module_computes_what_eager_torch_does(seed: int):
         smaller, why = cut_down(recipe, outcome)
         pytest.fail(f"{smaller} {why.kind}: {why.text} (of {recipe}: {outcome.text})")
     assert len(REFUSED) <= 4, REFUSED
+
+
+@pytest.mark.parametrize("seed", [0, 32, 47])
+def test_a_planned_module_computes_what_the_unplanned_one_does(seed: int):
+    assert run_planned(random_recipe(seed)) == "split"
 
 
 def test_a_module_is_the_same_for_its_seed_alone():
