@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from autoshard.program._examples import ExampleDim, place_of, summed
+
 
 class Reduction(enum.Enum):
     """The way from values of the parts of a batch to that of the whole."""
@@ -49,6 +51,8 @@ class _Value:
     """True if it depends on parameters."""
     why: str = ""
     """The operation that makes it `OTHER`."""
+    place: ExampleDim | None = None
+    """The place of examples in a value of kind `EACH`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +86,7 @@ def reduction_of(loss: Callable[..., Any], args: Sequence[Any], batch: int, part
     before = sum(len(jax.tree.leaves(each)) for each in args[:batch])
     examples = range(before, before + len(jax.tree.leaves(part)))
     given = [
-        _Value(Reduction.EACH if number in examples else Reduction.CONST, number < trained)
+        _Value(Reduction.EACH, place=ExampleDim(0)) if number in examples else _Value(Reduction.CONST, number < trained)
         for number in range(len(whole.jaxpr.invars))
     ]
     known: dict[Any, _Value] = {}
@@ -105,7 +109,7 @@ def _division(jaxpr: Any, known: dict[Any, _Value]) -> int:
         eqn = jaxpr.eqns[number]
         before = [v for v in eqn.invars if not hasattr(v, "val") and v in known and known[v].kind is Reduction.QUOTIENT]
         if not before:
-            return number if eqn.primitive.name == "div" else -1
+            return number if eqn.primitive.name == "div" and not eqn.outvars[0].aval.shape else -1
         if before[0] not in maker:
             return -1
         number = maker[before[0]]
@@ -127,7 +131,7 @@ class _TwoTraces:
         known.update(zip(first.invars, given, strict=True))
         for mine, theirs in zip(first.constvars, second.constvars, strict=False):
             grows = mine.aval.shape != theirs.aval.shape
-            known[mine] = _Value(Reduction.EACH if grows else Reduction.CONST)
+            known[mine] = _Value(Reduction.OTHER, False, _CONSTANT) if grows else _Value(Reduction.CONST)
         steps = list(zip(first.eqns, second.eqns, strict=False))
         if len(first.eqns) != len(second.eqns) or any(a.primitive is not b.primitive for a, b in steps):
             why = "operations that depend on the number of examples"
@@ -160,15 +164,34 @@ class _TwoTraces:
             if len(calls[0].jaxpr.invars) == len(operands) and len(calls[0].jaxpr.outvars) == len(mine.outvars):
                 return self.read(calls[0], calls[1], operands, {})
         trained = any(value.trained for value in operands)
-        return [
-            _Value(kind, trained, why)
-            for a, b in zip(mine.outvars, theirs.outvars, strict=True)
-            for kind, why in [self._kind(mine, operands, a.aval, b.aval, _grown(mine, theirs))]
-        ]
+        values = []
+        for number, (a, b) in enumerate(zip(mine.outvars, theirs.outvars, strict=True)):
+            if a.aval.shape == b.aval.shape:
+                kind, why = self._reduced(mine, operands, a.aval)
+                values.append(_Value(kind, trained, why))
+            else:
+                values.append(self._each(mine, operands, number, b.aval, trained))
+        return values
 
-    def _kind(
-        self, eqn: Any, operands: Sequence[_Value], result: Any, smaller: Any, grown: Sequence[set[int]]
-    ) -> tuple[Reduction, str]:
+    def _each(self, eqn: Any, operands: Sequence[_Value], number: int, smaller: Any, trained: bool) -> _Value:
+        """Return a result that grows with the batch."""
+        import jax.numpy as jnp
+
+        result = eqn.outvars[number].aval
+        # Numbers of rows in integers are those by which indices are wrapped.
+        exact = {Reduction.COUNT} if not jnp.issubdtype(result.dtype, jnp.inexact) else set()
+        apart = {value.kind for value in operands} <= {Reduction.CONST, Reduction.EACH} | exact
+        grown = [dim for dim, (m, n) in enumerate(zip(result.shape, smaller.shape, strict=True)) if m != n]
+        place = None
+        if apart and len(grown) == 1 and result.size == smaller.size * self.parts:
+            place = place_of(eqn, [value.place for value in operands], grown[0], number)
+        if place is not None:
+            return _Value(Reduction.EACH, trained, place=place)
+        known = next((value.why for value in operands if value.kind is Reduction.OTHER), "")
+        return _Value(Reduction.OTHER, trained, known or f"`{eqn.primitive.name}`, which mixes examples")
+
+    def _reduced(self, eqn: Any, operands: Sequence[_Value], result: Any) -> tuple[Reduction, str]:
+        """Return the kind of a result that has no dim of examples, and the reason for `OTHER`."""
         import jax.numpy as jnp
 
         name = eqn.primitive.name
@@ -176,11 +199,6 @@ class _TwoTraces:
         known = next((value.why for value in operands if value.kind is Reduction.OTHER), "")
         exact = jnp.issubdtype(result.dtype, jnp.inexact)
         truncates = not exact and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.inexact) if eqn.invars else False
-        if result.shape != smaller.shape:
-            # Numbers of rows in integers are those by which indices are wrapped.
-            allowed = {Reduction.CONST, Reduction.EACH} | (set() if exact else {Reduction.COUNT})
-            mixed = set(kinds) - allowed or result.size != smaller.size * self.parts or _mixes(eqn, grown)
-            return (Reduction.OTHER, known or f"`{name}`, which mixes examples") if mixed else (Reduction.EACH, "")
         if known:
             return Reduction.OTHER, _DIVISOR if name == "div" and not operands[0].why else known
         if all(kind is Reduction.CONST for kind in kinds):
@@ -188,9 +206,9 @@ class _TwoTraces:
         found: Reduction | None = None
         first, second = (*kinds, None, None)[:2]
         if name == "reduce_sum" and first is Reduction.EACH:
-            found = Reduction.SUM if grown[0] <= set(eqn.params["axes"]) else None
+            found = Reduction.SUM if summed(operands[0].place) else None
         elif name == "dot_general" and first is second is Reduction.EACH:
-            found = Reduction.SUM
+            found = Reduction.SUM if summed(operands[0].place, operands[1].place) else None
         elif Reduction.EACH in kinds:
             found = None
         elif name == "reduce_sum" or (name in _LINEAR and not truncates):
@@ -216,33 +234,6 @@ def _closed(jaxpr: Any) -> Any:
     from jax.extend.core import ClosedJaxpr
 
     return jaxpr if hasattr(jaxpr, "jaxpr") else ClosedJaxpr(jaxpr, ())
-
-
-def _grown(mine: Any, theirs: Any) -> list[set[int]]:
-    """By operand the dims that grow with the batch."""
-    pairs = [(a.aval.shape, b.aval.shape) for a, b in zip(mine.invars, theirs.invars, strict=True)]
-    return [{dim for dim, (m, n) in enumerate(zip(a, b, strict=True)) if m != n} for a, b in pairs]
-
-
-_RUNNING = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-
-
-def _mixes(eqn: Any, grown: Sequence[set[int]]) -> bool:
-    """Return True if an operation takes some examples apart, or orders or accumulates along them."""
-    name, params = eqn.primitive.name, eqn.params
-    if not grown or not grown[0]:
-        return False
-    shape = eqn.invars[0].aval.shape
-    if name == "slice":
-        whole = [(0, shape[dim]) for dim in grown[0]]
-        return [(params["start_indices"][dim], params["limit_indices"][dim]) for dim in grown[0]] != whole
-    if name == "dynamic_slice":
-        return any(params["slice_sizes"][dim] != shape[dim] for dim in grown[0])
-    if name == "rev":
-        return bool(grown[0] & set(params["dimensions"]))
-    if name == "sort":
-        return params["dimension"] in grown[0]
-    return name in _RUNNING and params["axis"] in grown[0]
 
 
 def taken_apart(loss: Callable[..., Any], division: int) -> Callable[..., tuple[Any, Any]]:

@@ -28,6 +28,13 @@ LOSSES = {
     "by rows": lambda out, targets: out.square().sum() / len(out),
     "over examples first": lambda out, targets: out.sigmoid().mean(0).mean() + 1,
     "picked": lambda out, targets: -out.log_softmax(-1)[torch.arange(len(out)), 0, targets[:, 0].clamp(min=0)].mean(),
+    "picked from rows of all": lambda out, targets: out.flatten(0, 1)[
+        torch.arange(targets.numel()), targets.flatten() % 12
+    ].mean(),
+    "one-hot": lambda out, targets: (torch.zeros_like(out).scatter(-1, targets[..., None] % 12, 1.0) * out).sum(),
+    "joined": lambda out, targets: torch.cat([out, out.sin()]).square().mean(),
+    "dims merged": lambda out, targets: out.transpose(0, 1).flatten(0, 1).view(4, -1, 2, 6).exp().mean(),
+    "dims cut": lambda out, targets: out.reshape(-1, 24).softmax(-1).square().mean(),
 }
 
 
@@ -71,6 +78,13 @@ def test_microbatches_give_the_step_of_the_whole_batch(name, options):
         (lambda out, targets: torch.cat([out[:, 0], torch.ones(1, 12)]).square().sum(), "mixes examples"),
         (lambda out, targets: out.cumsum(0).mean(), "mixes examples"),
         (lambda out, targets: out[0].square().mean(), "reduced over examples"),
+        (lambda out, targets: torch.fft.fft(out.mean(2), dim=0).abs().mean(), "mixes examples"),
+        (lambda out, targets: out.view(-1, 2, 48).diff(dim=1).square().mean(), "`reshape`, which mixes"),
+        (lambda out, targets: out.view(2, -1, 48).diff(dim=0).square().mean(), "`reshape`, which mixes"),
+        (lambda out, targets: (out - out.index_select(0, targets[:, 0] % 2)).square().mean(), "`gather`, which mixes"),
+        (lambda out, targets: (out.mean((1, 2)) * torch.arange(len(out))).mean(), "mixes examples"),
+        (lambda out, targets: functional.avg_pool1d(out.mean((1, 2))[None], 2).square().mean(), "mixes examples"),
+        (lambda out, targets: (out.sum(-1) * (targets >= 0)).sum(0).div((targets >= 0).sum(0)).sum(), "divisor"),
     ],
 )
 def test_a_loss_that_is_no_sum_over_examples_is_noted(loss, seen):

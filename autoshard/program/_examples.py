@@ -1,0 +1,287 @@
+"""Places of examples in the values of a trace: the dim that holds them, through operations that keep them apart."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExampleDim:
+    """The dim of a value that holds examples, with `outer` x examples x `inner` elements in this order."""
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+    alike: bool = False
+    """True if elements are equal along `dim`."""
+    numbers: frozenset[int] = frozenset()
+    """Columns of the last dim that number the places on `dim`; -1 stands for the whole value."""
+
+
+_CALLS = ("scan", "while", "cond", "pallas_call")
+"""Operations whose bodies are not looked into."""
+_EVERYWHERE = frozenset({-1})
+
+
+def place_of(eqn: Any, places: Sequence[ExampleDim | None], dim: int, result: int) -> ExampleDim | None:
+    """Return the place of examples in a result of `eqn`, whose `dim` grows with the batch.
+
+    `places` are those of its operands. Returns None if examples may be mixed.
+    """
+    name = eqn.primitive.name
+    if any(place is not None and place.numbers for place in places):
+        return _numbers(eqn, places, dim)
+    if name in _CALLS:
+        shape = eqn.outvars[result].aval.shape
+        same = [p for v, p in zip(eqn.invars, places, strict=True) if p is not None and v.aval.shape == shape]
+        return next((p for p in same if p.dim == dim and not p.alike), ExampleDim(dim))
+    if name == "iota":
+        return ExampleDim(dim, alike=True, numbers=_EVERYWHERE if eqn.params["dimension"] == dim else frozenset())
+    if all(place is None for place in places):
+        return ExampleDim(dim, alike=True) if name == "broadcast_in_dim" else None
+    place = _RULES.get(name, _elementwise)(eqn, places)
+    return place if place is not None and place.dim == dim else None
+
+
+def together(places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    """Return the place of examples in operands of one shape; None if examples differ in place or there are none."""
+    given = [place for place in places if place is not None]
+    own = [place for place in given if not place.alike] or given
+    agree = own and len({place.dim for place in given}) == 1 and len(set(own)) == 1
+    return own[0] if agree else None
+
+
+def summed(*places: ExampleDim | None) -> bool:
+    """Return True if a sum over the dims of examples, or of products along these, is one over examples."""
+    plain = [dataclasses.replace(place, dim=0) for place in places if place is not None and not place.numbers]
+    return len(plain) == len(places) and together(plain) is not None
+
+
+def _numbers(eqn: Any, places: Sequence[ExampleDim | None], dim: int) -> ExampleDim | None:
+    """Return the place of examples where operands number them, as indices of an example's own row do."""
+    name, plain = eqn.primitive.name, [place for place in places if place is not None]
+    if name in ("gather", "scatter", "scatter-add", "scatter_add"):
+        place = _RULES[name](eqn, places)
+        return place if place is not None and place.dim == dim else None
+    if name == "concatenate" and eqn.params["dimension"] == len(eqn.outvars[0].aval.shape) - 1 != dim:
+        columns: set[int] = set()
+        start = 0
+        for operand, place in zip(eqn.invars, places, strict=True):
+            width = operand.aval.shape[-1]
+            if place is not None and place.numbers == _EVERYWHERE:
+                columns.update(range(start, start + width))
+            elif place is not None and place.numbers:
+                return None
+            start += width
+        bare = together([place and dataclasses.replace(place, numbers=frozenset()) for place in places])
+        return bare and dataclasses.replace(bare, numbers=frozenset(columns))
+    if any(place.numbers != _EVERYWHERE for place in plain if place.numbers):
+        return None
+    if name in ("lt", "ge") and _literal(eqn.invars[1]) == 0:
+        return ExampleDim(dim, alike=True)
+    # Negative indices count from the end: `select_n(number < 0, number, number + rows)`.
+    rows = eqn.outvars[0].aval.shape[dim]
+    steps = {"add": (0, rows), "mul": (1,)}
+    kept = name in ("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy", "select_n")
+    if name in steps:
+        kept = len(plain) == 1 and any(_literal(each) in steps[name] for each in eqn.invars)
+    if name == "select_n":
+        kept = all(place is not None and place.numbers for place in places[1:])
+    if name == "convert_element_type":
+        kept = eqn.params["new_dtype"].kind in "iu"
+    first = next(place for place in plain if place.numbers)
+    size = max(operand.aval.shape[first.dim] for operand, p in zip(eqn.invars, places, strict=True) if p is first)
+    return ExampleDim(dim, alike=True, numbers=_EVERYWHERE) if kept and size == rows else None
+
+
+def _literal(operand: Any) -> Any:
+    return operand.val if hasattr(operand, "val") and not operand.aval.shape else None
+
+
+def _elementwise(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    rank = len(eqn.outvars[0].aval.shape)
+    return together(places) if all(len(operand.aval.shape) in (0, rank) for operand in eqn.invars) else None
+
+
+def _reshaped(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    before, after, place = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, places[0]
+    assert place is not None
+    # Elements of an example stand together, at equal distances: a dim that cuts them up mixes nothing.
+    outer, inner = place.outer * math.prod(before[: place.dim]), place.inner * math.prod(before[place.dim + 1 :])
+    for dim in range(len(after)):
+        front, back = math.prod(after[:dim]), math.prod(after[dim + 1 :])
+        if outer % front == 0 and inner % back == 0 and after[dim] > (outer // front) * (inner // back):
+            outer, inner = outer // front, inner // back
+            return dataclasses.replace(
+                place, dim=dim, outer=outer, inner=inner, alike=place.alike and outer * inner == 1
+            )
+    return None
+
+
+def _broadcast(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    place = places[0]
+    assert place is not None
+    return dataclasses.replace(place, dim=eqn.params["broadcast_dimensions"][place.dim])
+
+
+def _transposed(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    place = places[0]
+    assert place is not None
+    return dataclasses.replace(place, dim=eqn.params["permutation"].index(place.dim))
+
+
+def _reduced(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    place, axes = together(places), eqn.params["axes"]
+    if place is None or place.dim in axes:
+        return None
+    return dataclasses.replace(place, dim=place.dim - sum(axis < place.dim for axis in axes))
+
+
+def _along(*names: str) -> Any:
+    """Return the rule of operations that move or accumulate along the dim in one of the parameters `names`."""
+
+    def rule(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+        place = together(places)
+        along = [eqn.params[name] for name in names if name in eqn.params]
+        dims = {dim for each in along for dim in (each if isinstance(each, (tuple, list)) else (each,))}
+        return None if place is None or not along or place.dim in dims else place
+
+    return rule
+
+
+def _sliced(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    """Return the place of examples, all of which are in the result; starts that are values follow the operands."""
+    count = 2 if eqn.primitive.name == "dynamic_update_slice" else 1
+    if any(place is not None for place in places[count:]):
+        return None
+    place = together(places[:count])
+    whole = place is not None and len({v.aval.shape[place.dim] for v in (*eqn.invars[:count], *eqn.outvars)}) == 1
+    return place if whole else None
+
+
+def _matrices(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    place, own = together(places), len(eqn.params.get("fft_lengths", (0, 0)))
+    return place if place is not None and place.dim < len(eqn.outvars[0].aval.shape) - own else None
+
+
+def _joined(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    place = together(places)
+    if place is None or place.dim != eqn.params["dimension"]:
+        return place
+    if place.outer != 1 or any(each is None for each in places):
+        return None
+    return dataclasses.replace(place, outer=len(places), alike=False)
+
+
+def _padded(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    place = places[0]
+    return place if place is not None and eqn.params["padding_config"][place.dim] == (0, 0, 0) else None
+
+
+def _windowed(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    place = together(places)
+    return place if place is not None and eqn.params["window_dimensions"][place.dim] == 1 else None
+
+
+def _multiplied(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    contracted, batch = eqn.params["dimension_numbers"]
+    results: list[ExampleDim | None] = []
+    free = len(batch[0])
+    for operand, place, over, shared in zip(eqn.invars, places, contracted, batch, strict=True):
+        others = [dim for dim in range(len(operand.aval.shape)) if dim not in over and dim not in shared]
+        if place is not None:
+            if place.dim in over:
+                return None
+            dim = shared.index(place.dim) if place.dim in shared else free + others.index(place.dim)
+            results.append(dataclasses.replace(place, dim=dim))
+        free += len(others)
+    return together(results)
+
+
+def _convolved(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    place, numbers = places[0], eqn.params["dimension_numbers"]
+    if place is None or places[1] is not None or eqn.params["batch_group_count"] != 1:
+        return None
+    return dataclasses.replace(place, dim=numbers.out_spec[0]) if place.dim == numbers.lhs_spec[0] else None
+
+
+def _own_row(
+    place: ExampleDim | None,
+    dim: int,
+    indices: ExampleDim | None,
+    columns: Sequence[int],
+    batching: Sequence[Sequence[int]],
+) -> bool:
+    """Return whether every example indexes its own row on `dim`, by number or as dims that are batched."""
+    if indices is None:
+        return False
+    if dim in batching[0]:
+        return batching[1][batching[0].index(dim)] == indices.dim
+    if dim not in columns:
+        return False
+    return bool(indices.numbers & {-1, columns.index(dim)}) or (place is not None and place.alike)
+
+
+def _gathered(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    numbers, place, indices = eqn.params["dimension_numbers"], places[0], places[1]
+    rows = [dim for dim in range(len(eqn.outvars[0].aval.shape)) if dim not in numbers.offset_dims]
+    if place is None:
+        assert indices is not None
+        return None if indices.numbers else dataclasses.replace(indices, dim=rows[indices.dim])
+    shape, dim = eqn.invars[0].aval.shape, place.dim
+    batching = (numbers.operand_batching_dims, numbers.start_indices_batching_dims)
+    if indices is not None and _own_row(place, dim, indices, numbers.start_index_map, batching):
+        own = together([dataclasses.replace(each, dim=rows[indices.dim]) for each in _bare(place, indices)])
+        return own if eqn.outvars[0].aval.shape[rows[indices.dim]] == shape[dim] else None
+    if indices is not None or eqn.params["slice_sizes"][dim] != shape[dim]:
+        return None
+    left = [d for d in range(len(shape)) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
+    return dataclasses.replace(place, dim=numbers.offset_dims[left.index(dim)])
+
+
+def _scattered(eqn: Any, places: Sequence[ExampleDim | None]) -> ExampleDim | None:
+    numbers = eqn.params["dimension_numbers"]
+    place, indices, updates = places
+    batching = (numbers.operand_batching_dims, numbers.scatter_indices_batching_dims)
+    if place is None:
+        return None
+    given = () if updates is None else (dataclasses.replace(updates, dim=place.dim),)
+    if indices is None:
+        inner = place.dim not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+        return together([place, *given]) if inner else None
+    rows = {eqn.invars[0].aval.shape[place.dim], eqn.invars[1].aval.shape[indices.dim]}
+    unmarked = dataclasses.replace(place, alike=False)
+    if len(rows) > 1 or not _own_row(unmarked, place.dim, indices, numbers.scatter_dims_to_operand_dims, batching):
+        return None
+    return together([*_bare(place, dataclasses.replace(indices, dim=place.dim)), *given])
+
+
+def _bare(*places: ExampleDim) -> list[ExampleDim]:
+    return [dataclasses.replace(place, numbers=frozenset()) for place in places]
+
+
+_RULES = {
+    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshaped),
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transposed,
+    **dict.fromkeys(
+        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor"), _reduced
+    ),
+    **dict.fromkeys(("argmax", "argmin", "reduce"), _reduced),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
+    **dict.fromkeys(("sort", "rev"), _along("dimension", "dimensions")),
+    **dict.fromkeys(("top_k", "split", "approx_top_k"), _along("axis", "reduction_dimension")),
+    **dict.fromkeys(
+        ("fft", "cholesky", "triangular_solve", "eigh", "lu", "qr", "svd", "householder_product"), _matrices
+    ),
+    **dict.fromkeys(("slice", "dynamic_slice", "dynamic_update_slice"), _sliced),
+    "concatenate": _joined,
+    "pad": _padded,
+    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"), _windowed),
+    **dict.fromkeys(("select_and_gather_add", "select_and_scatter_add"), _windowed),
+    "dot_general": _multiplied,
+    "conv_general_dilated": _convolved,
+    "gather": _gathered,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), _scattered),
+}
