@@ -67,6 +67,13 @@ class _Pending:
         self.shape, self.dtype, self.ndim = shape, dtype, len(shape)
 
 
+def _modes() -> tuple[bool, ...]:
+    """Return which of torch's modes are on that change what layers compute: gradients, and automatic casts."""
+    import torch
+
+    return torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+
+
 @dataclasses.dataclass(slots=True)
 class _Call:
     """How the first group calls one of its layers."""
@@ -77,6 +84,8 @@ class _Call:
     """Puts `leaves` back into arguments."""
     links: dict[int, int] | None = None
     """Which of `leaves` are which of the outputs of the layer before; of the first layer, from the second group on."""
+    modes: tuple[bool, ...] = dataclasses.field(default_factory=_modes)
+    """Modes of torch in which it is called."""
 
 
 class BlockRun:
@@ -156,6 +165,8 @@ class BlockRun:
                 self._check_state()
             if not self._same(first, leaves, tree, links):
                 raise self._not("the layers are called with different arguments")
+            if first.modes != _modes():
+                raise self._not("some layers are called without gradients or with other casts")
         outputs = self.outputs[offset]
         if index + 1 == len(self.layers):
             self._check_alike()

@@ -487,3 +487,25 @@ def test_parameters_that_share_elements_are_not_trained_apart():
     flat = torch.randn(96)
     wide.weight, narrow.weight = (nn.Parameter(x) for x in (flat[:64].view(8, 8), flat[64:].view(4, 8)))
     assert from_torch(module, torch.randn(4, 8), train=True)
+
+
+class Partly(Net):
+    """The first layers are called without gradients."""
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            with torch.set_grad_enabled(number >= 2):
+                x = layer(x)
+        return x
+
+
+def test_layers_that_are_called_without_gradients_have_none():
+    torch.manual_seed(0)
+    module, x = Partly(Numbered(i) for i in range(4)), torch.randn(4, 8)
+    expected, gradients = eager_step(module, x)
+    program, loss, found = training_step(module, x)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for name, gradient in found.items():
+        wanted = gradients.get(name, np.zeros_like(gradient))
+        np.testing.assert_allclose(gradient, wanted, atol=1e-5 * (np.abs(wanted).max() or 1e-3), err_msg=name)
+    assert stacked(program) == []
