@@ -5,13 +5,20 @@ torchax knows nothing of either: what it computes is differentiated by JAX.
 
 import contextlib
 import contextvars
+import sys
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
+from autoshard.errors import UserError
 from autoshard.program import _flops
 
 
 _sparing: contextvars.ContextVar[bool] = contextvars.ContextVar("sparing", default=False)
+
+
+class TorchGradientError(Exception):
+    """Code asks torch for gradients, which torch does not follow through operations that JAX computes."""
 
 
 def follows() -> bool:
@@ -78,8 +85,47 @@ def counted_gradients(given: Any) -> Iterator[list[Any]]:
 
 
 @contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """While inside, raise `TorchGradientError` where code asks torch for gradients.
+
+    torch follows a torchax tensor through some operations and loses it in others: gradients would lack parts.
+    Transforms of `torch.func` wrap tensors, so that operations that lose these raise an error of their own.
+    """
+    import torch
+    from torch.autograd import functional
+
+    def refuse(owner: Any, name: str) -> None:
+        before = getattr(owner, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not _in_transform(sys._getframe(1)):
+                raise TorchGradientError
+            return before(*args, **kwargs)
+
+        setattr(owner, name, run)
+        stack.callback(setattr, owner, name, before)
+
+    with contextlib.ExitStack() as stack:
+        refuse(torch.autograd, "_engine_run_backward")
+        refuse(functional, "_grad_preprocess")
+        yield
+
+
+def _in_transform(frame: FrameType | None) -> bool:
+    """Return True if a frame is called by a transform of `torch.func`."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch._functorch.eager_transforms":
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextlib.contextmanager
 def own_gradients(env: Any) -> Iterator[None]:
-    """While inside, a `torch.autograd.Function` is differentiated by its own `backward`, in torchax's `env`."""
+    """While inside, a `torch.autograd.Function` is differentiated by its own `backward`, in torchax's `env`.
+
+    Raises `TorchGradientError` where code asks torch for other gradients.
+    """
     from torch.autograd.function import Function
     from torch.utils.checkpoint import CheckpointFunction
 
@@ -95,7 +141,8 @@ def own_gradients(env: Any) -> Iterator[None]:
 
     setattr(Function, "apply", classmethod(apply))  # noqa: B010  # torch declares another type
     try:
-        yield
+        with _refusing():
+            yield
     finally:
         setattr(Function, "apply", before)  # noqa: B010
 
@@ -161,7 +208,7 @@ def _apply(env: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
     def back(saved: list[Any], gradients: list[Any]) -> tuple[Any, ...]:
         held = list(kept["held"])
-        with env, torch.no_grad():
+        with env, torch.no_grad(), _refusing():
             for i, tensor in zip(kept["saved"], env.j2t_iso(saved), strict=True):
                 held[i] = tensor
             context = _Context(needed)
@@ -169,7 +216,13 @@ def _apply(env: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             given: list[Any] = [None] * len(kept["others"])
             for i, gradient in zip(kept["tensors"], gradients, strict=True):
                 given[i] = env.j2t_iso(gradient) if has_gradient(gradient) else None
-            found = function.backward(context, *given)
+            try:
+                found = function.backward(context, *given)
+            except TorchGradientError:
+                raise UserError(
+                    f"`{function.__name__}.backward` asks torch for gradients (`torch.autograd.grad`), which "
+                    "torch does not follow through lowered operations; write the derivative out."
+                ) from None
             found = found if isinstance(found, tuple) else (found,)
             of = {id(each): gradient for each, gradient in zip(args, found, strict=False) if gradient is not None}
             taken = [of.get(id(leaves[i])) for i in places]

@@ -1,10 +1,12 @@
 """The sentence for a torch module that does not lower: which op, which module, which line, what to change."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 from autoshard.errors import UserError
+from autoshard.program._gradients import TorchGradientError
 from autoshard.program._shared import SharedWriteError
 
 
@@ -16,6 +18,10 @@ _VALUES = {
     "TracerIntegerConversionError",
 }
 """What JAX raises when code asks for the values of a tensor while only its shape is known."""
+
+
+_TRANSFORMS = ("torch._functorch.apis", "torch._functorch.eager_transforms")
+"""Modules of the transforms of torch.func."""
 
 
 _MACHINERY = {"_call_impl", "_wrapped_call_impl", "__call__"}
@@ -33,6 +39,19 @@ def lowering_error(error: Exception, label: str, module: Any) -> UserError:
     text = lines[0].rstrip(".") if lines else "no message"
     kind = type(error).__name__
     place = _place(error.__traceback__, module)
+    if isinstance(error, TorchGradientError):
+        return UserError(
+            f"`{label}` could not be lowered: its code asks torch for gradients{place} (`torch.autograd.grad`, "
+            "`backward`, `jacobian`), which torch does not follow through lowered operations; "
+            "write the derivative out, or give the program as a JAX function with `jax.grad`."
+        )
+    if kind not in _VALUES and _passes(error.__traceback__, _TRANSFORMS):
+        return UserError(
+            f"`{label}` could not be lowered: its code calls a transform of torch.func"
+            f"{_place(error.__traceback__, module, _TRANSFORMS)} (`vmap`, `grad`, "
+            "`jacrev`, `jvp`) around an operation that has no lowering there; write it for the whole batch, or give "
+            "the program as a JAX function with `jax.vmap` or `jax.grad`."
+        )
     if kind == "OperatorNotFound":
         return UserError(
             f"`{label}` uses a torch operation that has no lowering ({text}){place}; "
@@ -50,7 +69,7 @@ def lowering_error(error: Exception, label: str, module: Any) -> UserError:
             "shapes alone; replace the `if`, `.item()`, `nonzero`, mask index or numpy call by torch.where or a "
             "mask of a fixed size."
         )
-    if _in_triton(error.__traceback__):
+    if _passes(error.__traceback__, ("triton",)):
         return UserError(
             f"`{label}` could not be lowered: it calls a Triton kernel{place}, which runs on a GPU alone; "
             "call the equal torch code instead."
@@ -66,19 +85,27 @@ def place_of(error: Exception, module: Any) -> str:
     return _place(error.__traceback__, module)
 
 
-def _in_triton(trace: TracebackType | None) -> bool:
+def _passes(trace: TracebackType | None, packages: Sequence[str]) -> bool:
+    """Return True if an error was raised in one of the packages, or in code that they called."""
     while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "triton":
+        if _is_of(trace.tb_frame, packages):
             return True
         trace = trace.tb_next
     return False
 
 
-def _place(trace: TracebackType | None, module: Any) -> str:
-    """` in layers.1 (Block.forward at model.py:12)`: the innermost frame of a method of one of the modules."""
+def _is_of(frame: FrameType, packages: Sequence[str]) -> bool:
+    return f"{frame.f_globals.get('__name__', '')}.".startswith(tuple(f"{package}." for package in packages))
+
+
+def _place(trace: TracebackType | None, module: Any, before: Sequence[str] = ()) -> str:
+    """` in layers.1 (Block.forward at model.py:12)`: the innermost frame of a method of one of the modules.
+
+    Frames of the packages in `before`, and those that they call, are left out.
+    """
     paths = {id(child): name for name, child in module.named_modules()}
     found: tuple[FrameType, int] | None = None
-    while trace is not None:
+    while trace is not None and not _is_of(trace.tb_frame, before):
         if id(_owner(trace.tb_frame)) in paths and trace.tb_frame.f_code.co_name not in _MACHINERY:
             found = trace.tb_frame, trace.tb_lineno
         trace = trace.tb_next

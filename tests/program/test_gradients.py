@@ -239,3 +239,93 @@ def test_they_are_in_layers_that_are_scanned_and_computed_again(scan, remat):
     rate = max(np.abs(each).max() for each in moved.values()) / max(np.abs(each).max() for each in gradients.values())
     for name in params:
         close(moved[name], rate * stacked(name, gradients), 1e-5)
+
+
+class Derivative(torch.nn.Module):
+    """A module whose forward pass asks for a derivative of `energy`, which goes through a linear layer."""
+
+    def __init__(self, ask):
+        super().__init__()
+        self.fc, self.ask = torch.nn.Linear(4, 4), ask
+
+    def energy(self, x):
+        return (x * x).sum() + self.fc(x).sin().sum()
+
+    def forward(self, x):
+        return self.fc(x) + self.ask(self, x)
+
+
+def by_backward(self, x):
+    leaf = x.detach().requires_grad_()
+    self.energy(leaf).backward()
+    return leaf.grad
+
+
+def by_grad(self, x):
+    leaf = x.detach().requires_grad_()
+    return torch.autograd.grad(self.energy(leaf), leaf, create_graph=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("ask", "sentence"),
+    [
+        (by_grad, "asks torch for gradients in Derivative.by_grad at test_gradients.py:"),
+        (by_backward, "asks torch for gradients in Derivative.by_backward at test_gradients.py:"),
+        (lambda self, x: torch.autograd.functional.jacobian(self.energy, x), "asks torch for gradients in Derivative"),
+        (lambda self, x: torch.autograd.functional.hessian(self.energy, x)[0, 0], "asks torch for gradients"),
+        (lambda self, x: torch.func.grad(self.energy)(x), "calls a transform of torch.func in Derivative.<lambda>"),
+        (lambda self, x: torch.func.jacrev(self.energy)(x), "calls a transform of torch.func in Derivative.<lambda>"),
+        (lambda self, x: torch.func.jvp(self.energy, (x,), (x,))[1], "calls a transform of torch.func"),
+        (lambda self, x: torch.func.vmap(self.fc)(x), "calls a transform of torch.func in Derivative.<lambda>"),
+    ],
+)
+@pytest.mark.parametrize("train", [False, True])
+def test_derivatives_in_a_forward_pass_are_refused(ask, sentence, train):
+    module = Derivative(ask)
+    with pytest.raises(UserError, match=sentence):
+        from_torch(module, torch.randn(3, 4), train=train)
+    assert torch.autograd.grad(module.energy(leaf := torch.ones(4, requires_grad=True)), leaf)[0].shape == (4,)
+
+
+class AskedInBackward(torch.autograd.Function):
+    """A function whose `backward` computes its forward pass again, and has torch differentiate that."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return (x * x + x.softmax(-1)).sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            return torch.autograd.grad((x * x + x.softmax(-1)).sin(), x, gradient)[0]
+
+
+def test_derivatives_in_a_backward_pass_are_refused():
+    class Asking(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            return AskedInBackward.apply(self.fc(x))
+
+    with pytest.raises(UserError, match="`AskedInBackward.backward` asks torch for gradients"):
+        from_torch(Asking(), torch.randn(3, 4), train=True)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda self, x: torch.func.grad(lambda y: (y.softmax(-1) ** 2).sum())(x),
+        lambda self, x: torch.func.vjp(torch.sin, x)[1](x)[0],
+        lambda self, x: torch.func.vmap(torch.mul)(x, x),
+    ],
+)
+def test_transforms_that_are_followed_give_torchs_values(ask):
+    torch.manual_seed(0)
+    module, x = Derivative(ask), torch.randn(3, 4)
+    program = from_torch(module, x)
+    params, batch = program.make_args(0)
+    close(jax.jit(program.fn)(params, dict.fromkeys(batch, x.numpy())), module(x).detach().numpy(), 1e-6)
