@@ -66,7 +66,10 @@ SPARSE = (
 """Experts, from some layer on or in every other one."""
 MIXED = ("mamba", "mamba2", "jamba", "bamba", "falcon_h1", "recurrent_gemma", "zamba2")
 """State spaces, some with attention between them or with a block that layers share."""
+SHALLOW = {"falcon_h1", "zamba2"}
+"""Models whose fields fit no other number of layers than the reduced one."""
 FIELDS: dict[str, dict[str, Any]] = {
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
     "gptj": {"rotary_dim": 8},
     "codegen": {"rotary_dim": 8},
     "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
@@ -164,12 +167,12 @@ def build(row: Row) -> Any:
     import torch
     import transformers
 
-    fields = tiny(row.kind, 0, causal=True)
-    deep = {key: LAYERS for key in fields if key in ("num_hidden_layers", "n_layer", "num_layers") and fields[key] == 2}
+    plain = tiny(row.kind, 0, causal=True)
+    deep = {key: LAYERS for key in plain if key in ("num_hidden_layers", "n_layer", "num_layers") and plain[key] == 2}
     derived = {"layer_types", "mlp_layer_types"} if deep else set()
-    fields = {key: value for key, value in fields.items() if key not in derived} | deep | FIELDS.get(row.kind, {})
-    kind = fields.pop("model_type", row.kind)
-    config = transformers.AutoConfig.for_model(kind, **fields)
+    deeper = {key: value for key, value in plain.items() if key not in derived} | deep | FIELDS.get(row.kind, {})
+    fields = plain | FIELDS.get(row.kind, {}) if row.kind in SHALLOW else deeper
+    config = transformers.AutoConfig.for_model(fields.pop("model_type", row.kind), **fields)
     config.use_cache = False
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
