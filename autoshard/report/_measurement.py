@@ -35,7 +35,7 @@ def measurement_report(plan: Plan, figures: Mapping[str, Any]) -> RenderableType
     parts: list[RenderableType] = [title, Text(), table]
     if figures.get("profiler"):
         parts.append(Text(f"No time of each collective: {clean(figures['profiler'], 300)}", style="dim"))
-    if "eager" in figures:
+    if figures.get("eager"):
         parts += [Text(), _eager(figures["eager"])]
     if figures.get("check_skipped"):
         parts += [Text(), Text(clean(figures["check_skipped"], 400), style="yellow")]

@@ -293,8 +293,7 @@ def measurement_figures(measurement: Measurement) -> dict[str, Any]:
     if measurement.collective_times is not None:
         figures["collectives"]["times"] = [dataclasses.asdict(time) for time in measurement.collective_times.times]
         figures["profiler"] = measurement.collective_times.note
-    if measurement.eager is not None:
-        figures["eager"] = eager_figures(measurement.eager)
+    figures["eager"] = None if measurement.eager is None else eager_figures(measurement.eager)
     if measurement.check is not None:
         worst = measurement.check.worst
         figures["max_rel_diff"] = measurement.check.max_rel_diff
