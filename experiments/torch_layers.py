@@ -21,7 +21,9 @@ from typing import Any
 
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+if __name__ == "__main__":
+    # Who imports this may start processes that need PyTorch's backends.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from kept import Results, checked_out  # noqa: E402

@@ -12,6 +12,8 @@ from tests.compiling import QUICKLY
 
 
 ROOT = Path(__file__).parents[3]
+NOT_HANDED_ON = ("XLA_", "PJRT_", "AUTOSHARD_", "TORCH_DEVICE_BACKEND_")
+"""Prefixes of the variables of this process that the started ones do not get."""
 
 
 def run_checks(module: str, *names: str, path: str = "", **environment: str) -> dict[str, dict[str, Any]]:
@@ -23,7 +25,7 @@ def run_module(
     module: str, given: Sequence[str], names: Sequence[str], path: str = "", **environment: str
 ) -> dict[str, dict[str, Any]]:
     """Run a module of this directory with the arguments `given` and `names`; return what it printed for each name."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "PJRT_", "AUTOSHARD_"))}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(NOT_HANDED_ON)}
     here: Mapping[str, str] = {
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": "8",
