@@ -10,7 +10,7 @@ _REDUCERS = frozenset({"reduce"})
 def classify(kind: str, rule: Rule | None, operands: list[Tensor], results: list[Tensor]) -> OpClass:
     if rule is None or not results:
         return OpClass.HEAVY
-    if kind in _RESHAPES or kind in _REDUCERS:
+    if kind in _RESHAPES or (kind in _REDUCERS and FactorKind.NEED_REPLICATION not in rule.kinds):
         return OpClass.VIEW
     if kind in ("dynamic_slice", "dynamic_update_slice") and _one_slice(operands, results, kind):
         return OpClass.LAYER

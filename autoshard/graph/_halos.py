@@ -6,9 +6,10 @@ little about where windows lie.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from autoshard.graph._records import FactorKind, Halo, Rule, Tensor
-from autoshard.mlir import convolution_dims, windowed_dims
+from autoshard.mlir import convolution_dims, shifted_dims, windowed_dims
 
 
 _Mapping = tuple[tuple[tuple[int, ...], ...], ...]
@@ -73,5 +74,17 @@ def windowed_rule(
             for dims in draft.results:
                 dims[spot.result] = (new,)
         found.append(Halo(new, spot))
+    if kind == "pad":
+        _part_from_places(draft, attributes, shapes[0], {halo.factor for halo in found})
     final, number = draft.rule()
     return final, tuple(dataclasses.replace(halo, factor=number[halo.factor]) for halo in found)
+
+
+def _part_from_places(
+    draft: _Draft, attributes: Mapping[str, str], shape: Sequence[int], own: AbstractSet[int]
+) -> None:
+    """Make dims permutations that a pad cuts as much as it lengthens: Shardy takes equal sizes for equal places."""
+    for dim in shifted_dims(attributes, len(shape)):
+        (factor,) = draft.operands[0][dim] if len(draft.operands[0][dim]) == 1 else (-1,)
+        if factor >= 0 and factor not in own and draft.kinds[factor] is FactorKind.PARALLEL:
+            draft.operands[0][dim] = draft.results[0][dim] = (draft.factor(shape[dim], FactorKind.PERMUTATION),)

@@ -22,7 +22,7 @@ from autoshard.graph._opaque import read_opaque
 from autoshard.graph._reading import UseReading
 from autoshard.graph._records import Constraint, Halo, Op, Opaque, OpClass, OpGraph
 from autoshard.graph._rotate import strided_dims
-from autoshard.graph._rules import parse_rule, updating_rule
+from autoshard.graph._rules import gathering_rule, parse_rule, updating_rule
 from autoshard.graph._said import CONSTRAINTS, called, read_constraint, read_manual
 from autoshard.graph._shardings import parse_mesh, parse_shardings
 
@@ -103,6 +103,8 @@ class _ModuleReader(UseReading):
         rule = parse_rule(str(attributes["sdy.sharding_rule"])) if "sdy.sharding_rule" in attributes else None
         if rule is not None and kind == "dynamic_update_slice":
             rule = updating_rule(rule)
+        if rule is not None and kind == "reduce" and not mlir.is_combined_by_collectives(op):
+            rule = gathering_rule(rule)
         groups: tuple[tuple[int, ...], ...] = ()
         if kind in COLLECTIVES:
             rule = same_rule([self.tensors[t].shape for t in operands], [self.tensors[t].shape for t in results])

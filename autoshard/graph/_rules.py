@@ -53,6 +53,12 @@ def updating_rule(rule: Rule) -> Rule:
     return dataclasses.replace(rule, kinds=tuple(kinds))
 
 
+def gathering_rule(rule: Rule) -> Rule:
+    """Return the rule of a reduction that no collective combines: dims that it reduces stay whole."""
+    kinds = (FactorKind.NEED_REPLICATION if kind is FactorKind.REDUCTION else kind for kind in rule.kinds)
+    return dataclasses.replace(rule, kinds=tuple(kinds))
+
+
 def _mappings(text: str, index: dict[str, int]) -> tuple[tuple[tuple[int, ...], ...], ...]:
     tensors = []
     for body in re.findall(r"\[([^\]]*)\]", text):

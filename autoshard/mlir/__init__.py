@@ -36,11 +36,13 @@ from autoshard.mlir._files import to_portable as to_portable
 from autoshard.mlir._flow import Flow as Flow
 from autoshard.mlir._flow import Value as Value
 from autoshard.mlir._flow import flow as flow
+from autoshard.mlir._indexing import guard_indexing as guard_indexing
 from autoshard.mlir._inline import inline_calls as inline_calls
 from autoshard.mlir._inline import replace_body as replace_body
 from autoshard.mlir._lines import code_line as code_line
 from autoshard.mlir._lines import source_line as source_line
 from autoshard.mlir._module import attribute_texts as attribute_texts
+from autoshard.mlir._module import is_combined_by_collectives as is_combined_by_collectives
 from autoshard.mlir._module import location_name as location_name
 from autoshard.mlir._module import main_block as main_block
 from autoshard.mlir._module import main_function as main_function
@@ -97,4 +99,5 @@ from autoshard.mlir._windows import WindowedDim as WindowedDim
 from autoshard.mlir._windows import convolution_dims as convolution_dims
 from autoshard.mlir._windows import has_groups as has_groups
 from autoshard.mlir._windows import precision_passes as precision_passes
+from autoshard.mlir._windows import shifted_dims as shifted_dims
 from autoshard.mlir._windows import windowed_dims as windowed_dims

@@ -137,3 +137,23 @@ def attribute_texts(op: Any) -> dict[str, str]:
     """The attributes of an op as MLIR text, by name."""
     attributes = op.attributes
     return {attributes[i].name: str(attributes[i].attr) for i in range(len(attributes))}
+
+
+_COMBINED = frozenset(f"stablehlo.{name}" for name in ("add", "multiply", "maximum", "minimum"))
+_COMBINED_FLAGS = frozenset({"stablehlo.and", "stablehlo.or"})
+
+
+def is_combined_by_collectives(op: Any) -> bool:
+    """Return True for a reduction whose parts on devices an all-reduce combines, or XLA gathers.
+
+    XLA knows sums, products, largest and smallest numbers, and the logical and, and or, of booleans. It gathers the
+    parts of reductions of several values.
+    """
+    from jaxlib.mlir import ir
+
+    if len(op.results) > 1:
+        return True
+    first = op.regions[0].blocks[0].operations[0].operation
+    flags = str(ir.RankedTensorType(op.results[0].type).element_type) == "i1"
+    simple = len(list(op.regions[0].blocks[0].operations)) == 2
+    return simple and first.name in (_COMBINED | _COMBINED_FLAGS if flags else _COMBINED)

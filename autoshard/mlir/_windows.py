@@ -86,9 +86,7 @@ def windowed_dims(
         starts, strides = _numbers(attributes, "start_indices", rank, 0), _numbers(attributes, "strides", rank, 1)
         windows = [Window(stride=s, low=-a) for a, s in zip(starts, strides, strict=True)]
     elif kind == "pad":
-        low, high = (_numbers(attributes, f"edge_padding_{side}", rank, 0) for side in ("low", "high"))
-        gaps = _numbers(attributes, "interior_padding", rank, 0)
-        windows = [Window(low=a, high=b, base=g + 1) for a, b, g in zip(low, high, gaps, strict=True)]
+        windows = _pads(attributes, rank)
     else:
         windows = [w for w in _windows(attributes, rank, "window_dimensions", "base_dilations", "window_dilations")]
     found = []
@@ -104,6 +102,17 @@ def windowed_dims(
         if spot is not None and whole:
             found.append(spot)
     return found
+
+
+def shifted_dims(attributes: Mapping[str, str], rank: int) -> list[int]:
+    """Return the dims that a pad cuts, lengthens or spreads."""
+    return [dim for dim, window in enumerate(_pads(attributes, rank)) if window != Window()]
+
+
+def _pads(attributes: Mapping[str, str], rank: int) -> list[Window]:
+    low, high = (_numbers(attributes, f"edge_padding_{side}", rank, 0) for side in ("low", "high"))
+    gaps = _numbers(attributes, "interior_padding", rank, 0)
+    return [Window(low=a, high=b, base=g + 1) for a, b, g in zip(low, high, gaps, strict=True)]
 
 
 def _of_convolution(

@@ -170,8 +170,23 @@ class PlannedFunction:
             made = functional(in_recipe(self.application.plan, self.fn), args)
             lowered = self.application.lower(made.fn, tree.unflatten(abstract), self.donate_argnums)
             shardings = tree.unflatten(list(self.application.in_shardings()))
-            self._compiled[key] = _Compiled(lowered.compile(), shardings, made)
+            self._compiled[key] = _Compiled(compile_lowered(lowered), shardings, made)
         return self._compiled[key], taken.args
+
+
+def compile_lowered(lowered: Any) -> Any:
+    """Compile a `jax.stages.Lowered` into a `jax.stages.Compiled` that takes arrays of any dtype.
+
+    XLA gives arguments of 4 bits and fewer a layout that says how many bits they have. Arrays have none that says so,
+    though their bits lie the same, and jax refuses to call the program for it (`jax.jit` does not ask).
+    """
+    import jax
+
+    compiled = lowered.compile()
+    for each in jax.tree.leaves(compiled.input_formats):
+        if getattr(each.layout, "sub_byte_element_size_in_bits", 0):
+            each.layout.sub_byte_element_size_in_bits = 0
+    return compiled
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -272,6 +287,7 @@ def _insert_choices(application: Application, ir: Any, lowered: Any) -> None:
     found = mlir.regions_of(ir, plan.regions)
     inserted = mlir.insert_pins(ir, "mesh", plan.mesh, plan.pins)
     mlir.insert_regions(ir, "mesh", plan.mesh, found)
+    mlir.guard_indexing(ir)
     if application.mesh.devices.flat[0].platform != "tpu":
         mlir.unfold_pooling(ir)
         mlir.drop_layouts(ir)

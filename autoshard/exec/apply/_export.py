@@ -96,6 +96,7 @@ def _planned_module(plan: Plan, program: Program, platform: str) -> bytes:
         found = mlir.regions_of(module, plan.regions)
         mlir.insert_pins(module, "mesh", plan.mesh, plan.pins)
         mlir.insert_regions(module, "mesh", plan.mesh, found)
+        mlir.guard_indexing(module)
         if platform != "tpu":
             mlir.unfold_pooling(module)
         place_calls(plan, module, ops, bodies)

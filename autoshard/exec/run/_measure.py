@@ -8,7 +8,7 @@ from typing import Any
 
 from autoshard.errors import UserError
 from autoshard.exec.apply._agree import check_arguments, names_devices, other_program
-from autoshard.exec.apply._apply import Application
+from autoshard.exec.apply._apply import Application, compile_lowered
 from autoshard.exec.devices._devices import ensure_devices
 from autoshard.exec.devices._kept_memory import memory_kept
 from autoshard.exec.devices._profile import profiled
@@ -235,7 +235,8 @@ def _unplanned_step(program: Program, plan: Plan) -> Callable[[tuple[Any, ...]],
         )
         application = Application(whole)
         shardings = application.in_shardings()
-        compiled = application.lower(program.fn, program.args, program.donate_argnums, program.module).compile()
+        lowered = application.lower(program.fn, program.args, program.donate_argnums, program.module)
+        compiled = compile_lowered(lowered)
 
         def step(args: tuple[Any, ...]) -> Any:
             leaves, tree = jax.tree.flatten(args)

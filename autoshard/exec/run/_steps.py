@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.exec.apply._apply import Application
+from autoshard.exec.apply._apply import Application, compile_lowered
 from autoshard.exec.devices._devices import place
 from autoshard.exec.devices._kept_memory import memory_kept
 from autoshard.plan import Plan
@@ -29,7 +29,7 @@ class PlannedStep:
         self.application = Application(plan)
         start = time.perf_counter()
         lowered = self.application.lower(program.fn, program.args, program.donate_argnums, program.module)
-        self.compiled = lowered.compile()
+        self.compiled = compile_lowered(lowered)
         self.compile_s = time.perf_counter() - start
         self._shardings = self.application.in_shardings()
         self._current: list[Any] = []

@@ -14,7 +14,7 @@ def planned_proto(capture: Capture, plan: Plan, mesh: LiveMesh) -> bytes:
     """The captured module as a serialised HLO module, the plan's pins in it as GSPMD reads them."""
     module = mlir.parse_module(capture.program.module)
     mlir.insert_pins(module, "mesh", plan.mesh, plan.pins)
-
+    mlir.guard_indexing(module)
     mlir.custom_call_pins(module, lambda dims: mesh.write(Spec(tuple(tuple(axes) for axes in dims))))
     return mlir.to_hlo_proto(module)
 

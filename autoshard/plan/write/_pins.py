@@ -123,8 +123,9 @@ def _result_stages(model: Model, choices: NDArray[np.int64], op_id: int, result:
     left = result_states(op, state, result)[0].tolist()
     found = list(stages(left, aim, model.collectives))
     summed = tuple(max(s, WHOLE) for s in left)
-    if op.kind in WINDOWED and not found and summed != aim:
-        # Even slices: told only the end, the partitioner splits the op in space itself, with wrong values at times.
+    if (op.kind in WINDOWED or op.kind == "fft") and not found and summed != aim:
+        # Given only the end, the partitioner splits the op itself: windows with wrong values at times, and transforms
+        # into a program that does not compile.
         found = [summed]
     return _specs(model, iter(found), rank)
 

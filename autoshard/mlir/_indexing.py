@@ -1,0 +1,154 @@
+"""Guards of ops that read and write by index, where XLA computes other elements of split values than of whole ones.
+
+Two rules of XLA forget that a start outside of its operand is clamped. The simplifier joins a slice of a slice by
+adding their starts, so that a shard cut from a whole value is read outside of the shard. The partitioner compares the
+start of an update with the place of each shard, so that an update past the end is written nowhere.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from autoshard.mlir._module import argument_entries, collect
+from autoshard.mlir._shardings import CONSTRAINT, axes_of
+
+
+_SLICE, _UPDATE = "stablehlo.dynamic_slice", "stablehlo.dynamic_update_slice"
+_GATHER, _SCATTER = "stablehlo.gather", "stablehlo.scatter"
+_VIEWS = frozenset(f"stablehlo.{name}" for name in ("reshape", "transpose", "convert", "bitcast_convert", "slice"))
+"""Ops that the simplifier moves a slice through."""
+_MOVING = frozenset({"stablehlo.reshape", "stablehlo.transpose"})
+"""Those after which dims have other numbers."""
+_BARRIER = "stablehlo.optimization_barrier"
+
+
+def guard_indexing(module: Any) -> None:
+    """Clamp starts, and keep slices of pinned values apart from those of the ops that index them (in place).
+
+    Call it after `insert_pins`.
+    """
+    with module.context:
+        for op in collect(module.operation, {_SLICE, _UPDATE}):
+            _clamp_starts(op)
+        for op in collect(module.operation, {_SLICE, _UPDATE, _GATHER, _SCATTER}):
+            for pin in _pins_before(op):
+                _separate(pin)
+
+
+def _clamp_starts(op: Any) -> None:
+    """Clamp the starts of dims that may be split; starts that are constants in range stay as they are."""
+    shape = _shape(op.operands[0])
+    update = op.name == _UPDATE
+    window = _shape(op.operands[1] if update else op.results[0])
+    first = 2 if update else 1
+    spec = _pinned_spec(op.operands[0]) if update else None
+    for dim, (size, part) in enumerate(zip(shape, window, strict=True)):
+        start = op.operands[first + dim]
+        # One row of a slice is no dim to split, and XLA looks up whole rows before it moves them.
+        if (part == 1 and not update) or (spec is not None and not spec[dim]) or _in_range(start, size - part):
+            continue
+        op.operands[first + dim] = _clamped(op, start, size - part)
+
+
+def _clamped(op: Any, start: Any, last: int) -> Any:
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    element = ir.RankedTensorType(start.type).element_type
+    ends = [ir.DenseElementsAttr.get_splat(start.type, ir.IntegerAttr.get(element, end)) for end in (0, last)]
+    with op.location, ir.InsertionPoint(op):
+        low, high = map(stablehlo.constant, ends)
+        return stablehlo.clamp(low, start, high)
+
+
+def _in_range(start: Any, last: int) -> bool:
+    from jaxlib.mlir import ir
+
+    maker = _maker(start)
+    if maker is None or maker.name != "stablehlo.constant":
+        return False
+    return 0 <= int(ir.DenseIntElementsAttr(maker.attributes["value"])[0]) <= last
+
+
+def _pins_before(op: Any) -> Iterator[Any]:
+    """Yield the constraints that split dims which the op indexes, with nothing but views between."""
+    indexed = _indexed_dims(op)
+    count = len(op.results) if op.name == _SCATTER else 1
+    for value in list(op.operands)[:count]:
+        maker, dims = _maker(value), indexed
+        while maker is not None and maker.name in _VIEWS:
+            if maker.name in _MOVING:
+                dims = None
+            maker = _maker(maker.operands[0])
+        if maker is None or maker.name != CONSTRAINT or _is_splat(maker.operands[0]):
+            continue
+        if any(axes and (dims is None or dim in dims) for dim, axes in enumerate(_spec(maker))):
+            yield maker
+
+
+def _indexed_dims(op: Any) -> set[int]:
+    """Return the dims of the first operand in which the op reads or writes a part, from a start."""
+    from jaxlib.mlir.dialects import stablehlo
+
+    if op.name == _SCATTER:
+        numbers = stablehlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
+        return set(numbers.scattered_dims_to_operand_dims)
+    shape = _shape(op.operands[0])
+    if op.name == _GATHER:
+        numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
+        return set(numbers.start_index_map)
+    window = _shape(op.operands[1] if op.name == _UPDATE else op.results[0])
+    return {dim for dim, (size, part) in enumerate(zip(shape, window, strict=True)) if part < size}
+
+
+def _is_splat(value: Any) -> bool:
+    """Return True for a value that is a number spread over its shape: no slice of it is ever cut."""
+    maker = _maker(value)
+    while maker is not None and maker.name in (CONSTRAINT, *_VIEWS):
+        maker = _maker(maker.operands[0])
+    return maker is not None and (
+        maker.name == "stablehlo.constant"
+        or (maker.name == "stablehlo.broadcast_in_dim" and not _shape(maker.operands[0]))
+    )
+
+
+def _separate(pin: Any) -> None:
+    """Put a barrier after a constraint, unless one is there."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    value = pin.results[0]
+    if any(use.owner.operation.name == _BARRIER for use in value.uses):
+        return
+    with pin.location, ir.InsertionPoint.after(pin):
+        barrier = stablehlo.OptimizationBarrierOp([value]).operation
+    value.replace_all_uses_except(barrier.results[0], barrier)
+
+
+def _pinned_spec(value: Any) -> tuple[tuple[str, ...], ...] | None:
+    """Return the spec of a pinned value or of an argument of `@main`; None if it is left to propagation."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import sdy
+
+    if not isinstance(value.owner, ir.Block):
+        return _spec(value.owner.operation) if value.owner.operation.name == CONSTRAINT else None
+    entries = argument_entries(value.owner.owner.operation, "arg_attrs")
+    entry = entries[ir.BlockArgument(value).arg_number] if entries else {}
+    return axes_of(sdy.TensorShardingAttr(entry["sdy.sharding"])) if "sdy.sharding" in entry else None
+
+
+def _spec(pin: Any) -> tuple[tuple[str, ...], ...]:
+    from jaxlib.mlir.dialects import sdy
+
+    return axes_of(sdy.TensorShardingAttr(pin.attributes["sharding"]))
+
+
+def _maker(value: Any) -> Any | None:
+    from jaxlib.mlir import ir
+
+    return None if isinstance(value.owner, ir.Block) else value.owner.operation
+
+
+def _shape(value: Any) -> list[int]:
+    from jaxlib.mlir import ir
+
+    return list(ir.RankedTensorType(value.type).shape)

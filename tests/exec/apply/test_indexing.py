@@ -1,0 +1,39 @@
+"""Ops that take starts, indices and edges, split in every way, beside one device; `experiments/indexed_ops.py` has all.
+
+Starts and indices lie before, at and past the ends.
+"""
+
+import pytest
+from indexed_ops import MESHES, Comparison, cases
+
+
+CASES = {case.name: case for case in cases()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "roll by 1, set first [1]",
+        "roll by 1, set at [2]",
+        "sort, set last [1]",
+        "repeat by counts [1]",
+        "concatenation, add at several [1]",
+        "strided slice, update one [1]",
+        "nothing, slice eight [2]",
+        "windows of 4, clip",
+        "slices of rows",
+        "updates of one a row",
+        "update of a column",
+        "updates in a loop",
+        "pad inside, cut before [2]",
+        "fft over all dims [2]",
+        "bitwise xor [2]",
+        "parity [1]",
+        "one element a device, twice",
+    ],
+)
+def test_indexed_ops_compute_the_same_in_every_split(name: str):
+    comparison = Comparison(CASES[name])
+    outcomes = {str(pins): comparison.outcome(MESHES["8"], pins) for pins in comparison.splits(MESHES["8"])}
+    assert {key: outcome for key, outcome in outcomes.items() if outcome[0] not in ("right", "refused")} == {}
+    assert sum(outcome == "right" for outcome, _ in outcomes.values()) >= 3
