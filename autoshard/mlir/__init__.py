@@ -36,6 +36,7 @@ from autoshard.mlir._files import to_portable as to_portable
 from autoshard.mlir._flow import Flow as Flow
 from autoshard.mlir._flow import Value as Value
 from autoshard.mlir._flow import flow as flow
+from autoshard.mlir._index_uses import indexed_sizes as indexed_sizes
 from autoshard.mlir._indexing import guard_indexing as guard_indexing
 from autoshard.mlir._inline import inline_calls as inline_calls
 from autoshard.mlir._inline import replace_body as replace_body

@@ -49,7 +49,7 @@ _UPDATES = frozenset({"stablehlo.dynamic_update_slice", "stablehlo.scatter"})
 
 def argument_uses(module: Any) -> list[Use]:
     """The use of every argument of `main`, by its number. Leaves `module` as it is."""
-    copy, block, _ = _flat(module)
+    copy, block, _ = flat_main(module)
     reader = _Uses(len(block.arguments))
     reader.block(block, [(number, False) for number in range(len(block.arguments))])
     count = len(block.arguments)
@@ -63,7 +63,7 @@ def updated_arguments(module: Any) -> dict[int, int]:
     A result made from several (a parameter from its moments too) goes to the one that is left once results made
     from fewer have theirs. Leaves `module` as it is.
     """
-    copy, block, results = _flat(module)
+    copy, block, results = flat_main(module)
     origins = _Origins()
     origins.block(block, [frozenset({number}) for number in range(len(block.arguments))])
     kinds = [argument.type for argument in block.arguments]
@@ -80,7 +80,7 @@ def updated_arguments(module: Any) -> dict[int, int]:
     return ties
 
 
-def _flat(module: Any) -> tuple[Any, Any, list[Any]]:
+def flat_main(module: Any) -> tuple[Any, Any, list[Any]]:
     """An inlined copy, the block of its `main`, and the values that returns."""
     with module.context:
         copy = inline_calls(parse_module(to_bytes(module), module.context))

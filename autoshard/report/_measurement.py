@@ -41,6 +41,7 @@ def measurement_report(plan: Plan, figures: Mapping[str, Any]) -> RenderableType
         parts += [Text(), Text(clean(figures["check_skipped"], 400), style="yellow")]
     if "max_rel_diff" in figures:
         parts += [Text(), _check(figures)]
+        parts += [_edge(name, edge, figures["tolerance"]) for name, edge in figures["edges"].items()]
     return Group(*parts)
 
 
@@ -70,6 +71,19 @@ def _eager(figures: Mapping[str, Any]) -> Text:
     text.append(words, style="not bold default")
     if figures["form"]:
         text.append(f"; compared in this form: {clean(figures['form'])}", style="not bold default")
+    return text
+
+
+def _edge(name: str, figures: Mapping[str, Any] | None, tolerance: float) -> Text:
+    if figures is None:
+        why = "collectives of CPUs drop it under max and min, in plain JAX as well"
+        return Text(f"Not compared with {name} among the arguments: {why}", style="dim")
+    passed = figures["passed"]
+    text = Text("AGREES" if passed else "DIFFERS", style="bold green" if passed else "bold red")
+    words = f" with {name} among the arguments"
+    if not passed:
+        words += f": by {figures['max_rel_diff']:.1e} at {clean(figures['worst'])}; {tolerance:.0e} is allowed"
+    text.append(words, style="not bold default")
     return text
 
 

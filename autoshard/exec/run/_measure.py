@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoshard.errors import UserError
@@ -22,6 +22,7 @@ from autoshard.exec.hlo._collectives import (
 from autoshard.exec.hlo._hlo import module_name
 from autoshard.exec.run._check import Check, compare
 from autoshard.exec.run._eager_check import EagerCheck, check_eager, eager_figures
+from autoshard.exec.run._edges import UNDEFINED, drops_nan, edge_arguments
 from autoshard.exec.run._floor import noise_floor, rounding_floor
 from autoshard.exec.run._steps import PlannedStep, failure, first_arguments, host_copy, place_anew
 from autoshard.exec.run._trace import CollectiveTimes, time_collectives
@@ -55,11 +56,13 @@ class Measurement:
     """What the profiler saw of collectives, if it was asked."""
     eager: EagerCheck | None = None
     """The traced step against eager torch; None without a check, or if the program has no eager form."""
+    edges: Mapping[str, Check | None] = dataclasses.field(default_factory=dict)
+    """Checks of steps from other arguments (`edge_arguments`), by name; None for one that was not made."""
 
     @property
     def failed(self) -> bool:
         """True if a comparison shows a difference, or that with the unplanned step was not made."""
-        differs = self.check is not None and not self.check.passed
+        differs = any(check is not None and not check.passed for check in (self.check, *self.edges.values()))
         return bool(self.check_skipped) or differs or (self.eager is not None and not self.eager.agrees)
 
     @property
@@ -82,6 +85,7 @@ def measure(
     tolerance: float | None = None,
     profile: pathlib.Path | None = None,
     timed_collectives: int = 0,
+    eager: bool = True,
 ) -> Measurement:
     """Run `steps` timed steps of the program under the plan after `warmup` untimed ones.
 
@@ -91,9 +95,9 @@ def measure(
     too little memory for that, it is said, and the planned step is timed all the same. With `profile` one more step
     is recorded by JAX's profiler, and written there as a trace in Chrome's format, gzipped; with `timed_collectives`
     so many more are, to time every collective. The check of a torch module first compares the traced step with eager
-    torch (`check_eager`). Raises
-    `UserError` for too few devices, another program than the planned one, memory that runs out, or a runtime that
-    fails.
+    torch (`check_eager`), unless `eager` is False. The check ends with steps from arguments at the edges of what the
+    program defines (`edge_arguments`). Raises `UserError` for too few devices, another program than the planned one,
+    memory that runs out, or a runtime that fails.
     """
     if steps < 1 or warmup < 0:
         raise UserError(f"measure: {steps} steps after {warmup} for warm-up; at least 1 step and 0 are needed.")
@@ -101,12 +105,13 @@ def measure(
     import jax
 
     program = verify_program(program, plan)
-    eager = check_eager(program, seed) if check and program.eager is not None else None
+    beside_torch = check_eager(program, seed) if check and eager and program.eager is not None else None
     made = first_arguments(program, seed)
     verdict: Check | None = None
+    edges: dict[str, Check | None] = {}
     times: list[float] = []
     try:
-        unplanned, skipped = _try_unplanned(program, plan, made) if check else (None, "")
+        one_device, unplanned, skipped = _try_unplanned(program, plan, made) if check else (None, [], "")
         planned = PlannedStep(program, plan, made)
         text = planned.compiled.as_text()
         found = read_collectives(text, plan_mesh(plan))
@@ -114,8 +119,9 @@ def measure(
         with memory_kept():
             for step in range(warmup + steps):
                 elapsed, results = planned.run()
-                if step == 0 and unplanned is not None:
-                    verdict = _verdict(program, plan, [host_copy(v) for v in results], unplanned, tolerance, made)
+                if step == 0 and one_device is not None:
+                    ours = [host_copy(value) for value in results]
+                    verdict = _verdict(program, one_device, ours, unplanned, tolerance, made)
                 if step >= warmup:
                     times.append(elapsed)
             if profile is not None:
@@ -123,6 +129,8 @@ def measure(
                     planned.run()
             if timed_collectives:
                 times_of = time_collectives(planned.run, timed_collectives, module_name(text), found)
+            if one_device is not None:
+                edges = _check_edges(program, planned, one_device, made, seed, tolerance)
     except jax.errors.JaxRuntimeError as error:
         raise failure(plan, error) from error
 
@@ -144,12 +152,35 @@ def measure(
         check=verdict,
         check_skipped=skipped,
         collective_times=times_of,
-        eager=eager,
+        eager=beside_torch,
+        edges=edges,
     )
 
 
+_Step = Callable[[tuple[Any, ...]], list[Any]]
+"""The unplanned step: host arrays of its flat results, from its arguments."""
+
+
+def _check_edges(
+    program: Program, planned: PlannedStep, one_device: _Step, made: Any, seed: int, tolerance: float | None
+) -> dict[str, Check | None]:
+    """Compare the planned step with the unplanned one from arguments at the edges of what the program defines."""
+    import jax
+
+    leaves, tree = jax.tree.flatten(made)
+    checks: dict[str, Check | None] = {}
+    for name, arguments in edge_arguments(program, leaves, seed).items():
+        if name == UNDEFINED and drops_nan(planned.compiled.as_text(), planned.platform):
+            checks[name] = None
+            continue
+        given = tree.unflatten(arguments)
+        results = [host_copy(value) for value in planned.run_once(arguments)]
+        checks[name] = _verdict(program, one_device, results, one_device(given), tolerance, given)
+    return checks
+
+
 def _verdict(
-    program: Program, plan: Plan, planned: list[Any], unplanned: list[Any], tolerance: float | None, made: Any
+    program: Program, one_device: _Step, planned: list[Any], unplanned: list[Any], tolerance: float | None, made: Any
 ) -> Check:
     """The check; where the tolerance is not the user's own and not kept, beside the noise of the unplanned step."""
     import jax
@@ -162,10 +193,8 @@ def _verdict(
     def judged(noise: list[float], why: str = "") -> Check:
         return compare(program, planned, unplanned, tolerance, leaves, (noise, why))
 
-    step = _unplanned_step(program, plan)
-
     def run(other: list[Any]) -> list[Any]:
-        return step(tree.unflatten(other))
+        return one_device(tree.unflatten(other))
 
     def enough(noise: list[float]) -> bool:
         return judged(noise).passed
@@ -209,20 +238,21 @@ def verify_program(program: Program, plan: Plan) -> Program:
     return program
 
 
-def _try_unplanned(program: Program, plan: Plan, args: tuple[Any, ...]) -> tuple[list[Any] | None, str]:
-    """The unplanned step's results, or why there are none: one device may be too small for what many share."""
+def _try_unplanned(program: Program, plan: Plan, args: tuple[Any, ...]) -> tuple[_Step | None, list[Any], str]:
+    """The unplanned step and its results, or why there are none: one device may be too small for what many share."""
     import jax
 
     try:
-        return _unplanned_step(program, plan)(args), ""
+        step = _unplanned_step(program, plan)
+        return step, step(args), ""
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         first = " ".join(str(error).split())[:200]
-        return None, f"the unplanned step ran out of memory on one device, so that nothing was compared: {first}"
+        return None, [], f"the unplanned step ran out of memory on one device, so that nothing was compared: {first}"
 
 
-def _unplanned_step(program: Program, plan: Plan) -> Callable[[tuple[Any, ...]], list[Any]]:
+def _unplanned_step(program: Program, plan: Plan) -> _Step:
     """The step on one device, compiled once; on all, with nothing split but by itself, if the program names a mesh."""
     import jax
 
@@ -307,4 +337,16 @@ def measurement_figures(measurement: Measurement) -> dict[str, Any]:
             {"name": d.name, "rel_diff": d.rel_diff, "compared": d.compared, "floor": d.floor}
             for d in measurement.check.differences
         ]
+        figures["edges"] = {name: _edge_figures(check) for name, check in measurement.edges.items()}
     return figures
+
+
+def _edge_figures(check: Check | None) -> dict[str, Any] | None:
+    if check is None:
+        return None
+    worst = check.worst
+    return {
+        "passed": check.passed,
+        "max_rel_diff": check.max_rel_diff,
+        "worst": worst.name if worst is not None else "",
+    }

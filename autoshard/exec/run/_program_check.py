@@ -1,6 +1,7 @@
 """Both comparisons of a program: its trace with eager torch, and its planned step with the unplanned one."""
 
 import dataclasses
+from collections.abc import Mapping
 
 from autoshard.exec.run._check import Check
 from autoshard.exec.run._eager_check import EagerCheck, check_eager
@@ -19,11 +20,14 @@ class ProgramCheck:
     """The planned step against the unplanned one; None without a plan, or if `plan_skipped` says why."""
     plan_skipped: str = ""
     """Why the planned step was not compared; else empty."""
+    edges: Mapping[str, Check | None] = dataclasses.field(default_factory=dict)
+    """As `plan`, from arguments at the edges of what the program defines, by name; None for one that was not made."""
 
     @property
     def agrees(self) -> bool:
         """True if no comparison that was made shows a difference."""
-        return self.eager.agrees and (self.plan is None or self.plan.passed)
+        checks = (self.plan, *self.edges.values())
+        return self.eager.agrees and all(check is None or check.passed for check in checks)
 
     def __str__(self) -> str:
         worst = self.eager.worst
@@ -36,6 +40,9 @@ class ProgramCheck:
             verb = "agrees with" if self.plan.passed else "differs from"
             size = f"{self.plan.max_rel_diff:.1e}"
             lines.append(f"The planned step {verb} the unplanned one: the largest difference is {size}.")
+        for name, edge in self.edges.items():
+            if edge is not None and not edge.passed:
+                lines.append(f"With {name} among its arguments it differs by {edge.max_rel_diff:.1e}.")
         return "\n".join(line for line in (*lines, self.plan_skipped) if line)
 
 
@@ -47,7 +54,5 @@ def check(program: Program, plan: Plan | None = None, seed: int = 0) -> ProgramC
     eager = check_eager(program, seed)
     if plan is None:
         return ProgramCheck(eager)
-    # The trace is compared above: a second time is not needed.
-    traced = dataclasses.replace(program, eager=None)
-    result = measure(traced, plan, steps=1, warmup=0, check=True, seed=seed)
-    return ProgramCheck(eager, result.check, result.check_skipped)
+    result = measure(program, plan, steps=1, warmup=0, check=True, seed=seed, eager=False)
+    return ProgramCheck(eager, result.check, result.check_skipped, result.edges)

@@ -55,6 +55,19 @@ class PlannedStep:
         self._current = self._next(results)
         return elapsed, results
 
+    def run_once(self, leaves: Sequence[Any]) -> list[Any]:
+        """Results (flat) of a step from other arguments; the next step starts from the first step's again."""
+        import jax
+
+        self._current = []  # two steps' arguments may be more than the devices hold
+        placed = [place_anew(leaf, sharding) for leaf, sharding in zip(leaves, self._shardings, strict=True)]
+        return jax.tree.leaves(self.compiled(*self._tree.unflatten(placed)))
+
+    @property
+    def platform(self) -> str:
+        """`cpu`, `gpu` or `tpu`."""
+        return self.application.mesh.devices.flat[0].platform
+
     def _next(self, results: list[Any]) -> list[Any]:
         """Arguments of the next step: updated state, what was kept, and donated arguments with no successor anew."""
         following = []
