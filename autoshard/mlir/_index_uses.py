@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from autoshard.mlir._number import BRANCHING
 from autoshard.mlir._uses import flat_main
 
 
@@ -46,7 +47,7 @@ class _IndexUses:
     def op(self, op: Any, operands: list[frozenset[int]]) -> list[frozenset[int]]:
         if op.name == "stablehlo.while":
             return self.loop(op, operands)
-        if op.name in ("stablehlo.case", "stablehlo.if"):
+        if op.name in BRANCHING:
             branches = [self.block(region.blocks[0], []) for region in op.regions]
             return [frozenset().union(*each) for each in zip(*branches, strict=True)]
         for numbers, size in _indexed(op, operands):

@@ -8,8 +8,8 @@ start of an update with the place of each shard, so that an update past the end 
 from collections.abc import Iterator
 from typing import Any
 
-from autoshard.mlir._module import argument_entries, collect
-from autoshard.mlir._shardings import CONSTRAINT, axes_of
+from autoshard.mlir._module import argument_entries, collect, maker_of
+from autoshard.mlir._shardings import CONSTRAINT, axes_of, pinned_axes
 
 
 _SLICE, _UPDATE = "stablehlo.dynamic_slice", "stablehlo.dynamic_update_slice"
@@ -63,7 +63,7 @@ def _clamped(op: Any, start: Any, last: int) -> Any:
 def _in_range(start: Any, last: int) -> bool:
     from jaxlib.mlir import ir
 
-    maker = _maker(start)
+    maker = maker_of(start)
     if maker is None or maker.name != "stablehlo.constant":
         return False
     return 0 <= int(ir.DenseIntElementsAttr(maker.attributes["value"])[0]) <= last
@@ -74,14 +74,14 @@ def _pins_before(op: Any) -> Iterator[Any]:
     indexed = _indexed_dims(op)
     count = len(op.results) if op.name == _SCATTER else 1
     for value in list(op.operands)[:count]:
-        maker, dims = _maker(value), indexed
+        maker, dims = maker_of(value), indexed
         while maker is not None and maker.name in _VIEWS:
             if maker.name in _MOVING:
                 dims = None
-            maker = _maker(maker.operands[0])
+            maker = maker_of(maker.operands[0])
         if maker is None or maker.name != CONSTRAINT or _is_splat(maker.operands[0]):
             continue
-        if any(axes and (dims is None or dim in dims) for dim, axes in enumerate(_spec(maker))):
+        if any(axes and (dims is None or dim in dims) for dim, axes in enumerate(pinned_axes(maker))):
             yield maker
 
 
@@ -102,9 +102,9 @@ def _indexed_dims(op: Any) -> set[int]:
 
 def _is_splat(value: Any) -> bool:
     """Return True for a value that is a number spread over its shape: no slice of it is ever cut."""
-    maker = _maker(value)
+    maker = maker_of(value)
     while maker is not None and maker.name in (CONSTRAINT, *_VIEWS):
-        maker = _maker(maker.operands[0])
+        maker = maker_of(maker.operands[0])
     return maker is not None and (
         maker.name == "stablehlo.constant"
         or (maker.name == "stablehlo.broadcast_in_dim" and not _shape(maker.operands[0]))
@@ -130,22 +130,10 @@ def _pinned_spec(value: Any) -> tuple[tuple[str, ...], ...] | None:
     from jaxlib.mlir.dialects import sdy
 
     if not isinstance(value.owner, ir.Block):
-        return _spec(value.owner.operation) if value.owner.operation.name == CONSTRAINT else None
+        return pinned_axes(value.owner.operation) if value.owner.operation.name == CONSTRAINT else None
     entries = argument_entries(value.owner.owner.operation, "arg_attrs")
     entry = entries[ir.BlockArgument(value).arg_number] if entries else {}
     return axes_of(sdy.TensorShardingAttr(entry["sdy.sharding"])) if "sdy.sharding" in entry else None
-
-
-def _spec(pin: Any) -> tuple[tuple[str, ...], ...]:
-    from jaxlib.mlir.dialects import sdy
-
-    return axes_of(sdy.TensorShardingAttr(pin.attributes["sharding"]))
-
-
-def _maker(value: Any) -> Any | None:
-    from jaxlib.mlir import ir
-
-    return None if isinstance(value.owner, ir.Block) else value.owner.operation
 
 
 def _shape(value: Any) -> list[int]:

@@ -92,6 +92,13 @@ def location_name(location: Any) -> str:
     return ir.NameLoc(location).name_str.rstrip(":") if isinstance(location, ir.NameLoc) else ""
 
 
+def maker_of(value: Any) -> Any | None:
+    """Return the op that makes a value; None for an argument of a block."""
+    from jaxlib.mlir import ir
+
+    return None if isinstance(value.owner, ir.Block) else value.owner.operation
+
+
 def collect(root: Any, names: Iterable[str]) -> list[Any]:
     from jaxlib.mlir import ir
 

@@ -7,7 +7,8 @@ from autoshard.mlir._module import main_block, to_bytes
 from autoshard.mlir._own import GROUPS_MESH, MESH_NAME
 
 
-DESCEND = frozenset({"stablehlo.while", "stablehlo.case", "stablehlo.if", "sdy.manual_computation"})
+BRANCHING = frozenset({"stablehlo.case", "stablehlo.if"})
+DESCEND = BRANCHING | {"stablehlo.while", "sdy.manual_computation"}
 
 
 def number_ops(module: Any) -> list[Any]:

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from autoshard.errors import UserError
-from autoshard.mlir._module import collect, main_block
-from autoshard.mlir._number import DESCEND, number_ops
-from autoshard.mlir._shardings import CONSTRAINT, SpecLike, ensure_mesh, sharding_attribute
+from autoshard.mlir._module import collect, main_block, maker_of
+from autoshard.mlir._number import BRANCHING, DESCEND, number_ops
+from autoshard.mlir._shardings import CONSTRAINT, SpecLike, ensure_mesh, pinned_axes, sharding_attribute
 
 
 class PinLike(Protocol):
@@ -28,7 +28,8 @@ def insert_pins(module: Any, mesh_name: str, sizes: Mapping[str, int], pins: Seq
     A pin without `operand` constrains result `index` of op `op` for all its uses; an index past the op's
     results counts on into the arguments of its last region (a loop's carried values), and op -1 means
     argument `index` of `@main`. A pin with `operand = (user_op, number)` constrains that one use. Pins of one
-    value chain in the order given. All positions are those of `number_ops` before any insertion.
+    value chain in the order given. All positions are those of `number_ops` before any insertion. Branches of a
+    conditional whose pinned results differ get constraints to one spec as well.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
@@ -67,7 +68,33 @@ def insert_pins(module: Any, mesh_name: str, sizes: Mapping[str, int], pins: Seq
             new = constrain(value, pin, point)
             value.replace_all_uses_except(new.results[0], new)
             latest[key] = new
-    return len(pins)
+        return len(pins) + _agree_branches(module)
+
+
+def _agree_branches(module: Any) -> int:
+    """Constrain results of all branches of a conditional to one spec where pins differ (in place); returns how many.
+
+    XLA compiles no conditional whose branches end in different shardings. The spec is that of the conditional's own
+    result, or that of the first pinned branch.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import sdy
+
+    inserted = 0
+    for op in collect(module.operation, BRANCHING):
+        ends = [block.operations[len(block.operations) - 1].operation for region in op.regions for block in region]
+        for number, result in enumerate(op.results):
+            makers = [use.owner.operation for use in result.uses] + [maker_of(end.operands[number]) for end in ends]
+            pins = [op for op in makers if op is not None and op.name == CONSTRAINT]
+            if len({pinned_axes(pin) for pin in pins}) < 2:
+                continue
+            sharding = pins[0].attributes["sharding"]
+            for end in ends:
+                with ir.InsertionPoint(end), end.location:
+                    new = sdy.ShardingConstraintOp(end.operands[number], sdy.TensorShardingAttr(sharding))
+                end.operands[number] = new.operation.results[0]
+            inserted += len(ends)
+    return inserted
 
 
 def _pinned_value(module: Any, ops: list[Any], pin: PinLike) -> tuple[Any, Any]:

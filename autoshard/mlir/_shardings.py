@@ -126,3 +126,10 @@ def axes_of(sharding: Any) -> tuple[tuple[str, ...], ...]:
         tuple(sdy.AxisRefAttr(axis).name for axis in sdy.DimensionShardingAttr(dim).axes)
         for dim in sharding.dimension_shardings
     )
+
+
+def pinned_axes(pin: Any) -> tuple[tuple[str, ...], ...]:
+    """Return the axes of each dim in a constraint."""
+    from jaxlib.mlir.dialects import sdy
+
+    return axes_of(sdy.TensorShardingAttr(pin.attributes["sharding"]))

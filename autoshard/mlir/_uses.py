@@ -9,6 +9,7 @@ from typing import Any
 
 from autoshard.mlir._inline import inline_calls
 from autoshard.mlir._module import main_block, parse_module, to_bytes
+from autoshard.mlir._number import BRANCHING
 
 
 class Use(enum.Enum):
@@ -124,7 +125,7 @@ class _Uses:
         count = len(op.results)
         if op.name == "stablehlo.while":
             return self.loop(op, operands)
-        if op.name in ("stablehlo.case", "stablehlo.if"):
+        if op.name in BRANCHING:
             for region in op.regions:
                 self.block(region.blocks[0], [])
             return [None] * count

@@ -1,5 +1,6 @@
 """Conditionals on eight CPU devices: branches are split like everything else, and give the unplanned values."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.plan import Options, Plan, make_plan
+from autoshard import mlir
+from autoshard.plan import Options, Pin, Plan, Spec, make_plan
 from autoshard.program import Program, trace
 
 
@@ -62,3 +64,20 @@ def test_branches_count_by_their_share() -> None:
     once = seconds(lambda x, w, i: jnp.tanh(x @ w) + i)
     halves = seconds(lambda x, w, i: jax.lax.cond(i > 0, lambda: jnp.tanh(x @ w), lambda: jnp.sin(x @ w)) + i)
     assert halves == pytest.approx(once, rel=0.1)
+
+
+@pytest.mark.parametrize(("sine", "flip"), [("whole", "split"), ("split", "whole"), ("split", "turned")])
+def test_branches_that_end_in_different_specs_compile_and_compute_the_same(sine: str, flip: str) -> None:
+    def switched(x: Any, which: Any) -> Any:
+        return jax.lax.switch(which, [jnp.sin, lambda x: 0.5 * x, lambda x: jnp.flip(x, 0)], x)
+
+    specs = {"whole": Spec(((), ())), "split": Spec((("data",), ())), "turned": Spec(((), ("data",)))}
+    x = jnp.linspace(-1.0, 1.0, 128).reshape(16, 8)
+    program = trace(switched, (x, jnp.int32(0)))
+    with mlir.new_context() as context:
+        names = [op.name for op in mlir.number_ops(mlir.inline_calls(mlir.parse_module(program.module, context)))]
+    pins = [Pin(names.index(f"stablehlo.{op}"), 0, specs[spec]) for op, spec in (("sine", sine), ("reverse", flip))]
+    plan = make_plan(program, Options(topology="cpu:8", mesh="data=8")).plan
+    run = dataclasses.replace(plan, pins=tuple(pins)).jit(switched)
+    for which in range(3):
+        np.testing.assert_array_equal(run(x, jnp.int32(which)), jax.jit(switched)(x, jnp.int32(which)))
