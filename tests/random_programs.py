@@ -1,46 +1,37 @@
 """Random JAX programs as text, the same for the same seed: what people write, and what nobody does.
 
-Every line takes values that are there and makes a new one. Values stay small and finite, and nothing depends on the
-order of sums by more than rounding: what jumps (comparing, picking the largest) is done with whole numbers.
+Every line is of one kind (`tests/random_ops.py`), takes values that are there and makes a new one.
 """
 
 import dataclasses
+import functools
 import math
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from tests.random_ops import KINDS, PRELUDE
+
 
 DIMS = (1, 2, 3, 4, 5, 7, 8, 8, 12, 16, 16)
-FLOATS = ("float32", "float32", "float32", "bfloat16", "float16")
-WHOLE = ("int32", "int8", "uint8", "uint32", "int16")
+EVEN = (8, 8, 16)
+FLOATS = ("float32", "bfloat16", "float16")
+WHOLE = ("int32", "int8", "uint8", "uint32", "int16", "uint16")
+OTHERS = (*FLOATS, "float32", "int32", "int8", "uint8", "bool", "complex64")
+MODES = ("clip", "fill", "wrap")
 MOST_ELEMENTS = 1 << 12
+INDICES = 2
+"""Number of the argument of indices."""
+TRIES = 12
+"""Tries with other values before a kind of op is left to other programs."""
 TOLERANCE = {"float32": 2e-4, "bfloat16": 6e-2, "float16": 1e-2, "complex64": 2e-4}
 """Relative to the largest value of a result; whole numbers are equal."""
-PRELUDE = """
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-
-
-@jax.custom_vjp
-def halved(x):
-    return 0.5 * jnp.tanh(x)
-
-
-halved.defvjp(lambda x: (halved(x), x), lambda x, g: (0.5 * g * (1 - jnp.tanh(x) ** 2),))
-
-
-@jax.custom_jvp
-def bent(x):
-    return jnp.sin(x)
-
-
-bent.defjvp(lambda primals, tangents: (jnp.sin(*primals), jnp.cos(*primals) * tangents[0]))
-"""
+_NOT_OF_THESE = (TypeError, ValueError, IndexError, AssertionError, NotImplementedError, ZeroDivisionError)
+"""Errors of JAX for values of other shapes or dtypes than an op takes."""
+_FIELD = re.compile(r"\{(\w)(\d?)\}|\{(at|size|order|start|mode)\}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,14 +41,8 @@ class Value:
     name: str
     shape: tuple[int, ...]
     dtype: str
-
-    @property
-    def floating(self) -> bool:
-        return self.dtype in TOLERANCE and self.dtype != "complex64"
-
-    @property
-    def whole(self) -> bool:
-        return self.dtype in WHOLE
+    exact: bool = False
+    """True for floats that no rounding has touched, so that equal ones are equal on every device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,20 +54,24 @@ class RandomProgram:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     donated: tuple[int, ...]
+    kinds: tuple[str, ...]
+    """Templates of its lines."""
 
     def function(self) -> Callable[..., Any]:
         found: dict[str, Any] = {}
         exec(self.text, found)
         return found["program"]
 
-    def arguments(self) -> list[Any]:
-        """The values that it is run on."""
+    def arguments(self, nan: bool = False) -> list[Any]:
+        """Return its arrays; with `nan`, one element of the first is NaN. `INDICES` are in and out of range."""
         import jax.numpy as jnp
 
         draw = np.random.default_rng(self.seed)
         made = []
-        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
-            if dtype == "bool":
+        for number, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes, strict=True)):
+            if number == INDICES:
+                value = draw.choice([0, 1, 2, 7, 3, -1, -3, 8, 15, 16, 40, -40], shape)
+            elif dtype == "bool":
                 value = draw.integers(0, 2, shape).astype(bool)
             elif dtype in WHOLE:
                 value = draw.integers(0, 100, shape)
@@ -90,11 +79,14 @@ class RandomProgram:
                 value = draw.uniform(-1, 1, shape) + 1j * draw.uniform(-1, 1, shape)
             else:
                 value = draw.uniform(-1, 1, shape)
+            if nan and number == 0:
+                value.reshape(-1)[int(draw.integers(value.size))] = np.nan
             made.append(jnp.asarray(value, dtype=dtype))
         return made
 
 
 def random_program(seed: int) -> RandomProgram:
+    """Return the program of this seed. Programs of neighbouring seeds take turns with the kinds of op."""
     return _Writer(seed).program()
 
 
@@ -103,291 +95,159 @@ class _Writer:
         self.seed, self.draw = seed, random.Random(seed)
         self.lines: list[str] = []
         self.values: list[Value] = []
+        self.kinds: list[str] = []
 
     def program(self) -> RandomProgram:
-        for number in range(self.draw.randint(2, 4)):
-            dtype = (
-                "float32"
-                if number == 0
-                else self.draw.choice((*FLOATS, *FLOATS, "int32", "uint8", "bool", "complex64"))
-            )
-            rank = self.draw.choice((1, 2, 2, 3, 3, 4)) if number == 0 else self.draw.choice((0, 1, 2, 2, 3, 4))
-            self.values.append(Value(f"x{number}", self.shape(rank), dtype))
+        draw = self.draw
+        shape = self.shape(draw.choice((1, 2, 2, 3, 3)), draw.choice(EVEN))
+        self.values = [
+            Value("x0", shape, "float32"),
+            Value("x1", shape, "int32"),
+            Value("x2", (draw.choice(EVEN),), "int32"),
+        ]
+        for number in range(3, draw.randint(4, 5)):
+            self.values.append(Value(f"x{number}", self.shape(draw.choice((0, 1, 2, 2, 3, 4))), draw.choice(OTHERS)))
         arguments = tuple(self.values)
-        steps = [getattr(self, name) for name in sorted(dir(_Writer)) if name.startswith("do_")]
-        wanted = self.draw.randint(4, 10)
-        for _ in range(200):
+        self.line("jnp.where(jnp.isnan(x0), x0, x1 % 5 * 0.25 - 0.5)", exact=True)
+        wanted = 1 + draw.randint(6, 9)
+        for kind in (*_turns(self.seed, 6), *draw.choices(KINDS, k=12)):
             if len(self.lines) < wanted:
-                self.draw.choice(steps)()
-        count = self.draw.randint(1, 3)
-        results = [value.name for value in self.values[-count:]]
-        results += [self.draw.choice(arguments).name] * self.draw.choice((0, 0, 1))
+                self.add(kind)
+        body = "\n".join(f"    {line}" for line in self.lines)
+        used = " ".join(line.split(" = ")[1] for line in self.lines)
+        results = [value.name for value in self.values[len(arguments) :] if not re.search(rf"\b{value.name}\b", used)]
+        results += [draw.choice(arguments).name] * draw.choice((0, 0, 1))
         donated: tuple[int, ...] = ()
-        if self.draw.random() < 0.3:  # a buffer that the first result may take
+        if draw.random() < 0.3:  # a buffer that the first result may take
             donated = (0,)
-            results.insert(0, "(x0 * jnp.asarray(0.5, x0.dtype))")
-        body = "".join(f"    {line}\n" for line in self.lines)
+            results.insert(0, "x0 * 0.5")
         names = ", ".join(value.name for value in arguments)
-        text = f"{PRELUDE}\n\ndef program({names}):\n{body}    return {', '.join(results)},\n"
+        text = f"{PRELUDE}\n\ndef program({names}):\n{body}\n    return {', '.join(results)},\n"
         shapes, dtypes = (tuple(getattr(value, key) for value in arguments) for key in ("shape", "dtype"))
-        return RandomProgram(self.seed, text, shapes, dtypes, donated)
+        return RandomProgram(self.seed, text, shapes, dtypes, donated, tuple(self.kinds))
 
-    def shape(self, rank: int) -> tuple[int, ...]:
+    def shape(self, rank: int, first: int | None = None) -> tuple[int, ...]:
         while True:
             shape = tuple(self.draw.choice(DIMS) for _ in range(rank))
-            if self.draw.random() < 0.02 and rank:
-                return (0, *shape[1:])
-            if math.prod(shape) <= MOST_ELEMENTS:
+            shape = shape if first is None else (first, *shape[1:])
+            if math.prod(shape) <= MOST_ELEMENTS // 4:
                 return shape
 
-    def pick(self, *, kind: Callable[[Value], bool] = lambda value: True, rank: int = 0) -> Value | None:
-        """A value of that kind and at least that rank, rather a late one; None if there is none."""
-        found = [value for value in self.values if kind(value) and len(value.shape) >= rank]
-        return self.draw.choice(found[-4:] if self.draw.random() < 0.7 else found) if found else None
+    def add(self, kind: str) -> None:
+        """Append a line of this kind with values that it takes, if there are any."""
+        for _ in range(TRIES):
+            filled = self.fill(kind)
+            if filled is not None and self.line(filled):
+                self.kinds.append(kind)
+                return
 
-    def floating(self, rank: int = 0) -> Value | None:
-        return self.pick(kind=lambda value: value.floating and 0 not in value.shape, rank=rank)
+    def line(self, text: str, exact: bool = False) -> bool:
+        """Append a line if JAX takes it and it makes one array that is not too large."""
+        import jax
 
-    def add(self, text: str, shape: tuple[int, ...], dtype: str) -> None:
-        if math.prod(shape) <= MOST_ELEMENTS:
-            name = f"v{len(self.lines)}"
-            self.lines.append(f"{name} = {text}")
-            self.values.append(Value(name, shape, dtype))
+        names = ", ".join(value.name for value in self.values)
+        function = eval(f"lambda {names}: {text}", _namespace())
+        try:
+            made = jax.eval_shape(function, *(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in self.values))
+        except _NOT_OF_THESE:
+            return False
+        if not isinstance(made, jax.ShapeDtypeStruct) or not 0 < math.prod(made.shape) <= MOST_ELEMENTS:
+            return False
+        name = f"v{len(self.lines)}"
+        self.lines.append(f"{name} = {text}")
+        self.values.append(Value(name, made.shape, str(made.dtype), exact))
+        return True
 
-    def numbers(self, count: int, below: int, distinct: bool = False) -> list[int]:
-        return self.draw.sample(range(below), count) if distinct else [self.draw.randrange(below) for _ in range(count)]
+    def fill(self, kind: str) -> str | None:
+        """Return the template with a value for each of its fields; None if one has none."""
+        taken: dict[str, Value] = {}
+        drawn: dict[tuple[str, str], str] = {}
+        last: list[Value] = []
 
-    # Elementwise
+        def value_of(letter: str, rank: int) -> Value | None:
+            if letter not in taken:
+                like = {"g": "f", "y": "x", "j": "i"}.get(letter)
+                first = taken.get(like) if like else None
+                found = [each for each in self.values if _fits(each, letter) and len(each.shape) >= rank]
+                if first is not None:
+                    found = [each for each in found if (each.shape, each.dtype) == (first.shape, first.dtype)]
+                if not found and letter in _MADE:
+                    self.line(_MADE[letter])
+                    found = self.values[-1:]
+                if not found:
+                    return None
+                taken[letter] = self.draw.choice(found[-4:] if self.draw.random() < 0.5 else found)
+            return taken[letter]
 
-    def do_unary(self) -> None:
-        if x := self.floating():
-            form = self.draw.choice(
-                ("jnp.tanh({})", "jnp.sin({})", "jnp.abs({})", "-{}", "halved({})", "bent({})", "jnp.exp(-jnp.abs({}))",
-                 "jax.checkpoint(lambda t: jnp.tanh(jnp.sin(t)))({})", "lax.optimization_barrier({})",
-                 "jax.nn.softmax({}, axis=-1)" if x.shape else "jnp.cos({})")
-            )  # fmt: skip
-            self.add(form.format(x.name), x.shape, x.dtype)
+        def word(field: re.Match[str]) -> str:
+            letter, rank, name = field.groups()
+            if letter == "k":
+                return str(self.draw.randint(1, 3))
+            if name is None:
+                value = value_of(letter, int(rank or 0))
+                if value is None:
+                    raise LookupError(letter)
+                if letter not in "d":
+                    last.append(value)
+                return value.name
+            key = (name, last[-1].name)
+            if key not in drawn:
+                drawn[key] = self.about(name, last[-1], int(drawn.get(("at", last[-1].name), 0)))
+            return drawn[key]
 
-    def do_binary(self) -> None:
-        if x := self.floating():
-            like = [v for v in self.values if v.dtype == x.dtype and v.shape in (x.shape, x.shape[1:], ())]
-            y = self.draw.choice(like or [x])
-            self.add(f"0.5 * ({x.name} {self.draw.choice('+-*')} {y.name})", x.shape, x.dtype)
+        try:
+            return _FIELD.sub(word, kind)
+        except LookupError:
+            return None
 
-    def do_outer(self) -> None:
-        x, y = self.floating(1), self.floating(1)
-        if x and y and x.dtype == y.dtype:
-            rows, columns = x.shape[0], y.shape[-1]
-            self.add(
-                f"{x.name}.reshape({rows}, -1)[:, :1] * {y.name}.reshape(-1, {columns})[:1]", (rows, columns), x.dtype
-            )
+    def about(self, name: str, value: Value, at: int) -> str:
+        """Return an axis, an order of axes, a mode, or an index near or past an end of the value's axis."""
+        rank, draw = len(value.shape), self.draw
+        if name == "at":
+            return str(draw.randrange(rank))
+        if name == "size":
+            return str(value.shape[at])
+        if name == "order":
+            return str(tuple(draw.sample(range(rank), rank)))
+        if name == "mode":
+            return draw.choice(MODES)
+        size = value.shape[at]
+        return draw.choice(
+            ("0", "-1", str(size - 1), str(size), str(size // 2), *(f"x{INDICES}[{k}]" for k in range(4)))
+        )
 
-    def do_where(self) -> None:
-        x, mask = self.floating(), self.pick(kind=lambda value: value.dtype == "bool")
-        if x and mask and mask.shape in (x.shape, ()):
-            self.add(f"jnp.where({mask.name}, {x.name}, 0.25)", x.shape, x.dtype)
 
-    def do_compare(self) -> None:
-        if x := self.pick(kind=lambda value: value.whole):
-            self.add(f"{x.name} % 3 == 1", x.shape, "bool")
+_MADE = {"b": "x1 % 3 == 1", "c": "lax.complex(x0, 0.5 * x0)"}
+"""Values of letters, where a program has none yet."""
 
-    def do_whole(self) -> None:
-        if x := self.pick(kind=lambda value: value.whole):
-            self.add(
-                self.draw.choice(("{0} * 3 + 1", "{0} ^ ({0} >> 1)", "jnp.minimum({0}, 7)")).format(x.name),
-                x.shape,
-                x.dtype,
-            )
 
-    def do_cast(self) -> None:
-        if x := self.pick(kind=lambda value: value.dtype != "complex64" and value.dtype in (*FLOATS, "bool")):
-            dtype = self.draw.choice(FLOATS if x.floating else (*FLOATS, "int32"))
-            self.add(f"{x.name}.astype('{dtype}')", x.shape, dtype)
+def _fits(value: Value, letter: str) -> bool:
+    """Return True if a field of this letter takes the value."""
+    dtype = value.dtype
+    if letter == "d":
+        return value.name == f"x{INDICES}"
+    return {
+        "f": dtype == "float32",
+        "g": dtype == "float32",
+        "x": dtype in FLOATS,
+        "y": dtype in FLOATS,
+        "i": dtype in WHOLE,
+        "j": dtype in WHOLE,
+        "b": dtype == "bool",
+        "c": dtype == "complex64",
+        "t": value.exact,
+        "v": True,
+    }[letter]
 
-    def do_complex(self) -> None:
-        if (x := self.floating()) and x.dtype == "float32":
-            self.add(f"lax.complex({x.name}, 0.5 * {x.name})", x.shape, "complex64")
 
-    def do_of_complex(self) -> None:
-        if x := self.pick(kind=lambda value: value.dtype == "complex64"):
-            self.add(f"jnp.{self.draw.choice(('real', 'imag'))}({x.name} * {x.name})", x.shape, "float32")
+def _turns(seed: int, count: int) -> list[str]:
+    """Return the kinds whose turn it is."""
+    order = random.Random("kinds").sample(KINDS, len(KINDS))
+    return [order[(seed * count + k) % len(order)] for k in range(count)]
 
-    def do_constant(self) -> None:
-        shape = self.shape(self.draw.choice((1, 2, 2, 3)))
-        form = self.draw.choice(
-            (f"jnp.asarray(np.linspace(-1, 1, {math.prod(shape)}).reshape({shape}), 'float32')",
-             f"jax.random.uniform(jax.random.key({self.draw.randrange(99)}), {shape}, minval=-1.0)",
-             f"lax.broadcasted_iota('float32', {shape}, {len(shape) - 1}) / {max(1, shape[-1])}")
-        )  # fmt: skip
-        self.add(form, shape, "float32")
 
-    # Shapes
-
-    def do_transpose(self) -> None:
-        if x := self.pick(rank=2):
-            order = self.numbers(len(x.shape), len(x.shape), distinct=True)
-            self.add(f"{x.name}.transpose({order})", tuple(x.shape[k] for k in order), x.dtype)
-
-    def do_merge(self) -> None:
-        if x := self.pick(rank=2):
-            at = self.draw.randrange(len(x.shape) - 1)
-            shape = (*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :])
-            self.add(f"{x.name}.reshape({shape})", shape, x.dtype)
-
-    def do_split(self) -> None:
-        if x := self.pick(kind=lambda value: any(size > 3 and size % 2 == 0 for size in value.shape), rank=1):
-            at = self.draw.choice([k for k, size in enumerate(x.shape) if size > 3 and size % 2 == 0])
-            two = self.draw.choice(((2, x.shape[at] // 2), (x.shape[at] // 2, 2)))
-            shape = (*x.shape[:at], *two, *x.shape[at + 1 :])
-            if len(shape) <= 5:
-                self.add(f"{x.name}.reshape({shape})", shape, x.dtype)
-
-    def do_slice(self) -> None:
-        if x := self.pick(rank=1):
-            at = self.draw.randrange(len(x.shape))
-            size = x.shape[at]
-            start, step = self.draw.randrange(size // 2 + 1), self.draw.choice((1, 1, 2))
-            left = len(range(start, size, step))
-            index = ":, " * at + f"{start}::{step}"
-            self.add(f"{x.name}[{index}]", (*x.shape[:at], left, *x.shape[at + 1 :]), x.dtype)
-
-    def do_shift(self) -> None:
-        if x := self.pick(rank=1):
-            at = self.draw.randrange(len(x.shape))
-            form = self.draw.choice(("jnp.flip({}, {})", "jnp.roll({}, 1, {})", "jnp.roll({}, -2, {})"))
-            self.add(form.format(x.name, at), x.shape, x.dtype)
-
-    def do_pad(self) -> None:
-        if x := self.pick(kind=lambda value: value.dtype != "bool", rank=1):
-            at = self.draw.randrange(len(x.shape))
-            pads = [(0, 0)] * len(x.shape)
-            pads[at] = (self.draw.randrange(3), self.draw.randrange(3))
-            self.add(
-                f"jnp.pad({x.name}, {pads})", tuple(s + sum(p) for s, p in zip(x.shape, pads, strict=True)), x.dtype
-            )
-
-    def do_concatenate(self) -> None:
-        if x := self.pick(rank=1):
-            at = self.draw.randrange(len(x.shape))
-            shape = (*x.shape[:at], 2 * x.shape[at], *x.shape[at + 1 :])
-            self.add(f"jnp.concatenate([{x.name}, jnp.flip({x.name}, {at})], {at})", shape, x.dtype)
-
-    # Contractions and windows
-
-    def do_reduce(self) -> None:
-        if x := self.floating(1):
-            at = self.draw.randrange(len(x.shape))
-            what = self.draw.choice(("mean", "max", "min", "mean"))
-            self.add(f"jnp.{what}({x.name}, {at})", (*x.shape[:at], *x.shape[at + 1 :]), x.dtype)
-
-    def do_einsum(self) -> None:
-        x, y = self.floating(1), self.floating(1)
-        if not x or not y or x.dtype != y.dtype or len(x.shape) + len(y.shape) > 7:
-            return
-        letters: dict[str, int] = {}
-        words = ["", ""]
-        for word, value in enumerate((x, y)):
-            for size in value.shape:
-                same = [a for a, s in letters.items() if s == size and a not in words[word]]
-                letter = self.draw.choice(same) if same and self.draw.random() < 0.7 else "abcdefghij"[len(letters)]
-                letters[letter] = size
-                words[word] += letter
-        kept = [
-            letter for letter in letters if self.draw.random() < 0.6 or not set(letter) <= set(words[0]) & set(words[1])
-        ]
-        self.draw.shuffle(kept)
-        dropped = math.prod(size for letter, size in letters.items() if letter not in kept)
-        shape = tuple(letters[letter] for letter in kept)
-        letters_said = f"{words[0]},{words[1]}->{''.join(kept)}"
-        text = f"jnp.einsum('{letters_said}', {x.name}, {y.name}) * {1 / max(1, dropped) ** 0.5:.3f}"
-        self.add(text, shape, x.dtype)
-
-    def do_convolution(self) -> None:
-        if (x := self.floating(3)) and x.dtype == "float32" and len(x.shape) == 3:
-            n, c, w = x.shape
-            out = self.draw.choice((2, 4, 8))
-            kernel = f"jnp.asarray(np.linspace(-1, 1, {out * c * 3}).reshape({out}, {c}, 3), 'float32')"
-            stride = self.draw.choice((1, 2))
-            text = f"lax.conv_general_dilated({x.name}, {kernel}, ({stride},), 'SAME') / {3 * c}"
-            self.add(text, (n, out, -(-w // stride)), "float32")
-
-    def do_pool(self) -> None:
-        if (x := self.floating(2)) and x.dtype == "float32" and x.shape[-1] >= 2:
-            window = (*[1] * (len(x.shape) - 1), 2)
-            text = f"lax.reduce_window({x.name}, -jnp.inf, lax.max, {window}, {window}, 'VALID')"
-            self.add(text, (*x.shape[:-1], x.shape[-1] // 2), "float32")
-
-    def do_cumulate(self) -> None:
-        if x := self.floating(1):
-            at = self.draw.randrange(len(x.shape))
-            self.add(f"jnp.cumsum({x.name}, {at}) / {x.shape[at]}", x.shape, x.dtype)
-
-    def do_sort(self) -> None:
-        if x := self.pick(kind=lambda value: value.floating or value.whole, rank=1):
-            self.add(f"jnp.sort({x.name}, {self.draw.randrange(len(x.shape))})", x.shape, x.dtype)
-
-    def do_largest(self) -> None:
-        if x := self.pick(kind=lambda value: value.whole and 0 not in value.shape, rank=1):
-            at = self.draw.randrange(len(x.shape))
-            shape = (*x.shape[:at], *x.shape[at + 1 :])
-            self.add(f"jnp.argmax({x.name}, {at}).astype('int32')", shape, "int32")
-
-    # Indices
-
-    def do_gather(self) -> None:
-        if x := self.pick(kind=lambda value: 0 not in value.shape, rank=1):
-            at = self.draw.randrange(len(x.shape))
-            rows = self.numbers(self.draw.choice((2, 4, 8)), x.shape[at])
-            self.add(
-                f"jnp.take({x.name}, jnp.array({rows}), axis={at})",
-                (*x.shape[:at], len(rows), *x.shape[at + 1 :]),
-                x.dtype,
-            )
-
-    def do_gather_rows(self) -> None:
-        x, index = self.floating(1), self.pick(kind=lambda value: value.whole and len(value.shape) == 1)
-        if x and index:
-            self.add(f"{x.name}[{index.name}.astype('int32') % {x.shape[0]}]", (*index.shape, *x.shape[1:]), x.dtype)
-
-    def do_scatter(self) -> None:
-        if x := self.floating(1):
-            rows = self.numbers(self.draw.randint(1, x.shape[0]), x.shape[0], distinct=True)
-            self.add(f"{x.name}.at[jnp.array({rows})].{self.draw.choice(('add', 'set', 'mul'))}(0.5)", x.shape, x.dtype)
-
-    def do_dynamic_slice(self) -> None:
-        if x := self.floating(1):
-            starts = ", ".join(["0"] * (len(x.shape) - 1))
-            sizes = (max(1, x.shape[0] // 2), *x.shape[1:])
-            whole = self.pick(kind=lambda value: value.whole and 0 not in value.shape)
-            start = f"{whole.name}.ravel()[0].astype('int32') % {x.shape[0]}" if whole else "1"
-            self.add(f"lax.dynamic_slice({x.name}, ({start}, {starts}), {sizes})".replace(", )", ",)"), sizes, x.dtype)
-
-    # Control
-
-    def do_scan(self) -> None:
-        if x := self.floating(2):
-            text = f"lax.scan(lambda c, t: (0.5 * jnp.tanh(c + t), c), jnp.zeros_like({x.name}[0]), {x.name})"
-            self.add(f"{text}[1]", x.shape, x.dtype)
-
-    def do_loop(self) -> None:
-        if x := self.floating():
-            form = self.draw.choice(
-                ("lax.fori_loop(0, 3, lambda i, c: 0.5 * jnp.sin(c) + 0.1, {})",
-                 "lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, 0.5 * jnp.tanh(s[1])), (0, {}))[1]")
-            )  # fmt: skip
-            self.add(form.format(x.name), x.shape, x.dtype)
-
-    def do_condition(self) -> None:
-        x, whole = self.floating(), self.pick(kind=lambda value: value.whole and 0 not in value.shape)
-        if x and whole:
-            test = f"{whole.name}.ravel()[0] % 2 == 0"
-            self.add(f"lax.cond({test}, lambda t: jnp.sin(t), lambda t: 0.5 * t, {x.name})", x.shape, x.dtype)
-
-    def do_gradient(self) -> None:
-        if (x := self.floating()) and x.dtype == "float32":
-            inner = self.draw.choice(("jnp.tanh(t) * t", "halved(t) ** 2", "bent(t) * 0.3", "jnp.sort(t.ravel()) ** 2"))
-            self.add(f"jax.grad(lambda t: jnp.sum({inner}))({x.name})", x.shape, x.dtype)
-
-    def do_batch(self) -> None:
-        if (x := self.floating(2)) and x.dtype == "float32":
-            self.add(f"jax.vmap(lambda t: t / (1.0 + jnp.sum(t * t)))({x.name})", x.shape, x.dtype)
+@functools.cache
+def _namespace() -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(PRELUDE, names)
+    return names
