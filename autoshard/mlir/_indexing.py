@@ -1,7 +1,7 @@
 """Guards of ops that read and write by index, where XLA computes other elements of split values than of whole ones.
 
 Two rules of XLA forget that a start outside of its operand is clamped. The simplifier joins a slice of a slice by
-adding their starts, so that a shard cut from a whole value is read outside of the shard. The partitioner compares the
+adding their starts, so that a shard cut from a whole value, or of one, is read elsewhere. The partitioner compares the
 start of an update with the place of each shard, so that an update past the end is written nowhere.
 """
 
@@ -29,6 +29,8 @@ def guard_indexing(module: Any) -> None:
     with module.context:
         for op in collect(module.operation, {_SLICE, _UPDATE}):
             _clamp_starts(op)
+        for op in collect(module.operation, {_GATHER}):
+            _clamp_windows(op)
         for op in collect(module.operation, {_SLICE, _UPDATE, _GATHER, _SCATTER}):
             for pin in _pins_before(op):
                 _separate(pin)
@@ -47,6 +49,31 @@ def _clamp_starts(op: Any) -> None:
         if (part == 1 and not update) or (spec is not None and not spec[dim]) or _in_range(start, size - part):
             continue
         op.operands[first + dim] = _clamped(op, start, size - part)
+
+
+def _clamp_windows(op: Any) -> None:
+    """Clamp the starts of a gather of windows: where a shard reads one, XLA makes a slice of it."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
+    sizes, windows = _shape(op.operands[0]), list(ir.DenseI64ArrayAttr(op.attributes["slice_sizes"]))
+    if not any(1 < windows[dim] < sizes[dim] for dim in numbers.start_index_map):
+        return
+    starts = op.operands[1]
+    kind = ir.RankedTensorType(starts.type)
+    element = ir.IntegerType(kind.element_type)
+    highest = 2 ** (element.width - (not element.is_unsigned)) - 1
+    ends = [min(sizes[dim] - windows[dim], highest) for dim in numbers.start_index_map]
+    with op.location, ir.InsertionPoint(op):
+        vector = ir.RankedTensorType.get([len(ends)], element)
+        low = stablehlo.constant(ir.DenseElementsAttr.get_splat(kind, ir.IntegerAttr.get(element, 0)))
+        high = stablehlo.constant(ir.DenseElementsAttr.get([ir.IntegerAttr.get(element, end) for end in ends], vector))
+        if numbers.index_vector_dim == kind.rank:
+            high = stablehlo.reshape(ir.RankedTensorType.get([], element), high)
+        dims = [] if numbers.index_vector_dim == kind.rank else [numbers.index_vector_dim]
+        high = stablehlo.broadcast_in_dim(kind, high, dims)
+        op.operands[1] = stablehlo.clamp(low, starts, high)
 
 
 def _clamped(op: Any, start: Any, last: int) -> Any:

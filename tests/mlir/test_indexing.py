@@ -26,6 +26,7 @@ def row(x, u, i):
         (lambda x, i: lax.dynamic_slice(x, (i, 0), (1, 8)), (X, START), {}, 0, 0),  # one row is no dim to split
         (lambda x: lax.dynamic_slice(x, (2, 0), (4, 8)), (X,), {}, 0, 0),
         (lambda x: lax.dynamic_slice(x, (13, 0), (4, 8)), (X,), {}, 1, 0),
+        (lambda x, i: jnp.take(x, jnp.array([1, 2]), 0, mode="clip") + i, (X, START), {}, 0, 0),  # rows
         (row, (X.T, X.T[:1], START), {"x": "None,d"}, 0, 0),
         (lambda x, u, i: lax.dynamic_update_slice(x, u, (0, i)), (X.T, X.T[:, :1], START), {"x": "None,d"}, 1, 0),
         (lambda x: lax.scan(lambda c, t: (c + t, c * t), x[0], x), (X,), {"x": "None,d"}, 0, 0),  # stacks stay whole

@@ -3,8 +3,14 @@
 Starts and indices lie before, at and past the ends.
 """
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from indexed_ops import MESHES, Comparison, cases
+from jax import lax
+
+import autoshard
 
 
 CASES = {case.name: case for case in cases()}
@@ -37,3 +43,14 @@ def test_indexed_ops_compute_the_same_in_every_split(name: str):
     outcomes = {str(pins): comparison.outcome(MESHES["8"], pins) for pins in comparison.splits(MESHES["8"])}
     assert {key: outcome for key, outcome in outcomes.items() if outcome[0] not in ("right", "refused")} == {}
     assert sum(outcome == "right" for outcome, _ in outcomes.values()) >= 3
+
+
+def test_windows_that_shards_cut_from_one_window_start_where_the_whole_one_does():
+    rows = jax.vmap(lambda row, start: lax.dynamic_slice(row, (start,), (8,)))
+    args = jnp.arange(64.0).reshape(4, 16), jnp.array([0, 100, -3, 12])
+    for dtype in ("int32", "uint8", "int8"):
+        given = args[0], args[1].astype(dtype)
+        plan = autoshard.plan(
+            autoshard.trace(rows, given), topology="cpu:8", mesh={"a": 2, "b": 4}, pins={"result": "b,a"}
+        )
+        np.testing.assert_array_equal(plan.jit(rows)(*given), jax.jit(rows)(*given))
