@@ -37,7 +37,7 @@ def stored(
     for buffer in buffers:
         if buffer[0] in wide:
             widths[buffer] = wide[buffer[0]]
-    narrow = _filled_narrow(graph)
+    narrow = _filled_narrow(graph, narrows_stacks)
     widths |= {buffer: narrow[buffer[0]] for buffer in buffers if buffer[0] in narrow}
     copied, between = _converted(graph)
     widths |= {buffer: between[buffer[0]] for buffer in buffers if buffer[0] in between}
@@ -92,42 +92,55 @@ def _copied(graph: OpGraph, updated: Collection[int]) -> dict[Buffer, int]:
     return found
 
 
-def _filled_narrow(graph: OpGraph) -> dict[int, int]:
-    """Carried stacks of values that are widened before they are put in, and narrowed wherever the whole is taken: bytes
-    of an element, by the tensor inside the loop's body."""
+def _filled_narrow(graph: OpGraph, sliced: bool) -> dict[int, int]:
+    """Bytes of an element of carried stacks that are narrower than their values, by the tensor in the loop's body.
+
+    Values that are widened before they are put in, and narrowed wherever the whole stack is taken. With `sliced` also
+    values that are narrowed wherever the stack or a slice of it is taken: the TPU compiler puts them in narrowed, as
+    the float32 inputs of layers that are saved for matmuls alone (v5e and v5p, libtpu 0.0.51).
+    """
     makers = {tensor: op for op in graph.ops for tensor in op.results}
     users: dict[int, list[Op]] = {}
     for op in graph.ops:
         for tensor in set(op.operands):
             users.setdefault(tensor, []).append(op)
+    kept = {*graph.results, *(t for loop in graph.loops for c in loop.carries for t in (c.init, c.update))}
     found = {}
     for loop in graph.loops:
         for carry in loop.carries:
             inside = users.get(carry.body, [])
             if len(inside) != 1 or inside[0].kind != "dynamic_update_slice" or inside[0].op_class is not OpClass.LAYER:
                 continue
-            maker = makers.get(inside[0].operands[1])
-            while maker is not None and maker.kind in _VIEWS and maker.loop == inside[0].loop:
-                maker = makers.get(maker.operands[0])
-            if maker is None or maker.kind != "convert":
-                continue
-            width = _itemsize(graph, maker.operands[0])
-            wide = width < _itemsize(graph, carry.body) and carry.result not in graph.results
-            if wide and _narrows(graph, users, carry.result, width):
+            own = _itemsize(graph, carry.body)
+            width = _width_taken(graph, users, kept, carry.result, sliced)
+            if not sliced:
+                maker = makers.get(inside[0].operands[1])
+                while maker is not None and maker.kind in _VIEWS and maker.loop == inside[0].loop:
+                    maker = makers.get(maker.operands[0])
+                widened = maker is not None and maker.kind == "convert"
+                source = _itemsize(graph, maker.operands[0]) if maker is not None and widened else own
+                width = source if width <= source else own
+            if width < own:
                 found[carry.body] = width
     return found
 
 
-def _narrows(graph: OpGraph, users: Mapping[int, list[Op]], tensor: int, width: int) -> bool:
-    """Whether all that takes a tensor, or a view of it, makes elements of so many bytes of it."""
-    taken = users.get(tensor, [])
-    for op in taken:
-        if op.kind in _VIEWS and op.results[0] not in graph.results:
-            if not _narrows(graph, users, op.results[0], width):
-                return False
-        elif op.kind != "convert" or _itemsize(graph, op.results[0]) > width:
-            return False
-    return bool(taken)
+def _width_taken(
+    graph: OpGraph, users: Mapping[int, list[Op]], kept: Collection[int], tensor: int, sliced: bool
+) -> int:
+    """Bytes of an element of the widest value that converts make of a tensor, or of views of it; its own if others
+    take it."""
+    own, width = _itemsize(graph, tensor), 0
+    if tensor in kept:
+        return own
+    for op in users.get(tensor, ()):
+        if op.kind in _VIEWS or (sliced and op.kind == "dynamic_slice" and op.op_class is OpClass.LAYER):
+            width = max(width, _width_taken(graph, users, kept, op.results[0], sliced))
+        elif op.kind == "convert":
+            width = max(width, _itemsize(graph, op.results[0]))
+        else:
+            return own
+    return width or own
 
 
 def _outermost(graph: OpGraph, loop: int) -> int:

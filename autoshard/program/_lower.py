@@ -8,20 +8,26 @@ from typing import Any
 from autoshard.errors import UserError
 
 
-def lower_function(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...], label: str) -> Any:
-    """`jax.stages.Lowered` of `fn(*args)` without shardings. Raises `UserError` for what the function raises."""
+def lower_function(
+    fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...], label: str
+) -> tuple[Any, Any]:
+    """Return the jaxpr of `fn(*args)` and its `jax.stages.Lowered`, without shardings.
+
+    Raises `UserError` for what the function raises.
+    """
     import jax
 
     from autoshard.program._opaque import lower_traced
 
-    def lower() -> Any:
+    def lower() -> tuple[Any, Any]:
         traced = jax.jit(fn, keep_unused=True, donate_argnums=donate).trace(*args)
         try:
-            return lower_traced(traced)
+            return traced.jaxpr.jaxpr, lower_traced(traced)
         except ValueError as error:
             if "lowering_platforms" not in str(error):
                 raise
-            return lower_traced(traced, platforms=("cpu",))  # arguments on an abstract mesh: it has no devices
+            # Arguments on an abstract mesh: it has no devices.
+            return traced.jaxpr.jaxpr, lower_traced(traced, platforms=("cpu",))
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")

@@ -47,7 +47,8 @@ def on_host(program: Program, what: str) -> Program:
             "layers, with an optimizer such as adamw, or leave out `--host optimizer`."
         )
     fn = Streamed(program.fn, ties, held)
-    ir = lower_function(fn, program.args, program.donate_argnums, program.name).compiler_ir("stablehlo")
+    _, lowered = lower_function(fn, program.args, program.donate_argnums, program.name)
+    ir = lowered.compiler_ir("stablehlo")
     module, fingerprint = serialise(mlir.drop_sent_arguments(ir), program.arguments)
     stays = len(state) - len(held)
     one = "1 tensor stays" if stays == 1 else f"{stays} tensors stay"
@@ -70,7 +71,7 @@ class Streamed:
         import jax
 
         closed, tree = _traced(self.fn, args, self.__name__)
-        if all(_is_hosted(closed.out_avals[self.ties[number]]) for number in self.held):
+        if all(is_hosted(closed.out_avals[self.ties[number]]) for number in self.held):
             return self.fn(*args)  # made so before
         split = split_updates(closed.jaxpr, self.ties, self.held)
         if split.held != self.held:
@@ -86,7 +87,7 @@ def streamed(fn: Callable[..., Any], ties: Mapping[int, int], held: Collection[i
     return fn if not held or isinstance(fn, Streamed) else Streamed(fn, ties, held)
 
 
-def _is_hosted(aval: Any) -> bool:
+def is_hosted(aval: Any) -> bool:
     import jax
 
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host

@@ -10,6 +10,7 @@ from autoshard.program import _names, _roles, _ties, _values
 from autoshard.program._constraints import sharding_notes
 from autoshard.program._lower import lower_function, user_code
 from autoshard.program._modules import functional
+from autoshard.program._offload_notes import offload_notes
 from autoshard.program._on_host import on_host
 from autoshard.program._program import WEIGHTS, Argument, Lifted, Program, Result, Role
 from autoshard.program._serialise import serialise
@@ -92,7 +93,7 @@ def trace(
         abstract.append(treedef.unflatten(leaves[start : start + treedef.num_leaves]))
         start += treedef.num_leaves
 
-    lowered = lower_function(fn, tuple(abstract), donate, label)
+    jaxpr, lowered = lower_function(fn, tuple(abstract), donate, label)
     out_paths, out_tree = jax.tree_util.tree_flatten_with_path(lowered.out_info)
     avals = [_aval(leaf) for leaf in leaves]
     out_avals = [_aval(leaf) for _, leaf in out_paths]
@@ -168,7 +169,7 @@ def trace(
         tokens=tokens,
         make_args=make_args,
         dims={name: own for name, own in zip(names, dims, strict=True) if own is not None},
-        notes=(*notes, *sharding_notes(own)),
+        notes=(*notes, *sharding_notes(own), *offload_notes(jaxpr)),
         lifted=Lifted.IDLE if own.idle else Lifted.NONE,
     )
     return on_host(program, host)

@@ -1,5 +1,6 @@
 """Values that the program itself keeps on its host: their memory, their traffic, and that such plans run."""
 
+import importlib.util
 import re
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from autoshard.cost import Compute, Topology, make_mesh
 from autoshard.errors import UserError
+from autoshard.exec import compile_plan
 from autoshard.exec.apply import _apply
 from autoshard.exec.apply._apply import check_host_memory
 from autoshard.graph import analyse, read_graph
@@ -86,14 +88,17 @@ def test_what_one_trip_sends_is_held_while_the_next_one_computes() -> None:
     )
 
 
-@pytest.mark.parametrize("long", [False, True])
-def test_stacks_that_stay_are_copied_beside_others_that_go_where_sequences_are_long(long: bool) -> None:
+@pytest.mark.parametrize(("long", "attends"), [(False, True), (True, False), (True, True)])
+def test_stacks_that_stay_are_copied_beside_others_that_go_where_attention_is_long(long: bool, attends: bool) -> None:
     policy = POLICIES.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=["inner"], offload_src="device",
         offload_dst="pinned_host",
     )  # fmt: skip
 
     def layer(x, weights):
+        if attends:
+            scores = jax.nn.softmax(jnp.einsum("bsd,btd->bst", x, x))
+            x = x + jnp.einsum("bst,btd->bsd", scores, x)
         inner = checkpoint_name(x @ weights["up"], "inner")
         return jnp.tanh(inner) @ weights["down"] + x, None
 
@@ -105,7 +110,7 @@ def test_stacks_that_stay_are_copied_beside_others_that_go_where_sequences_are_l
     graph = read_graph(trace(jax.grad(loss), (params, jax.ShapeDtypeStruct((2, length, WIDTH), "float32"))).module)
     forward, backward = sorted(graph.loops, key=lambda loop: loop.start)
     spans = [b[1:] for b in analyse(graph).buffers if graph.tensors[b[0]].shape == (LAYERS, 2, length, WIDTH)]
-    assert ((forward.stop, backward.stop) in spans) == long
+    assert ((forward.stop, backward.stop) in spans) == (long and attends)
 
 
 def test_other_stacks_that_stay_are_not_copied() -> None:
@@ -129,6 +134,52 @@ def test_other_stacks_that_stay_are_not_copied() -> None:
     buffers = analyse(graph).buffers
     assert any(graph.tensors[tensor].shape[:1] == (LAYERS,) for tensor, _, _ in buffers)
     assert (forward.stop, backward.stop) not in [b[1:] for b in buffers if graph.tensors[b[0]].shape[:1] == (LAYERS,)]
+
+
+def residual_step(policy, name: str):
+    """A step of residual layers in float32, whose two matmuls are all that takes the carry; `name` names a value."""
+
+    def layer(x, weights):
+        x = checkpoint_name(x, "begin") if name == "begin" else x
+        inner = checkpoint_name(x @ weights["up"], "inner")
+        return checkpoint_name(x + jax.nn.relu(inner) @ weights["down"], "end"), None
+
+    def fn(params, x):
+        def loss(params):
+            return jnp.mean(jax.lax.scan(jax.checkpoint(layer, policy=policy), x, params)[0])
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    return fn
+
+
+def offloading(name: str):
+    return POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[name], offload_src="device",
+        offload_dst="pinned_host",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
+def test_the_compiler_holds_as_much_beside_an_offloaded_stack(topology: str) -> None:
+    """The stack of the layers' inputs, long sequences of few numbers, stays: once, and rounded for its matmuls."""
+    if importlib.util.find_spec("libtpu") is None:  # an optional extra
+        pytest.skip("libtpu is not installed")
+    params = {name: jax.ShapeDtypeStruct((8, 512, 512), "float32") for name in ("up", "down")}
+    made = trace(residual_step(offloading("inner"), "inner"), (params, jax.ShapeDtypeStruct((8, 8192, 512), "float32")))
+    plan = make_plan(made, Options(topology=topology, mesh="data=4")).baseline_plans["data_parallel"]
+    compiled = compile_plan(made, plan, quick=True)
+    # Held in float32 the stack alone would take as much as the whole step does, and its copy as much again.
+    assert compiled.peak_compiled is not None and 8 * 2 * 8192 * 512 * 4 > 0.9 * compiled.peak_compiled
+    assert plan.prediction.peak_bytes == pytest.approx(compiled.peak_compiled, rel=0.3)
+    assert plan.prediction.memory["activations"] == pytest.approx(compiled.memory_at_peak["activations"], rel=0.2)
+
+
+@pytest.mark.parametrize(("name", "idle"), [("begin", False), ("inner", False), ("end", True), ("none", False)])
+def test_a_policy_that_offloads_nothing_is_named(name: str, idle: bool) -> None:
+    made = trace(residual_step(offloading(name), name), shapes())
+    assert [f"offloads `{name}`, which has no effect" in note for note in made.notes] == [True] * idle
+    assert bool(analyse(read_graph(made.module)).hosted) == (name in ("begin", "inner"))
 
 
 def test_offloading_frees_the_memory_of_the_saved_stack() -> None:

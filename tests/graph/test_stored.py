@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard.graph import analyse, read_graph
+from autoshard.graph import analyse, read_graph, rounded
 from autoshard.program import trace
 
 
@@ -44,6 +44,29 @@ def test_a_stack_of_gradients_that_is_narrowed_afterwards_is_narrow(gradients: s
     liveness = analyse(graph, (), {}, fused_matmuls=True)
     carried = {carry.body for loop in graph.loops for carry in loop.carries}
     assert [w for (t, *_), w in liveness.widths.items() if t in carried and t not in graph.arguments] == widths
+
+
+@pytest.mark.parametrize(("norm", "width"), [(False, 2), (True, None)])
+def test_a_saved_stack_that_only_matmuls_take_is_rounded(norm: bool, width: int | None) -> None:
+    """As libtpu has it for v5e and v5p: `bf16[8,4,2048,2048]` in both loops, and float32 where a norm takes it too."""
+
+    def loss(stack, x):
+        def layer(h, w):
+            y = h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True)) if norm else h
+            return h + jnp.tanh(y @ w), None
+
+        return jax.lax.scan(jax.checkpoint(layer), x, stack)[0].mean()
+
+    given = (jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), "float32"), jax.ShapeDtypeStruct((64, WIDTH), "float32"))
+    graph = rounded(read_graph(trace(jax.grad(loss), given, name="stack").module))
+    liveness = analyse(graph, (), {}, fused_matmuls=True)
+    carried = {
+        c.body for loop in graph.loops for c in loop.carries if graph.tensors[c.body].shape == (LAYERS, 64, WIDTH)
+    }
+    (buffer,) = (b for b in liveness.buffers if b[0] in carried)
+    assert liveness.widths.get(buffer) == width
+    on_gpus = analyse(graph, (), {}, narrows_stacks=False)
+    assert not [b for b in on_gpus.widths if b[0] in carried]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "circular:2"])
