@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def run_estimate(arguments: argparse.Namespace, answer: TextIO) -> int:
     need_no_accelerator()
     from autoshard.cost import find_topologies
-    from autoshard.plan import estimate_config, least_estimate, settled_options
+    from autoshard.plan import estimate_config, fewest_devices, least_estimate, settled_options
     from autoshard.program import open_source
     from autoshard.report import estimate_figures, estimates_report
 
@@ -42,8 +42,9 @@ def run_estimate(arguments: argparse.Namespace, answer: TextIO) -> int:
                 options = {**said, "batch": said["batch"] or place.num_devices}
                 program = open_source(arguments.program, kept=True, **settled_options(options, place.name))
                 found.append(least_estimate(program, place))
+    fewest = fewest_devices(arguments.program, found, **said)
     if arguments.json:
-        print_json(estimate_figures(found, failed), answer)
+        print_json(estimate_figures(found, failed, fewest), answer)
     else:
-        print_rich(estimates_report(arguments.program, found, failed), answer)
+        print_rich(estimates_report(arguments.program, found, failed, fewest), answer)
     return 0

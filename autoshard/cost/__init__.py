@@ -18,6 +18,7 @@ from autoshard.cost._calibration import figure_names as figure_names
 from autoshard.cost._calibration import load_calibration as load_calibration
 from autoshard.cost._calibration import save_calibration as save_calibration
 from autoshard.cost._catalogue import find_topologies as find_topologies
+from autoshard.cost._catalogue import larger_topologies as larger_topologies
 from autoshard.cost._catalogue import shapes_of as shapes_of
 from autoshard.cost._chip import Chip as Chip
 from autoshard.cost._chip import chip_names as chip_names

@@ -4,6 +4,7 @@ import difflib
 import fnmatch
 import math
 import re
+from collections.abc import Iterator
 
 from autoshard.cost._chip import Chip, chip_names, load_chip
 from autoshard.cost._topology import Topology, slice_shapes
@@ -12,6 +13,8 @@ from autoshard.errors import UserError
 
 MOST_FOUND = 512
 """Topologies that one pattern may stand for."""
+MOST_TRIED = 64
+"""Numbers of slices that `larger_topologies` goes through."""
 _PATTERN = re.compile(
     r"(?P<chip>[^:*@-]*\*?)(?::(?P<shape>(?:[0-9]+|\*)(?:x(?:[0-9]+|\*))*)|-(?P<count>[0-9*]+))"
     r"(?:\*(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?)?"
@@ -52,6 +55,23 @@ def find_topologies(pattern: str) -> tuple[Topology, ...]:
         )
     found = [Topology.make(chip, shape, count) for count in range(first, last + 1) for chip, shape in shapes]
     return tuple(sorted(found, key=lambda each: each.num_chips))
+
+
+def larger_topologies(topology: Topology, devices: int) -> Iterator[Topology]:
+    """Iterate over topologies of the same chip with more devices than `topology` and at least `devices`.
+
+    The shapes of one slice come first, the smallest first, then further slices (or islands) of the largest one. None
+    for a CPU, whose devices have no shapes.
+    """
+    if topology.chip.traits.shares_machine:
+        return
+    least = max(devices, topology.num_devices + 1)
+    shapes = [Topology.make(topology.chip, shape) for shape in shapes_of(topology.chip)]
+    yield from (each for each in shapes if each.num_devices >= least)
+    largest = shapes[-1]
+    first = max(2, -(-least // largest.num_devices))
+    for slices in range(first, first + MOST_TRIED):
+        yield Topology.make(topology.chip, largest.shape, slices)
 
 
 def _is_pattern(match: re.Match[str]) -> bool:

@@ -20,6 +20,7 @@ from autoshard.plan._recipes import plan_remat as plan_remat
 from autoshard.plan.capacity._estimates import ModelEstimate as ModelEstimate
 from autoshard.plan.capacity._estimates import config_decoder as config_decoder
 from autoshard.plan.capacity._estimates import estimate_config as estimate_config
+from autoshard.plan.capacity._estimates import fewest_devices as fewest_devices
 from autoshard.plan.capacity._estimates import least_estimate as least_estimate
 from autoshard.plan.capacity._serving import ServingPlan as ServingPlan
 from autoshard.plan.capacity._serving import plan_serving as plan_serving

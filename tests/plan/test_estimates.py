@@ -1,13 +1,16 @@
 """First guesses: parameters as the models have them, steps that grow as they must, and near what is planned."""
 
 import dataclasses
+import json
 import math
+from typing import Any
 
 import pytest
 
-from autoshard.cost import StepAsked, Topology, estimate_step
+from autoshard import cli
+from autoshard.cost import StepAsked, Topology, estimate_step, larger_topologies
 from autoshard.errors import UserError
-from autoshard.plan import Options, config_decoder, estimate_config, least_estimate, make_plan
+from autoshard.plan import Options, config_decoder, estimate_config, fewest_devices, least_estimate, make_plan
 from autoshard.program import Role, bundled, open_source
 
 
@@ -87,6 +90,56 @@ def test_the_batch_it_asks_for_can_be():
     with pytest.raises(UserError, match="a multiple of 2"):
         estimate_config("hf:llama-tiny", V5E, train=True, batch=7)
     assert len(estimate_config("hf:llama-tiny", V5E, train=True, batch=2)) == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "place", "options"),
+    [
+        ("hf:llama3.1-70b", "h100:1", {"train": True}),
+        ("hf:llama3-8b", "v5e:1x1", {"train": True, "remat": "full"}),
+        ("hf:llama3.1-405b", "h100:4", {}),
+    ],
+)
+def test_the_fewest_devices_fit_and_no_fewer_do(config: str, place: str, options: dict[str, Any]):
+    topology = Topology.parse(place)
+    found = estimate_config(config, topology, **options)
+    assert not any(each.estimate.fits for each in found)
+    (fewest,) = fewest_devices(config, found, **options).values()
+    assert fewest is not None and fewest.chip == topology.chip
+    assert any(each.estimate.fits for each in estimate_config(config, fewest, **options))
+    smaller = [each for each in larger_topologies(topology, 0) if each.num_devices < fewest.num_devices]
+    for each in smaller:
+        try:
+            assert not any(row.estimate.fits for row in estimate_config(config, each, **options)), each.name
+        except UserError as error:
+            assert "no layout" in str(error)
+
+
+def test_what_does_not_fit_has_no_times(capsys: pytest.CaptureFixture[str]):
+    line = ["estimate", "hf:llama3.1-405b", "--train", "--remat", "full", "--topology", "h100:1,h100:8*16"]
+    assert cli.main([*line, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    small, large = figures["rows"]
+    assert not small["fits"] and large["fits"] and figures["fewest"] == []
+    assert [small[key] for key in ("step_time_s", "exposed_comm_s", "mfu")] == [None] * 3
+    assert large["step_time_s"] > 0 and large["mfu"] > 0
+    assert cli.main([*line[:-1], "h100:1", "--json"]) == 0
+    (named,) = json.loads(capsys.readouterr().out)["fewest"]
+    assert named["chip"] == "h100" and 8 < named["devices"] <= 128
+    assert cli.main([*line[:-1], "h100:1"]) == 0
+    shown = capsys.readouterr().out
+    assert named["topology"] in shown and not {"MFU", "tokens/s", "step"} & {
+        row[:20].strip() for row in shown.splitlines()
+    }
+
+
+def test_a_traced_program_that_cannot_fit_needs_at_least_its_arguments_share():
+    topology = Topology.parse("v5e:1x1")
+    least = least_estimate(open_source("hf:resnet-tiny", train=True, batch=32), topology)
+    room = int(least.estimate.peak_bytes) // 3
+    held = dataclasses.replace(least, estimate=dataclasses.replace(least.estimate, limit_bytes=room))
+    (place,) = fewest_devices("hf:resnet-tiny", [held]).values()
+    assert place is not None and place.name == "v5e:2x2"  # four devices: a third of it is a little less than needed
 
 
 def test_the_least_of_a_traced_program_is_below_its_plan():

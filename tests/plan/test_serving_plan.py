@@ -1,6 +1,8 @@
 """Serving by closed form: what a way to serve holds and takes, limits that are kept, and bad input."""
 
+import dataclasses
 import json
+import re
 
 import pytest
 
@@ -13,7 +15,9 @@ from autoshard.cost import (
     Topology,
     engine_kinds,
     engine_steps,
+    larger_topologies,
     serving_point,
+    serving_points,
 )
 from autoshard.errors import UserError
 from autoshard.plan import config_decoder, plan_serving
@@ -161,6 +165,26 @@ def test_the_table_fits_80_columns_and_json_has_the_best(capsys: pytest.CaptureF
 def test_nothing_fits_says_what_weights_take():
     with pytest.raises(UserError, match=r"cannot be served on v6e:1x1: weights alone are 131.4 GiB"):
         plan_serving("hf:llama3.1-70b", "v6e:1x1", ASKED)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "narrower"), [("llama3.1-405b", "h100:1", False), ("llama3-8b", "v5e:1x1", True)]
+)
+def test_nothing_fits_names_the_fewest_devices_and_weights_that_fit(name: str, place: str, narrower: bool):
+    with pytest.raises(UserError) as error:
+        plan_serving(f"hf:{name}", place, ASKED)
+    found = re.search(r"serve it are (\d+) \((\S+)\)(, or use --weights fp8)?\.$", str(error.value))
+    assert found is not None and bool(found[3]) == narrower
+    topology = Topology.parse(found[2])
+    assert topology.num_devices == int(found[1])
+    decoder = config_decoder(f"hf:{name}")
+    assert decoder is not None and plan_serving(f"hf:{name}", topology.name, ASKED).points
+    for each in larger_topologies(Topology.parse(place), 0):
+        if each.num_devices >= topology.num_devices:
+            break
+        assert not list(serving_points(decoder, each, ASKED))
+    if narrower:
+        assert plan_serving(f"hf:{name}", place, dataclasses.replace(ASKED, weights="fp8")).points
 
 
 MIXTURE = config_decoder("hf:mixtral-8x7b")

@@ -2,10 +2,20 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from autoshard.cost import Decoder, StepAsked, StepEstimate, Topology, estimate_step, load_calibration
+from autoshard.cost import (
+    Decoder,
+    StepAsked,
+    StepEstimate,
+    Topology,
+    estimate_step,
+    larger_topologies,
+    load_calibration,
+)
 from autoshard.errors import UserError
 from autoshard.plan.price._least import least_seconds
 from autoshard.plan.price._reading import read_program
@@ -99,6 +109,40 @@ def estimate_config(
         )
         for policy in policies
     ]
+
+
+def fewest_devices(config: str, found: Sequence[ModelEstimate], **options: Any) -> dict[str, Topology | None]:
+    """Return, by chip on which no estimate of `found` fits, the smallest topology on which one does.
+
+    `options` are those of `estimate_config`. None for a chip stands for more devices than `larger_topologies` goes
+    through. A traced program needs at least its arguments' share of each device, so its topology is a lower bound.
+    """
+    by_chip: dict[str, list[ModelEstimate]] = {}
+    for each in found:
+        by_chip.setdefault(each.topology.chip.name, []).append(each)
+    fewest: dict[str, Topology | None] = {}
+    for chip, rows in by_chip.items():
+        if any(row.estimate.fits for row in rows) or rows[0].topology.chip.traits.shares_machine:
+            continue
+        smallest = min(rows, key=lambda row: row.topology.num_devices)
+        guess = smallest.estimate
+        # Parameters and moments split over all devices; a traced program's arguments alike.
+        total = guess.peak_bytes * smallest.topology.num_devices
+        if smallest.counted:
+            moments = 2 * guess.asked.state_bytes if guess.asked.training else 0
+            total = smallest.parameters * (guess.asked.param_bytes + moments)
+        devices = math.ceil(total / guess.limit_bytes)
+        places = larger_topologies(smallest.topology, devices)
+        fewest[chip] = next((p for p in places if not smallest.counted or _fits(config, p, options)), None)
+    return fewest
+
+
+def _fits(config: str, place: Topology, options: Mapping[str, Any]) -> bool:
+    """Return True if an estimate fits on `place`; False for a batch that its devices cannot share."""
+    try:
+        return any(each.estimate.fits for each in estimate_config(config, place, **options))
+    except UserError:
+        return False
 
 
 def _itemsize(dtype: str, flag: str) -> int:

@@ -1,6 +1,7 @@
 """How to serve a decoder within limits of latency: what serves most, and what else there is."""
 
 import dataclasses
+import math
 
 from autoshard.cost import (
     MEMORY_SHARE,
@@ -10,6 +11,7 @@ from autoshard.cost import (
     ServingLimits,
     ServingPoint,
     Topology,
+    larger_topologies,
     serving_points,
 )
 from autoshard.errors import UserError
@@ -57,8 +59,8 @@ def plan_serving(config: str, topology: str, asked: ServingAsked, limits: Servin
         room = MEMORY_SHARE * place.usable_bytes
         raise UserError(
             f"{config} cannot be served on {place.name}: weights alone are {least / 2**30:.1f} GiB of each device's "
-            f"{room / 2**30:.1f} GiB (5 % stay free) when all hold one copy; use more devices"
-            f"{', or --weights fp8' if asked.weights == 'bf16' else ''}."
+            f"{room / 2**30:.1f} GiB (5 % stay free) when all hold one copy; "
+            f"{_ways_out(decoder, place, asked, limits)}."
         )
     kept = [each for each in points if limits.keeps(each)]
     if not kept:
@@ -67,6 +69,22 @@ def plan_serving(config: str, topology: str, asked: ServingAsked, limits: Servin
         )
     best = max(kept, key=lambda each: each.tokens_per_s)
     return ServingPlan(config, decoder, place.name, asked, limits, points, best, _frontier(points))
+
+
+def _ways_out(decoder: Decoder, place: Topology, asked: ServingAsked, limits: ServingLimits) -> str:
+    """Name the fewest devices of the same chip that serve the decoder, and narrower weights if these fit."""
+
+    def serves(where: Topology, given: ServingAsked) -> bool:
+        return next(iter(serving_points(decoder, where, given, limits)), None) is not None
+
+    narrow = dataclasses.replace(asked, weights="fp8")
+    devices = math.ceil(STORED_BYTES[asked.weights] * decoder.params / (MEMORY_SHARE * place.usable_bytes))
+    fewest = next((each for each in larger_topologies(place, devices) if serves(each, asked)), None)
+    if fewest is None:
+        more = "use more devices"
+    else:
+        more = f"the fewest devices of that chip that serve it are {fewest.num_devices} ({fewest.name})"
+    return f"{more}, or use --weights fp8" if asked.weights == "bf16" and serves(place, narrow) else more
 
 
 def _bests(points: tuple[ServingPoint, ...]) -> str:
