@@ -32,6 +32,8 @@ _VIEWS = frozenset({"bitcast", "reshape", "get-tuple-element", "copy", "convert"
 _NO_ARITHMETIC = (
     _VIEWS | FREE | {"broadcast", "slice", "concatenate", "pad", "iota", "dynamic-slice", "dynamic-update-slice"}
 )
+_UPDATE = {"dynamic-update-slice": 1, "scatter": 2}
+"""Operand of an instruction that writes in place: the values it writes over those of operand 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ class Reader:
             for shape, size in zip(op.shapes, self._written(inside, op.shapes), strict=True):
                 count(shape, size)
         elif op.opcode in ("dynamic-update-slice", "scatter"):
-            update = owner.by_name.get(op.operands[1 if op.opcode == "dynamic-update-slice" else 2])
+            update = owner.by_name.get(op.operands[_UPDATE[op.opcode]])
             count(op.shapes[0], update.held if update is not None else op.held)
         else:
             for shape in op.shapes:
@@ -193,11 +195,14 @@ class Reader:
         ]
 
     def _update(self, computation: Computation, op: Instruction) -> int:
+        """Return the bytes that a result of a fused computation writes: its updates alone if a parameter holds them."""
         while op.opcode in ("bitcast", "reshape") and op.operands[0] in computation.by_name:
             op = computation.by_name[op.operands[0]]
-        if op.opcode == "dynamic-update-slice":
-            update = computation.by_name.get(op.operands[1])
-            return update.held if update is not None else op.held
+        if op.opcode in ("dynamic-update-slice", "scatter") and len(op.shapes) == 1:
+            updated, update = (computation.by_name.get(op.operands[n]) for n in (0, _UPDATE[op.opcode]))
+            # A value that the fusion computes is written whole, whatever is written over it.
+            if updated is not None and update is not None:
+                return self._update(computation, updated) + update.held
         if op.opcode == "parameter":
             return 0  # handed on untouched
         if op.opcode == "fusion":

@@ -273,6 +273,26 @@ def test_a_fusion_reads_slices_and_writes_updates_in_place():
     assert work(text, "two").hbm_bytes == pytest.approx(2 * SIZE, abs=64)
 
 
+@pytest.mark.parametrize(("table", "written"), [("parameter(2)", 2), ("broadcast(%c), dimensions={}", 1024)])
+def test_a_fused_scatter_writes_its_updates_unless_the_fusion_makes_what_it_updates(table: str, written: int):
+    """Sizes in rows of the table: 2 rows are read as updates, and a table that the fusion makes is written whole."""
+    wide, rows, ids = "f32[1024,512]{1,0}", "f32[2,512]{1,0}", "s32[2,1]{1,0}"
+    before = (
+        f"%put (i: s32[2,1], u: f32[2,512], t: f32[1024,512]) -> f32[1024,512] {{\n  %i = {ids} parameter(0)\n"
+        f"  %u = {rows} parameter(1)\n  %c = f32[] constant(0)\n  %t = {wide} {table}\n  %n = {rows} negate(%u)\n"
+        f"  ROOT %r = {wide} scatter(%t, %i, %n), update_window_dims={{1}}, inserted_window_dims={{0}}, "
+        "scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%add\n}\n"
+    )
+    text = module(
+        f"  ROOT %s = {wide} fusion(%i, %u, %t), kind=kInput, calls=%put",
+        before,
+        f"  %i = {ids} parameter(0)\n  %u = {rows} parameter(1)\n  %t = {wide} parameter(2)\n",
+    )
+    if "parameter" not in table:
+        text = text.replace("fusion(%i, %u, %t)", "fusion(%i, %u)")
+    assert work(text, "s").hbm_bytes == (2 + written) * 512 * 4 + 2 * 4
+
+
 def test_a_matmul_reads_what_a_fusion_within_its_own_only_shows_in_another_shape():
     before = (
         f"%shown (a: bf16[4096,4096]) -> bf16[4096,4096] {{\n  %a = {BIG} parameter(0)\n"
