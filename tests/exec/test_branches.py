@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autoshard import mlir
-from autoshard.plan import Options, Pin, Plan, Spec, make_plan
+from autoshard.plan import Options, Pin, Plan, Spec, make_plan, read_asked
 from autoshard.program import Program, trace
 
 
@@ -81,3 +81,23 @@ def test_branches_that_end_in_different_specs_compile_and_compute_the_same(sine:
     run = dataclasses.replace(plan, pins=tuple(pins)).jit(switched)
     for which in range(3):
         np.testing.assert_array_equal(run(x, jnp.int32(which)), jax.jit(switched)(x, jnp.int32(which)))
+
+
+def test_what_a_branch_in_a_loop_needs_moves_in_every_trip_that_takes_the_branch() -> None:
+    """A matrix from outside, which holds rows and is gathered; half of the trips take the branch that multiplies."""
+
+    def fn(x: Any, w: Any, n: Any) -> Any:
+        def body(i: Any, x: Any) -> Any:
+            return jax.lax.cond((i + n) % 2 > 0, lambda x: jnp.tanh(x @ w), jnp.sin, x)
+
+        return jax.lax.fori_loop(0, 6, body, x)
+
+    program = trace(fn, (f32(1 << 16, 64), f32(64, 64), jax.ShapeDtypeStruct((), jnp.int32)))
+    asked = read_asked({"x": "data,-", "w": "data,-"})
+    plan = make_plan(program, Options(topology="cpu:8", mesh="data=8", asked=asked)).plan
+    (gather,) = plan.prediction.collectives
+    assert gather.kind == "all-gather" and gather.count == 6 / 2
+    text = plan.lower(fn, *program.args).compile().as_text()
+    assert text is not None
+    (branch,) = [block for block in text.split("\n\n") if "all-gather(" in block]
+    assert branch.split()[0] in text[text.index("branch_computations={") :].partition("}")[0], "and it is in the branch"

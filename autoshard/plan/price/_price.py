@@ -152,18 +152,17 @@ class _Pricer(NodePricer):
         return copies
 
     def block_trips(self, tensor: int, op: Op) -> tuple[int, float]:
-        """Block in which a value moves, and how often: a value that the loop does not change moves once.
+        """Return the block in which `op` takes a value, and how often it moves: once for loops that do not change it.
 
         Nothing is moved ahead of a conditional: what a branch needs moves as often as the branch runs.
         """
         home = self.graph.tensors[tensor].loop
         if home == op.loop or self.inside(home, op.loop):
             return op.loop, self.graph.trips(op.loop)
-        count, loop = self.graph.trips(home), op.loop
-        while loop >= 0 and loop != home:
-            count /= max(1, self.graph.loops[loop].branches)
-            loop = self.graph.loops[loop].parent
-        return op.loop, count
+        block = op.loop
+        while block not in (-1, home) and not self.graph.loops[block].branches:
+            block = self.graph.loops[block].parent
+        return op.loop, self.graph.trips(block)
 
     def inside(self, home: int, loop: int) -> bool:
         while home >= 0:
