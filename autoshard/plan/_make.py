@@ -153,9 +153,7 @@ def make_plan(
     searched = _search(search_on, given, limits.seconds, options.refine_axes, before)
     best, found = searched.best, searched.best.found
     if isinstance(found, Infeasible):
-        said = explain_infeasible(
-            best.model, found.solved, limits.memory_bytes, limits.seconds, limits.seed, best.required
-        )
+        said = explain_infeasible(best.model, found, limits, best.required)
         raise InfeasibleError(said) from found
     phases.start("write", "writing the plan")
     compared = searched.original if isinstance(searched.original.found, Found) else best

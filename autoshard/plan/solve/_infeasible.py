@@ -1,12 +1,18 @@
 """What to say when no plan keeps within the memory limit."""
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.plan.model._asked import Required
 from autoshard.plan.model._model import Model
+from autoshard.plan.model._options import Limits
 from autoshard.plan.price._predict import evaluate
-from autoshard.plan.solve._solve import Solved, Terms, solve_within
+from autoshard.plan.solve._build import Weights
+from autoshard.plan.solve._repeats import find_repeats
+from autoshard.plan.solve._search import Infeasible
+from autoshard.plan.solve._solve import Solved, Terms, solve_tied, solve_within
 from autoshard.plan.solve._weights import even_weights, normalise
 from autoshard.program import WEIGHTS, Role
 from autoshard.units import format_bytes
@@ -16,17 +22,10 @@ RECOMPUTES = b"rematted_computation"
 """What JAX writes into the locations of all that a backward pass computes again."""
 
 
-def explain_infeasible(
-    model: Model,
-    solved: Solved | None,
-    memory_limit: int,
-    time_limit: float,
-    seed: int,
-    required: Required | None = None,
-) -> str:
-    """One sentence: the least memory that any plan found needs, where its peak is, and what would help."""
-    required = required or Required({}, {})
-    least = _least_memory(model, memory_limit, time_limit, seed, required)
+def explain_infeasible(model: Model, found: Infeasible, limits: Limits, required: Required) -> str:
+    """Return a sentence about the least memory that any plan needs, where its peak is, and what would help."""
+    memory_limit, solved = limits.memory_bytes, found.solved
+    least = _least_memory(model, found, limits, required)
     if least is None and solved is not None and len(solved.choices) == len(model.nodes):
         least = solved.choices
     if least is not None and not required.holds(least):
@@ -84,33 +83,42 @@ def _advice(model: Model, kind: str, memory_limit: int, pinned: bool) -> str:
     return f"{listed} would help"
 
 
-def _least_memory(
-    model: Model, memory_limit: int, time_limit: float, seed: int, required: Required
-) -> NDArray[np.int64] | None:
-    """Choices of the smallest limit that the solver can keep, by bisection between the limit and the least need met.
+def _least_memory(model: Model, found: Infeasible, limits: Limits, required: Required) -> NDArray[np.int64] | None:
+    """Return choices of the smallest limit that the solver can keep, by bisection above the limit that it cannot.
 
-    Fast plans split nearly everything and need little, so the fastest without a limit is one to begin with.
+    The bisection begins at the smallest peak among completed baselines, which hold parameters split, and the fastest
+    choices without a limit, which split nearly everything. What repeats is first decided as one, as in baselines.
     """
-    allowed = required.allowed
+    repeats, allowed = find_repeats(model), required.allowed
+
+    def solved(weights: Weights, terms: Terms) -> Solved:
+        tied = None if repeats is None else solve_tied(repeats, weights, terms)
+        return solve_within(model, weights, terms) if tied is None or tied.solution.gap == math.inf else tied
+
     best, high = None, 0
-    for weights in ({}, normalise(even_weights(model))):
-        free = solve_within(model, weights, Terms(None, time_limit / 8, seed, allowed=allowed))
+    named = [each.choices for each in found.baselines.values() if required.holds(each.choices)]
+    free = (
+        solved(weights, Terms(None, limits.seconds / 8, limits.seed, allowed=allowed)).choices
+        for weights in ({}, normalise(even_weights(model)))
+    )
+    for choices in (*named, *free):
         try:
-            peak = evaluate(model, free.choices).peak_bytes
+            peak = evaluate(model, choices).peak_bytes
         except (ValueError, IndexError):  # none was found
             continue
         if best is None or peak < high:
-            best, high = free.choices, peak
+            best, high = choices, peak
     if best is None:
         return None
-    low = memory_limit
+    low = limits.memory_bytes
     for _ in range(12):
         if high - low < 0.01 * high:
             break
         middle = (low + high) // 2
-        found = solve_within(model, {}, Terms(middle, max(1.0, time_limit / 16), seed, best, allowed))
-        if found.solution.gap != float("inf"):
-            best = found.choices
+        seconds = max(1.0, limits.seconds / 16)
+        kept = solved({}, Terms(middle, seconds, limits.seed, best, allowed, free_first=False))
+        if kept.solution.gap != math.inf:
+            best = kept.choices
             high = min(middle, evaluate(model, best).peak_bytes)
         else:
             low = middle

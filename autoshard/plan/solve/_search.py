@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,7 +113,7 @@ def search(
     left = limits.seconds - (crew.processor_seconds() - start)
     climb.run(dataclasses.replace(limits, seconds=left), progress, required)
     if climb.best is None or climb.certified is None:
-        raise Infeasible(climb.certified)
+        raise Infeasible(climb.certified, named)
     if climb.best.tight_s > GOOD_ENOUGH * climb.best.outcome.step_time_s:
         progress("memory is nearly full: looking for plans that need less")
         for target in roomy_bytes(model.mesh.topology):
@@ -277,11 +277,11 @@ def within_memory(
 
 
 class Infeasible(Exception):
-    """No choice within the memory limit was found; carries the solver's last answer."""
+    """No choice within the memory limit was found; carries the solver's last answer and the completed baselines."""
 
-    def __init__(self, solved: Solved | None) -> None:
+    def __init__(self, solved: Solved | None, baselines: Mapping[str, Candidate]) -> None:
         super().__init__("no choice within the memory limit")
-        self.solved = solved
+        self.solved, self.baselines = solved, baselines
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,16 +1,23 @@
 """What a refusal proposes: what would help, and nothing that the program or the plan has already."""
 
+import functools
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.errors import InfeasibleError
 from autoshard.plan import Options, make_plan, read_asked
+from autoshard.plan.model._model import Model
 from autoshard.plan.price._reading import build_model, read_program
+from autoshard.plan.solve import _infeasible
 from autoshard.plan.solve._infeasible import _advice
+from autoshard.plan.solve._solve import Terms
 from autoshard.program import Program, open_source, trace
 
 
@@ -77,6 +84,28 @@ def test_a_limit_below_the_chips_own_and_pins_can_be_given_up() -> None:
     said = refusal(step(4), 1 << 20, asked=read_asked({"params": "-,-"}))
     assert "fewer pins" in said and "a higher memory limit (a device has " in said
     assert "fewer pins" not in refusal(step(4), 1 << 20)
+
+
+def test_the_least_is_no_more_than_a_baseline_needs_where_the_solver_finds_no_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A large model may leave the solver no time; the weights here are all but everything, and fsdp splits them."""
+
+    def whole(model: Model, weights: object, terms: Terms) -> Any:
+        unsplit = [np.flatnonzero((node.states < 0).all(axis=1))[-1] for node in model.nodes]
+        return SimpleNamespace(choices=np.array(unsplit), solution=SimpleNamespace(gap=math.inf))
+
+    def train(weights: Any, x: Any) -> Any:
+        grads = jax.grad(lambda weights: jnp.sum(functools.reduce(lambda x, w: jnp.tanh(x @ w), weights, x)))(weights)
+        return [w - g for w, g in zip(weights, grads, strict=True)]
+
+    weights = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 6
+    program = trace(train, (weights, jax.ShapeDtypeStruct((8, 1024), jnp.float32)), donate_argnums=0, training=True)
+    monkeypatch.setattr(_infeasible, "solve_within", whole)
+    with pytest.raises(InfeasibleError) as caught:
+        make_plan(program, Options(topology="v5e:2x2", mesh="data=4", memory_limit=1 << 20, time_limit=2))
+    least = float(str(caught.value).partition("the least found is ")[2].partition(" MiB")[0])
+    assert 6 * 4 / 4 < least < 6 * 4, "MiB of weights alone, split over four devices and whole"
 
 
 def test_a_program_without_ops_is_refused_in_a_sentence_too() -> None:
