@@ -77,7 +77,8 @@ def attend(
         grouped = query.reshape(batch, groups, heads // groups, length, dim)
         mixed = _cudnn_attention.cudnn_attention(grouped, key, value, causal=causal, window=window, scale=scale)
         return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, value.shape[-1])
-    if cached is None and not only_shapes() and _splash.takes_splash(refused):
+    idle = _splash.no_gain(length, keys, causal, window, dim)
+    if cached is None and not only_shapes() and _splash.takes_splash(refused, idle):
         grouped = query.reshape(batch, groups, heads // groups, length, dim)
         mixed = _splash.splash_attention(
             grouped, key, value, causal=causal, window=window, scale=scale, softcap=softcap

@@ -244,15 +244,19 @@ def most_of_slope(parts: int, blocks: int) -> float:
 
 
 def masked_share(name: str, operands: Sequence[Any], mapping: Any) -> float:
-    """Share of the grid's steps that a kernel runs: those of jax's splash attention skip blocks that are masked.
+    """Return the share of the grid's steps that a kernel runs: jax's splash attention skips blocks that are masked.
 
-    Its second operand says which, `[heads, rows, columns]`. The values are known on the device only, but a grid that
-    was not cut to a window's width is that of a causal mask.
+    Its second operand says which, `[heads, rows, columns]`. The values are known on the device only, but a mask comes
+    with positions of its queries or with blocks of its own, and a grid that is not cut to a window's width is then that
+    of a causal mask.
     """
     if not name.startswith(SCRATCH_RESULTS) or len(operands) < 2:
         return 1.0
     table, first = operands[1], len(operands) - mapping.num_inputs
     if len(table.shape) != 3 or table.dtype.kind != "i":
+        return 1.0
+    marks = [operand.dtype.name for operand in operands[first:] if operand.dtype.kind in "iub"]
+    if set(marks) <= {"int32"} and len(marks) % 2 == 0:  # none, or ids of segments, of queries and of keys
         return 1.0
     lengths, sides = [], []
     for number, operand in list(enumerate(operands))[first:]:

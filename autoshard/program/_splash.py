@@ -7,6 +7,7 @@ computed by; `attention_kernel` says so for what is traced inside of it.
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import importlib
 import math
 import sys
@@ -33,6 +34,10 @@ LANES = 128
 _BLOCKS = (1024, 512, 256, 128)
 _PART = 512
 """Keys of a block that a kernel multiplies at once."""
+_MOVED = 450.0
+"""FLOPs that a TPU's core multiplies while it moves a byte of its main memory (v6e)."""
+_PLAIN = 12
+"""Bytes that a score takes through main memory where no kernel computes it: f32 and narrowed, written and read."""
 _STEP = 5.2e8
 """FLOPs that a TPU's core multiplies in the 0.7 us that a step of the kernel's grid takes by itself (docs/costs.md)."""
 _PARTS = 8
@@ -70,8 +75,10 @@ def attention_kernel(kernel: str, notes: list[str], exchange: str = "auto") -> I
         _chosen.reset(token)
 
 
-def takes_splash(refused: str) -> bool:
-    """Whether attention that the kernel cannot compute for the reason `refused` (empty: it can) is computed by it.
+def takes_splash(refused: str, idle: str) -> bool:
+    """Return True if the kernel computes an attention.
+
+    `refused` says why it cannot, `idle` why it would gain nothing (each empty: it can, it gains).
 
     Raises `UserError` where the kernel was asked for by name.
     """
@@ -80,12 +87,12 @@ def takes_splash(refused: str) -> bool:
         return False
     if chosen.kernel == "cached":
         raise UserError("attention `cached` is for steps of decoding (--serve decode); use `auto` or `splash`.")
-    if not refused:
-        return True
-    if chosen.kernel == "splash":
+    if chosen.kernel == "splash" and refused:
         raise UserError(f"attention `splash` cannot be: {refused}; use `auto` or `plain`.")
-    _note(chosen, f"An attention stays plain: {refused}.")
-    return False
+    if chosen.kernel == "auto" and (refused or idle):
+        _note(chosen, f"An attention stays plain: {refused or idle}.")
+        return False
+    return True
 
 
 def takes_cached(refused: str, idle: str) -> bool | None:
@@ -149,8 +156,6 @@ def refusal(
     masked = mask_refusal(bias=bias, padding=padding, position=position)
     if masked:
         return masked
-    if length % LANES or keys % LANES:
-        return f"{length} queries of {keys} keys are no multiples of {LANES}"
     if causal and length > keys:
         return f"{length} causal queries of {keys} keys leave some without any"
     return ""
@@ -167,14 +172,38 @@ def mask_refusal(*, bias: bool, padding: bool, position: bool) -> str:
     return ""
 
 
+def no_gain(length: int, keys: int, causal: bool, window: int | None, size: int) -> str:
+    """Return why sequences padded to the kernel's blocks would take longer than scores in memory; empty if not."""
+    if length % LANES == 0 and keys % LANES == 0:
+        return ""
+    padded = _work(length, keys, causal, window, size, block_of(length, keys, causal, window, size))
+    if padded < length * keys * (4.0 * size + _PLAIN * _MOVED):
+        return ""
+    return f"{length} queries of {keys} keys take longer padded to a kernel's blocks, which are multiples of {LANES}"
+
+
 def block_of(length: int, keys: int, causal: bool, window: int | None, size: int) -> int:
-    """Queries, and keys, in one block: large ones take fewer steps, small ones compute less of what is masked."""
+    """Return the queries, and keys, of one block: large ones take fewer steps, small ones compute less in vain.
 
-    def work(block: int) -> float:
-        share = computed_share(length, keys, causal, window, (block, block))
-        return share * 4.0 * length * keys * size + _STEP * grid_steps(length, keys, causal, window, (block, block))
+    Sequences that a block does not divide are padded.
+    """
+    return min(_BLOCKS, key=lambda block: _work(length, keys, causal, window, size, block))
 
-    return min((b for b in _BLOCKS if length % b == 0 and keys % b == 0), key=work)
+
+def _work(length: int, keys: int, causal: bool, window: int | None, size: int, block: int) -> float:
+    """Return what the forward kernel of one head takes with such a block, as FLOPs of its time."""
+    rows, columns = padded(length, block), padded(keys, block)
+    sides = (block, block)
+    share = computed_share(rows, columns, causal, window, sides)
+    # Queries, keys, values and results are read and written, two bytes an element.
+    moved = 8.0 * size * ((length + keys) if (rows, columns) != (length, keys) else 0)
+    steps = grid_steps(rows, columns, causal, window, sides)
+    return share * 4.0 * rows * columns * size + _STEP * steps + _MOVED * moved
+
+
+def padded(length: int, block: int) -> int:
+    """Return the least multiple of `block` that is no less than `length`."""
+    return -(-length // block) * block
 
 
 def blocks_of(length: int, keys: int, causal: bool, window: int | None, size: int) -> KernelBlocks:
@@ -188,7 +217,7 @@ def blocks_of(length: int, keys: int, causal: bool, window: int | None, size: in
     chosen = _chosen.get()
     whole = chosen is None or chosen.exchange != "gather"
     square = (side, side)
-    return KernelBlocks(square, square, square, fused=whole and window is None and keys // side <= _PARTS)
+    return KernelBlocks(square, square, square, fused=whole and window is None and -(-keys // side) <= _PARTS)
 
 
 def splash_attention(
@@ -206,9 +235,11 @@ def splash_attention(
 
     Each of the K key-value heads serves G query heads. The kernel is one over the heads of a group, mapped over batch
     and key-value heads, so all three can be split. It runs on TPUs and compiles for them; where JAX has started
-    without any it is interpreted. `blocks` are those of its kernels, by default those of `blocks_of`.
+    without any it is interpreted. `blocks` are those of its kernels, by default those of `blocks_of`. Sequences are
+    padded to a multiple of all of them.
     """
     import jax
+    import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -217,25 +248,30 @@ def splash_attention(
     _flops.record(2.0 * scores * (size + value.shape[3]))
     if blocks is None:
         blocks = blocks_of(length, keys, causal, window, size)
+    high, wide = padded(length, LANES), padded(keys, LANES)
     forward, of_keys, of_queries = (
-        (min(q, length), min(k, keys)) for q, k in (blocks.forward, blocks.keys, blocks.queries)
+        (min(q, high), min(k, wide)) for q, k in (blocks.forward, blocks.keys, blocks.queries)
     )
     sizes = kernel.BlockSizes(
         block_q=forward[0],
         block_kv=forward[1],
-        block_kv_compute=min(forward[1], _PART),
+        block_kv_compute=math.gcd(forward[1], _PART),
         block_q_dkv=of_keys[0],
         block_kv_dkv=of_keys[1],
-        block_kv_dkv_compute=min(of_keys[1], _PART),
+        block_kv_dkv_compute=math.gcd(of_keys[1], _PART),
         block_q_dq=None if blocks.fused else of_queries[0],
         block_kv_dq=None if blocks.fused else of_queries[1],
         use_fused_bwd_kernel=blocks.fused,
     )
+    divided = (forward, of_keys) if blocks.fused else (forward, of_keys, of_queries)
+    rows, columns = (
+        padded(count, math.lcm(*(sides[k] for sides in divided))) for k, count in enumerate((length, keys))
+    )
     late = keys - length  # the last query sees the last key
     if window is not None:
-        mask: Any = masks.LocalMask((length, keys), (window - 1, 0 if causal else window - 1), late if causal else 0)
+        mask: Any = masks.LocalMask((rows, columns), (window - 1, 0 if causal else window - 1), late)
     else:
-        mask = masks.CausalMask((length, keys), late) if causal else masks.FullMask((length, keys))
+        mask = masks.CausalMask((rows, columns), late) if causal else masks.FullMask((rows, columns))
     one = kernel.make_splash_mqa_single_device(
         masks.MultiHeadMask([mask] * query.shape[2]),
         block_sizes=sizes,
@@ -243,8 +279,23 @@ def splash_attention(
         interpret=interpreted(),
         residual_checkpoint_name=mark_of(CONTEXT) or CONTEXT,  # with it its row sums: else it would run again
     )
+    if columns > keys and not causal:
+        # A causal mask hides padding behind the last query. Else it is a segment that no query is of.
+        ids = kernel.SegmentIds(jnp.zeros(rows, jnp.int32), (jnp.arange(columns) >= keys).astype(jnp.int32))
+        one = functools.partial(one, segment_ids=ids)
     scaled = query * (size**-0.5 if scale is None else scale)
-    return jax.vmap(jax.vmap(one))(scaled.astype(query.dtype), key, value)
+    mixed = jax.vmap(jax.vmap(one))(
+        _lengthened(scaled.astype(query.dtype), rows), _lengthened(key, columns), _lengthened(value, columns)
+    )
+    return mixed[..., :length, :] if rows > length else mixed
+
+
+def _lengthened(tensor: Any, length: int) -> Any:
+    """Return `tensor` [..., S, D] with zeros behind its sequence, up to `length`."""
+    import jax.numpy as jnp
+
+    more = length - tensor.shape[-2]
+    return jnp.pad(tensor, [(0, 0)] * (tensor.ndim - 2) + [(0, more), (0, 0)]) if more else tensor
 
 
 def interpreted() -> bool:

@@ -13,6 +13,8 @@ from autoshard.exec.apply._export import jax_export
 from autoshard.graph import read_graph
 from autoshard.plan import Options, make_plan, settled_options
 from autoshard.program import Program, _splash, from_torch, open_source, trace
+from autoshard.program._attention import attend
+from autoshard.program._kernels import KernelBlocks
 
 
 class Attention(nn.Module):
@@ -68,7 +70,7 @@ def has_kernel(program: Program) -> bool:
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "causal", "length"),
-    [(4, 2, 64, True, 256), (2, 2, 32, False, 128)],
+    [(4, 2, 64, True, 256), (2, 2, 32, False, 128), (4, 2, 32, True, 100), (2, 2, 32, False, 197)],
 )
 def test_the_kernel_computes_what_scores_in_memory_do(
     heads: int, kv_heads: int, size: int, causal: bool, length: int
@@ -82,8 +84,6 @@ def test_the_kernel_computes_what_scores_in_memory_do(
 
 
 def test_windows_and_softcaps_are_the_kernels_too() -> None:
-    from autoshard.program._attention import attend
-
     random = np.random.default_rng(0)
     q, k, v = (random.standard_normal((2, heads, 256, 64)).astype(np.float32) for heads in (4, 2, 2))
     for more in ({"window": 96}, {"window": 128, "softcap": 20.0, "scale": 0.2}, {"softcap": 5.0}):
@@ -93,14 +93,64 @@ def test_windows_and_softcaps_are_the_kernels_too() -> None:
         assert np.abs(plain - kernel).max() <= 1e-5 * np.abs(plain).max(), more
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(197, 230), (300, 300), (384, 384)])
+@pytest.mark.parametrize("more", [{"causal": True}, {"causal": False}, {"causal": False, "window": 50}])
+def test_sequences_that_no_block_divides_are_padded(queries: int, keys: int, more: dict[str, Any]) -> None:
+    """Values and gradients are those of scores in memory: no query sees padding, and no padding has a gradient."""
+    random = np.random.default_rng(0)
+    shapes = ((1, 4, queries, 32), (1, 2, keys, 32), (1, 2, keys, 32), (1, queries, 4, 32))
+    q, k, v, weights = (random.standard_normal(shape).astype(np.float32) for shape in shapes)
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return (attend(q, k, v, **more) * weights).sum()
+
+    wanted = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+    with _splash.attention_kernel("splash", []):
+        found = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+    for one, other in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        assert np.abs(one - other).max() <= 2e-5 * np.abs(one).max()
+
+
+@pytest.mark.parametrize("blocks", [((512, 128), (128, 512)), ((128, 256), (256, 128))])
+def test_blocks_that_are_given_are_padded_to_as_well(blocks: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    random = np.random.default_rng(0)
+    q, k, v = (
+        random.standard_normal(shape).astype(np.float32) for shape in ((1, 2, 1, 640, 32), *[(1, 2, 640, 32)] * 2)
+    )
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        given = KernelBlocks(*blocks, blocks[0])
+        return (_splash.splash_attention(q, k, v, causal=True, blocks=given) ** 2).sum()
+
+    def plain(q: Any, k: Any, v: Any) -> Any:
+        return (attend(q[:, :, 0], k, v, causal=True) ** 2).sum()
+
+    wanted, found = (jax.value_and_grad(each, (0, 1, 2))(q, k, v) for each in (plain, loss))
+    for one, other in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        assert np.abs(one - other).max() <= 2e-5 * np.abs(one).max()
+
+
+def test_padding_takes_less_than_smaller_blocks_and_scores_in_memory() -> None:
+    """What 4,352 tokens take, which are 17 blocks of 256, is not more than 4,608 take, which are 9 of 512."""
+
+    def seconds(length: int) -> float:
+        program = step(Attention(8, 8, 128, False), length, attention="auto")
+        assert has_kernel(program) and not program.notes
+        return make_plan(program, Options(topology="v6e:1x1", time_limit=10)).plan.prediction.step_time_s
+
+    assert seconds(4352) < seconds(4608) < 1.2 * seconds(4352)
+    assert _splash.no_gain(577, 577, False, None, 64) == ""
+    left = step(Attention(2, 2, 32, True), 100, attention="auto")
+    assert not has_kernel(left)
+    assert any("An attention stays plain: 100 queries of 100 keys take longer padded" in note for note in left.notes)
+
+
 def test_what_the_kernel_cannot_take_is_said() -> None:
     module = Attention(2, 2, 32, False, mask=True)
     with pytest.raises(UserError, match="attention `splash` cannot be: its scores have a bias or a mask"):
         step(module, 128, attention="splash")
     left = step(module, 128, attention="auto")
     assert not has_kernel(left) and any("An attention stays plain: its scores have a bias" in n for n in left.notes)
-    with pytest.raises(UserError, match="100 queries of 100 keys are no multiples of 128"):
-        step(Attention(2, 2, 32, True), 100, attention="splash")
     with pytest.raises(UserError, match="attention `flash` is not known; use plain, splash, cached, cudnn or auto"):
         step(module, 128, attention="flash")
 
@@ -108,7 +158,7 @@ def test_what_the_kernel_cannot_take_is_said() -> None:
 def test_blocks_are_small_where_a_window_leaves_little() -> None:
     assert _splash.block_of(8192, 8192, True, None, 128) >= 512
     assert _splash.block_of(8192, 8192, True, 256, 1024) < _splash.block_of(8192, 8192, True, None, 1024)
-    assert _splash.block_of(384, 384, True, None, 128) == 128
+    assert _splash.block_of(384, 384, True, None, 128) == 512, "one step on padding takes less than six without"
 
 
 def test_work_is_that_of_the_blocks_that_a_mask_leaves() -> None:

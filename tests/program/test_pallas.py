@@ -45,6 +45,16 @@ def test_masked_blocks_of_splash_attention_are_left_out_whatever_their_sides(blo
         assert call.flops == matmuls * 2 * 2 * 1024 * 1024 * 128 * share
 
 
+@pytest.mark.parametrize(("length", "padded"), [(1024, 1024), (900, 1024), (4352, 5120)])
+def test_splash_attention_without_a_mask_computes_all_blocks_padding_included(length: int, padded: int) -> None:
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return splash_attention(q, k, v, causal=False).astype("float32").sum()
+
+    calls = _calls(jax.grad(loss, (0, 1, 2)), (1, 1, 2, length, 128), *[(1, 1, length, 128)] * 2)
+    assert [call.flops for call in calls] == [matmuls * 2 * 2 * padded * padded * 128 for matmuls in (2, 5)]
+    assert {call.steps for call in calls} == {2 * (padded // 1024) ** 2}
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("block", [(256, 256), (512, 128)])
 def test_blocks_that_a_kernel_skips_by_its_place_are_left_out(block: tuple[int, int], causal: bool) -> None:
