@@ -249,6 +249,24 @@ def test_a_convnet_split_over_height_equals_the_unplanned_run(mesh: str) -> None
     assert load_text(plan) == plan
 
 
+@pytest.mark.parametrize("mesh", ["8", "4x2"])
+def test_a_convolution_of_a_value_that_nobody_holds_leaves_the_baseline(mesh: str) -> None:
+    """The gradient of a sum is ones, which a transposed convolution reads; images beside it are split by rows."""
+
+    def step(p: Any, x: Any) -> Any:
+        def loss(p: Any) -> Any:
+            y = convolution(1, SAME)(x, p["image"])
+            return y.sum() + convolution(1, SAME)(jnp.ones_like(y), p["ones"]).sum()
+
+        return jax.tree.map(lambda a, g: a - 0.1 * g, p, jax.grad(loss)(p))
+
+    program = trace(step, ({"image": f32(8, 8, 3, 3), "ones": f32(8, 8, 3, 3)}, f32(8, 8, 16, 16)), name="ones")
+    plan = make_plan(program, Options(topology="cpu:8", mesh=MESHES[mesh])).baseline_plans["spatial"]
+    assert any("image height over" in line for line in plan.words)
+    measured = measure(program, plan, steps=1, warmup=0, check=True)
+    assert measured.check is not None and measured.check.passed
+
+
 def load_text(plan: Plan) -> Plan:
     return plan_from_json(plan_to_json(plan))
 

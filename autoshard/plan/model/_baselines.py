@@ -126,5 +126,7 @@ def _spatial(model: Model, groups: Groups, data: Sequence[int], space: Sequence[
 
 
 def _group_of(model: Model, groups: Groups, tensor: int, dim: int) -> int | None:
-    cluster, factor = model.structure.cluster_of[tensor], model.structure.dims_of[tensor][dim]
-    return groups.of_factor[(cluster, factor)] if cluster >= 0 and factor >= 0 else None
+    """Return the group of a dim; None for a dim of one, and for a generated value, which no cluster has."""
+    cluster = model.structure.cluster_of[tensor]
+    factor = model.structure.dims_of[tensor][dim] if cluster >= 0 else -1
+    return groups.of_factor[(cluster, factor)] if factor >= 0 else None
