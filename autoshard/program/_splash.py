@@ -284,7 +284,7 @@ def splash_attention(
         ids = kernel.SegmentIds(jnp.zeros(rows, jnp.int32), (jnp.arange(columns) >= keys).astype(jnp.int32))
         one = functools.partial(one, segment_ids=ids)
     scaled = query * (size**-0.5 if scale is None else scale)
-    mixed = jax.vmap(jax.vmap(one))(
+    mixed: Any = jax.vmap(jax.vmap(one))(
         _lengthened(scaled.astype(query.dtype), rows), _lengthened(key, columns), _lengthened(value, columns)
     )
     return mixed[..., :length, :] if rows > length else mixed
