@@ -41,10 +41,10 @@ from autoshard.graph._records import OpGraph as OpGraph
 from autoshard.graph._records import Rule as Rule
 from autoshard.graph._records import Sharding as Sharding
 from autoshard.graph._records import Tensor as Tensor
+from autoshard.graph._records import is_batched as is_batched
 from autoshard.graph._rotate import ROTATE as ROTATE
 from autoshard.graph._side_by_side import matmuls_of_stages as matmuls_of_stages
 from autoshard.graph._softmax import Softmax as Softmax
 from autoshard.graph._softmax import SoftmaxForm as SoftmaxForm
 from autoshard.graph._softmax import find_softmaxes as find_softmaxes
-from autoshard.graph._softmax import is_batched as is_batched
 from autoshard.graph._turned import Passes as Passes

@@ -17,10 +17,10 @@ from autoshard.graph._in_transit import copied_stacks, in_transit
 from autoshard.graph._interleaved import interleaved_passes
 from autoshard.graph._lifetimes import buffers_of, outlast
 from autoshard.graph._manual import IN, OUT
-from autoshard.graph._records import Fusion, Op, OpClass, OpGraph
+from autoshard.graph._records import Fusion, Op, OpClass, OpGraph, is_batched
 from autoshard.graph._siblings import joined
 from autoshard.graph._side_by_side import matmuls_of_stages
-from autoshard.graph._softmax import Softmax, is_batched
+from autoshard.graph._softmax import Softmax
 from autoshard.graph._stored import stored, widened
 from autoshard.graph._taken_apart import chosen, taken_apart
 from autoshard.graph._turned import Passes, turned_passes

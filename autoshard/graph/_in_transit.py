@@ -15,8 +15,7 @@ tpu7x. Loops without attention keep the layout of their arguments and copy no st
 from collections.abc import Iterator, Mapping, Sequence
 
 from autoshard.graph._hosted import INTO_STACKS, TO_DEVICE, TO_HOST
-from autoshard.graph._records import Op, OpClass, OpGraph
-from autoshard.graph._softmax import is_batched
+from autoshard.graph._records import Op, OpClass, OpGraph, is_batched
 
 
 _PUT = "dynamic_update_slice"

@@ -324,3 +324,11 @@ def made_by(tensor: Tensor, producer: int) -> Tensor:
     fields = list(_TENSOR_FIELDS(tensor))
     fields[_PRODUCER] = producer
     return Tensor(*fields)
+
+
+def is_batched(op: Op) -> bool:
+    """Return True for a dot with batch dims."""
+    if op.kind != "dot_general" or op.rule is None:
+        return False
+    left, right, out = ({f for dim in dims for f in dim} for dims in (*op.rule.operands, op.rule.results[0]))
+    return bool(left & right & out)

@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from autoshard.graph._clusters import Cluster, Structure
-from autoshard.graph._records import FactorKind, Op, OpClass, OpGraph
+from autoshard.graph._records import FactorKind, Op, OpClass, OpGraph, is_batched
 from autoshard.graph._stored import widened
 
 
@@ -83,14 +83,6 @@ class _Region:
 
     def enters_matmul(self, tensor: int) -> bool:
         return any(is_batched(user) for user in self.users[tensor])
-
-
-def is_batched(op: Op) -> bool:
-    """True for a dot with batch dims."""
-    if op.kind != "dot_general" or op.rule is None:
-        return False
-    left, right, out = ({f for dim in dims for f in dim} for dims in (*op.rule.operands, op.rule.results[0]))
-    return bool(left & right & out)
 
 
 def find_softmaxes(graph: OpGraph, structure: Structure) -> tuple[Softmax, ...]:

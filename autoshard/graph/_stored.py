@@ -9,7 +9,7 @@ was compiled for TPUs, v4 to v6e, libtpu 0.0.51), and copied for a loop within a
 from collections.abc import Collection, Iterable, Mapping
 
 from autoshard.graph._narrowed import INSERTED
-from autoshard.graph._records import Op, OpClass, OpGraph
+from autoshard.graph._records import Op, OpClass, OpGraph, is_batched
 
 
 Buffer = tuple[int, int, int]
@@ -136,11 +136,19 @@ def _width_taken(
     for op in users.get(tensor, ()):
         if op.kind in _VIEWS or (sliced and op.kind == "dynamic_slice" and op.op_class is OpClass.LAYER):
             width = max(width, _width_taken(graph, users, kept, op.results[0], sliced))
-        elif op.kind == "convert":
+        # Matmuls of every head, as a recurrence has them, take float32 slices.
+        elif op.kind == "convert" and not (sliced and _feeds_batched(users, op.results[0])):
             width = max(width, _itemsize(graph, op.results[0]))
         else:
             return own
     return width or own
+
+
+def _feeds_batched(users: Mapping[int, list[Op]], tensor: int) -> bool:
+    """Return True if a matmul with batch dims takes a tensor, or a view of it."""
+    return any(
+        is_batched(op) or (op.kind in _VIEWS and _feeds_batched(users, op.results[0])) for op in users.get(tensor, ())
+    )
 
 
 def _outermost(graph: OpGraph, loop: int) -> int:

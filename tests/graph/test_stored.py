@@ -69,6 +69,23 @@ def test_a_saved_stack_that_only_matmuls_take_is_rounded(norm: bool, width: int 
     assert not [b for b in on_gpus.widths if b[0] in carried]
 
 
+def test_saved_states_of_a_recurrence_stay_wide() -> None:
+    """As libtpu has RWKV's for v5e: matmuls of every head, of a vector and its state, take slices in float32."""
+
+    def loss(r, k):
+        def step(state, given):
+            r, k = given
+            return state * 0.9 + k[:, :, None] * k[:, None, :], jnp.einsum("hk,hkv->hv", r, state)
+
+        return jax.lax.scan(step, jnp.zeros((16, WIDTH, WIDTH)), (r, k))[1].mean()
+
+    given = jax.ShapeDtypeStruct((LAYERS, 16, WIDTH), "float32")
+    graph = rounded(read_graph(trace(jax.grad(loss), (given, given), name="states").module))
+    shape = (LAYERS, 16, WIDTH, WIDTH)
+    carried = {c.body for loop in graph.loops for c in loop.carries if graph.tensors[c.body].shape == shape}
+    assert carried and not [b for b in analyse(graph, (), {}, fused_matmuls=True).widths if b[0] in carried]
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "circular:2"])
 def test_stacks_of_stages_are_narrowed_once_for_both_passes(schedule: str) -> None:
     def run(params, x):
