@@ -29,17 +29,17 @@ PROGRAM = {
 }
 LIMITS = {"--memory-limit", "--mesh", "--no-calibration", "--no-refine-axes", "--seed", "--time-limit", "--topology"}
 PLANNING = LIMITS | {"--axis-only", "--forbid", "--ignore-constraints", "--pin", "--pin-from", "--replicate"}
-PLANNING |= {"--save-problem", "--xla-flags"}
+PLANNING |= {"--force", "--save-problem", "--xla-flags"}
 FLAGS = {
     "compare": {"--candidates", "--compile", "--debug", "--json", "--measure", "--on", "--quiet", "--steps"}
     | PROGRAM
     | PLANNING,
-    "compile": {"--debug", "--hlo", "--json", "--plan", "--quick", "--quiet", "--time-limit"} | PROGRAM,
+    "compile": {"--debug", "--force", "--hlo", "--json", "--plan", "--quick", "--quiet", "--time-limit"} | PROGRAM,
     "diff": {"--debug", "--json", "--quiet"},
     "doctor": {"--debug", "--json", "--quiet"},
     "plan": {"--candidates", "--debug", "--for", "--json", "--no-cache", "--out", "--quiet"} | PROGRAM | PLANNING,
     "degrees": {
-        *("--batch", "--debug", "--framework", "--json", "--out", "--quiet", "--seq", "--topology"),
+        *("--batch", "--debug", "--force", "--framework", "--json", "--out", "--quiet", "--seq", "--topology"),
     },
     "completion": {"--debug", "--json", "--quiet"},
     "estimate": {
@@ -48,12 +48,23 @@ FLAGS = {
     },
     "list": {"--debug", "--json", "--quiet"},
     "serve-plan": {
-        *("--cache-dtype", "--check", "--debug", "--gap", "--input", "--jax", "--json", "--output", "--quiet"),
+        *(
+            "--cache-dtype",
+            "--check",
+            "--debug",
+            "--force",
+            "--gap",
+            "--input",
+            "--jax",
+            "--json",
+            "--output",
+            "--quiet",
+        ),
         *("--topology", "--tpot", "--ttft", "--weights"),
     },
     "explain": {"--debug", "--entry", "--json", "--program", "--quiet", "--time-limit"},
     "export": {"--debug", "--entry", "--force", "--json", "--out", "--program", "--quiet", "--to", "-o"},
-    "graph": {"--debug", "--json", "--out", "--plan", "--quiet", "--whole", "-o"} | PROGRAM,
+    "graph": {"--debug", "--force", "--json", "--out", "--plan", "--quiet", "--whole", "-o"} | PROGRAM,
     "measure": {"--check", "--debug", "--json", "--plan", "--profile", "--quiet", "--steps", "--tolerance"}
     | PROGRAM
     | PLANNING,
@@ -64,16 +75,37 @@ FLAGS = {
     },
     "report": {
         *("--compare", "--compiled", "--debug", "--json", "--measured", "--out", "--perfetto", "--profile", "--quiet"),
-        *("--plans", "--price", "--tokens", "-o"),
+        *("--force", "--plans", "--price", "--tokens", "-o"),
     },
     "sweep": {
         *("--chips", "--debug", "--jobs", "--json", "--no-cache", "--out", "--plot", "--price", "--quiet", "--tokens"),
-        *("--on", "--xla-flags", "-o"),
+        *("--force", "--on", "--xla-flags", "-o"),
     }
     | PROGRAM
     | LIMITS,
-    "validate": {"--compile", "--data", "--debug", "--html", "--json", "--only", "--pairs", "--plot", "--quiet"},
-    "solve": {"--debug", "--iterations", "--json", "--out", "--quiet", "--seed", "--threads", "--time-limit"},
+    "validate": {
+        "--compile",
+        "--data",
+        "--debug",
+        "--force",
+        "--html",
+        "--json",
+        "--only",
+        "--pairs",
+        "--plot",
+        "--quiet",
+    },
+    "solve": {
+        "--debug",
+        "--force",
+        "--iterations",
+        "--json",
+        "--out",
+        "--quiet",
+        "--seed",
+        "--threads",
+        "--time-limit",
+    },
 }
 """Every flag of every command: an option is added here on purpose, or not at all."""
 

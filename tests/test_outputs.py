@@ -43,6 +43,98 @@ def test_a_closed_or_full_output_gets_one_sentence(line: str, code: int, said: s
     assert error.startswith(said) and error.count("\n") == (1 if said else 0)
 
 
+@pytest.fixture
+def sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files that commands read, each under a symbolic and a hard link as well."""
+    (folder / "sweep").mkdir()
+    for name in ("step.py", "chips.json", "config.json", "plan.2.json", "step.mlir", "sweep/sweep.json"):
+        (folder / name).write_text('{"v5e": 1}')
+    for path in [each for each in folder.iterdir() if each.is_file()]:
+        path.with_name(f"soft-{path.name}").symlink_to(path)
+        path.with_name(f"hard-{path.name}").hardlink_to(path)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("line", "flag", "read"),
+    [
+        ("plan step.py --topology cpu:2", "--out", "step.py"),
+        ("plan hf:config.json --topology cpu:2", "--save-problem", "config.json"),
+        ("plan step.py --topology cpu:2 --pin-from plan.json", "--out", "plan.json"),
+        ("plan step.py --topology cpu:2 --rules chips.json", "--out", "chips.json"),
+        ("refine step.py --topology cpu:2", "--out", "step.py"),
+        ("sweep step.py --topology cpu:2 --price chips.json", "--plot", "chips.json"),
+        ("sweep step.py --topology cpu:2 --price chips.json", "--out", "chips.json"),
+        ("compare step.py --topology cpu:2", "--save-problem", "step.py"),
+        ("measure step.py --plan plan.json", "--profile", "plan.json"),
+        ("compile step.mlir --plan plan.json", "--hlo", "plan.json"),
+        ("export plan.json --to jax", "--out", "plan.json"),
+        ("export plan.json --to jax --program step.py", "-o", "step.py"),
+        ("report plan.json", "-o", "plan.json"),
+        ("report plan.json -o r.html --measured chips.json", "--perfetto", "chips.json"),
+        ("graph step.mlir", "-o", "step.mlir"),
+        ("solve chips.json", "--out", "chips.json"),
+        ("validate --pairs chips.json", "--html", "chips.json"),
+        ("serve-plan hf:config.json --topology v5e:4 --input 8 --output 8", "--jax", "config.json"),
+        ("degrees hf:. --topology h100:8 --batch 8 --seq 8", "--out", "config.json"),
+    ],
+)
+@pytest.mark.parametrize("form", ["{}", "./{}", "soft-{}", "hard-{}", "sweep/../{}"])
+def test_no_command_writes_over_what_it_reads(
+    line: str, flag: str, read: str, form: str, sources: Path, capsys: pytest.CaptureFixture[str]
+):
+    before = (sources / read).read_bytes()
+    output = form.format(read)
+    assert cli.main([*line.split(), flag, output]) == 2
+    shown = capsys.readouterr().err
+    assert f"{'--out' if flag == '-o' else flag} {Path(output)} would write over" in shown
+    assert shown.endswith("reads; name another file, or add --force.\n") and shown.count("\n") == 1
+    assert (sources / read).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "plan step.py --topology cpu:2 --pin-from plan.2.json --candidates 2 --out plan.json",
+            "plan.2.json would",
+        ),
+        ("report sweep -o sweep/sweep.json", "--out sweep/sweep.json would write over sweep/sweep.json, which"),
+        (
+            "plan step.py --topology cpu:2 --out a.json --save-problem ./a.json",
+            "both write a.json; name a",
+        ),
+    ],
+)
+def test_files_beside_what_is_named_are_kept_as_well(
+    line: str, said: str, sources: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(line.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_plan_is_not_written_over_a_module_that_the_program_imports(
+    sources: Path, capsys: pytest.CaptureFixture[str]
+):
+    (sources / "beside_step.py").write_text("SIZE = 8\n")
+    (sources / "step.py").write_text(
+        "import jax, beside_step\n"
+        "def program():\n"
+        "    return (lambda x: x * 2), (jax.ShapeDtypeStruct((beside_step.SIZE,), 'float32'),)\n"
+    )
+    line = ["plan", "step.py", "--topology", "cpu:2", "--quiet"]
+    assert cli.main([*line, "--out", "beside_step.py"]) == 2
+    assert "beside_step.py, which `autoshard plan` reads" in capsys.readouterr().err
+    assert (sources / "beside_step.py").read_text() == "SIZE = 8\n"
+    assert cli.main([*line, "--out", "step.json"]) == 0
+    # The program of a plan is read again by exports, without being named.
+    assert cli.main(["export", "step.json", "--to", "jax-export", "-o", "step.py"]) == 2
+    assert "--out step.py would write over step.py, which `autoshard export` reads" in capsys.readouterr().err
+    assert cli.main(["report", "step.json", "-o", "step.json", "--force"]) == 0
+    assert "<html" in (sources / "step.json").read_text()
+
+
 def test_a_working_directory_that_is_gone_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

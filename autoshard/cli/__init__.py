@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
+from autoshard.cli._input import check_outputs
 from autoshard.cli._parser import parse
 from autoshard.cli._process import Terminated, obey_signals, settle
 from autoshard.errors import UserError
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parse(argv)
         _check_place()
+        check_outputs(arguments)
         with _stdout_kept_for_the_answer() as answer:
             return arguments.run(arguments, answer)
     except BrokenPipeError:

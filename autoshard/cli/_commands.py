@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from autoshard.cli._input import (
-    check_writable,
+    check_unread,
     need_no_accelerator,
     open_program,
+    out_files,
     plan_options,
     read_json,
     stand_in_devices,
@@ -37,8 +38,6 @@ PROFILED_STEPS = 3
 
 
 def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
-    for flag, path in (("--out", arguments.out), ("--save-problem", arguments.save_problem)):
-        check_writable(flag, path)
     # Planning never touches an accelerator: without this JAX would look for one, and wait for it.
     need_no_accelerator()
     with start_helpers() as crew, show_progress(arguments) as progress:
@@ -47,7 +46,7 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
         from autoshard.plan import save_plan
 
         offered = result.candidates if arguments.candidates > 1 else ()
-        written = _out_files(arguments.out, len(result.candidates))
+        written = out_files(arguments.out, len(result.candidates))
         for each, path in zip(result.candidates, written, strict=False):
             save_plan(each.plan, path)
     wall_s = {"trace": traced, **result.wall_s, "total": time.perf_counter() - began}
@@ -63,13 +62,6 @@ def run_plan(arguments: argparse.Namespace, answer: TextIO) -> int:
         for number, path in enumerate(written):
             print(f"{f'Candidate {number + 1}' if number else 'Plan'} written to {path}", file=answer)
     return 0
-
-
-def _out_files(out: Path | None, count: int) -> list[Path]:
-    """`plan.json` for the plan, `plan.2.json` and so on for the other candidates."""
-    if out is None:
-        return []
-    return [out, *(out.with_name(f"{out.stem}.{number}{out.suffix}") for number in range(2, count + 1))]
 
 
 def _planned(arguments: argparse.Namespace, progress: "ProgressLine", crew: "Crew") -> tuple["PlanResult", float]:
@@ -133,8 +125,6 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
     from autoshard.exec import measure, measurement_figures
     from autoshard.plan import load_plan, make_plan
 
-    check_writable("--save-problem", arguments.save_problem)
-    check_writable("--profile", arguments.profile)
     if (arguments.plan is None) == (arguments.topology is None):
         raise UserError("`autoshard measure` takes either --plan PLAN.json, or --topology to plan first.")
     planning = ("mesh", "memory_limit", "save_problem", "pin", "forbid", "axis_only", "replicate", "pin_from")
@@ -164,7 +154,6 @@ def run_measure(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_compile(arguments: argparse.Namespace, answer: TextIO) -> int:
-    check_writable("--hlo", arguments.hlo)
     # The compiler runs in a process of its own; here JAX only traces.
     need_no_accelerator()
     from autoshard.exec import Verdict, compile_figures, compile_lines, compile_plan
@@ -271,6 +260,7 @@ def _said_source(arguments: argparse.Namespace, plan: "Plan", progress: "Progres
     """Where the plan's program is, empty if nobody says so. That a file of Python is run is said before it is."""
     named = (plan.provenance.get("source") or {}).get("program", "")
     source = arguments.program or named
+    check_unread(arguments, [source])
     if not source.endswith(".py"):
         progress(f"Opening the program of {arguments.plan} again")
     elif arguments.program:
@@ -281,7 +271,6 @@ def _said_source(arguments: argparse.Namespace, plan: "Plan", progress: "Progres
 
 
 def run_export(arguments: argparse.Namespace, answer: TextIO) -> int:
-    check_writable("--out", arguments.out)
     need_no_accelerator()  # the program may be traced again, never run
     from autoshard.plan import Rest, form_named, load_plan, reopen
     from autoshard.report import make_export, write_text
@@ -336,8 +325,6 @@ def _export_bytes(arguments: argparse.Namespace, plan: "Plan", answer: TextIO) -
 
 
 def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
-    check_writable("--out", arguments.out)
-    check_writable("--perfetto", arguments.perfetto)
     from autoshard.plan import is_sweep, load_plan
     from autoshard.report import (
         html_report,
@@ -387,7 +374,6 @@ def run_report(arguments: argparse.Namespace, answer: TextIO) -> int:
 
 
 def run_solve(arguments: argparse.Namespace, answer: TextIO) -> int:
-    check_writable("--out", arguments.out)
     from autoshard.solver._command import run_solve
 
     with contextlib.redirect_stdout(answer), contextlib.ExitStack() as quiet:

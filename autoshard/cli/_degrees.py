@@ -3,12 +3,11 @@
 import argparse
 from typing import TextIO
 
-from autoshard.cli._input import check_writable, need_no_accelerator
+from autoshard.cli._input import need_no_accelerator
 from autoshard.cli._output import print_json, print_rich
 
 
 def run_degrees(arguments: argparse.Namespace, answer: TextIO) -> int:
-    check_writable("--out", arguments.out)
     need_no_accelerator()  # nothing is traced or run
     from autoshard.base.files import write_whole
     from autoshard.plan import choose_degrees, gpu_decoder

@@ -3,13 +3,12 @@
 import argparse
 from typing import TextIO
 
-from autoshard.cli._input import check_writable, need_no_accelerator, open_program
+from autoshard.cli._input import need_no_accelerator, open_program
 from autoshard.cli._output import print_json, print_rich, show_progress
 from autoshard.errors import UserError
 
 
 def run_graph(arguments: argparse.Namespace, answer: TextIO) -> int:
-    check_writable("--out", arguments.out)
     need_no_accelerator()
     from autoshard.plan import load_plan
     from autoshard.report import graph_figures, graph_form, graph_report, write_graph

@@ -153,6 +153,27 @@ def add_estimated(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--state-dtype", metavar="DTYPE", help="of the optimizer's state (default: float32)")
 
 
+def add_output(
+    parser: argparse.ArgumentParser,
+    *flags: str,
+    metavar: str,
+    help: str,
+    group: argparse._ActionsContainer | None = None,
+    force: str = "write over a file that the command reads as well",
+    place: bool = False,
+) -> None:
+    """Add flags that name a file to write, and `--force` (with that help) once for all such flags of a command.
+
+    The parser's default `writes` has the attribute of each by its flag, `places` those that may be folders.
+    """
+    action = (group or parser).add_argument(*flags, metavar=metavar, type=Path, help=help)
+    writes = parser.get_default("writes") or {}
+    if not writes:
+        parser.add_argument("--force", action="store_true", help=force)
+    places = parser.get_default("places") or ()
+    parser.set_defaults(writes={**writes, flags[-1]: action.dest}, places=(*places, action.dest) if place else places)
+
+
 def add_planning(parser: argparse.ArgumentParser, required: bool, problem: bool = True) -> None:
     """`problem`: the Problem can be written, there is one for each plan."""
     group = parser.add_argument_group("planning")
@@ -160,9 +181,8 @@ def add_planning(parser: argparse.ArgumentParser, required: bool, problem: bool 
     add_limits(group)
     add_flags(group)
     if problem:
-        group.add_argument(
-            "--save-problem", type=Path, metavar="P.json.gz", help="write the Problem, in the contest's format"
-        )
+        text = "write the Problem, in the contest's format"
+        add_output(parser, "--save-problem", metavar="P.json.gz", help=text, group=group)
     fixed = parser.add_argument_group("specs that you fix; the rest is chosen for them (docs/constraints.md)")
     for flag, form, text in (
         ("--pin", "NAME=SPEC", "the spec of tensors by name or pattern: '*.mlp.*.weight=model,None'"),

@@ -4,7 +4,8 @@ import argparse
 import contextlib
 import os
 import stat
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,14 @@ def open_program(
     program = open_source(
         arguments.program, entry=arguments.entry, roles=arguments.roles, kept=kept, recipe=recipe, **options
     )
+    # The program's own modules, which it imported from beside it.
+    check_unread(arguments, [file for each in list(sys.modules.values()) if (file := _file_of(each))])
     return lift_constraints(program) if getattr(arguments, "ignore_constraints", False) else program
+
+
+def _file_of(module: object) -> str | None:
+    """Return the file of a module, without asking one that imports more when it is asked."""
+    return getattr(module, "__dict__", {}).get("__file__")
 
 
 def stand_in_devices(source: str, topology: str) -> None:
@@ -147,8 +155,73 @@ def _merged(flag: str, pairs: list[tuple[str, str]]) -> dict[str, str]:
     return found
 
 
+def out_files(out: Path | None, count: int) -> list[Path]:
+    """Return `plan.json` for the plan, then `plan.2.json` and so on for the other candidates."""
+    if out is None:
+        return []
+    return [out, *(out.with_name(f"{out.stem}.{number}{out.suffix}") for number in range(2, count + 1))]
+
+
+def check_outputs(arguments: argparse.Namespace) -> None:
+    """Refuse an output that cannot be written, or that the command reads as well, before minutes of work."""
+    for flag, name in arguments.writes.items():
+        (_check_place if name in arguments.places else check_writable)(flag, getattr(arguments, name))
+    outputs = _outputs(arguments)
+    for number, (flag, path) in enumerate(outputs):
+        for other, before in outputs[:number]:
+            if is_replaced(path) and os.path.realpath(path) == os.path.realpath(before):
+                raise UserError(f"{other} and {flag} both write {path}; name a file for each.")
+    named = {name: value for name, value in vars(arguments).items() if name not in arguments.writes.values()}
+    texts = [named.get("program"), named.get("problem"), named.get("pairs"), getattr(named.get("price"), "file", None)]
+    read = [text for text in texts if isinstance(text, str)]
+    check_unread(arguments, [*read, *(value for value in named.values() if isinstance(value, Path))])
+
+
+def check_unread(arguments: argparse.Namespace, sources: Iterable[str | Path]) -> None:
+    """Refuse an output that is one of these files under any name, unless `--force` allows it.
+
+    A source may be a program as commands name it, or a directory, for the JSON in it. Raises `UserError`.
+    """
+    outputs = [] if getattr(arguments, "force", True) else [each for each in _outputs(arguments) if _is_file(each[1])]
+    for source in sources if outputs else ():
+        path = Path(str(source).removeprefix("hf:"))
+        for file in path.glob("*.json") if path.is_dir() else [path] if _is_file(path) else []:
+            for flag, output in outputs:
+                if os.path.samefile(output, file):
+                    raise UserError(
+                        f"{flag} {output} would write over {file}, which `autoshard {arguments.command}` reads; name "
+                        "another file, or add --force."
+                    )
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _outputs(arguments: argparse.Namespace) -> list[tuple[str, Path]]:
+    """Return the files that flags ask for, each with its flag."""
+    found: list[tuple[str, Path]] = []
+    for flag, name in arguments.writes.items():
+        path: Path | None = getattr(arguments, name)
+        if path is not None and name in arguments.places and path.is_dir():
+            path = path / "sweep.json"
+        several = arguments.candidates if flag == "--out" and arguments.command == "plan" else 1
+        found += [(flag, each) for each in out_files(path, several)]
+    return found
+
+
+def _check_place(flag: str, path: Path | None) -> None:
+    """Refuse what is neither a file that can be written nor a folder that is there or can be made."""
+    if path is not None and path.suffix == "" and path.is_file():
+        raise UserError(f"{flag} {path} is a file; name one that ends in .json, or a folder.")
+    check_writable(flag, path / "sweep.json" if path is not None and path.is_dir() else path)
+
+
 def check_writable(flag: str, path: Path | None) -> None:
-    """Before minutes of work, not after."""
+    """Refuse a path that is no place for a file, or that may not be written."""
     if path is None:
         return
     if str(path) in _STDOUT:

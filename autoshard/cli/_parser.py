@@ -20,6 +20,7 @@ from autoshard.cli._groups import (
     add_estimated,
     add_flags,
     add_limits,
+    add_output,
     add_planning,
     add_program,
 )
@@ -93,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_program(plan, auto=True)
     add_planning(plan, required=True)
     add_candidates(plan)
-    plan.add_argument("--out", metavar="PLAN.json", type=Path, help="write the plan here, candidates beside it")
+    add_output(plan, "--out", metavar="PLAN.json", help="write the plan here, candidates beside it")
     plan.add_argument(
         "--for",
         dest="form",
@@ -115,7 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
     measure.add_argument(
         "--tolerance", type=tolerance, metavar="X", help="of a tensor's own maximum (default: 1e-5 for float32)"
     )
-    measure.add_argument("--profile", metavar="P.json.gz", type=Path, help="write a trace of one more step here")
+    add_output(measure, "--profile", metavar="P.json.gz", help="write a trace of one more step here")
     measure.add_argument("--steps", type=positive, default=10, metavar="N", help="steps to time (default: 10)")
     add_planning(measure, required=False)
 
@@ -128,7 +129,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_program(compile_)
     compile_.add_argument("--plan", required=True, metavar="PLAN.json", type=Path, help="from `autoshard plan --out`")
-    compile_.add_argument("--hlo", metavar="OUT.txt", type=Path, help="write the compiled program here")
+    add_output(compile_, "--hlo", metavar="OUT.txt", help="write the compiled program here")
     compile_.add_argument(
         "--quick", action="store_true", help="write no machine code: verdict, memory and schedule in seconds (TPUs)"
     )
@@ -170,15 +171,16 @@ def build_parser() -> argparse.ArgumentParser:
         help="processes that plan (default: one for each core), or with --on tasks at a time (default: all)",
     )
     add_on(sweep, "plan")
-    sweep.add_argument(
+    add_output(
+        sweep,
         "-o",
         "--out",
         metavar="PLACE",
-        type=Path,
+        place=True,
         help="keep rows here: in SWEEP.json, or in a folder with the plan of each; what it has is not made again",
     )
     add_cache(sweep)
-    sweep.add_argument("--plot", metavar="SWEEP.png", type=Path, help="draw step time, MFU and headroom here")
+    add_output(sweep, "--plot", metavar="SWEEP.png", help="draw step time, MFU and headroom here")
 
     estimate = _command(
         commands, "estimate", _estimate.run_estimate, "guess memory and step time from a model's dims, without a plan"
@@ -204,7 +206,7 @@ def build_parser() -> argparse.ArgumentParser:
     stored = {"choices": ("bf16", "fp8", "int8"), "default": "bf16"}
     serve.add_argument("--weights", **stored, help="as stored and multiplied (default: bf16)")
     serve.add_argument("--cache-dtype", **stored, help="of keys and values (default: bf16)")
-    serve.add_argument("--jax", metavar="FILE.py", type=Path, help="write the best way as shardings in JAX here")
+    add_output(serve, "--jax", metavar="FILE.py", help="write the best way as shardings in JAX here")
     serve.add_argument(
         "--check", action="store_true", help="plan steps of traced programs at the best way too, and compare"
     )
@@ -234,7 +236,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="for compiling one plan (default: 600)",
     )
     add_on(refine, "compile")
-    refine.add_argument("--out", metavar="PLAN.json", type=Path, help="write the plan that was judged best here")
+    add_output(refine, "--out", metavar="PLAN.json", help="write the plan that was judged best here")
 
     degrees = _command(
         commands, "degrees", _degrees.run_degrees, "choose degrees of parallelism for a decoder under a GPU framework"
@@ -246,10 +248,10 @@ def build_parser() -> argparse.ArgumentParser:
     degrees.add_argument(
         "--framework", choices=("torchtitan", "megatron-core"), default="torchtitan", help="(default: torchtitan)"
     )
-    degrees.add_argument(
+    add_output(
+        degrees,
         "--out",
         metavar="FILE",
-        type=Path,
         help="write the first plan here, as torchtitan's TOML or Megatron's arguments",
     )
 
@@ -275,8 +277,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         help="from `autoshard plan --out`, `sweep --out`, or `serve-plan --json`",
     )
-    report.add_argument("-o", "--out", metavar="REPORT.html", type=Path, help="write a page here instead")
-    report.add_argument("--perfetto", metavar="TRACE.json", type=Path, help="write a trace for ui.perfetto.dev here")
+    add_output(report, "-o", "--out", metavar="REPORT.html", help="write a page here instead")
+    add_output(report, "--perfetto", metavar="TRACE.json", help="write a trace for ui.perfetto.dev here")
     report.add_argument("--compiled", metavar="C.json", type=Path, help="what `autoshard compile --json` printed")
     report.add_argument("--profile", metavar="P.json.gz", type=Path, help="what `autoshard measure --profile` wrote")
     report.add_argument("--compare", metavar="OTHER.json", type=Path, help="another plan to set beside this one")
@@ -300,8 +302,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--program", metavar="PROGRAM", help="where the program is now (default: where it was); a Python file is run"
     )
     export.add_argument("--entry", metavar="NAME", help="name in model.py (default: as it was)")
-    export.add_argument("--force", action="store_true", help="write it even if nothing of the plan's splits is in it")
-    export.add_argument("-o", "--out", metavar="FILE", type=Path, help="write here instead of to stdout")
+    add_output(
+        export,
+        "-o",
+        "--out",
+        metavar="FILE",
+        help="write here instead of to stdout",
+        force="write it even if nothing of the plan's splits is in it, and over a file that the command reads",
+    )
 
     graph = _command(
         commands, "graph", _graph.run_graph, "write a program's ops and tensors as a graph, or draw them", PROGRAM_HELP
@@ -310,7 +318,7 @@ def build_parser() -> argparse.ArgumentParser:
     graph.add_argument(
         "--plan", metavar="PLAN.json", type=Path, help="a plan of the program: specs, times, collectives"
     )
-    graph.add_argument("-o", "--out", metavar="FILE", type=Path, help="write g.graphml, g.json (node-link) or g.svg")
+    add_output(graph, "-o", "--out", metavar="FILE", help="write g.graphml, g.json (node-link) or g.svg")
     graph.add_argument("--whole", action="store_true", help="in g.svg a box for every op, not for heavy ones only")
 
     solve = _command(commands, "solve", _commands.run_solve, "solve a Problem in the contest's format")
@@ -319,7 +327,7 @@ def build_parser() -> argparse.ArgumentParser:
     solve.add_argument("--seed", type=whole, default=0, metavar="N", help="of searches that draw lots (default: 0)")
     solve.add_argument("--threads", type=positive, default=2, metavar="N", help="to search with (default: 2)")
     solve.add_argument("--iterations", type=positive, metavar="N", help="stop after so many, to repeat a run exactly")
-    solve.add_argument("--out", type=Path, metavar="OUT.json", help="write choices, cost and bound here")
+    add_output(solve, "--out", metavar="OUT.json", help="write choices, cost and bound here")
 
     validate = _command(
         commands, "validate", _validate.run_validate, "check the cost model against worked questions and runs"
@@ -338,8 +346,8 @@ def build_parser() -> argparse.ArgumentParser:
     validate.add_argument(
         "--compile", action="store_true", help="with --pairs: by the TPU compiler and its schedule, a minute a row"
     )
-    validate.add_argument("--html", metavar="PAIRS.html", type=Path, help="with --pairs: write one page here")
-    validate.add_argument("--plot", metavar="PAIRS.png", type=Path, help="with --pairs: draw predicted over measured")
+    add_output(validate, "--html", metavar="PAIRS.html", help="with --pairs: write one page here")
+    add_output(validate, "--plot", metavar="PAIRS.png", help="with --pairs: draw predicted over measured")
 
     list_ = _command(commands, "list", _doors.run_list, "say which models, topologies and chips can be named")
     list_.add_argument("what", choices=_doors.LISTS, help="models are bundled configurations, for hf:NAME")
@@ -376,7 +384,7 @@ def _command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, writes={}, places=())
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, nothing else there")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -4,7 +4,6 @@ import argparse
 from typing import TYPE_CHECKING, TextIO
 
 from autoshard.cli._input import (
-    check_writable,
     need_no_accelerator,
     open_program,
     plan_options,
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def run_refine(arguments: argparse.Namespace, answer: TextIO) -> int:
-    check_writable("--out", arguments.out)
     from autoshard.cost import Topology
 
     topology = Topology.parse(arguments.topology)

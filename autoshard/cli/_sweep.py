@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from autoshard.base.process import cores
-from autoshard.cli._input import PROGRAM_OPTIONS, check_writable, need_no_accelerator, planning_flags, stand_in_devices
+from autoshard.cli._input import (
+    PROGRAM_OPTIONS,
+    check_unread,
+    need_no_accelerator,
+    planning_flags,
+    stand_in_devices,
+)
 from autoshard.cli._on import WORKER, connect, ray_of
 from autoshard.cli._output import print_json, print_rich, show_progress
 from autoshard.cli._process import settle_imports
@@ -20,8 +26,6 @@ if TYPE_CHECKING:
 
 
 def run_sweep(arguments: argparse.Namespace, answer: TextIO) -> int:
-    check_place(arguments.out)
-    check_writable("--plot", arguments.plot)
     need_no_accelerator()
     with ray_of(arguments) as pool:
         return _swept(arguments, answer, pool)
@@ -132,6 +136,7 @@ def _plan_pages(arguments: argparse.Namespace, rows: "Sequence[SweepRow]") -> di
     for name in names:
         if name != Path(name).name:
             raise UserError(f"{arguments.plan} is damaged: {name!r} is no file in the folder of the sweep.")
+    check_unread(arguments, [folder / name for name in names])
     place = _folder_of(arguments.out)
     return {
         name: (place / f"{name.removesuffix('.json')}.html", html_report(load_plan(folder / name))) for name in names
@@ -149,12 +154,3 @@ def _topologies(arguments: argparse.Namespace) -> list[str]:
         least = min(found.values(), key=lambda each: each.num_chips)
         raise UserError(f"--chips {most} leaves no topology: the smallest, {least.name}, has {least.num_chips} chips.")
     return names
-
-
-def check_place(path: Path | None) -> None:
-    """A file that can be written, or a folder that is there or can be made."""
-    if path is None or path.suffix and not path.is_dir():
-        return check_writable("--out", path)
-    if path.is_file():
-        raise UserError(f"--out {path} is a file; name one that ends in .json, or a folder.")
-    return check_writable("--out", path / "sweep.json" if path.is_dir() else path)

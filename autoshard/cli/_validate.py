@@ -3,7 +3,7 @@
 import argparse
 from typing import TextIO
 
-from autoshard.cli._input import check_writable, need_no_accelerator
+from autoshard.cli._input import need_no_accelerator
 from autoshard.cli._output import print_json, print_rich, show_progress
 from autoshard.errors import UserError
 
@@ -34,8 +34,6 @@ def run_validate(arguments: argparse.Namespace, answer: TextIO) -> int:
 def _validate_pairs(arguments: argparse.Namespace, answer: TextIO) -> int:
     if arguments.data:
         raise UserError(f"--data {arguments.data} and --pairs are two questions: leave one of them out.")
-    for flag in ("html", "plot"):
-        check_writable(f"--{flag}", getattr(arguments, flag))
     from autoshard.exec import compile_pairs
     from autoshard.plan import names_gpu_rows, validate_pairs
     from autoshard.report import pair_figures, pair_report, plot_pairs, write_pair_page

@@ -94,11 +94,17 @@ def remats(text: str) -> list[str]:
     return [remat(part) for part in dict.fromkeys(joined)]
 
 
-def prices(text: str) -> dict[str, float]:
+class Prices(dict[str, float]):
+    """Prices by chip, and the file that says them."""
+
+    file: str | None = None
+
+
+def prices(text: str) -> Prices:
     """`v5p=4.2,v6e=2.7`, or a file of JSON with the same: `{"v5p": 4.2, "v6e": 2.7}`."""
     if text.endswith(".json"):
         return _priced(text)
-    found = {}
+    found = Prices()
     for part in texts(text):
         chip, equals, price = (piece.strip() for piece in part.partition("="))
         if not chip or not equals:
@@ -107,7 +113,7 @@ def prices(text: str) -> dict[str, float]:
     return found
 
 
-def _priced(path: str) -> dict[str, float]:
+def _priced(path: str) -> Prices:
     from autoshard.base.reading import read_json
 
     try:
@@ -121,7 +127,9 @@ def _priced(path: str) -> dict[str, float]:
     for chip, price in data.items():
         if isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < float("inf"):
             raise argparse.ArgumentTypeError(f"{path}: the price of {chip} is {price!r}, expected a positive number")
-    return {chip: float(price) for chip, price in data.items()}
+    found = Prices({chip: float(price) for chip, price in data.items()})
+    found.file = path
+    return found
 
 
 _SCALES = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
