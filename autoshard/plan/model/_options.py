@@ -17,7 +17,7 @@ class PlanOptions(TypedDict, total=False):
     """The options of `autoshard.plan`, by the names that users write; `refine` and `sweep` take them too."""
 
     mesh: str | Mapping[str, int] | None
-    memory_limit: int | None
+    memory_limit: float | None
     time_limit: float
     seed: int
     pins: Mapping[str, Any] | None
@@ -84,14 +84,16 @@ def read_options(topology: str, said: PlanOptions) -> Options:
         raise TypeError("`asked` has all demands: leave out pins, replicate, forbid, axis_only and pin_from beside it")
     read = Options(topology=topology, asked=asked, **options)
     _check_kinds(read)
-    return read
+    # Bytes are counted in whole numbers, and numbers of numpy would not go into a plan's file.
+    limit = None if read.memory_limit is None else int(read.memory_limit)
+    return dataclasses.replace(read, memory_limit=limit, seed=int(read.seed), candidates=int(read.candidates))
 
 
 def _check_kinds(options: Options) -> None:
     """Refuse values that are no numbers, or none that can be meant."""
     limit, seconds = options.memory_limit, options.time_limit
-    if limit is not None and (not _is_number(limit, numbers.Real) or not 0 < limit < 2**63):
-        raise UserError(f"memory_limit is {limit!r}, expected the bytes of one device, a number above 0.")
+    if limit is not None and (not _is_number(limit, numbers.Real) or not 1 <= limit < 2**63):
+        raise UserError(f"memory_limit is {limit!r}, expected the bytes of one device, a number from 1 up.")
     if not _is_number(seconds, numbers.Real) or not seconds > 0:
         raise UserError(f"time_limit is {seconds!r}, expected seconds above 0 (math.inf for no limit).")
     if not _is_number(options.seed, numbers.Integral) or not -(2**63) <= options.seed < 2**63:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import inspect
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import autoshard
@@ -24,6 +26,20 @@ def test_demands_are_read_into_one_record():
     assert read == read_options("cpu:8", {"asked": read.asked})
     with pytest.raises(TypeError, match="leave out pins"):
         read_options("cpu:8", {"asked": read.asked, "pins": {"up": "data,None"}})
+
+
+@pytest.mark.parametrize("kind", [float, np.float32, np.int64, Fraction])
+def test_a_limit_of_memory_is_rounded_down_to_bytes(kind: type, tmp_path: Path):
+    """Also where it binds, and what the plan remembers of it can be written."""
+    program = programs.program("matmul")
+    free = autoshard.plan(program, topology="cpu:8", mesh="data=8").prediction.peak_bytes
+    limit = kind(free - 1) + (0 if kind is np.int64 else kind(0.5))
+    plan = autoshard.plan(program, topology="cpu:8", mesh="data=8", memory_limit=limit, seed=np.int64(1))
+    assert plan.prediction.peak_bytes <= plan.memory_limit_bytes == int(limit)
+    plan.save(tmp_path / "plan.json")
+    assert autoshard.load(tmp_path / "plan.json").memory_limit_bytes == int(limit)
+    with pytest.raises(UserError, match="memory_limit is 0.5, expected the bytes of one device, a number from 1 up"):
+        read_options("cpu:8", {"memory_limit": 0.5})
 
 
 def test_an_option_that_does_not_exist_is_named():
