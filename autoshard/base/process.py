@@ -1,6 +1,7 @@
 """Python processes of our own, and what one that does its work and then ends may do to be fast."""
 
 import contextlib
+import functools
 import gc
 import os
 import pathlib
@@ -80,8 +81,14 @@ def told_by(script: str, seconds: float) -> tuple[str, str, int] | None:
 
 
 def start_python(module: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """A Python process that calls the module's `main` with these texts, and that is spoken to in bytes."""
-    return subprocess.Popen(python_command(module, *arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    """Start a Python process that calls the module's `main` with these texts, and takes and gives bytes.
+
+    Its temporary files go to `temporary_folder`, since it is killed in the end and removes none.
+    """
+    folder = temporary_folder()
+    environment = None if folder is None else {**os.environ, "TMPDIR": str(folder)}
+    command = python_command(module, *arguments)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
 
 _SELDOM = (100_000, 50, 100)
@@ -152,6 +159,23 @@ def scratch_folder(what: str) -> Iterator[pathlib.Path]:
             raise
         finally:
             scratch_folders.discard(folder)
+
+
+@functools.cache
+def temporary_folder() -> pathlib.Path | None:
+    """Return a folder for temporary files that libraries leave, the same in each call; None where none can be made.
+
+    It is removed when this process ends, also by a signal that ends a command.
+    """
+    import atexit
+
+    stack, owner = contextlib.ExitStack(), os.getpid()
+    # A process that forks off this one and ends is not to remove it.
+    atexit.register(lambda: stack.close() if os.getpid() == owner else None)
+    try:
+        return stack.enter_context(scratch_folder("temporary"))
+    except OSError:
+        return None
 
 
 _living: dict[int, float] = {}

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from autoshard.cli._input import check_outputs
 from autoshard.cli._parser import parse
-from autoshard.cli._process import Terminated, obey_signals, settle
+from autoshard.cli._process import Terminated, obey_signals, settle, settle_files
 from autoshard.errors import UserError
 
 
@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(argv)
         _check_place()
         check_outputs(arguments)
+        settle_files()
         with _stdout_kept_for_the_answer() as answer:
             return arguments.run(arguments, answer)
     except BrokenPipeError:

@@ -8,7 +8,7 @@ import threading
 import time
 
 from autoshard.base.crew import Crew, helpers_here
-from autoshard.base.process import check_addresses, collect_seldom, scratch_folders
+from autoshard.base.process import check_addresses, collect_seldom, scratch_folders, temporary_folder
 
 
 GRACE_S = 1.2
@@ -56,6 +56,17 @@ def _end_in_time(signals: int) -> None:
     for folder in tuple(scratch_folders):
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(128 + number)
+
+
+def settle_files() -> None:
+    """Let libraries make their temporary files where they go with this process, also if it cannot run to its end.
+
+    Apart from `settle`, since `tempfile` takes long to import.
+    """
+    if _own and (folder := temporary_folder()) is not None:
+        import tempfile
+
+        tempfile.tempdir = str(folder)
 
 
 def settle_imports() -> None:

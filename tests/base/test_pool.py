@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -44,6 +45,62 @@ def test_the_end_waits_for_nothing() -> None:
     pool.shutdown()
     assert time.monotonic() - began < 2
     assert isinstance(running.exception(1), concurrent.futures.BrokenExecutor) and waiting.cancelled()
+
+
+LEAVES = """
+    import hashlib, os, sys
+    sys.path.insert(0, {root!r})
+    from autoshard import cli
+    from autoshard.base.pool import HelperPool
+    from autoshard.cli import _process
+    from tests.base.test_pool import leave_folder
+
+    def run(*_):
+        with HelperPool(2) as pool:
+            leave_folder()
+            for each in [pool.submit(leave_folder) for _ in range(4)]:
+                each.result()
+            print("here", file=sys.stderr, flush=True)
+            if {waits}:
+                # A library that does not return, so that nothing is cleared up at the end.
+                hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)
+        return 0
+
+    if {command}:
+        cli.parse = lambda argv: __import__("argparse").Namespace(run=run, writes={{}}, places=())
+        sys.argv = ["autoshard", "diff"]
+        raise SystemExit(cli.main())
+    else:
+        with HelperPool(2) as pool:
+            [each.result() for each in [pool.submit(leave_folder) for _ in range(4)]]
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "sent"),
+    [(True, None), (True, signal.SIGTERM), (True, signal.SIGINT), (False, None)],
+    ids=["a command", "terminated", "interrupted", "a script"],
+)
+def test_folders_that_libraries_leave_go_with_the_process(tmp_path: Path, command: bool, sent: signal.Signals | None):
+    """As torch makes one as it is imported, which it removes at exit: helpers and what a signal ends have no exit."""
+    root = str(Path(__file__).parents[2])
+    (temporary := tmp_path / "tmp").mkdir()
+    (script := tmp_path / "script.py").write_text(
+        textwrap.dedent(LEAVES.format(root=root, command=command, waits=sent is not None))
+    )
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    with subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, env=environment) as process:
+        if sent is not None:
+            assert process.stderr is not None
+            process.stderr.readline()
+            process.send_signal(sent)
+        code = process.wait(30)
+    assert code == (0 if sent is None else 128 + sent)
+    assert not list(temporary.iterdir())
+
+
+def leave_folder() -> str:
+    return tempfile.mkdtemp()
 
 
 def nap(seconds: float) -> int:

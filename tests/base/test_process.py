@@ -88,7 +88,7 @@ def test_a_folder_for_temporary_files_is_gone_whenever_a_signal_comes(
             make(self, *arguments, **options)
         raise KeyboardInterrupt
 
-    remove, removals = shutil.rmtree, []
+    remove, removals, before = shutil.rmtree, [], set(scratch_folders)
 
     def removed(*arguments: Any, **options: Any) -> None:
         removals.append(arguments)
@@ -105,7 +105,7 @@ def test_a_folder_for_temporary_files_is_gone_whenever_a_signal_comes(
         (folder / "file").write_bytes(b"1")
         if moment == "inside":
             raise KeyboardInterrupt
-    assert not list(tmp_path.iterdir()) and not scratch_folders
+    assert not list(tmp_path.iterdir()) and scratch_folders == before
 
 
 def test_garbage_is_collected_seldom_for_a_while() -> None:

@@ -179,7 +179,7 @@ def _run(
     """`flags`: those that the plan was made for; they go before what the environment says. The process is ended when
     `until` finds something in the directory."""
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    environment |= {**target.environment, "TPU_LOG_DIR": str(directory)}
+    environment |= {**target.environment, "TPU_LOG_DIR": str(directory), "TMPDIR": str(directory)}
     if flags:
         environment["LIBTPU_INIT_ARGS"] = " ".join([*flags, os.environ.get("LIBTPU_INIT_ARGS", "")]).strip()
     log = directory / "stderr.txt"
