@@ -25,7 +25,20 @@ def write_whole(path: str | os.PathLike[str], content: bytes, mode: int = 0o666)
     if before is not None and (not stat.S_ISREG(before.st_mode) or _is_open_already(path)):
         _write_into(path, content)
         return
-    target = Path(os.path.realpath(path))
+    _put(Path(os.path.realpath(path)), content, mode, before)
+
+
+def write_own(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file of this package's own, of mode `PRIVATE`, in place of whatever has its name, a link included.
+
+    Others may have put it there, in a directory that they may write to. Raises `OSError` and leaves nothing behind if
+    it cannot be written.
+    """
+    _put(Path(path), content, PRIVATE, None)
+
+
+def _put(target: Path, content: bytes, mode: int, before: os.stat_result | None) -> None:
+    """Write beside `target` and rename over it; the file is made like the one that was there `before`, if any."""
     # The mode is the creation's own, since to ask for the mask is to change it for all threads.
     beside = target.with_name(f"{BESIDE}{os.urandom(6).hex()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from autoshard.base.files import BESIDE, PRIVATE, is_ours, write_whole
+from autoshard.base.files import BESIDE, is_ours, write_own
 
 
 VARIABLE = "AUTOSHARD_CACHE_DIR"
@@ -100,7 +100,7 @@ def write_entry(kind: str, key: str, body: bytes) -> None:
         return
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_whole(folder / f"{key}.{kind}", _head(key, body) + b"\n" + body, PRIVATE)
+        write_own(folder / f"{key}.{kind}", _head(key, body) + b"\n" + body)
         _drop_oldest(folder, kind)
     except OSError as error:
         if str(folder) not in _warned:

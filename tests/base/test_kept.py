@@ -1,6 +1,7 @@
 """What is kept is whole, whoever else writes or drops at the same time."""
 
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -42,6 +43,33 @@ def test_what_killed_processes_were_writing_goes_in_the_end(tmp_path: Path, monk
         os.utime(path, (time.time() - age,) * 2)
     kept.write_entry("graph", "key", b"body")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".autoshard-new", "key.graph"]
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "pipe", "file of all"])
+def test_an_entry_takes_the_place_of_what_others_put_there(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nothing is written through it, and nothing of its mode or owner is taken over."""
+    monkeypatch.setenv("AUTOSHARD_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    (victim := tmp_path / "profile").write_bytes(b"mine")
+    entry = tmp_path / "cache" / "key.graph"
+    if kind == "link":
+        entry.symlink_to(victim)
+    elif kind == "dangling link":
+        entry.symlink_to(tmp_path / "none")
+    elif kind == "hard link":
+        entry.hardlink_to(victim)
+    elif kind == "pipe":
+        os.mkfifo(entry)
+    else:
+        entry.write_bytes(b"")
+        entry.chmod(0o666)
+        if os.geteuid() == 0:
+            os.chown(entry, 12345, 54321)
+    kept.write_entry("graph", "key", b"body")
+    assert kept.read_entry("graph", "key") == b"body"
+    status = entry.lstat()
+    assert stat.S_ISREG(status.st_mode) and (status.st_mode & 0o777, status.st_uid) == (0o600, os.geteuid())
+    assert victim.read_bytes() == b"mine" and not (tmp_path / "none").exists()
 
 
 def test_a_damaged_entry_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
