@@ -70,6 +70,9 @@ def _swept(arguments: argparse.Namespace, answer: TextIO, pool: "RayPool | None"
         print_rich(sweep_report(rows, prices, arguments.tokens), answer)
         if arguments.out is not None:
             print(f"Kept in {arguments.out}", file=answer)
+    if all(row.failed for row in rows):
+        answer.flush()
+        raise UserError(f"no row of the sweep has a plan: {rows[0].failed}")
     return 0
 
 
