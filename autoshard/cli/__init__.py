@@ -9,8 +9,8 @@ from typing import TextIO
 
 from autoshard.cli._input import check_outputs
 from autoshard.cli._parser import parse
-from autoshard.cli._process import Terminated, obey_signals, settle, settle_files
-from autoshard.errors import UserError
+from autoshard.cli._process import obey_signals, settle, settle_files
+from autoshard.errors import Terminated, UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

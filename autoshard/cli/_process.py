@@ -9,15 +9,12 @@ import time
 
 from autoshard.base.crew import Crew, helpers_here
 from autoshard.base.process import check_addresses, collect_seldom, scratch_folders, temporary_folder
+from autoshard.errors import Terminated
 
 
 GRACE_S = 1.2
 """Seconds that a command which is interrupted or terminated gets to clear up after itself."""
 _own = False
-
-
-class Terminated(BaseException):
-    """The command has been asked to end, by SIGTERM."""
 
 
 def settle() -> None:

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from autoshard.errors import UserError
+from autoshard.mlir._inline import check_calls
 from autoshard.mlir._module import argument_entries, main_function, new_context, symbol
 
 
@@ -69,6 +70,7 @@ def read_file_module(source: bytes | str, what: str) -> Any:
     if not any(symbol(op) == "main" for op in functions):
         there = ", ".join(f"`{symbol(op)}`" for op in functions) or "none"
         raise UserError(f"`{what}` has no function `main` (its functions: {there}); rename the entry to `main`.")
+    check_calls(module, f"`{what}`")
     if "mhlo.fusion" in str(module):
         raise UserError(f"`{what}` holds fusions: it was dumped after optimisation; give the module before it.")
     return module

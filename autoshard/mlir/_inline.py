@@ -1,5 +1,7 @@
 """Inlining: calls and composites replaced by their bodies."""
 
+import graphlib
+from collections.abc import Mapping
 from typing import Any
 
 from autoshard.errors import UserError
@@ -24,14 +26,12 @@ def inline_calls(module: Any) -> Any:
     functions = {symbol(op): op for op in module.body.operations if op.operation.name == "func.func"}
     done: set[str] = set()
 
-    def flatten(name: str) -> None:
-        if name in done:
-            return
-        done.add(name)
-        for call in collect(functions[name].operation, _CALLS):
-            callee = _callee(call)
-            flatten(callee)
-            _inline_one(call, functions[callee])
+    def flatten(root: str) -> None:
+        for name in _callees_first(functions, root):
+            if name not in done:
+                done.add(name)
+                for call in collect(functions[name].operation, _CALLS):
+                    _inline_one(call, functions[_callee(call)])
 
     with module.context:
         flatten(symbol(main_function(module)))
@@ -46,6 +46,32 @@ def inline_calls(module: Any) -> Any:
         fold_pooling(main_function(module).operation)
         expand_norms(module)
     return module
+
+
+def check_calls(module: Any, what: str) -> None:
+    """Raise `UserError` if a function that `@main` reaches calls itself, through others or not."""
+    functions = {symbol(op): op for op in module.body.operations if op.operation.name == "func.func"}
+    with module.context:
+        _callees_first(functions, symbol(main_function(module)), what)
+
+
+def _callees_first(functions: Mapping[str, Any], root: str, what: str = "the program") -> list[str]:
+    """Return the functions that `root` calls, directly or through others, and `root` last; callees before callers."""
+    sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter()
+    waiting, seen = [root], {root}
+    while waiting:
+        name = waiting.pop()
+        callees = {_callee(call) for call in collect(functions[name].operation, _CALLS)}
+        sorter.add(name, *sorted(callees))
+        waiting += sorted(callees - seen)
+        seen |= callees
+    try:
+        return list(sorter.static_order())
+    except graphlib.CycleError as error:
+        chain = " calls ".join(f"`{name}`" for name in reversed(error.args[1]))
+        raise UserError(
+            f"{what}: {chain}, and recursion has no fixed number of ops; write it as a loop (stablehlo.while)."
+        ) from None
 
 
 def _inline_one(call: Any, function: Any) -> None:

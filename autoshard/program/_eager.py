@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from autoshard.errors import UserError
+from autoshard.errors import UserError, reason_of
 from autoshard.program._module_state import preserved
 from autoshard.program._torch_function import TorchFunction, host_array
 from autoshard.program._values import is_scale
@@ -106,7 +106,7 @@ class EagerTwin:
         try:
             return materialised(module, seed)
         except Exception as error:  # a deep copy runs the user's own code
-            said = " ".join(str(error).split())[:200].rstrip(".")
+            said = reason_of(error, 5)[:200]
             raise UserError(f"the module cannot be copied to the host ({type(error).__name__}: {said})") from error
 
     def inputs(self, module: Any, seed: int) -> Iterator[Mapping[str, Any]]:
@@ -155,7 +155,7 @@ class EagerTwin:
             out = self.eager.call(module, batch)
             return out if named is None else (out, _gradients(out, named))
         except Exception as error:
-            said = " ".join(str(error).split())[:200].rstrip(".")
+            said = reason_of(error, 5)[:200]
             raise UserError(f"it does not run on the host ({type(error).__name__}: {said})") from error
 
     def run_traced(self, module: Any, batch: Mapping[str, Any], double: bool = False) -> _Results:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from autoshard.errors import UserError
+from autoshard.errors import UserError, reason_of
 from autoshard.program import _meta
 from autoshard.program._hf_attention import choose_attention, register_attention
 from autoshard.program._hf_experts import register_experts
@@ -74,8 +74,7 @@ def build_model(name: str, fields: dict[str, Any], dtype: str) -> Any:
     except UserError:
         raise
     except Exception as error:  # whatever a hand-written configuration makes the model's own code raise
-        said = " ".join(line.strip() for line in str(error).strip().splitlines()[:3])
-        raise UserError(f"`{name}` cannot be built: {type(error).__name__}: {said}".rstrip(" .") + ".") from error
+        raise UserError(f"`{name}` cannot be built: {type(error).__name__}: {reason_of(error, 3)}.") from error
     finally:
         torch.set_default_dtype(before)
     return model.eval()

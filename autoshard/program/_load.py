@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from autoshard.base.process import check_addresses
-from autoshard.errors import UserError
+from autoshard.errors import ENDINGS, UserError, reason_of
 from autoshard.program._artifact import SUFFIXES, load_artifact
 from autoshard.program._choices import Choices, checked_choices, choices_of
 from autoshard.program._on_host import on_host
@@ -233,7 +233,9 @@ def _run(file: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # the user's own code runs here
+    except ENDINGS:
+        raise
+    except BaseException as error:  # the user's own code runs here, and may end the process or raise what it likes
         sys.modules.pop(name, None)
         raise UserError(f"`{file}` raised {_place(error, file)}.") from error
     return module
@@ -261,9 +263,9 @@ def _called(offered: Any, file: Path, entry: str, recipe: Mapping[str, Any]) -> 
         return offered
     try:
         return offered(**recipe)
-    except UserError:
+    except (UserError, *ENDINGS):
         raise
-    except (Exception, SystemExit) as error:  # the user's own code runs here
+    except BaseException as error:  # the user's own code runs here
         raise UserError(f"`{entry}()` in `{file}` raised {_place(error, file)}.") from error
 
 
@@ -351,8 +353,8 @@ def _place(error: BaseException, file: Path) -> str:
         if Path(step.tb_frame.f_code.co_filename).absolute() == file.absolute():
             line = step.tb_lineno
         step = step.tb_next
-    reason = str(error.msg if isinstance(error, SyntaxError) else error).strip().splitlines()
-    text = f"{type(error).__name__}: {reason[0].rstrip('.')}" if reason else type(error).__name__
+    reason = str(error.msg) if isinstance(error, SyntaxError) else reason_of(error)
+    text = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
     return f"{text} (line {line})" if line else text
 
 

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from autoshard.errors import UserError
+from autoshard.errors import ENDINGS, UserError, reason_of
 
 
 def lower_function(
@@ -38,12 +38,11 @@ def user_code(label: str, run: Callable[[], Any]) -> Any:
     """Call `run`, which runs the user's function; what it raises becomes one sentence."""
     try:
         return run()
-    except UserError:
+    except (UserError, *ENDINGS):
         raise
-    except Exception as error:
-        reason = str(error).strip().splitlines()
-        text = reason[0] if reason else "no message"
-        if text == "cuDNN is not detected.":
+    except BaseException as error:
+        text = reason_of(error) or "no message"
+        if text == "cuDNN is not detected":
             raise UserError(
                 f"`{label}` uses implementation='cudnn', which JAX traces only where it finds cuDNN: trace it there "
                 "and plan the StableHLO file (.lower().as_text(), `autoshard plan step.mlir`), or use 'xla'."
@@ -67,4 +66,4 @@ def user_code(label: str, run: Callable[[], Any]) -> Any:
                 "puts the sums where they are needed), or with its own jax.shard_map or jax.vmap(axis_name=...) "
                 "around it."
             ) from error
-        raise UserError(f"`{label}` could not be traced by JAX: {type(error).__name__}: {text}") from error
+        raise UserError(f"`{label}` could not be traced by JAX: {type(error).__name__}: {text}.") from error

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from autoshard.errors import UserError
+from autoshard.errors import UserError, reason_of
 from autoshard.program._gradients import TorchGradientError
 from autoshard.program._shared import SharedWriteError
 
@@ -28,15 +28,14 @@ _MACHINERY = {"_call_impl", "_wrapped_call_impl", "__call__"}
 """Methods of every module, which only call its `forward`."""
 
 
-def asks_for_values(error: Exception) -> bool:
+def asks_for_values(error: BaseException) -> bool:
     """Whether code asked for the values of a tensor of which only the shape is known."""
     return type(error).__name__ in _VALUES
 
 
-def lowering_error(error: Exception, label: str, module: Any) -> UserError:
+def lowering_error(error: BaseException, label: str, module: Any) -> UserError:
     """The sentence for what was raised while `module`, shown as `label`, ran through torchax."""
-    lines = str(error).strip().splitlines()
-    text = lines[0].rstrip(".") if lines else "no message"
+    text = reason_of(error) or "no message"
     kind = type(error).__name__
     place = _place(error.__traceback__, module)
     if isinstance(error, TorchGradientError):

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from autoshard.errors import UserError
+from autoshard.errors import UserError, reason_of
 from autoshard.program._layers import Block
 from autoshard.program._stack import Pipeline, check_pipeline, run_stack
 
@@ -84,10 +84,9 @@ def run_in_stages(
     try:
         return run_stack(run, stacked, state, pipeline, block.repeats, block_words(block))[0]
     except NotImplementedError as error:
-        reason = str(error).strip().splitlines()
         raise UserError(
             f"layers of {block_words(block)} cannot be computed side by side in {pipeline.stages} stages: "
-            f"{reason[0].rstrip('.') if reason else 'they hold what JAX cannot map over'}."
+            f"{reason_of(error) or 'they hold what JAX cannot map over'}."
         ) from error
 
 

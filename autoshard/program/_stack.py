@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from autoshard.errors import UserError
+from autoshard.errors import UserError, reason_of
 from autoshard.program import _flops
 from autoshard.program._pipeline import run_pipeline
 from autoshard.program._program import Program
@@ -275,10 +275,9 @@ def _check_layer(layer: Callable[[Any, Any], Any], part: Any, one: Any, what: st
     except UserError:
         raise
     except (TypeError, ValueError) as error:
-        reason = str(error).strip().splitlines()
         raise UserError(
             f"a layer of {what} cannot be computed on a microbatch of {batch} examples "
-            f"({reason[0].rstrip('.') if reason else type(error).__name__}); hand it what belongs to the batch as part "
+            f"({reason_of(error) or type(error).__name__}); hand it what belongs to the batch as part "
             "of `x`, not from outside of it."
         ) from error
     given, got = ([(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)] for tree in (part, out))

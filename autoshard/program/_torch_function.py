@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from autoshard.errors import UserError
+from autoshard.errors import ENDINGS, UserError
 from autoshard.program import _flops
 from autoshard.program._environment import folding
 from autoshard.program._exchange import check_exchange_name
@@ -371,7 +371,7 @@ class TorchFunction:
                 check_names(remat_text(self.remat.parts), self.remat.names, self.savable, label)
                 if self._all_kept(label):
                     break
-            except UserError:
+            except (UserError, *ENDINGS):
                 raise
             except WideNumberError as error:
                 self.widen(str(error), place_of(error, self.module))
@@ -380,7 +380,7 @@ class TorchFunction:
                     self._give_up((error.block,), str(error))
                 else:
                     self._tell_apart(error.block, error.computed)
-            except Exception as error:  # the user's own code runs here
+            except BaseException as error:  # the user's own code runs here
                 if asks_for_values(error) and not self.folded:
                     self.folded = True
                     continue
@@ -459,9 +459,9 @@ class TorchFunction:
 
         try:
             self.along = find_along(note, batch)
-        except UserError:
+        except (UserError, *ENDINGS):
             raise
-        except Exception as error:  # the user's own code runs here, on another batch than it was written for
+        except BaseException as error:  # the user's own code runs here, on another batch than it was written for
             raise UserError(
                 f"`{label}` cannot be cut into stages: its layers are given tensors with as many rows as the batch, "
                 "and which of them belong to it is not known, since the module does not run on a larger one."

@@ -1,10 +1,13 @@
 """Programs in files: StableHLO text and bytecode, jax.export artifacts, HLO protos and dumps."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autoshard import mlir
 from autoshard.errors import UserError
 from autoshard.program import load_artifact, open_source
 
@@ -189,3 +192,48 @@ def test_sentences(tmp_path, write, name, sentence):
     write(path)
     with pytest.raises(UserError, match=sentence):
         open_source(str(path))
+
+
+RECURSIVE = """
+module {{
+  func.func public @main(%arg0: tensor<4xf32>) -> tensor<4xf32> {{
+    %0 = {main} : (tensor<4xf32>) -> tensor<4xf32>
+    return %0 : tensor<4xf32>
+  }}
+  func.func private @a(%arg0: tensor<4xf32>) -> tensor<4xf32> {{
+    %0 = {a} : (tensor<4xf32>) -> tensor<4xf32>
+    return %0 : tensor<4xf32>
+  }}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("main", "a", "chain"),
+    [
+        ("func.call @main(%arg0)", "stablehlo.negate %arg0", "`main` calls `main`"),
+        ("func.call @a(%arg0)", "func.call @main(%arg0)", "`a` calls `main` calls `a`|`main` calls `a` calls `main`"),
+        ('stablehlo.composite "x.y" %arg0 {decomposition = @a}', "func.call @a(%arg0)", "`a` calls `a`"),
+    ],
+)
+def test_recursion_is_refused(main: str, a: str, chain: str, tmp_path: Path):
+    (file := tmp_path / "step.mlir").write_text(RECURSIVE.format(main=main, a=a))
+    with pytest.raises(UserError, match=rf"step.mlir`: ({chain}), and recursion has no fixed number of ops; write it"):
+        load_artifact(file)
+
+
+def test_a_long_chain_of_calls_is_inlined(tmp_path: Path):
+    """Longer than Python's stack."""
+    functions = [
+        f"func.func {'public @main' if n == 0 else f'private @f{n}'}(%arg0: tensor<4xf32>) -> tensor<4xf32> {{\n"
+        + (f"%0 = func.call @f{n + 1}(%arg0) : (tensor<4xf32>) -> tensor<4xf32>" if n < 1500 else "")
+        + ("%0 = stablehlo.negate %arg0 : tensor<4xf32>" if n == 1500 else "")
+        + "\nreturn %0 : tensor<4xf32>\n}"
+        for n in range(1501)
+    ]
+    (file := tmp_path / "step.mlir").write_text("\n".join(["module {", *functions, "}"]))
+    program = load_artifact(file)
+    assert [op.name for op in mlir.number_ops(mlir.inline_calls(mlir.parse_module(program.module)))] == [
+        "stablehlo.negate",
+        "func.return",
+    ]

@@ -57,6 +57,20 @@ def test_dataclasses_and_late_imports_work_in_a_file(tmp_path):
             r"raised ModuleNotFoundError: No module named 'no_such_module_here' \(line 1\)",
         ),
         ("exit(3)\n", r"raised SystemExit: 3"),
+        ("class End(BaseException): ...\nraise End('now')\n", r"model.py` raised End: now \(line 2\)\."),
+        (
+            "class Mute(Exception):\n    def __str__(self):\n        raise KeyError\ndef program():\n    raise Mute\n",
+            r"`program\(\)` in `.*` raised Mute: its text cannot be made, which raises KeyError \(line 5\)",
+        ),
+        (
+            "import sys, jax\ndef f(x):\n    sys.exit(3)\nprogram = f, (jax.ShapeDtypeStruct((4,), 'float32'),)\n",
+            r"`model` could not be traced by JAX: SystemExit: 3\.",
+        ),
+        (
+            "import torch\nclass End(BaseException): ...\nclass M(torch.nn.Module):\n    def forward(self, x):\n"
+            "        raise End('now')\nmodel, inputs = M(), torch.zeros(2)\n",
+            r"`model` could not be lowered: End: now in M.forward at model.py:5;",
+        ),
         (
             "def programm():\n    pass\ndef other():\n    pass\n",
             r"offers no `program`; it has `other`, `programm`; define `program\(\)` or name another one with --entry",
