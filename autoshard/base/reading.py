@@ -1,17 +1,25 @@
-"""Reading what others wrote, within bounds: how large a file is, how far it unpacks, how deep and long its JSON is."""
+"""Reading what others wrote, within bounds: how large a file is, how far it unpacks, and how deep its JSON is nested
+and how much memory it takes."""
 
 import errno
 import io
 import json
 import os
 import stat
+from collections.abc import Callable
 from typing import Any
+
+from autoshard.base.json_text import parse_pieces
 
 
 MOST_BYTES = 1 << 28
 """Of a file that people or this package write: plans, settings, rows of tables."""
 MOST_DATA_BYTES = 1 << 29
-"""Of problems and profiles, packed and unpacked; parsed, they take ten times as much."""
+"""Of problems and profiles, packed and unpacked."""
+_MOST_TIMES = 8
+"""Bytes of memory that parsed JSON may take for each byte that its file may have."""
+_OBJECT_BYTES = {"[": 100, "{": 200, ",": 45, '"': 15}
+"""Memory that each of these characters stands for: a list, an object, a number or reference, half of a string."""
 
 
 def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
@@ -51,11 +59,20 @@ def _bounded(file: Any, path: str | os.PathLike[str], most: int) -> bytes:
     return b"".join(parts)
 
 
-def parse_json(text: str | bytes) -> Any:
-    """What JSON says. Raises `ValueError`, in one line, for what is none, or is nested too deeply, or has a number of
-    more digits than can be meant."""
+def parse_json(text: str | bytes, most: int = MOST_BYTES, loads: Callable[[str], Any] = json.loads) -> Any:
+    """Return what JSON says, parsed by `loads`; `most` is the size that its file may have.
+
+    Raises `ValueError`, in one line, for what is no JSON, or would take much more memory than its file may have bytes,
+    or is nested too deeply, or has a number of more digits than can be meant.
+    """
+    room = _MOST_TIMES * most
+    taken = len(text)
+    for mark, size in _OBJECT_BYTES.items():
+        taken += size * (text.count(mark) if isinstance(text, str) else text.count(mark.encode()))
+    if taken > room:
+        raise ValueError(f"it would take more than {room >> 30} GiB of memory")
     try:
-        return json.loads(text)
+        return parse_pieces(text if isinstance(text, str) else text.decode(json.detect_encoding(text)), loads)
     except json.JSONDecodeError:
         raise
     except RecursionError:
@@ -68,7 +85,7 @@ def parse_json(text: str | bytes) -> Any:
 
 def read_json(path: str | os.PathLike[str], most: int = MOST_BYTES) -> Any:
     """What a file of JSON says. Raises as `read_bytes` and `parse_json` do."""
-    return parse_json(read_bytes(path, most))
+    return parse_json(read_bytes(path, most), most)
 
 
 def is_shallow(value: Any, most: int) -> bool:

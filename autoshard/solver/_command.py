@@ -27,18 +27,18 @@ def run_solve(
 
     With `as_json` stdout gets one object instead: the choices, their cost, the bound and more.
 
-    The limit counts from the start of the process, so it includes reading. SIGINT and SIGTERM end the search; the best
-    so far is then printed, with exit code 0. Otherwise 0 with feasible choices, 1 when there are none or none were
-    found. Raises `UserError` for a file that cannot be solved.
+    The limit counts from the start of the process, so it includes reading. Once the file is read, SIGINT and SIGTERM
+    end the search; the best so far is then printed, with exit code 0. Otherwise 0 with
+    feasible choices, 1 when there are none or none were found. Raises `UserError` for a file that cannot be solved.
     """
     if not time_limit > 0:
         raise UserError(f"the time limit is {time_limit:g} s; it must be more than 0")
     began = time.monotonic() - _age()
+    problem = read_contest(path)
     stop = threading.Event()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
-    problem = read_contest(path)
     print(f"{time.monotonic() - began:8.2f} s  {problem.num_nodes} nodes, {problem.num_edges} edges", file=sys.stderr)
 
     def show(moment: Progress) -> None:

@@ -4,6 +4,7 @@
 intervals are half open, edge costs row-major over the endpoints' alternatives, duplicate edges add up.
 """
 
+import contextlib
 import gzip
 import itertools as it
 import json
@@ -12,6 +13,7 @@ import pathlib
 from typing import Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from ..base.files import write_whole
@@ -31,22 +33,14 @@ def read_contest(path: str | os.PathLike[str]) -> Problem:
     except ValueError:
         raise UserError(f"{name} is a gzip file that is cut off or damaged; write it again") from None
     try:
-        data = _parse(raw)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(raw, MOST_DATA_BYTES, orjson.loads)
+    except ValueError as error:
         raise UserError(f"{name} is not JSON ({error}); a contest problem is a JSON object") from None
     del raw
     try:
         return _build(data)
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
-
-
-def _parse(raw: bytes) -> Any:
-    try:
-        import orjson
-    except ImportError:
-        return parse_json(raw)
-    return orjson.loads(raw)
 
 
 def _build(data: Any) -> Problem:
@@ -114,14 +108,21 @@ def _pairs(rows: list[Any], kind: str, what: str) -> NDArray[np.int64]:
     return _integers(rows, 2 * len(rows), kind, what).reshape(-1, 2)
 
 
+_AT_ONCE = 1 << 20
+"""Numbers that one call of C code converts; signals are seen to in between."""
+
+
 def _integers(rows: list[Any], count: int, kind: str, what: str) -> NDArray[np.int64]:
-    # numpy truncates floats silently, so the types are looked at first (one C loop, no Python one).
-    types = set(map(type, it.chain.from_iterable(rows)))
-    if types <= {int}:
-        try:
-            return np.fromiter(it.chain.from_iterable(rows), dtype=np.int64, count=count)
-        except OverflowError:
-            pass
+    values, found = it.chain.from_iterable(rows), np.empty(count, dtype=np.int64)
+    with contextlib.suppress(OverflowError):
+        for start in range(0, count + 1, _AT_ONCE):
+            some = list(it.islice(values, _AT_ONCE))
+            # numpy truncates floats silently, so the types are looked at first (one C loop, no Python one).
+            if not set(map(type, some)) <= {int}:
+                break
+            found[start : start + len(some)] = some
+        else:
+            return found
     for number, row in enumerate(rows):
         for value in row:
             # A parser may hand a whole number of more than 64 bits over as a float.
