@@ -23,14 +23,14 @@ def parse_pieces(text: str, loads: Callable[[str], Any] = json.loads) -> Any:
     """Return what JSON says, where `loads` parses its pieces. Raises `ValueError` for what is no JSON."""
     if len(text) <= PIECE:
         return loads(text)
-    reader = _Reader(text, loads)
+    reader = _Pieces(text, loads)
     value, at = reader.element(reader.skip(0))
     if at != len(text):
         raise json.JSONDecodeError("Extra data", text, at)
     return value
 
 
-class _Reader:
+class _Pieces:
     """Methods take a place in the text, and return the place behind what they read and the space after it."""
 
     def __init__(self, text: str, loads: Callable[[str], Any]) -> None:
