@@ -43,6 +43,7 @@ from autoshard.program._marks import short_names as short_names
 from autoshard.program._modules import Functional as Functional
 from autoshard.program._modules import arrays_of as arrays_of
 from autoshard.program._modules import functional as functional
+from autoshard.program._names import positions_of as positions_of
 from autoshard.program._on_host import HOSTS as HOSTS
 from autoshard.program._on_host import on_host as on_host
 from autoshard.program._on_host import streamed as streamed

@@ -54,6 +54,11 @@ def user_code(label: str, run: Callable[[], Any]) -> Any:
                 "implementation in plain JAX (tokamax calls it 'xla'), or trace it on its accelerator and plan the "
                 "StableHLO file (.lower().as_text(), `autoshard plan step.mlir`)."
             ) from error
+        if "Non-hashable static arguments" in text:
+            raise UserError(
+                f"`{label}` takes static arguments (`static_argnums` or `static_argnames` of jax.jit), which have no "
+                "shape to plan for: bind them before, as in `lambda x: step(x, n)`, and trace what is left."
+            ) from error
         if "Differentiation rule for 'custom_partitioning'" in text:
             raise UserError(
                 f"`{label}` takes the gradient of a function with a sharding rule, which has none of its own: put "

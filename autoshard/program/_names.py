@@ -1,8 +1,11 @@
 """Readable, unique names for the leaves of pytrees."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral
 from typing import Any
+
+from autoshard.errors import UserError
 
 
 _WRAPPER_KEYS = {"value", "raw_value"}
@@ -38,6 +41,24 @@ def named_dims(tree: Any) -> list[tuple[str, ...] | None]:
 
 def _is_named(node: Any) -> bool:
     return type(node).__name__ == "NamedArray" and type(node).__module__.split(".")[0] == "haliax"
+
+
+def positions_of(option: str, value: Any, count: int, label: str) -> tuple[int, ...]:
+    """Return the positions among `count` arguments of `label` that an option of `jax.jit` names, once each.
+
+    Negative ones count from the end. Raises `UserError` for what is no position.
+    """
+    numbers = [value] if isinstance(value, Integral) else value
+    if numbers is None:
+        return ()
+    if isinstance(numbers, str | bytes) or not isinstance(numbers, Iterable):
+        raise UserError(f"{option} is {value!r}; expected the number of a positional argument, or several.")
+    found: list[int] = []
+    for number in numbers:
+        if not isinstance(number, Integral) or isinstance(number, bool) or not -count <= int(number) < count:
+            raise UserError(f"{option}: {number!r} is not one of the {count} positional arguments of `{label}`.")
+        found.append(int(number) % count)
+    return tuple(dict.fromkeys(found))
 
 
 def positional_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:

@@ -40,17 +40,19 @@ def said(roles: Roles | None, name: str) -> Role | None:
     if roles is None:
         return None
     if callable(roles):
-        return _checked(roles(name), name)
+        return checked(roles(name), name)
+    if not isinstance(roles, Mapping) or not all(isinstance(prefix, str) for prefix in roles):
+        raise UserError(f"roles is {roles!r}; expected a dict of names and roles, or a function from a name to a role.")
     hits = [
         p for p in roles if p == "" or name == p or name.startswith(p + ".") or (p.endswith(".") and name.startswith(p))
     ]
-    return _checked(roles[max(hits, key=len)], name) if hits else None
+    return checked(roles[max(hits, key=len)], name) if hits else None
 
 
 def check_used(roles: Roles | None, names: Sequence[str]) -> None:
     """Refuse a prefix that names no argument: it is nearly always a typing mistake."""
-    if roles is None or callable(roles):
-        return
+    if not isinstance(roles, Mapping):
+        return  # `said` reads it
     for prefix in roles:
         if not any(said({prefix: roles[prefix]}, name) for name in names):
             shown = ", ".join(f"`{n}`" for n in names[:8]) + (", ..." if len(names) > 8 else "")
@@ -129,7 +131,8 @@ def guess(
     return Role.BATCH
 
 
-def _checked(role: Role | str | None, name: str) -> Role | None:
+def checked(role: Any, name: str) -> Role | None:
+    """Return the role that is written; None for None. Raises `UserError` for one that does not exist."""
     if role is None:
         return None
     try:

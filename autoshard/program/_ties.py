@@ -1,8 +1,11 @@
 """Which result is the updated value of which argument."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
+
+from autoshard.errors import UserError
 
 
 _STATE_NAME = re.compile(r"^(param|weight|state|opt|theta|model|variables|cache|carry|w$|w\d)", re.IGNORECASE)
@@ -18,6 +21,23 @@ def subtrees(treedef: Any, start: int = 0) -> list[tuple[int, Any]]:
         found.extend(subtrees(child, offset))
         offset += child.num_leaves
     return found
+
+
+def check_ties(ties: Any, argument_avals: Sequence[Aval], result_avals: Sequence[Aval]) -> None:
+    """Raise `UserError` for a tie to a leaf that does not exist, that is taken, or that has another shape."""
+    if not isinstance(ties, Mapping):
+        raise UserError(f"ties is {ties!r}; expected a dict from leaves of the arguments to leaves of the results.")
+    for leaf, result in ties.items():
+        for number, avals, what in ((leaf, argument_avals, "argument"), (result, result_avals, "result")):
+            if not isinstance(number, Integral) or isinstance(number, bool) or not 0 <= int(number) < len(avals):
+                raise UserError(f"ties: {number!r} is no {what}; the leaves of the {what}s are 0 to {len(avals) - 1}.")
+        if argument_avals[leaf][0] != result_avals[result][0]:
+            shapes = [list(avals[number][0]) for avals, number in ((argument_avals, leaf), (result_avals, result))]
+            raise UserError(
+                f"ties: leaf {leaf} has the shape {shapes[0]}, result {result} {shapes[1]}; they are no pair."
+            )
+    if len(set(ties.values())) < len(ties):
+        raise UserError(f"ties is {dict(ties)!r}; a result takes the place of one leaf only.")
 
 
 def tie(

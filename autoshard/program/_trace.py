@@ -1,6 +1,8 @@
 """A JAX function and the shapes of its arguments become a `Program`."""
 
+import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 from autoshard import mlir
@@ -59,12 +61,8 @@ def trace(
     if not isinstance(args, (tuple, list)):
         raise UserError(f"trace: `args` must be a tuple of the positional arguments, got {type(args).__name__}.")
     label = name or getattr(fn, "__name__", type(fn).__name__)
-    donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-    for number in donate:
-        if not 0 <= number < len(args):
-            raise UserError(
-                f"donate_argnums: {number} is not one of the {len(args)} positional arguments of `{label}`."
-            )
+    donate = _names.positions_of("donate_argnums", donate_argnums, len(args), label)
+    _check_figures(label, arg_names, notes, model_flops, tokens)
     positions = tuple(arg_names) if arg_names is not None else _names.positional_names(fn, len(args))
     if len(positions) != len(args):
         raise UserError(f"arg_names: {len(positions)} names were given for {len(args)} arguments of `{label}`.")
@@ -100,10 +98,12 @@ def trace(
     donated = [position in donate for position in range(len(args))]
     if ties is None:
         ties = _ties.tie(positions, treedefs, donated, avals, out_tree, out_avals)
+    else:
+        _ties.check_ties(ties, avals, out_avals)
 
     _roles.check_used(roles, names)
     in_optax = [mark for arg in args for mark in _optax_marks(arg)]
-    shown = evidence(ties) if callable(evidence) else evidence or [None] * len(leaves)
+    shown = _shown(evidence(ties) if callable(evidence) else evidence, len(leaves))
     ir = mlir.drop_sent_arguments(lowered.compiler_ir("stablehlo"))
     numbered = [i for i in ties if _roles.is_numbered(names[i], positions[owner[i]]) and not in_optax[i]]
     used = _roles.by_use(names, leaves, _uses(ir, numbered)) if numbered else {}
@@ -175,6 +175,27 @@ def trace(
     return on_host(program, host)
 
 
+def _check_figures(label: str, arg_names: Any, notes: Any, model_flops: Any, tokens: Any) -> None:
+    """Refuse what no plan could hold: names and notes that are no texts, figures that are no numbers."""
+    for option, texts in (("arg_names", arg_names if arg_names is not None else ()), ("notes", notes)):
+        if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(t, str) for t in texts):
+            raise UserError(f"{option} of `{label}` is {texts!r}; expected a list of texts.")
+    for option, figure in (("model_flops", model_flops), ("tokens", tokens)):
+        if figure is None:
+            continue
+        if isinstance(figure, bool) or not isinstance(figure, Real) or not 0 <= float(figure) < math.inf:
+            raise UserError(f"{option} of `{label}` is {figure!r}; expected a number from 0 up, of one step.")
+
+
+def _shown(evidence: Any, count: int) -> list[Role | None]:
+    """Return the roles that a file shows, one for each leaf. Raises `UserError` if they are others."""
+    if not evidence and (evidence is None or isinstance(evidence, Sequence)):
+        return [None] * count
+    if isinstance(evidence, str) or not isinstance(evidence, Sequence) or len(evidence) != count:
+        raise UserError(f"evidence is {evidence!r}; expected a role or None for each of the {count} leaves of `args`.")
+    return [_roles.checked(role, f"leaf {number}") for number, role in enumerate(evidence)]
+
+
 def _uses(ir: Any, leaves: Sequence[int]) -> dict[int, mlir.Use]:
     """What the program does with some of its arguments; nothing where it has others than its leaves."""
     found = mlir.argument_uses(ir)
@@ -188,7 +209,10 @@ def _abstract(leaf: Any, name: str) -> Any:
     if isinstance(leaf, (bool, int, float, complex)):
         return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(np.result_type(leaf)), weak_type=True)
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        raise UserError(f"argument `{name}` is a {type(leaf).__name__}, expected an array or a jax.ShapeDtypeStruct.")
+        raise UserError(
+            f"argument `{name}` is a {type(leaf).__name__}, expected an array or a jax.ShapeDtypeStruct; "
+            "bind what is none before, as in `lambda x: step(x, n)`."
+        )
     for size in leaf.shape:
         if not isinstance(size, (int, np.integer)) or size < 0:
             raise UserError(

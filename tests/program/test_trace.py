@@ -1,5 +1,8 @@
 """`trace`: names, roles, ties, and refusals."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -172,6 +175,40 @@ def test_concrete_arrays_are_kept_as_arguments():
             lambda: trace(lambda x: x, (S((2,), F),), donate_argnums=3),
             "donate_argnums: 3 is not one of the 1 positional arguments",
         ),
+        (lambda: trace(lambda x: x, (S((2,), F),), donate_argnums=-2), "donate_argnums: -2 is not one of the 1 "),
+        (lambda: trace(lambda x: x, (S((2,), F),), donate_argnums=True), "donate_argnums: True is not one of the 1 "),
+        (
+            lambda: trace(lambda x: x, (S((2,), F),), donate_argnums="x"),
+            "donate_argnums is 'x'; expected the number of a positional argument, or several",
+        ),
+        *(
+            (
+                lambda each=each: trace(lambda x: x, (S((2,), F),), name="same", model_flops=each),
+                f"model_flops of `same` is {each!r}; expected a number from 0 up",
+            )
+            for each in (math.nan, math.inf, -1, "x", True)
+        ),
+        (
+            lambda: trace(lambda x: x, (S((2,), F),), name="same", tokens=-1),
+            "tokens of `same` is -1; expected a number",
+        ),
+        (lambda: trace(lambda x: x, (S((2,), F),), notes="slow"), "is 'slow'; expected a list of texts"),
+        (lambda: trace(lambda x: x, (S((2,), F),), arg_names="x"), "is 'x'; expected a list of texts"),
+        (lambda: trace(lambda x: x, (S((2,), F),), roles=5), "roles is 5; expected a dict of names and roles, or "),
+        (lambda: trace(lambda x: x, (S((2,), F),), ties={1: 0}), "ties: 1 is no argument; the leaves of the arguments"),
+        (lambda: trace(lambda x: x, (S((2,), F),), ties={0: 3}), "ties: 3 is no result; the leaves of the results"),
+        (
+            lambda: trace(lambda x: x[:1], (S((2,), F),), ties={0: 0}),
+            "ties: leaf 0 has the shape [2], result 0 [1]; they are no pair",
+        ),
+        (
+            lambda: trace(lambda x: x, (S((2,), F),), evidence=[None] * 2),
+            "expected a role or None for each of the 1 leaves of `args`",
+        ),
+        (
+            lambda: trace(jax.jit(lambda x, n: x * n, static_argnums=1), (S((2,), F), 3), name="scaled"),
+            "`scaled` takes static arguments (`static_argnums` or `static_argnames` of jax.jit), which have no shape",
+        ),
         (
             lambda: trace(lambda x: x, (S((2,), F),), roles={"y": "batch"}),
             "no argument is called `y` or starts with it; the arguments are `x`",
@@ -184,8 +221,14 @@ def test_concrete_arrays_are_kept_as_arguments():
     ],
 )
 def test_bad_input(call, sentence):
-    with pytest.raises(UserError, match=sentence.replace("(", r"\(")):
+    with pytest.raises(UserError, match=re.escape(sentence)):
         call()
+
+
+def test_donated_positions_are_those_of_jax():
+    args = (S((2,), F), S((2,), F))
+    assert trace(lambda x, y: (x, y), args, donate_argnums=-1).donate_argnums == (1,)
+    assert trace(lambda x, y: (x, y), args, donate_argnums=np.array([1, 0])).donate_argnums == (1, 0)
 
 
 def test_dynamic_shapes_are_refused():
