@@ -3,20 +3,31 @@
 import collections
 import dataclasses
 import functools
+import inspect
 import os
 import pathlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from autoshard.errors import UserError
+from autoshard.errors import UserError, reason_of
 from autoshard.exec.apply._agree import check_arguments, check_even, check_results, names_devices, other_program
 from autoshard.exec.apply._calls import lower_calls, place_calls
 from autoshard.exec.apply._recipe import in_recipe
 from autoshard.exec.apply._torch_plan import TorchPlan
 from autoshard.exec.devices._devices import HOST_MEMORY, jax_mesh, named_sharding, place
 from autoshard.plan import Plan, Spec
-from autoshard.program import Functional, Lifted, OpaqueCall, Program, arrays_of, functional, lower_traced, streamed
+from autoshard.program import (
+    Functional,
+    Lifted,
+    OpaqueCall,
+    Program,
+    arrays_of,
+    functional,
+    lower_traced,
+    positions_of,
+    streamed,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +105,15 @@ class Application:
         """What applies the plan to torch modules."""
         return TorchPlan(self.plan)
 
-    def jit(self, fn: Callable[..., Any], donate_argnums: int | Sequence[int] | None = None) -> "PlannedFunction":
+    def jit(
+        self, fn: Callable[..., Any] | Program, donate_argnums: int | Sequence[int] | None = None
+    ) -> "PlannedFunction":
         """A function of the same arguments that runs as planned; see `Plan.jit`."""
-        return PlannedFunction(self, fn, donate_argnums)
+        return PlannedFunction(self, *_step_of(fn, donate_argnums))
 
     def lower(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., Any] | Program,
         args: Sequence[Any],
         donate_argnums: int | Sequence[int] | None = None,
         module: bytes | None = None,
@@ -108,6 +121,7 @@ class Application:
         """`jax.stages.Lowered` with shardings and pins; see `lower_planned`."""
         import jax
 
+        fn, donate_argnums = _step_of(fn, donate_argnums)
         made = functional(in_recipe(self.plan, fn), args)
         abstract = jax.tree.map(_abstract, made.args)
         return lower_planned(self, made.fn, abstract, _donated(made.fn, abstract, donate_argnums), module)
@@ -129,21 +143,39 @@ class PlannedFunction:
         self._compiled: dict[Any, _Compiled] = {}
         functools.update_wrapper(self, fn, updated=())
 
-    def lower(self, *args: Any) -> Any:
+    def lower(self, *args: Any, **named: Any) -> Any:
         """`jax.stages.Lowered` of the function for these arguments, pins inserted."""
-        return self.application.lower(self.fn, args, self.donate_argnums)
+        return self.application.lower(self.fn, self._in_order(args, named), self.donate_argnums)
 
-    def compile(self, *args: Any) -> Any:
+    def compile(self, *args: Any, **named: Any) -> Any:
         """`jax.stages.Compiled` for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
-        return self._compile(args)[0].step
+        return self._compile(self._in_order(args, named))[0].step
 
-    def shardings(self, *args: Any) -> tuple[Any, ...]:
+    def shardings(self, *args: Any, **named: Any) -> tuple[Any, ...]:
         """Pytrees of `NamedSharding` like the arguments: where to put or load them."""
-        return self._compile(args)[0].shardings
+        return self._compile(self._in_order(args, named))[0].shardings
 
-    def __call__(self, *args: Any) -> Any:
+    def _in_order(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        """Return all arguments by position, as they were traced. Raises `UserError` for names that have none."""
+        if not named:
+            return args
+        name = getattr(self.fn, "__name__", "the function")
+        try:
+            bound = inspect.signature(self.fn).bind(*args, **named)
+            named = bound.kwargs
+        except (TypeError, ValueError) as error:
+            raise UserError(f"`{name}` cannot be called so: {reason_of(error)}.") from None
+        if named:
+            raise UserError(
+                f"`{name}` is planned for arguments by position, and `{next(iter(named))}` has none: trace a "
+                "function that takes it by position."
+            )
+        return bound.args
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
         import jax
 
+        args = self._in_order(args, named)
         made, arrays = self._compile(args)
         if self.application.mesh.is_multi_process:
             out = made.step(*jax.tree.map(place, arrays, made.shardings))
@@ -422,6 +454,17 @@ def _abstract(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype, weak_type=bool(getattr(leaf, "weak_type", False)))
 
 
+def _step_of(
+    fn: Any, donate_argnums: int | Sequence[int] | None
+) -> tuple[Callable[..., Any], int | Sequence[int] | None]:
+    """Return a function and what it donates; of a program its step. Raises `UserError` for what cannot be called."""
+    if isinstance(fn, Program):
+        return fn.fn, fn.donate_argnums if donate_argnums is None else donate_argnums
+    if not callable(fn):
+        raise UserError(f"a plan is for a function or an autoshard.Program; found {fn!r}.")
+    return fn, donate_argnums
+
+
 def _donated(
     fn: Callable[..., Any], abstract: tuple[Any, ...], donate_argnums: int | Sequence[int] | None
 ) -> tuple[int, ...]:
@@ -429,7 +472,8 @@ def _donated(
     import jax
 
     if donate_argnums is not None:
-        return (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+        name = getattr(fn, "__name__", "the function")
+        return positions_of("donate_argnums", donate_argnums, len(abstract), name)
     trace = getattr(fn, "trace", None)
     if trace is None:
         return ()

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoshard.base.providers import Runner, Viewer, provider
 from autoshard.errors import UserError
@@ -22,6 +22,9 @@ from autoshard.plan.record._parts import (
 from autoshard.plan.record._pipeline import PlannedPipeline
 from autoshard.plan.record._spec import Spec, original_mesh
 
+
+if TYPE_CHECKING:
+    from autoshard.program import Program
 
 SCHEMA = 1
 
@@ -85,16 +88,21 @@ class Plan:
         """Write the plan as JSON; see `save_plan`."""
         provider("save")(self, path)
 
-    def jit(self, fn: Callable[..., Any], *, donate_argnums: int | Sequence[int] | None = None) -> Callable[..., Any]:
+    def jit(
+        self, fn: "Callable[..., Any] | Program", *, donate_argnums: int | Sequence[int] | None = None
+    ) -> Callable[..., Any]:
         """`fn` as one compiled step under this plan, on the devices present; pytrees and donation are kept.
 
-        Arguments are moved to their planned shardings. `donate_argnums` is by default what `fn` donates if it is
-        a `jax.jit` function already, else nothing. The step cannot be differentiated: plan the whole training step.
-        Raises `UserError` when called with another program than the one planned, naming the argument that differs.
+        Of a program it is the step. Arguments are moved to their planned shardings. `donate_argnums` is by default what
+        `fn` donates if it is a program or a `jax.jit` function already, else nothing. The step cannot be
+        differentiated: plan the whole training step. Raises `UserError` when called with another program than the one
+        planned, naming the argument that differs.
         """
         return self._runner().jit(fn, donate_argnums)
 
-    def lower(self, fn: Callable[..., Any], *args: Any, donate_argnums: int | Sequence[int] | None = None) -> Any:
+    def lower(
+        self, fn: "Callable[..., Any] | Program", *args: Any, donate_argnums: int | Sequence[int] | None = None
+    ) -> Any:
         """`jax.stages.Lowered` of `fn` under this plan, its pins inserted; `args` are arrays or shapes."""
         return self._runner().lower(fn, args, donate_argnums)
 

@@ -66,6 +66,52 @@ def compiled_wire(plan, program) -> dict[str, int]:
     return wire_by_axis(read_collectives(text, plan_mesh(plan)))
 
 
+def test_a_program_is_its_step_with_its_donation(mlp):
+    plan = handmade(mlp, MESH, TENSOR_PARALLEL)
+    wanted, args = jax.jit(mlp.fn)(*mlp.make_args(0)), mlp.make_args(0)
+    step = plan.jit(mlp)
+    args = jax.device_put(args, step.shardings(*mlp.args))
+    assert largest_difference(step(*args), wanted) < 1e-6
+    assert mlp.donate_argnums == (0,) and all(leaf.is_deleted() for leaf in jax.tree.leaves(args[0]))
+    kept = jax.device_put(mlp.make_args(0), step.shardings(*mlp.args))
+    assert largest_difference(plan.jit(mlp, donate_argnums=())(*kept), wanted) < 1e-6
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(kept))
+    assert plan.lower(mlp, *mlp.args).as_text() == plan.lower(mlp.fn, *mlp.args, donate_argnums=(0,)).as_text()
+
+
+def test_arguments_may_be_named(mlp):
+    plan = handmade(mlp, MESH, TENSOR_PARALLEL)
+
+    def step(params, x, y):
+        return mlp.fn(params, x, y)
+
+    params, x, y = mlp.make_args(0)
+    assert largest_difference(plan.jit(step)(params, y=y, x=x), jax.jit(mlp.fn)(params, x, y)) < 1e-6
+    with pytest.raises(UserError, match="`step` cannot be called so: .*'z'"):
+        plan.jit(step)(params, x, y, z=y)
+
+    def by_name(params, x, *, y):
+        return mlp.fn(params, x, y)
+
+    with pytest.raises(UserError, match="`by_name` is planned for arguments by position, and `y` has none"):
+        plan.jit(by_name)(params, x, y=y)
+
+
+@pytest.mark.parametrize(
+    ("fn", "donate_argnums", "sentence"),
+    [
+        (5, None, "a plan is for a function or an autoshard.Program; found 5."),
+        (None, 5, "donate_argnums: 5 is not one of the 3 positional arguments of `step`."),
+        (None, "0", "donate_argnums is '0'; expected the number of a positional argument, or several."),
+    ],
+)
+def test_other_steps_and_donations_are_refused(mlp, fn, donate_argnums, sentence):
+    plan = handmade(mlp, MESH, TENSOR_PARALLEL)
+    with pytest.raises(UserError) as caught:
+        plan.jit(fn or mlp.fn, donate_argnums=donate_argnums)(*mlp.make_args(0))
+    assert str(caught.value) == sentence
+
+
 def test_pins_change_what_is_compiled(mlp):
     free = handmade(mlp, MESH, {"arg1": "data,-", "arg2": "data,-"})
     first = made.numbers(mlp, "dot_general")[0]
