@@ -86,7 +86,7 @@ def make_mesh(topology: Topology, sizes: Mapping[str, int], network: Mapping[str
         if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, (int, np.integer)):
             raise UserError(f"mesh axis {name}={size!r} is not a name with a whole number, such as data=8")
     frozen = None if network is None else tuple(network.items())
-    return _make_mesh(topology, tuple(sizes.items()), frozen)
+    return _make_mesh(topology, tuple((name, int(size)) for name, size in sizes.items()), frozen)
 
 
 def hybrid_mesh(topology: Topology, ici: Mapping[str, int], dcn: Mapping[str, int]) -> Mesh:

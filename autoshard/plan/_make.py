@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from autoshard.plan.price._reading import read_program
 from autoshard.plan.price._task import Task, share
 from autoshard.plan.record._parts import MeshTried
 from autoshard.plan.record._plan import Plan
+from autoshard.plan.record._spec import original_mesh
 from autoshard.plan.solve._build import Weights
 from autoshard.plan.solve._infeasible import explain_infeasible
 from autoshard.plan.solve._search import Found, Infeasible
@@ -94,7 +96,16 @@ def given_mesh(
         mesh = named
     if mesh is None:
         return None
-    return make_mesh(topology, parse_mesh(mesh) if isinstance(mesh, str) else mesh)
+    if isinstance(mesh, str):
+        mesh = parse_mesh(mesh)
+    # Names stand in pins, reports and files beside signs that part them.
+    for axis in original_mesh(mesh) if all(isinstance(axis, str) for axis in mesh) else ():
+        if not re.fullmatch(r"[^\W\d][\w.-]*", axis) or axis.lower() == "none":
+            raise UserError(
+                f"the mesh has an axis called {axis!r}: call it by a letter or _, then letters, digits, _, - and dots, "
+                "and not `none`, which says that a dim is whole."
+            )
+    return make_mesh(topology, mesh)
 
 
 def check_request(options: Options) -> None:

@@ -151,6 +151,12 @@ def test_the_environments_mesh_must_multiply_to_the_devices_too(monkeypatch: pyt
         ({"mesh": {"data": 3}}, "mesh data=3 = 3, but cpu:8 has 8 devices"),
         ({"topology": "cpu:0"}, "cpu has no shape 0"),
         ({"topology": "v5q:4x4"}, "v5q"),
+        ({"mesh": {"a,b": 8}}, "the mesh has an axis called 'a,b': call it by a letter or _, then letters, digits"),
+        ({"mesh": {"a+b": 4, "c": 2}}, "the mesh has an axis called 'a+b'"),
+        ({"mesh": {"": 8}}, "the mesh has an axis called ''"),
+        ({"mesh": {"?": 8}}, "the mesh has an axis called '?'"),
+        ({"mesh": "none=8"}, "the mesh has an axis called 'none'"),
+        ({"mesh": {5: 8}}, "mesh axis 5=8 is not a name with a whole number"),
         ({"memory_limit": 0}, "the memory limit is 0 bytes; it must be more than 0"),
     ],
 )

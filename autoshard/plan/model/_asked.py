@@ -26,6 +26,8 @@ from autoshard.program import Role
 
 FREE = "?"
 """A dim that a pin leaves to the solver."""
+REST = "..."
+"""The last entry of a pin after which all dims are whole, as they are after the last entry of a `PartitionSpec`."""
 
 _NOTHING = ("", "-", "none")
 
@@ -39,6 +41,8 @@ class Pinned:
     said: str
     sizes: tuple[int | None, ...] | None = None
     """Sizes of the dims where they were written too, None for one that was not."""
+    more: bool = False
+    """True if the tensor may have more dims behind these, which stay whole."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,62 +90,87 @@ def read_asked(
 
     `pin_from` are specs of another plan, by exact name. Raises `UserError` for what cannot be read.
     """
-    found = [
-        Pinned(pattern, _dims(pattern, spec), _said(pattern, spec), _sizes(spec))
-        for pattern, spec in (pins or {}).items()
-    ]
-    found += [Pinned(name, spec.dims, _said(name, spec)) for name, spec in (pin_from or {}).items()]
+    found = [_pinned(pattern, spec) for pattern, spec in _pairs_of("pins", pins, "'*.weight': 'model,None'")]
+    found += [_pinned(name, spec) for name, spec in (pin_from or {}).items()]
     return Asked(
         tuple(found),
-        (replicate,) if isinstance(replicate, str) else tuple(replicate or ()),
-        tuple((pattern, _names(axes)) for pattern, axes in (forbid or {}).items()),
-        tuple((axis, _names(groups)) for axis, groups in (axis_only or {}).items()),
+        () if replicate is None else _names("replicate", replicate, "names of tensors", whole=True),
+        tuple(
+            (pattern, _names(f"forbid of `{pattern}`", axes, "axes"))
+            for pattern, axes in _pairs_of("forbid", forbid, "'*.embed*': 'data'")
+        ),
+        tuple(
+            (axis, _names(f"axis_only of `{axis}`", groups, "dim groups"))
+            for axis, groups in _pairs_of("axis_only", axis_only, "'data': 'batch'")
+        ),
     )
 
 
-def _names(value: Any) -> tuple[str, ...]:
-    parts = value.split(",") if isinstance(value, str) else list(value)
-    return tuple(part.strip() for part in parts if part.strip())
+def _pairs_of(option: str, value: Any, example: str) -> list[tuple[str, Any]]:
+    """Return the items of a mapping from names. Raises `UserError` for anything else."""
+    if value is None:
+        return []
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise UserError(f"{option} is {value!r}; write a dict with names, such as {{{example}}}.")
+    return list(value.items())
 
 
-def _sizes(spec: Any) -> tuple[int | None, ...] | None:
-    sized = parse_spec_text(spec) if isinstance(spec, str) else None
-    return None if sized is None else tuple(size for size, _ in sized)
+def _names(where: str, value: Any, what: str, whole: bool = False) -> tuple[str, ...]:
+    """Return the names in a text, where they have commas between them unless it is `whole` one name, or in a sequence.
+
+    Raises `UserError` for anything else.
+    """
+    parts = ([value] if whole else value.split(",")) if isinstance(value, str) else value
+    if isinstance(parts, bytes) or not isinstance(parts, Iterable):
+        raise UserError(f"{where} is {value!r}; write {what}, as a text or in a list.")
+    names: list[str] = []
+    for part in parts:
+        if not isinstance(part, str):
+            raise UserError(f"{where} has {part!r} among its {what}; write them as texts.")
+        names.append(part.strip())
+    return tuple(name for name in names if name)
 
 
-def _said(pattern: str, spec: Any) -> str:
-    if isinstance(spec, str) and _sizes(spec) is not None:
-        return f"--pin {pattern}={spec.strip()}"
-    entries = ["?" if axes is None else "+".join(axes) or "None" for axes in _dims(pattern, spec)]
-    return f"--pin {pattern}={','.join(entries)}"
-
-
-def _dims(pattern: str, spec: Any) -> tuple[tuple[str, ...] | None, ...]:
-    if isinstance(spec, Spec):
-        return spec.dims
+def _pinned(pattern: str, spec: Any) -> Pinned:
     sized = parse_spec_text(spec) if isinstance(spec, str) else None
     if sized is not None:
-        return tuple(axes for _, axes in sized)
+        axes, sizes = tuple(axes for _, axes in sized), tuple(size for size, _ in sized)
+        return Pinned(pattern, axes, f"--pin {pattern}={spec.strip()}", sizes)
+    if isinstance(spec, Spec):
+        spec = spec.dims
     entries = spec.strip().strip("[]()").split(",") if isinstance(spec, str) else spec
-    if not isinstance(entries, Iterable):
-        raise UserError(
-            f"the pin of `{pattern}` is {spec!r}; write it as reports do ('4096/data x 14336'), or an entry for each "
-            "dim, such as 'model,None', with `+` between axes that split one dim and `?` for a dim that is left free."
-        )
-    return tuple(_entry(entry) for entry in entries)
+    if not isinstance(entries, Iterable) or isinstance(entries, bytes | Mapping):
+        raise _unreadable(pattern, spec)
+    entries = [entry.strip() if isinstance(entry, str) else entry for entry in entries]
+    # JAX names no dims behind the last one that is split. Its class is called `P` in newer versions.
+    more = hasattr(type(spec), "UNCONSTRAINED")
+    if entries and (entries[-1] is ... or entries[-1] == REST):
+        more = bool(entries.pop())
+    dims = tuple(_entry(pattern, spec, entry) for entry in entries)
+    shown = ["?" if axes is None else "+".join(axes) or "None" for axes in dims] + [REST] * more
+    return Pinned(pattern, dims, f"--pin {pattern}={','.join(shown)}", more=more)
 
 
-def _entry(entry: Any) -> tuple[str, ...] | None:
+def _entry(pattern: str, spec: Any, entry: Any) -> tuple[str, ...] | None:
     if entry is None:
         return ()
     if isinstance(entry, str):
-        text = entry.strip()
-        if text == FREE:
+        if entry == FREE:
             return None
-        return () if text.lower() in _NOTHING else tuple(part.strip() for part in text.split("+"))
-    if isinstance(entry, Sequence):
+        return () if entry.lower() in _NOTHING else tuple(part.strip() for part in entry.split("+"))
+    if isinstance(entry, list | tuple) and all(isinstance(axis, str) for axis in entry):
         return tuple(entry)
-    return None  # PartitionSpec.UNCONSTRAINED
+    if entry is getattr(type(spec), "UNCONSTRAINED", FREE):
+        return None
+    raise _unreadable(pattern, spec)
+
+
+def _unreadable(pattern: str, spec: Any) -> UserError:
+    return UserError(
+        f"the pin of `{pattern}` is {spec!r}; write it as reports do ('4096/data x 14336'), or an entry for each "
+        "dim, such as 'model,None', with `+` between axes that split one dim, `?` for a dim that is left free, and "
+        "`...` at the end where all further dims are whole."
+    )
 
 
 def parse_lines(lines: Iterable[str]) -> Asked:
@@ -240,13 +269,15 @@ class _Requirements:
 
     def pin(self, pin: Pinned, name: str, tensor: int) -> Demand:
         shape = self.shapes[name]
-        missing = len(shape) - len(pin.dims)
         stacked = min(self.stacked(name, tensor), len(shape))
+        rest = max(0, len(shape) - stacked - len(pin.dims)) if pin.more else 0
+        missing = len(shape) - len(pin.dims) - rest
         if missing < 0 or missing > stacked:
             more = f" after the {stacked} of the stack of layers" if stacked else ""
             raise UserError(
                 f"{pin.said} has {len(pin.dims)} dims, but {name} of shape {list(shape)} has {len(shape) - stacked}"
-                f"{more}: write an entry for each, None for a whole dim, ? for one that is left free."
+                f"{more}: write an entry for each, None for a whole dim, ? for one that is left free, or ... for all "
+                "further dims, which are whole."
             )
         for size, own in zip(pin.sizes or (), shape[missing:], strict=False):
             if size not in (None, own):
@@ -255,7 +286,7 @@ class _Requirements:
                     "own sizes, or * for any."
                 )
         words = len(self.model.graph.tensors[tensor].shape) - len(shape)
-        entries = ((),) * missing + pin.dims
+        entries = ((),) * missing + pin.dims + ((),) * rest
         dims = tuple(() if entry is None else self.axes(entry, pin.said) for entry in entries)
         dims = checked_dims(f"{pin.said} ({name})", shape, dims, self.model.mesh)
         is_open = tuple(entry is None for entry in entries)

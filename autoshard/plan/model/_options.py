@@ -79,6 +79,8 @@ def read_options(topology: str, said: PlanOptions) -> Options:
     pinned = options.pop("pin_from", None)
     asked = options.pop("asked", None)
     if asked is None:
+        if not isinstance(pinned, Plan | str | os.PathLike | None):
+            raise UserError(f"pin_from is {pinned!r}; give a plan, or the path of one.")
         asked = read_asked(pins, replicate, forbid, axis_only, None if pinned is None else parameter_specs(pinned))
     elif any((pins, replicate, forbid, axis_only)) or pinned is not None:
         raise TypeError("`asked` has all demands: leave out pins, replicate, forbid, axis_only and pin_from beside it")

@@ -46,11 +46,39 @@ def test_a_pin_covers_the_dims_of_one_layer_and_the_rest_is_chosen() -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    ["model,None", "[model, -]", (("model",), None), P("model", None), Spec((("model",), ()))],
+    ["model,None", "[model, -]", (("model",), None), Spec((("model",), ()))],
 )
 def test_specs_may_be_written_in_many_ways(spec: Any) -> None:
     (pin,) = read_asked({UP: spec}).pins
     assert pin.dims == (("model",), ()) and pin.said == f"--pin {UP}=model,None"
+
+
+@pytest.mark.parametrize(
+    ("spec", "dims"),
+    [
+        (P(None, "model"), ((), ("model",))),
+        (P("model"), (("model",), ())),
+        (P(), ((), ())),
+        ("model,...", (("model",), ())),
+        (("model", ...), (("model",), ())),
+        (P(P.UNCONSTRAINED, "model"), ((), ("model",))),
+    ],
+)
+def test_dims_behind_the_last_entry_of_a_partition_spec_are_whole(spec: Any, dims: Any) -> None:
+    plan = autoshard.plan(two_matmuls(), topology="cpu:8", mesh=MESH, pins={"up": spec})
+    assert plan.arguments["params.up"] == Spec(dims)
+    read = read_asked({"up": spec})
+    assert parse_lines([pin.said for pin in read.pins]) == read, "reports write it so that it is read again"
+
+
+def test_a_short_spec_of_a_stack_is_that_of_one_layer() -> None:
+    assert planned(pins={UP: P("model")}).plan.arguments[UP] == Spec(((), ("model",), ()))
+
+
+def test_one_name_is_no_list_of_letters() -> None:
+    assert read_asked(replicate="up") == read_asked(replicate=["up"])
+    plan = autoshard.plan(two_matmuls(), topology="cpu:8", mesh=MESH, replicate="up")
+    assert plan.arguments["params.up"] == Spec.replicated(2)
 
 
 @pytest.mark.parametrize("text", ["64/model x 32", "*/model x *", "4 x 64/model x 32", " 64/model  x  32 "])
@@ -153,12 +181,13 @@ def test_a_pinned_plan_runs_and_equals_the_unplanned() -> None:
         (
             {"pins": {"model.norm.weight": "model,None"}},
             "--pin model.norm.weight=model,None has 2 dims, but model.norm.weight of shape [64] has 1: write an entry "
-            "for each, None for a whole dim, ? for one that is left free.",
+            "for each, None for a whole dim, ? for one that is left free, or ... for all further dims, which are "
+            "whole.",
         ),
         (
             {"pins": {UP: "model"}},
             f"--pin {UP}=model has 1 dims, but {UP} of shape [4, 128, 64] has 2 after the 1 of the stack of layers: "
-            "write an entry for each, None for a whole dim, ? for one that is left free.",
+            "write an entry for each, None for a whole dim, ? for one that is left free, or ... for all further dims",
         ),
         (
             {"pins": {UP: "model,None,None"}},
@@ -189,9 +218,17 @@ def test_a_pinned_plan_runs_and_equals_the_unplanned() -> None:
         (
             {"pins": {UP: 3}},
             f"the pin of `{UP}` is 3; write it as reports do ('4096/data x 14336'), or an entry for each dim, such as "
-            "'model,None', with `+` between axes that "
-            "split one dim and `?` for a dim that is left free.",
+            "'model,None', with `+` between axes that split one dim, `?` for a dim that is left free, and "
+            "`...` at the end where all further dims are whole.",
         ),
+        ({"pins": {UP: {"model": 1}}}, f"the pin of `{UP}` is {{'model': 1}}; write it as reports do"),
+        ({"pins": {UP: (5, None)}}, f"the pin of `{UP}` is (5, None); write it as reports do"),
+        ({"pins": {5: "model"}}, "pins is {5: 'model'}; write a dict with names, such as "),
+        ({"pins": [UP]}, f"pins is ['{UP}']; write a dict with names, such as "),
+        ({"forbid": UP}, f"forbid is '{UP}'; write a dict with names, such as "),
+        ({"forbid": {UP: 5}}, f"forbid of `{UP}` is 5; write axes, as a text or in a list."),
+        ({"axis_only": {"data": 5}}, "axis_only of `data` is 5; write dim groups, as a text or in a list."),
+        ({"replicate": [UP, 5]}, "replicate has 5 among its names of tensors; write them as texts."),
     ],
 )  # fmt: skip
 def test_what_cannot_hold_is_said(asked: dict[str, Any], said: str) -> None:

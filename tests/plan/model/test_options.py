@@ -28,6 +28,11 @@ def test_demands_are_read_into_one_record():
         read_options("cpu:8", {"asked": read.asked, "pins": {"up": "data,None"}})
 
 
+def test_what_is_no_plan_pins_nothing():
+    with pytest.raises(UserError, match="pin_from is 5; give a plan, or the path of one"):
+        read_options("cpu:8", {"pin_from": 5})  # type: ignore[typeddict-item]
+
+
 @pytest.mark.parametrize("kind", [float, np.float32, np.int64, Fraction])
 def test_a_limit_of_memory_is_rounded_down_to_bytes(kind: type, tmp_path: Path):
     """Also where it binds, and what the plan remembers of it can be written."""
