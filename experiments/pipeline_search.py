@@ -154,7 +154,7 @@ def enumerated(stack: Stack) -> dict[tuple[Any, ...], float]:
         task = Task(program, reading, read_asked(), limit, 0, figures)
         best, fewest = math.inf, 0
         for mesh in candidate_meshes(topology):
-            if unusable(program, reading, mesh):
+            if unusable(reading, mesh):
                 continue
             model = task.priced(mesh)
             try:

@@ -32,7 +32,7 @@ from autoshard.plan.forms._within import held_plan, plan_within
 from autoshard.plan.mesh._meshes import MeshSearch
 from autoshard.plan.mesh._portfolio import PlanCandidate, contender, elsewhere, further, met, pick
 from autoshard.plan.mesh._searcher import MeshOutcome, Phases, Searcher
-from autoshard.plan.mesh._trial import MeshBest, Rival, Trials, splits_batch
+from autoshard.plan.mesh._trial import MeshBest, Rival, Trials
 from autoshard.plan.model._asked import check_axes
 from autoshard.plan.model._axis_parts import find_axis_parts
 from autoshard.plan.model._demands import check_regions, program_mesh
@@ -52,7 +52,7 @@ from autoshard.plan.solve._infeasible import explain_infeasible
 from autoshard.plan.solve._search import Found, Infeasible
 from autoshard.plan.write._staged import StageSearch
 from autoshard.plan.write._write import WhenAsked, Writer
-from autoshard.program import Program, Role, lift_constraints
+from autoshard.program import Program, lift_constraints
 from autoshard.solver import write_contest
 
 
@@ -332,9 +332,6 @@ def _search(
     else:
         looked, chosen = None, given
         check_regions(graph, chosen)
-        idle = {axis for axis, groups in task.asked.axis_only if not groups}
-        if not idle.issuperset(axis for axis, size in chosen.axes.items() if size > 1):
-            _check_batch(task.program, chosen)
     # A program that names axes itself keeps them whole.
     axis_parts = None
     if refine_axes and not graph.constraints and not graph.regions:
@@ -354,20 +351,3 @@ def _search(
     if looked is None:
         return _Searched(best, original, outcomes, (), (), math.inf)
     return _Searched(best, original, outcomes, looked.tried, looked.others, looked.free_s)
-
-
-def _check_batch(program: Program, mesh: Mesh) -> None:
-    """Refuse a batch that no mesh axis divides, when there is more than one device.
-
-    What else a step takes and returns, such as a key-value cache, counts too: it is what serving one sequence splits.
-    """
-    if splits_batch(program, mesh):
-        return
-    axes = [(name, size) for name, size in mesh.axes.items() if size > 1]
-    batches = [a for a in program.arguments if a.role is Role.BATCH and a.shape]
-    listed = ", ".join(f"{name}={size}" for name, size in axes)
-    worst = batches[0]
-    raise UserError(
-        f"no mesh axis ({listed}) divides a dim of the batch argument {worst.name} of shape {list(worst.shape)}: "
-        f"use a batch that is a multiple of {axes[0][1]}, or another mesh."
-    )

@@ -294,7 +294,7 @@ class RecipeSearch:
         given = given_mesh(self.topology, options.mesh, program_mesh(reading.graph, self.topology.num_devices))
         found: list[Floors] = []
         for mesh in reversed(candidate_meshes(self.topology)) if given is None else (given,):
-            if given is None and unusable(program, reading, mesh):
+            if given is None and unusable(reading, mesh):
                 continue
             found.append(floors(program, reading, mesh, self.limit, figures))
             if found[-1].bytes <= self.limit and found[-1].seconds < beat_s:

@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.optimize
@@ -14,7 +16,7 @@ import scipy.sparse
 import autoshard
 from autoshard import mlir
 from autoshard.errors import InfeasibleError, UserError
-from autoshard.plan import Options, Plan, make_plan
+from autoshard.plan import Options, Plan, Spec, make_plan
 from autoshard.plan.price._predict import evaluate, tensor_spec
 from autoshard.plan.solve._build import build_problem
 from autoshard.plan.solve._weights import even_weights
@@ -167,17 +169,37 @@ def test_bad_input_is_one_sentence(arguments: dict[str, Any], sentence: str) -> 
     assert "\n" not in str(caught.value)
 
 
-def test_a_batch_that_no_axis_divides_is_refused() -> None:
+def test_a_batch_that_no_axis_divides_stays_whole_with_a_warning() -> None:
     odd = trace(lambda params, x: x @ params, (f32(16, 8), f32(7, 16)), name="odd")
     plan = make_plan(odd, Options(topology="cpu:8", mesh="data=4,model=2")).plan
-    assert plan.arguments["x"].dims[0] == (), "its features can be split, its batch cannot"
+    assert not any("no mesh axis" in line for line in plan.warnings), "its features can be split"
     prime = trace(lambda params, x: x @ params, (f32(13, 8), f32(7, 13)), name="prime")
-    with pytest.raises(UserError) as caught:
-        make_plan(prime, Options(topology="cpu:8", mesh="data=4,model=2"))
-    assert str(caught.value) == (
-        "no mesh axis (data=4, model=2) divides a dim of the batch argument x of shape [7, 13]: "
-        "use a batch that is a multiple of 4, or another mesh."
+    plan = make_plan(prime, Options(topology="cpu:8", mesh="data=4,model=2")).plan
+    assert plan.arguments["x"] == Spec.replicated(2)
+    assert plan.warnings[0] == (
+        "no mesh axis (data=4,model=2) divides a dim of the batch argument x of shape [7, 13]: it is whole on every "
+        "device. A batch that is a multiple of 4 can be split."
     )
+
+
+def decode(params: Any, token: Any) -> Any:
+    hidden = params["embed"][token]
+    return (hidden + jax.nn.relu(hidden @ params["up"]) @ params["down"]) @ params["embed"].T
+
+
+@pytest.mark.parametrize("mesh", ["model=8", None])
+def test_one_token_is_planned_with_split_weights(mesh: str | None) -> None:
+    """Its pins are those of tensor parallelism by hand, its results those of one device."""
+    weights = {"embed": f32(320, 64), "up": f32(64, 256), "down": f32(256, 64)}
+    one = trace(decode, (weights, jax.ShapeDtypeStruct((1, 1), jnp.int32)), name="one token")
+    axis = "model" if mesh else "data"
+    pins = {"embed": f"{axis},None", "up": f"None,{axis}", "down": f"{axis},None"}
+    plan = autoshard.plan(one, topology="cpu:8", mesh=mesh or {axis: 8}, pins=pins)
+    values = one.make_args(0)  # type: ignore[misc]
+    np.testing.assert_allclose(plan.jit(decode)(*values), jax.jit(decode)(*values), rtol=1e-4, atol=1e-5)
+    free = autoshard.plan(one, topology="cpu:8", mesh=mesh)
+    np.testing.assert_allclose(free.jit(decode)(*values), jax.jit(decode)(*values), rtol=1e-4, atol=1e-5)
+    assert not any("no mesh axis" in line for line in plan.warnings), "no other batch of one can be split"
 
 
 def test_one_device_needs_no_divisible_batch() -> None:

@@ -26,7 +26,6 @@ from autoshard.plan.solve._repeats import find_repeats
 from autoshard.plan.solve._search import Climb
 from autoshard.plan.solve._weights import Weighing, carried_weights, even_weights, normalise
 from autoshard.plan.xla._states import enumerate_states
-from autoshard.program import Program, Role
 from autoshard.solver import Solution
 from autoshard.units import format_count, format_seconds
 
@@ -136,7 +135,7 @@ class Trials:
 
     def price_ahead(self, mesh: Mesh) -> None:
         """What there is to be known of a mesh without others, if it is going to be tried here and can be kept."""
-        if mesh in self._ahead or unusable(self.task.program, self.task.reading, mesh):
+        if mesh in self._ahead or unusable(self.task.reading, mesh):
             return
         if self.pairs(mesh) > MOST_PAIRS:
             self.floor(mesh)
@@ -178,7 +177,7 @@ class Trials:
 
     def _looked_at(self, mesh: Mesh, rival: Rival | None, keep: bool) -> Trial | None:
         """What is known of a mesh without solving it; None if it must be, and then it is kept for that."""
-        excluded = unusable(self.task.program, self.task.reading, mesh)
+        excluded = unusable(self.task.reading, mesh)
         if excluded:
             return Trial(mesh, excluded, free_s=math.inf)
         begun = self._ahead.pop(mesh, None)
@@ -203,7 +202,7 @@ class Trials:
 
     def is_small(self, mesh: Mesh) -> bool:
         """Whether a mesh can be used, and takes little work to price."""
-        return not unusable(self.task.program, self.task.reading, mesh) and self.pairs(mesh) <= SMALL_PAIRS
+        return not unusable(self.task.reading, mesh) and self.pairs(mesh) <= SMALL_PAIRS
 
     def pairs(self, mesh: Mesh) -> int:
         """Pairs of alternatives at both ends of all values that move, before any is priced."""
@@ -298,26 +297,13 @@ def _tried(climb: Climb, required: Required, rival: Rival | None) -> Trial:
     return dataclasses.replace(trial, model=climb.model, required=required) if needed else trial
 
 
-def unusable(program: Program, reading: Reading, mesh: Mesh) -> str:
+def unusable(reading: Reading, mesh: Mesh) -> str:
     """Why a mesh cannot serve the program at all; empty if it may, as any may that has nothing to split."""
     sizes = [size for size in reading.groups.sizes.values() if size > 1]
     for name, count in mesh.axes.items():
         if count > 1 and sizes and not any(size % count == 0 for size in sizes):
             return f"no dim of the program divides by {name}={count}"
-    return "" if splits_batch(program, mesh) else "none of its axes divides a dim of the batch"
-
-
-def splits_batch(program: Program, mesh: Mesh) -> bool:
-    """Whether some axis divides a dim of the batch, or of state (such as a key-value cache) that a step replaces.
-
-    True for a program without either and for one device.
-    """
-    batches = [a for a in program.arguments if a.role is Role.BATCH and a.shape]
-    axes = [size for size in mesh.axes.values() if size > 1]
-    if not batches or not axes:
-        return True
-    state = [a for a in program.arguments if a.role is Role.OTHER and a.result is not None]
-    return any(size % n == 0 and size > 1 for a in (*batches, *state) for size in a.shape for n in axes)
+    return ""
 
 
 def _pairs(reading: Reading, mesh: Mesh, staged: bool = False) -> int:

@@ -129,7 +129,7 @@ class Kin:
     def _floor(self, mesh: Mesh, enough_s: float) -> float:
         """Seconds that no plan on the mesh takes less than, without prices."""
         task = self.task
-        if unusable(task.program, task.reading, mesh):
+        if unusable(task.reading, mesh):
             return math.inf
         return least_compute(task.program, task.reading, mesh, task.calibration, enough_s)
 

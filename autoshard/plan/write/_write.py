@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.cost import Mesh
 from autoshard.plan.mesh._portfolio import Contender
 from autoshard.plan.model._baselines import left_out
-from autoshard.plan.model._demands import broken_demands, said_by_program
+from autoshard.plan.model._demands import broken_demands, mesh_text, said_by_program
 from autoshard.plan.model._groups import Groups
 from autoshard.plan.model._model import Model
 from autoshard.plan.price._alike import alike_lines
@@ -30,7 +31,7 @@ from autoshard.plan.write._ticks import pipeline_of_ticks
 from autoshard.plan.write._uses import activations, parameter_uses
 from autoshard.plan.write._words import describe
 from autoshard.plan.xla._states import States
-from autoshard.program import Program
+from autoshard.program import Program, Role
 from autoshard.units import format_bytes, format_seconds
 
 
@@ -115,8 +116,7 @@ class Writer:
 
     def _warnings(self, model: Model, each: Contender, unruled: tuple[Unruled, ...]) -> tuple[str, ...]:
         program, graph, choices, outcome = self.program, model.graph, each.choices, each.outcome
-        lines = list(program.notes)
-        lines.extend(unruled_lines(unruled))
+        lines = [*program.notes, *_batch_warning(program, model.mesh), *unruled_lines(unruled)]
         lines.extend(alike_lines(model, self.groups, choices, outcome.step_time_s))
         lines.extend(call_lines(model))
         for loop in graph.loops:
@@ -150,6 +150,23 @@ class WhenAsked(Mapping[str, Plan]):
 
     def __len__(self) -> int:
         return len(self._makers)
+
+
+def _batch_warning(program: Program, mesh: Mesh) -> list[str]:
+    """Name a batch that no mesh axis divides: data loaders give it to every device.
+
+    State of a step that is no parameter counts too: a key-value cache is what serving one sequence splits.
+    """
+    batches = [a for a in program.arguments if a.role is Role.BATCH and max(a.shape, default=1) > 1]
+    state = [a for a in program.arguments if a.role is Role.OTHER and a.result is not None]
+    axes = [count for count in mesh.axes.values() if count > 1]
+    sizes = [size for a in (*batches, *state) for size in a.shape if size > 1]
+    if not batches or not axes or any(size % count == 0 for size in sizes for count in axes):
+        return []
+    return [
+        f"no mesh axis ({mesh_text(mesh)}) divides a dim of the batch argument {batches[0].name} of shape "
+        f"{list(batches[0].shape)}: it is whole on every device. A batch that is a multiple of {axes[0]} can be split."
+    ]
 
 
 def _memory_warning(model: Model, outcome: Outcome, memory_limit: int) -> list[str]:
