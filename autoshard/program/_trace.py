@@ -223,9 +223,13 @@ def _abstract(leaf: Any, name: str) -> Any:
     if not jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     weak = bool(getattr(leaf, "weak_type", False))
-    # A spec that was written down for a shape is meant; an array just is where it was made.
-    said = getattr(leaf, "sharding", None) if isinstance(leaf, jax.ShapeDtypeStruct) else None
+    said = getattr(leaf, "sharding", None)
     said = said if isinstance(said, jax.sharding.NamedSharding) else None
+    # A spec that was written down for a shape is meant, and so is one that is part of the type of an array, as it is
+    # under an explicit mesh. Any other array just is where it was made.
+    if said is not None and not isinstance(leaf, jax.ShapeDtypeStruct):
+        context = jax.sharding.get_abstract_mesh()
+        said = said if context.explicit_axes and said.mesh.abstract_mesh == context else None
     return jax.ShapeDtypeStruct(tuple(int(size) for size in leaf.shape), dtype, weak_type=weak, sharding=said)
 
 

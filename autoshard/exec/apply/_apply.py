@@ -13,6 +13,7 @@ from typing import Any
 from autoshard.errors import UserError, reason_of
 from autoshard.exec.apply._agree import check_arguments, check_even, check_results, names_devices, other_program
 from autoshard.exec.apply._calls import lower_calls, place_calls
+from autoshard.exec.apply._explicit import explicit_mesh, in_type, on_mesh
 from autoshard.exec.apply._recipe import in_recipe
 from autoshard.exec.apply._torch_plan import TorchPlan
 from autoshard.exec.devices._devices import HOST_MEMORY, jax_mesh, named_sharding, place
@@ -181,7 +182,8 @@ class PlannedFunction:
             out = made.step(*jax.tree.map(place, arrays, made.shardings))
         else:
             out = made.step(*jax.device_put(arrays, made.shardings))
-        return made.function.finish(args, out)
+        mesh = explicit_mesh(jax.tree.leaves(arrays))
+        return made.function.finish(args, out if mesh is None else on_mesh(out, mesh))
 
     def _compile(self, args: tuple[Any, ...]) -> tuple["_Compiled", tuple[Any, ...]]:
         """What was compiled for such arguments, and the arrays in them."""
@@ -251,6 +253,16 @@ def lower_planned(
     leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
     check_arguments(plan, leaves)
     fn = _with_host(plan, fn)
+    mesh = explicit_mesh([leaf for _, leaf in leaves])
+    lifted = plan.provenance.get("lifted_constraints") == Lifted.ALL
+    typings = [tree.unflatten([leaf.update(sharding=None) for _, leaf in leaves])]
+    axes = {axis for spec in plan.arguments.values() for axis in spec.axes}
+    if mesh is not None and names_devices(plan) and not lifted and axes.issubset(mesh.axis_names):
+        # What is part of a type is held, so that the plan has the types of all arguments.
+        types = [named_sharding(mesh, spec) for spec in plan.arguments.values()]
+        typed = [leaf.update(sharding=of) for (_, leaf), of in zip(leaves, types, strict=True)]
+        typings.insert(0, tree.unflatten(typed))
+    abstract = typings[0]
 
     def planned(*args: Any) -> Any:
         return fn(*args)
@@ -260,8 +272,9 @@ def lower_planned(
     check_results(plan, jax.tree.leaves(out))
     in_shardings = tree.unflatten(list(application.in_shardings()))
     out_shardings = jax.tree.structure(out).unflatten(list(application.out_shardings()))
-    # A program with specs of its own names devices of its own: lowered for those, it then runs on the plan's.
-    own_specs = names_devices(plan)
+    # A program with specs of its own names devices of its own, and so do values with explicit types: lowered for
+    # those, it then runs on the plan's.
+    own_specs = names_devices(plan) or mesh is not None
     body = functools.partial(_zeros, out) if own_specs else planned
     traced = jax.jit(
         body,
@@ -274,10 +287,12 @@ def lower_planned(
     lowered = lower_traced(traced, found)
     ir = mlir.inline_calls(mlir.drop_sent_arguments(lowered.compiler_ir("stablehlo")))
     if plan.module_hash and mlir.structure_hash(ir) != plan.module_hash:
-        lifted = plan.provenance.get("lifted_constraints") == Lifted.ALL
-        donor = module if module is not None else _lowered_for_cpu(planned, abstract, found, lifted)
-        given = mlir.inline_calls(mlir.parse_module(donor))
-        if mlir.structure_hash(given) != plan.module_hash:
+        lifted = lifted or (mesh is not None and not names_devices(plan))
+        made = (_lowered_for_cpu(planned, each, found, lifted) for each in typings)
+        for donor in made if module is None else (module,):
+            if mlir.structure_hash(mlir.inline_calls(mlir.parse_module(donor))) == plan.module_hash:
+                break
+        else:
             raise UserError(other_program(plan))
         mlir.replace_body(ir, donor)
         mlir.use_mesh(ir, mlir.ensure_mesh(ir, "mesh", plan.mesh))
@@ -443,7 +458,7 @@ def _abstract(leaf: Any) -> Any:
     import numpy as np
 
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.update(sharding=None)
+        return leaf.update(sharding=in_type(leaf))
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         if not isinstance(leaf, (bool, int, float, complex)):
             raise UserError(f"an argument is a {type(leaf).__name__}; expected arrays or jax.ShapeDtypeStruct.")
@@ -451,7 +466,8 @@ def _abstract(leaf: Any) -> Any:
     dtype = leaf.dtype
     if not jnp.issubdtype(dtype, jax.dtypes.extended):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype, weak_type=bool(getattr(leaf, "weak_type", False)))
+    weak = bool(getattr(leaf, "weak_type", False))
+    return jax.ShapeDtypeStruct(tuple(leaf.shape), dtype, weak_type=weak, sharding=in_type(leaf))
 
 
 def _step_of(

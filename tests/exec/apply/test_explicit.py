@@ -1,0 +1,89 @@
+"""Planned steps under JAX's explicit meshes: types of results are those of `jax.jit`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.exec.apply._explicit import on_mesh
+
+
+def explicit(*axes: tuple[str, int]) -> Mesh:
+    names, sizes = zip(*axes, strict=True)
+    return jax.make_mesh(sizes, names, axis_types=(AxisType.Explicit,) * len(axes))
+
+
+def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    hidden = jnp.tanh(x @ w)
+    return w - 0.1 * (x.T @ hidden), jnp.sum(hidden, 1)
+
+
+def arrays(**specs: P) -> list[Any]:
+    values = np.random.default_rng(0).standard_normal((2, 32, 32), dtype=np.float32)
+    return [jax.device_put(value, spec) for value, spec in zip(values, specs.values(), strict=True)]
+
+
+@pytest.mark.parametrize("as_shapes", [False, True])
+def test_a_loop_has_the_types_of_jit(as_shapes: bool) -> None:
+    with jax.set_mesh(explicit(("a", 2), ("d", 4))):
+        w, x = arrays(w=P(None, "a"), x=P("d", None))
+        jitted = jax.jit(lambda w, x: (w * 2 + jnp.float32(1), jnp.tanh(x) * 3))
+        shapes = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=each.sharding), (w, x))
+        plan = autoshard.plan(autoshard.trace(jitted, shapes if as_shapes else (w, x)), topology="cpu:8")
+        assert plan.mesh == {"a": 2, "d": 4}, "that of the types"
+        planned = plan.jit(jitted)
+        mine, own = (w, x), (w, x)
+        for _ in range(2):
+            mine, own = planned(*mine), jitted(*own)
+            assert [jax.typeof(each) for each in mine] == [jax.typeof(each) for each in own]
+            mine, own = ((each[0] + w, each[1] - x) for each in (mine, own))
+        for one, other in zip(mine, own, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5)
+            assert one.sharding.is_equivalent_to(other.sharding, 2)
+        np.testing.assert_allclose(planned(*map(np.asarray, (w, x)))[0], jitted(w, x)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("mesh", [{"d": 8}, {"data": 8}, {"data": 4, "model": 2}])
+def test_a_plan_without_types_of_its_own_gives_types_too(inside: bool, mesh: dict[str, int]) -> None:
+    """Traced outside the mesh, or with its types lifted, the plan's axes are its own."""
+    wanted = step(*arrays(w=None, x=None))
+    free = [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 2
+    user = explicit(("d", 8))
+    axes = tuple(mesh)
+    pins = {"w": (None, axes), "x": (axes, None)}
+    if inside:
+        with jax.set_mesh(user):
+            plan = autoshard.plan(
+                autoshard.trace(step, free), topology="cpu:8", mesh=mesh, pins=pins, ignore_constraints=True
+            )
+    else:
+        plan = autoshard.plan(autoshard.trace(step, free), topology="cpu:8", mesh=mesh, pins=pins)
+    with jax.set_mesh(user):
+        w, x = arrays(w=P(None, "d"), x=P("d", None))
+        updated, sums = plan.jit(step)(w, x)
+        assert str(jax.typeof(updated)) == "float32[32,32@d]" and jax.typeof(updated + w) == jax.typeof(w)
+        np.testing.assert_allclose(updated, wanted[0], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(sums, wanted[1], rtol=1e-4, atol=1e-5)
+    typed = plan.jit(step)(w, x)[0]
+    assert jax.typeof(typed + w) == jax.typeof(w), "types of arguments are enough"
+
+
+SPECS = [P(), P("a"), P(None, "b"), P("b", "a"), P(("a", "b")), P(("b", "a")), P(None, ("a", "b")), P("b", "c")]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("user", [(("z", 2), ("y", 2), ("x", 2)), (("z", 8),)])
+def test_the_other_spec_places_shards_alike(spec: P, user: Any) -> None:
+    planned, mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3), explicit(*user)
+    value = jax.device_put(np.arange(64.0).reshape(8, 8), NamedSharding(planned, spec))
+    (found,) = on_mesh([value], mesh)
+    assert found.sharding.is_equivalent_to(value.sharding, 2)
+    assert (found.sharding.mesh == mesh) == (len(user) == 3 or spec == P()), "one axis of eight has no halves"
+    for one, other in zip(found.addressable_shards, value.addressable_shards, strict=True):
+        assert one.data.unsafe_buffer_pointer() == other.data.unsafe_buffer_pointer()
