@@ -36,6 +36,7 @@ from autoshard.program._load import load_program as load_program
 from autoshard.program._load import load_rules as load_rules
 from autoshard.program._load import open_source as open_source
 from autoshard.program._load import read_choices as read_choices
+from autoshard.program._lower import check_backend as check_backend
 from autoshard.program._marks import CONTEXT as CONTEXT
 from autoshard.program._marks import INPUT as INPUT
 from autoshard.program._marks import chosen_name as chosen_name

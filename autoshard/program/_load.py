@@ -14,6 +14,7 @@ from autoshard.base.process import check_addresses
 from autoshard.errors import ENDINGS, UserError, reason_of
 from autoshard.program._artifact import SUFFIXES, load_artifact
 from autoshard.program._choices import Choices, checked_choices, choices_of
+from autoshard.program._lower import check_backend
 from autoshard.program._on_host import on_host
 from autoshard.program._program import Program
 from autoshard.program._roles import Roles
@@ -237,6 +238,7 @@ def _run(file: Path) -> ModuleType:
         raise
     except BaseException as error:  # the user's own code runs here, and may end the process or raise what it likes
         sys.modules.pop(name, None)
+        check_backend(error)
         raise UserError(f"`{file}` raised {_place(error, file)}.") from error
     return module
 
@@ -266,6 +268,7 @@ def _called(offered: Any, file: Path, entry: str, recipe: Mapping[str, Any]) -> 
     except (UserError, *ENDINGS):
         raise
     except BaseException as error:  # the user's own code runs here
+        check_backend(error)
         raise UserError(f"`{entry}()` in `{file}` raised {_place(error, file)}.") from error
 
 

@@ -1,6 +1,7 @@
 """A JAX function lowered without shardings; what the user's own code raises becomes one sentence."""
 
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,7 @@ def user_code(label: str, run: Callable[[], Any]) -> Any:
     except (UserError, *ENDINGS):
         raise
     except BaseException as error:
+        check_backend(error)
         text = reason_of(error) or "no message"
         if text == "cuDNN is not detected":
             raise UserError(
@@ -72,3 +74,27 @@ def user_code(label: str, run: Callable[[], Any]) -> Any:
                 "around it."
             ) from error
         raise UserError(f"`{label}` could not be traced by JAX: {type(error).__name__}: {text}.") from error
+
+
+def check_backend(error: BaseException) -> None:
+    """Raise `UserError` for an error of JAX's that a platform which it is asked for is not here."""
+    jax = sys.modules.get("jax")
+    asked = jax.config.jax_platforms if jax is not None else None
+    if asked and ("Unable to initialize backend" in reason_of(error) or _is_bare(error)):
+        raise UserError(
+            f"JAX_PLATFORMS={asked} asks for devices that JAX cannot start here: leave it unset, or set it to `cpu`, "
+            "which is enough to plan."
+        ) from error
+
+
+def _is_bare(error: BaseException) -> bool:
+    """Return True if JAX asserts, without a word, that it has a backend."""
+    import jax
+
+    if not isinstance(error, AssertionError) or error.args:
+        return False
+    try:
+        jax.devices()
+    except AssertionError:
+        return True
+    return False

@@ -8,6 +8,7 @@ from typing import Any
 from autoshard.cost import Topology
 from autoshard.errors import UserError
 from autoshard.plan import Plan, Spec
+from autoshard.program import check_backend
 
 
 HOST_MEMORY = "pinned_host"
@@ -40,7 +41,7 @@ def ensure_devices(count: int) -> None:
             jax.config.update("jax_num_cpu_devices", count)
         except RuntimeError:  # JAX has started after all: what it has is checked below
             pass
-    here = len(jax.devices())
+    here = len(_devices())
     if here < count:
         raise UserError(
             f"{count} devices are needed but JAX has started with {here} ({jax.default_backend()}): "
@@ -55,6 +56,17 @@ def _started() -> bool:
     return bool(initialized()) if initialized is not None else False
 
 
+def _devices() -> list[Any]:
+    """Return the devices of JAX's default backend. Raises `UserError` if JAX cannot start the one it is asked for."""
+    import jax
+
+    try:
+        return jax.devices()
+    except Exception as error:
+        check_backend(error)
+        raise
+
+
 def plan_devices(plan: Plan, devices: Sequence[Any] | None = None) -> list[Any]:
     """JAX devices row-major over the plan's mesh.
 
@@ -62,9 +74,7 @@ def plan_devices(plan: Plan, devices: Sequence[Any] | None = None) -> list[Any]:
     by process and id. `devices` are those of JAX's default backend unless given; more than needed is allowed.
     Raises `UserError` if there are too few.
     """
-    import jax
-
-    pool = list(jax.devices() if devices is None else devices)
+    pool = list(_devices() if devices is None else devices)
     needed = len(plan.device_order)
     if len(pool) < needed:
         kind = pool[0].platform if pool else "no"
