@@ -208,6 +208,8 @@ def _apply(env: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
     def back(saved: list[Any], gradients: list[Any]) -> tuple[Any, ...]:
         held = list(kept["held"])
+        # JAX hands over what is constant in a loop as an array of numpy, which torch would multiply in numpy.
+        saved = [jax.numpy.asarray(each) for each in saved]
         with env, torch.no_grad(), _refusing():
             for i, tensor in zip(kept["saved"], env.j2t_iso(saved), strict=True):
                 held[i] = tensor

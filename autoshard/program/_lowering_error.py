@@ -1,5 +1,6 @@
 """The sentence for a torch module that does not lower: which op, which module, which line, what to change."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -7,6 +8,7 @@ from typing import Any
 
 from autoshard.errors import UserError, reason_of
 from autoshard.program._gradients import TorchGradientError
+from autoshard.program._lower import check_backend
 from autoshard.program._shared import SharedWriteError
 
 
@@ -35,6 +37,7 @@ def asks_for_values(error: BaseException) -> bool:
 
 def lowering_error(error: BaseException, label: str, module: Any) -> UserError:
     """The sentence for what was raised while `module`, shown as `label`, ran through torchax."""
+    check_backend(error)
     text = reason_of(error) or "no message"
     kind = type(error).__name__
     place = _place(error.__traceback__, module)
@@ -51,6 +54,11 @@ def lowering_error(error: BaseException, label: str, module: Any) -> UserError:
             "`jacrev`, `jvp`) around an operation that has no lowering there; write it for the whole batch, or give "
             "the program as a JAX function with `jax.vmap` or `jax.grad`."
         )
+    if found := re.search(r"returned a value of type <class '([^']*)'>.*not a valid JAX type", text):
+        returned, how = found[1].rpartition(".")[2], "return tensors, in tuples, lists or dicts"
+        if returned.endswith("Cache"):
+            how = "give the keyword input `use_cache=False`, or set `use_cache` of its configuration to False"
+        return UserError(f"`{label}` returns a `{returned}`, which is no tensor: {how}.")
     if kind == "OperatorNotFound":
         return UserError(
             f"`{label}` uses a torch operation that has no lowering ({text}){place}; "

@@ -127,8 +127,12 @@ def from_torch(
     function.keeps_writes = True
     if train:
         _check_storages(module, label)
-    _note_widths(function, input_names(module, len(inputs)), inputs, dict(kwargs or {}))
-    batch, rebuild, examples = _split_inputs(module, inputs, dict(kwargs or {}), targets)
+    kwargs = dict(kwargs or {})
+    if train and _caches(module, kwargs):
+        kwargs["use_cache"] = False
+        notes.append("`use_cache` is off: no other step reads what a step of training would keep.")
+    _note_widths(function, input_names(module, len(inputs)), inputs, kwargs)
+    batch, rebuild, examples = _split_inputs(module, inputs, kwargs, targets)
     if train and loss is None:
         notes.append("No loss was given: the step minimises the mean of squares of the first output.")
     hooked = [path for path, child in module.named_modules() if child._backward_hooks or child._backward_pre_hooks]
@@ -175,6 +179,12 @@ def from_torch(
         return loss(out) if targets is None else loss(out, wanted)
 
     function.settle(loss_of if train else forward, batch, label)
+    inner = (path for path, child in module.named_modules() if path and _caches(child, {}))
+    if scan and not function.blocks and (cached := next(inner, None)):
+        notes.append(
+            f"The layers of `{cached}` are not scanned, since each writes to a cache of its own: set `use_cache` of its "
+            "configuration to False."
+        )
     own = function.values if _is_real(module) else None
     return torch_program(
         function,
@@ -199,6 +209,16 @@ def from_torch(
             eager_call, lambda module: evaluation_mode(module, learning), examples if make_args is None else {}
         ),
     )
+
+
+def _caches(module: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return True if a model of transformers returns a cache of keys and values that it was not asked for."""
+    if any(key in kwargs for key in ("use_cache", "past_key_values")):
+        return False
+    read = getattr(getattr(module, "config", None), "get_text_config", None)
+    model = module.get_base_model() if hasattr(module, "get_base_model") else module  # PEFT hands its inputs on
+    caches = read is not None and getattr(read(), "use_cache", False)
+    return bool(caches) and "use_cache" in inspect.signature(model.forward).parameters
 
 
 def torch_program(
