@@ -182,8 +182,8 @@ def from_torch(
     inner = (path for path, child in module.named_modules() if path and _caches(child, {}))
     if scan and not function.blocks and (cached := next(inner, None)):
         notes.append(
-            f"The layers of `{cached}` are not scanned, since each writes to a cache of its own: set `use_cache` of its "
-            "configuration to False."
+            f"The layers of `{cached}` are not scanned, since each writes to a cache of its own: set `use_cache` of "
+            "its configuration to False."
         )
     own = function.values if _is_real(module) else None
     return torch_program(
