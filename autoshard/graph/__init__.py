@@ -19,6 +19,7 @@ from autoshard.graph._hosted import TO_HOST as TO_HOST
 from autoshard.graph._in_transit import is_copied as is_copied
 from autoshard.graph._kept import kept_graph as kept_graph
 from autoshard.graph._late import made_late as made_late
+from autoshard.graph._linear_algebra import SMALL as SMALL
 from autoshard.graph._manual import COLLECTIVES as COLLECTIVES
 from autoshard.graph._manual import IN as IN
 from autoshard.graph._manual import OUT as OUT

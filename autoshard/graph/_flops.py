@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from autoshard.graph._linear_algebra import decomposition_flops
 from autoshard.graph._records import FactorKind, Rule, Tensor
 
 
@@ -21,7 +22,7 @@ def op_flops(
         kernel = operands[1]
         out_features = _kernel_output_features(rule, kernel)
         return 2 * results[0].elements * kernel.elements // max(1, out_features * dilation)
-    return 0
+    return decomposition_flops(kind, operands, results)
 
 
 def is_sum(rule: Rule) -> bool:

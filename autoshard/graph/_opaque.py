@@ -7,6 +7,7 @@ from typing import Any
 from autoshard import mlir
 from autoshard.graph._calls import CUDNN, RING
 from autoshard.graph._cudnn import cudnn_rule, is_cudnn_attention
+from autoshard.graph._linear_algebra import call_flops
 from autoshard.graph._records import FactorKind, Opaque, Rule, Tensor
 from autoshard.graph._rules import parse_rule
 from autoshard.rules import bind, registered
@@ -31,6 +32,8 @@ def read_opaque(op: Any, operands: Sequence[Tensor], results: Sequence[Tensor], 
     """What is known of a custom call; a rule the user registered comes first. Raises `UserError` if it does not fit."""
     target, own = mlir.call_target(op), bool(mlir.call_key(op))
     work = mlir.call_work(op)
+    if not own and not work.flops:
+        work = dataclasses.replace(work, flops=call_flops(target, operands))
     head = _head(target, operands)
     fixed = mlir.has_fixed_shapes(op)
     given = registered(target)

@@ -5,7 +5,7 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.graph import Op
+from autoshard.graph import SMALL, Op
 from autoshard.plan.model._model import Model
 from autoshard.plan.record._parts import Unruled
 
@@ -33,6 +33,10 @@ def _seconds(model: Model, choices: NDArray[np.int64], op: Op) -> float:
     return sum(float(seconds[int(choices[number])]) for seconds in model.nodes[number].time.values())
 
 
+def _is_small(target: str) -> bool:
+    return any(part in target for part in SMALL)
+
+
 def unruled_lines(unruled: tuple[Unruled, ...]) -> list[str]:
     """One sentence for each kind."""
     lines = []
@@ -50,10 +54,15 @@ def unruled_lines(unruled: tuple[Unruled, ...]) -> list[str]:
 
 
 def call_lines(model: Model) -> list[str]:
-    """Calls that the plan may split but no device can run on a shard."""
-    ops = (op for op in model.graph.ops if op.opaque is not None and op.rule is not None)
-    fixed = sorted({op.opaque.target for op in ops if op.opaque and op.opaque.fixed and op.opaque.on_shards})
+    """Return sentences about calls that no device can run on a shard, and about those of unknown work."""
+    calls = [(op, op.opaque) for op in model.graph.ops if op.opaque is not None]
+    fixed = sorted({call.target for op, call in calls if op.rule is not None and call.fixed and call.on_shards})
+    unknown = sorted({call.target for op, call in calls if not (op.flops or call.traffic or _is_small(call.target))})
     return [
+        f"It is not known how much `{target}` computes: its time is that of reading its operands and writing its "
+        f'results; give it FLOPs with autoshard.register_rule("{target}", ..., flops=...).'
+        for target in unknown
+    ] + [
         f"`{target}` is compiled for whole tensors in the module: to run the plan where it is split, plan the Python "
         "program it was traced from (autoshard then builds the kernel for its shards)."
         for target in fixed
