@@ -16,6 +16,10 @@ _ATTENTION = re.compile(r"flash_attention|splash_m[hq]a")
 
 _CUDNN = "__cudnn$fmhaSoftmax"
 
+_HEADS_AT_2 = re.compile(
+    r'"bmm1(?:_grad_gemm1)?_dot_dimension_numbers":\s*\{[^}]*"rhs_batch_dimensions":\s*\["0",\s*"2"\]'
+)
+
 _FLOPS = {"fwd": 4, "dkv": 8, "dq": 6}
 """Of jax's attention kernels, for each pair of positions and head channel: two matmuls, four, three."""
 _BLOCK = 512
@@ -70,15 +74,18 @@ def read_kernel(owner: Computation, op: Instruction) -> Kernel | None:
 
 
 def _cudnn(owner: Computation, op: Instruction) -> Kernel | None:
-    """cuDNN's attention on [batch, heads, positions, head dim]: two matmuls over the scores, backward five. A causal
-    mask leaves out half of them."""
+    """Return cuDNN's attention: two matmuls over the scores, backward five. A causal mask leaves out half of them.
+
+    Heads are dim 1 or 2 of queries and keys, as the first matmul with both says; positions are the other one.
+    """
     shapes = [owner.by_name[o].shapes[0] for o in op.operands[:2] if o in owner.by_name and owner.by_name[o].shapes]
     if len(shapes) < 2 or any(len(shape.dims) != 4 for shape in shapes):
         return None
     queries, keys = shapes
     matmuls = 5 if f"{_CUDNN}Backward" in op.attributes else 2
     share = 0.5 if re.search(r'"mask_type":\s*"\w*CAUSAL', op.attributes) else 1.0
-    flops = 2.0 * matmuls * share * math.prod(queries.dims) * keys.dims[-2]
+    positions = 1 if _HEADS_AT_2.search(op.attributes) else 2
+    flops = 2.0 * matmuls * share * math.prod(queries.dims) * keys.dims[positions]
     traffic = sum(owner.by_name[o].shapes[0].bytes for o in op.operands if o in owner.by_name) + op.bytes
     return Kernel(_name(op), flops, traffic, queries.dims[-1])
 

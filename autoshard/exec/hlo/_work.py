@@ -231,6 +231,10 @@ def _library_call(owner: Computation, op: Instruction) -> Matmul | None:
     if target is None or len(sides) < 2 or not op.shapes:
         return None
     left, right = sides
+    if target[2].startswith("$triangularSolve"):
+        # As slow as a product with the whole matrix: half of it is zeros, but rows wait for one another.
+        rank = len(left.dims)
+        return _product(left, right, [rank - 1], list(range(rank - 2)), 1)
     if target[1] == "cublas":
         dims = {
             key: _numbers((re.search(rf'"{key}_dimensions":\[([^\]]*)\]', op.attributes) or ["", ""])[1])

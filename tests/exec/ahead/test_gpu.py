@@ -130,6 +130,31 @@ def test_attention_of_cudnn_is_read_from_its_call(way: str, mask: str, matmuls: 
     assert work.flops == matmuls * 2 * 2 * 8 * 256 * 256 * 64
 
 
+def test_attention_of_cudnn_counts_positions_where_its_first_matmul_has_them() -> None:
+    text = CUDNN.replace("2,8,256,64", "2,256,8,64").replace("2,4,256,64", "2,256,4,64").replace("WAY", "")
+    dims = '"bmm1_dot_dimension_numbers": {"lhs_batch_dimensions": ["0", "2"], "rhs_batch_dimensions": ["0", "2"]}'
+    module = parse_hlo(text.replace('"mask_type": "MASK"', dims))
+    entry = module.computations[module.entry]
+    assert Reader(module).work(entry, entry.by_name["call"]).flops == 2 * 2 * 2 * 8 * 256 * 256 * 64
+
+
+SOLVE = """HloModule solve, is_scheduled=true
+
+ENTRY %main (a: f32[3,64,64], b: f32[3,64,16]) -> f32[3,64,16] {
+  %a = f32[3,64,64]{2,1,0} parameter(0)
+  %b = f32[3,64,16]{2,1,0} parameter(1)
+  %call = (f32[3,64,16]{2,1,0}, s8[1024]{0}) custom-call(%a, %b), custom_call_target="__cublas$triangularSolve"
+  ROOT %out = f32[3,64,16]{2,1,0} get-tuple-element(%call), index=0
+}
+"""
+
+
+def test_a_triangular_solve_of_cublas_is_a_product_of_its_matrices() -> None:
+    module = parse_hlo(SOLVE)
+    entry = module.computations[module.entry]
+    assert Reader(module).work(entry, entry.by_name["call"]).flops == 2 * 3 * 64 * 64 * 16
+
+
 CUBLAS = """HloModule products, is_scheduled=true
 
 ENTRY %main (a: bf16[4,32,64], b: bf16[4,64,16]) -> bf16[4,32,16] {
