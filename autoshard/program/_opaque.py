@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard import mlir
+from autoshard.program._jax_cudnn import cudnn_flops, cudnn_rule
 from autoshard.program._pallas import PallasCall
 from autoshard.program._ragged import RaggedDot
 from autoshard.program._ragged_exchange import RaggedCall, RaggedCalls
-from autoshard.program._register import Partition
+from autoshard.program._register import Partition, jax_notation
 from autoshard.program._ring import RingCall, RingCalls
 from autoshard.program._splash import kernels_as_they_are
 from autoshard.rules import bind
@@ -158,13 +159,19 @@ def _emit_ruled(found: Found, values: Sequence[Any], params: dict[str, Any]) -> 
         rows = partition.of(operands)
         work = mlir.CallWork(dtype=rows.dtype, uneven=rows.uneven, sent=rows.sent)
         return _emit_exchanging(found, values, rows, work, (operands, results))
-    work = mlir.CallWork()
+    work, notation = mlir.CallWork(), params["sharding_rule"]
     if isinstance(partition, Partition):
         name = partition.rule.name
         flops = bind(partition.rule, [a.shape for a in operands], [r.shape for r in results], f"of `{name}`").flops
         work = dataclasses.replace(partition.work, flops=flops or partition.work.flops)
     else:
         name = getattr(call.jaxpr.debug_info, "func_name", "") or "custom_partitioning"
+        attention = cudnn_rule(name, static, operands, results)
+        if attention is not None:
+            work = dataclasses.replace(work, flops=cudnn_flops(attention, static, operands, results))
+            bound = bind(attention, [a.shape for a in operands], [r.shape for r in results], f"of `{name}`")
+            text, sizes = jax_notation(bound)
+            notation = _private("jax._src.custom_partitioning_sharding_rule").str_to_sdy_sharding_rule(text, **sizes)
 
     def on_shards(mesh: Any, into: Sequence[Any], out: Sequence[Any]) -> Any:
         def pinned(shapes: Sequence[Any], specs: Sequence[Any]) -> list[Any]:
@@ -180,12 +187,21 @@ def _emit_ruled(found: Found, values: Sequence[Any], params: dict[str, Any]) -> 
         def flat(*leaves: Any) -> Any:
             return fn(*params["in_tree"].unflatten(leaves))
 
-        return flat, [s.spec for s in jax.tree.leaves(takes)], [s.spec for s in jax.tree.leaves(gives)]
+        return flat, _specs(takes, operands), _specs(gives, results)
 
     digest = _digest(call.jaxpr, static)
     found[f"{name}#{digest}"] = OpaqueCall(name, operands, on_shards)
-    rule = _mlir_rule(params["sharding_rule"], static, operands, results)
+    rule = _mlir_rule(notation, static, operands, results)
     return mlir.emit_call(values, [(r.shape, r.dtype) for r in results], name, digest, rule, work)
+
+
+def _specs(shardings: Any, values: Sequence[Any]) -> list[Any]:
+    """Return the specs of shardings, without the entries past the rank that JAX's own rules may give."""
+    import jax
+    from jax.sharding import PartitionSpec
+
+    leaves = jax.tree.leaves(shardings)
+    return [PartitionSpec(*tuple(leaf.spec)[: len(value.shape)]) for leaf, value in zip(leaves, values, strict=True)]
 
 
 def _emit_exchanging(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import UserError
+from autoshard.exec.apply._calls import lower_for_compiler
 from autoshard.graph import FactorKind, Op, read_graph
 from autoshard.plan import Options, make_plan
 from autoshard.program import load_artifact, trace
@@ -118,3 +119,22 @@ def test_a_plan_from_a_file_splits_the_calls_and_is_not_run(tmp_path: Path) -> N
     assert any(f"`{FORWARD}` is compiled for whole tensors" in line for line in plan.warnings)
     with pytest.raises(UserError, match=r"the plan splits `__cudnn\$fmhaSoftmax"):
         plan.lower(program.fn, *program.args)
+
+
+@pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_traced_program_splits_queries_keys_and_values_alike_and_lowers_for_gpus(bias: bool) -> None:
+    """JAX runs no shards otherwise; its own rule leaves keys and values free, and has no FLOPs."""
+    more = (jax.ShapeDtypeStruct((16, 8, 128, 128), jnp.bfloat16),) if bias else ()
+    program = trace(gradients, (QUERIES, KEYS, KEYS, *more))
+    forward, backward = (op for op in read_graph(program.module).ops if op.opaque)
+    assert split_sizes(forward) == split_sizes(backward) == [16, 4]
+    assert forward.flops == 4 * 16 * 8 * 128 * 128 * 64 * (1.0 if bias else 0.5)  # causal without a bias
+    assert backward.flops == 2.5 * forward.flops
+    plan = make_plan(program, Options(topology="h100:8", mesh="data=4,model=2")).plan
+    assert not any("how much" in line for line in plan.warnings)
+    for call in plan.calls:
+        queries, keys, values = call.operands[:3]
+        assert queries == keys == values
+        assert queries.axes
+    assert len(lower_for_compiler(program, plan, "cuda")) == 2
