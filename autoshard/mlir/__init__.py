@@ -90,6 +90,7 @@ from autoshard.mlir._shardings import set_aliases as set_aliases
 from autoshard.mlir._shardings import set_shardings as set_shardings
 from autoshard.mlir._shardings import sharding_attribute as sharding_attribute
 from autoshard.mlir._stand_ins import give_whole as give_whole
+from autoshard.mlir._tuples import call_targets as call_targets
 from autoshard.mlir._tuples import tuple_calls as tuple_calls
 from autoshard.mlir._uses import Use as Use
 from autoshard.mlir._uses import argument_uses as argument_uses

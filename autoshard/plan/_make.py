@@ -52,7 +52,7 @@ from autoshard.plan.solve._infeasible import explain_infeasible
 from autoshard.plan.solve._search import Found, Infeasible
 from autoshard.plan.write._staged import StageSearch
 from autoshard.plan.write._write import WhenAsked, Writer
-from autoshard.program import Program, lift_constraints
+from autoshard.program import Program, lift_constraints, lowered_for
 from autoshard.solver import write_contest
 
 
@@ -152,6 +152,7 @@ def make_plan(
     figures = priced_with(options, parsed)
     phases.start("extract", "reading the program's ops and their sharding rules")
     program = lift_constraints(program) if options.ignore_constraints else program
+    program = lowered_for(program, parsed.traits.platform)
     reading = read_program(program, parsed.backend, kept)
     crew = crew or Crew()
     crew.progress = phases.progress

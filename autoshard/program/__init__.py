@@ -37,6 +37,7 @@ from autoshard.program._load import load_rules as load_rules
 from autoshard.program._load import open_source as open_source
 from autoshard.program._load import read_choices as read_choices
 from autoshard.program._lower import check_backend as check_backend
+from autoshard.program._lower import user_code as user_code
 from autoshard.program._marks import CONTEXT as CONTEXT
 from autoshard.program._marks import INPUT as INPUT
 from autoshard.program._marks import chosen_name as chosen_name
@@ -51,6 +52,7 @@ from autoshard.program._on_host import streamed as streamed
 from autoshard.program._opaque import OpaqueCall as OpaqueCall
 from autoshard.program._opaque import lower_on_shards as lower_on_shards
 from autoshard.program._opaque import lower_traced as lower_traced
+from autoshard.program._platforms import lowered_for as lowered_for
 from autoshard.program._policy import Policy as Policy
 from autoshard.program._policy import jax_policy as jax_policy
 from autoshard.program._program import WEIGHTS as WEIGHTS

@@ -115,7 +115,7 @@ def _from_module(source: bytes | str, file: Path, roles: _roles.Roles | None) ->
         return exported.call(*values)
 
     notes = (f"Shardings on {entry.dropped} arguments of the file were dropped.",) if entry.dropped else ()
-    return trace(
+    program = trace(
         main,
         tuple(ins),
         name=file.stem,
@@ -126,6 +126,7 @@ def _from_module(source: bytes | str, file: Path, roles: _roles.Roles | None) ->
         ties=ties,
         evidence=_evidence(uses, ties, names, entry.arguments),
     )
+    return dataclasses.replace(program, lowerings=None)  # a file has one module
 
 
 def _updates(module: Any, uses: Sequence[mlir.Use]) -> dict[int, int]:

@@ -1,18 +1,31 @@
 """A JAX function lowered without shardings; what the user's own code raises becomes one sentence."""
 
+import dataclasses
 import re
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+from autoshard import mlir
 from autoshard.errors import ENDINGS, UserError, reason_of
+from autoshard.program._platforms import PLATFORMS, Lowerings
 
 
-def lower_function(
-    fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...], label: str
-) -> tuple[Any, Any]:
-    """Return the jaxpr of `fn(*args)` and its `jax.stages.Lowered`, without shardings.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lowered:
+    """A step lowered for one platform."""
+
+    jaxpr: Any
+    ir: Any
+    """StableHLO, an `ir.Module`."""
+    out_info: Any
+    platform: str
+    lowerings: Lowerings
+
+
+def lower_function(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...], label: str) -> Lowered:
+    """Lower `fn(*args)` without shardings, for CPUs or else for the first platform that has a lowering.
 
     Raises `UserError` for what the function raises.
     """
@@ -20,19 +33,28 @@ def lower_function(
 
     from autoshard.program._opaque import lower_traced
 
-    def lower() -> tuple[Any, Any]:
-        traced = jax.jit(fn, keep_unused=True, donate_argnums=donate).trace(*args)
-        try:
-            return traced.jaxpr.jaxpr, lower_traced(traced)
-        except ValueError as error:
-            if "lowering_platforms" not in str(error):
-                raise
-            # Arguments on an abstract mesh: it has no devices.
-            return traced.jaxpr.jaxpr, lower_traced(traced, platforms=("cpu",))
+    def lower(platform: str) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            lowered = lower_traced(traced, platforms=(platform,))
+        return mlir.drop_sent_arguments(lowered.compiler_ir("stablehlo"))
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        return user_code(label, lower)
+    def first() -> tuple[Any, str]:
+        refused: Exception | None = None
+        for platform in PLATFORMS:
+            try:
+                return lower(platform), platform
+            except UserError:
+                raise
+            except Exception as error:
+                refused = refused or error
+        assert refused is not None
+        raise refused
+
+    traced = user_code(label, lambda: jax.jit(fn, keep_unused=True, donate_argnums=donate).trace(*args))
+    ir, platform = user_code(label, first)
+    lowerings = Lowerings(lambda other: mlir.to_bytes(lower(other)), {})
+    return Lowered(traced.jaxpr.jaxpr, ir, traced.out_info, platform, lowerings)
 
 
 def user_code(label: str, run: Callable[[], Any]) -> Any:

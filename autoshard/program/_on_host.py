@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from autoshard import mlir
 from autoshard.errors import UserError
 from autoshard.program._lower import lower_function
 from autoshard.program._program import Program, Role
@@ -47,15 +46,15 @@ def on_host(program: Program, what: str) -> Program:
             "layers, with an optimizer such as adamw, or leave out `--host optimizer`."
         )
     fn = Streamed(program.fn, ties, held)
-    _, lowered = lower_function(fn, program.args, program.donate_argnums, program.name)
-    ir = lowered.compiler_ir("stablehlo")
-    module, fingerprint = serialise(mlir.drop_sent_arguments(ir), program.arguments)
+    lowered = lower_function(fn, program.args, program.donate_argnums, program.name)
+    module, fingerprint = serialise(lowered.ir, program.arguments)
     stays = len(state) - len(held)
     one = "1 tensor stays" if stays == 1 else f"{stays} tensors stay"
     more = f"; {one} on the devices, of parameters that no loop over layers takes" if stays else ""
     note = f"Optimizer state of stacks of layers waits in the hosts' memory and is updated a layer at a time{more}."
-    more = {"notes": (*program.notes, note), "on_host": what}
-    return dataclasses.replace(program, fn=fn, module=module, fingerprint=fingerprint, **more)
+    more = {"notes": (*program.notes, note), "on_host": what, "lowerings": lowered.lowerings}
+    more |= {"platform": lowered.platform, "module": module, "fingerprint": fingerprint}
+    return dataclasses.replace(program, fn=fn, **more)
 
 
 class Streamed:

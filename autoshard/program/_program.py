@@ -75,7 +75,7 @@ class Program:
     module: bytes = dataclasses.field(repr=False)
     """StableHLO as MLIR bytecode, lowered without shardings, `keep_unused=True`: its arguments are `arguments`."""
     fingerprint: str
-    """The sha256 (hex) over the module without locations, and over names and roles of the arguments."""
+    """The sha256 (hex) over the module for CPUs without locations, and over names and roles of the arguments."""
     training: bool = False
     model_flops: float | None = None
     """FLOPs of one step counted the MFU way: 6 (training) or 2 (inference) x matmul parameters x tokens,
@@ -107,6 +107,10 @@ class Program:
     source: dict[str, Any] | None = None
     """What `open_source` opened: `program`, `entry` and `options`; None for a program made in Python."""
 
+    platform: str = "cpu"
+    """XLA's name of the platform that `module` is for, of `PLATFORMS`."""
+    lowerings: Any = dataclasses.field(default=None, repr=False, compare=False)
+    """`Lowerings` of the step by platform; None where it has one only, as in a StableHLO file."""
     eager: Any = dataclasses.field(default=None, repr=False, compare=False)
     """The torch module that the step was traced of, an `EagerTwin` to compare with; None for other sources."""
 

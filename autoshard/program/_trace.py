@@ -91,7 +91,7 @@ def trace(
         abstract.append(treedef.unflatten(leaves[start : start + treedef.num_leaves]))
         start += treedef.num_leaves
 
-    jaxpr, lowered = lower_function(fn, tuple(abstract), donate, label)
+    lowered = lower_function(fn, tuple(abstract), donate, label)
     out_paths, out_tree = jax.tree_util.tree_flatten_with_path(lowered.out_info)
     avals = [_aval(leaf) for leaf in leaves]
     out_avals = [_aval(leaf) for _, leaf in out_paths]
@@ -104,7 +104,7 @@ def trace(
     _roles.check_used(roles, names)
     in_optax = [mark for arg in args for mark in _optax_marks(arg)]
     shown = _shown(evidence(ties) if callable(evidence) else evidence, len(leaves))
-    ir = mlir.drop_sent_arguments(lowered.compiler_ir("stablehlo"))
+    ir = lowered.ir
     numbered = [i for i in ties if _roles.is_numbered(names[i], positions[owner[i]]) and not in_optax[i]]
     used = _roles.by_use(names, leaves, _uses(ir, numbered)) if numbered else {}
     chosen: list[Role] = []
@@ -169,8 +169,10 @@ def trace(
         tokens=tokens,
         make_args=make_args,
         dims={name: own for name, own in zip(names, dims, strict=True) if own is not None},
-        notes=(*notes, *sharding_notes(own), *offload_notes(jaxpr)),
+        notes=(*notes, *sharding_notes(own), *offload_notes(lowered.jaxpr)),
         lifted=Lifted.IDLE if own.idle else Lifted.NONE,
+        platform=lowered.platform,
+        lowerings=lowered.lowerings,
     )
     return on_host(program, host)
 

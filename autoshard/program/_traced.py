@@ -1,7 +1,8 @@
 """Traced programs kept on disk by content, so that a second plan of one model begins at the pricing.
 
-An entry holds a line of JSON with the arguments and results, then the module's bytecode. It is of an `hf:` program or
-of a module in a file: a Python file may depend on anything, so it is traced every time.
+An entry holds a line of JSON with the arguments and results, then the module's bytecode, and those of other platforms
+that differ. It is of an `hf:` program or of a module in a file: a Python file may depend on anything, so it is traced
+every time.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ from typing import Any
 
 from autoshard.base.kept import key_of, read_entry, write_entry
 from autoshard.program._config import read_config
+from autoshard.program._platforms import PLATFORMS, Lowerings, lowered_for
 from autoshard.program._program import Argument, Lifted, Program, Result, Role
 
 
@@ -71,6 +73,7 @@ def _encode(program: Program) -> bytes:
             "exchange",
             "lifted",
             "on_host",
+            "platform",
         )
     }
     head |= {
@@ -78,12 +81,26 @@ def _encode(program: Program) -> bytes:
         "arguments": [dataclasses.asdict(argument) for argument in program.arguments],
         "results": [dataclasses.asdict(result) for result in program.results],
     }
-    return json.dumps(head).encode() + b"\n" + program.module
+    modules = dict(_other_modules(program))
+    head["sizes"] = {platform: len(module) for platform, module in modules.items()}
+    return b"".join((json.dumps(head).encode(), b"\n", program.module, *modules.values()))
+
+
+def _other_modules(program: Program) -> Iterator[tuple[str, bytes]]:
+    """Yield platform and module of each platform whose module is not the program's own."""
+    for platform in PLATFORMS:
+        module = lowered_for(program, platform).module
+        if module != program.module:
+            yield platform, module
 
 
 def _decode(body: bytes, trace: Callable[[], Program]) -> Program:
-    text, _, module = body.partition(b"\n")
+    text, _, rest = body.partition(b"\n")
     head = json.loads(text)
+    module, others, end = rest[: len(rest) - sum(head["sizes"].values())], {}, len(rest)
+    for platform, size in reversed(head["sizes"].items()):
+        others[platform], end = rest[end - size : end], end - size
+    modules = dict.fromkeys(PLATFORMS, module) | others
     return Program(
         name=head["name"],
         fn=lambda *args: trace().fn(*args),
@@ -105,6 +122,8 @@ def _decode(body: bytes, trace: Callable[[], Program]) -> Program:
         exchange=head["exchange"],
         lifted=Lifted(head["lifted"]),
         on_host=head["on_host"],
+        platform=head["platform"],
+        lowerings=Lowerings(lambda platform: lowered_for(trace(), platform).module, modules),
     )
 
 

@@ -7,9 +7,10 @@ import inspect
 import os
 import pathlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from autoshard.cost import Topology
 from autoshard.errors import UserError, reason_of
 from autoshard.exec.apply._agree import check_arguments, check_even, check_results, names_devices, other_program
 from autoshard.exec.apply._calls import lower_calls, place_calls
@@ -28,6 +29,7 @@ from autoshard.program import (
     lower_traced,
     positions_of,
     streamed,
+    user_code,
 )
 
 
@@ -243,7 +245,8 @@ def lower_planned(
 
     The lowering belongs to a wrapper made here, so no cached program of `fn` is edited or run by mistake.
     Platforms lower some ops differently; then the body that was planned takes its place: `module` if given, else
-    a lowering of `fn` for CPU. Raises `UserError` if the program is not the planned one.
+    a lowering of `fn` for the plan's devices. Raises `UserError` if the program is not the planned one, or its body
+    calls what these devices do not have.
     """
     import jax
 
@@ -284,21 +287,24 @@ def lower_planned(
         keep_unused=True,
     ).trace(*abstract)
     found: dict[str, OpaqueCall] = {}
-    lowered = lower_traced(traced, found)
+    lowered = user_code(planned.__name__, lambda: lower_traced(traced, found))
     ir = mlir.inline_calls(mlir.drop_sent_arguments(lowered.compiler_ir("stablehlo")))
     if plan.module_hash and mlir.structure_hash(ir) != plan.module_hash:
         lifted = lifted or (mesh is not None and not names_devices(plan))
-        made = (_lowered_for_cpu(planned, each, found, lifted) for each in typings)
-        for donor in made if module is None else (module,):
+        platforms = dict.fromkeys((Topology.parse(plan.topology).traits.platform, "cpu"))
+        made = (_lowered_for(platform, planned, each, found, lifted) for platform in platforms for each in typings)
+        for donor in filter(None, made) if module is None else (module,):
             if mlir.structure_hash(mlir.inline_calls(mlir.parse_module(donor))) == plan.module_hash:
                 break
         else:
             raise UserError(other_program(plan))
+        own_targets = mlir.call_targets(ir)
         mlir.replace_body(ir, donor)
+        check_targets(application, mlir.call_targets(ir) - own_targets)
         mlir.use_mesh(ir, mlir.ensure_mesh(ir, "mesh", plan.mesh))
     ops = mlir.number_ops(ir)
     if own_specs and mlir.remaining_calls(ir):
-        _lowered_for_cpu(planned, abstract, found)
+        _lowered_for("cpu", planned, abstract, found)
     platform = application.mesh.devices.flat[0].platform
     bodies, kept = lower_calls(plan, ops, found, application.mesh, "cuda" if platform == "gpu" else platform)
     _insert_choices(application, ir, lowered)
@@ -306,6 +312,17 @@ def lower_planned(
     mlir.drop_gspmd(ir)
     _KEPT_ALIVE[lowered] = kept
     return lowered
+
+
+def check_targets(application: Application, targets: Collection[str]) -> None:
+    """Raise `UserError` for custom calls that the plan's platform has, and the devices at hand do not."""
+    plan, kind = application.plan, application.mesh.devices.flat[0].device_kind
+    if targets:
+        names = ", ".join(f"`{target}`" for target in sorted(targets))
+        raise UserError(
+            f"the plan is for {plan.topology}, for which JAX lowers {plan.program_name} to calls of {names}; {kind} "
+            "devices have none: plan it for the devices that are here."
+        )
 
 
 def _with_host(plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -436,19 +453,24 @@ def donated_aliases(program: Program, plan: Plan) -> dict[int, int]:
     }
 
 
-def _lowered_for_cpu(
+def _lowered_for(
+    platform: str,
     planned: Callable[..., Any],
     abstract: tuple[Any, ...],
     found: dict[str, OpaqueCall] | None = None,
     lifted: bool = False,
-) -> bytes:
-    """The function's module; with `lifted`, without its own constraints."""
+) -> bytes | None:
+    """Return the function's module for a platform; with `lifted`, without its own constraints. None if JAX has none."""
     import jax
 
     from autoshard import mlir
 
     traced = jax.jit(lambda *args: planned(*args), keep_unused=True).trace(*abstract)
-    ir = mlir.drop_sent_arguments(lower_traced(traced, found, ("cpu",)).compiler_ir("stablehlo"))
+    try:
+        lowered = lower_traced(traced, found, (platform,))
+    except (ValueError, NotImplementedError):
+        return None
+    ir = mlir.drop_sent_arguments(lowered.compiler_ir("stablehlo"))
     return mlir.to_bytes(mlir.drop_constraints(ir) if lifted else ir)
 
 

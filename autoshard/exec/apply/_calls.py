@@ -57,7 +57,8 @@ def lower_for_compiler(program: Program, plan: Plan, platform: str) -> dict[int,
         if not mlir.remaining_calls(module):
             return {}
         found: dict[str, OpaqueCall] = {}
-        lower_traced(jax.jit(lambda *args: program.fn(*args), keep_unused=True).trace(*program.args), found)
+        traced = jax.jit(lambda *args: program.fn(*args), keep_unused=True).trace(*program.args)
+        lower_traced(traced, found, (program.platform,))
         mesh = AbstractMesh(tuple(plan.mesh.values()), tuple(plan.mesh), axis_types=(AxisType.Auto,) * len(plan.mesh))
         return lower_calls(plan, mlir.number_ops(module), found, mesh, platform)[0]
 

@@ -6,7 +6,7 @@ from autoshard.errors import UserError
 from autoshard.exec.apply._agree import other_program
 from autoshard.exec.apply._apply import donated_aliases
 from autoshard.exec.apply._calls import lower_for_compiler, place_calls
-from autoshard.plan import Plan, Spec
+from autoshard.plan import Plan, Spec, as_planned
 from autoshard.program import Program
 
 
@@ -84,6 +84,7 @@ def _planned_module(plan: Plan, program: Program, platform: str) -> bytes:
     """The program's module with the plan's shardings, pins, regions and calls, as a portable artifact."""
     from autoshard import mlir
 
+    program = as_planned(program, plan)
     if program.fingerprint != plan.program_fingerprint:
         raise UserError(other_program(plan))
     bodies = lower_for_compiler(program, plan, platform)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from autoshard.cost import BACKENDS, Calibration, Mesh
+from autoshard.cost import BACKENDS, Calibration, Mesh, Topology
 from autoshard.graph import (
     Liveness,
     OpGraph,
@@ -23,7 +23,7 @@ from autoshard.plan.model._stage_axis import stage_axis
 from autoshard.plan.price._path_tables import PathTables
 from autoshard.plan.price._price import price
 from autoshard.plan.record._plan import Plan
-from autoshard.program import WEIGHTS, Lifted, Program, lift_constraints
+from autoshard.program import WEIGHTS, Lifted, Program, lift_constraints, lowered_for
 
 
 LATE_IN_STAGES = frozenset({"v6e"})
@@ -46,9 +46,9 @@ def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
 
     With `kept` the ops come from the cache on disk where they are there.
     """
-    read = kept_graph if kept else read_graph
+    read, traits = kept_graph if kept else read_graph, BACKENDS[backend]
+    program = lowered_for(program, traits.platform)
     graph = replace_names(read(program.module), [a.name for a in program.arguments])
-    traits = BACKENDS[backend]
     if traits.rounds_operands:
         graph = rounded(graph)
     parameters = [t for t, a in zip(graph.arguments, program.arguments, strict=True) if a.role in WEIGHTS]
@@ -71,8 +71,9 @@ def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
 
 
 def as_planned(program: Program, plan: Plan) -> Program:
-    """The program that a plan is for: without its own constraints where they were lifted."""
-    return lift_constraints(program) if plan.provenance.get("lifted_constraints") == Lifted.ALL else program
+    """Return the program that a plan is for: lowered for its devices, without constraints that were lifted."""
+    lifted = plan.provenance.get("lifted_constraints") == Lifted.ALL
+    return lowered_for(lift_constraints(program) if lifted else program, Topology.parse(plan.topology).traits.platform)
 
 
 def _words(program: Program, graph: OpGraph) -> list[tuple[int, int]]:
@@ -119,4 +120,5 @@ def build_model(
     graph, structure, liveness = reading.graph, reading.structure, reading.liveness
     if program.pipeline is not None and mesh.topology.chip.name in LATE_IN_STAGES:
         liveness = made_late(graph, liveness)
+    program = lowered_for(program, mesh.topology.traits.platform)
     return price(program, graph, structure, liveness, where, memory_limit, calibration, tables)

@@ -39,7 +39,7 @@ class Task:
 
 def share(crew: Crew, program: Program, reading: Reading) -> None:
     """With a crew, what all prices refer to. What runs the program cannot be sent, and is not needed to plan it."""
-    sent = dataclasses.replace(program, fn=_stays_here, args=(), make_args=None, source=None)
+    sent = dataclasses.replace(program, fn=_stays_here, args=(), make_args=None, source=None, lowerings=None)
     crew.share("program", program, sent)
     for name in ("graph", "structure", "liveness"):
         crew.share(name, getattr(reading, name))
