@@ -58,7 +58,7 @@ def lower_function(fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[
 
 
 def user_code(label: str, run: Callable[[], Any]) -> Any:
-    """Call `run`, which runs the user's function; what it raises becomes one sentence."""
+    """Call `run`, which runs the user's function. Raises `UserError`, one sentence, for what that raises."""
     try:
         return run()
     except (UserError, *ENDINGS):
