@@ -76,7 +76,7 @@ def test_an_assertion_without_a_word_in_jax_names_the_platform_too(monkeypatch: 
         raise AssertionError
 
     monkeypatch.setattr(jax, "devices", fail)
-    before = jax.config.jax_platforms
+    before = jax.config.values["jax_platforms"]
     jax.config.update("jax_platforms", "metal")
     try:
         with pytest.raises(UserError) as caught:
@@ -87,7 +87,7 @@ def test_an_assertion_without_a_word_in_jax_names_the_platform_too(monkeypatch: 
 
 
 def test_an_assertion_of_the_users_own_is_not_the_platforms() -> None:
-    before = jax.config.jax_platforms
+    before = jax.config.values["jax_platforms"]
     jax.config.update("jax_platforms", "cpu")
     try:
         check_backend(AssertionError())
