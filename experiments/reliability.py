@@ -1,6 +1,7 @@
 """What happens to autoshard when things go wrong, counted.
 
-    python experiments/reliability.py [--programs 334] [--kills 200] [--problems 20000] [--plans 300] [--steps 2000]
+    python experiments/reliability.py [--only PART] [--programs 334] [--kills 200] [--problems 20000] [--plans 300]
+                                      [--steps 2000]
 
 **Programs**: each of so many random JAX programs runs on three meshes of 8 CPU devices, planned with specs asked for so
 that it is split, and is compared with the unplanned run (`tests/random_programs.py`, `tests/random_runs.py`).
@@ -32,6 +33,7 @@ from reliability_table import rows_of, table, wrong
 
 ROOT = Path(__file__).parent.parent
 TABLE = Path(__file__).parent / "results" / "reliability.md"
+PARTS = ("problems", "places", "plans", "steps", "kills", "programs")
 AT_ONCE = 20
 """Programs of one process: compiled programs stay in its memory."""
 sys.path.insert(0, str(ROOT))
@@ -44,18 +46,23 @@ def main() -> int:
     parser.add_argument("--problems", type=int, default=20_000, metavar="N", help="to solve (default: 20000)")
     parser.add_argument("--plans", type=int, default=300, metavar="N", help="in one process (default: 300)")
     parser.add_argument("--steps", type=int, default=2000, metavar="N", help="under the hook (default: 2000)")
+    parser.add_argument("--only", choices=PARTS, help="count this alone, and keep the rows of the others")
     parser.add_argument("--worker", nargs=2, type=int, metavar=("FIRST", "END"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         work(*options.worker)
         return 0
     results = Results(TABLE.with_suffix(".json"))
-    run_problems(options.problems, results)
-    run_places(results)
-    run_long("plans", options.plans, results)
-    run_long("steps", options.steps, results)
-    run_kills(options.kills, results)
-    run_programs(options.programs, results)
+    parts = {
+        "problems": lambda: run_problems(options.problems, results),
+        "places": lambda: run_places(results),
+        "plans": lambda: run_long("plans", options.plans, results),
+        "steps": lambda: run_long("steps", options.steps, results),
+        "kills": lambda: run_kills(options.kills, results),
+        "programs": lambda: run_programs(options.programs, results),
+    }
+    for part in PARTS if options.only is None else (options.only,):
+        parts[part]()
     TABLE.write_text(table(results.rows))
     print(TABLE.read_text())
     return 1 if wrong(results.rows) else 0
