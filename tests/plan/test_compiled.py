@@ -3,16 +3,18 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from autoshard.exec import plan_mesh, read_collectives, wire_by_axis
-from autoshard.plan import Plan
+from autoshard.plan import Options, Plan, make_plan
+from autoshard.plan.model._asked import read_asked
 from autoshard.plan.price._predict import evaluate, tensor_spec
 from autoshard.plan.price._prediction import predict
 from autoshard.plan.write._pins import make_pins
 from autoshard.plan.write._regions import make_regions
-from autoshard.program import Program
+from autoshard.program import Program, trace
 from tests.plan import programs as made
 
 
@@ -94,3 +96,13 @@ def test_plans_chosen_at_random_compute_the_same(name: str) -> None:
         for ours, theirs in zip(found, wanted, strict=True):
             largest = np.max(np.abs(np.asarray(theirs, dtype=np.float64)))
             assert np.max(np.abs(np.asarray(ours) - np.asarray(theirs))) <= 1e-5 * largest + 1e-9
+
+
+def test_sums_of_halves_go_over_the_wire_as_the_compiler_sends_them() -> None:
+    """Where bfloat16 is summed in 4 bytes, these are on the wire."""
+    half = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 512), (512, 256))]
+    program = trace(lambda x, w: x @ w, tuple(half), name="halves")
+    asked = read_asked({"x": "None,data", "w": "data,None"})
+    plan = make_plan(program, Options(topology="cpu:8", mesh="data=8", asked=asked)).plan
+    assert plan.prediction.wire_bytes["data"] > 0
+    assert on_the_wire(program, plan) == pytest.approx(plan.prediction.wire_bytes, rel=0.01)

@@ -10,6 +10,7 @@ import pytest
 
 from autoshard.errors import UserError
 from autoshard.exec import Application, plan_mesh, read_collectives, wire_by_axis
+from autoshard.exec.apply._apply import donated_aliases, lower_module
 from autoshard.plan import Pin
 from tests.exec import planned_programs as made
 from tests.exec.planned_programs import handmade, spec
@@ -53,6 +54,21 @@ def test_donation_is_kept(mlp):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(args[0]))
     assert not any(leaf.is_deleted() for leaf in args[1:])
     assert step.compile(*mlp.args).memory_analysis().alias_size_in_bytes == 2 * 32 * 64 * 4 // 4
+
+
+def test_only_state_that_stays_in_its_place_is_written_over(mlp):
+    """Memory of a shard of another shape cannot be that of the result."""
+    specs = {"params.up": "-,model", "params.down": "-,model"}
+    plan = handmade(mlp, MESH, specs, results={"params.up": "model,-", "params.down": "-,model"})
+    names = [argument.name for argument in mlp.arguments]
+    results = [result.name for result in mlp.results]
+    aliases = donated_aliases(mlp, plan)
+    assert {names[a]: results[r] for a, r in aliases.items()} == {"params.down": "params.down"}
+    compiled = lower_module(Application(plan), mlp.module, aliases).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == 64 * 32 * 4 // 4
+    args = mlp.make_args(0)
+    out = compiled(*jax.device_put(tuple(jax.tree.leaves(args)), compiled.input_shardings[0]))
+    assert largest_difference(out, jax.tree.leaves(jax.jit(mlp.fn)(*args))) < 1e-6
 
 
 def test_a_jitted_function_keeps_its_own_donation(mlp):
@@ -231,6 +247,17 @@ def test_a_planned_step_cannot_be_traced(mlp):
     step = handmade(mlp, MESH, TENSOR_PARALLEL).jit(mlp.fn)
     with pytest.raises(UserError, match="`step` is compiled under a plan and cannot be called inside jax.jit"):
         jax.grad(lambda p, x, y: step(p, x, y)[1])(*mlp.make_args(0))
+
+
+def test_a_number_of_python_and_an_array_are_different_arguments():
+    """The one takes the dtype of what it meets, as in `jax.jit`; the other brings its own."""
+    scaled = made.trace(lambda x, scale: x * scale, (jax.ShapeDtypeStruct((8,), jnp.bfloat16), 2.0), name="scaled")
+    step = handmade(scaled, {"data": 8}, {"x": "data"}).jit(scaled.fn)
+    x = jnp.arange(8, dtype=jnp.bfloat16)
+    assert step(x, 3.0).dtype == jax.jit(scaled.fn)(x, 3.0).dtype == jnp.bfloat16
+    assert jax.jit(scaled.fn)(x, jnp.float32(3)).dtype == jnp.float32
+    with pytest.raises(UserError, match="the computation has changed"):
+        step(x, jnp.float32(3))
 
 
 def test_too_few_devices(mlp):
