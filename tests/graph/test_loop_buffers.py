@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -9,6 +10,9 @@ from autoshard.graph import Liveness, OpGraph, analyse, read_graph
 from tests.graph import programs as made
 from tests.graph.buffers import carry_of, lifetimes, peak
 from tests.graph.programs import bf16, f32, graph_of, ops
+
+
+TRUTH = jax.ShapeDtypeStruct((), jnp.bool_)
 
 
 def scanned(x: Any, w: Any) -> Any:
@@ -184,3 +188,68 @@ def test_a_stack_that_loops_in_a_loop_take_apart_is_copied_for_them_if_it_is_wri
 
     assert copies(updates={stack: result}, fused_matmuls=True) == [((stack, outer.start, outer.stop), 4)]
     assert copies(fused_matmuls=True) == copies(updates={stack: result}) == []
+
+
+def test_a_carried_value_that_starts_two_of_a_loop_within_is_held_once_more() -> None:
+    """The one takes its place and the other needs a place of its own."""
+
+    def outer(i: Any, c: Any) -> Any:
+        a, b = lax.fori_loop(0, 4, lambda j, pair: (jnp.tanh(pair[0] @ pair[1]), pair[1] @ pair[0]), (c, c))
+        return a + b
+
+    graph = graph_of(lambda x, w: lax.fori_loop(0, 3, outer, x @ w), f32(8, 8), f32(8, 8))
+    carried = carry_of(graph, (8, 8))
+    within = [c.body for c in graph.loops[1].carries if graph.tensors[c.body].shape == (8, 8)]
+    spans = lifetimes(analyse(graph))
+    assert len(within) == 2
+    assert carried.body in spans and sum(body in spans for body in within) == 1
+
+
+def test_an_argument_that_starts_what_replaces_it_is_copied_into_if_a_matmul_reads_it() -> None:
+    """The loop's buffer is written while the matmul reads the argument, whose own place the result is to have."""
+
+    def fn(x: Any, w: Any) -> Any:
+        return lax.fori_loop(0, 4, lambda i, c: jnp.tanh(c @ w), x @ w)
+
+    shapes = f32(64, 64), f32(64, 64)
+    graph = graph_of(fn, *shapes)
+    (x, _), (after,) = graph.arguments, graph.results
+    liveness = analyse(graph, updates={x: after})
+    assert copies(graph, liveness, (64, 64)) == [(after, -1)]
+    assert lifetimes(liveness)[x] == (0, len(graph.ops) + 1)
+    memory = jax.jit(fn, donate_argnums=0).lower(*shapes).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == 64 * 64 * 4 <= memory.temp_size_in_bytes
+
+
+def test_a_cache_that_is_written_twice_is_one_buffer_for_us_and_for_the_compiler() -> None:
+    def fn(cache: Any, new: Any) -> Any:
+        cache = lax.dynamic_update_slice(cache, new @ new, (0, 2))
+        return lax.dynamic_update_slice(cache, new, (32, 0))
+
+    shapes = f32(1024, 32), f32(32, 32)
+    graph = graph_of(fn, *shapes)
+    (cache, _), (after,) = graph.arguments, graph.results
+    liveness = analyse(graph, updates={cache: after})
+    assert liveness.passes == ()
+    first = next(op for op in graph.ops if op.kind == "dynamic_update_slice")
+    assert lifetimes(liveness)[cache] == (0, first.id)
+    size = graph.tensors[cache].bytes
+    assert peak(graph, liveness) < 1.2 * size
+    memory = jax.jit(fn, donate_argnums=0).lower(*shapes).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == size and memory.temp_size_in_bytes < 0.2 * size
+
+
+def test_what_a_branch_needs_is_needed_no_longer_than_its_op() -> None:
+    """A loop would need it again at its next trip."""
+
+    def chain(x: Any, w: Any) -> Any:
+        return jnp.sin(jnp.cos(jnp.tanh(x @ w)) @ x) @ x
+
+    branch = graph_of(lambda x, w, yes: lax.cond(yes, chain, lambda x, w: x, x, w), f32(8, 8), f32(8, 8), TRUTH)
+    looped = graph_of(lambda x, w: lax.fori_loop(0, 4, lambda i, x: chain(x, w), x), f32(8, 8), f32(8, 8))
+    for graph, until_stop in ((branch, False), (looped, True)):
+        w = graph.arguments[1]
+        read = next(op for op in graph.ops if w in op.operands and op.kind == "dot_general")
+        loop = graph.loops[read.loop]
+        assert read.id + 1 < loop.stop
+        assert lifetimes(analyse(graph))[w] == (0, loop.stop if until_stop else read.id + 1)
