@@ -191,6 +191,36 @@ def test_small_collectives_are_bound_by_hops_and_launch() -> None:
     assert _wire("v5e:16x16", "16,16", ideal=True).time("all-gather", ("model",), 1) == pytest.approx(8e-6)
 
 
+@pytest.mark.parametrize(("topology", "mesh", "hops"), [("v5e:16x16", "16,16", 1), ("v5e:4x4", "4,4", 3)])
+def test_a_shift_by_one_place_ends_a_ring_next_door_and_a_line_at_its_other_end(
+    topology: str, mesh: str, hops: int
+) -> None:
+    wire = _wire(topology, mesh)
+    expected = wire.calibration.collective_launch_s + hops * wire.calibration.hop_s
+    assert wire.time("collective-permute", ("model",), 1) == pytest.approx(expected, rel=1e-3)
+
+
+def test_an_exchange_over_parts_of_one_ring_goes_over_one_part_after_the_other() -> None:
+    """Every device holds as much after the first as before it, and both cross the same links."""
+    wire = _wire("v5e:16x16", "16,2,4,2", ideal=True)
+    both, *each = (float(wire.time("all-to-all", axes, 1e9)) for axes in (("model", "axis3"), ("model",), ("axis3",)))
+    assert both == pytest.approx(sum(each), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh", "axes", "kind"),
+    [
+        # As libtpu 0.0.51 compiled gathers over all devices of a torus of three dims.
+        ("v5p:2x4x4", "32", ("data",), "all-gather"),
+        ("v5p:4x4x4", "64", ("data",), "all-reduce"),
+        ("v5p:4x4x4", "32,2", ("data",), "all-gather"),
+        ("v5e:8x8", "64", ("data",), "all-gather"),
+    ],
+)
+def test_gathers_over_many_devices(topology: str, mesh: str, axes: tuple[str, ...], kind: str) -> None:
+    assert _wire(topology, mesh).gather_kind(axes) == kind
+
+
 def test_cpu_devices_share_memory_bandwidth() -> None:
     size = 1e9
     two, eight = (_wire(f"cpu:{n}", str(n)).time("all-reduce", ("data",), size) for n in (2, 8))

@@ -257,6 +257,11 @@ def test_flax_rules_turn_names_into_the_plans_specs(small: Plan):
     [
         ("v5p:4x8x8", {"data": 32, "model": 8}, {"ici_fsdp": 32, "ici_tensor": 8}),
         ("v5e:16x16*2", {"data": 64, "model": 8}, {"dcn_fsdp": 2, "ici_fsdp": 32, "ici_tensor": 8}),
+        # An axis spans slices only as a whole number of times.
+        ("v5e:4x4*3", {"model": 16, "data": 3}, {"ici_tensor": 16, "dcn_fsdp": 3}),
+        ("v5e:4x4*4", {"data": 2, "model": 32}, {"dcn_fsdp": 2, "dcn_tensor": 2, "ici_tensor": 16}),
+        ("v5e:4x4*6", {"data": 4, "model": 24}, {"ici_fsdp": 4, "dcn_tensor": 6, "ici_tensor": 4}),
+        ("v5e:4x4*2", {"data": 1, "model": 32}, {"dcn_tensor": 2, "ici_tensor": 16}),
     ],
 )
 def test_maxtext_settings_multiply_to_the_devices(plan: Plan, topology: str, mesh: dict, settings: dict):

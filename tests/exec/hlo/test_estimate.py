@@ -293,6 +293,16 @@ def test_a_fused_scatter_writes_its_updates_unless_the_fusion_makes_what_it_upda
     assert work(text, "s").hbm_bytes == (2 + written) * 512 * 4 + 2 * 4
 
 
+def test_a_scatter_moves_its_rows_and_not_what_they_are_put_into():
+    text = module(
+        f"  ROOT %s = {BIG} scatter(%p, %i, %u), update_window_dims={{1}}, inserted_window_dims={{0}}, "
+        "scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%add",
+        parameters=f"  %p = {BIG} parameter(0)\n  %i = s32[64,1]{{1,0}} parameter(1)\n"
+        f"  %u = bf16[64,4096]{T} parameter(2)\n",
+    )
+    assert work(text, "s").hbm_bytes == 2 * 64 * 4096 * 2 + 64 * 4
+
+
 def test_a_matmul_reads_what_a_fusion_within_its_own_only_shows_in_another_shape():
     before = (
         f"%shown (a: bf16[4096,4096]) -> bf16[4096,4096] {{\n  %a = {BIG} parameter(0)\n"
