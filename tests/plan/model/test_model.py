@@ -3,8 +3,11 @@
 from collections import defaultdict
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from autoshard.plan.model._model import EXPOSED, Channel, Model
 from autoshard.plan.model._options import Limits
@@ -13,9 +16,10 @@ from autoshard.plan.solve._build import build_problem
 from autoshard.plan.solve._search import search
 from autoshard.plan.solve._weights import even_weights, normalise
 from autoshard.plan.xla._states import WHOLE
-from autoshard.program import Role
+from autoshard.program import Role, trace
 from autoshard.solver import FORBIDDEN
 from autoshard.solver import evaluate as evaluate_problem
+from tests.graph.programs import f32
 from tests.plan import programs as made
 
 
@@ -100,6 +104,38 @@ def test_a_copy_is_the_tensor_itself_or_another_of_its_own() -> None:
             ]
             (term,) = copy.memory
             assert (tuple(dims) == spec.dims) == (not copy.held[choices[number]]) == (term.usage[choices[number]] == 0)
+
+
+@pytest.mark.parametrize(("name", "topology", "mesh"), [CASES[2], CASES[-1]])
+def test_a_copy_is_there_from_the_first_op_that_reads_it_to_the_last(name: str, topology: str, mesh: str) -> None:
+    model = made.model(name, topology, mesh, 1 << 20)
+    large = [number for number in model.copy_nodes.values() if model.nodes[number].memory]
+    assert large
+    for number in large:
+        readers = [reshard.op for reshard in model.reshards if reshard.source == number]
+        (term,) = model.nodes[number].memory
+        assert (term.start, term.stop) == (min(readers), max(readers) + 1)
+
+
+def test_what_a_branch_needs_moves_as_often_as_the_branch_runs() -> None:
+    """Of two branches, or of three of which one has two within, each is as likely as the others."""
+
+    def fn(x: Any, w: Any, which: Any) -> Any:
+        def inner(x: Any) -> Any:
+            return lax.cond(which > 5, lambda x: jnp.tanh(x @ w["sixth"]), lambda x: x, x)
+
+        x = lax.cond(which > 0, lambda x: jnp.tanh(x @ w["half"]), lambda x: x * 2.0, x)
+        return lax.switch(which, [lambda x: jnp.sin(x @ w["third"]), inner, lambda x: x], x @ w["whole"])
+
+    weights = {name: f32(64, 64) for name in ("whole", "half", "third", "sixth")}
+    source = trace(fn, (f32(64, 64), weights, jax.ShapeDtypeStruct((), jnp.int32)))
+    model = made.model_of(source, "cpu:8", "data=4,model=2")
+    graph, expected = model.graph, {"whole": 1.0, "half": 1 / 2, "third": 1 / 3, "sixth": 1 / 6}
+    for argument, tensor in zip(source.arguments, graph.arguments, strict=True):
+        name = argument.name.removeprefix("w.")
+        if name in expected:
+            moves = [reshard.trips for reshard in model.reshards if reshard.tensor == tensor and reshard.op >= 0]
+            assert moves and moves == pytest.approx([expected[name]] * len(moves)), name
 
 
 @pytest.mark.parametrize("name", ["mlp", "decoder", "mixed", "convolutions"])
