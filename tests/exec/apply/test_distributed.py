@@ -267,3 +267,39 @@ def test_values_between_layers_are_placed_as_planned(tmp_path: Path) -> None:
 
 
 KINDS = {"all-gather": "all_gather_into_tensor", "all-reduce": "all_reduce", "reduce-scatter": "reduce_scatter_tensor"}
+
+
+SELECTING = """
+import json, os, sys
+os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=sys.argv[2])
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from autoshard.exec.apply._split_ops import SplitOps
+torch.distributed.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,))
+plain = torch.arange(48.0).reshape(4, 6, 2)
+found = []
+for split in range(3):
+    given = distribute_tensor(plain, mesh, [Shard(split)])
+    modes = SplitOps(mesh)
+    for dim in range(-3, 3):
+        with modes:
+            made = given.select(dim, 1)
+        places = [place.dim if place.is_shard() else None for place in made.placements]
+        found.append([split, dim % 3, torch.equal(made.full_tensor(), plain.select(dim, 1)), places])
+    assert not modes.whole
+with SplitOps(mesh):
+    one, two = given[0, 1], given[[0, 1]]
+assert torch.equal(one.full_tensor(), plain[0, 1]) and torch.equal(two.full_tensor(), plain[[0, 1]])
+print(json.dumps(found))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_what_is_selected_stays_split_over_the_other_dims() -> None:
+    """From the end too. Then a list of numbers, which DTensor refuses, beside the same numbers as an index."""
+    for found in run_workers(SELECTING, []):
+        assert len(found) == 18
+        for split, dim, equal, places in found:
+            assert equal and places == [None if split == dim else split - (split > dim)]
