@@ -1,0 +1,218 @@
+"""Small changes of the planner's core, each of which some test nearby has to notice.
+
+    python experiments/mutants.py [--each 30] [--minutes 60] [--again] [--room graph ...]
+
+Draws `--each` places of every room with a fixed seed and changes one at a time: a comparison, a sign, a constant, `and`
+for `or`, a `not`, a branch that is never entered, `min` for `max`. The tests that run the changed line run first, the
+quickest of these before others, then their files, all within a time limit. The checkout is never written to: a copy of
+it in a temporary folder is. Which test runs which line is recorded by file under `build/mutants`, for as long as the
+package and that file stay the same. Of kept tools, mutmut 3 imports the package once and forks, which JAX's threads do
+not survive, and swaps functions that numba compiles; cosmic-ray writes into the checkout and runs one command for all.
+
+Rows are kept in `results/mutants.json` as they are made, and are not made again, but for survivors with `--again`. A
+survivor that computes the same has its reason in `data/equal_mutants.json`. Writes `results/mutants.md`; exit code 1 if
+a mutant survived without a reason.
+"""
+
+import argparse
+import collections
+import functools
+import hashlib
+import itertools
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from kept import BUILD, Results
+from mutations import Mutant, drawn
+
+
+ROOT = Path(__file__).parent.parent
+TABLE = Path(__file__).parent / "results" / "mutants.md"
+REASONS = Path(__file__).parent / "data" / "equal_mutants.json"
+NEAREST = {
+    "cost": ("cost",),
+    "graph": ("graph", "plan/price", "plan/model"),
+    "plan/price": ("plan/price", "plan/model", "plan/solve"),
+    "plan/xla": ("plan/xla", "plan/model", "plan/price"),
+    "solver": ("solver",),
+    "exec/apply": ("exec/apply",),
+    "program": ("program",),
+}
+"""Room -> the folders of tests that are nearest to it."""
+QUICK_S, WHOLE_S = 20.0, 30.0
+"""Recorded seconds of tests that run the line, and of the rest of their files."""
+LIMIT_S, COMPILING_S, FILE_S = 120, 300, 900
+"""Seconds of processor for tests of a mutant, if numba compiles everything again, and for a file that is recorded."""
+WAIT_S = 1800.0
+"""Seconds on the clock for any of these: other programs may keep the machine busy."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--each", type=int, default=30, metavar="N", help="mutants of each room (default: 30)")
+    parser.add_argument("--minutes", type=float, default=1e9, metavar="M", help="start no mutant after this time")
+    parser.add_argument("--again", action="store_true", help="run survivors again that have no reason")
+    parser.add_argument("--room", nargs="+", choices=NEAREST, default=list(NEAREST), help="these rooms only")
+    options = parser.parse_args()
+    end = time.monotonic() + options.minutes * 60
+    results, reasons = Results(TABLE.with_suffix(".json")), json.loads(REASONS.read_text())
+    by_room = {room: drawn(ROOT / "autoshard", room, options.each) for room in NEAREST}
+    # One of each room in turn, so that a run that is cut short has looked at all.
+    turns = [each for turn in itertools.zip_longest(*(by_room[room] for room in options.room)) for each in turn if each]
+    left = [each for each in turns if each.key not in results.rows]
+    left += [each for each in turns if options.again and is_left(each.key, results.rows, reasons)]
+    if left:
+        with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+            copy = copied(Path(folder))
+            for mutant in left:
+                if time.monotonic() < end:
+                    results.keep(mutant.key, {"room": mutant.room, "line": mutant.line} | outcome(copy, mutant))
+                    print(results.rows[mutant.key]["kind"], mutant.key, flush=True)
+    rows = {each.key: results.rows[each.key] for each in itertools.chain(*by_room.values()) if each.key in results.rows}
+    TABLE.write_text(table(rows, reasons))
+    print(TABLE.read_text())
+    return 1 if any(is_left(key, rows, reasons) for key in rows) else 0
+
+
+def is_left(key: str, rows: dict[str, Any], reasons: dict[str, str]) -> bool:
+    return key in rows and rows[key]["kind"] == "survived" and key not in reasons
+
+
+def copied(folder: Path) -> Path:
+    """Return a copy of the files of the checkout, whose programs import the copy."""
+    listed = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z"]
+    for name in subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split("\0"):
+        if name and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def pytest(copy: Path, limit: int, *arguments: str, **variables: str) -> tuple[int, str]:
+    """Run tests in the copy for so many seconds of processor; the exit code is negative if they did not end."""
+    paths = {"PYTHONPATH": f"{copy}:{copy / 'experiments'}", "PYTHONDONTWRITEBYTECODE": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=copy,
+        env={**os.environ, **paths, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5)),
+    )
+    try:
+        text, _ = process.communicate(timeout=WAIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        text, _ = process.communicate()
+    return process.returncode, text
+
+
+def line_map(copy: Path, test: Path) -> dict[str, Any]:
+    """Return the tests and lines of a file of tests, recorded once for a package and a text of that file."""
+    package = b"".join(each.read_bytes() for each in sorted((copy / "autoshard").rglob("*.py")))
+    digest = hashlib.sha256(package + test.read_bytes()).hexdigest()[:16]
+    path = BUILD / "mutants" / f"{test.stem}-{digest}.json"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pytest(copy, FILE_S, "-p", "line_map", str(test.relative_to(copy)), LINE_MAP=str(path))
+        if not path.exists():
+            path.write_text(json.dumps({"tests": [], "seconds": [], "lines": {}}))
+    return json.loads(path.read_text())
+
+
+@functools.cache
+def maps(copy: Path, room: str) -> list[dict[str, Any]]:
+    folders = [copy / "tests" / folder for folder in NEAREST[room]]
+    return [line_map(copy, test) for folder in folders for test in sorted(folder.glob("test_*.py"))]
+
+
+def chosen(copy: Path, mutant: Mutant) -> tuple[list[str], list[str]]:
+    """Return the tests that run a line, and the others of their files, quickest first."""
+    compiled = "njit" in (copy / "autoshard" / mutant.path).read_text()
+    running, others = {}, {}
+    for each in maps(copy, mutant.room):
+        lines = each["lines"].get(mutant.path, {})
+        numbers = set(lines.get(str(mutant.line), ()))
+        # What numba compiles is not recorded by line, and what ran at import has no test.
+        if numbers == {0} or (compiled and not numbers and lines):
+            numbers = set(itertools.chain(*lines.values()))
+        seconds = dict(zip(each["tests"], each["seconds"], strict=True))
+        names = {each["tests"][number] for number in numbers} - {""}
+        running |= {name: seconds[name] for name in names}
+        others |= {name: seconds[name] for name in seconds if names and name and name not in names}
+    return _within(running, QUICK_S), _within(others, WHOLE_S)
+
+
+def _within(seconds: dict[str, float], most: float) -> list[str]:
+    """Return the quickest, as many as the time allows but at least one."""
+    names = sorted(seconds, key=lambda name: seconds[name])
+    sums = itertools.accumulate(seconds[name] for name in names)
+    return [name for name, total in zip(names, sums, strict=True) if total <= most] or names[:1]
+
+
+def outcome(copy: Path, mutant: Mutant) -> dict[str, Any]:
+    """Run the tests of a mutant until one fails."""
+    first, then = chosen(copy, mutant)
+    if not first:
+        return {"kind": "survived", "text": "no test nearby runs the line"}
+    file = copy / "autoshard" / mutant.path
+    original, stamp, started = file.read_bytes(), file.stat(), time.monotonic()
+    with tempfile.TemporaryDirectory() as numba:
+        # Callers that numba compiled before hold the function as it was.
+        compiled = b"njit" in original
+        variables, limit = ({"NUMBA_CACHE_DIR": numba}, COMPILING_S) if compiled else ({}, LIMIT_S)
+        try:
+            file.write_bytes(mutant.source(original))
+            for tests in filter(None, (first, then)):
+                code, text = pytest(copy, limit, "-x", *tests, **variables)
+                failed = re.search(r"^(?:FAILED|ERROR) (.*)", text, re.MULTILINE)
+                if code < 0 or code in (1, 2) or (code == 4 and failed):
+                    words = (failed[1] if failed else text[-200:])[:200]
+                    kind = "timed out" if -code in (signal.SIGXCPU, signal.SIGKILL) else "killed"
+                    return {"kind": kind, "text": words, "seconds": round(time.monotonic() - started)}
+                if code:
+                    raise RuntimeError(text)
+        finally:
+            file.write_bytes(original)
+            os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    seconds = round(time.monotonic() - started)
+    return {"kind": "survived", "text": f"{len(first)} + {len(then)} tests", "seconds": seconds}
+
+
+def table(rows: dict[str, Any], reasons: dict[str, str]) -> str:
+    """Score by room, and every survivor with its reason."""
+    lines = ["# Small changes of the core that tests notice", ""]
+    lines += ["| room | mutants | killed | timed out | equal (argued) | left | score |", "| --- " * 7 + "|"]
+    for room in (*NEAREST, "all"):
+        lines.append(_line(room, {key: row for key, row in rows.items() if room in (row["room"], "all")}, reasons))
+    survivors = {key: row for key, row in rows.items() if row["kind"] == "survived"}
+    lines += ["", "| survivor | ran | reason |", "| --- | --- | --- |"] if survivors else []
+    for key, row in survivors.items():
+        cells = (f"`{key}`", row["text"], reasons.get(key, "**left**"))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _line(room: str, rows: dict[str, Any], reasons: dict[str, str]) -> str:
+    kinds = collections.Counter(row["kind"] for row in rows.values())
+    left = sum(is_left(key, rows, reasons) for key in rows)
+    cells: Iterable[object] = (len(rows), kinds["killed"], kinds["timed out"], kinds["survived"] - left, left)
+    score = f"{100 * (len(rows) - left) / len(rows):.0f} %" if rows else ""
+    return f"| {room} | " + " | ".join(map(str, cells)) + f" | {score} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
