@@ -8,7 +8,7 @@ import optax
 import pytest
 from jax import lax
 
-from autoshard.graph import analyse, read_graph
+from autoshard.graph import TO_HOST, analyse, read_graph
 from autoshard.program import trace
 from autoshard.program._train import make_optimizer
 from tests.graph import programs as made
@@ -156,3 +156,18 @@ def test_the_peak_is_near_the_compilers(name: str) -> None:
     found = compiled.memory_analysis()
     total = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
     assert peak(graph, analyse(graph, kept, updates)) == pytest.approx(total - found.alias_size_in_bytes, rel=0.25)
+
+
+def test_the_device_holds_what_goes_to_the_host_until_it_is_sent_and_again_once_it_is_back() -> None:
+    def fn(x: Any, w: Any) -> Any:
+        away = jax.device_put(x @ w, jax.memory.Space.Host)
+        later = lax.fori_loop(0, 4, lambda i, y: jnp.sin(y @ w), x @ (w + 1.0))
+        return jax.device_put(away, jax.memory.Space.Device) @ w + later
+
+    graph = graph_of(fn, f32(32, 32), f32(32, 32))
+    (sent,), (fetched,) = ([op for op in graph.ops if op.kind == kind] for kind in (TO_HOST, "to_device"))
+    assert sent.id < graph.loops[0].start < graph.loops[0].stop <= fetched.id
+    spans = lifetimes(analyse(graph))
+    (source,), (away,), (back,) = sent.operands, sent.results, fetched.results
+    assert spans[source][1] == sent.id + 1 and away not in spans
+    assert spans[back][0] == fetched.id
