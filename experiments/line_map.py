@@ -6,6 +6,7 @@ each. Lines that ran while a module was imported are of the test "".
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import coverage
@@ -13,6 +14,8 @@ import pytest
 
 
 PACKAGE = Path(__file__).parent.parent / "autoshard"
+# What ran until there is no time left is written all the same.
+signal.signal(signal.SIGXCPU, signal.default_int_handler)
 # Started before anything imports the package.
 _lines = coverage.Coverage(data_file=None, source=[str(PACKAGE)], config_file=False)
 _lines.start()

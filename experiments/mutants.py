@@ -6,8 +6,9 @@ Draws `--each` places of every room with a fixed seed and changes one at a time:
 for `or`, a `not`, a branch that is never entered, `min` for `max`. The tests that run the changed line run first, the
 quickest of these before others, then their files, all within a time limit. The checkout is never written to: a copy of
 it in a temporary folder is. Which test runs which line is recorded by file under `build/mutants`, for as long as the
-package and that file stay the same. Of kept tools, mutmut 3 imports the package once and forks, which JAX's threads do
-not survive, and swaps functions that numba compiles; cosmic-ray writes into the checkout and runs one command for all.
+package and that file stay the same; of long files, for the tests that there is time for. Of kept tools, mutmut 3 imports
+the package once and forks, which JAX's threads do not survive, and swaps functions that numba compiles; cosmic-ray
+writes into the checkout and runs one command for all.
 
 Rows are kept in `results/mutants.json` as they are made, and are not made again, but for survivors with `--again`. A
 survivor that computes the same has its reason in `data/equal_mutants.json`. Writes `results/mutants.md`; exit code 1 if
@@ -52,7 +53,7 @@ NEAREST = {
 """Room -> the folders of tests that are nearest to it."""
 QUICK_S, WHOLE_S = 20.0, 30.0
 """Recorded seconds of tests that run the line, and of the rest of their files."""
-LIMIT_S, COMPILING_S, FILE_S = 120, 300, 900
+LIMIT_S, COMPILING_S, FILE_S = 120, 300, 150
 """Seconds of processor for tests of a mutant, if numba compiles everything again, and for a file that is recorded."""
 WAIT_S = 1800.0
 """Seconds on the clock for any of these: other programs may keep the machine busy."""
@@ -110,7 +111,7 @@ def pytest(copy: Path, limit: int, *arguments: str, **variables: str) -> tuple[i
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 30)),
     )
     try:
         text, _ = process.communicate(timeout=WAIT_S)
