@@ -6,7 +6,7 @@ Draws `--each` places of every room with a fixed seed and changes one at a time:
 for `or`, a `not`, a branch that is never entered, `min` for `max`. The tests that run the changed line run first, the
 quickest of these before others, then their files, all within a time limit. The checkout is never written to: a copy of
 it in a temporary folder is. Which test runs which line is recorded by file under `build/mutants`, for as long as the
-package and that file stay the same; of long files, for the tests that there is time for. Of kept tools, mutmut 3 imports
+package and that file stay the same; of long files, for as many tests as there is time. Of kept tools, mutmut imports
 the package once and forks, which JAX's threads do not survive, and swaps functions that numba compiles; cosmic-ray
 writes into the checkout and runs one command for all.
 
