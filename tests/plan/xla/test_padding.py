@@ -63,6 +63,19 @@ def test_in_order_the_last_dim_lies_along_the_lanes() -> None:
     assert tile_padding(local, 2, (0,), in_order=True).tolist() == [4.0, 1.0]  # as compiled for tpu7x
 
 
+@pytest.mark.parametrize(("queries", "outer"), [(1, ()), (8, (0, 1))])
+def test_a_product_with_single_rows_is_no_matmul_whose_batch_dims_are_in_no_tile(
+    queries: int, outer: tuple[int, ...]
+) -> None:
+    """A decode step multiplies its cache element by element, and so the cache may lie along its batch."""
+    cache, x = half(256, 4, 3, 64), half(256, 4, queries, 64)
+    model = whole(lambda cache, x: jnp.einsum("bhkd,bhqd->bhkq", cache, x), cache, x)
+    number = model.graph.arguments[0]
+    assert model.padding.lies(number)[0] == outer
+    ratio = float(model.padding.ratio(number, np.array([[-1]]), [1])[0])
+    assert (ratio == 1.0) == (queries == 1)
+
+
 def test_stacks_of_matrices_that_kernels_take_lie_in_order() -> None:
     """What is narrowed of a parameter before the loop, and its gradients' stack, not the parameter."""
     program = decoder_program(
