@@ -5,10 +5,14 @@ from collections import defaultdict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autoshard
 from autoshard.plan import Plan, Span, Timeline
+from autoshard.plan.price._predict import evaluate
+from autoshard.plan.price._timeline import make_timeline
+from tests.plan import programs
 
 
 def decoder(params, batch):
@@ -83,3 +87,12 @@ def test_memory_reaches_the_predicted_peak_and_is_never_negative(plan: Plan, tim
     assert list(timeline.moments_s) == sorted(timeline.moments_s)
     at = totals.index(max(totals))
     assert {kind: sizes[at] for kind, sizes in timeline.memory.items() if sizes[at]} == plan.prediction.memory
+
+
+@pytest.mark.parametrize(("name", "topology", "mesh"), programs.CASES)
+def test_any_choices_end_when_they_are_judged_to_end(name: str, topology: str, mesh: str):
+    """Also where links are what the whole step waits for, as it does for most choices that are made at random."""
+    model, rng = programs.model(name, topology, mesh), np.random.default_rng(0)
+    for _ in range(4):
+        choices = programs.random_choices(model, rng)
+        assert make_timeline(model, choices).end_s == pytest.approx(evaluate(model, choices).step_time_s, rel=1e-9)

@@ -237,6 +237,21 @@ def test_every_row_is_compiled() -> None:
     assert seen == {row for kind, rows in TABLE.items() if kind != "*" for row in rows}
 
 
+def test_shards_of_a_convolution_borrow_along_its_windows_only() -> None:
+    """Images and output channels are apart, and input channels are summed over."""
+    numbers = ("NCHW", "OIHW", "NCHW")
+    program = trace(
+        lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers),
+        (f32(8, 16, 32, 32), f32(64, 16, 3, 3)),
+    )
+    graph = read_graph(program.module)
+    (op,) = (op for op in graph.ops if op.kind == "convolution")
+    assert op.rule is not None
+    images, weights = ([handling(graph, op, f, "cpu") for (f,) in dims] for dims in op.rule.operands)
+    assert images == [Handling.LOCAL, Handling.SUM, Handling.HALO, Handling.HALO]
+    assert weights[:2] == [Handling.LOCAL, Handling.SUM]
+
+
 def test_compound_dims_are_left_to_the_reshapes_around() -> None:
     program = trace(lambda x: x.reshape(16, 4, 16), (X,), name="reshape")
     graph = read_graph(program.module)
