@@ -131,7 +131,7 @@ def line_map(copy: Path, test: Path) -> dict[str, Any]:
         pytest(copy, FILE_S, "-p", "line_map", str(test.relative_to(copy)), LINE_MAP=str(path))
         if not path.exists():
             path.write_text(json.dumps({"tests": [], "seconds": [], "lines": {}}))
-    return json.loads(path.read_text())
+    return json.loads(path.read_text()) | {"text": test.read_text()}
 
 
 @functools.cache
@@ -143,18 +143,21 @@ def maps(copy: Path, room: str) -> list[dict[str, Any]]:
 def chosen(copy: Path, mutant: Mutant) -> tuple[list[str], list[str]]:
     """Return the tests that run a line, and the others of their files, quickest first."""
     compiled = "njit" in (copy / "autoshard" / mutant.path).read_text()
-    running, others = {}, {}
+    running: dict[str, float] = {}
+    others: dict[str, float] = {}
     for each in maps(copy, mutant.room):
         lines = each["lines"].get(mutant.path, {})
         numbers = set(lines.get(str(mutant.line), ()))
-        # What numba compiles is not recorded by line, and what ran at import has no test.
-        if numbers == {0} or (compiled and not numbers and lines):
+        if numbers == {0}:  # it ran while the file was imported, for no test
             numbers = set(itertools.chain(*lines.values()))
-        seconds = dict(zip(each["tests"], each["seconds"], strict=True))
+        seconds = {name: s for name, s in zip(each["tests"], each["seconds"], strict=True) if name}
         names = {each["tests"][number] for number in numbers} - {""}
+        if compiled and lines and not names:  # what numba compiles is not recorded
+            names = set(seconds) if Path(mutant.path).stem in each["text"] else set()
+            others |= seconds
         running |= {name: seconds[name] for name in names}
-        others |= {name: seconds[name] for name in seconds if names and name and name not in names}
-    return _within(running, QUICK_S), _within(others, WHOLE_S)
+        others |= seconds if names else {}
+    return _within(running, QUICK_S), _within({n: s for n, s in others.items() if n not in running}, WHOLE_S)
 
 
 def _within(seconds: dict[str, float], most: float) -> list[str]:

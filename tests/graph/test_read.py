@@ -107,6 +107,7 @@ def test_flops_of_a_dot(equation: str, shapes: tuple[tuple[int, ...], ...], flop
         ((8, 16, 16, 4), (3, 3, 4, 32), 1, 1),
         ((8, 16, 16, 4), (3, 3, 4, 32), 2, 1),
         ((8, 16, 16, 8), (3, 3, 2, 16), 1, 4),
+        ((8, 16, 16, 4), (3, 3, 4, 1), 1, 1),
     ],
 )
 def test_flops_of_a_convolution_and_of_its_gradients(

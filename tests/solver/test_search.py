@@ -15,7 +15,7 @@ from autoshard.solver._flat import flatten
 from autoshard.solver._graph import InfeasibleGraph, OverLimit, build
 from autoshard.solver._mip import usage_profile
 from autoshard.solver._reduce import reduce
-from autoshard.solver._search import _block_cost, _residual
+from autoshard.solver._search import _block_cost, _grow, _residual
 
 
 def hard_problem(nodes: int, seed: int, hops: tuple[int, ...] = (1, 2, 7), alternatives: int = 4) -> Problem:
@@ -135,6 +135,24 @@ def test_a_block_is_minimised_exactly_whatever_members_keep_their_choice():
             least = minimise(flat, work, done, slots, False)
             assert least == pytest.approx(_block_cost(flat, work, work.trial, done, inside), rel=1e-9)
     assert late > 100
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_members_of_a_block_are_different_marked_and_in_their_places(broken):
+    graph = build(hard_problem(40, 0))
+    _, flat = flatten(graph)
+    climber = Climber(flat, 0)
+    climber.start(np.zeros(40, dtype=np.int64))
+    work, sizes = climber._work, set()
+    for turn in range(1, 200):
+        goal = 2 + turn % 20
+        size = _grow(flat, work, climber._used, broken, goal, 2 * turn + 1)
+        members = work.members[:size].tolist()
+        assert 0 < size <= goal and len(set(members)) == size
+        assert sorted(members) == np.flatnonzero(work.mark == 2 * turn + 1).tolist()
+        assert work.spot[members].tolist() == list(range(size))
+        sizes.add(size)
+    assert len(sizes) > 10
 
 
 @pytest.fixture
