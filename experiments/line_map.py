@@ -39,14 +39,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish() -> None:
     _lines.stop()
     data = _lines.get_data()
-    tests = [""] + [name for name in _seconds if name not in _bad]
-    place = {name: number for number, name in enumerate(tests)}
-    ran = {
+    seconds = {name: round(s, 2) for name, s in _seconds.items() if name not in _bad}
+    lines = {
         str(Path(file).relative_to(PACKAGE)): {
-            line: sorted(place[name] for name in names if name in place)
+            line: [name for name in names if not name or name in seconds]
             for line, names in data.contexts_by_lineno(file).items()
         }
         for file in data.measured_files()
     }
-    seconds = [0.0] + [round(_seconds[name], 2) for name in tests[1:]]
-    Path(os.environ["LINE_MAP"]).write_text(json.dumps({"tests": tests, "seconds": seconds, "lines": ran}))
+    Path(os.environ["LINE_MAP"]).write_text(json.dumps({"seconds": seconds, "lines": lines}))

@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -16,6 +17,7 @@ from autoshard.solver._eliminate import Elimination
 from autoshard.solver._flat import flatten
 from autoshard.solver._graph import build
 from autoshard.solver._reduce import reduce
+from autoshard.solver._thread import OnThread
 
 
 COUNT = 30
@@ -111,3 +113,11 @@ def test_a_climb_ends_when_it_is_due() -> None:
     asked = itertools.count(1)
     climber.run_until(lambda: next(asked) >= 3, np.zeros(len(flat.capacity)))
     assert next(asked) == 4 and 0 < climber.moves <= 3 * 50
+
+
+def test_a_call_on_a_thread_is_done_once_it_has_returned() -> None:
+    go = threading.Event()
+    call = OnThread(lambda: go.wait() and "returned")
+    assert not call.done() and call.result(lambda: True) is None
+    go.set()
+    assert call.result() == "returned" and call.done()

@@ -4,11 +4,13 @@ import itertools
 from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import brute_force, make_problem, problems
 
 from autoshard.solver import FORBIDDEN, Link, Network, Problem, Term, evaluate, narrow
+from autoshard.solver import _narrow as module
 
 
 def network(problem: Problem) -> Network:
@@ -82,6 +84,20 @@ def test_most_of_a_chain_goes() -> None:
     assert found.complete and found.choices is not None
     assert sum(map(len, found.kept)) < 0.2 * count * wide
     assert evaluate(problem, found.choices).cost <= found.bound * (1 + 1e-6)
+
+
+def test_messages_of_like_costs_are_a_bound_to_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    count, wide = 40, 5
+    costs = random.integers(1000, 2000, (count, wide)).tolist()
+    pairs = [(a, b) for a in range(count) for b in (a + 1, a + 3, a + 8) if b < count]
+    problem = make_problem(costs, [(a, b, random.integers(0, 1000, wide * wide).tolist()) for a, b in pairs])
+    whole = network(problem)
+    first = narrow(whole)
+    assert first.messages is not None and first.choices is not None
+    monkeypatch.setattr(module, "_SWEEPS", 1)
+    anew, again = (narrow(whole, start=start, enough=0.0) for start in (None, first.messages))
+    assert 1.01 * anew.bound < first.bound <= again.bound <= evaluate(problem, first.choices).cost
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,5 +1,7 @@
 """The engine for large problems, made to run on small ones."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,8 @@ from autoshard.solver._climb import Climber
 from autoshard.solver._dual import Dual
 from autoshard.solver._eliminate import Elimination
 from autoshard.solver._flat import flatten
-from autoshard.solver._graph import InfeasibleGraph, OverLimit, build
+from autoshard.solver._graph import InfeasibleGraph, OverLimit, build, table_entries
+from autoshard.solver._messages import price_memory
 from autoshard.solver._mip import usage_profile
 from autoshard.solver._reduce import reduce
 from autoshard.solver._search import _block_cost, _grow, _residual
@@ -110,6 +113,39 @@ def test_the_climber_keeps_its_books():
     assert over[over > 0].sum() == excess
 
 
+def test_the_cheapest_of_all_starts_is_kept():
+    _, flat = flatten(build(make_problem([[10, 20, 15]], [])))
+    climber = Climber(flat, 0)
+    for choice in (0, 1, 2):
+        climber.start(np.array([choice]))
+        assert climber.cost == 0 and climber.best.tolist() == [0]
+
+
+def test_memory_costs_its_price_at_every_time_of_its_term():
+    terms = [(0, 0, 2, [3, 5]), (1, 1, 3, [7, 0]), (1, 0, 1, [1, 2])]
+    _, flat = flatten(build(make_problem([[0, 20], [0, 40]], [], terms, 6)))
+    assert flat.capacity.tolist() == [6, 6], "the last two times are one"
+    unary = np.zeros(4)
+    assert price_memory(flat, np.array([1.0, 10.0]), unary) == 11 * 6
+    assert unary.tolist() == [3 * 11, 20 + 5 * 11, 7 * 10 + 1, 40 + 2]
+
+
+def test_entries_are_those_of_the_table_of_every_edge():
+    edges = [(0, 1, [0] * 6), (1, 2, [0] * 12), (1, 0, [0] * 6)]
+    assert table_entries(build(make_problem([[0] * 2, [0] * 3, [0] * 4], edges))) == 6 + 12
+
+
+def test_what_is_forbidden_stays_so_in_every_table():
+    whole = hard_problem(12, 0)
+    random = np.random.default_rng(0)
+    closed = random.random(len(whole.edge_costs)) < 0.2
+    graph = build(dataclasses.replace(whole, edge_costs=np.where(closed, FORBIDDEN, whole.edge_costs + 500)))
+    reduce(graph)
+    tables = [table for near in graph.edges.values() for table in near.values()]
+    assert any((table == FORBIDDEN).any() for table in tables)
+    assert all(((table < 10**9) | (table == FORBIDDEN)).all() for table in tables)
+
+
 def test_a_block_is_minimised_exactly_whatever_members_keep_their_choice():
     """Dense graphs, where some keep it after others were eliminated into them: the minimum is that of the choices."""
     late = 0
@@ -122,7 +158,8 @@ def test_a_block_is_minimised_exactly_whatever_members_keep_their_choice():
         work = climber._work
         for inside in range(3, 43, 2):
             work.mark[:] = inside
-            work.spot[:] = work.members[:] = np.arange(count)
+            work.members[:] = np.random.default_rng(inside).permutation(count)
+            work.spot[work.members] = np.arange(count)
             done, slots = plan(flat, work, count, inside)
             kept = set(np.flatnonzero(work.fate == 2).tolist())
             assert 0 < done == count - len(kept)

@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -148,3 +150,15 @@ def test_a_bound_that_is_enough_ends_it_and_holds(problem: Problem, more: int) -
         assert judged.feasible and judged.cost == answer.cost >= best
     if answer.cost != best or not len(answer.choices):
         assert more <= 0 and answer.lower_bound >= enough, "what costs less was found, or is said not to be"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "wanted"),
+    [("node_costs", (2, 1), "[n]"), ("edge_nodes", (4,), "[n, 2]"), ("edge_nodes", (1, 3), "[n, 2]")],
+)
+def test_arrays_of_another_shape_are_refused(name, shape, wanted):
+    problem = make_problem([[0, 1], [2, 3]], [(0, 1, [0, 1, 2, 3])])
+    wrong = dataclasses.replace(problem, **{name: np.zeros(shape, dtype=np.int64)})
+    with pytest.raises(UserError) as caught:
+        solve(wrong)
+    assert str(caught.value) == f"Problem.{name} has shape {list(shape)}; it must have shape {wanted}"
