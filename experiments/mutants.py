@@ -46,7 +46,7 @@ NEAREST = {
     "cost": ("cost", "plan/test_estimates.py", "plan/test_serving_plan.py"),
     "graph": ("graph", "plan/price", "plan/model"),
     "plan/price": ("plan/price", "plan/model", "plan/solve"),
-    "plan/xla": ("plan/xla", "plan/model", "plan/price"),
+    "plan/xla": ("plan/xla", "plan/test_spatial.py", "plan/model", "plan/price"),
     "solver": ("solver",),
     "exec/apply": ("exec/apply", "exec/test_modules.py", "exec/test_own_specs.py", "exec/test_weights.py"),
     "program": ("program",),

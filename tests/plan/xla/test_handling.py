@@ -1,6 +1,7 @@
 """What the partitioner does with split factors: the table against every op compiled alone on eight CPU devices."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from autoshard.plan.model._factors import factor_states
 from autoshard.plan.model._heavy import heavy_strategies, result_states
 from autoshard.plan.model._model import Path
 from autoshard.plan.price._paths import path_steps
+from autoshard.plan.xla._halos import shifts
 from autoshard.plan.xla._handling import TABLE, Handling, handling, inner_collectives, whole_factors
 from autoshard.plan.xla._states import WHOLE
 from autoshard.program import Program, trace
@@ -250,6 +252,23 @@ def test_shards_of_a_convolution_borrow_along_its_windows_only() -> None:
     images, weights = ([handling(graph, op, f, "cpu") for (f,) in dims] for dims in op.rule.operands)
     assert images == [Handling.LOCAL, Handling.SUM, Handling.HALO, Handling.HALO]
     assert weights[:2] == [Handling.LOCAL, Handling.SUM]
+
+
+def test_shards_of_a_slice_borrow_the_rows_past_their_ends() -> None:
+    """Of 16 rows all but the first two, over one of two axes, over both, and beside columns that are split."""
+    graph = read_graph(trace(lambda x: x[2:], (f32(16, 6),), name="slice").module)
+    (op,) = (op for op in graph.ops if op.kind == "slice")
+    assert op.rule is not None
+    (row,), (column,) = op.rule.operands[0]
+    states = np.array([[WHOLE, WHOLE], [row, WHOLE], [WHOLE, row], [row, row], [row, column], [column, row]])
+    borrowed = [{}, {(0,): 2 * 6 * 4}, {(1,): 1 * 6 * 4}, {(0, 1): 2 * 6 * 4}, {(0,): 2 * 3 * 4}, {(1,): 1 * 2 * 4}]
+    found: list[dict[tuple[int, ...], float]] = [{} for _ in states]
+    for each in shifts(graph, op, states, (4, 2)):
+        shards = math.prod((4, 2)[axis] for axis in each.axes)
+        assert each.kind == "collective-permute" and each.senders == pytest.approx((shards - 1) / shards)
+        for state in np.flatnonzero(each.size):
+            found[state][each.axes] = each.size[state]
+    assert found == borrowed
 
 
 def test_compound_dims_are_left_to_the_reshapes_around() -> None:

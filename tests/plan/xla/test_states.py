@@ -12,7 +12,9 @@ from autoshard.plan.xla._states import (
     PARTIAL,
     WHOLE,
     decompose,
+    distinct,
     enumerate_states,
+    extents,
     local_elements,
     relabel,
 )
@@ -39,6 +41,7 @@ def test_blocked_dims_and_dims_of_one_are_never_split() -> None:
         (8, 4, True, True),
         (9, 4, False, True),  # 12 of 9
         (5, 4, False, False),  # 8 of 5
+        (4, 3, False, True),  # 6 of 4, the most there may be
         (4, 8, False, False),
         (6, 4, False, True),  # 8 of 6
         (50257, 16, False, True),
@@ -72,6 +75,20 @@ def test_local_elements_count_padding() -> None:
     states = np.array([[WHOLE, WHOLE], [0, WHOLE], [0, 0], [0, 1], [PARTIAL, 1]])
     assert local_elements(states, (10, 6), (4, 2)).tolist() == [60, 3 * 6, 2 * 6, 3 * 3, 10 * 3]
     assert local_elements(enumerate_states((), (4, 2)), (), (4, 2)).tolist() == [1]
+
+
+def test_the_last_dim_is_split_by_the_axes_on_it() -> None:
+    states = np.array([[WHOLE, WHOLE], [0, WHOLE], [1, WHOLE], [PARTIAL, 1], [1, 1]])
+    assert extents(states, (10, 64), (4, 2)).tolist() == [64, 64, 16, 32, 8]
+
+
+@pytest.mark.parametrize("axes", [1, 3, 30])
+def test_distinct_rows_come_in_order(axes: int) -> None:
+    states = np.random.default_rng(0).integers(PARTIAL - 1, 4, (200, axes))
+    states[100:] = states[np.random.default_rng(1).integers(0, 100, 100)]
+    _, first, place = np.unique(states, axis=0, return_index=True, return_inverse=True)
+    found = distinct(states)
+    assert found[0].tolist() == first.tolist() and found[1].tolist() == place.ravel().tolist()
 
 
 def test_relabelling_keeps_what_is_negative() -> None:

@@ -308,3 +308,14 @@ def test_every_pair_is_what_it_is_alone() -> None:
             alone = sum(predicted(tuple(source), tuple(target), SHAPE, mesh).values())
             assert total[i, j] == pytest.approx(alone, abs=2)
             assert (total[i, j] == 0) == (alone == 0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kinds"),
+    [({"a": 4, "b": 2}, ["reduce-scatter"] * 2), ({"a": 8}, ["all-reduce"]), ({"a": 8, "b": 1}, ["all-reduce"])],
+)
+def test_sums_over_a_whole_slice_are_split_axis_by_axis(sizes: dict[str, int], kinds: list[str]) -> None:
+    """TPU compilers have no other reduce-scatter over all devices of a slice of several hosts."""
+    mesh = make_mesh(Topology.parse("v5p:2x2x2"), sizes)
+    one, other = np.array([[PARTIAL] * len(sizes)]), np.array([[0] * len(sizes)])
+    assert [step.kind for step in transition(one, other, SHAPE, 4, 4, Collectives(mesh))] == kinds
