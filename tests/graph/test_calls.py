@@ -74,6 +74,8 @@ def test_factors_and_work_of_rows_in_groups() -> None:
     assert of_weight.rule.kinds == (summed, parallel, whole, parallel, parallel)
     for op in (forward, of_rows, of_weight):
         assert op.op_class is OpClass.HEAVY
+        sides = *zip(op.operands, op.rule.operands, strict=True), *zip(op.results, op.rule.results, strict=True)
+        assert all(graph.tensors[t].shape == tuple(op.rule.sizes[f] for (f,) in dims) for t, dims in sides)
         # 64 rows on a device are 2 tiles, and one more for each of 4 groups: 6 of 32 rows where 2 are needed.
         assert op.flops == 2 * (2 * 4 * 16) * 128 * 96 * 3
         assert op.steps == 2 * 6 * 2 * 2

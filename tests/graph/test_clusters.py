@@ -220,3 +220,18 @@ def test_names_and_roles_do_not_change_clusters_of_the_rest() -> None:
 
 def test_building_twice_gives_equal_records() -> None:
     assert made.structure_of(made.decoder()) == made.structure_of(made.decoder())
+
+
+def test_ties_that_cannot_be_are_reported_apart() -> None:
+    """A result may take the spec of any argument of its shape, but not of one whose other dim it is."""
+    graph = graph_of(lambda x, y: (jnp.sort(y), jnp.sin(x.T)), f32(8, 8), f32(8, 8))
+    (x, y), (ordered, turned) = graph.arguments, graph.results
+    structure = build_structure(graph, ties=[(ordered, y), (turned, x)])
+    assert structure.ties == ((turned, x),)
+    assert structure.cluster_of[ordered] == structure.cluster_of[y]
+    assert structure.dims_of[ordered] == structure.dims_of[y]
+    structure = build_structure(graph, ties=[(turned, y)])
+    assert structure.ties == () and structure.cluster_of[turned] == structure.cluster_of[y]
+    assert structure.dims_of[turned] == structure.dims_of[y]
+    structure = build_structure(graph, parameters=[y], ties=[(turned, y)])
+    assert structure.ties == ((turned, y),) and structure.cluster_of[turned] != structure.cluster_of[y]

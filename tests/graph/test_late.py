@@ -38,3 +38,20 @@ def test_gradients_of_logits_are_held_through_the_backward_pass() -> None:
     assert any(stops(after)[t] >= backward.stop for t in logits)
     assert sum(stop for *_, stop in after.buffers) > sum(stop for *_, stop in before.buffers)
     assert [t for t, *_ in after.buffers] == [t for t, *_ in before.buffers]
+
+
+def test_what_a_loop_makes_of_a_carry_is_not_late() -> None:
+    """Though nothing takes the last of it before another loop is done."""
+
+    def run(x, layers):
+        for weights in layers:
+            x = jax.lax.scan(lambda h, w: (h @ w, None), x, weights)[0]
+            x = jnp.sort(x)
+        return x
+
+    shape = jax.ShapeDtypeStruct
+    stacks = [shape((LAYERS, WIDTH, WIDTH), "float32")] * 2
+    graph = read_graph(trace(run, (shape((64, WIDTH), "float32"), stacks), name="loops").module)
+    assert len(graph.loops) == 2
+    before = analyse(graph, (), {})
+    assert made_late(graph, before).buffers == tuple(sorted(before.buffers))

@@ -60,6 +60,19 @@ def test_a_gradient_is_filled_with_zeros_and_what_meets_the_state_is_copied():
     assert counted(graph_of(adam)) == [1, 2, 4]
 
 
+@pytest.mark.parametrize("layers", [2, 3])
+def test_a_rate_for_each_layer_is_a_value_that_a_stack_meets(layers: int) -> None:
+    def step(w: Any, rates: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w)[:, :WIDTH], None), x, w)[0].sum()
+
+        return rates[:, None, None] * jax.grad(loss)(w), w
+
+    shapes = (layers, WIDTH, INNER), (layers,), (TOKENS, WIDTH)
+    graph = read_graph(trace(step, [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]).module)
+    assert [each.count for each in turned_passes(graph)] == [1, 2]
+
+
 def test_weights_that_lie_as_their_gradient_is_multiplied_cost_nothing():
     assert turned_passes(graph_of(adam, transposed=True)) == ()
 
