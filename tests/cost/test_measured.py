@@ -1,5 +1,6 @@
 """What was measured of GPUs: tables, what lies between their points, and networks between islands."""
 
+import itertools
 import json
 import math
 import pathlib
@@ -51,6 +52,15 @@ def test_between_sizes_of_groups() -> None:
     four, six, eight = (island_curve("h100", "all-gather", devices)[20] for devices in (4, 6, 8))
     assert four < six < eight
     assert island_curve("gb200", "all-reduce", 72)[-1] < 2 * island_curve("gb200", "all-reduce", 8)[-1]
+
+
+def test_rates_between_measured_matmuls_are_geometric_means() -> None:
+    rates = matmul_rates(load_chip("h100"))
+    assert rates is not None and rates.share == 1.0
+    for low, high in itertools.pairwise(float(size) for size in rates.sizes if size >= 512):
+        ends = [float(rates.shares_of_best(size, 4096.0, 4096.0, 1.0)) for size in (low, high)]
+        between = float(rates.shares_of_best(math.sqrt(low * high), 4096.0, 4096.0, 1.0))
+        assert between == pytest.approx(math.sqrt(ends[0] * ends[1]), rel=1e-9)
 
 
 def test_two_sources_agree_on_large_collectives_of_eight() -> None:

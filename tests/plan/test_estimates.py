@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autoshard import cli
-from autoshard.cost import StepAsked, Topology, estimate_step, larger_topologies
+from autoshard.cost import Compute, StepAsked, Topology, estimate_step, larger_topologies
 from autoshard.errors import UserError
 from autoshard.plan import Options, config_decoder, estimate_config, fewest_devices, least_estimate, make_plan
 from autoshard.program import Role, bundled, open_source
@@ -67,6 +67,25 @@ def test_serving_reads_its_weights_and_its_cache():
     assert read < found.step_time_s < 3 * read
     prefill = estimate_step(decoder, V5E, dataclasses.replace(asked, kind="prefill", seq=1024))
     assert prefill.asked.tokens == 1024 * found.asked.tokens
+
+
+def test_scores_that_are_written_out_are_two_matmuls_of_every_layer():
+    """Of as many tokens in fewer and longer prompts only attention takes longer."""
+    decoder = config_decoder("hf:llama3-8b")
+    assert decoder is not None
+    topology = Topology.parse("cpu:1")
+    short, long = (
+        estimate_step(decoder, topology, StepAsked(batch, 8192 // batch, "prefill", param_bytes=2)).compute_s
+        for batch in (8, 2)
+    )
+    compute = Compute(topology)
+
+    def attention(batch: int) -> float:
+        seq, head = 8192 // batch, decoder.head_size
+        pair = (seq, seq, head), (seq, head, seq)
+        return decoder.layers * sum(float(compute.dot_seconds(m, n, k, batch * decoder.heads)) for m, n, k in pair)
+
+    assert long - short == pytest.approx(attention(2) - attention(8), rel=1e-3) and long > 1.1 * short
 
 
 @pytest.mark.parametrize(

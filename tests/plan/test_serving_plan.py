@@ -28,6 +28,8 @@ V6E = Topology.parse("v6e:2x4")
 ASKED = ServingAsked(1000, 500)
 LLAMA = config_decoder("hf:llama3-8b")
 assert LLAMA is not None
+DECODERS = ("hf:llama3-8b", "hf:mixtral-8x7b")
+"""The second is served with attention in groups too."""
 
 
 def test_a_step_of_decoding_reads_weights_and_cache():
@@ -69,16 +71,19 @@ def test_the_plan_keeps_its_limits_and_nothing_that_does_serves_more():
         assert each.fits and decoding + each.prompt_engines * (each.prompts or each.engine).devices == 8
 
 
-def test_engines_apart_serve_what_the_slower_side_does():
-    plan = plan_serving("hf:llama3-8b", "v6e:2x4", ASKED)
+@pytest.mark.parametrize("name", DECODERS)
+def test_engines_apart_serve_what_the_slower_side_does(name: str):
+    plan, decoder = plan_serving(name, "v6e:2x4", ASKED), config_decoder(name)
+    assert decoder is not None
     apart = [each for each in plan.points if each.prompt_engines]
     assert apart
+    assert any(each.prompts.attention > 1 for each in apart if each.prompts) == (decoder.experts > 1)
     for each in apart:
         assert each.prompts is not None
         prompts = each.prompt_engines * each.prompts.attention / each.prompt_s * 500
         decoded = (each.engines - each.prompt_engines) * each.batch / each.decode_s
         assert each.tokens_per_s == pytest.approx(min(prompts, decoded)) and each.token_s == each.decode_s
-        kept = LLAMA.kv_bytes(1000) / min(each.prompts.tensor, LLAMA.kv_heads)
+        kept = decoder.kv_bytes(1000) / min(each.prompts.tensor, decoder.kv_heads)
         assert each.first_s == pytest.approx(each.prompt_s + kept / (0.8 * V6E.chip.network_bytes_per_s_per_chip))
 
 
@@ -102,14 +107,17 @@ def test_engines_for_prompts_may_be_of_another_kind_where_that_serves_more():
     assert f"--tensor-parallel-size {point.engine.devices} " in second
 
 
-def test_the_largest_batch_that_fits_is_offered():
-    plan = plan_serving("hf:llama3-8b", "v6e:2x4", ASKED)
+@pytest.mark.parametrize("name", DECODERS)
+def test_the_largest_batch_that_fits_is_offered(name: str):
+    plan, decoder = plan_serving(name, "v6e:2x4", ASKED), config_decoder(name)
+    assert decoder is not None
     for engine in {each.engine for each in plan.points}:
         batches = {each.batch for each in plan.points if each.engine == engine and not each.prompts}
         larger = max(batches) + engine.attention
         chunk = max(128, 1 << (2 * larger // engine.attention - 1).bit_length())  # of two prompt tokens for each
-        assert not serving_point(LLAMA, V6E, ASKED, engine, larger, chunk).fits
-        assert {1 << n for n in range(max(batches).bit_length())} <= batches
+        assert not serving_point(decoder, V6E, ASKED, engine, larger, chunk).fits
+        doubled = {engine.attention << n for n in range(max(batches).bit_length())}
+        assert {each for each in doubled if each <= max(batches)} <= batches
 
 
 def test_commands_say_the_same():
