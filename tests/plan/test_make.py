@@ -290,6 +290,16 @@ def test_ops_without_a_rule_are_a_warning_with_their_share() -> None:
     assert line.endswith("% of the step).")
 
 
+@pytest.mark.parametrize("topology", ["cpu:8", "v5e:2x2"])
+def test_a_step_of_nothing_has_no_shares(topology: str) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    program = trace(lambda x: jax.lax.rng_uniform(jnp.float32(0), jnp.float32(1), x.shape) + x, (f32(0, 16),))
+    plan = make_plan(program, Options(topology=topology)).plan
+    assert [each.share for each in plan.unruled] == [0.0] and plan.plan_gap == 0.0
+
+
 # The Problem
 
 

@@ -51,7 +51,8 @@ class Residency:
         alike: dict[object, list[tuple[int, float]]] = defaultdict(list)
         users = _users(graph)
         for size, tensor, start, stop in found:
-            meanwhile = written[stop] - written[start]
+            # Values without elements have no bytes.
+            meanwhile = max(written[stop] - written[start], 1.0)
             record = graph.tensors[tensor]
             what = (graph.ops[record.producer].kind, record.shape, record.dtype, record.loop, users[tensor], size)
             alike[what].append((tensor, room / meanwhile if meanwhile <= LASTING * size else 0.0))

@@ -13,7 +13,7 @@ from autoshard.plan.model._model import EXPOSED, HOST, Model, link_names
 from autoshard.plan.model._overlap import lanes
 from autoshard.plan.price._predict import cluster_names, held_buffers, reshard_cause
 from autoshard.plan.price._reshard_times import relayout_seconds, reshard_overlap, reshard_steps
-from autoshard.plan.record._parts import WAITS_FOR_HOST, HeldTensors, Span, Timeline
+from autoshard.plan.record._parts import HeldTensors, Span, Timeline
 from autoshard.plan.record._stacks import pattern
 
 
@@ -75,8 +75,7 @@ def _wait(block: _Block, number: int, clock: float) -> list[Span]:
     """Compute waits for the block's slowest link at the block's end, if that takes longer than the compute."""
     link, busy = max(block.links.items(), key=lambda item: item[1], default=("", 0.0))
     seconds = busy - block.compute
-    name = WAITS_FOR_HOST if link == HOST else f"waiting for {link}"
-    return [Span(name, EXPOSED[1], clock, seconds, number)] if seconds > 0 else []
+    return [Span(f"waiting for {link}", EXPOSED[1], clock, seconds, number)] if seconds > 0 else []
 
 
 _Job = tuple[int, int, int, str, str, float]
@@ -101,16 +100,17 @@ def _collectives(model: Model, choices: NDArray[np.int64]) -> list[_Job]:
     link_of, named = link_names(model.mesh), cluster_names(model)
     for reshard in model.reshards:
         moment = reshard.op if reshard.op >= 0 else _moment(model, reshard.source, reshard.block)
+        turn = 2 if reshard.tensor in model.graph.ops[moment].results else 0
         if again := relayout_seconds(model, reshard, choices):
             jobs.append(
-                (moment, 0, reshard.block, "compute", f"layout of {reshard_cause(model, reshard, named)}", again)
+                (moment, turn, reshard.block, "compute", f"layout of {reshard_cause(model, reshard, named)}", again)
             )
         overlap = reshard_overlap(model, reshard, choices)
         for kind, axes, size, seconds in reshard_steps(model, reshard, choices):
             where = lanes(model.collectives, link_of, overlap, kind, axes, size, reshard.block)
             name = f"{kind} over {', '.join(axes)}: {reshard_cause(model, reshard, named)}"
             for (_, lane), share in sorted(where.items()):
-                jobs.append((moment, 0, reshard.block, lane, name, seconds * share * reshard.trips))
+                jobs.append((moment, turn, reshard.block, lane, name, seconds * share * reshard.trips))
     return jobs
 
 

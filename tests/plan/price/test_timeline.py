@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import autoshard
-from autoshard.plan import Plan, Span, Timeline
+from autoshard.plan import WAITS_FOR_HOST, Plan, Span, Timeline
 from autoshard.plan.price._predict import evaluate
 from autoshard.plan.price._timeline import make_timeline
+from tests.graph.programs import f32
 from tests.plan import programs
 
 
@@ -96,3 +97,54 @@ def test_any_choices_end_when_they_are_judged_to_end(name: str, topology: str, m
     for _ in range(4):
         choices = programs.random_choices(model, rng)
         assert make_timeline(model, choices).end_s == pytest.approx(evaluate(model, choices).step_time_s, rel=1e-9)
+
+
+def sums_again():
+    """A loop that reads an argument in every trip, and makes nothing of its shape."""
+
+    def again(x, m):
+        return jax.lax.fori_loop(0, 4, lambda i, h: h * 0.5 + m.sum(0), jnp.tanh(x))
+
+    return autoshard.trace(again, (f32(1024, 2048), f32(2048, 2048)))
+
+
+@pytest.mark.parametrize(("name", "topology", "mesh"), [*programs.CASES, ("sums", "v5e:2x2", "data=4")])
+def test_a_loop_is_drawn_in_one_piece(name: str, topology: str, mesh: str):
+    built = programs.model_of(sums_again(), topology, mesh) if name == "sums" else None
+    model, rng = built or programs.model(name, topology, mesh), np.random.default_rng(0)
+    for _ in range(4):
+        spans = make_timeline(model, programs.random_choices(model, rng)).spans
+        spans = sorted((s for s in spans if s.lane in ("compute", "exposed")), key=lambda s: s.start_s)
+        pieces = [block for block, _ in itertools.groupby(span.block for span in spans) if block >= 0]
+        assert sorted(pieces) == [loop.id for loop in model.graph.loops]
+
+
+def test_operands_are_moved_before_an_op_runs_and_its_results_after():
+    program = autoshard.trace(lambda p, x: (jnp.tanh(x @ p), jnp.sin(x)), (shape(16, 8), shape(8, 16)))
+    model, rng = programs.model_of(program, "cpu:8", "data=4,model=2"), np.random.default_rng(0)
+    (dot,) = (model.nodes[number].name for op, number in model.op_node.items() if op == 0)
+    before, after = 0, 0
+    for _ in range(20):
+        spans = make_timeline(model, programs.random_choices(model, rng)).spans
+        # The work on what it makes has its name too.
+        op = max((span for span in spans if span.name == dot), key=lambda span: span.seconds)
+        for span in spans:
+            _, _, cause = span.name.partition(": ")
+            if cause in ("p", "x"):
+                assert span.start_s < op.start_s + op.seconds / 2
+                before += 1
+            elif cause == dot:
+                assert span.start_s > op.start_s + op.seconds / 2
+                after += 1
+    assert before > 10 and after > 10
+
+
+def test_what_waits_for_the_host_is_named_so():
+    def away(x, w):
+        there = jax.device_put(x @ w, jax.memory.Space.Host)
+        return jax.device_put(there, jax.memory.Space.Device) + 1
+
+    program = autoshard.trace(away, (shape(4096, 4096), shape(4096, 4096)))
+    timeline = autoshard.plan(program, topology="v5e:2x2", mesh="data=4").timeline
+    assert timeline is not None
+    assert [span.name for span in timeline.spans if span.name.startswith("waiting")] == [WAITS_FOR_HOST]
