@@ -1,5 +1,6 @@
 """What keeping and offloading single values is foreseen to come to, beside plans of programs that do so."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -85,6 +86,13 @@ def test_every_value_that_is_computed_again_is_found(config: str) -> None:
     again = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "context"}
     assert {place.path for place in found} == again | {"mlp.gate_proj", "mlp.up_proj", "input"}
     assert len({(place.loop, place.loop_again) for place in found}) == 1 and len(found) == 8
+
+
+def test_a_module_whose_name_ends_another_is_not_taken_for_it(config: str) -> None:
+    program = step(config, "full")
+    graph = read_program(program, "tpu").graph
+    more = dataclasses.replace(program, savable=("q_proj", *program.savable, "proj"))
+    assert find_values(more, graph) == find_values(program, graph)
 
 
 def test_the_best_set_fits_and_no_other_that_fits_is_faster(config: str) -> None:

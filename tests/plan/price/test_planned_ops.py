@@ -1,5 +1,6 @@
 """What a plan says of its ops and of what is held adds up to its prediction and to its own memory chart."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,6 +12,8 @@ from autoshard.plan.price._planned_ops import MOST_ROWS, planned_ops
 from autoshard.plan.price._predict import evaluate
 from autoshard.plan.price._timeline import make_timeline
 from autoshard.plan.record._store import plan_from_json, plan_to_json
+from autoshard.program import trace
+from tests.graph.programs import f32
 from tests.plan import programs
 
 
@@ -29,7 +32,22 @@ def test_the_rows_add_up_to_the_prediction(name: str, topology: str, mesh: str):
         assert sum(row.sent_s for row in rows) == pytest.approx(sent, rel=1e-9)
         waited = sum(each.exposed_s or 0.0 for each in outcome.collectives)
         assert sum(row.waited_s for row in rows) == pytest.approx(waited, rel=1e-9)
+        assert all(row.compute_s > 0 or row.bound != "compute" for row in rows)
         assert all(row.flops >= 0 and row.moved_bytes >= 0 and row.waited_s <= row.sent_s * (1 + 1e-9) for row in rows)
+
+
+def test_elementwise_ops_move_what_they_read_and_write():
+    def fn(x):
+        wide = jnp.tanh(x)
+        return wide, jnp.sin(wide).astype(jnp.bfloat16)
+
+    count = 8192 * 4096
+    model = programs.model_of(trace(fn, (f32(8192, 4096),)), "v5e:2x2", "data=4")
+    assert all((node.states[0] < 0).all() for node in model.nodes)
+    rows = planned_ops(model, np.zeros(len(model.nodes), dtype=np.int64))
+    # The second is written beside the first, from what the first has at hand.
+    assert {row.kind: row.moved_bytes for row in rows} == pytest.approx({"tanh": 8 * count, "convert": 2 * count})
+    assert all(row.flops == 0 and row.bound == "memory" for row in rows)
 
 
 @pytest.mark.parametrize(("name", "topology", "mesh"), programs.CASES)

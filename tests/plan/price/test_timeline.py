@@ -103,7 +103,7 @@ def sums_again():
     """A loop that reads an argument in every trip, and makes nothing of its shape."""
 
     def again(x, m):
-        return jax.lax.fori_loop(0, 4, lambda i, h: h * 0.5 + m.sum(0), jnp.tanh(x))
+        return jax.lax.fori_loop(0, 4, lambda i, h: h * 0.5 + m.sum(0), jnp.tanh(x) @ m)
 
     return autoshard.trace(again, (f32(1024, 2048), f32(2048, 2048)))
 
