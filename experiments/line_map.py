@@ -1,21 +1,23 @@
 """A plugin of pytest for `mutants.py`: record the seconds and the lines of the package of every test that passes.
 
 `LINE_MAP` names the file of JSON that it writes: tests with their seconds, and lines by file with the tests that ran
-each. Lines that ran while a module was imported are of the test "".
+each. Lines that ran while a module was imported are of the test "". A process that a test starts, and that imports this
+file when it starts, records its lines if it ends by itself.
 """
 
+import atexit
 import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import coverage
-import pytest
 
 
 PACKAGE = Path(__file__).parent.parent / "autoshard"
-# What ran until there is no time left is written all the same.
-signal.signal(signal.SIGXCPU, signal.default_int_handler)
+CHILD_OF = "LINE_MAP_TEST"
+"""The variable with the name of the test that runs, for processes that it starts."""
 # Started before anything imports the package.
 _lines = coverage.Coverage(data_file=None, source=[str(PACKAGE)], config_file=False)
 _lines.start()
@@ -23,14 +25,31 @@ _seconds: dict[str, float] = {}
 _bad: set[str] = set()
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_protocol(item: pytest.Item):
-    _lines.switch_context(item.nodeid)
-    yield
+def _write_child(test: str) -> None:
+    _lines.stop()
+    data = _lines.get_data()
+    lines = {str(Path(file).relative_to(PACKAGE)): data.lines(file) for file in data.measured_files()}
+    Path(f"{os.environ['LINE_MAP']}.{os.getpid()}").write_text(json.dumps({"test": test, "lines": lines}))
+
+
+if CHILD_OF in os.environ:
+    atexit.register(_write_child, os.environ[CHILD_OF])
+else:
+    # What ran until there is no time left is written all the same.
+    signal.signal(signal.SIGXCPU, signal.default_int_handler)
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _lines.switch_context(nodeid)
+    os.environ[CHILD_OF] = nodeid
+
+
+def pytest_runtest_logfinish() -> None:
+    del os.environ[CHILD_OF]
     _lines.switch_context("")
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+def pytest_runtest_logreport(report: Any) -> None:
     _seconds[report.nodeid] = _seconds.get(report.nodeid, 0.0) + report.duration
     if not report.passed:
         _bad.add(report.nodeid)
@@ -47,4 +66,10 @@ def pytest_sessionfinish() -> None:
         }
         for file in data.measured_files()
     }
-    Path(os.environ["LINE_MAP"]).write_text(json.dumps({"seconds": seconds, "lines": lines}))
+    path = Path(os.environ["LINE_MAP"])
+    for child in path.parent.glob(f"{path.name}.*"):
+        ran = json.loads(child.read_text())
+        for file, numbers in ran["lines"].items() if ran["test"] in seconds else ():
+            for number in numbers:
+                lines.setdefault(file, {}).setdefault(number, []).append(ran["test"])
+    path.write_text(json.dumps({"seconds": seconds, "lines": lines}))

@@ -39,13 +39,22 @@ from kept import BUILD, Results
 from mutations import Mutant, drawn
 
 
+CHILD_OF = "LINE_MAP_TEST"
+"""The variable by which `line_map.py` knows the processes that a test starts."""
 ROOT = Path(__file__).parent.parent
 TABLE = Path(__file__).parent / "results" / "mutants.md"
 REASONS = Path(__file__).parent / "data" / "equal_mutants.json"
 NEAREST = {
     "cost": ("cost", "plan/test_estimates.py", "plan/test_serving_plan.py"),
     "graph": ("graph", "plan/price", "plan/model"),
-    "plan/price": ("plan/price", "plan/model", "plan/solve"),
+    "plan/price": (
+        "plan/price",
+        "plan/test_make.py",
+        "plan/test_cudnn.py",
+        "plan/write/test_explain.py",
+        "plan/model",
+        "plan/solve",
+    ),
     "plan/xla": ("plan/xla", "plan/test_spatial.py", "plan/model", "plan/price"),
     "solver": ("solver",),
     "exec/apply": ("exec/apply", "exec/test_modules.py", "exec/test_own_specs.py", "exec/test_weights.py"),
@@ -148,10 +157,15 @@ def _digest(path: Path) -> str:
 def _record(copy: Path, paths: dict[Path, Path]) -> dict[Path, dict[str, Any]]:
     """Run files of tests in one process and write the map of each."""
     names = {test: str(test.relative_to(copy)) for test in paths}
+    # Python imports it when it starts: in the processes of a test, too.
+    (copy / "sitecustomize.py").write_text(
+        f"import os\nif {CHILD_OF!r} in os.environ:\n    import experiments.line_map\n"
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "lines.json"
         _, text = pytest(copy, FILE_S * len(paths), "-p", "line_map", *names.values(), LINE_MAP=str(path))
         ran = json.loads(path.read_text()) if path.exists() else {"seconds": {}, "lines": {}}
+    (copy / "sitecustomize.py").unlink()
     print(*names.values(), *text.splitlines()[-1:], flush=True)
     package = copy / "autoshard"
     texts = {str(file.relative_to(package)): _digest(file) for file in package.rglob("*.py")}

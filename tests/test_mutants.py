@@ -17,8 +17,16 @@ def least(x: int, y: int = 2) -> int:
     return min(x, y - 1)
 
 
+def elsewhere(x):
+    return x * 5
+
+
 def unseen(x):
     return x + 1
+
+
+if __name__ == "__main__":
+    print(elsewhere(len("ab")))
 '''
 CHANGES = {
     "2 -> 3",
@@ -31,8 +39,13 @@ CHANGES = {
     "y - 1 -> y + 1",
     "1 -> 2",
     "x + 1 -> x - 1",
+    "x * 5 -> x // 5",
+    "5 -> 6",
+    "__name__ == '__main__' -> False",
+    "__name__ == '__main__' -> __name__ != '__main__'",
 }
 TESTS = """
+import subprocess, sys
 import pytest
 from autoshard.cost.sums import least
 
@@ -40,6 +53,10 @@ def test_least():
     assert least(5) == 1 and least(0, 0) == -1
     with pytest.raises(ValueError):
         least(0)
+
+def test_elsewhere():
+    done = subprocess.run([sys.executable, "-m", "autoshard.cost.sums"], capture_output=True, text=True, check=True)
+    assert done.stdout == "10\\n"
 """
 
 
@@ -74,13 +91,18 @@ def test_a_draw_stays_when_other_functions_come(checkout: Path) -> None:
 
 def test_what_a_test_sees_is_killed_and_the_copy_is_put_back(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mutants, "BUILD", checkout / "build")
+    monkeypatch.setattr(mutants, "NEAREST", {"cost": ("cost",)})
     drawn = {f"{each.before} -> {each.after}": each for each in mutations.drawn(checkout / "autoshard", "cost", 100)}
     seen, same, unseen = (drawn[key] for key in ("min(x, y - 1) -> max(x, y - 1)", "2 -> 3", "x + 1 -> x - 1"))
     killed = mutants.outcome(checkout, seen)
     assert killed["kind"] == "killed" and "test_least" in killed["text"]
+    (away,) = (each for each in drawn.values() if each.after == "x // 5")
+    killed_there = mutants.outcome(checkout, away)
+    assert killed_there["kind"] == "killed" and "test_elsewhere" in killed_there["text"]
+    assert mutants.chosen(checkout, away)[0] == ["tests/cost/test_sums.py::test_elsewhere"], "a process ran the line"
     assert mutants.outcome(checkout, same)["kind"] == "killed", "what runs when a file is imported has all its tests"
     survived = mutants.outcome(checkout, unseen)
-    assert (survived["kind"], survived["text"]) == ("survived", "0 + 1 tests"), "where none runs the line, all nearby"
+    assert (survived["kind"], survived["text"]) == ("survived", "0 + 2 tests"), "where none runs the line, all nearby"
     assert (checkout / "autoshard" / "cost" / "sums.py").read_text() == SOURCE
     rows = {"a": {"room": "cost"} | killed, "b": {"room": "cost", "kind": "survived", "text": ""}}
     assert "| cost | 2 | 1 | 0 | 0 | 1 | 50 % |" in mutants.table(rows, {})
