@@ -91,7 +91,7 @@ class ServingPoint:
     decode_s: float
     """Seconds of a step of decoding without prompts."""
     added_s: float
-    """Seconds by which a prompt makes steps of decoding longer, all of its chunks together."""
+    """Seconds by which all chunks of a prompt make steps of decoding longer; 0 where other engines compute it."""
     gap_s: float
     """The longest time between two tokens of an answer: a step with a whole chunk of prompts."""
     peak_bytes: float
@@ -108,7 +108,7 @@ class ServingPoint:
     @property
     def token_s(self) -> float:
         """Seconds between two tokens of an answer on the mean, with the prompts that come between them."""
-        return self.decode_s + (0.0 if self.prompt_engines else self.batch / self.output * self.added_s)
+        return self.decode_s + self.batch / self.output * self.added_s
 
     @property
     def first_s(self) -> float:

@@ -109,6 +109,30 @@ def check(module, *inputs, **options):
     return program
 
 
+@pytest.mark.parametrize("make", [lambda i: float(i + 1), lambda i: torch.tensor(i + 1.0), lambda i: (i + 1, 2.0)])
+def test_layers_that_are_called_with_different_arguments_compute_their_own(make):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x, scale):
+            return x + torch.tanh(self.fc(x)) * (scale[0] if isinstance(scale, tuple) else scale)
+
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Scaled() for _ in range(3))
+
+        def forward(self, x):
+            for i, layer in enumerate(self.layers):
+                x = layer(x, make(i))
+            return x
+
+    torch.manual_seed(0)
+    check(Calls(), torch.randn(4, 8))
+
+
 def stacked(program):
     return [name for name in program.weights if name.endswith("bias") and len(program.weights[name]) > 1]
 

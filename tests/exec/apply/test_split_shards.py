@@ -1,0 +1,99 @@
+"""Functions on the shards of one of four devices: each part is that of the whole result, and where it belongs is said.
+
+No device sends anything here: the other three are not there.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn import functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from autoshard.exec.apply._split_ops import run_split
+from autoshard.exec.apply._split_shards import choose, embed, multiply, pad
+
+
+WHOLE = Replicate()
+X = torch.arange(4 * 6 * 8, dtype=torch.float32).reshape(4, 6, 8).sin()
+IDS = torch.tensor([[0, 5, 3, 2], [7, 1, 2, 2], [4, 4, 6, 0], [1, 0, 7, 3]])
+TABLE = torch.arange(8 * 4, dtype=torch.float32).reshape(8, 4)
+WEIGHT = torch.arange(10 * 8, dtype=torch.float32).reshape(10, 8).cos()
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield init_device_mesh("cpu", (2, 2))
+    distributed.destroy_process_group()
+
+
+def part(tensor: torch.Tensor, places: tuple[Any, ...]) -> torch.Tensor:
+    """What device (0, 1) of two by two has of a tensor."""
+    for number, place in zip((0, 1), places, strict=True):
+        if isinstance(place, Shard):
+            tensor = tensor.chunk(2, place.dim)[number]
+    return tensor
+
+
+def placed(mesh: DeviceMesh, tensor: torch.Tensor, *places: Any) -> DTensor:
+    return distribute_tensor(tensor, mesh, places, src_data_rank=None)
+
+
+def check(found: Any, wanted: torch.Tensor, *places: Any) -> None:
+    assert isinstance(found, DTensor) and found.placements == places and found.shape == wanted.shape
+    assert torch.allclose(found.to_local(), part(wanted, places), atol=1e-6)
+
+
+@pytest.mark.parametrize("places", [(Shard(0), Shard(1)), (Shard(1), WHOLE), (WHOLE, Shard(0))])
+def test_ids_that_are_split_are_looked_up_in_the_whole_table(mesh: DeviceMesh, places: tuple[Any, ...]) -> None:
+    table = placed(mesh, TABLE, WHOLE, WHOLE)
+    check(run_split(functional.embedding, (placed(mesh, IDS, *places), table), {}), TABLE[IDS], *places)
+
+
+def test_columns_of_a_table_are_looked_up_apart_and_rows_are_summed(mesh: DeviceMesh) -> None:
+    ids = placed(mesh, IDS, Shard(0), WHOLE)
+    columns = run_split(functional.embedding, (ids, placed(mesh, TABLE, WHOLE, Shard(1))), {})
+    check(columns, TABLE[IDS], Shard(0), Shard(2))
+    rows = run_split(functional.embedding, (ids, placed(mesh, TABLE, WHOLE, Shard(0))), {})
+    assert rows.placements == (Shard(0), Partial()) and rows.shape == (4, 4, 4)
+    ours = (IDS[:2] >= 4)[..., None]  # the second half of the rows is here
+    assert torch.equal(rows.to_local(), torch.where(ours, TABLE[IDS[:2]], 0.0))
+
+
+def test_lookups_that_change_the_table_or_are_of_plain_ids_are_left_to_others(mesh: DeviceMesh) -> None:
+    ids, table = placed(mesh, IDS, Shard(0), WHOLE), placed(mesh, TABLE, WHOLE, WHOLE)
+    for more in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
+        assert embed(functional.embedding, (ids, table), more) is None
+    assert embed(functional.embedding, (IDS, table), {}) is None
+    assert embed(functional.embedding, (ids, TABLE), {}) is None
+
+
+def test_a_linear_layer_keeps_the_split_of_its_rows_or_has_that_of_its_weight(mesh: DeviceMesh) -> None:
+    wanted = functional.linear(X, WEIGHT)
+    x = placed(mesh, X, Shard(1), WHOLE)
+    check(run_split(functional.linear, (x, placed(mesh, WEIGHT, WHOLE, Shard(0))), {}), wanted, Shard(1), Shard(2))
+    check(run_split(functional.linear, (x, placed(mesh, WEIGHT, WHOLE, WHOLE)), {}), wanted, Shard(1), WHOLE)
+    plain = placed(mesh, X, Shard(0), Shard(2)), placed(mesh, WEIGHT, WHOLE, WHOLE)
+    assert multiply(functional.linear, plain, {}) is None, "DTensor does that"
+    assert multiply(functional.linear, (X, plain[1]), {}) is None
+
+
+def test_the_largest_of_whole_rows_stay_split(mesh: DeviceMesh) -> None:
+    values, indices = run_split(torch.topk, (placed(mesh, X, Shard(0), Shard(1)), 2), {})
+    wanted = torch.topk(X, 2)
+    check(values, wanted.values, Shard(0), Shard(1))
+    check(indices, wanted.indices, Shard(0), Shard(1))
+    out = torch.zeros(4, 6, 2), torch.zeros(4, 6, 2, dtype=torch.int64)
+    assert choose(torch.topk, (placed(mesh, X, Shard(0), WHOLE), 2), {"out": out}) is None
+    assert choose(torch.topk, (X, 2), {}) is None
+
+
+def test_what_is_padded_at_other_dims_stays_split(mesh: DeviceMesh) -> None:
+    x, wanted = placed(mesh, X, Shard(0), Shard(1)), functional.pad(X, (1, 2), value=3.0)
+    check(run_split(functional.pad, (x, (1, 2)), {"value": 3.0}), wanted, Shard(0), Shard(1))
+    assert pad(functional.pad, (X, (1, 2)), {}) is None
