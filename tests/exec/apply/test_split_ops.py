@@ -1,4 +1,4 @@
-"""Functions on the shards of one of four devices: each part is that of the whole result, and where it belongs is said.
+"""Functions on DTensors of one of four devices: each part is that of the whole result, in the placements that it has.
 
 No device sends anything here: the other three are not there.
 """
@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autoshard.exec.apply._split_ops import run_split
+from autoshard.exec.apply._split_ops import SplitOps, run_split
 from autoshard.exec.apply._split_shards import choose, embed, multiply, pad
+from autoshard.exec.apply._split_trial import _alike
 
 
 WHOLE = Replicate()
@@ -97,3 +98,48 @@ def test_what_is_padded_at_other_dims_stays_split(mesh: DeviceMesh) -> None:
     x, wanted = placed(mesh, X, Shard(0), Shard(1)), functional.pad(X, (1, 2), value=3.0)
     check(run_split(functional.pad, (x, (1, 2)), {"value": 3.0}), wanted, Shard(0), Shard(1))
     assert pad(functional.pad, (X, (1, 2)), {}) is None
+
+
+def test_results_are_placed_as_planned_but_for_views_of_a_shape_and_within_layers(mesh: DeviceMesh) -> None:
+    pins = {
+        ("relu", (4, 6, 8)): (Shard(0), Shard(1)),
+        ("view", (4, 6, 8)): (Shard(0), WHOLE),
+        ("view", (24, 8)): (WHOLE, Shard(0)),
+    }
+    x = placed(mesh, X, WHOLE, WHOLE)
+    with SplitOps(mesh, pins) as ops:
+        check(torch.relu(x), X.relu(), Shard(0), Shard(1))
+        check(x.view(24, 8), X.view(24, 8), WHOLE, Shard(0))
+        check(x.view(4, 6, 8), X, WHOLE, WHOLE)
+        ops.inside = 1
+        check(torch.relu(x), X.relu(), WHOLE, WHOLE)
+        check(x.view(24, 8), X.view(24, 8), WHOLE, WHOLE)
+    assert ops.whole == {}
+
+
+def test_what_dtensor_cannot_run_is_run_whole_and_named(mesh: DeviceMesh) -> None:
+    x, wanted = placed(mesh, X.clone(), WHOLE, WHOLE), X.clone()
+    with SplitOps(mesh) as ops:
+        x[0] = 3.0
+        x.index_copy_(0, torch.tensor([1]), torch.zeros(1, 6, 8))
+        counts = torch.histc(x, 4, -1, 3)
+    wanted[0], wanted[1] = 3.0, 0.0
+    check(x, wanted, WHOLE, WHOLE)
+    check(counts, torch.histc(wanted, 4, -1, 3), WHOLE, WHOLE)
+    assert set(ops.whole) == {"torch.Tensor.__setitem__", "torch.Tensor.index_copy_", "torch.histc"}
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "same"),
+    [
+        ([1.0, 2.0001], [1.0, 2.0], True),
+        ([1.0, 2.01], [1.0, 2.0], False),
+        ([], [], True),
+        ([2e-6, torch.inf], [1e-6, torch.inf], False),  # rounding is that of the largest that is finite
+        ([1e-6, torch.inf], [1e-6, torch.inf], True),
+        ([1.0, torch.nan], [1.0, torch.inf], False),
+        ([1.0, torch.nan], [1.0, torch.nan], True),
+    ],
+)
+def test_values_are_alike_up_to_rounding(mesh: DeviceMesh, found: list, wanted: list, same: bool) -> None:
+    assert _alike(placed(mesh, torch.tensor(found), WHOLE, WHOLE), torch.tensor(wanted), 1e-3) == same
