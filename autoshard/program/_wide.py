@@ -56,23 +56,28 @@ def in_64_bits(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def wide_reason(values: Any) -> str:
     """Say why a torch tensor or an array does not fit into 32 bits; empty if it does, or if it has no values."""
-    import numpy as np
-
     dtype = str(values.dtype).removeprefix("torch.")
     if dtype in ("float64", "complex128"):
         return f"is {dtype}"
     if dtype != "int64" or getattr(getattr(values, "device", None), "type", "cpu") != "cpu":
         return ""
-    array = np.asarray(values)
-    largest = max(map(abs, (int(array.max()), int(array.min())))) if array.size else 0
+    largest = _largest(values)
     return f"holds {largest}" if largest > LARGEST else ""
+
+
+def _largest(values: Any) -> int:
+    """Return the largest magnitude of whole numbers or flags; torch has no `abs` of all their dtypes."""
+    import numpy as np
+
+    array = np.asarray(values)
+    return max(map(abs, (int(array.max()), int(array.min())))) if array.size else 0
 
 
 def bound_of_values(tensor: Any) -> int | None:
     """Return the largest magnitude in a torch tensor of whole numbers; None if it has no values."""
     if tensor.device.type != "cpu" or tensor.is_floating_point() or tensor.is_complex():
         return None
-    return int(tensor.detach().abs().max()) if tensor.numel() else 0
+    return _largest(tensor.detach())
 
 
 def set_bound(tensor: Any, bound: int) -> None:

@@ -50,6 +50,13 @@ def test_parameters_and_model_flops_are_those_of_the_closed_form(changes: dict) 
     assert all(a.dtype == "float32" for a in parameters)
 
 
+def test_layers_are_stacked_under_one_name() -> None:
+    names = {a.name: a.shape for a in step().arguments if a.role is Role.PARAMETER}
+    stacked = {name: shape for name, shape in names.items() if "layers" in name}
+    assert all(name.startswith("layers.*.") and shape[0] == DIMS.layers for name, shape in stacked.items())
+    assert stacked["layers.*.mlp.up_proj.weight"] == (4, 64, 160)
+
+
 @pytest.mark.full
 def test_what_is_recomputed_follows_from_what_is_saved() -> None:
     flops = {remat: matmul_flops(step(remat=remat)) for remat in ("none", *SAVED)}

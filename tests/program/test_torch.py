@@ -225,3 +225,23 @@ def test_what_is_remembered_or_drawn_in_one_trace_is_not_met_in_another():
         program = from_torch(Drawing(), meta(2, 8))
     first, second = (np.asarray(jax.tree.leaves(jax.jit(program.fn)(*program.make_args(0)))[0]) for _ in range(2))
     assert (first == second).all() and len(set(first[0])) == 8
+
+
+def test_values_for_eager_torch_keep_the_width_of_their_floats():
+    from autoshard.program._eager import host_tensor
+
+    thirds, whole = host_tensor(np.float32([1 / 3]), torch.bfloat16), host_tensor(np.int32([3]), torch.int64)
+    assert thirds.dtype is torch.float32 and thirds.item() == np.float32(1 / 3)
+    assert whole.dtype is torch.int64 and whole.item() == 3
+    assert host_tensor(np.float32([0.5]).astype(jax.numpy.bfloat16), torch.bfloat16).dtype is torch.float32
+
+
+@pytest.mark.parametrize("values", [[True, False], np.uint8([3, 255]), np.int8([-128, 5]), np.int64([-7, 2**31 - 1])])
+def test_inputs_of_flags_and_of_any_whole_numbers(values):
+    class Selected(nn.Module):
+        def forward(self, x, chosen):
+            return torch.where(chosen > 0, x, -x)
+
+    inputs = torch.randn(3, 2), torch.tensor(values)
+    _, found = run_module(Selected(), *inputs)
+    close(found, Selected()(*inputs))

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from hf_reference import close
 
+from autoshard.errors import UserError
+from autoshard.program import from_torch
 from autoshard.program._torch_function import TorchFunction
 
 
@@ -108,7 +110,22 @@ def flattened(x, mask, rows):
     return x.flatten(1)[:, None].flatten(0, 1) + x.flatten().flatten(-1).sum() + x[0, 0, 0].flatten()
 
 
-BODIES = [flattened, one_for_all, one_row_for_all, one_row_for_each, through_a_view, by_numbers]
+def scaled_by_their_own_sums(x, mask, rows):
+    x = x.clone()
+    own = x[mask]
+    x[mask] = own / own.abs().sum(-1, keepdim=True) + own.softmax(-1)
+    return x
+
+
+BODIES = [
+    scaled_by_their_own_sums,
+    flattened,
+    one_for_all,
+    one_row_for_all,
+    one_row_for_each,
+    through_a_view,
+    by_numbers,
+]
 BODIES += [copied_into_a_view, read_from_a_view, put_in, by_an_operation_in_place, up_to_a_number]
 BODIES += [by_decomposed_operations_in_place, of_wrapped_diagonals]
 
@@ -120,6 +137,22 @@ def test_writes_under_a_mask(body):
     mask = np.zeros((3, 4), bool)
     mask[[0, 1, 2], [1, 3, 0]] = True
     written(body, x, mask, rows)
+
+
+@pytest.mark.parametrize("mixed", [lambda own: own.mean(0), lambda own: own.sum(0, True), lambda own: own.var()])
+def test_rows_under_a_mask_are_not_mixed(mixed):
+    """How many there are is not known, and places that the mask leaves out would be counted."""
+    import torch
+
+    class Body(torch.nn.Module):
+        def forward(self, x, mask):
+            own = x[mask]
+            x = x.clone()
+            x[mask] = own - mixed(own)
+            return x
+
+    with pytest.raises(UserError, match="mask"):
+        from_torch(Body(), (torch.randn(3, 4, 5), torch.rand(3, 4) > 0.5))
 
 
 def test_a_large_mask_that_follows_from_sizes_is_asked_for_its_values():

@@ -243,6 +243,15 @@ def test_uneven_specs_are_refused(mlp):
         uneven.lower(mlp.fn, *mlp.args)
 
 
+@pytest.mark.parametrize("dims", ["data", "data,-,-"])
+def test_a_module_whose_argument_has_other_dims_is_another_program(mlp, dims):
+    plan = handmade(mlp, {"data": 8}, {}, topology="cpu:8")
+    plan = dataclasses.replace(plan, arguments={**plan.arguments, "arg1": spec(dims)}, module_hash="")
+    count = len(dims.split(","))
+    with pytest.raises(UserError, match=f"argument `arg1` has {count} dims in the plan, 2 here; plan it again"):
+        lower_module(Application(plan), mlp.module, {})
+
+
 def test_a_planned_step_cannot_be_traced(mlp):
     step = handmade(mlp, MESH, TENSOR_PARALLEL).jit(mlp.fn)
     with pytest.raises(UserError, match="`step` is compiled under a plan and cannot be called inside jax.jit"):
