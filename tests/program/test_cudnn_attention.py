@@ -128,6 +128,11 @@ def test_cudnn_is_called_as_jax_calls_it(monkeypatch: pytest.MonkeyPatch, window
         ({}, {"causal": True, "bias": jnp.zeros((SEQ, SEQ))}, "its scores have a bias or a mask of their own"),
         ({"dtype": "float32"}, {"causal": True}, "cuDNN's attention multiplies bfloat16 or float16, not float32"),
         ({"size": 20}, {"causal": True}, "heads of 20 are not what cuDNN's attention takes on every GPU"),
+        (
+            {"size": 136},
+            {"causal": True},
+            "heads of 136 are not what cuDNN's attention takes on every GPU: multiples of 8 up to 128",
+        ),
         ({"keys": 128}, {"causal": True}, "cuDNN's causal attention takes as many queries as keys, not 64 of 128"),
     ],
 )

@@ -267,7 +267,7 @@ def test_shards_of_a_slice_borrow_the_rows_past_their_ends() -> None:
         shards = math.prod((4, 2)[axis] for axis in each.axes)
         assert each.kind == "collective-permute" and each.senders == pytest.approx((shards - 1) / shards)
         for state in np.flatnonzero(each.size):
-            found[state][each.axes] = each.size[state]
+            found[state][each.axes] = found[state].get(each.axes, 0.0) + each.size[state]
     assert found == borrowed
 
 
