@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sqlite3
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,7 @@ def test_the_hash_is_of_what_was_seen_not_of_when_or_in_which_order(tmp_path: Pa
     for one in (OTHER, ONE, OTHER):
         second.add([one])
     assert content_hash(kept(first)) == content_hash(kept(second)) == content_hash([OTHER, ONE])
+    assert re.fullmatch("[0-9a-f]{12}", content_hash([ONE]))
     changed = dataclasses.replace(ONE, seen={"seconds": 0.11})
     assert content_hash([changed, OTHER]) != content_hash([ONE, OTHER])
 

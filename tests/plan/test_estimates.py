@@ -69,6 +69,19 @@ def test_serving_reads_its_weights_and_its_cache():
     assert prefill.asked.tokens == 1024 * found.asked.tokens
 
 
+@pytest.mark.parametrize("kind", ["prefill", "train"])
+def test_a_shared_expert_is_the_matmuls_of_one_that_has_every_token(kind: str):
+    one = config_decoder("hf:deepseek-v3-tiny")
+    assert one is not None and one.shared_experts == 1
+    topology, asked = Topology.parse("v5e:1x1"), StepAsked(64, 1024, kind, "none")
+    none, two = (
+        estimate_step(dataclasses.replace(one, shared_experts=count), topology, asked).compute_s for count in (0, 2)
+    )
+    flops = 2 * 64 * 1024 * 3 * one.width * one.expert_inner * (one.layers + one.ahead - one.dense_layers)
+    least = flops * (3 if kind == "train" else 1) / topology.peak_flops("bf16")
+    assert (two - none) / 2 > least
+
+
 def test_scores_that_are_written_out_are_two_matmuls_of_every_layer():
     """Of as many tokens in fewer and longer prompts only attention takes longer."""
     decoder = config_decoder("hf:llama3-8b")
