@@ -2,10 +2,10 @@
 
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import sqlite3
-import re
 import subprocess
 import sys
 from pathlib import Path
