@@ -95,3 +95,23 @@ def test_another_program_is_refused(tmp_path: Path):
     fn, args = values()["adam"]
     with pytest.raises(UserError, match="another program"):
         jax_export(plan, autoshard.trace(fn, args))
+
+
+@pytest.mark.parametrize(("topology", "platform"), [("cpu:8", "cpu"), ("v5e:2x4", "tpu")])
+def test_gradients_of_padded_pooling_are_in_the_form_of_the_platform(topology: str, platform: str) -> None:
+    """JAX pads values before it selects of them, but for TPUs."""
+
+    def run(x: Any) -> Any:
+        window = (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0))
+        return jax.grad(lambda x: (jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, *window) ** 2).sum())(x)
+
+    x = np.random.default_rng(0).standard_normal((8, 8, 8, 4)).astype(np.float32)
+    program = autoshard.trace(run, (x,))
+    plan = autoshard.plan(program, topology=topology, mesh="data=8")
+    loaded = jax.export.deserialize(bytearray(jax_export(plan, program)))
+    own = jax.jit(run).trace(x).lower(lowering_platforms=(platform,)).as_text()
+    assert ("stablehlo.pad" in loaded.mlir_module()) == ("stablehlo.pad" in own) == (platform == "cpu")
+    if platform == "cpu":
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        (place,) = jax.tree.leaves(loaded.in_shardings_jax(mesh))
+        np.testing.assert_allclose(jax.jit(loaded.call)(jax.device_put(x, place)), jax.jit(run)(x), rtol=1e-5)
