@@ -50,6 +50,17 @@ def test_elementwise_ops_move_what_they_read_and_write():
     assert all(row.flops == 0 and row.bound == "memory" for row in rows)
 
 
+@pytest.mark.parametrize(("name", "topology", "mesh"), [("matmul", "cpu:8", "data=4,model=2"), *programs.CASES])
+def test_collectives_of_a_result_are_those_of_the_op_that_makes_it(name: str, topology: str, mesh: str):
+    model, rng, inside = programs.model(name, topology, mesh), np.random.default_rng(0), set()
+    for _ in range(8):
+        prices = price_ops(model, programs.random_choices(model, rng))
+        assert all(op < 0 or tensor not in model.graph.ops[op].results for tensor, op in prices.moved)
+        inside |= {op for op, collectives in prices.inside.items() if collectives}
+    heavy = [op.id for op in model.graph.ops if op.op_class is OpClass.HEAVY and op.flops]
+    assert inside & set(heavy[:1])
+
+
 @pytest.mark.parametrize(("name", "topology", "mesh"), programs.CASES)
 def test_no_op_runs_faster_than_the_chip(name: str, topology: str, mesh: str):
     model = programs.model(name, topology, mesh)
