@@ -121,6 +121,24 @@ def test_the_cheapest_of_all_starts_is_kept():
         assert climber.cost == 0 and climber.best.tolist() == [0]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_worth_most_gets_the_memory_that_there_is(seed):
+    """Of a ring whose nodes would all like some, with memory for half of them."""
+    random, count = np.random.default_rng(seed), 30
+    costs = [[0, int(cost)] for cost in random.integers(1, 1000, count)]
+    edges = [(node, (node + 1) % count, random.integers(0, 30, 4).tolist()) for node in range(count)]
+    terms = [(node, 0, 1, [int(usage), 0]) for node, usage in enumerate(random.integers(5, 15, count))]
+    problem = make_problem(costs, edges, terms, 150)
+    graph = build(problem)
+    names, flat = flatten(graph)
+    climber = Climber(flat, 0)
+    climber.penalty = 100.0
+    climber.start(np.ones(len(names), dtype=np.int64))
+    climber.run(np.zeros(len(flat.capacity)), 10)
+    best = solve(problem)
+    assert best.status is Status.OPTIMAL and best.cost <= climber.cost + graph.offset <= 1.1 * best.cost
+
+
 def test_memory_costs_its_price_at_every_time_of_its_term():
     terms = [(0, 0, 2, [3, 5]), (1, 1, 3, [7, 0]), (1, 0, 1, [1, 2])]
     _, flat = flatten(build(make_problem([[0, 20], [0, 40]], [], terms, 6)))
