@@ -155,6 +155,21 @@ def test_rows_under_a_mask_are_not_mixed(mixed):
         from_torch(Body(), (torch.randn(3, 4, 5), torch.rand(3, 4) > 0.5))
 
 
+@pytest.mark.parametrize("part", [slice(2), slice(1, None)])
+def test_parts_of_rows_under_a_mask_are_not_taken_for_whole_ones(part):
+    import torch
+
+    class Body(torch.nn.Module):
+        def forward(self, x, mask):
+            mean = x[mask, part].mean(-1, keepdim=True)
+            x = x.clone()
+            x[mask] = x[mask] - mean
+            return x
+
+    with pytest.raises(UserError, match="mask"):
+        from_torch(Body(), (torch.randn(3, 4, 5), torch.rand(3, 4) > 0.5))
+
+
 def test_a_large_mask_that_follows_from_sizes_is_asked_for_its_values():
     """Values that are too many for constants are known beforehand all the same, also through views and writes."""
     import jax
