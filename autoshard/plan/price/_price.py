@@ -157,19 +157,10 @@ class _Pricer(NodePricer):
         Nothing is moved ahead of a conditional: what a branch needs moves as often as the branch runs.
         """
         home = self.graph.tensors[tensor].loop
-        if home == op.loop or self.inside(home, op.loop):
-            return op.loop, self.graph.trips(op.loop)
         block = op.loop
         while block not in (-1, home) and not self.graph.loops[block].branches:
             block = self.graph.loops[block].parent
         return op.loop, self.graph.trips(block)
-
-    def inside(self, home: int, loop: int) -> bool:
-        while home >= 0:
-            if home == loop:
-                return True
-            home = self.graph.loops[home].parent
-        return loop < 0
 
     def add_light(self, op: Op, operand: int, result: int, cluster: int, seen: set[tuple[object, ...]]) -> None:
         rule = op.rule
