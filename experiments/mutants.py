@@ -1,6 +1,6 @@
 """Small changes of the planner's core, each of which some test nearby has to notice.
 
-    python experiments/mutants.py [--each 30] [--minutes 60] [--again] [--room graph ...]
+    python experiments/mutants.py [--each 29] [--minutes 60] [--again] [--room graph ...]
 
 Draws `--each` places of every room with a fixed seed and changes one at a time: a comparison, a sign, a constant, `and`
 for `or`, a `not`, a branch that is never entered, `min` for `max`. The tests that run the changed line run first, the
@@ -75,7 +75,7 @@ WAIT_S = 1800.0
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--each", type=int, default=30, metavar="N", help="mutants of each room (default: 30)")
+    parser.add_argument("--each", type=int, default=29, metavar="N", help="mutants of each room (default: 29)")
     parser.add_argument("--minutes", type=float, default=1e9, metavar="M", help="start no mutant after this time")
     parser.add_argument("--again", action="store_true", help="run survivors again that have no reason")
     parser.add_argument("--room", nargs="+", choices=NEAREST, default=list(NEAREST), help="these rooms only")
