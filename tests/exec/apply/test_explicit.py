@@ -45,7 +45,9 @@ def test_a_loop_has_the_types_of_jit(as_shapes: bool) -> None:
         for one, other in zip(mine, own, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5)
             assert one.sharding.is_equivalent_to(other.sharding, 2)
-        np.testing.assert_allclose(planned(*map(np.asarray, (w, x)))[0], jitted(w, x)[0], rtol=1e-5)
+        untyped = planned(*map(np.asarray, (w, x)))[0]
+        np.testing.assert_allclose(untyped, jitted(w, x)[0], rtol=1e-5)
+        assert untyped.sharding.mesh.abstract_mesh.explicit_axes == ("a", "d"), "of the context"
 
 
 @pytest.mark.parametrize("inside", [False, True])
