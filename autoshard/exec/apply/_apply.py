@@ -18,6 +18,7 @@ from autoshard.exec.apply._explicit import explicit_mesh, in_type, on_mesh
 from autoshard.exec.apply._recipe import in_recipe
 from autoshard.exec.apply._torch_plan import TorchPlan
 from autoshard.exec.devices._devices import HOST_MEMORY, jax_mesh, named_sharding, place
+from autoshard.exec.devices._granted import check_granted
 from autoshard.plan import Plan, Spec
 from autoshard.program import (
     Functional,
@@ -206,7 +207,9 @@ class PlannedFunction:
             made = functional(in_recipe(self.application.plan, self.fn), args)
             lowered = self.application.lower(made.fn, tree.unflatten(abstract), self.donate_argnums)
             shardings = tree.unflatten(list(self.application.in_shardings()))
-            self._compiled[key] = _Compiled(compile_lowered(lowered), shardings, made)
+            compiled = compile_lowered(lowered)
+            check_granted(self.application.plan, compiled, self.application.mesh.devices.flat[0])
+            self._compiled[key] = _Compiled(compiled, shardings, made)
         return self._compiled[key], taken.args
 
 

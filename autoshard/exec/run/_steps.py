@@ -6,9 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autoshard.cost import FRACTION, Topology, fraction_for
 from autoshard.errors import UserError
 from autoshard.exec.apply._apply import Application, compile_lowered
 from autoshard.exec.devices._devices import place
+from autoshard.exec.devices._granted import check_granted
 from autoshard.exec.devices._kept_memory import memory_kept
 from autoshard.plan import Plan
 from autoshard.program import Program
@@ -30,6 +32,7 @@ class PlannedStep:
         start = time.perf_counter()
         lowered = self.application.lower(program.fn, program.args, program.donate_argnums, program.module)
         self.compiled = compile_lowered(lowered)
+        check_granted(plan, self.compiled, self.application.mesh.devices.flat[0])
         self.compile_s = time.perf_counter() - start
         self._shardings = self.application.in_shardings()
         self._current: list[Any] = []
@@ -124,9 +127,12 @@ def is_key(value: Any) -> bool:
 
 def failure(plan: Plan, error: Exception) -> UserError:
     """What the runtime says when a planned step does not run, as one sentence."""
-    what = "ran out of memory" if "RESOURCE_EXHAUSTED" in str(error) else "failed"
+    exhausted = "RESOURCE_EXHAUSTED" in str(error)
+    what = "ran out of memory" if exhausted else "failed"
     first = " ".join(str(error).split())[:200]
-    return UserError(f"{plan.program_name} {what} on the devices here: {first}")
+    fraction = fraction_for(Topology.parse(plan.topology), plan.prediction.peak_bytes) if exhausted else None
+    told = "" if fraction is None else f" (JAX takes 75% of a GPU unless {FRACTION}={fraction:.2f} says more)"
+    return UserError(f"{plan.program_name} {what} on the devices here{told}: {first}")
 
 
 def run_in_turn(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.cost import Mesh
+from autoshard.cost import FRACTION, Mesh, Topology, fraction_for
 from autoshard.plan.mesh._portfolio import Contender
 from autoshard.plan.model._baselines import left_out
 from autoshard.plan.model._demands import broken_demands, mesh_text, said_by_program
@@ -70,6 +70,8 @@ class Writer:
         }
         timeline = make_timeline(model, choices)
         more = {"weightings": each.weightings, "bound_s": each.bound_s, **self.said}
+        fraction = fraction_for(model.mesh.topology, each.outcome.peak_bytes)
+        more |= {} if fraction is None else {"memory_fraction": fraction}
         return Plan(
             program_name=program.name,
             program_fingerprint=program.fingerprint,
@@ -170,6 +172,21 @@ def _batch_warning(program: Program, mesh: Mesh) -> list[str]:
 
 
 def _memory_warning(model: Model, outcome: Outcome, memory_limit: int) -> list[str]:
+    return [*_tight(model, outcome, memory_limit), *_granted(model.mesh.topology, outcome.peak_bytes)]
+
+
+def _granted(topology: Topology, peak_bytes: float) -> list[str]:
+    fraction = fraction_for(topology, peak_bytes)
+    if fraction is None:
+        return []
+    total = topology.chip.hbm_bytes / topology.chip.devices_per_chip
+    return [
+        f"the step needs {format_bytes(peak_bytes)} of a GPU's {format_bytes(total)}, of which JAX takes 75% unless "
+        f"told: set {FRACTION}={fraction:.2f} before Python starts."
+    ]
+
+
+def _tight(model: Model, outcome: Outcome, memory_limit: int) -> list[str]:
     peak, step, topology = format_bytes(outcome.peak_bytes), outcome.step_time_s, model.mesh.topology
     tight = tight_seconds(topology, outcome.peak_bytes, outcome.compute_s, outcome.hidden_s)
     if tight > NOTICEABLE * step:

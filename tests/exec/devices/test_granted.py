@@ -1,0 +1,67 @@
+"""Memory of GPUs that JAX takes only if it is told to."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autoshard
+from autoshard.errors import UserError
+from autoshard.exec.devices._granted import check_granted
+from autoshard.exec.run._steps import failure
+from autoshard.plan import Plan
+
+
+GIB = 1 << 30
+
+
+def planned(gib: float, topology: str = "h100:1") -> Plan:
+    """A step whose argument and result together have so many GiB."""
+    rows = int(gib * GIB / 2 / 4096)
+    args = (jax.ShapeDtypeStruct((rows, 1024), jnp.float32),)
+    return autoshard.plan(autoshard.trace(lambda x: 2.0 * x, args), topology=topology, mesh={"data": 1})
+
+
+def compiled(gib: float) -> SimpleNamespace:
+    """What `jax.stages.Compiled` says of its memory."""
+    sizes = {"argument": 2, "output": 1, "temp": 1, "alias": 1}
+    stats = {f"{name}_size_in_bytes": parts * gib * GIB / 3 for name, parts in sizes.items()}
+    return SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**stats))
+
+
+def device(gib: float | None) -> SimpleNamespace:
+    return SimpleNamespace(memory_stats=lambda: None if gib is None else {"bytes_limit": int(gib * GIB)})
+
+
+def test_a_plan_above_what_jax_takes_says_which_share_it_needs():
+    plan = planned(70.0)
+    (line,) = (line for line in plan.warnings if "XLA_PYTHON_CLIENT_MEM_FRACTION" in line)
+    assert line.endswith(
+        "of which JAX takes 75% unless told: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.88 before Python starts."
+    )
+    assert plan.provenance["memory_fraction"] == 0.88
+    assert "memory_fraction" not in planned(50.0).provenance
+    assert "memory_fraction" not in planned(14.0, "v5e:1x1").provenance
+
+
+def test_a_step_that_needs_more_than_was_granted_is_refused_before_it_runs():
+    plan = planned(70.0)
+    check_granted(plan, compiled(59.0), device(60.0))
+    check_granted(plan, compiled(70.0), device(None))
+    with pytest.raises(
+        UserError, match=r"takes 70.00 GiB .*granted 60.00 GiB .*MEM_FRACTION=0.88 before Python starts"
+    ):
+        check_granted(plan, compiled(70.0), device(60.0))
+    with pytest.raises(UserError, match=r"granted 78.00 GiB of it: plan with a --memory-limit that fits, or for more"):
+        check_granted(plan, compiled(90.0), device(78.0))
+
+
+def test_a_step_that_ran_out_of_memory_names_the_variable():
+    error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate")
+    assert "(JAX takes 75% of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION=0.88 says more)" in str(
+        failure(planned(70.0), error)
+    )
+    small = dataclasses.replace(planned(10.0))
+    assert "FRACTION" not in str(failure(small, error))
