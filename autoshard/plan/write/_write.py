@@ -90,7 +90,7 @@ class Writer:
             solver_gap=float(each.solution.gap),
             plan_gap=max(0.0, 1.0 - each.bound_s / true) if true > 0 else 0.0,
             words=describe(model, self.groups, choices),
-            warnings=(*self._warnings(model, each, unruled), *self.notes),
+            warnings=(*self._warnings(model, each, unruled, arguments), *self.notes),
             provenance=_provenance(model, self.seed, more),
             shapes={a.name: tuple(a.shape) for a in program.arguments},
             dtypes={a.name: a.dtype for a in program.arguments},
@@ -116,7 +116,9 @@ class Writer:
             specs[r.name] = arguments[tied.name] if tied else tensor_spec(model, choices, tensor).of_rank(len(r.shape))
         return specs
 
-    def _warnings(self, model: Model, each: Contender, unruled: tuple[Unruled, ...]) -> tuple[str, ...]:
+    def _warnings(
+        self, model: Model, each: Contender, unruled: tuple[Unruled, ...], arguments: Mapping[str, Spec]
+    ) -> tuple[str, ...]:
         program, graph, choices, outcome = self.program, model.graph, each.choices, each.outcome
         lines = [*program.notes, *_batch_warning(program, model.mesh), *unruled_lines(unruled)]
         lines.extend(alike_lines(model, self.groups, choices, outcome.step_time_s))
@@ -131,6 +133,7 @@ class Writer:
             )
         lines.extend(left_out(model, self.compared))
         lines.extend(_memory_warning(model, outcome, self.memory_limit))
+        lines.extend(_undonated(model, arguments, self.memory_limit))
         if not any(_REMAT_LIMIT in flag for flag in self.said.get("xla_flags", {}).get("flags", ())):
             lines.extend(_host_warning(model, choices, outcome))
         return tuple(dict.fromkeys(lines))
@@ -171,6 +174,10 @@ def _batch_warning(program: Program, mesh: Mesh) -> list[str]:
     ]
 
 
+WORTH_DONATING = 0.01
+"""Least share of the memory of a device that is worth a warning."""
+
+
 def _memory_warning(model: Model, outcome: Outcome, memory_limit: int) -> list[str]:
     return [*_tight(model, outcome, memory_limit), *_granted(model.mesh.topology, outcome.peak_bytes)]
 
@@ -184,6 +191,21 @@ def _granted(topology: Topology, peak_bytes: float) -> list[str]:
         f"the step needs {format_bytes(peak_bytes)} of a GPU's {format_bytes(total)}, of which JAX takes 75% unless "
         f"told: set {FRACTION}={fraction:.2f} before Python starts."
     ]
+
+
+def _undonated(model: Model, arguments: Mapping[str, Spec], memory_limit: int) -> list[str]:
+    """Return a sentence about state that is held beside the state that replaces it, if donating it saves much."""
+    sizes: dict[str, int] = {}
+    for argument, tensor in zip(model.program.arguments, model.graph.arguments, strict=True):
+        if argument.result is not None and not argument.donated:
+            shape = arguments[argument.name].local_shape(argument.shape, dict(model.mesh.axes))
+            sizes[argument.name] = math.prod(shape) * model.graph.tensors[tensor].itemsize
+    if sum(sizes.values()) < WORTH_DONATING * memory_limit:
+        return []
+    first, others = max(sizes, key=lambda name: sizes[name]), len(sizes) - 1
+    what = f"`{first}` is" if not others else f"`{first}` and {others} more arguments are"
+    saved = format_bytes(sum(sizes.values()))
+    return [f"{what} replaced by results and not donated: donate_argnums saves up to {saved} of each device's memory."]
 
 
 def _tight(model: Model, outcome: Outcome, memory_limit: int) -> list[str]:
