@@ -1,5 +1,6 @@
 """Plausible concrete values for abstract arguments, so that a program can be run before there is a checkpoint."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,10 @@ def fill(
     return make_args
 
 
+DRAWN = 16_777_213
+"""Numbers drawn for one array: a prime, so that no two rows, layers or shards of a larger one begin alike."""
+
+
 def smallest_table(shapes: Sequence[tuple[int, ...]]) -> int:
     """A bound that every table in the program can be indexed with: the smallest leading size of a matrix."""
     rows = [shape[0] for shape in shapes if len(shape) >= 2 and shape[0] > 1]
@@ -70,12 +75,19 @@ def _value(rng: np.random.Generator, leaf: Any, name: str, role: Role, limit: in
             return np.ones(shape, dtype)
         if kind in "iu":
             return rng.integers(0, max(limit, 1), shape).astype(dtype)
-        return rng.standard_normal(shape, np.float32).astype(dtype)
+        return _normal(rng, shape, dtype)
     if role in WEIGHTS and kind not in "iub":
         if is_scale(name):
             return np.ones(shape, dtype)
-        return (rng.standard_normal(shape, np.float32) * np.float32(std)).astype(dtype)
+        return _normal(rng, shape, dtype, std)
     return np.ones(shape, dtype) if name.endswith("running_var") else np.zeros(shape, dtype)
+
+
+def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, std: float = 1.0) -> Any:
+    """Return normal numbers; of more than `DRAWN`, the same numbers again and again."""
+    count = math.prod(shape)
+    drawn = rng.standard_normal(min(count, DRAWN), np.float32)
+    return np.resize((drawn * np.float32(std)).astype(dtype), shape)
 
 
 def _abstract(leaf: Any) -> bool:
