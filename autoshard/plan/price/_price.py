@@ -154,13 +154,15 @@ class _Pricer(NodePricer):
     def block_trips(self, tensor: int, op: Op) -> tuple[int, float]:
         """Return the block in which `op` takes a value, and how often it moves: once for loops that do not change it.
 
-        Nothing is moved ahead of a conditional: what a branch needs moves as often as the branch runs.
+        Nothing is moved ahead of a conditional: what a branch needs moves as often as the branch runs. What comes out
+        of a block within, such as a branch, moves as often as the op runs.
         """
         home = self.graph.tensors[tensor].loop
         block = op.loop
         while block not in (-1, home) and not self.graph.loops[block].branches:
             block = self.graph.loops[block].parent
-        return op.loop, self.graph.trips(block)
+        within = block == -1 and home != -1
+        return op.loop, self.graph.trips(op.loop if within else block)
 
     def add_light(self, op: Op, operand: int, result: int, cluster: int, seen: set[tuple[object, ...]]) -> None:
         rule = op.rule
