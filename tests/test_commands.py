@@ -135,12 +135,12 @@ def test_a_sweep_is_a_table_a_plot_and_rows_that_are_kept(folder: Path, here: He
 
 
 def test_a_sweep_without_a_plan_fails_after_its_table(folder: Path, here: Here):
-    result = here("sweep", "step.py", "--topology", "cpu:7,cpu:5", "--out", "none.json", "--json", "--jobs", "1")
+    result = here("sweep", "step.py", "--topology", "cpu:7,cpu:5", "--out", "unplanned.json", "--json", "--jobs", "1")
     assert result.returncode == 2
     rows = json.loads(result.stdout)["rows"]
     assert [row["topology"] for row in rows] == ["cpu:7", "cpu:5"] and all(row["failed"] for row in rows)
     assert result.stderr.splitlines()[-1] == f"autoshard: no row of the sweep has a plan: {rows[0]['failed']}"
-    assert len(json.loads((folder / "none.json").read_text())["rows"]) == 2
+    assert len(json.loads((folder / "unplanned.json").read_text())["rows"]) == 2
 
 
 def test_measure_a_saved_plan_and_check_it(folder: Path):

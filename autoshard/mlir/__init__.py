@@ -4,11 +4,13 @@ Nothing here knows costs or strategies. Positions of ops are those of `number_op
 sharded and the unsharded lowering of one program, which `structure_hash` proves.
 """
 
+from autoshard.mlir._calls import ANYWHERE as ANYWHERE
 from autoshard.mlir._calls import CallWork as CallWork
 from autoshard.mlir._calls import backend_config as backend_config
 from autoshard.mlir._calls import call_key as call_key
 from autoshard.mlir._calls import call_shapes as call_shapes
 from autoshard.mlir._calls import call_target as call_target
+from autoshard.mlir._calls import call_targets as call_targets
 from autoshard.mlir._calls import call_work as call_work
 from autoshard.mlir._calls import emit_call as emit_call
 from autoshard.mlir._calls import has_fixed_shapes as has_fixed_shapes
@@ -50,6 +52,7 @@ from autoshard.mlir._module import main_function as main_function
 from autoshard.mlir._module import main_types as main_types
 from autoshard.mlir._module import new_context as new_context
 from autoshard.mlir._module import parse_module as parse_module
+from autoshard.mlir._module import text_of as text_of
 from autoshard.mlir._module import to_bytes as to_bytes
 from autoshard.mlir._number import canonical_text as canonical_text
 from autoshard.mlir._number import number_ops as number_ops
@@ -90,7 +93,6 @@ from autoshard.mlir._shardings import set_aliases as set_aliases
 from autoshard.mlir._shardings import set_shardings as set_shardings
 from autoshard.mlir._shardings import sharding_attribute as sharding_attribute
 from autoshard.mlir._stand_ins import give_whole as give_whole
-from autoshard.mlir._tuples import call_targets as call_targets
 from autoshard.mlir._tuples import tuple_calls as tuple_calls
 from autoshard.mlir._uses import Use as Use
 from autoshard.mlir._uses import argument_uses as argument_uses

@@ -7,7 +7,7 @@ from typing import Any
 
 from autoshard.mlir._inline import inline_calls
 from autoshard.mlir._module import collect, main_block, parse_module, replace_by_block, symbol
-from autoshard.mlir._own import COLLECTIVES_MESH
+from autoshard.mlir._own import COLLECTIVES_MESH, PLACEMENT
 from autoshard.mlir._shardings import SpecLike, ensure_mesh, sharding_attribute
 
 
@@ -263,3 +263,15 @@ def remaining_calls(module: Any) -> list[str]:
     """Names of calls in `@main` that still stand for functions."""
     calls = collect(module.operation, {"stablehlo.custom_call"})
     return [call_target(op) for op in calls if call_key(op)]
+
+
+ANYWHERE = frozenset(
+    {TARGET, PLACEMENT, "Sharding", "LayoutConstraint", "SPMDFullToShardShape", "SPMDShardToFullShape"}
+)
+"""Targets of calls that no device makes: they say something to the compiler, or are replaced before it."""
+
+
+def call_targets(module: Any) -> set[str]:
+    """Return the targets of all custom calls."""
+    calls = collect(module.operation, {"stablehlo.custom_call"})
+    return {str(op.attributes["call_target_name"]).strip('"') for op in calls}

@@ -92,6 +92,11 @@ def location_name(location: Any) -> str:
     return ir.NameLoc(location).name_str.rstrip(":") if isinstance(location, ir.NameLoc) else ""
 
 
+def text_of(module: Any) -> str:
+    """Return the text of a module without locations."""
+    return module.operation.get_asm(enable_debug_info=False)
+
+
 def maker_of(value: Any) -> Any | None:
     """Return the op that makes a value; None for an argument of a block."""
     from jaxlib.mlir import ir

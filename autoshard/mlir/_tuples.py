@@ -26,9 +26,3 @@ def fold_tuples(root: Any) -> None:
     for op in reversed(collect(root, {"stablehlo.tuple"})):
         if not any(True for _ in op.results[0].uses):
             op.erase()
-
-
-def call_targets(module: Any) -> set[str]:
-    """Return the targets of all custom calls."""
-    calls = collect(module.operation, {"stablehlo.custom_call"})
-    return {str(op.attributes["call_target_name"]).strip('"') for op in calls}

@@ -99,12 +99,12 @@ def test_signals_are_obeyed_while_json_is_parsed(sent: signal.Signals, command: 
         from autoshard.base import json_text
         from autoshard.cli import main
 
-        parse = json_text._Reader.container
+        parse = json_text._Pieces.container
         def told(*arguments):
             print("parsing", file=sys.stderr, flush=True)
-            json_text._Reader.container = parse
+            json_text._Pieces.container = parse
             return parse(*arguments)
-        json_text._Reader.container = told
+        json_text._Pieces.container = told
         raise SystemExit(main())
     """
     line = [sys.executable, "-c", textwrap.dedent(script), command, str(large)]

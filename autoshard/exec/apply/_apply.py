@@ -303,7 +303,7 @@ def lower_planned(
             raise UserError(other_program(plan))
         own_targets = mlir.call_targets(ir)
         mlir.replace_body(ir, donor)
-        check_targets(application, mlir.call_targets(ir) - own_targets)
+        check_targets(application, mlir.call_targets(ir) - own_targets - mlir.ANYWHERE)
         mlir.use_mesh(ir, mlir.ensure_mesh(ir, "mesh", plan.mesh))
     ops = mlir.number_ops(ir)
     if own_specs and mlir.remaining_calls(ir):
@@ -319,8 +319,9 @@ def lower_planned(
 
 def check_targets(application: Application, targets: Collection[str]) -> None:
     """Raise `UserError` for custom calls that the plan's platform has, and the devices at hand do not."""
-    plan, kind = application.plan, application.mesh.devices.flat[0].device_kind
-    if targets:
+    plan, device = application.plan, application.mesh.devices.flat[0]
+    kind, traits = device.device_kind, Topology.parse(plan.topology).traits
+    if targets and device.platform != traits.name:
         names = ", ".join(f"`{target}`" for target in sorted(targets))
         raise UserError(
             f"the plan is for {plan.topology}, for which JAX lowers {plan.program_name} to calls of {names}; {kind} "

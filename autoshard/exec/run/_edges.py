@@ -3,6 +3,7 @@
 Example arguments lie in range, where a wrong clamp or a wrong order of equal elements is never seen.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -29,8 +30,8 @@ def edge_arguments(program: Program, leaves: Sequence[Any], seed: int) -> dict[s
         sizes = mlir.indexed_sizes(mlir.parse_module(program.module, context))
     batch = [n for n, argument in enumerate(program.arguments) if argument.role is Role.BATCH]
     given = [n for n, argument in enumerate(program.arguments) if argument.role in (Role.BATCH, Role.OTHER)]
-    indices = {n: sizes[n] for n in given if n in sizes and np.asarray(leaves[n]).dtype.kind in "iu"}
-    floats = [n for n in batch if _is_float(leaves[n])]
+    indices = {n: sizes[n] for n in given if n in sizes and _is(leaves[n], "integer")}
+    floats = [n for n in batch if _is(leaves[n], "floating")]
     draw = np.random.default_rng(seed)
     edges: dict[str, list[Any]] = {}
     if indices or floats:
@@ -62,14 +63,20 @@ def drops_nan(compiled_text: str, platform: str) -> bool:
     return any(name in reducers and _EXTREME.search(body) for name, body in bodies)
 
 
-def _is_float(leaf: Any) -> bool:
-    return np.asarray(leaf).dtype.kind not in "iubc" and np.asarray(leaf).size > 0
+def _is(leaf: Any, kind: str) -> bool:
+    """Return True for an array with elements of this kind of dtype, also of one that numpy lacks."""
+    import jax.numpy as jnp
+
+    dtype = jnp.result_type(leaf) if not hasattr(leaf, "dtype") else leaf.dtype
+    return bool(jnp.issubdtype(dtype, getattr(jnp, kind))) and math.prod(np.shape(leaf)) > 0
 
 
 def _replaced(draw: np.random.Generator, leaf: Any, numbers: Sequence[int]) -> Any:
     """Return the array with half of its elements replaced by these numbers, as far as its dtype has them."""
+    import jax.numpy as jnp
+
     array = np.array(leaf)
-    limits = np.iinfo(array.dtype)
+    limits = jnp.iinfo(array.dtype)
     given = [number for number in numbers if limits.min <= number <= limits.max] or [0]
     places = draw.permutation(array.size)[: -(-array.size // 2)]
     array.reshape(-1)[places] = draw.choice(given, places.size)
