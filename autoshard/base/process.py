@@ -144,9 +144,8 @@ def scratch_folder(what: str) -> Iterator[pathlib.Path]:
     Also when that comes just as it is made: `tempfile` makes a folder first, and then sees to its end.
     """
     import shutil  # here, since every command starts with this module
-    import tempfile
 
-    folder = pathlib.Path(tempfile.gettempdir()) / f"autoshard-{what}-{os.urandom(8).hex()}"
+    folder = _temporary_root() / f"autoshard-{what}-{os.urandom(8).hex()}"
     try:
         scratch_folders.add(folder)
         folder.mkdir(mode=0o700)
@@ -159,6 +158,19 @@ def scratch_folder(what: str) -> Iterator[pathlib.Path]:
             raise
         finally:
             scratch_folders.discard(folder)
+
+
+def _temporary_root() -> pathlib.Path:
+    """Return the folder for temporary files that the environment names, else the system's.
+
+    `tempfile` writes a file there to see whether it can, and a signal in between would leave it.
+    """
+    for folder in (*filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))), "/tmp"):
+        if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
+            return pathlib.Path(os.path.abspath(folder))
+    import tempfile
+
+    return pathlib.Path(tempfile.gettempdir())
 
 
 @functools.cache
