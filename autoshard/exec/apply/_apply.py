@@ -208,7 +208,7 @@ class PlannedFunction:
             lowered = self.application.lower(made.fn, tree.unflatten(abstract), self.donate_argnums)
             shardings = tree.unflatten(list(self.application.in_shardings()))
             compiled = compile_lowered(lowered)
-            check_granted(self.application.plan, compiled, self.application.mesh.devices.flat[0])
+            check_granted(self.application.plan, compiled, self.application.mesh.devices.flat)
             self._compiled[key] = _Compiled(compiled, shardings, made)
         return self._compiled[key], taken.args
 

@@ -1,5 +1,6 @@
 """What a compiled step takes of a device beside what JAX was granted of it."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from autoshard.cost import FRACTION, Topology, fraction_for
@@ -8,12 +9,17 @@ from autoshard.plan import Plan
 from autoshard.units import format_bytes
 
 
-def check_granted(plan: Plan, compiled: Any, device: Any) -> None:
-    """Raise `UserError` if a compiled step needs more memory than JAX may use of the device, before it is run.
+def check_granted(plan: Plan, compiled: Any, devices: Iterable[Any]) -> None:
+    """Raise `UserError` if a compiled step needs more memory than JAX may use of a device, before it is run.
 
-    Says nothing of devices that do not say how much that is, such as CPUs.
+    Asks this process's first device. Says nothing of devices that do not say how much that is, such as CPUs.
     """
-    granted, stats = (device.memory_stats() or {}).get("bytes_limit", 0), compiled.memory_analysis()
+    import jax
+
+    own = next((device for device in devices if device.process_index == jax.process_index()), None)
+    if own is None:
+        return
+    granted, stats = (own.memory_stats() or {}).get("bytes_limit", 0), compiled.memory_analysis()
     if not granted or stats is None:
         return
     sizes = stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.temp_size_in_bytes

@@ -32,7 +32,7 @@ class PlannedStep:
         start = time.perf_counter()
         lowered = self.application.lower(program.fn, program.args, program.donate_argnums, program.module)
         self.compiled = compile_lowered(lowered)
-        check_granted(plan, self.compiled, self.application.mesh.devices.flat[0])
+        check_granted(plan, self.compiled, self.application.mesh.devices.flat)
         self.compile_s = time.perf_counter() - start
         self._shardings = self.application.in_shardings()
         self._current: list[Any] = []

@@ -31,8 +31,15 @@ def compiled(gib: float) -> SimpleNamespace:
     return SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**stats))
 
 
-def device(gib: float | None) -> SimpleNamespace:
-    return SimpleNamespace(memory_stats=lambda: None if gib is None else {"bytes_limit": int(gib * GIB)})
+def refuse() -> None:
+    raise RuntimeError("MemoryStats is only supported for addressable PjRt devices.")
+
+
+def devices(gib: float | None) -> list[SimpleNamespace]:
+    """One of another process, and one of this."""
+    stats = None if gib is None else {"bytes_limit": int(gib * GIB)}
+    theirs = SimpleNamespace(process_index=1, memory_stats=refuse)
+    return [theirs, SimpleNamespace(process_index=0, memory_stats=lambda: stats)]
 
 
 def test_a_plan_above_what_jax_takes_says_which_share_it_needs():
@@ -48,14 +55,14 @@ def test_a_plan_above_what_jax_takes_says_which_share_it_needs():
 
 def test_a_step_that_needs_more_than_was_granted_is_refused_before_it_runs():
     plan = planned(70.0)
-    check_granted(plan, compiled(59.0), device(60.0))
-    check_granted(plan, compiled(70.0), device(None))
+    check_granted(plan, compiled(59.0), devices(60.0))
+    check_granted(plan, compiled(70.0), devices(None))
     with pytest.raises(
         UserError, match=r"takes 70.00 GiB .*granted 60.00 GiB .*MEM_FRACTION=0.88 before Python starts"
     ):
-        check_granted(plan, compiled(70.0), device(60.0))
+        check_granted(plan, compiled(70.0), devices(60.0))
     with pytest.raises(UserError, match=r"granted 78.00 GiB of it: plan with a --memory-limit that fits, or for more"):
-        check_granted(plan, compiled(90.0), device(78.0))
+        check_granted(plan, compiled(90.0), devices(78.0))
 
 
 def test_a_step_that_ran_out_of_memory_names_the_variable():
