@@ -165,7 +165,8 @@ def _temporary_root() -> pathlib.Path:
 
     `tempfile` writes a file there to see whether it can, and a signal in between would leave it.
     """
-    for folder in (*filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))), "/tmp"):
+    known = getattr(sys.modules.get("tempfile"), "tempdir", None)  # found before, or set by the program
+    for folder in filter(None, (known, *map(os.environ.get, ("TMPDIR", "TEMP", "TMP")), "/tmp")):
         if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
             return pathlib.Path(os.path.abspath(folder))
     import tempfile
