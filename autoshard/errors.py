@@ -6,7 +6,7 @@ class Terminated(BaseException):
 
 
 ENDINGS = (KeyboardInterrupt, Terminated)
-"""What a signal raises in the middle of a user's own code, which that code did not raise."""
+"""Exceptions that a signal raises while a user's own code runs."""
 
 
 class UserError(Exception):

@@ -35,7 +35,7 @@ def _write_child(test: str) -> None:
 if CHILD_OF in os.environ:
     atexit.register(_write_child, os.environ[CHILD_OF])
 else:
-    # What ran until there is no time left is written all the same.
+    # Lines that ran before the time was over are written too.
     signal.signal(signal.SIGXCPU, signal.default_int_handler)
 
 

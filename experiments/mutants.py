@@ -110,7 +110,7 @@ def copied(folder: Path) -> Path:
         if name and (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    # What numba compiled for equal files.
+    # Numba's cache of files that are equal.
     for path in (ROOT / "autoshard").rglob("__pycache__/*.nb?"):
         (folder / path.parent.relative_to(ROOT)).mkdir(exist_ok=True)
         shutil.copy2(path, folder / path.relative_to(ROOT))

@@ -13,9 +13,9 @@ from autoshard.base.json_text import parse_pieces
 
 
 MOST_BYTES = 1 << 28
-"""Of a file that people or this package write: plans, settings, rows of tables."""
+"""Most bytes of a file that people or this package write: plans, settings, rows of tables."""
 MOST_DATA_BYTES = 1 << 29
-"""Of problems and profiles, packed and unpacked."""
+"""Most bytes of a problem or a profile, packed and unpacked."""
 _MOST_TIMES = 8
 """Bytes of memory that parsed JSON may take for each byte that its file may have."""
 _OBJECT_BYTES = {"[": 100, "{": 200, ",": 45, '"': 15}

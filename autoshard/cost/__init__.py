@@ -52,8 +52,8 @@ from autoshard.cost._flags import chosen_flags as chosen_flags
 from autoshard.cost._flags import flag_set as flag_set
 from autoshard.cost._flags import read_flags as read_flags
 from autoshard.cost._flags import with_flags as with_flags
-from autoshard.cost._granted import FRACTION as FRACTION
-from autoshard.cost._granted import fraction_for as fraction_for
+from autoshard.cost._gpu_share import FRACTION as FRACTION
+from autoshard.cost._gpu_share import fraction_for as fraction_for
 from autoshard.cost._layout import Segment as Segment
 from autoshard.cost._learned import fit_observations as fit_observations
 from autoshard.cost._learned import learned_fit as learned_fit

@@ -60,7 +60,7 @@ def _lowered(program: Program, platform: str) -> Program:
             f"The program is planned as JAX lowers it for {program.platform}, since it does not for {platform} here "
             f"({why[:200]})."
         )
-        return dataclasses.replace(program, platform=platform, notes=(*program.notes, note))
+        return dataclasses.replace(program, lowerings=None, notes=(*program.notes, note))
     if program.lifted is Lifted.ALL:
         with mlir.new_context() as context:
             module = mlir.to_bytes(mlir.drop_constraints(mlir.parse_module(module, context)))

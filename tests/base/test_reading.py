@@ -91,7 +91,7 @@ def test_a_small_file_that_unpacks_to_millions_of_objects_is_refused_at_once(
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("command", ["solve", "report"])
 def test_signals_are_obeyed_while_json_is_parsed(sent: signal.Signals, command: str, tmp_path: Path):
-    """Of a file that takes many seconds; slow by what it holds, within what is allowed."""
+    """The file is within the limits of size, and takes many seconds to parse."""
     (large := tmp_path / "large.json").write_text("[" + "[[]]," * (8 << 20) + "0]")
     script = """
         import signal, sys

@@ -121,7 +121,8 @@ def test_what_has_one_lowering_is_planned_with_it_and_says_so(fn):
     program = autoshard.trace(fn, (f32(64, 64),))
     assert program.platform == "cpu"
     on_tpu = lowered_for(program, "tpu")
-    assert on_tpu.module == program.module
+    assert (on_tpu.module, on_tpu.platform) == (program.module, "cpu")
+    assert lowered_for(on_tpu, "tpu") is on_tpu
     assert "as JAX lowers it for cpu" in on_tpu.notes[-1]
 
 

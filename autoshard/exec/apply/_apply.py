@@ -264,7 +264,7 @@ def lower_planned(
     typings = [tree.unflatten([leaf.update(sharding=None) for _, leaf in leaves])]
     axes = {axis for spec in plan.arguments.values() for axis in spec.axes}
     if mesh is not None and names_devices(plan) and not lifted and axes.issubset(mesh.axis_names):
-        # What is part of a type is held, so that the plan has the types of all arguments.
+        # Specs in types are kept by the trace: so the plan holds those of all arguments.
         types = [named_sharding(mesh, spec) for spec in plan.arguments.values()]
         typed = [leaf.update(sharding=of) for (_, leaf), of in zip(leaves, types, strict=True)]
         typings.insert(0, tree.unflatten(typed))
@@ -472,7 +472,7 @@ def _lowered_for(
     traced = jax.jit(lambda *args: planned(*args), keep_unused=True).trace(*abstract)
     try:
         lowered = lower_traced(traced, found, (platform,))
-    except (ValueError, NotImplementedError):
+    except (ValueError, NotImplementedError):  # JAX's words for ops that the platform lacks: another one may have them
         return None
     ir = mlir.drop_sent_arguments(lowered.compiler_ir("stablehlo"))
     return mlir.to_bytes(mlir.drop_constraints(ir) if lifted else ir)

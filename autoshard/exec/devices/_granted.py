@@ -1,4 +1,4 @@
-"""What a compiled step takes of a device beside what JAX was granted of it."""
+"""Compare the memory that a compiled step needs with what JAX may use of a device."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -30,8 +30,8 @@ def edge_arguments(program: Program, leaves: Sequence[Any], seed: int) -> dict[s
         sizes = mlir.indexed_sizes(mlir.parse_module(program.module, context))
     batch = [n for n, argument in enumerate(program.arguments) if argument.role is Role.BATCH]
     given = [n for n, argument in enumerate(program.arguments) if argument.role in (Role.BATCH, Role.OTHER)]
-    indices = {n: sizes[n] for n in given if n in sizes and _is(leaves[n], "integer")}
-    floats = [n for n in batch if _is(leaves[n], "floating")]
+    indices = {n: sizes[n] for n in given if n in sizes and _has_dtype(leaves[n], "integer")}
+    floats = [n for n in batch if _has_dtype(leaves[n], "floating")]
     draw = np.random.default_rng(seed)
     edges: dict[str, list[Any]] = {}
     if indices or floats:
@@ -63,7 +63,7 @@ def drops_nan(compiled_text: str, platform: str) -> bool:
     return any(name in reducers and _EXTREME.search(body) for name, body in bodies)
 
 
-def _is(leaf: Any, kind: str) -> bool:
+def _has_dtype(leaf: Any, kind: str) -> bool:
     """Return True for an array with elements of this kind of dtype, also of one that numpy lacks."""
     import jax.numpy as jnp
 

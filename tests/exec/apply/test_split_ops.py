@@ -34,7 +34,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def part(tensor: torch.Tensor, places: tuple[Any, ...]) -> torch.Tensor:
-    """What device (0, 1) of two by two has of a tensor."""
+    """Return the shard of device (0, 1) in a mesh of two by two."""
     for number, place in zip((0, 1), places, strict=True):
         if isinstance(place, Shard):
             tensor = tensor.chunk(2, place.dim)[number]
