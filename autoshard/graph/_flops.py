@@ -26,9 +26,14 @@ def op_flops(
 
 
 def is_sum(rule: Rule) -> bool:
-    """Whether a dot multiplies two tensors of the same dims: XLA makes a product and a sum of it, and no matmul."""
+    """Return whether XLA computes a dot by a product and a sum, in place of a matmul.
+
+    It does so where nothing is contracted, and where one side has no dim of its own (a matrix times a vector), in
+    batches as well. Dims of size 1 do not count.
+    """
     left, right = ({f for dim in dims for f in dim if rule.sizes[f] > 1} for dims in rule.operands[:2])
-    return left == right
+    contracted = (left & right) - {f for dim in rule.results[0] for f in dim}
+    return left <= right or right <= left or not contracted
 
 
 def _kernel_output_features(rule: Rule, kernel: Tensor) -> int:

@@ -45,6 +45,8 @@ class Liveness:
     """(tensor, start, stop); a loop's carried value has one buffer, named by the tensor inside the body."""
     widths: Mapping[tuple[int, int, int], int] = dataclasses.field(default_factory=dict)
     """Bytes of an element, for buffers that hold their tensor in another dtype (see `_stored`)."""
+    reserved: frozenset[int] = frozenset()
+    """Tensors of results that have memory of their own before the program starts; `buffers` begin with their values."""
     hosted: frozenset[int] = frozenset()
     """Tensors in the host's memory; none of `buffers` is one of theirs."""
     softmaxes: tuple[Softmax, ...] = ()
@@ -157,7 +159,7 @@ def analyse(
         fusions, stores = done.fusions, done.stores
         materialised -= stores.keys()
     away = hosted(graph)
-    buffers, copied = buffers_of(
+    buffers, copied, reserved = buffers_of(
         graph, fusions, materialised, free, reach, bases, kept, updates or {}, overwritten, stores
     )
     away_or_apart = away.union(*(softmax.tensors for softmax in softmaxes))
@@ -176,7 +178,16 @@ def analyse(
         fusions = joined(graph, fusions)
     computed = computed_inside(graph, inner, reach, sizes)
     return Liveness(
-        tuple(fusions), frozenset(materialised), buffers, widths, away, softmaxes, tuple(passes), stores, computed
+        tuple(fusions),
+        frozenset(materialised),
+        buffers,
+        widths,
+        reserved,
+        away,
+        softmaxes,
+        tuple(passes),
+        stores,
+        computed,
     )
 
 

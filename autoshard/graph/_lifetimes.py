@@ -16,8 +16,11 @@ def buffers_of(
     updates: Mapping[int, int],
     overwritten: Sequence[tuple[int, int]],
     stores: Mapping[int, int],
-) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
-    """`Liveness.buffers`, and (tensor, loop) of what is copied. `overwritten`: (value, what is written over it)."""
+) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...], frozenset[int]]:
+    """Return `Liveness.buffers`, (tensor, loop) of what is copied, and `Liveness.reserved`.
+
+    `overwritten`: (value, what is written over it).
+    """
     end = len(graph.ops)
     start = {t.id: (t.producer if t.producer >= 0 else 0) for t in graph.tensors}
     for source, tensor in stores.items():
@@ -36,9 +39,6 @@ def buffers_of(
     last |= dict.fromkeys(kept, end)
     _delay_updates(graph, fusions, bases, kept, updates, start, last)
     home, copied = _share_carried(graph, free, start, last, updates, overwritten)
-    # A result that is written over no argument has memory of its own before the program starts.
-    for tensor in set(graph.results) - set(updates.values()) - set(graph.arguments):
-        start[home.get(tensor, tensor)] = 0
     buffers, arguments = [], set(graph.arguments)
     for tensor in sorted(materialised):
         if home.get(tensor, tensor) != tensor:
@@ -56,7 +56,9 @@ def buffers_of(
             buffers.append((tensor, 0, max(1, stop)))
         elif stop > start[tensor]:
             buffers.append((tensor, start[tensor], stop))
-    return tuple(buffers), tuple(copied)
+    # A result that is written over no argument has memory of its own before the program starts.
+    reserved = set(graph.results) - set(updates.values()) - arguments
+    return tuple(buffers), tuple(copied), frozenset(home.get(tensor, tensor) for tensor in reserved)
 
 
 def _delay_updates(

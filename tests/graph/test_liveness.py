@@ -29,7 +29,8 @@ def test_a_chain_by_hand() -> None:
     liveness = analyse(graph)
     assert liveness.materialised == {a, b, h, t, u, r}, "the negation is recomputed inside the addition"
     assert n not in lifetimes(liveness)
-    assert lifetimes(liveness) == {a: (0, 1), b: (0, 3), h: (0, 5), t: (1, 3), u: (2, 5), r: (0, 6)}
+    assert lifetimes(liveness) == {a: (0, 1), b: (0, 3), h: (0, 5), t: (1, 3), u: (2, 5), r: (4, 6)}
+    assert liveness.reserved == {r}
     assert [(f.root, f.writes, f.reads) for f in liveness.fusions] == [
         (0, (h,), (a, b)),
         (1, (t,), (h,)),

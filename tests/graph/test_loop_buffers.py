@@ -22,10 +22,12 @@ def scanned(x: Any, w: Any) -> Any:
 def test_a_carried_value_has_one_buffer_for_the_whole_loop() -> None:
     graph = graph_of(scanned, f32(8, 4), f32(5, 4, 4))
     (loop,) = graph.loops
-    spans = lifetimes(analyse(graph))
+    liveness = analyse(graph)
+    spans = lifetimes(liveness)
     carry = carry_of(graph, (8, 4))
     assert loop.start > 0
-    assert spans[carry.body] == (0, len(graph.ops) + 1), "the result is the same buffer, there from the start"
+    assert spans[carry.body] == (loop.start, len(graph.ops) + 1), "the result is the same buffer"
+    assert carry.body in liveness.reserved
     assert carry.update not in spans and carry.result not in spans
     assert spans[graph.arguments[1]] == (0, loop.stop), "the weights are read by every trip"
 
@@ -140,7 +142,7 @@ def test_nested_loops_share_the_outer_ones_buffer() -> None:
     graph = graph_of(lambda x, w: lax.scan(inner, x, w)[0], f32(8, 4), f32(5, 4, 4))
     outer, nested = (carry_of(graph, (8, 4), loop) for loop in (0, 1))
     spans = lifetimes(analyse(graph))
-    assert spans[outer.body] == (0, len(graph.ops) + 1)
+    assert spans[outer.body] == (graph.loops[0].start, len(graph.ops) + 1)
     assert not {nested.body, nested.update, nested.result, outer.update, outer.result} & set(spans)
 
 

@@ -79,7 +79,7 @@ def test_memory_from_specs_is_that_of_the_alternatives() -> None:
             for term in node.memory:
                 for moment in range(term.start, term.stop):
                     held[moment] += int(term.usage[choice])
-        assert max(held) + built.fixed_bytes == evaluate(built, choices).peak_bytes
+        assert max(held) + built.fixed_bytes == evaluate(built, choices).solved_bytes
         seen.add(tuple(bool(term.usage[choices[number]]) for term in built.nodes[number].memory))
     assert seen == {(True, False), (False, True)}, "both forms were chosen"
 

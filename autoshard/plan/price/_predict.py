@@ -10,7 +10,6 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +20,7 @@ from autoshard.plan.model._model import EXPOSED, Channel, Model, Reshard, link_n
 from autoshard.plan.model._overlap import Overlap, lanes
 from autoshard.plan.model._ring import is_ring, ring_memory
 from autoshard.plan.price._in_flight import in_flight
+from autoshard.plan.price._reserved import HeldBuffer, reserve
 from autoshard.plan.price._reshard_times import laid_out_seconds, reshard_overlap, reshard_steps, reshard_time
 from autoshard.plan.record._parts import Collective
 from autoshard.plan.record._spec import Spec
@@ -40,7 +40,7 @@ class Outcome:
     memory: dict[str, int]
     host_bytes: int = 0
     solved_bytes: int = 0
-    """The peak as the solver knows it: without what collectives hold beside the values of the program."""
+    """The peak as the solver knows it: without buffers of collectives, and with results from when they are written."""
 
     @property
     def blocks(self) -> list[int]:
@@ -146,7 +146,7 @@ def evaluate(model: Model, choices: NDArray[np.int64]) -> Outcome:
     collectives.sort(key=lambda c: (-c.seconds, c.kind, c.axes, c.cause))
     peak, when, memory = _memory(model, held_buffers(model, choices))
     solved = peak
-    if model.mesh.topology.traits.holds_in_flight:
+    if model.mesh.topology.traits.holds_in_flight or model.liveness.reserved:
         solved, _, _ = _memory(model, solved_buffers(model, choices))
     return Outcome(dict(channels), tuple(collectives), peak, when, memory, host_bytes(model, choices), solved)
 
@@ -213,17 +213,6 @@ def reshard_line(model: Model, reshard: Reshard) -> str:
     return next((ops[op].line for op in (reshard.op, maker) if op >= 0 and ops[op].line), "")
 
 
-class HeldBuffer(NamedTuple):
-    """Bytes that every device holds during [start, stop), in op ids."""
-
-    start: int
-    stop: int
-    size: int
-    kind: str
-    tensor: int
-    """The tensor that they are of, or that they are held to make; -1 if none is known."""
-
-
 def memory_events(model: Model, choices: NDArray[np.int64]) -> list[tuple[int, int, str]]:
     """(op id, bytes that come or go, kind) in order, from the specs and lifetimes of every buffer, those of collectives
     among them where they have some."""
@@ -238,8 +227,10 @@ def _events(buffers: Sequence[HeldBuffer]) -> list[tuple[int, int, str]]:
 
 
 def held_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]:
-    """Every buffer, those of collectives among them where they have some."""
+    """Return every buffer, those of collectives among them where they have some, and results from the start."""
     buffers = solved_buffers(model, choices)
+    if model.liveness.reserved:
+        buffers = reserve(model.graph, buffers, model.liveness.reserved)
     if not model.mesh.topology.traits.holds_in_flight:
         return buffers
     steps = [reshard_steps(model, reshard, choices) for reshard in model.reshards]
@@ -247,7 +238,7 @@ def held_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]:
 
 
 def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]:
-    """The same without those of collectives: what the `Problem` has as well."""
+    """Return what the `Problem` has as well: no buffers of collectives, and results from when they are written."""
     sizes = dict(model.mesh.axes)
     found: list[HeldBuffer] = []
     kinds = {

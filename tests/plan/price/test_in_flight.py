@@ -26,7 +26,8 @@ def deep() -> Program:
         return x.astype(jnp.float32).sum()
 
     weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16) for _ in range(LAYERS)]
-    return trace(jax.grad(loss), (weights, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)), name="deep")
+    args = (weights, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16))
+    return trace(jax.grad(loss), args, name="deep", donate_argnums=0)
 
 
 def test_small_collectives_are_joined_and_wait_for_one_another() -> None:
