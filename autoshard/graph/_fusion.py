@@ -72,6 +72,7 @@ def analyse(
     fused_matmuls: bool = False,
     softmaxes: tuple[Softmax, ...] = (),
     narrows_stacks: bool = True,
+    stores_least: bool = False,
 ) -> Liveness:
     """Fusions, and the lifetime of every value that reaches memory.
 
@@ -79,6 +80,7 @@ def analyse(
     tensor -> the result tensor that is written over it. `fused_matmuls`: a matmul's kernel computes the pointwise
     values that it takes, as TPU compilers have it. `softmaxes`: those that `find_softmaxes` gives, for the same ones.
     `narrows_stacks`: a stack whose slices a loop narrows is converted before the loop, and both are held.
+    `stores_least`: a value that several kernels take is stored only where that moves fewer bytes.
     """
     free = {t for op in graph.ops if op.op_class is OpClass.FREE for t in op.results}
     consumers: list[list[int]] = [[] for _ in graph.tensors]
@@ -109,7 +111,9 @@ def analyse(
         if fused_matmuls
         else {}
     )
-    deciding = Writing(graph, consumers, pinned, sizes, kernels, inner, fused_matmuls, latest_makers(graph))
+    deciding = Writing(
+        graph, consumers, pinned, sizes, kernels, inner, fused_matmuls, latest_makers(graph), stores_least
+    )
     reach: dict[int, frozenset[int]] = {}
     bases: dict[int, frozenset[int]] = {}
     materialised: set[int] = set()

@@ -36,6 +36,8 @@ class Writing:
     fused_matmuls: bool
     latest: Sequence[int]
     """What `latest_makers` gives."""
+    stores_least: bool = False
+    """Whether a value of several kernels is stored only where that moves fewer bytes than computing it in each."""
 
     def is_written(self, op: Op, tensor: int, ends: frozenset[int] | None, reads: frozenset[int]) -> bool:
         """`ends`: ops, ends of fusions, that the value leads to; None for many. `reads`: what it follows from in
@@ -50,8 +52,11 @@ class Writing:
         apart = any(u in self.kernels and not self._inside(op, u) for u in users)
         if self.fused_matmuls and sum(self.graph.ops[u].kind in _PARTS for u in users) > 1:
             apart = True  # computed inside of their kernel it would be computed once for every part
-        if apart and op.kind not in CHEAP_INTO_MATMUL and op.op_class is not OpClass.LAYER:
-            return True
+        if apart and op.op_class is not OpClass.LAYER:
+            if op.kind not in CHEAP_INTO_MATMUL:
+                return True
+            if not self.fused_matmuls and reads and reads != {self._source(tensor)}:
+                return True
         summed = self.fused_matmuls and op.kind == "convert" and self._is_rounded_and_summed(op.operands[0])
         if summed and ends:
             return self._pays(tensor, reads, len(ends), len(ends) + 1)
@@ -63,7 +68,19 @@ class Writing:
             # Matmuls compute it again, and others do if it follows from one value of its size.
             elements = self.graph.tensors[tensor].elements
             return sum(self.graph.tensors[t].elements >= elements for t in reads) > 1
-        return sum(self.sizes[t] for t in reads) > self.sizes[tensor]
+        before, own = sum(self.sizes[t] for t in reads), self.sizes[tensor]
+        if self.stores_least:
+            kernels = len(users) if ends is None else len(ends)
+            return kernels * before > before + (kernels + 1) * own
+        return before > own
+
+    def _source(self, tensor: int) -> int:
+        """Return the value that a chain of ops which kernels of matmuls do as they load begins with."""
+        while (maker := self.graph.tensors[tensor].producer) >= 0:
+            if self.graph.ops[maker].kind not in CHEAP_INTO_MATMUL:
+                break
+            tensor = self.graph.ops[maker].operands[0]
+        return tensor
 
     def _inside(self, op: Op, user: int) -> bool:
         return user in self.inner and self.graph.ops[user].loop == op.loop

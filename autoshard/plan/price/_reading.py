@@ -63,8 +63,15 @@ def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
     updates = {t: graph.results[a.result] for t, a in named if a.donated and a.result is not None}
     fused = traits.fuses_into_matmuls
     softmaxes = find_softmaxes(graph, structure) if fused else ()
-    narrows = traits.narrows_stacks
-    liveness = analyse(graph, undonated, updates, fused_matmuls=fused, softmaxes=softmaxes, narrows_stacks=narrows)
+    liveness = analyse(
+        graph,
+        undonated,
+        updates,
+        fused,
+        softmaxes,
+        narrows_stacks=traits.narrows_stacks,
+        stores_least=traits.stores_least,
+    )
     if traits.late_gradients:
         liveness = made_late(graph, liveness)
     return Reading(graph, structure, liveness, find_groups(program, graph, structure))
