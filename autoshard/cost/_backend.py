@@ -81,6 +81,10 @@ class Backend:
     """Whether a stack of layers is converted once before the loop that narrows slices of it, and held beside it."""
     stores_least: bool
     """Whether a value that several kernels take is stored only where that moves fewer bytes than computing it twice."""
+    fills_stacks: bool
+    """Whether constants that a loop begins with are written to memory before it, stacks that it fills among them."""
+    launches: bool
+    """Whether every kernel takes time to start, however little it moves."""
     rounds_operands: bool
     """Whether matmuls of float32 at the default precision take operands that are rounded to bfloat16 beforehand."""
     late_gradients: bool
@@ -114,7 +118,8 @@ BACKENDS = {
             sums_in_two_phases=True, sum_dtype="", scatters=Scatters.BY_GROUP, stages=True, joins_sums=True,
             one_ring=False, packs_blocks=False, caches=False, burst_bytes=512, sorting=Sorting.BITONIC,
             tiled=True, fuses_into_matmuls=True, relays_shards=True, copies_shards=False,
-            narrows_stacks=True, stores_least=False, rounds_operands=True, late_gradients=False, holds_in_flight=False,
+            narrows_stacks=True, stores_least=False, fills_stacks=False,
+            launches=True, rounds_operands=True, late_gradients=False, holds_in_flight=False,
             compiles_ahead=True, described=False, judge="compile",
             serves_by_mesh=True, attention="splash",
         ),
@@ -124,7 +129,8 @@ BACKENDS = {
             sums_in_two_phases=True, sum_dtype="", scatters=Scatters.ALWAYS, stages=False, joins_sums=False,
             one_ring=True, packs_blocks=False, caches=False, burst_bytes=64, sorting=Sorting.RADIX,
             tiled=False, fuses_into_matmuls=False, relays_shards=False, copies_shards=False,
-            narrows_stacks=False, stores_least=True, rounds_operands=False, late_gradients=True, holds_in_flight=True,
+            narrows_stacks=False, stores_least=True, fills_stacks=True,
+            launches=True, rounds_operands=False, late_gradients=True, holds_in_flight=True,
             compiles_ahead=False, described=True, judge="compile",
             serves_by_mesh=False, attention="cudnn",
         ),
@@ -134,7 +140,8 @@ BACKENDS = {
             sums_in_two_phases=False, sum_dtype="f32", scatters=Scatters.NEVER, stages=False, joins_sums=False,
             one_ring=False, packs_blocks=True, caches=True, burst_bytes=64, sorting=Sorting.COMPARISON,
             tiled=False, fuses_into_matmuls=False, relays_shards=False, copies_shards=True,
-            narrows_stacks=True, stores_least=False, rounds_operands=False, late_gradients=False, holds_in_flight=False,
+            narrows_stacks=True, stores_least=False, fills_stacks=False,
+            launches=False, rounds_operands=False, late_gradients=False, holds_in_flight=False,
             compiles_ahead=False, described=False, judge="measure",
             serves_by_mesh=False, attention="plain",
         ),

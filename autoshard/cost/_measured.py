@@ -151,27 +151,36 @@ class MatmulRates:
     """Peak FLOP/s of this chip for one of the chip that was measured."""
 
     def shares_of_best(self, m: ArrayLike, n: ArrayLike, k: ArrayLike, batch: ArrayLike) -> NDArray[np.float64]:
-        """What `batch` matmuls `[m, k] x [k, n]` reach of the best rate that was measured, launch and traffic included.
+        """Return what `batch` matmuls `[m, k] x [k, n]` reach of the best measured rate, launch and traffic included.
 
-        Between measured sizes logarithms of rates are interpolated; outside of them the rate stays, but that a tile of
-        `TILE` is never less than full. On a chip with another peak a matmul runs as one that keeps the measured
-        chip busy as long (assumed): each size counts as the cubic root of the ratio of peaks more.
+        Between measured sizes logarithms of rates are interpolated. What keeps the processors busy is the number of
+        tiles: rates of one k differ little between shapes of as many rows times columns times batch. So what a size has
+        beyond the table counts as more of the others, of k as well, whose parts libraries sum in tiles of their own
+        (split-K). Below the table the rate stays, but that a tile of `TILE` is never less than full. On a chip with
+        another peak a matmul runs as one that keeps the measured chip busy as long (assumed): each size counts as the
+        cubic root of the ratio of peaks more.
         """
         longer = self.share ** (-1.0 / 3.0)
         sizes = [np.maximum(np.asarray(x, dtype=np.float64), 1.0) for x in (batch, m, n, k)]
         sizes = [sizes[0], *(x * longer for x in sizes[1:])]
         filled = math.prod((np.minimum(x / TILE, 1.0) for x in sizes[1:]), start=np.float64(1.0))
-        logs = self._interpolated([np.log2(x) for x in sizes])
-        return np.asarray(filled * np.exp2(logs - self.logs.max()))
+        places = [np.clip(np.log2(x), grid[0], grid[-1]) for x, grid in zip(sizes, self._grids(), strict=True)]
+        beyond = sum(np.maximum(np.log2(x) - grid[-1], 0.0) for x, grid in zip(sizes, self._grids(), strict=True))
+        rooms = [grid[-1] - place for place, grid in zip(places[:3], self._grids(), strict=False)]
+        share = np.minimum(beyond / np.maximum(sum(rooms), 1e-9), 1.0)
+        places[:3] = [place + share * room for place, room in zip(places[:3], rooms, strict=True)]
+        return np.asarray(filled * np.exp2(self._interpolated(places) - self.logs.max()))
+
+    def _grids(self) -> list[NDArray[np.float64]]:
+        """Return the logarithms of the measured batches, rows, columns and contracted sizes."""
+        return [np.log2(self.batches), *[np.log2(self.sizes)] * 3]
 
     def _interpolated(self, places: list[NDArray[np.float64]]) -> NDArray[np.float64]:
-        grids = [np.log2(self.batches), *[np.log2(self.sizes)] * 3]
         lows, shares = [], []
-        for grid, place in zip(grids, np.broadcast_arrays(*places), strict=True):
-            at = np.clip(place, grid[0], grid[-1])
-            low = np.clip(np.searchsorted(grid, at, side="right") - 1, 0, len(grid) - 2)
+        for grid, place in zip(self._grids(), np.broadcast_arrays(*places), strict=True):
+            low = np.clip(np.searchsorted(grid, place, side="right") - 1, 0, len(grid) - 2)
             lows.append(low)
-            shares.append((at - grid[low]) / (grid[low + 1] - grid[low]))
+            shares.append((place - grid[low]) / (grid[low + 1] - grid[low]))
         found = np.zeros(lows[0].shape)
         for corner in range(16):
             bits = [corner >> d & 1 for d in range(4)]

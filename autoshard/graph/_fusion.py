@@ -73,6 +73,7 @@ def analyse(
     softmaxes: tuple[Softmax, ...] = (),
     narrows_stacks: bool = True,
     stores_least: bool = False,
+    fills_stacks: bool = False,
 ) -> Liveness:
     """Fusions, and the lifetime of every value that reaches memory.
 
@@ -81,6 +82,7 @@ def analyse(
     values that it takes, as TPU compilers have it. `softmaxes`: those that `find_softmaxes` gives, for the same ones.
     `narrows_stacks`: a stack whose slices a loop narrows is converted before the loop, and both are held.
     `stores_least`: a value that several kernels take is stored only where that moves fewer bytes.
+    `fills_stacks`: constants that a loop begins with are written before it.
     """
     free = {t for op in graph.ops if op.op_class is OpClass.FREE for t in op.results}
     consumers: list[list[int]] = [[] for _ in graph.tensors]
@@ -176,6 +178,16 @@ def analyse(
     more, widths = stored(graph, buffers, wide, (updates or {}) if fused_matmuls else (), narrows_stacks)
     buffers = tuple(sorted((*buffers, *more)))
     passes = [Passes(tensor, loop, 2) for tensor, loop in copied]
+    if fills_stacks:
+        passes += (
+            Passes(carry.body, loop.parent, 1)
+            for loop in graph.loops
+            for carry in loop.carries
+            if carry.init in free
+            and not loop.branches
+            and carry.body in materialised
+            and graph.tensors[carry.body].shape
+        )
     if fused_matmuls:
         passes += (*turned_passes(graph), *interleaved_passes(graph))
     if fused_matmuls:

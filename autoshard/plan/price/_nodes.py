@@ -133,12 +133,12 @@ class NodePricer:
             self.nodes.append(Node("cluster", cluster.id, states, held, time, memory, name, launches=mine))
 
     def launches(self) -> Mapping[int, Mapping[int, float]]:
-        """By cluster and block how many fusions of one step write its tensors first; counted on TPUs only.
+        """Count by cluster and block the fusions of one step that write its tensors first, but on CPUs.
 
-        The scalar core does what writes single elements, beside the others.
+        The scalar core of a TPU does what writes single elements, beside the others.
         """
         found: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-        if not self.compute.topology.traits.compiles_ahead:
+        if not self.compute.topology.traits.launches:
             return found
         for fusion in self.liveness.fusions:
             op = self.graph.ops[fusion.root]

@@ -71,6 +71,7 @@ def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
         softmaxes,
         narrows_stacks=traits.narrows_stacks,
         stores_least=traits.stores_least,
+        fills_stacks=traits.fills_stacks,
     )
     if traits.late_gradients:
         liveness = made_late(graph, liveness)
