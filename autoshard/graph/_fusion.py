@@ -12,12 +12,14 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from autoshard.graph._continued import continued, latest_makers, meetings
+from autoshard.graph._copied_slices import copied_slices
 from autoshard.graph._hosted import hosted
 from autoshard.graph._in_transit import copied_stacks, in_transit
 from autoshard.graph._interleaved import interleaved_passes
 from autoshard.graph._lifetimes import buffers_of, outlast
 from autoshard.graph._manual import IN, OUT
 from autoshard.graph._records import Fusion, Op, OpClass, OpGraph, is_batched
+from autoshard.graph._relaid_stacks import relaid_stacks
 from autoshard.graph._siblings import joined
 from autoshard.graph._side_by_side import matmuls_of_stages
 from autoshard.graph._softmax import Softmax
@@ -74,6 +76,7 @@ def analyse(
     narrows_stacks: bool = True,
     stores_least: bool = False,
     fills_stacks: bool = False,
+    copies_slices: bool = False,
 ) -> Liveness:
     """Fusions, and the lifetime of every value that reaches memory.
 
@@ -83,6 +86,7 @@ def analyse(
     `narrows_stacks`: a stack whose slices a loop narrows is converted before the loop, and both are held.
     `stores_least`: a value that several kernels take is stored only where that moves fewer bytes.
     `fills_stacks`: constants that a loop begins with are written before it.
+    `copies_slices`: what `copied_slices` gives is copied in every trip, and what `relaid_stacks` gives once.
     """
     free = {t for op in graph.ops if op.op_class is OpClass.FREE for t in op.results}
     consumers: list[list[int]] = [[] for _ in graph.tensors]
@@ -178,6 +182,13 @@ def analyse(
     more, widths = stored(graph, buffers, wide, (updates or {}) if fused_matmuls else (), narrows_stacks)
     buffers = tuple(sorted((*buffers, *more)))
     passes = [Passes(tensor, loop, 2) for tensor, loop in copied]
+    if copies_slices:
+        slices = tuple(copied_slices(graph, consumers))
+        buffers = tuple(sorted((*buffers, *slices)))
+        passes += (Passes(tensor, graph.tensors[tensor].loop, 2) for tensor, _, _ in slices)
+        for stack in relaid_stacks(graph, consumers):
+            buffers = tuple(sorted((*buffers, (stack.source, stack.loop.start, stack.loop.stop))))
+            passes += (Passes(t, stack.loop.parent, 2) for t in (stack.source, stack.result) if t >= 0)
     if fills_stacks:
         passes += (
             Passes(carry.body, loop.parent, 1)
