@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from autoshard.graph._continued import continued, latest_makers, meetings
 from autoshard.graph._copied_slices import copied_slices
+from autoshard.graph._epilogues import with_epilogues
 from autoshard.graph._hosted import hosted
 from autoshard.graph._in_transit import copied_stacks, in_transit
 from autoshard.graph._interleaved import interleaved_passes
@@ -164,13 +165,17 @@ def analyse(
             moved = op.operands[1:2] if in_place else tuple(writes)
             fusions.append(Fusion(op.id, tuple(writes), tuple(sorted(reads)), moved))
     stores: Mapping[int, int] = {}
-    if fused_matmuls:
-        done = continued(graph, fusions, inner, pinned, bases)
+    if fused_matmuls or copies_slices:
+        done = (
+            continued(graph, fusions, inner, pinned, bases)
+            if fused_matmuls
+            else with_epilogues(graph, fusions, consumers, pinned)
+        )
         fusions, stores = done.fusions, done.stores
         materialised -= stores.keys()
     away = hosted(graph)
     buffers, copied, reserved = buffers_of(
-        graph, fusions, materialised, free, reach, bases, kept, updates or {}, overwritten, stores
+        graph, fusions, materialised, free, reach, bases, kept, updates or {}, overwritten, stores, copies_slices
     )
     away_or_apart = away.union(*(softmax.tensors for softmax in softmaxes))
     buffers = (*buffers, *in_transit(graph, reach, away), *copied_stacks(graph, away))

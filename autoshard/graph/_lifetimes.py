@@ -16,10 +16,12 @@ def buffers_of(
     updates: Mapping[int, int],
     overwritten: Sequence[tuple[int, int]],
     stores: Mapping[int, int],
+    writes_over: bool = False,
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...], frozenset[int]]:
     """Return `Liveness.buffers`, (tensor, loop) of what is copied, and `Liveness.reserved`.
 
-    `overwritten`: (value, what is written over it).
+    `overwritten`: (value, what is written over it). `writes_over`: an elementwise kernel writes its result over an
+    operand of the same shape and dtype that nothing needs afterwards.
     """
     end = len(graph.ops)
     start = {t.id: (t.producer if t.producer >= 0 else 0) for t in graph.tensors}
@@ -38,12 +40,13 @@ def buffers_of(
             last[tensor] = end
     last |= dict.fromkeys(kept, end)
     _delay_updates(graph, fusions, bases, kept, updates, start, last)
+    over = _written_over(graph, fusions, bases, last) if writes_over else frozenset()
     home, copied = _share_carried(graph, free, start, last, updates, overwritten)
     buffers, arguments = [], set(graph.arguments)
     for tensor in sorted(materialised):
         if home.get(tensor, tensor) != tensor:
             continue
-        stop = last[tensor] + 1 if last[tensor] < end else end + 1
+        stop = last[tensor] + (tensor not in over) if last[tensor] < end else end + 1
         if tensor in arguments:
             written = updates.get(tensor, tensor)
             place = home.get(written, written)
@@ -59,6 +62,24 @@ def buffers_of(
     # A result that is written over no argument has memory of its own before the program starts.
     reserved = set(graph.results) - set(updates.values()) - arguments
     return tuple(buffers), tuple(copied), frozenset(home.get(tensor, tensor) for tensor in reserved)
+
+
+def _written_over(
+    graph: OpGraph, fusions: Sequence[Fusion], bases: Mapping[int, frozenset[int]], last: Mapping[int, int]
+) -> frozenset[int]:
+    """Return values whose memory the elementwise kernel that reads them last takes for its result."""
+    found = set()
+    for fusion in fusions:
+        if graph.ops[fusion.root].op_class is not OpClass.POINTWISE or len(fusion.writes) != 1:
+            continue
+        written = graph.tensors[fusion.writes[0]]
+        for tensor in fusion.reads:
+            read = graph.tensors[tensor]
+            alike = read.shape == written.shape and read.dtype == written.dtype and read.loop == written.loop
+            if alike and read.producer >= 0 and tensor not in bases and last.get(tensor) == fusion.root:
+                found.add(tensor)
+                break
+    return frozenset(found)
 
 
 def _delay_updates(
