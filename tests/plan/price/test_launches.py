@@ -31,8 +31,9 @@ def model_of(topology: str) -> Model:
     return build_model(program, read_program(program, parsed.backend), mesh, parsed.usable_bytes)
 
 
-def test_every_fusion_of_a_tpu_is_started_in_every_trip():
-    model = model_of("v5e:1x1")
+@pytest.mark.parametrize("topology", ["v5e:1x1", "h100:1"])
+def test_every_fusion_is_started_in_every_trip(topology: str):
+    model = model_of(topology)
     (loop,) = model.graph.loops
     counts = {-1: 0.0, loop.id: 0.0}
     for node in model.nodes:
@@ -48,12 +49,11 @@ def test_every_fusion_of_a_tpu_is_started_in_every_trip():
 def build_again(model: Model, overhead: float) -> float:
     """Seconds of the loop's compute with another figure for a start."""
     figures = dataclasses.replace(model.compute.calibration, op_overhead_s=overhead)
-    reading = read_program(model.program, "tpu")
+    reading = read_program(model.program, model.mesh.topology.backend)
     again = build_model(model.program, reading, model.mesh, 1 << 40, figures)
     (loop,) = again.graph.loops
     return sum(float(n.time[loop.id, "compute"][0]) for n in again.nodes if (loop.id, "compute") in n.time)
 
 
-@pytest.mark.parametrize("topology", ["cpu:1", "h100:1"])
-def test_only_those_of_tpus_are_counted(topology: str):
-    assert not any(node.launches for node in model_of(topology).nodes)
+def test_threads_of_a_cpu_start_at_once():
+    assert not any(node.launches for node in model_of("cpu:1").nodes)
