@@ -52,7 +52,7 @@ lint: $(STAMP)
 
 # What the experiments share, or start one by one, is no script of its own.
 PARTS := $(wildcard experiments/jax_*.py) $(addprefix experiments/,beside.py calibrate.py code_base_programs.py \
-	compile_programs.py cpu_programs.py family_programs.py held.py kept.py line_map.py mutations.py picture.py readme.py \
+	compile_programs.py cpu_programs.py family_programs.py gpu_programs.py held.py kept.py line_map.py mutations.py picture.py readme.py \
 	reliability_table.py torch_xla_loop.py torch_xla_models.py torch_xla_run.py torch_xla_script.py \
 	torch_xla_spmd_run.py torch_xla_spmd_shapes.py)
 

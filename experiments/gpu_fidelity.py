@@ -2,7 +2,7 @@
 
     python experiments/gpu_fidelity.py [ROW ...] [--predict] [--time-limit S]
 
-Steps for 8 and for 256 H100s. Runs rows as `compile_fidelity.py` does and shares its compiled programs; results are
+Steps for 8 and for 256 H100s, serving, and the programs of `gpu_programs.py` on one. Runs rows as `compile_fidelity.py` does and shares its compiled programs; results are
 kept by row in `experiments/results/gpu_fidelity.json`. The compiler comes with JAX's CUDA plugin (`autoshard[cuda]`).
 """
 
@@ -12,8 +12,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from compile_fidelity import Matrix, Row, main, train  # noqa: E402
+from compile_fidelity import Matrix, Row, main, serve, train  # noqa: E402
 from compile_programs import hf, jax_mlp, llama, mixtral  # noqa: E402
+from gpu_programs import PROGRAMS  # noqa: E402
 
 
 LLAMA, EXPERTS = llama(8, 2048, 5632, 16, 8, 32000), mixtral(4, 1024, 3584, 16, 8, 8, 32000)
@@ -39,6 +40,10 @@ MATRIX = Matrix(
         Row("experts-256", train(EXPERTS, 512, 1024, attention="cudnn"), MANY, FAR),
         Row("vit-256", hf("vit-l16", train=True, batch=1024), MANY, FAR),
         Row("mlp-256", jax_mlp(8, 4096, 16384), MANY, FAR),
+        Row("prefill-8b-8", serve("llama3-8b", "prefill", 16, 4096, attention="cudnn"), ONE, TWO),
+        Row("decode-8b-8", serve("llama3-8b", "decode", 64, 8192), ONE, TWO),
+        Row("decode-70b-8", serve("llama3-70b", "decode", 32, 4096), ONE, {"data": 1, "model": 8}),
+        *(Row(f"one-{name}", sized.program, "h100:1", {"data": 1}) for name, sized in PROGRAMS.items()),
     ),
     "the compiler of JAX's CUDA plugin, no GPU",
 )

@@ -302,7 +302,7 @@ PROGRAMS: Mapping[str, Sized] = {
         {"layers": 2, "width": 64, "inner": 128, "heads": 4, "kv_heads": 2, "batch": 8, "places": 32},
     ),
     "prefill": Sized(
-        _named("llama3-8b", "llama-tiny", serve="prefill", attention="auto"), {"batch": 4, "seq": 4096},
+        _named("llama3-8b", "llama-tiny", serve="prefill"), {"batch": 4, "seq": 4096, "attention": "cudnn"},
         {"small": True, "batch": 8, "seq": 32},
     ),
     "decode-hf": Sized(
