@@ -2,8 +2,9 @@
 
     python experiments/gpu_fidelity.py [ROW ...] [--predict] [--time-limit S]
 
-Steps for 8 and for 256 H100s, serving, and the programs of `gpu_programs.py` on one. Runs rows as `compile_fidelity.py` does and shares its compiled programs; results are
-kept by row in `experiments/results/gpu_fidelity.json`. The compiler comes with JAX's CUDA plugin (`autoshard[cuda]`).
+Steps for 8 and for 256 H100s, serving, and the programs of `gpu_programs.py` on one. Runs rows as `compile_fidelity.py`
+does and shares its compiled programs; results are kept by row in `experiments/results/gpu_fidelity.json`. The compiler
+comes with JAX's CUDA plugin (`autoshard[cuda]`).
 """
 
 import sys
