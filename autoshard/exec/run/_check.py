@@ -118,7 +118,7 @@ def _as_numbers(value: Any) -> np.ndarray:
 
 
 def _largest(array: np.ndarray) -> float:
-    finite = np.abs(array[np.isfinite(array)].astype(np.float64)) if array.dtype.kind != "c" else np.abs(array)
+    finite = np.abs(array[np.isfinite(array)].astype(np.complex128 if array.dtype.kind == "c" else np.float64))
     return float(finite.max()) if finite.size else 0.0
 
 

@@ -63,7 +63,11 @@ def decide(taken: Capture, topology: str, mesh: LiveMesh, fixed: Mapping[int, Sp
     limit = memory_limit_here()
 
     def make() -> tuple[Plan, tuple[str, ...]]:
-        """A plan, and what is to be said of it."""
+        """Return a plan, and what is to be said of it."""
+        plan, said = choose()
+        return _without_ffts(taken, plan), said
+
+    def choose() -> tuple[Plan, tuple[str, ...]]:
         # What only followed gives way where something is asked for.
         asked = read_asked((loose if not axis_only else {}) | pins, axis_only=axis_only)
         options = Options(topology=topology, mesh=mesh.sizes, asked=asked, refine_axes=False, memory_limit=limit)
@@ -143,6 +147,14 @@ def _holds(taken: Capture, plan: Plan, pins: Mapping[str, Spec], batch_only: boo
         return False
     inner = [plan.arguments[a.name].dims[a.role is Role.BATCH :] for a in taken.program.arguments]
     return not batch_only or not any(axes for dims in inner for axes in dims)
+
+
+def _without_ffts(taken: Capture, plan: Plan) -> Plan:
+    """Return a plan that leaves ffts to XLA's partitioner, which gathers them where it must."""
+    if not plan.regions:
+        return plan
+    ffts = {op.number for op in read_graph(taken.program.module).ops if op.kind == "fft"}
+    return dataclasses.replace(plan, regions=tuple(region for region in plan.regions if region.op not in ffts))
 
 
 def _has_groups(taken: Capture) -> bool:

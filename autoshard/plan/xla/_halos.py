@@ -50,13 +50,14 @@ def even_halos(op: Op, states: States, axes: Sequence[int]) -> NDArray[np.bool_]
 
 
 def in_region(op: Op, states: States) -> NDArray[np.bool_]:
-    """States in which the op runs in a region of the plan's own: split in space, or of groups and split at all.
+    """Return the states in which the op runs in a region of the plan's own: split in space, or some kinds split at all.
 
     Left to XLA's partitioner, the kernel's gradient of a grouped convolution comes out a multiple of what it is
-    where its batch or space is split and another mesh axis is idle, and some splits abort the compiler.
+    where its batch or space is split and another mesh axis is idle, and some splits abort the compiler. An fft is
+    gathered on CPUs and GPUs, whatever is split.
     """
     split: NDArray[np.bool_] = np.any(states >= 0, axis=1)
-    return split if op.grouped else split_in_space(op, states)
+    return split if op.grouped or op.kind == "fft" else split_in_space(op, states)
 
 
 def split_in_space(op: Op, states: States) -> NDArray[np.bool_]:

@@ -76,9 +76,9 @@ def _on_compound_dim(graph: OpGraph, op: Op, factor: int) -> bool:
     return any(factor in dim and len(dim) > 1 for dims in (*op.rule.operands, *op.rule.results) for dim in dims)
 
 
-def _grouped_by_hand(graph: OpGraph, op: Op, factor: int) -> bool:
-    """True for a convolution of groups in a region that the program itself has split: no region fits in there."""
-    return bool(op.manual) and op.grouped
+def _region_by_hand(graph: OpGraph, op: Op, factor: int) -> bool:
+    """Return True for an op that needs a region, in one that the program itself has split: no region fits in there."""
+    return bool(op.manual) and (op.grouped or op.kind == "fft")
 
 
 def _called_by_hand(graph: OpGraph, op: Op, factor: int) -> bool:
@@ -107,9 +107,8 @@ class HandlingRow:
 _ROWS = (
     HandlingRow("*", None, Handling.WHOLE, _on_compound_dim),
     HandlingRow("*", None, Handling.WHOLE, _called_by_hand),
-    HandlingRow("*", None, Handling.WHOLE, _grouped_by_hand),
+    HandlingRow("*", None, Handling.WHOLE, _region_by_hand),
     HandlingRow("dynamic_update_slice", FactorKind.PARALLEL, Handling.WHOLE, _writes_a_part),
-    HandlingRow("fft", None, Handling.WHOLE, backend="cpu"),
     HandlingRow("pad", FactorKind.PERMUTATION, Handling.SHIFT, _reshards_by_little),
     HandlingRow("reduce", FactorKind.REDUCTION, Handling.COLLECT, _of_several),
     HandlingRow("reverse", FactorKind.PERMUTATION, Handling.SWAP),

@@ -44,6 +44,7 @@ def test_difference_is_relative_to_the_largest_element():
         (array(0, 1e-9), array(0, 0), math.inf),
         (np.array([1, 5]), np.array([1, 4]), 0.25),
         (np.array([True, False]), np.array([True, True]), 1.0),
+        (np.array([np.nan, 5j], np.complex64), np.array([np.nan, 4j], np.complex64), 0.25),
         (array(1, 2, 3), array(1, 2), math.inf),
         (np.array([], np.float32), np.array([], np.float32), 0.0),
     ],

@@ -19,7 +19,8 @@ from autoshard.plan.model._factors import factor_states
 from autoshard.plan.model._heavy import heavy_strategies, result_states
 from autoshard.plan.model._model import Path
 from autoshard.plan.price._paths import path_steps
-from autoshard.plan.xla._halos import shifts
+from autoshard.plan.write._regions import region_of
+from autoshard.plan.xla._halos import in_region, shifts
 from autoshard.plan.xla._handling import TABLE, Handling, handling, inner_collectives, whole_factors
 from autoshard.plan.xla._states import WHOLE
 from autoshard.program import Program, trace
@@ -151,7 +152,7 @@ CASES = [
     Case("maximum and its place", "reduce", several, (X,), 0, 1, R, COLLECT),
     Case("maximum and its place, across", "reduce", several, (X,), 0, 0, P, LOCAL),
     Case("fft, along", "fft", jnp.fft.fft, (jax.ShapeDtypeStruct((16, 64), jnp.complex64),), 0, 1, N, GATHERED),
-    Case("fft, across", "fft", jnp.fft.fft, (jax.ShapeDtypeStruct((16, 64), jnp.complex64),), 0, 0, P, GATHERED),
+    Case("fft, across", "fft", jnp.fft.fft, (jax.ShapeDtypeStruct((16, 64), jnp.complex64),), 0, 0, P, LOCAL),
     Case("triangular solve, batch", "custom_call", solve, (f32(16, 8, 8), f32(16, 8, 32)), 0, 0, P, LOCAL),
     Case("triangular solve, rows", "custom_call", solve, (f32(16, 8, 8), f32(16, 8, 32)), 0, 1, N, GATHERED),
     Case("random bits", "rng_bit_generator", bits, (KEY,), -1, 0, P, LOCAL),
@@ -187,11 +188,13 @@ def wire_of_collectives(program: Program, graph: OpGraph, op: Op, factor: int) -
     shapes = [graph.tensors[t].shape for t in op.results]
     out = [spec(np.maximum(result_states(op, state, r)[0], WHOLE), shape) for r, shape in enumerate(shapes)]
     results = dict(zip(op.results, out, strict=True))
+    by_hand = op.kind == "fft" and in_region(op, state)[0] and handling(graph, op, factor, "cpu") is Handling.LOCAL
     plan: Plan = dataclasses.replace(
         handmade(program, {"x": 8}, {}),
         arguments={a.name: into.get(a.name, Spec.replicated(len(a.shape))) for a in program.arguments},
         results={r.name: results[t] for r, t in zip(program.results, graph.results, strict=True)},
         pins=tuple(Pin(op.number, r, s) for r, s in enumerate(out)),
+        regions=(region_of(graph, op, state, ["x"]),) if by_hand else (),
     )
     text = Application(plan).lower(program.fn, program.args, module=program.module).compile().as_text()
     return wire_by_axis(read_collectives(text, MESH))
