@@ -22,7 +22,7 @@ from autoshard.plan.model._stage_axis import StageAxis
 from autoshard.plan.xla._handling import inner_collectives
 from autoshard.plan.xla._padding import Padding
 from autoshard.plan.xla._states import WHOLE, Seconds, States, enumerate_states, local_elements, relabel
-from autoshard.plan.xla._tables import padded_tables
+from autoshard.plan.xla._tables import padded_rows, padded_tables
 from autoshard.program import WEIGHTS, Program, Role
 
 
@@ -311,7 +311,8 @@ class NodePricer:
             waits = (each.times(self.collectives)[1] for each in inner)
             time[EXPOSED] = sum(waits, np.zeros(len(states))) * trips
         held = np.ones(len(states), dtype=bool)
-        padded = padded_tables(self.graph, op, states, self.axes, backend).astype(np.int64)
+        padded = padded_tables(self.graph, op, states, self.axes, backend)
+        padded = (padded + padded_rows(self.graph, op, states, self.axes, backend)).astype(np.int64)
         if is_ring(op):
             padded = padded + ring_memory(self.graph, op, states, self.axes)
         memory = (MemoryTerm("temporaries", op.id, op.id + 1, padded),) if padded.any() else ()

@@ -25,7 +25,7 @@ from autoshard.plan.price._reshard_times import laid_out_seconds, reshard_overla
 from autoshard.plan.record._parts import Collective
 from autoshard.plan.record._spec import Spec
 from autoshard.plan.xla._states import States
-from autoshard.plan.xla._tables import padded_bytes, table_of
+from autoshard.plan.xla._tables import padded_bytes, padded_row_bytes, table_of
 from autoshard.program import Role
 
 
@@ -278,10 +278,15 @@ def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]
         table = table_of(model.graph, op, model.mesh.topology.backend)
         if table is None or op.rule is None:
             continue
-        record = model.graph.tensors[table]
-        split = factor_states(node.states[[int(choices[number])]], op.rule.operands[0])
+        record, state = model.graph.tensors[table], node.states[[int(choices[number])]]
+        split = factor_states(state, op.rule.operands[0])
         local = spec_of(model, split, 0, len(record.shape)).local_shape(record.shape, sizes)
         size = padded_bytes(op.kind, local, record.itemsize)
+        if op.kind == "scatter":
+            rows = model.graph.tensors[op.operands[2]]
+            spec = spec_of(model, factor_states(state, op.rule.operands[2]), 0, len(rows.shape))
+            count = np.array(math.prod(spec.local_shape(rows.shape, sizes)), dtype=np.float64)
+            size += int(padded_row_bytes(count, np.array(float(local[1])), rows.itemsize))
         found.append(HeldBuffer(op_id, op_id + 1, size, "temporaries", table))
     return found
 
