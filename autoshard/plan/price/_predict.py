@@ -286,7 +286,7 @@ def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]
             rows = model.graph.tensors[op.operands[2]]
             spec = spec_of(model, factor_states(state, op.rule.operands[2]), 0, len(rows.shape))
             count = np.array(math.prod(spec.local_shape(rows.shape, sizes)), dtype=np.float64)
-            size += int(padded_row_bytes(count, np.array(float(local[1])), rows.itemsize))
+            size += int(padded_row_bytes(rows, count, np.array(float(local[1]))))
         found.append(HeldBuffer(op_id, op_id + 1, size, "temporaries", table))
     return found
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoshard.cost import BACKENDS, LANES, shard_bytes
-from autoshard.graph import Op, OpGraph
+from autoshard.graph import Op, OpGraph, Tensor
 from autoshard.plan.xla._states import WHOLE, Seconds, States, local_elements, relabel
 
 
@@ -57,18 +57,23 @@ def padded_tables(graph: OpGraph, op: Op, states: States, axes: Sequence[int], b
 
 
 def padded_rows(graph: OpGraph, op: Op, states: States, axes: Sequence[int], backend: str) -> Seconds:
-    """Return the bytes of the padded copy of the rows that a scatter adds, in every state; 0 for an op without one."""
+    """Return the bytes that padding adds to the rows that a scatter adds, in every state; 0 for an op without such.
+
+    What the program makes is written padded at once; of an argument a padded copy is made.
+    """
     table = table_of(graph, op, backend)
     if table is None or op.kind != "scatter":
         return np.zeros(len(states))
     _, columns = local_dims(graph, op, 0, states, axes)
     own = math.prod(local_dims(graph, op, 2, states, axes))
-    return padded_row_bytes(own, columns, graph.tensors[op.operands[2]].itemsize)
+    return padded_row_bytes(graph.tensors[op.operands[2]], own, columns)
 
 
-def padded_row_bytes(elements: Seconds, columns: Seconds, itemsize: int) -> Seconds:
-    """Return the bytes of so many elements in rows of whole registers; 0 where rows fill them."""
-    return np.where(columns % LANES > 0, elements / columns * (np.ceil(columns / LANES) * LANES) * itemsize, 0.0)
+def padded_row_bytes(rows: Tensor, elements: Seconds, columns: Seconds) -> Seconds:
+    """Return the bytes that padding adds to so many elements of the rows; 0 where rows fill whole registers."""
+    copied = elements if rows.producer >= 0 else 0.0
+    padded = elements / columns * (np.ceil(columns / LANES) * LANES)
+    return np.where(columns % LANES > 0, (padded - copied) * rows.itemsize, 0.0)
 
 
 def local_dims(graph: OpGraph, op: Op, operand: int, states: States, axes: Sequence[int]) -> list[Seconds]:
