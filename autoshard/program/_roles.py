@@ -111,7 +111,8 @@ def guess(
     floating = dtype.startswith(("float", "bfloat", "complex"))
     if optax or (tied and _OPTIMIZER.search(name)):
         return Role.OPTIMIZER_STATE
-    if dtype.startswith("key<"):
+    # A generator's raw key has two numbers, or four (`rbg`), which nobody splits.
+    if dtype.startswith("key<") or (dtype == "uint32" and leaf.shape in ((2,), (4,))):
         return Role.OTHER
     # Under `params` a part called `kv` or `key` is a weight, and so is a module's whose leaf is called like one.
     weights = re.match(r"(?i)(params?|weights?)([._]|$)", position_name) or (floating and _WEIGHT.search(name))

@@ -93,6 +93,11 @@ def test_inference_is_not_tied_even_if_shapes_agree():
             {"params.e": "parameter", "key": "other"},
         ),
         (
+            lambda params, batch: jax.random.categorical(batch["key"], batch["x"] @ params["e"]),
+            ({"e": S((4, 4), F)}, {"x": S((8, 4), F), "key": S((2,), jnp.uint32)}),
+            {"params.e": "parameter", "batch.x": "batch", "batch.key": "other"},
+        ),
+        (
             lambda params, cache, token: (params["w"][token], jax.tree.map(lambda c: c + 1, cache)),
             ({"w": S((9, 4), F)}, {"k": S((2, 4), F)}, S((2,), jnp.int32)),
             {"params.w": "parameter", "cache.k": "other", "token": "batch"},
