@@ -54,3 +54,13 @@ def test_compilers_gather_no_batch_of_ffts(topology: str) -> None:
     found = compile_plan(program, plan, 300.0)
     images = 256 * 32 * 32 * 4 * 4
     assert 0 < sum(found.wire_compiled.values()) < images // 8
+
+
+@pytest.mark.parametrize("length", [pytest.param(256, marks=pytest.mark.full), 1024])
+def test_ffts_of_tpus_are_priced_as_the_products_that_they_run_as(length: int) -> None:
+    """They are priced within a third of the compiler's schedule, where their bytes alone would take a tenth of it."""
+    program = trace(lambda x: jnp.abs(jnp.fft.fft(x)), (S(((1 << 23) // length, length), jnp.float32),))
+    plan = make_plan(program, Options(topology="v5e:1x1", mesh="data=1")).plan
+    found = compile_plan(program, plan, 300.0, quick=True)
+    assert found.estimate is not None
+    assert found.step_time_predicted_s == pytest.approx(found.estimate.step_time_s, rel=0.35)
