@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from autoshard.program import _gradients, _layouts, _reads, _shared, _wide, _writes
+from autoshard.program._import_torchax import removed_overloads
 from autoshard.program._masked import MaskedRows, by_row
 from autoshard.program._segments import op_scope
 from autoshard.program._shared import root_of
@@ -59,7 +60,8 @@ def environment() -> Any:
     root, level = logging.getLogger(), logging.getLogger().level
     root.setLevel(logging.ERROR)  # importing torchax logs about absent optional packages
     try:
-        return _environment_type()()
+        with removed_overloads():
+            return _environment_type()()
     finally:
         root.setLevel(level)
 
