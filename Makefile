@@ -4,13 +4,17 @@ PYTHON ?= python3
 EXTRAS ?= dev,docs,xla,tpu,cuda,browser,ray
 WORKERS ?= 2
 RUN := $(VENV)/bin
+NEWEST ?= .venv-newest
+# For the tests alone: the package takes any torch from 2.9 on.
+NEWEST_TORCH := torch==2.13.0
+NEWEST_TESTS := tests/program/test_torch*.py
 STAMP := $(VENV)/.autoshard-installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTORCH_XLA
 # A program that wants another environment's packages is not ours.
 unexport PYTHONPATH
 
-.PHONY: demo readme test test-full test-browser docs lint bench bench-spmd clean
+.PHONY: demo readme test test-newest test-full test-browser docs lint bench bench-spmd clean
 
 demo: $(STAMP)
 	mkdir -p build
@@ -29,6 +33,10 @@ readme: $(STAMP)
 
 test: lint
 	$(RUN)/pytest -n $(WORKERS) --dist loadfile
+
+# What depends on torch, in an environment with a newer torch than PyTorch/XLA's.
+test-newest: $(NEWEST)/.autoshard-installed
+	$(NEWEST)/bin/pytest -n $(WORKERS) --dist loadfile $(NEWEST_TESTS)
 
 # With the cases that `make test` leaves out, being larger ones of what it holds too.
 test-full: $(STAMP)
@@ -73,4 +81,12 @@ $(STAMP): pyproject.toml
 	$(RUN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/other/site-packages torchax  # torch_xla brings its own
 	$(RUN)/python -m autoshard.solver._warm
 	$(RUN)/python -m autoshard.plan._warm
+	touch $@
+
+$(NEWEST)/.autoshard-installed: pyproject.toml
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet $(NEWEST_TORCH)  # first, or pip brings the newest one
+	$(NEWEST)/bin/python -m pip install --quiet --editable '.[dev]'
+	$(NEWEST)/bin/python -m autoshard.solver._warm
+	$(NEWEST)/bin/python -m autoshard.plan._warm
 	touch $@
