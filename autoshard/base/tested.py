@@ -58,7 +58,7 @@ TESTED = (
 )
 
 
-def tested_versions(package: str) -> str:
+def known_versions(package: str) -> str:
     """Return the versions of a package in which it was tested, oldest first, as a sentence has them."""
     versions = {each.versions[package] for each in TESTED if package in each.versions}
     ordered = sorted(versions, key=lambda version: [int(number) for number in re.findall(r"\d+", version)])

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from autoshard.base.tested import minor_of, newer_than_tested, tested_versions
+from autoshard.base.tested import known_versions, minor_of, newer_than_tested
 from autoshard.errors import UserError, reason_of
 
 
@@ -27,7 +27,7 @@ def require_torch(*others: str) -> None:
     if minor_of(version) < _OLDEST:
         raise UserError(
             f"torch {version} is too old for torch modules and `hf:` models, which need torch "
-            f"{'.'.join(map(str, _OLDEST))} or newer (tested: {tested_versions('torch')}): pip install --upgrade torch."
+            f"{'.'.join(map(str, _OLDEST))} or newer (tested: {known_versions('torch')}): pip install --upgrade torch."
         )
 
 
@@ -36,7 +36,7 @@ def untested_torch() -> str:
     version = _torch_version()
     if not newer_than_tested("torch", version):
         return ""
-    return f"; torch {version} is newer than the tested versions {tested_versions('torch')}, which may be why"
+    return f"; torch {version} is newer than the tested versions {known_versions('torch')}, which may be why"
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def importing_torchax() -> Iterator[None]:
         with _removed_overloads():
             yield
     except (AttributeError, ImportError) as error:
-        version, known = _torch_version(), tested_versions("torch")
+        version, known = _torch_version(), known_versions("torch")
         raise UserError(
             f"torchax {importlib.metadata.version('torchax')} cannot be loaded with torch {version} "
             f"({type(error).__name__}: {reason_of(error)}): install a tested torch ({known}) or another torchax."

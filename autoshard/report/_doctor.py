@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.base.process import told_by
-from autoshard.base.tested import PACKAGES, TESTED, tested_versions
+from autoshard.base.tested import PACKAGES, TESTED, known_versions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def _tested() -> str:
     differing = nearest.differs(installed)
     if not differing:
         return f"These versions were tested together on {nearest.day} (docs/versions.md)."
-    parts = [f"{package} {installed[package]} (tested: {tested_versions(package) or 'none'})" for package in differing]
+    parts = [f"{package} {installed[package]} (tested: {known_versions(package) or 'none'})" for package in differing]
     return f"Not tested in this combination (docs/versions.md): {', '.join(parts)}."
 
 
