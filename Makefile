@@ -7,7 +7,10 @@ RUN := $(VENV)/bin
 NEWEST ?= .venv-newest
 # For the tests alone: the package takes any torch from 2.9 on.
 NEWEST_TORCH := torch==2.13.0
-NEWEST_TESTS := tests/program/test_torch*.py
+NEWEST_TESTS := $(addprefix tests/,$(addprefix program/test_,import_torchax.py torch.py torch_calls.py torch_layers.py \
+	torch_operations.py torch_policy.py torch_scans.py hf_decoders.py hf_tasks.py gradients.py) \
+	$(addprefix exec/,apply/test_distributed.py apply/test_split_ops.py apply/test_torch_plan.py run/test_eager_check.py) \
+	$(addprefix report/test_export,.py _torch.py _pipelining.py _parallelize.py _transformers.py))
 STAMP := $(VENV)/.autoshard-installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTORCH_XLA
