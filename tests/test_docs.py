@@ -62,7 +62,8 @@ EXECUTED = (
 
 FORKING = """
 import os, runpy, sys, traceback
-import jax, torch, torchax, transformers, optax, autoshard.plan, autoshard.program
+import jax, torch, transformers, optax, autoshard.plan, autoshard.program
+autoshard.program._environment.environment()  # imports torchax
 for name in sys.argv[1:]:
     if (child := os.fork()) == 0:
         sys.argv[:] = [name]
