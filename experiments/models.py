@@ -91,14 +91,14 @@ def _load() -> None:
     """What every worker needs, before it is forked."""
     import jax  # noqa: F401
     import torch
-    import torchax  # noqa: F401
     import transformers  # noqa: F401
 
     import autoshard
     import autoshard.program._hf
-    import autoshard.program._torch_env
+    from autoshard.program._environment import environment
 
     torch.set_num_threads(1)
+    environment()  # imports torchax
     _ = autoshard.plan
     from transformers.models.auto import modeling_auto  # noqa: F401
 
