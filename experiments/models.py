@@ -95,10 +95,11 @@ def _load() -> None:
 
     import autoshard
     import autoshard.program._hf
-    from autoshard.program._environment import environment
+    from autoshard.program._import_torchax import importing_torchax
 
     torch.set_num_threads(1)
-    environment()  # imports torchax
+    with importing_torchax():
+        import torchax  # noqa: F401
     _ = autoshard.plan
     from transformers.models.auto import modeling_auto  # noqa: F401
 

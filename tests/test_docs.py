@@ -63,7 +63,9 @@ EXECUTED = (
 FORKING = """
 import os, runpy, sys, traceback
 import jax, torch, transformers, optax, autoshard.plan, autoshard.program
-autoshard.program._environment.environment()  # imports torchax
+from autoshard.program._import_torchax import importing_torchax
+with importing_torchax():
+    import torchax
 for name in sys.argv[1:]:
     if (child := os.fork()) == 0:
         sys.argv[:] = [name]
