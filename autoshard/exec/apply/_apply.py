@@ -238,7 +238,8 @@ def _arrays_state_bits() -> bool:
     """Return True if the layout of an array of 4 bits states the bits, as that of a compiled argument does."""
     import jax.numpy as jnp
 
-    return bool(_bits_in(jnp.zeros(1, "int4").format.layout))
+    array: Any = jnp.zeros(1, "int4")
+    return bool(_bits_in(array.format.layout))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
