@@ -4,13 +4,20 @@ PYTHON ?= python3
 EXTRAS ?= dev,docs,xla,tpu,cuda,browser,ray
 WORKERS ?= 2
 RUN := $(VENV)/bin
+NEWEST ?= .venv-newest
+# For the tests alone: the package takes any torch from 2.9 on.
+NEWEST_TORCH := torch==2.13.0
+NEWEST_TESTS := $(addprefix tests/,$(addprefix program/test_,import_torchax.py torch.py torch_calls.py torch_layers.py \
+	torch_operations.py torch_policy.py torch_scans.py hf_decoders.py hf_tasks.py gradients.py) \
+	$(addprefix exec/,apply/test_distributed.py apply/test_split_ops.py apply/test_torch_plan.py run/test_eager_check.py) \
+	$(addprefix report/test_export,.py _torch.py _pipelining.py _parallelize.py _transformers.py))
 STAMP := $(VENV)/.autoshard-installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTORCH_XLA
 # A program that wants another environment's packages is not ours.
 unexport PYTHONPATH
 
-.PHONY: demo readme test test-full test-browser docs lint bench bench-spmd clean
+.PHONY: demo readme test test-newest test-full test-browser docs lint bench bench-spmd clean
 
 demo: $(STAMP)
 	mkdir -p build
@@ -29,6 +36,10 @@ readme: $(STAMP)
 
 test: lint
 	$(RUN)/pytest -n $(WORKERS) --dist loadfile
+
+# What depends on torch, in an environment with a newer torch than PyTorch/XLA's.
+test-newest: $(NEWEST)/.autoshard-installed
+	$(NEWEST)/bin/pytest -n $(WORKERS) --dist loadfile $(NEWEST_TESTS)
 
 # With the cases that `make test` leaves out, being larger ones of what it holds too.
 test-full: $(STAMP)
@@ -73,4 +84,12 @@ $(STAMP): pyproject.toml
 	$(RUN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/other/site-packages torchax  # torch_xla brings its own
 	$(RUN)/python -m autoshard.solver._warm
 	$(RUN)/python -m autoshard.plan._warm
+	touch $@
+
+$(NEWEST)/.autoshard-installed: pyproject.toml
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet $(NEWEST_TORCH)  # first, or pip brings the newest one
+	$(NEWEST)/bin/python -m pip install --quiet --editable '.[dev]'
+	$(NEWEST)/bin/python -m autoshard.solver._warm
+	$(NEWEST)/bin/python -m autoshard.plan._warm
 	touch $@

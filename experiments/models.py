@@ -91,14 +91,15 @@ def _load() -> None:
     """What every worker needs, before it is forked."""
     import jax  # noqa: F401
     import torch
-    import torchax  # noqa: F401
     import transformers  # noqa: F401
 
     import autoshard
     import autoshard.program._hf
-    import autoshard.program._torch_env
+    from autoshard.program._import_torchax import importing_torchax
 
     torch.set_num_threads(1)
+    with importing_torchax():
+        import torchax  # noqa: F401
     _ = autoshard.plan
     from transformers.models.auto import modeling_auto  # noqa: F401
 

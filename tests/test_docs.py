@@ -62,7 +62,10 @@ EXECUTED = (
 
 FORKING = """
 import os, runpy, sys, traceback
-import jax, torch, torchax, transformers, optax, autoshard.plan, autoshard.program
+import jax, torch, transformers, optax, autoshard.plan, autoshard.program
+from autoshard.program._import_torchax import importing_torchax
+with importing_torchax():
+    import torchax
 for name in sys.argv[1:]:
     if (child := os.fork()) == 0:
         sys.argv[:] = [name]

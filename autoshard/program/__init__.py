@@ -66,6 +66,7 @@ from autoshard.program._remat import Remat as Remat
 from autoshard.program._remat import parse_remat as parse_remat
 from autoshard.program._ring import ring_attention as ring_attention
 from autoshard.program._ring_pieces import ring_side as ring_side
+from autoshard.program._scan_operands import scan_operands as scan_operands
 from autoshard.program._segments import NotDividedError as NotDividedError
 from autoshard.program._segments import Segments as Segments
 from autoshard.program._segments import in_segments as in_segments

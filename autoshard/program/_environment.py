@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from autoshard.program import _gradients, _layouts, _reads, _shared, _wide, _writes
+from autoshard.program._import_torchax import importing_torchax
 from autoshard.program._masked import MaskedRows, by_row
 from autoshard.program._segments import op_scope
 from autoshard.program._shared import root_of
@@ -59,7 +60,8 @@ def environment() -> Any:
     root, level = logging.getLogger(), logging.getLogger().level
     root.setLevel(logging.ERROR)  # importing torchax logs about absent optional packages
     try:
-        return _environment_type()()
+        with importing_torchax():
+            return _environment_type()()
     finally:
         root.setLevel(level)
 
@@ -71,7 +73,7 @@ def _environment_type() -> type:
     import torch
     from jax import core
     from torch.utils import _pytree
-    from torchax import tensor
+    from torchax import device_module, tensor
     from torchax.view import View
 
     def folds(given: Any) -> bool:
@@ -298,7 +300,10 @@ def _environment_type() -> type:
     def type_as(self: Any, other: Any) -> Any:
         return self.to(other.dtype)
 
-    replaced: Any = tensor.Tensor
+    # `torch.random.fork_rng` of torch 2.13 asks the device that torchax registers, and names it.
+    replaced: Any = device_module
+    replaced.get_rng_state = lambda device=0: []
+    replaced = tensor.Tensor
     replaced._elem = property(_shared.elements, _shared.write)
     replaced.shape = property(lambda self: torch.Size(self.__dict__["_held"].shape))  # no reason to take writes in
     replaced.detach = detached

@@ -13,6 +13,7 @@ from autoshard.program._hf_inputs import HfTask, tasks_of
 from autoshard.program._hf_model import acting, build_model, has_head
 from autoshard.program._hf_objective import Objective, OtherLabels
 from autoshard.program._hf_serving import serving_program
+from autoshard.program._import_torchax import require_torch
 from autoshard.program._program import Program
 from autoshard.program._remat import parse_remat
 from autoshard.program._stack import read_pipeline
@@ -99,6 +100,7 @@ def from_config(
     pipeline = read_pipeline(stages, microbatches, schedule)
     if pipeline is not None and serve is not None:
         raise UserError("--stages is for training steps and forward passes; leave it out, or --serve.")
+    require_torch("transformers")
     model, said = acting(build_model(name, fields, compute))
     form = check_experts(experts, capacity_factor, model, name, imbalance)
     size = 8 if batch is None else batch

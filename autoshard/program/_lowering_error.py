@@ -8,6 +8,7 @@ from typing import Any
 
 from autoshard.errors import UserError, reason_of
 from autoshard.program._gradients import TorchGradientError
+from autoshard.program._import_torchax import untested_torch
 from autoshard.program._lower import check_backend
 from autoshard.program._shared import SharedWriteError
 
@@ -61,7 +62,7 @@ def lowering_error(error: BaseException, label: str, module: Any) -> UserError:
         return UserError(f"`{label}` returns a `{returned}`, which is no tensor: {how}.")
     if kind == "OperatorNotFound":
         return UserError(
-            f"`{label}` uses a torch operation that has no lowering ({text}){place}; "
+            f"`{label}` uses a torch operation that has no lowering ({text}){place}{untested_torch()}; "
             "replace it, or give the program as a JAX function."
         )
     if isinstance(error, SharedWriteError):
@@ -82,8 +83,8 @@ def lowering_error(error: BaseException, label: str, module: Any) -> UserError:
             "call the equal torch code instead."
         )
     return UserError(
-        f"`{label}` could not be lowered: {kind}: {text}{place}; if the module takes other inputs than these, "
-        "give it with such inputs through a Python file."
+        f"`{label}` could not be lowered: {kind}: {text}{place}{untested_torch()}; "
+        "if the module takes other inputs than these, give it with such inputs through a Python file."
     )
 
 

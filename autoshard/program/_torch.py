@@ -12,6 +12,7 @@ from autoshard.errors import UserError
 from autoshard.program import _flops, _train, _values, _wide
 from autoshard.program._eager import EagerCall, EagerTwin, first_tensor, host_tensor
 from autoshard.program._experts import check_experts
+from autoshard.program._import_torchax import require_torch
 from autoshard.program._input_names import input_names, leaf_name
 from autoshard.program._program import Program, Role
 from autoshard.program._reductions import Reduced, reduction_of
@@ -96,6 +97,7 @@ def from_torch(
 
     Raises `UserError` if an operation has no lowering or the call fails.
     """
+    require_torch()
     import jax
 
     label = name or type(module).__name__

@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from autoshard.program._scan_operands import scan_operands
+
 
 _ELEMENTWISE = frozenset(
     "abs add add_any and cbrt ceil clamp convert_element_type copy copy_p cos div eq erf exp exp2 expm1 floor ge gt "
@@ -222,9 +224,8 @@ def _layered(equations: Iterable[Any], roots: dict[Any, frozenset[Any]]) -> set[
             continue
         inner, _ = _called(eqn)
         if eqn.primitive.name == "scan":
-            fixed = eqn.params["num_consts"]
-            first = fixed + eqn.params["num_carry"]
-            found.update(*behind[first:])
+            fixed, carried = scan_operands(eqn)
+            found.update(*behind[fixed + carried :])
             found |= _layered(inner.eqns, dict(zip(inner.invars[:fixed], behind[:fixed], strict=True)))
         elif inner is not None and len(inner.invars) == len(behind):
             found |= _layered(inner.eqns, dict(zip(inner.invars, behind, strict=True)))

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.base.process import told_by
+from autoshard.base.tested import PACKAGES, TESTED, known_versions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ def doctor() -> dict[str, Any]:
         "backend": backend,
         "devices": devices,
         "abilities": [dataclasses.asdict(ability) for ability in abilities],
+        "tested": _tested(),
         "warnings": [*_warnings(), *filter(None, [unused])],
         "environment": {
             key: os.environ[key]
@@ -123,6 +125,17 @@ def _warnings() -> list[str]:
     return found
 
 
+def _tested() -> str:
+    """Return a sentence on the tested environment that differs least from the installed packages."""
+    installed = {package: _version(package) for package in PACKAGES} | {"python": platform.python_version()}
+    nearest = min(TESTED, key=lambda each: len(each.differs(installed)))
+    differing = nearest.differs(installed)
+    if not differing:
+        return f"These versions were tested together on {nearest.day} (docs/versions.md)."
+    parts = [f"{package} {installed[package]} (tested: {known_versions(package) or 'none'})" for package in differing]
+    return f"Not tested in this combination (docs/versions.md): {', '.join(parts)}."
+
+
 def _minor(version: str) -> list[str]:
     return re.findall(r"\d+", version)[:2]
 
@@ -141,4 +154,5 @@ def doctor_report(found: dict[str, Any]) -> RenderableType:
         table.add_row(mark, Text(ability["name"], no_wrap=True), Text(ability["note"], style="dim"))
     lines = [Text(f"{key}={value}", style="dim") for key, value in found["environment"].items()]
     warnings = [Text(f"Warning: {warning}", style="yellow") for warning in found["warnings"]]
-    return Group(head, devices, Text(), table, *([Text(), *lines] if lines else []), *warnings)
+    tested = Text(found["tested"], style="dim")
+    return Group(head, devices, Text(), table, Text(), tested, *([Text(), *lines] if lines else []), *warnings)

@@ -11,7 +11,7 @@ from typing import Any
 
 from autoshard.graph import Op, OpClass
 from autoshard.plan import Plan, ProgramGraph, Spec, program_graph
-from autoshard.program import Program
+from autoshard.program import Program, scan_operands
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class _Typer:
             wanted |= {atom for atom in eqn.invars if not hasattr(atom, "val")}
             name, params = eqn.primitive.name, eqn.params
             if name == "scan":
-                carried = params["num_carry"]
+                _, carried = scan_operands(eqn)
                 self.reach(_inner(params["jaxpr"]), [True] * carried + uses[carried:], stack)
             elif name in _REGIONS and _REGIONS[name] in params:
                 self.reach(_inner(params[_REGIONS[name]]), uses, stack)
@@ -173,7 +173,7 @@ class _Typer:
         return self._one(eqn, ins)
 
     def _scan(self, eqn: Any, ins: list[Dims | None], stack: str) -> list[Dims | None]:
-        fixed, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+        fixed, carried = scan_operands(eqn)
         slices = [None if dims is None else dims[1:] for dims in ins[fixed + carried :]]
         outs = self.run(_inner(eqn.params["jaxpr"]), [*ins[: fixed + carried], *slices], stack)
         stacked = [None if dims is None else ((), *dims) for dims in outs[carried:]]

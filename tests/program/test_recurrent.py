@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules import rnn
 
 from autoshard.errors import UserError
-from autoshard.program import from_torch
+from autoshard.program import from_torch, scan_operands
 from autoshard.program._recurrent import torchs_own_gru
 
 
@@ -53,8 +53,8 @@ def test_steps_are_a_loop_and_the_gradient_of_its_weights_is_one_matmul_after_it
     traced = jax.make_jaxpr(program.fn)(*program.args)
     loops = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "scan"]
     assert [loop.params["length"] for loop in loops] == [40, 40]
-    backward = loops[1].params["jaxpr"].jaxpr
-    carried = loops[1].params["num_carry"]
+    backward = loops[1].params["jaxpr"]
+    _, carried = scan_operands(loops[1])
     assert [v.aval.shape for v in backward.outvars[:carried] if v.aval.shape] == [(4, 8), (4, 8)]
 
 

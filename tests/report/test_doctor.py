@@ -1,12 +1,15 @@
 """The doctor says what works, from what is installed."""
 
+import dataclasses
 import importlib.metadata
 import io
+import platform
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from autoshard.base.tested import TESTED, VersionSet, known_versions
 from autoshard.report import _doctor, doctor, doctor_report
 from tests.command import run
 
@@ -70,6 +73,32 @@ def test_versions_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch, unsee
     (warning,) = doctor()["warnings"]
     assert sentence in warning
     assert "Warning: " in text_of(doctor())
+
+
+@pytest.mark.parametrize(
+    ("versions", "sentence"),
+    [
+        ({"torch": "2.13.9+cpu", "torch_xla": None}, "These versions were tested together on 2"),
+        (
+            {"torch": None, "torch_xla": None, "torchax": None, "transformers": None},
+            "These versions were tested together",
+        ),
+        (
+            {"torch": "2.99.1", "torch_xla": None},
+            f"Not tested in this combination (docs/versions.md): torch 2.99.1 (tested: {known_versions('torch')}).",
+        ),
+    ],
+)
+def test_installed_versions_are_compared_with_tested_ones(
+    monkeypatch: pytest.MonkeyPatch, unseen: None, versions: dict, sentence: str
+):
+    tested = VersionSet("one", "2026-01-01", {**TESTED[0].versions, "python": platform.python_version()}, "all", "")
+    newer = dataclasses.replace(tested, versions={**tested.versions, "torch": "2.13.0"})
+    monkeypatch.setattr(_doctor, "TESTED", (tested, newer))
+    pretend(monkeypatch, dict(tested.versions) | versions)
+    found = doctor()
+    assert found["tested"].startswith(sentence)
+    assert sentence in text_of(found).replace("\n", " ")
 
 
 def test_accelerators_that_are_not_here_are_silent():

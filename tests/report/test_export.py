@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,7 @@ def test_hlo_strings_place_arrays_as_the_plan_does(small: Plan):
             np.testing.assert_array_equal(held[shard.device.id], shard.data)
 
 
+@pytest.mark.skipif(find_spec("torch_xla") is None, reason="the extra `xla` installs it")
 def test_torch_xla_marks_every_parameter(small: Plan, tmp_path: Path):
     code = (
         export_plan(small, "torch-xla")

@@ -216,16 +216,30 @@ class PlannedFunction:
 def compile_lowered(lowered: Any) -> Any:
     """Compile a `jax.stages.Lowered` into a `jax.stages.Compiled` that takes arrays of any dtype.
 
-    XLA gives arguments of 4 bits and fewer a layout that says how many bits they have. Arrays have none that says so,
-    though their bits lie the same, and jax refuses to call the program for it (`jax.jit` does not ask).
+    XLA gives arguments of 4 bits and fewer a layout that says how many bits they have. Arrays of jax 0.10 have none
+    that says so, though their bits lie the same, and jax refuses to call the program (`jax.jit` does not ask).
     """
     import jax
 
     compiled = lowered.compile()
     for each in jax.tree.leaves(compiled.input_formats):
-        if getattr(each.layout, "sub_byte_element_size_in_bits", 0):
+        if _bits_in(each.layout) and not _arrays_state_bits():
             each.layout.sub_byte_element_size_in_bits = 0
     return compiled
+
+
+def _bits_in(layout: Any) -> int:
+    """Return the bits of an element that a layout states; 0 if it states none."""
+    return getattr(layout, "sub_byte_element_size_in_bits", 0)
+
+
+@functools.cache
+def _arrays_state_bits() -> bool:
+    """Return True if the layout of an array of 4 bits states the bits, as that of a compiled argument does."""
+    import jax.numpy as jnp
+
+    array: Any = jnp.zeros(1, "int4")
+    return bool(_bits_in(array.format.layout))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

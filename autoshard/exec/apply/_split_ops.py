@@ -122,9 +122,21 @@ class SplitOps(TorchFunctionMode):
 
     def _on_whole(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         target = _pytree.tree_leaves((args, kwargs))[0]
-        whole, keywords = _pytree.tree_map_only(DTensor, gathered, (args, kwargs))
+        writable: list[tuple[Any, Any, int]] = []
+
+        def gather(tensor: Any) -> Any:
+            made = gathered(tensor)
+            if not tensor.requires_grad:
+                writable.append((tensor, made, made._version))
+            return made
+
+        whole, keywords = _pytree.tree_map_only(DTensor, gather, (args, kwargs))
         if not _changes(func):
-            return _pytree.tree_map_only(torch.Tensor, self._wrapped, func(*whole, **keywords))
+            made = func(*whole, **keywords)
+            for tensor, each, before in writable:
+                if each._version != before:  # named by `out`, or running statistics
+                    tensor.copy_(self._wrapped(each).redistribute(placements=tensor.placements))
+            return _pytree.tree_map_only(torch.Tensor, self._wrapped, made)
         if not isinstance(target, DTensor):
             return func(*whole, **keywords)
         changed = whole[0].clone()

@@ -89,23 +89,37 @@ def _whole_copy(tensor: Any) -> Any:
 
 
 def _values(run: Callable[[Any, Any], Any], args: Any, kwargs: Any, changes: bool) -> Iterator[Any]:
-    """What a function gives for copies of its arguments, and the gradients of these for made-up ones of its results."""
+    """Yield results of a function for copies of its arguments, arguments that it wrote to, and gradients.
+
+    The gradients are those of the copies, for made-up gradients of the results.
+    """
     taken: list[Any] = []
+    writable: list[tuple[Any, list[int]]] = []
 
     def copied(tensor: Any) -> Any:
         copy = tensor.detach()
         if tensor.requires_grad and torch.is_grad_enabled():
             taken.append(copy.requires_grad_())
-        return copy.clone() if changes else copy
+            return copy.clone() if changes else copy
+        # A function may write to any tensor without a gradient: running statistics, or what `out` names.
+        copy = copy.clone()
+        writable.append((copy, _writes_to(copy)))
+        return copy
 
     given, keywords = _pytree.tree_map_only(torch.Tensor, copied, (args, kwargs))
     made = run(given, keywords)
     results = _pytree.tree_leaves(given[:1] if changes else made)
     yield from results
+    yield from (copy for copy, before in writable if _writes_to(copy) != before)
     differ = [each for each in results if isinstance(each, torch.Tensor) and each.requires_grad]
     if differ and taken:
         ahead = [_ramp(each) for each in differ]
         yield from torch.autograd.grad(differ, taken, ahead, allow_unused=True)
+
+
+def _writes_to(tensor: Any) -> list[int]:
+    """Return torch's counts of the writes to a tensor and, for a DTensor, to its shard."""
+    return [each._version for each in (tensor, getattr(tensor, "_local_tensor", tensor))]
 
 
 def _ramp(like: Any) -> Any:

@@ -258,11 +258,11 @@ def _makes_late(chip: str, figures: Calibration) -> bool:
 
 
 def _stated(run: Run, attention: str) -> tuple[Program, Model, Groups, Solved]:
-    from jax.sharding import AbstractMesh
+    from jax.sharding import AbstractMesh, AxisType
 
     sizes = {name: size for name, size in mesh_sizes(run).items() if size > 1} or {"data": 1}
     mesh = make_mesh(run.topology, sizes, dict(run.network) or None)
-    abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     kernels = None if attention == "splash" else run.kernels  # what is compiled has slots in their place
     program = decoder_program(
         run.decoder, batch=run.batch, seq=run.seq, remat=run.remat, saves=run.saves, attention=attention,

@@ -46,7 +46,7 @@ from torch.nn import functional as F
 
 
 class Odd(nn.Module):
-    '''What DTensor of torch 2.9 fails on, or does to other values, in one module.'''
+    '''What DTensor of torch 2.9 fails on, or does to other values, and some of it that of 2.13 does.'''
 
     def __init__(self):
         super().__init__()
@@ -163,7 +163,7 @@ def test_what_dtensor_cannot_run_is_run_whole(tmp_path: Path) -> None:
         for twin in ("copied", "pickled", "saved"):
             assert found[twin] < 1e-5 and found[f"{twin} as placed"]
         said = " ".join(found["notes"])
-        assert "torch.nn.functional.batch_norm" in said and "torch.topk" not in said
+        assert "torch.Tensor.__setitem__" in said and "torch.topk" not in said
         assert all(note.endswith(".") and "runs whole on every device: " in note for note in found["notes"])
 
 

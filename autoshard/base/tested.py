@@ -1,0 +1,83 @@
+"""The environments in which autoshard is tested, as `docs/versions.md` lists them, and where another one differs."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VersionSet:
+    """Versions that were installed together while tests passed."""
+
+    name: str
+    day: str
+    """Date of the last run, year first."""
+    versions: Mapping[str, str]
+    """Package, or `python`, to its version; a package that is not listed was not installed or not used."""
+    tests: str
+    left_out: str
+    """What was not run, and why; empty if all tests were."""
+
+    def differs(self, installed: Mapping[str, str | None]) -> list[str]:
+        """Return the packages that are installed in another minor version than here, or that were not installed here.
+
+        A package that is missing changes nothing for those that need none.
+        """
+        return [
+            package
+            for package, version in installed.items()
+            if version is not None and minor_of(version) != minor_of(self.versions.get(package, ""))
+        ]
+
+
+PACKAGES = ("python", "jax", "torch", "torch_xla", "torchax", "transformers")
+"""What `VersionSet.versions` may list."""
+
+TESTED = (
+    VersionSet(
+        "PyTorch/XLA's torch",
+        "2026-11-27",
+        {
+            "python": "3.11.7",
+            "jax": "0.10.2",
+            "torch": "2.9.1",
+            "torch_xla": "2.9.0",
+            "torchax": "0.0.13",
+            "transformers": "5.24.0",
+        },
+        "`make test`, `make docs`, `make test-browser`",
+        "",
+    ),
+    VersionSet(
+        "today's torch",
+        "2026-11-27",
+        {"python": "3.11.7", "jax": "0.10.2", "torch": "2.13.0", "torchax": "0.0.13", "transformers": "5.24.0"},
+        "`make test-newest`",
+        "",
+    ),
+    VersionSet(
+        "today's jax",
+        "2026-11-27",
+        {"python": "3.12.1", "jax": "0.11.2", "torch": "2.9.1", "torchax": "0.0.13", "transformers": "5.24.0"},
+        "`make test`, once by hand, and again where it failed",
+        "PyTorch/XLA; Ray; Haliax 0.2.20, which calls what jax 0.11 has "
+        "removed; the time of `cached` attention in a compiled TPU schedule, which comes out too short",
+    ),
+)
+
+
+def known_versions(package: str) -> str:
+    """Return the versions of a package in which it was tested, oldest first, as a sentence has them."""
+    versions = {each.versions[package] for each in TESTED if package in each.versions}
+    ordered = sorted(versions, key=lambda version: [int(number) for number in re.findall(r"\d+", version)])
+    return " and ".join(filter(None, [", ".join(ordered[:-1]), *ordered[-1:]]))
+
+
+def minor_of(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version, (2, 13) of `2.13.0+cpu`; none of an empty one."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def newer_than_tested(package: str, version: str) -> bool:
+    """Return True if a package's minor version is later than every tested one."""
+    return all(minor_of(version) > minor_of(each.versions.get(package, "")) for each in TESTED)
