@@ -79,12 +79,8 @@ class Backend:
     """Whether a gather joins whole shards, so that those of an inner dim are copied before and after it."""
     narrows_stacks: bool
     """Whether a stack of layers is converted once before the loop that narrows slices of it, and held beside it."""
-    stores_least: bool
-    """Whether a value that several kernels take is stored only where that moves fewer bytes than computing it twice."""
-    fills_stacks: bool
-    """Whether constants that a loop begins with are written to memory before it, stacks that it fills among them."""
-    copies_slices: bool
-    """Whether a slice of a loop's stack is copied for the matmul or call that takes it as it is."""
+    gpu_kernels: bool
+    """Whether kernels are those of XLA for GPUs: what they store, copy, fill and write over (`graph/_fusion.py`)."""
     launches: bool
     """Whether every kernel takes time to start, however little it moves."""
     rounds_operands: bool
@@ -120,7 +116,7 @@ BACKENDS = {
             sums_in_two_phases=True, sum_dtype="", scatters=Scatters.BY_GROUP, stages=True, joins_sums=True,
             one_ring=False, packs_blocks=False, caches=False, burst_bytes=512, sorting=Sorting.BITONIC,
             tiled=True, fuses_into_matmuls=True, relays_shards=True, copies_shards=False,
-            narrows_stacks=True, stores_least=False, fills_stacks=False, copies_slices=False,
+            narrows_stacks=True, gpu_kernels=False,
             launches=True, rounds_operands=True, late_gradients=False, holds_in_flight=False,
             compiles_ahead=True, described=False, judge="compile",
             serves_by_mesh=True, attention="splash",
@@ -131,7 +127,7 @@ BACKENDS = {
             sums_in_two_phases=True, sum_dtype="", scatters=Scatters.ALWAYS, stages=False, joins_sums=False,
             one_ring=True, packs_blocks=False, caches=False, burst_bytes=64, sorting=Sorting.RADIX,
             tiled=False, fuses_into_matmuls=False, relays_shards=False, copies_shards=False,
-            narrows_stacks=False, stores_least=True, fills_stacks=True, copies_slices=True,
+            narrows_stacks=False, gpu_kernels=True,
             launches=True, rounds_operands=False, late_gradients=True, holds_in_flight=True,
             compiles_ahead=False, described=True, judge="compile",
             serves_by_mesh=False, attention="cudnn",
@@ -142,7 +138,7 @@ BACKENDS = {
             sums_in_two_phases=False, sum_dtype="f32", scatters=Scatters.NEVER, stages=False, joins_sums=False,
             one_ring=False, packs_blocks=True, caches=True, burst_bytes=64, sorting=Sorting.COMPARISON,
             tiled=False, fuses_into_matmuls=False, relays_shards=False, copies_shards=True,
-            narrows_stacks=True, stores_least=False, fills_stacks=False, copies_slices=False,
+            narrows_stacks=True, gpu_kernels=False,
             launches=False, rounds_operands=False, late_gradients=False, holds_in_flight=False,
             compiles_ahead=False, described=False, judge="measure",
             serves_by_mesh=False, attention="plain",

@@ -75,9 +75,7 @@ def analyse(
     fused_matmuls: bool = False,
     softmaxes: tuple[Softmax, ...] = (),
     narrows_stacks: bool = True,
-    stores_least: bool = False,
-    fills_stacks: bool = False,
-    copies_slices: bool = False,
+    gpu_kernels: bool = False,
 ) -> Liveness:
     """Fusions, and the lifetime of every value that reaches memory.
 
@@ -85,9 +83,9 @@ def analyse(
     tensor -> the result tensor that is written over it. `fused_matmuls`: a matmul's kernel computes the pointwise
     values that it takes, as TPU compilers have it. `softmaxes`: those that `find_softmaxes` gives, for the same ones.
     `narrows_stacks`: a stack whose slices a loop narrows is converted before the loop, and both are held.
-    `stores_least`: a value that several kernels take is stored only where that moves fewer bytes.
-    `fills_stacks`: constants that a loop begins with are written before it.
-    `copies_slices`: what `copied_slices` gives is copied in every trip, and what `relaid_stacks` gives once.
+    `gpu_kernels`: a value that several kernels take is stored only where that moves fewer bytes, matmuls do what
+    `with_epilogues` gives, elementwise kernels write over what they read last, constants that a loop begins with are
+    written before it, and what `copied_slices` and `relaid_stacks` give is copied.
     """
     free = {t for op in graph.ops if op.op_class is OpClass.FREE for t in op.results}
     consumers: list[list[int]] = [[] for _ in graph.tensors]
@@ -119,7 +117,7 @@ def analyse(
         else {}
     )
     deciding = Writing(
-        graph, consumers, pinned, sizes, kernels, inner, fused_matmuls, latest_makers(graph), stores_least
+        graph, consumers, pinned, sizes, kernels, inner, fused_matmuls, latest_makers(graph), gpu_kernels
     )
     reach: dict[int, frozenset[int]] = {}
     bases: dict[int, frozenset[int]] = {}
@@ -165,7 +163,7 @@ def analyse(
             moved = op.operands[1:2] if in_place else tuple(writes)
             fusions.append(Fusion(op.id, tuple(writes), tuple(sorted(reads)), moved))
     stores: Mapping[int, int] = {}
-    if fused_matmuls or copies_slices:
+    if fused_matmuls or gpu_kernels:
         done = (
             continued(graph, fusions, inner, pinned, bases)
             if fused_matmuls
@@ -175,7 +173,7 @@ def analyse(
         materialised -= stores.keys()
     away = hosted(graph)
     buffers, copied, reserved = buffers_of(
-        graph, fusions, materialised, free, reach, bases, kept, updates or {}, overwritten, stores, copies_slices
+        graph, fusions, materialised, free, reach, bases, kept, updates or {}, overwritten, stores, gpu_kernels
     )
     away_or_apart = away.union(*(softmax.tensors for softmax in softmaxes))
     buffers = (*buffers, *in_transit(graph, reach, away), *copied_stacks(graph, away))
@@ -187,14 +185,13 @@ def analyse(
     more, widths = stored(graph, buffers, wide, (updates or {}) if fused_matmuls else (), narrows_stacks)
     buffers = tuple(sorted((*buffers, *more)))
     passes = [Passes(tensor, loop, 2) for tensor, loop in copied]
-    if copies_slices:
+    if gpu_kernels:
         slices = tuple(copied_slices(graph, consumers))
         buffers = tuple(sorted((*buffers, *slices)))
         passes += (Passes(tensor, graph.tensors[tensor].loop, 2) for tensor, _, _ in slices)
         for stack in relaid_stacks(graph, consumers):
             buffers = tuple(sorted((*buffers, (stack.source, stack.loop.start, stack.loop.stop))))
             passes += (Passes(t, stack.loop.parent, 2) for t in (stack.source, stack.result) if t >= 0)
-    if fills_stacks:
         passes += (
             Passes(carry.body, loop.parent, 1)
             for loop in graph.loops

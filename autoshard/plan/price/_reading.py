@@ -70,9 +70,7 @@ def read_program(program: Program, backend: str, kept: bool = False) -> Reading:
         fused,
         softmaxes,
         narrows_stacks=traits.narrows_stacks,
-        stores_least=traits.stores_least,
-        fills_stacks=traits.fills_stacks,
-        copies_slices=traits.copies_slices,
+        gpu_kernels=traits.gpu_kernels,
     )
     if traits.late_gradients:
         liveness = made_late(graph, liveness)

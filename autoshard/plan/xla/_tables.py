@@ -72,7 +72,7 @@ def padded_rows(graph: OpGraph, op: Op, states: States, axes: Sequence[int], bac
 def padded_row_bytes(rows: Tensor, elements: Seconds, columns: Seconds) -> Seconds:
     """Return the bytes that padding adds to so many elements of the rows; 0 where rows fill whole registers."""
     copied = elements if rows.producer >= 0 else 0.0
-    padded = elements / columns * (np.ceil(columns / LANES) * LANES)
+    padded = elements / np.maximum(columns, 1.0) * (np.ceil(columns / LANES) * LANES)
     return np.where(columns % LANES > 0, (padded - copied) * rows.itemsize, 0.0)
 
 

@@ -14,10 +14,10 @@ from autoshard.plan.xla._tables import padded_bytes
 from autoshard.program import Program, trace
 
 
-ROWS, WIDTH = 1 << 16, 64
+ROWS, WIDTH, BATCH = 1 << 16, 64, 4096
 
 
-def recommender(batch: int = 4096) -> Program:
+def recommender(batch: int = BATCH) -> Program:
     """A table whose rows are looked up and trained."""
 
     def step(params: Any, batch: Any) -> Any:
@@ -69,9 +69,30 @@ def test_narrow_shards_of_a_table_take_whole_registers(topology: str, padded: bo
         return
     (held,) = node.memory
     assert (held.start, held.stop, held.kind) == (op.id, op.id + 1, "temporaries")
-    assert int(held.usage[columns]) == ROWS * 128 * 4, "2 columns of 64 take a register of 128"
-    assert int(held.usage[rows]) == ROWS // 32 * 128 * 4
+    few = (ROWS * 128 + BATCH * (128 - 2)) * 4
+    assert int(held.usage[columns]) == few, "2 columns of 64 take a register of 128, in the rows that are added as well"
+    assert int(held.usage[rows]) == (ROWS // 32 * 128 + BATCH * (128 - WIDTH)) * 4
     assert seconds[columns] > seconds[rows]
     choices = np.zeros(len(model.nodes), dtype=np.int64)
     choices[scatter] = columns
-    assert (op.id, ROWS * 128 * 4, "temporaries") in memory_events(model, choices)
+    assert (op.id, few, "temporaries") in memory_events(model, choices)
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_rows_of_an_argument_are_copied_and_those_that_the_program_makes_are_padded_at_once(made: bool) -> None:
+    """Messages along edges are summed by receiver: 16 of 128 columns on each of eight chips (v5e, libtpu 0.0.52)."""
+    edges, width = 1 << 14, 128
+
+    def step(messages: Any, receivers: Any) -> Any:
+        return jax.ops.segment_sum(jnp.sin(messages) if made else messages, receivers, 512)
+
+    given = jax.ShapeDtypeStruct((edges, width), jnp.float32), jax.ShapeDtypeStruct((edges,), jnp.int32)
+    program, parsed = trace(step, given), Topology.parse("v5e:2x4")
+    model = build_model(program, read_program(program, "tpu"), make_mesh(parsed, {"data": 8}), parsed.usable_bytes)
+    (scatter,) = (number for op, number in model.op_node.items() if model.graph.ops[op].kind == "scatter")
+    node, op = model.nodes[scatter], model.graph.ops[model.nodes[scatter].ref]
+    assert op.rule is not None
+    columns = int(np.flatnonzero(node.states[:, 0] == op.rule.operands[0][1][0])[0])
+    (held,) = node.memory
+    copies = edges * (width - (16 if made else 0)) * 4
+    assert int(held.usage[columns]) == 512 * width * 4 + copies
