@@ -16,6 +16,7 @@ from autoshard.plan.model._ring import is_ring, ring_seconds, ring_work
 from autoshard.plan.xla._halos import even_halos, extended_elements, near_shifts
 from autoshard.plan.xla._handling import whole_factors
 from autoshard.plan.xla._padding import Padding
+from autoshard.plan.xla._scratch import SORTS, cumulative_copies
 from autoshard.plan.xla._states import PARTIAL, WHOLE, Seconds, States, enumerate_states, local_elements, relabel
 from autoshard.plan.xla._tables import relaid_bytes
 
@@ -24,9 +25,6 @@ FOLDED_OPS = frozenset(
     {"slice", "concatenate", "pad", "reverse", "broadcast_in_dim", "reshape", "dynamic_update_slice", IN, OUT}
 )
 """Ops that compilers fold into the fusions around them, and updates: these move what their fusion says."""
-
-_SORTS = frozenset({"sort", "top_k"})
-"""Both order a whole dim: compilers make a top-k of a sort or of as many steps of it."""
 
 
 def heavy_strategies(graph: OpGraph, op: Op, axes: Sequence[int], backend: str) -> States:
@@ -101,14 +99,16 @@ def heavy_seconds(
         size = size + 2 * extended_elements(graph, op, states, axes) * first.itemsize
     if is_ragged(op):
         size = size * ragged_passes(op, states, compute.topology.traits.tiled)
-    if op.kind in _SORTS:
+    if op.kind in SORTS:
         first = graph.tensors[op.operands[0]]
         local = local_elements(factor_states(states, operands[0][1]), first.shape, axes) if op.rule else first.elements
         return compute.sort_seconds(local, _sorted_length(graph, op), len(op.operands), size)
     if op.kind == "fft" and op.rule is not None and compute.topology.traits.rounds_operands:
         return _fft_seconds(graph, op, states, axes, compute, size)
     if op.flops == 0 or op.rule is None:
-        return compute.op_seconds(np.zeros(len(states)), size)
+        # Every copy that a cumulative op goes through is read and written, and summed in two steps.
+        copies = cumulative_copies(graph, op, compute.topology.backend)
+        return compute.op_seconds(np.zeros(len(states)), size * (3 * copies if copies else 1))
     dtype = (op.opaque.dtype if op.opaque else "") or graph.tensors[op.operands[0]].dtype
     # A unit that multiplies in bfloat16 runs more than once for what is asked for in a higher precision.
     further = op.passes - 1 if compute.topology.traits.rounds_operands else 0

@@ -12,6 +12,7 @@ from autoshard.graph import TILED, Cluster, Fusion, Liveness, Op, OpClass, OpGra
 from autoshard.plan.model._axis_parts import AxisParts
 from autoshard.plan.model._demands import Demand, allowed_states, axis_numbers, free_of, program_demands
 from autoshard.plan.model._exchange import ExchangeAsked
+from autoshard.plan.model._factors import factor_states
 from autoshard.plan.model._hand import by_hand, own_collectives
 from autoshard.plan.model._heavy import FOLDED_OPS, heavy_seconds, heavy_strategies
 from autoshard.plan.model._model import EXPOSED, HOST, Channel, MemoryTerm, Node, link_names
@@ -21,6 +22,7 @@ from autoshard.plan.model._ring import is_ring, ring_memory, ring_permutes
 from autoshard.plan.model._stage_axis import StageAxis
 from autoshard.plan.xla._handling import inner_collectives
 from autoshard.plan.xla._padding import Padding
+from autoshard.plan.xla._scratch import scratch_itemsize
 from autoshard.plan.xla._states import WHOLE, Seconds, States, enumerate_states, local_elements, relabel
 from autoshard.plan.xla._tables import padded_rows, padded_tables
 from autoshard.program import WEIGHTS, Program, Role
@@ -313,6 +315,10 @@ class NodePricer:
         held = np.ones(len(states), dtype=bool)
         padded = padded_tables(self.graph, op, states, self.axes, backend)
         padded = (padded + padded_rows(self.graph, op, states, self.axes, backend)).astype(np.int64)
+        if scratch := scratch_itemsize(self.graph, op, backend):
+            first = self.graph.tensors[op.operands[0]]
+            local = states if op.rule is None else factor_states(states, op.rule.operands[0])
+            padded = padded + (local_elements(local, first.shape, self.axes) * scratch).astype(np.int64)
         if is_ring(op):
             padded = padded + ring_memory(self.graph, op, states, self.axes)
         memory = (MemoryTerm("temporaries", op.id, op.id + 1, padded),) if padded.any() else ()

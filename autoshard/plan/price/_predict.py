@@ -24,6 +24,7 @@ from autoshard.plan.price._reserved import HeldBuffer, reserve
 from autoshard.plan.price._reshard_times import laid_out_seconds, reshard_overlap, reshard_steps, reshard_time
 from autoshard.plan.record._parts import Collective
 from autoshard.plan.record._spec import Spec
+from autoshard.plan.xla._scratch import scratch_itemsize
 from autoshard.plan.xla._states import States
 from autoshard.plan.xla._tables import padded_bytes, padded_row_bytes, table_of
 from autoshard.program import Role
@@ -275,6 +276,11 @@ def solved_buffers(model: Model, choices: NDArray[np.int64]) -> list[HeldBuffer]
         if is_ring(op):
             (size,) = ring_memory(model.graph, op, node.states[[int(choices[number])]], model.axis_sizes).tolist()
             found.append(HeldBuffer(op_id, op_id + 1, size, "temporaries", op.results[0]))
+        if scratch := scratch_itemsize(model.graph, op, model.mesh.topology.backend):
+            first, state = model.graph.tensors[op.operands[0]], node.states[[int(choices[number])]]
+            split = state if op.rule is None else factor_states(state, op.rule.operands[0])
+            local = spec_of(model, split, 0, len(first.shape)).local_shape(first.shape, sizes)
+            found.append(HeldBuffer(op_id, op_id + 1, math.prod(local) * scratch, "temporaries", op.operands[0]))
         table = table_of(model.graph, op, model.mesh.topology.backend)
         if table is None or op.rule is None:
             continue

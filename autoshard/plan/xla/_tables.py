@@ -65,7 +65,7 @@ def padded_rows(graph: OpGraph, op: Op, states: States, axes: Sequence[int], bac
     if table is None or op.kind != "scatter":
         return np.zeros(len(states))
     _, columns = local_dims(graph, op, 0, states, axes)
-    own = math.prod(local_dims(graph, op, 2, states, axes))
+    own = math.prod(local_dims(graph, op, 2, states, axes), start=np.ones(len(states)))
     return padded_row_bytes(graph.tensors[op.operands[2]], own, columns)
 
 
