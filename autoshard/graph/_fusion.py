@@ -20,7 +20,7 @@ from autoshard.graph._interleaved import interleaved_passes
 from autoshard.graph._lifetimes import buffers_of, outlast
 from autoshard.graph._manual import IN, OUT
 from autoshard.graph._records import Fusion, Op, OpClass, OpGraph, is_batched
-from autoshard.graph._relaid_stacks import relaid_stacks
+from autoshard.graph._relaid_stacks import RelaidStack, relaid_stacks
 from autoshard.graph._siblings import joined
 from autoshard.graph._side_by_side import matmuls_of_stages
 from autoshard.graph._softmax import Softmax
@@ -59,6 +59,8 @@ class Liveness:
     that cannot be made in the memory of the donated arguments that they replace, and stacks of another layout."""
     stores: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """Result of a matmul or convolution -> what its kernel stores instead."""
+    relaid: tuple[RelaidStack, ...] = ()
+    """Stacks that loops keep in another layout."""
     computed: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """Operand that the kernels of matmuls compute themselves -> what they read for it, over its own bytes."""
 
@@ -185,11 +187,13 @@ def analyse(
     more, widths = stored(graph, buffers, wide, (updates or {}) if fused_matmuls else (), narrows_stacks)
     buffers = tuple(sorted((*buffers, *more)))
     passes = [Passes(tensor, loop, 2) for tensor, loop in copied]
+    relaid: tuple[RelaidStack, ...] = ()
     if gpu_kernels:
         slices = tuple(copied_slices(graph, consumers))
         buffers = tuple(sorted((*buffers, *slices)))
         passes += (Passes(tensor, graph.tensors[tensor].loop, 2) for tensor, _, _ in slices)
-        for stack in relaid_stacks(graph, consumers):
+        relaid = tuple(relaid_stacks(graph, consumers))
+        for stack in relaid:
             buffers = tuple(sorted((*buffers, (stack.source, stack.loop.start, stack.loop.stop))))
             passes += (Passes(t, stack.loop.parent, 2) for t in (stack.source, stack.result) if t >= 0)
         passes += (
@@ -216,6 +220,7 @@ def analyse(
         softmaxes,
         tuple(passes),
         stores,
+        relaid,
         computed,
     )
 

@@ -21,6 +21,8 @@ class RelaidStack:
     loop: Loop
     result: int
     """The stack of updated slices that the loop makes; -1 for none."""
+    better: tuple[int, ...]
+    """The shape of the stack with the batch dims of the dot behind that of the loop, which is copied nowhere."""
 
 
 def relaid_stacks(graph: OpGraph, consumers: Sequence[Sequence[int]]) -> Iterator[RelaidStack]:
@@ -39,7 +41,11 @@ def relaid_stacks(graph: OpGraph, consumers: Sequence[Sequence[int]]) -> Iterato
             if source.id in seen:
                 continue
             seen.add(source.id)
-            yield RelaidStack(source.operands[0], graph.loops[source.loop], _stack_of(graph, consumers, chain, results))
+            shape = [size for size in graph.tensors[tensor].shape if size > 1]
+            order = [*sorted(batch), *(dim for dim in range(len(shape)) if dim not in batch)]
+            better = (graph.tensors[source.operands[0]].shape[0], *(shape[dim] for dim in order))
+            result = _stack_of(graph, consumers, chain, results)
+            yield RelaidStack(source.operands[0], graph.loops[source.loop], result, better)
 
 
 def _batch_dims(op: Op, tensor: int, factors: Sequence[Sequence[int]], graph: OpGraph) -> set[int]:

@@ -134,6 +134,7 @@ class Writer:
         lines.extend(left_out(model, self.compared))
         lines.extend(_memory_warning(model, outcome, self.memory_limit))
         lines.extend(_undonated(model, arguments, self.memory_limit))
+        lines.extend(_relaid(model, arguments, self.memory_limit))
         if not any(_REMAT_LIMIT in flag for flag in self.said.get("xla_flags", {}).get("flags", ())):
             lines.extend(_host_warning(model, choices, outcome))
         return tuple(dict.fromkeys(lines))
@@ -206,6 +207,26 @@ def _undonated(model: Model, arguments: Mapping[str, Spec], memory_limit: int) -
     what = f"`{first}` is" if not others else f"`{first}` and {others} more arguments are"
     saved = format_bytes(sum(sizes.values()))
     return [f"{what} replaced by results and not donated: donate_argnums saves up to {saved} of each device's memory."]
+
+
+def _relaid(model: Model, arguments: Mapping[str, Spec], memory_limit: int) -> list[str]:
+    """Return a sentence about stacks that are copied into another layout, if the copies take much memory."""
+    named = dict(zip(model.graph.arguments, model.program.arguments, strict=True))
+    stacks = [(named[stack.source], stack) for stack in model.liveness.relaid if stack.source in named]
+    sizes = {
+        argument.name: math.prod(arguments[argument.name].local_shape(argument.shape, dict(model.mesh.axes)))
+        * model.graph.tensors[stack.source].itemsize
+        for argument, stack in stacks
+    }
+    if sum(sizes.values()) < WORTH_DONATING * memory_limit:
+        return []
+    argument, stack = max(stacks, key=lambda pair: sizes[pair[0].name])
+    what = f"`{argument.name}`" if len(sizes) == 1 else f"`{argument.name}` and {len(sizes) - 1} more arguments"
+    size = format_bytes(sum(sizes.values()))
+    return [
+        f"{what} of shape {list(argument.shape)} lie with other dims before the batch dims of the dots that take them: "
+        f"the compiler copies them around the loop ({size} more memory); a shape of {list(stack.better)} needs no copy."
+    ]
 
 
 def _tight(model: Model, outcome: Outcome, memory_limit: int) -> list[str]:

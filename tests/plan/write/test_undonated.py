@@ -1,4 +1,4 @@
-"""State that a step replaces and does not donate is held twice: a warning says what donating saves."""
+"""Warnings about memory: state that a step replaces and does not donate, and caches in a layout that is copied."""
 
 import jax
 import jax.numpy as jnp
@@ -31,3 +31,22 @@ def test_small_state_is_not_worth_a_warning() -> None:
     args = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}, jax.ShapeDtypeStruct((8, 64), jnp.float32)
     plan = autoshard.plan(autoshard.trace(step, args), topology="v5e:1x1", mesh={"data": 1})
     assert not any("not donated" in line for line in plan.warnings)
+
+
+def test_a_cache_whose_batch_dims_do_not_lead_is_named_with_a_better_shape() -> None:
+    layers, batch, places, heads, size = 8, 16, 4096, 8, 128
+
+    def decode(keys, x):
+        def layer(x, k):
+            chances = jax.nn.softmax(jnp.einsum("bkgd,bpkd->bkgp", x, k))
+            return jnp.einsum("bkgp,bpkd->bkgd", chances, k), None
+
+        return jax.lax.scan(layer, x, keys)[0]
+
+    cache = jax.ShapeDtypeStruct((layers, batch, places, heads, size), jnp.bfloat16)
+    program = autoshard.trace(decode, (cache, jax.ShapeDtypeStruct((batch, heads, 4, size), jnp.bfloat16)))
+    for topology, count in (("h100:1", 1), ("v5e:1x1", 0)):
+        lines = [line for line in autoshard.plan(program, topology=topology).warnings if "needs no copy" in line]
+        assert len(lines) == count
+        if count:
+            assert "`keys` of shape [8, 16, 4096, 8, 128]" in lines[0] and "[8, 16, 8, 4096, 128]" in lines[0]
