@@ -36,8 +36,9 @@ class Writing:
     fused_matmuls: bool
     latest: Sequence[int]
     """What `latest_makers` gives."""
-    stores_least: bool = False
-    """Whether a value of several kernels is stored only where that moves fewer bytes than computing it in each."""
+    gpu_kernels: bool = False
+    """Whether kernels are those of XLA for GPUs: a value of several of them is stored only where that moves fewer bytes
+    than computing it in each, and the end of a chain of casts from a computed value is stored for a matmul."""
 
     def is_written(self, op: Op, tensor: int, ends: frozenset[int] | None, reads: frozenset[int]) -> bool:
         """`ends`: ops, ends of fusions, that the value leads to; None for many. `reads`: what it follows from in
@@ -55,7 +56,7 @@ class Writing:
         if apart and op.op_class is not OpClass.LAYER:
             if op.kind not in CHEAP_INTO_MATMUL:
                 return True
-            if not self.fused_matmuls and reads and reads != {self._source(tensor)}:
+            if self.gpu_kernels and reads and reads != {self._source(tensor)}:
                 return True
         summed = self.fused_matmuls and op.kind == "convert" and self._is_rounded_and_summed(op.operands[0])
         if summed and ends:
@@ -69,7 +70,7 @@ class Writing:
             elements = self.graph.tensors[tensor].elements
             return sum(self.graph.tensors[t].elements >= elements for t in reads) > 1
         before, own = sum(self.sizes[t] for t in reads), self.sizes[tensor]
-        if self.stores_least:
+        if self.gpu_kernels:
             kernels = len(users) if ends is None else len(ends)
             return kernels * before > before + (kernels + 1) * own
         return before > own

@@ -69,12 +69,12 @@ def llama(attention: str) -> Program:
 
 
 def test_scores_reach_no_memory_of_a_gpu() -> None:
-    whole, fused = (
-        make_plan(llama(each), Options(topology="h100:8", mesh="data=8")).plan for each in ("plain", "cudnn")
-    )
-    assert fused.prediction.step_time_s < whole.prediction.step_time_s
-    assert fused.prediction.peak_bytes < 0.8 * whole.prediction.peak_bytes
-    text = jax_export(fused, llama("cudnn"))
+    whole, fused = (make_plan(llama(each), Options(topology="h100:8", mesh="data=8")) for each in ("plain", "cudnn"))
+    assert fused.plan.prediction.step_time_s < whole.plan.prediction.step_time_s
+    # Of one plan: with less to compute the chosen one splits something else.
+    alike = (made.baseline_plans["data_parallel"].prediction.peak_bytes for made in (whole, fused))
+    assert next(alike) > 1.8 * next(alike)
+    text = jax_export(fused.plan, llama("cudnn"))
     assert b"__cudnn$fmhaSoftmax" in text and b"__cudnn$fmhaSoftmaxBackward" in text
 
 
