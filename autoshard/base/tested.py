@@ -16,7 +16,7 @@ class VersionSet:
     """Package, or `python`, to its version; a package that is not listed was not installed or not used."""
     tests: str
     left_out: str
-    """What was not run, and why; empty if all tests were."""
+    """Tests that were not run, with the reason; empty if all were."""
 
     def differs(self, installed: Mapping[str, str | None]) -> list[str]:
         """Return the packages that are installed in another minor version than here, or that were not installed here.
@@ -31,7 +31,7 @@ class VersionSet:
 
 
 PACKAGES = ("python", "jax", "torch", "torch_xla", "torchax", "transformers")
-"""What `VersionSet.versions` may list."""
+"""Keys of `VersionSet.versions`."""
 
 TESTED = (
     VersionSet(

@@ -80,9 +80,9 @@ class Backend:
     narrows_stacks: bool
     """Whether a stack of layers is converted once before the loop that narrows slices of it, and held beside it."""
     gpu_kernels: bool
-    """Whether kernels are those of XLA for GPUs: what they store, copy, fill and write over (`graph/_fusion.py`)."""
+    """True where values are stored and copied by the rules of XLA's GPU kernels (`autoshard.graph.analyse`)."""
     launches: bool
-    """Whether every kernel takes time to start, however little it moves."""
+    """True where the start of every kernel takes time of its own."""
     rounds_operands: bool
     """Whether matmuls of float32 at the default precision take operands that are rounded to bfloat16 beforehand."""
     late_gradients: bool

@@ -1,7 +1,7 @@
-"""What kernels of matmuls on GPUs do with their results before they store them.
+"""Elementwise ops that kernels of matmuls on GPUs compute before they store their results.
 
-XLA's Triton kernels go on with the one op that takes a matmul's result, and with the one after it, while nothing large
-comes in and nothing grows: a bias and an activation function (`gemm_fusion` of jaxlib 0.10.2 for h100).
+XLA fuses a chain of such ops into its Triton kernels, a bias and an activation function for example. Each value of the
+chain has one consumer, no other large operand enters, and the result grows no wider (jaxlib 0.10.2 for h100).
 """
 
 from collections.abc import Collection, Sequence

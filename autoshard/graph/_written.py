@@ -37,8 +37,11 @@ class Writing:
     latest: Sequence[int]
     """What `latest_makers` gives."""
     gpu_kernels: bool = False
-    """Whether kernels are those of XLA for GPUs: a value of several of them is stored only where that moves fewer bytes
-    than computing it in each, and the end of a chain of casts from a computed value is stored for a matmul."""
+    """True for the kernels of XLA for GPUs.
+
+    A value of several kernels is stored only where that moves fewer bytes than computing it in each. The last cast of a
+    chain from a computed value is stored for the matmul that takes it.
+    """
 
     def is_written(self, op: Op, tensor: int, ends: frozenset[int] | None, reads: frozenset[int]) -> bool:
         """`ends`: ops, ends of fusions, that the value leads to; None for many. `reads`: what it follows from in
