@@ -15,7 +15,7 @@ _CALL = "stablehlo.custom_call"
 _REGION = "sdy.manual_computation"
 _MESH = re.compile(r"<(?:@([\w.$-]+|\"[^\"]*\")|(mesh<[^>]*>)),\s*\[")
 """The beginning of a sharding's text: the mesh by name, or in place."""
-_SIZE = re.compile(r'"\s*=\s*(\d+)')
+_AXIS_SIZE = re.compile(r'"\s*=\s*(\d+)')
 """Of an axis, in the text of a mesh."""
 
 
@@ -70,14 +70,14 @@ def count_said(module: Any) -> SaidCounts:
         sum(not is_idle(text, meshes) for text in texts),
         sum(not is_idle(text, meshes) for text in arguments),
         sum(op.name == _REGION for op in found),
-        sum(bool(_SIZE.search(_mesh(text, meshes) or "")) for text in idle),
+        sum(bool(_AXIS_SIZE.search(_mesh(text, meshes) or "")) for text in idle),
     )
 
 
 def is_idle(text: str, meshes: Mapping[str, str]) -> bool:
     """Whether a sharding, as text, is on a mesh of one device; `meshes` are those of `mesh_texts`."""
     mesh = _mesh(text, meshes)
-    return mesh is not None and math.prod(int(size) for size in _SIZE.findall(mesh)) == 1
+    return mesh is not None and math.prod(int(size) for size in _AXIS_SIZE.findall(mesh)) == 1
 
 
 def _mesh(text: str, meshes: Mapping[str, str]) -> str | None:

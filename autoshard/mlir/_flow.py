@@ -80,7 +80,7 @@ def flow(module: Any) -> Flow:
         alike.append(taken if len(op.results) == 1 and is_pointwise(op) else ())
     products = frozenset(number for number, op in enumerate(ops) if op.name in _PRODUCTS)
     lookups = frozenset(number for number, op in enumerate(ops) if op.name in _LOOKUPS)
-    views = {number: _VIEWS[op.name](op) for number, op in enumerate(ops) if op.name in _VIEWS}
+    views = {number: _FLOW_VIEWS[op.name](op) for number, op in enumerate(ops) if op.name in _FLOW_VIEWS}
     kept = {number: _kept(op) for number, op in enumerate(ops) if op.name == "stablehlo.reduce"}
     spread = {number: _spread(op) for number, op in enumerate(ops) if op.name == "stablehlo.broadcast_in_dim"}
     return Flow(operands, alike, products, lookups, views, kept, spread)
@@ -114,5 +114,5 @@ def _kept(reduction: Any) -> tuple[int, ...]:
 
 
 _PRODUCTS = {"stablehlo.dot_general", "stablehlo.dot", "stablehlo.convolution"}
-_VIEWS = {"stablehlo.reshape": _reshaped, "stablehlo.transpose": _transposed}
+_FLOW_VIEWS = {"stablehlo.reshape": _reshaped, "stablehlo.transpose": _transposed}
 _LOOKUPS = {"stablehlo.gather", "stablehlo.dynamic_gather", "stablehlo.scatter"}

@@ -5,7 +5,7 @@ together a third of the imports' time.
 """
 
 import contextlib
-import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from types import ModuleType

@@ -11,7 +11,7 @@ from autoshard.errors import UserError
 from autoshard.program import _flops
 
 
-def table() -> dict[Any, Callable[..., Any]]:
+def operation_table() -> dict[Any, Callable[..., Any]]:
     """torch callable -> lowering."""
     import torch
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def table() -> dict[Any, Callable[..., Any]]:
+def edge_table() -> dict[Any, Callable[..., Any]]:
     """torch callable -> lowering."""
     import torch
 

@@ -6,7 +6,7 @@ from typing import Any
 from autoshard.errors import UserError
 
 
-def table() -> dict[Any, Callable[..., Any]]:
+def math_table() -> dict[Any, Callable[..., Any]]:
     """torch callable -> lowering."""
     import torch
 

@@ -14,7 +14,7 @@ from autoshard.program._lowerings import linear
 from autoshard.program._marks import mark
 
 
-def table() -> dict[Any, Callable[..., Any]]:
+def layer_table() -> dict[Any, Callable[..., Any]]:
     """torch callable -> lowering."""
     import torch
 

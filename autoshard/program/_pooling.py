@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def table() -> dict[Any, Callable[..., Any]]:
+def pooling_table() -> dict[Any, Callable[..., Any]]:
     """torch callable -> lowering."""
     import torch
 

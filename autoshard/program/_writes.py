@@ -24,7 +24,7 @@ RESHAPED = frozenset(
 """Operations whose names end as those that write do, and that change what a tensor is and not what it holds."""
 
 
-def table() -> dict[Any, Callable[..., Any]]:
+def write_table() -> dict[Any, Callable[..., Any]]:
     """torch callable -> lowering."""
     import torch
 

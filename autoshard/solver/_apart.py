@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from autoshard.solver._clock import Due
+
 from ..base.process import count_ended, count_living, processor_seconds, start_python
-from ._clock import Due
 
 
 _HURRY = "hurry"

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.kernels import njit
-
-from ._flat import Flat, Floats
-from ._graph import Ints
+from autoshard.solver._flat import Flat, Floats
+from autoshard.solver._graph import Ints
 
 
 class Workspace(NamedTuple):

@@ -4,11 +4,11 @@ import time
 
 import numpy as np
 
-from ._block import workspace
-from ._clock import Due
-from ._flat import Flat
-from ._graph import Ints
-from ._search import improve, profile
+from autoshard.solver._block import workspace
+from autoshard.solver._clock import Due
+from autoshard.solver._flat import Flat
+from autoshard.solver._graph import Ints
+from autoshard.solver._search import improve, profile
 
 
 _LARGEST = 200

@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 
+from autoshard.solver._contest import read_contest, write_beside
+from autoshard.solver._solution import Status
+from autoshard.solver._solve import Progress, solve
+
 from ..errors import UserError
-from ._contest import read_contest, write_beside
-from ._solution import Status
-from ._solve import Progress, solve
 
 
 def run_solve(

@@ -3,9 +3,8 @@
 import numpy as np
 
 from autoshard.kernels import njit
-
-from ._graph import Ints
-from ._problem import FORBIDDEN
+from autoshard.solver._graph import Ints
+from autoshard.solver._problem import FORBIDDEN
 
 
 _FORBIDDEN = int(FORBIDDEN)

@@ -3,11 +3,10 @@
 import numpy as np
 
 from autoshard.kernels import njit
-
-from ._flat import Flat, Floats
-from ._graph import Ints
-from ._messages import price_memory, sweep
-from ._search import profile
+from autoshard.solver._flat import Flat, Floats
+from autoshard.solver._graph import Ints
+from autoshard.solver._messages import price_memory, sweep
+from autoshard.solver._search import profile
 
 
 @njit(cache=True, nogil=True)

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ._clock import Due, never
-from ._graph import Graph, Ints
-from ._problem import FORBIDDEN
+from autoshard.solver._clock import Due, never
+from autoshard.solver._graph import Graph, Ints
+from autoshard.solver._problem import FORBIDDEN
 
 
 @dataclasses.dataclass(slots=True)

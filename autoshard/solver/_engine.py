@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ._climb import Climber
-from ._clock import Clock
-from ._dual import Dual
-from ._flat import flatten
-from ._graph import Graph, Ints
-from ._stage import Stage, make_stage
-from ._thread import OnThread
-from ._worker import Answer, PartJob, Worker
+from autoshard.solver._climb import Climber
+from autoshard.solver._clock import Clock
+from autoshard.solver._dual import Dual
+from autoshard.solver._flat import flatten
+from autoshard.solver._graph import Graph, Ints
+from autoshard.solver._stage import Stage, make_stage
+from autoshard.solver._thread import OnThread
+from autoshard.solver._worker import Answer, PartJob, Worker
 
 
 _ENTRIES = 40_000

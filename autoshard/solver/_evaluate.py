@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 from numpy.typing import ArrayLike
 
+from autoshard.solver._problem import FORBIDDEN, Problem
+
 from ..errors import UserError
-from ._problem import FORBIDDEN, Problem
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ import math
 import os
 import time
 
-from ._apart import Apart, serve
-from ._clock import Clock, Due, processor_seconds
-from ._graph import Graph
-from ._mip import MipResult, solve_mip
+from autoshard.solver._apart import Apart, serve
+from autoshard.solver._clock import Clock, Due, processor_seconds
+from autoshard.solver._graph import Graph
+from autoshard.solver._mip import MipResult, solve_mip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

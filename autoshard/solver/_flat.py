@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ._graph import Graph, Ints
+from autoshard.solver._graph import Graph, Ints
 
 
 Floats = NDArray[np.float64]

@@ -6,8 +6,9 @@ import itertools as it
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.solver._problem import FORBIDDEN, Problem
+
 from ..errors import OutOfRangeError
-from ._problem import FORBIDDEN, Problem
 
 
 Ints = NDArray[np.int64]

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ._clock import Due
-from ._thread import OnThread
+from autoshard.solver._clock import Due
+from autoshard.solver._thread import OnThread
 
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import time
 
 import numpy as np
 
-from ._clock import Clock, Due, never
-from ._graph import Graph, Ints
-from ._mathopt import IntegerProgram
-from ._problem import FORBIDDEN
+from autoshard.solver._clock import Clock, Due, never
+from autoshard.solver._graph import Graph, Ints
+from autoshard.solver._mathopt import IntegerProgram
+from autoshard.solver._problem import FORBIDDEN
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ._flat import Floats, offsets, ragged
-from ._graph import Ints
-from ._network import CLOSED, Messages, Narrowed, Network
+from autoshard.solver._flat import Floats, offsets, ragged
+from autoshard.solver._graph import Ints
+from autoshard.solver._network import CLOSED, Messages, Narrowed, Network
 
 
 _TURNS = 60
@@ -70,7 +70,7 @@ class _State:
 
     def __init__(self, network: Network):
         # Imported here, as below: the kernels bring numba, which most problems never need.
-        from ._packed import Packer
+        from autoshard.solver._packed import Packer
 
         self.network, self.packer = network, Packer(network)
         self._cut = False
@@ -84,7 +84,7 @@ class _State:
         return True
 
     def _pack(self, kept: Ints) -> None:
-        from ._dual import Dual
+        from autoshard.solver._dual import Dual
 
         self.kept = kept
         """Of all alternatives of all nodes those left."""
@@ -137,7 +137,7 @@ class _State:
 
     def offer(self, choices: Ints, best: Ints | None, upper: float) -> tuple[Ints | None, float]:
         """The better of two choices of the whole network, and its cost; those that exceed memory are of no use."""
-        from ._search import profile
+        from autoshard.solver._search import profile
 
         place = np.full(len(self.packer.cost), -1, dtype=np.int64)
         place[self.kept] = np.arange(len(self.kept)) - self.flat.node_at[self.node_of]

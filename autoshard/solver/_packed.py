@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoshard.kernels import njit
-
-from ._flat import Flat, Floats, offsets, ragged
-from ._graph import Ints
-from ._network import CLOSED, Network
+from autoshard.solver._flat import Flat, Floats, offsets, ragged
+from autoshard.solver._graph import Ints
+from autoshard.solver._network import CLOSED, Network
 
 
 @njit(cache=True, nogil=True)

@@ -6,9 +6,9 @@ import sys
 
 import numpy as np
 
-from ._clock import Due, never
-from ._graph import Graph, InfeasibleGraph, Ints, compress
-from ._problem import FORBIDDEN
+from autoshard.solver._clock import Due, never
+from autoshard.solver._graph import Graph, InfeasibleGraph, Ints, compress
+from autoshard.solver._problem import FORBIDDEN
 
 
 _DOMINANCE_WORK = 2_000_000
@@ -178,7 +178,7 @@ def _drop_dominated(graph: Graph, node: int, waiting: _Waiting) -> None:
             return
     usages, tables = list(graph.terms.get(node, {}).values()), list(graph.edges[node].values())
     if _is_worth_compiling(count * count * (1 + sum(table.shape[1] for table in tables))):
-        from ._compare import dominators
+        from autoshard.solver._compare import dominators
 
         better = dominators(cost, usages, tables)
     else:
@@ -338,7 +338,7 @@ def _fold_between(graph: Graph, node: int, waiting: _Waiting) -> None:
         return
     from_left = np.minimum(graph.costs[node][:, None] + left_table, FORBIDDEN)
     if _is_worth_compiling(grown * len(from_left)):
-        from ._compare import fold_between
+        from autoshard.solver._compare import fold_between
 
         best, answer = fold_between(from_left, np.ascontiguousarray(right_table))
     else:

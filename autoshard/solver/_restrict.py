@@ -8,10 +8,10 @@ import dataclasses
 
 import numpy as np
 
-from ._clock import Due, never
-from ._flat import Flat
-from ._graph import Graph, InfeasibleGraph, Ints, OverLimit, table_entries
-from ._reduce import reduce, restrict
+from autoshard.solver._clock import Due, never
+from autoshard.solver._flat import Flat
+from autoshard.solver._graph import Graph, InfeasibleGraph, Ints, OverLimit, table_entries
+from autoshard.solver._reduce import reduce, restrict
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

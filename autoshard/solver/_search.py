@@ -7,9 +7,8 @@ until the block's own dual bound says that nothing better exists, or the steps r
 import numpy as np
 
 from autoshard.kernels import njit
-
-from ._block import minimise, plan
-from ._messages import entry
+from autoshard.solver._block import minimise, plan
+from autoshard.solver._messages import entry
 
 
 @njit(cache=True, nogil=True)

@@ -9,17 +9,28 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.solver._clock import Clock
+from autoshard.solver._eliminate import Elimination
+from autoshard.solver._evaluate import evaluate
+from autoshard.solver._exact import Exact, solve_apart
+from autoshard.solver._graph import (
+    EXACT,
+    Graph,
+    InfeasibleGraph,
+    Ints,
+    OverLimit,
+    build,
+    most_usage,
+    spread,
+    table_entries,
+)
+from autoshard.solver._mip import usage_profile
+from autoshard.solver._problem import FORBIDDEN, Problem
+from autoshard.solver._reduce import reduce
+from autoshard.solver._solution import Solution, Status
+from autoshard.solver._validate import validate
+
 from ..errors import OutOfRangeError, UserError
-from ._clock import Clock
-from ._eliminate import Elimination
-from ._evaluate import evaluate
-from ._exact import Exact, solve_apart
-from ._graph import EXACT, Graph, InfeasibleGraph, Ints, OverLimit, build, most_usage, spread, table_entries
-from ._mip import usage_profile
-from ._problem import FORBIDDEN, Problem
-from ._reduce import reduce
-from ._solution import Solution, Status
-from ._validate import validate
 
 
 _SMALL = 60_000
@@ -193,7 +204,7 @@ class _Solve:
                 # Better by less than floats tell apart is all that a search could be.
                 return False
         # Imported here: the kernels bring numba, which most problems never need.
-        from ._engine import Engine
+        from autoshard.solver._engine import Engine
 
         engine = Engine(
             graph,

@@ -4,11 +4,11 @@ import dataclasses
 
 import numpy as np
 
-from ._climb import Climber
-from ._clock import Due
-from ._flat import Flat, flatten
-from ._graph import Graph, Ints
-from ._restrict import restricted
+from autoshard.solver._climb import Climber
+from autoshard.solver._clock import Due
+from autoshard.solver._flat import Flat, flatten
+from autoshard.solver._graph import Graph, Ints
+from autoshard.solver._restrict import restricted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

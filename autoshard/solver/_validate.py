@@ -5,8 +5,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from autoshard.solver._problem import Problem
+
 from ..errors import UserError
-from ._problem import Problem
 
 
 def validate(problem: Problem) -> None:

@@ -5,14 +5,14 @@ python -m autoshard.solver._warm
 
 import numpy as np
 
-from ._climb import Climber
-from ._compare import dominators, fold_between
-from ._dual import Dual
-from ._flat import flatten
-from ._graph import build
-from ._narrow import narrow
-from ._network import Link, Network
-from ._problem import Problem
+from autoshard.solver._climb import Climber
+from autoshard.solver._compare import dominators, fold_between
+from autoshard.solver._dual import Dual
+from autoshard.solver._flat import flatten
+from autoshard.solver._graph import build
+from autoshard.solver._narrow import narrow
+from autoshard.solver._network import Link, Network
+from autoshard.solver._problem import Problem
 
 
 def warm() -> None:

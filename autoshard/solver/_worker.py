@@ -5,12 +5,12 @@ import math
 
 import numpy as np
 
-from ._apart import Apart, serve
-from ._clock import Clock, Due
-from ._flat import Flat
-from ._graph import Graph, Ints
-from ._mip import MipResult, solve_mip
-from ._restrict import Restricted, restricted
+from autoshard.solver._apart import Apart, serve
+from autoshard.solver._clock import Clock, Due
+from autoshard.solver._flat import Flat
+from autoshard.solver._graph import Graph, Ints
+from autoshard.solver._mip import MipResult, solve_mip
+from autoshard.solver._restrict import Restricted, restricted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ FORWARD = 1.0 / 3.0
 """Share of a training step's compute that its forward pass is, each matmul having two in the backward pass."""
 
 
-NEGLIGIBLE = 5.0
+NEGLIGIBLE_DEVIATIONS = 5.0
 """Deviations below a limit from which on the chance to exceed it is none."""
 
 
@@ -43,7 +43,7 @@ class Headroom:
     def excess(self, predicted: float, limit: float) -> float:
         """Mean share of the memory by which the need exceeds `limit`, where so much is predicted."""
         above = (predicted + self.error_mean - limit) / self.error_deviation
-        if above <= -NEGLIGIBLE:
+        if above <= -NEGLIGIBLE_DEVIATIONS:
             return 0.0
         density = math.exp(-0.5 * above * above) / math.sqrt(2.0 * math.pi)
         return max(0.0, self.error_deviation * (density + above * self.chance(predicted, limit)))
@@ -51,7 +51,7 @@ class Headroom:
     def chance(self, predicted: float, limit: float) -> float:
         """That the need exceeds `limit`."""
         above = (predicted + self.error_mean - limit) / self.error_deviation
-        return 0.5 * math.erfc(-above / math.sqrt(2.0)) if above > -NEGLIGIBLE else 0.0
+        return 0.5 * math.erfc(-above / math.sqrt(2.0)) if above > -NEGLIGIBLE_DEVIATIONS else 0.0
 
 
 @functools.cache

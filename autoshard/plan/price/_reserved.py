@@ -11,7 +11,7 @@ from typing import NamedTuple
 from autoshard.graph import OpClass, OpGraph
 
 
-NEGLIGIBLE = 1e-4
+NEGLIGIBLE_SHARE = 1e-4
 """Buffers below this share of all reserved memory keep their own place: they change no peak."""
 
 
@@ -38,7 +38,7 @@ def reserve(graph: OpGraph, buffers: Sequence[HeldBuffer], results: Collection[i
         key=lambda each: (each.size, each.start),
     )
     sizes = [home.size for home in homes]
-    least = NEGLIGIBLE * sum(sizes)
+    least = NEGLIGIBLE_SHARE * sum(sizes)
     tenants: list[list[HeldBuffer]] = [[] for _ in homes]
     placed: list[HeldBuffer] = []
     for each in sorted(buffers, key=lambda each: (-each.size, each.start, each.stop)):
