@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from autoshard.base.process import count_ended, count_living, processor_seconds, start_python
 from autoshard.solver._clock import Due
-
-from ..base.process import count_ended, count_living, processor_seconds, start_python
 
 
 _HURRY = "hurry"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ..base.process import processor_seconds as processor_seconds
+from autoshard.base.process import processor_seconds as processor_seconds
 
 
 Clock = Callable[[], float]

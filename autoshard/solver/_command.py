@@ -8,11 +8,10 @@ import sys
 import threading
 import time
 
+from autoshard.errors import UserError
 from autoshard.solver._contest import read_contest, write_beside
 from autoshard.solver._solution import Status
 from autoshard.solver._solve import Progress, solve
-
-from ..errors import UserError
 
 
 def run_solve(

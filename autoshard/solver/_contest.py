@@ -16,12 +16,11 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from autoshard.base.files import write_whole
+from autoshard.base.reading import MOST_DATA_BYTES, parse_json, read_bytes
+from autoshard.errors import UserError
 from autoshard.solver._problem import FORBIDDEN, Problem
 from autoshard.solver._validate import validate
-
-from ..base.files import write_whole
-from ..base.reading import MOST_DATA_BYTES, parse_json, read_bytes
-from ..errors import UserError
 
 
 def read_contest(path: str | os.PathLike[str]) -> Problem:

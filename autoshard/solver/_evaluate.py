@@ -5,9 +5,8 @@ import dataclasses
 import numpy as np
 from numpy.typing import ArrayLike
 
+from autoshard.errors import UserError
 from autoshard.solver._problem import FORBIDDEN, Problem
-
-from ..errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

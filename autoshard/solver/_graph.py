@@ -6,9 +6,8 @@ import itertools as it
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.errors import OutOfRangeError
 from autoshard.solver._problem import FORBIDDEN, Problem
-
-from ..errors import OutOfRangeError
 
 
 Ints = NDArray[np.int64]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.errors import OutOfRangeError, UserError
 from autoshard.solver._clock import Clock
 from autoshard.solver._eliminate import Elimination
 from autoshard.solver._evaluate import evaluate
@@ -29,8 +30,6 @@ from autoshard.solver._problem import FORBIDDEN, Problem
 from autoshard.solver._reduce import reduce
 from autoshard.solver._solution import Solution, Status
 from autoshard.solver._validate import validate
-
-from ..errors import OutOfRangeError, UserError
 
 
 _SMALL = 60_000

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from autoshard.errors import UserError
 from autoshard.solver._problem import Problem
-
-from ..errors import UserError
 
 
 def validate(problem: Problem) -> None:
