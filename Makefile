@@ -17,7 +17,7 @@ export PYTORCH_XLA
 # A program that wants another environment's packages is not ours.
 unexport PYTHONPATH
 
-.PHONY: demo readme test test-newest test-full test-browser docs lint bench bench-spmd clean
+.PHONY: demo readme test test-newest test-full test-browser docs lint bench bench-quick bench-spmd clean
 
 demo: $(STAMP)
 	mkdir -p build
@@ -31,8 +31,8 @@ readme: $(STAMP)
 	mkdir -p build
 	rm -rf build/cache
 	AUTOSHARD_CACHE_DIR=build/cache $(MAKE) --silent --no-print-directory demo > build/demo.txt
-	$(RUN)/python experiments/readme.py build/demo.txt
-	$(RUN)/python experiments/picture.py build/llama3-8b.plan.json docs/report.jpg
+	$(RUN)/python experiments/lib/readme.py build/demo.txt
+	$(RUN)/python experiments/lib/picture.py build/llama3-8b.plan.json docs/report.jpg
 
 test: lint
 	$(RUN)/pytest -n $(WORKERS) --dist loadfile
@@ -61,19 +61,25 @@ lint: $(STAMP)
 	$(RUN)/ruff format --check .
 	$(RUN)/pyright --pythonpath $(RUN)/python --threads $(WORKERS)
 
-# What the experiments share, or start one by one, is no script of its own.
-PARTS := $(wildcard experiments/jax_*.py) $(addprefix experiments/,beside.py calibrate.py code_base_programs.py \
-	compile_programs.py cpu_programs.py family_programs.py gpu_programs.py held.py kept.py line_map.py mutations.py picture.py readme.py \
-	reliability_table.py torch_xla_loop.py torch_xla_models.py torch_xla_run.py torch_xla_script.py \
-	torch_xla_spmd_run.py torch_xla_spmd_shapes.py)
+# Folders of experiments in the order of `make bench`: what judges results first, what takes hours last. `lib` has what
+# they share, and `torch_xla/programs` what torch_xla_scripts.py runs.
+EXPERIMENTS := correctness models fidelity quality speed torch_xla gpu
 
 bench: $(STAMP)
-	for script in $(filter-out $(PARTS),$(wildcard experiments/*.py)); do $(RUN)/python $$script || exit 1; done
+	for script in $(foreach folder,$(EXPERIMENTS),$(sort $(wildcard experiments/$(folder)/*.py))); do \
+		$(RUN)/python $$script || exit 1; done
+
+# About ten minutes: small programs against their unplanned runs, known step times, and how long a plan takes.
+bench-quick: $(STAMP)
+	$(RUN)/autoshard validate
+	$(RUN)/python experiments/models/families.py --only hf:llama-tiny/ --again --out build/bench-quick
+	$(RUN)/python experiments/speed/planning_speed.py --out build/bench-quick "llama3-8b 32x8" "llama3-8b searched" \
+		"gpt2-xl searched" "resnet-50 searched"
 
 # PyTorch/XLA's own tests of SPMD with auto-sharding and without, where PYTORCH_XLA is a checkout of it (v2.9.0); `make
 # bench PYTORCH_XLA=...` runs them too, and without one both run what those tests do in words of our own.
 bench-spmd: $(STAMP)
-	$(RUN)/python experiments/torch_xla_spmd.py
+	$(RUN)/python experiments/torch_xla/torch_xla_spmd.py
 
 clean:
 	rm -rf build

@@ -1,4 +1,4 @@
-"""The mutation run of `experiments/mutants.py`, on a package of one file with tests that see half of it."""
+"""The mutation run of `experiments/correctness/mutants.py`, on a package of one file with tests that see half of it."""
 
 import ast
 import shutil
@@ -63,12 +63,12 @@ def test_elsewhere():
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     files = {"autoshard/__init__.py": "", "autoshard/cost/__init__.py": "", "autoshard/cost/sums.py": SOURCE}
-    files |= {"tests/cost/test_sums.py": TESTS, "pyproject.toml": ""}
+    files |= {"tests/cost/test_sums.py": TESTS, "pyproject.toml": "", "experiments/__init__.py": ""}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    (tmp_path / "experiments").mkdir()
-    shutil.copy(mutants.ROOT / "experiments" / "line_map.py", tmp_path / "experiments")
+    (tmp_path / "experiments" / "lib").mkdir()
+    shutil.copy(mutants.ROOT / "experiments" / "lib" / "line_map.py", tmp_path / "experiments" / "lib")
     return tmp_path
 
 

@@ -1,17 +1,20 @@
-"""The machinery behind predicted against measured order, and a slice of it: `python experiments/cpu_order.py`."""
+"""The machinery behind predicted against measured order, and a slice of it.
+
+`python experiments/fidelity/cpu_order.py` makes the whole table.
+"""
 
 import itertools as it
 import json
 import sys
 
-import cpu_order
 import pytest
-from held import held
-from jax_case import infer_program, train_program
-from jax_programs import CASES
 
 from autoshard.exec.run._steps import PlannedStep, first_arguments, quartiles, run_in_turn
 from autoshard.plan import Options, make_plan
+from experiments.fidelity import cpu_order
+from experiments.lib.programs.jax_case import infer_program, train_program
+from experiments.lib.programs.jax_programs import CASES
+from experiments.lib.quiet_machine import held
 
 
 def _plans(predicted: list[float], measured: list[float], spread: float = 0.0) -> list:

@@ -1,11 +1,12 @@
 """A slice of the table of all families: planned equals unplanned, and the predicted bytes are those compiled.
 
-`python experiments/families.py` makes the whole table.
+`python experiments/models/families.py` makes the whole table.
 """
 
-import families
-import family_programs
 import pytest
+
+from experiments.lib.programs import family_programs
+from experiments.models import families
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-import mesh_quality
-import overlap
 import pytest
-from plan_quality import TOPOLOGIES, Row
 
 from autoshard.cost import Topology, make_mesh
 from autoshard.exec import estimate
+from experiments.fidelity import overlap
+from experiments.quality import mesh_quality
+from experiments.quality.plan_quality import TOPOLOGIES, Row
 from tests.plan import programs
 
 

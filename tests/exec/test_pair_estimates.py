@@ -1,14 +1,14 @@
 """Measured plans of one model beside the estimator: which rows count, and what the margin is. The rows need the
-compiler: `python experiments/pair_estimates.py` makes the whole table."""
+compiler: `python experiments/fidelity/pair_estimates.py` makes the whole table."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import pair_estimates
 import pytest
 
 from autoshard.plan import read_groups
+from experiments.fidelity import pair_estimates
 
 
 MESHES = "maxtext-llama2-d16-L12-meshes-v5p4"

@@ -1,19 +1,19 @@
 """A slice of the table of plan quality: one row judged by the TPU compiler, kept, and taken up where it stopped.
 
-`python experiments/plan_quality.py` makes the whole table.
+`python experiments/quality/plan_quality.py` makes the whole table.
 """
 
 import importlib.util
 from pathlib import Path
 from typing import Any
 
-import kept
-import plan_quality
 import pytest
-from compile_programs import jax_mlp
-from plan_quality import Judgement, Row
 
 from autoshard.exec.hlo._estimate import estimator_error
+from experiments.lib import saved_results as kept
+from experiments.lib.programs.compile_programs import jax_mlp
+from experiments.quality import plan_quality
+from experiments.quality.plan_quality import Judgement, Row
 
 
 def compiled(seconds: float, verdict: str = "fits", vector: float = 0.0) -> dict[str, Any]:

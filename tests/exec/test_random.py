@@ -1,6 +1,6 @@
 """Random programs compute under a plan that splits them what they compute without one.
 
-A hundred runs; `experiments/reliability.py` makes a thousand.
+A hundred runs; `experiments/correctness/reliability.py` makes a thousand.
 """
 
 import pytest

@@ -2,9 +2,8 @@
 
 import math
 
-import long_context
-
 from autoshard.plan import Options, make_plan
+from experiments.quality import long_context
 
 
 def test_more_devices_than_heads_of_keys_share_attention() -> None:

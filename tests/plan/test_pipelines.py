@@ -23,7 +23,7 @@ from autoshard.program import Pipeline, Program
 from tests.scripts import load_script
 
 
-SEARCH = load_script("experiments/pipeline_search.py")
+SEARCH = load_script("experiments/quality/pipeline_search.py")
 STACK = SEARCH.Stack("v5e:2x2*2", 4, 2048, 8192, 64, 4)
 TOPOLOGY = Topology.parse(STACK.topology)
 FIGURES = load_calibration(TOPOLOGY.chip)

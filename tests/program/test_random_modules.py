@@ -1,6 +1,6 @@
 """Random torch modules: the traced step computes what eager torch does, and the user's module stays as it was.
 
-Forty modules, and eighty in full; `experiments/random_modules.py` traces three hundred.
+Forty modules, and eighty in full; `experiments/correctness/random_modules.py` traces three hundred.
 """
 
 import pytest

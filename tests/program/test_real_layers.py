@@ -1,10 +1,11 @@
 """Real models whose layers know their number, or carry adapters that differ, beside eager torch.
 
-`experiments/torch_layers.py` compares all of them.
+`experiments/models/torch_layers.py` compares all of them.
 """
 
 import pytest
-from torch_layers import Row, work
+
+from experiments.models.torch_layers import Row, work
 
 
 @pytest.mark.parametrize(

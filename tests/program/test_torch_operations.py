@@ -139,6 +139,6 @@ def operations():
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_torchs_own_samples_come_out_alike(operations, name):
-    """A slice of `python experiments/torch_operations.py`."""
-    found = load_script("experiments/torch_operations.py").row(operations[name], operations[name].op, 2)
+    """A slice of `python experiments/correctness/torch_operations.py`."""
+    found = load_script("experiments/correctness/torch_operations.py").row(operations[name], operations[name].op, 2)
     assert found["outcomes"] == ["equal"] and found["samples"]

@@ -17,7 +17,7 @@ from autoshard.errors import UserError
 from autoshard.exec import TorchPlan, distribution_notes
 from autoshard.plan import ParameterUse, Plan, Spec
 from autoshard.program import from_torch
-from experiments.dtensor import ALLOWED, FAMILIES, plan_row, run_rows
+from experiments.correctness.dtensor import ALLOWED, FAMILIES, plan_row, run_rows
 from tests.exec.planned_programs import handmade, spec
 from tests.exec.workers import run_workers
 

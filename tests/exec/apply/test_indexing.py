@@ -1,4 +1,5 @@
-"""Ops that take starts, indices and edges, split in every way, beside one device; `experiments/indexed_ops.py` has all.
+"""Ops that take starts, indices and edges, split in every way, beside one device;
+`experiments/correctness/indexed_ops.py` has all.
 
 Starts and indices lie before, at and past the ends.
 """
@@ -7,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from indexed_ops import MESHES, Comparison, cases
 from jax import lax
 
 import autoshard
+from experiments.correctness.indexed_ops import MESHES, Comparison, cases
 
 
 CASES = {case.name: case for case in cases()}

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch_xla_overhead
 
+from experiments.torch_xla import torch_xla_overhead
 from tests.exec.torch_xla_hook.torch_xla_processes import run_checks
 
 

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-import torch_xla_matrix
+
+from experiments.torch_xla import torch_xla_matrix
 
 
 MODEL = ["--optimizers", "momentum"]

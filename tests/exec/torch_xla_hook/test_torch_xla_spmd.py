@@ -9,7 +9,7 @@ from tests.scripts import load_script
 
 pytest.importorskip("torch_xla")
 
-spmd = load_script("experiments/torch_xla_spmd.py")
+spmd = load_script("experiments/torch_xla/torch_xla_spmd.py")
 BASE = """
 import unittest
 import torch_xla.runtime as xr

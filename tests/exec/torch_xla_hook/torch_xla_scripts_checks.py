@@ -9,7 +9,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
-from experiments.torch_xla_models import MODELS, Case
+from experiments.lib.programs.torch_xla_models import MODELS, Case
 from tests.exec.torch_xla_hook.torch_xla_checks import Check, compiled, difference, inferences, mlp, plans, report, spec
 
 

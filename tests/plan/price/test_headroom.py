@@ -2,8 +2,6 @@
 
 import functools
 import json
-import sys
-from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
@@ -54,11 +52,8 @@ def test_it_is_the_mean_over_the_errors_of_our_memory_model():
         assert charged(share, 0.0, 1.0) == pytest.approx(headroom.unhidden * chance, rel=0.05)
 
 
-def test_the_constants_are_those_of_the_data(monkeypatch: pytest.MonkeyPatch):
-    folder = Path(__file__).parents[3] / "experiments"
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, "headroom", raising=False)
-    from headroom import CONSTANTS, RESULTS, constants  # type: ignore[import-not-found]
+def test_the_constants_are_those_of_the_data():
+    from experiments.fidelity.headroom import CONSTANTS, RESULTS, constants
 
     assert constants(json.loads(RESULTS.read_text())) == json.loads(CONSTANTS.read_text())
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jax_case import train_program
-from jax_layers import layered
 
 from autoshard.plan import Options, make_plan, read_asked
 from autoshard.plan.model._baselines import baselines
@@ -18,6 +16,8 @@ from autoshard.plan.solve._repeats import Repeats, find_repeats
 from autoshard.plan.solve._solve import Terms, solve_tied, solve_within
 from autoshard.plan.solve._weights import even_weights, normalise
 from autoshard.solver import evaluate, narrow
+from experiments.lib.programs.jax_case import train_program
+from experiments.lib.programs.jax_layers import layered
 from tests.plan import programs as made
 
 

@@ -25,7 +25,7 @@ LAYERS = 8
 
 def program(width: int, tokens: int, batch: int, **how: Any) -> Program:
     """A step of MLPs that are computed again in the backward pass, in stages or not."""
-    stack = load_script("experiments/pipeline_search.py").Stack
+    stack = load_script("experiments/quality/pipeline_search.py").Stack
     return stack("", LAYERS, width, 4 * width, tokens, batch).program(**how)
 
 

@@ -1,0 +1,1 @@
+"""Scripts that measure autoshard; README.md has what each of them answers."""

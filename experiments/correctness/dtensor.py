@@ -1,0 +1,143 @@
+"""Modules of transformers that run under a plan as DTensors, beside the same modules on one process: a table.
+
+`python experiments/correctness/dtensor.py` plans every family for training and for inference, runs it on eight
+processes over gloo and writes `results/dtensor.json` and the table beside it. Families given by name are run alone;
+their rows replace those that are there.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "experiments" / "results" / "dtensor.json"
+MESH = {"data": 2, "model": 4}
+ALLOWED = 1e-4
+"""The largest difference of a loss, an output, a gradient or an update, relative to the largest value of the tensor."""
+
+_WIDTHS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}
+_WORDS = {"vocab_size": 256, "max_position_embeddings": 128}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 4}
+    | _WIDTHS
+    | _WORDS,
+    "gpt2": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 2, "n_head": 8}
+    | {"vocab_size": 256, "n_positions": 128},
+    "mixtral": {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_key_value_heads": 4}
+    | {"num_local_experts": 4}
+    | _WIDTHS
+    | _WORDS,
+    "t5": {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 64, "d_ff": 128, "d_kv": 8}
+    | {"num_layers": 2, "num_heads": 8, "vocab_size": 256, "decoder_start_token_id": 0},
+    "bert": {"model_type": "bert", "architectures": ["BertForMaskedLM"]} | _WIDTHS | _WORDS,
+    "vit": {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 32, "patch_size": 8}
+    | {"id2label": {str(number): str(number) for number in range(16)}}
+    | _WIDTHS,
+}
+CALLS = {
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "all_to_all_single": "all-to-all",
+}
+"""What collectives of torch are called in a plan."""
+
+
+def plan_row(family: str, train: bool, folder: Path) -> dict[str, Any]:
+    """The plan of a family's configuration, saved, and what is predicted of its collectives."""
+    import autoshard
+
+    config = folder / f"{family}.json"
+    config.write_text(json.dumps(FAMILIES[family]))
+    options = {"train": train, "batch": 8, "dtype": "float32"} | ({} if family == "vit" else {"seq": 64})
+    # Inference has its parameters as training does: else so small a model would have them whole.
+    held: dict[str, Any] = {} if train else {"pin_from": folder / f"{family}-True.json"}
+    plan = autoshard.plan(f"hf:{config}", topology="cpu:8", mesh=MESH, program_options=options, **held)
+    path = folder / f"{family}-{train}.json"
+    plan.save(path)
+    planned = Counter[str]()
+    wire_bytes = 0
+    for each in plan.prediction.collectives:
+        planned[each.kind] += each.count
+        wire_bytes += each.wire_bytes
+    words = "; ".join(plan.words)
+    known = {"fields": FAMILIES[family], "plan": str(path), "train": train, "words": words}
+    return known | {"planned": dict(planned), "planned_bytes": wire_bytes}
+
+
+def run_rows(rows: list[dict[str, Any]], folder: Path, timeout_s: float = 600.0) -> list[dict[str, Any]]:
+    """What each row came to. Raises `RuntimeError` with the processes' words if one of them failed."""
+    file = folder / "rows.json"
+    file.write_text(json.dumps(rows))
+    process = subprocess.run(
+        [sys.executable, "-m", "experiments.lib.dtensor_run", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"},
+    )
+    said = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+    if len(said) < len(rows) or any("error" in each for each in said):
+        raise RuntimeError(f"{[each.get('error') for each in said]}\n{process.stderr[-3000:]}")
+    return said
+
+
+def table(results: dict[str, Any]) -> str:
+    lines = [
+        "# Modules under a plan, as DTensors\n",
+        f"`python experiments/correctness/dtensor.py`: eight processes over gloo, mesh {MESH}, float32. Differences",
+        "are the",
+        "largest of any value, relative to the largest of its tensor; updates are those of one AdamW step, where the",
+        "gradient is not next to nothing. *Split* is the share of parameters that are split, *held* what one process",
+        "holds of all; inference has its parameters as the plan for training does. Calls are those of one step after",
+        "the first, with the optimizer's, beside the plan's predicted collectives, and *sent* is what one process puts",
+        "on the wire for them beside what is predicted of a device. Values between layers are placed as planned; the",
+        "backward pass is DTensor's own, so kinds and counts need not agree.\n",
+        "| family | step | plan | loss or output | gradients | updates | split | held | calls | planned | sent "
+        "| planned |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- | --- | ---: | ---: |",
+    ]
+    notes = ["\nRun whole on every device:\n"]
+    for name in sorted(results):
+        row = results[name]
+        family, step = name.split()
+        worst = row.get("loss", row.get("output"))
+        further = [f"{row[key]:.1e}" if key in row else "" for key in ("gradients", "updates")]
+        calls = ", ".join(f"{n} {CALLS.get(kind, kind)}" for kind, n in sorted(row["calls"].items()))
+        planned = ", ".join(f"{n} {kind}" for kind, n in sorted(row["planned"].items()))
+        shares = [f"{row[key]:.0%}" for key in ("split_share", "held_share")]
+        sent = [f"{row[key] / 1024:.0f} KiB" for key in ("wire_bytes", "planned_bytes")]
+        cells = [family, step, row["words"], f"{worst:.1e}", *further, *shares, calls, planned, *sent]
+        lines.append(f"| {' | '.join(cells)} |")
+        notes += [f"- {family}, {step}: {note}" for note in row["notes"]]
+    return "\n".join(lines + (notes if len(notes) > 1 else [])) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", choices=[[], *FAMILIES], default=[])
+    chosen = parser.parse_args().families or list(FAMILIES)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for family in chosen:
+        with tempfile.TemporaryDirectory() as made:
+            rows = [plan_row(family, train, Path(made)) for train in (True, False)]
+            for row, said in zip(rows, run_rows(rows, Path(made)), strict=True):
+                step = "training" if row["train"] else "inference"
+                kept = {key: row[key] for key in ("words", "planned", "planned_bytes")}
+                timed = {key: value for key, value in said.items() if not key.endswith("_s")}
+                results[f"{family} {step}"] = kept | timed
+                print(family, step, json.dumps(said), flush=True)
+        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        RESULTS.with_suffix(".md").write_text(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Six families in stages of a pipeline, planned and run on 8 CPU devices, beside the plain program.
+
+    python experiments/correctness/pipelines.py [--only TEXT] [--again] [--table]
+
+Small configurations of eight layers are cut into 2 and 4 stages, by both schedules, with data or tensor parallelism on
+the other devices. Loss, gradients (which momentum holds after one step) and updated parameters of the program in stages
+are compared with those of the plain one, and those of the planned run with both; bytes on the wire of every mesh axis
+are those predicted, and those that XLA compiled. Rows are kept in `experiments/results/pipelines.json`: a broken run
+goes on where it stopped. Each row is a process of its own.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from autoshard.program import Program
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from experiments.lib.saved_results import Results, checked_out  # noqa: E402
+from experiments.models.families import errors_of, row_of  # noqa: E402
+
+
+HERE = Path(__file__).parents[1]
+RESULTS = HERE / "results" / "pipelines.json"
+TABLE = HERE / "results" / "pipelines.md"
+CONFIGS = HERE.parent / "autoshard" / "program" / "configs"
+
+FAMILIES = ("llama", "gpt2", "gemma2", "mixtral", "bert", "vit")
+LAYERS, DEVICES, BATCH = 8, 8, 16
+ALLOWED = 1e-5
+"""Of a tensor's own maximum."""
+ROWS = list(itertools.product(("data", "model"), FAMILIES, (2, 4), ("gpipe", "circular:2")))
+
+
+def key_of(beside: str, family: str, stages: int, schedule: str) -> str:
+    return f"{family} | {stages} | {schedule} | {beside}"
+
+
+def program_of(family: str, folder: Path, **pipeline: Any) -> "Program":
+    """A training step of the family's small configuration, with eight layers."""
+    from autoshard.program import open_source
+
+    config = json.loads((CONFIGS / f"{family}-tiny.json").read_text())
+    config |= {"n_layer" if family == "gpt2" else "num_hidden_layers": LAYERS}
+    path = folder / f"{family}.json"
+    path.write_text(json.dumps(config))
+    size = {} if family == "vit" else {"seq": 32}
+    options: dict[str, Any] = {"train": True, "batch": BATCH, "dtype": "float32", "optimizer": "momentum", **size}
+    return open_source(f"hf:{path}", **options, **pipeline)
+
+
+def apart(plain: "Program", staged: "Program") -> tuple[float, str]:
+    """The largest difference of any result, of its tensor's maximum, and of which; both on one device."""
+    import jax
+    import numpy as np
+
+    assert plain.fn is not None and staged.fn is not None and plain.make_args is not None
+    args = plain.make_args(0)
+    worst = (0.0, "")
+    for result, one, other in zip(
+        plain.results, *(jax.tree.leaves(jax.jit(p.fn)(*args)) for p in (plain, staged)), strict=True
+    ):
+        a, b = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        worst = max(worst, (float(abs(a - b).max() / max(abs(a).max(), 1e-6)), result.name))
+    return worst
+
+
+def work(beside: str, family: str, stages: int, schedule: str) -> dict[str, Any]:
+    """One row."""
+    from autoshard import UserError
+    from autoshard.exec import ensure_devices
+
+    ensure_devices(DEVICES)
+    with tempfile.TemporaryDirectory() as folder:
+        plain = program_of(family, Path(folder))
+        try:
+            staged = program_of(family, Path(folder), stages=stages, microbatches=2 * stages, schedule=schedule)
+        except UserError as error:
+            return {"error": str(error), "code": checked_out()}
+        differs, where = apart(plain, staged)
+        row = row_of(staged, {"stage": stages, beside: DEVICES // stages})
+    return row | {"staged_differs": differs, "staged_worst": where, "code": checked_out()}
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    known = [(each, rows[key_of(*each)]) for each in ROWS if key_of(*each) in rows]
+    lines = [
+        "# Pipelines on 8 CPU devices",
+        "",
+        "`python experiments/correctness/pipelines.py`. Differences are the largest of any result (loss, momentum,",
+        "parameters), of",
+        "its tensor's own maximum: of the program in stages from the plain one, both on one device, and of the planned",
+        "run from the program in stages. Bytes on the wire of a device and step: predicted / compiled.",
+        "",
+        "| family | stages | schedule | beside | staged from plain | planned from staged | wire | remark |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    equal, errors = 0, []
+    for (beside, family, stages, schedule), row in known:
+        wire = "; ".join(f"{axis} {p} / {c}" for axis, (p, c) in row.get("wire", {}).items() if max(p, c))
+        if "max_rel_diff" in row:
+            good = row["staged_differs"] <= ALLOWED and row["equal"]
+            equal += good
+            errors += errors_of(row)
+            remark = "" if good else row["staged_worst"] if row["staged_differs"] > ALLOWED else row["worst"]
+            found = f"{row['staged_differs']:.1e} | {row['max_rel_diff']:.1e}"
+        else:
+            found, remark = "- | -", row["error"]
+        lines.append(f"| {family} | {stages} | {schedule} | {beside} | {found} | {wire} | {remark} |")
+    within = sum(error <= 0.05 for error in errors)
+    lines += [
+        "",
+        f"{len(known)} of {len(ROWS)} rows; equal to {ALLOWED:g} in both steps: {equal}. Bytes of {len(errors)} mesh "
+        f"axes with any: {within} within 5 %, the worst off by {max(errors, default=0.0):.1%}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--table", action="store_true", help="only write the table of what is known")
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.worker:
+        beside, family, stages, schedule = asked.worker
+        print(json.dumps(work(beside, family, int(stages), schedule)))
+        return
+    results = Results(RESULTS)
+    for each in () if asked.table else ROWS:
+        key = key_of(*each)
+        if asked.only not in key or (key in results.rows and not asked.again):
+            continue
+        done = subprocess.run(
+            [sys.executable, __file__, "--worker", *map(str, each)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            print(f"{key}: FAILED {done.stderr[-800:]}", flush=True)
+            continue
+        results.keep(key, json.loads(done.stdout.splitlines()[-1]))
+        print(key, {k: results.rows[key].get(k) for k in ("staged_differs", "max_rel_diff", "error")}, flush=True)
+        TABLE.write_text(table(results.rows))
+    TABLE.write_text(table(results.rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,346 @@
+"""Plans for every TPU generation, predicted against what the real TPU compiler makes of them.
+
+    python experiments/fidelity/compile_fidelity.py [ROW ...] [--predict] [--whole] [--time-limit S]
+
+Every row runs in a process of its own with a time limit; results are kept by row in
+`experiments/results/compile_fidelity.json`, so that a broken run goes on where it stopped. Scheduled programs are
+kept under `build/compile_fidelity`, and a plan that was compiled before is not compiled again. `--predict` only plans.
+Programs are compiled until every value has its place in memory (`autoshard compile --quick`), or with machine code
+(`--whole`).
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from autoshard.program import Program
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from experiments.lib.programs.compile_programs import (  # noqa: E402
+    hf,
+    jax_decoder,
+    jax_mamba,
+    jax_mlp,
+    jax_rwkv,
+    jax_table,
+    llama,
+    mixtral,
+)
+from experiments.lib.saved_results import checked_out, compiled  # noqa: E402
+
+
+HERE = Path(__file__).parents[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One program under one plan on one topology."""
+
+    name: str
+    program: "Callable[[], Program]"
+    topology: str
+    mesh: dict[str, int]
+    plan: str = "ours"
+    """`ours`, or a baseline, completed by the solver."""
+    limit: float = 1.0
+    """Planned for this share of the chip's memory: above 1 for what should not fit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """Rows, and where what becomes of them is kept."""
+
+    name: str
+    """Of the script, and of its results."""
+    title: str
+    rows: tuple[Row, ...]
+    compiler: str = "libtpu, no TPU"
+    folder: str = "fidelity"
+    """Of the script, in `experiments`."""
+
+    @property
+    def results(self) -> Path:
+        return HERE / "results" / f"{self.name}.json"
+
+    @property
+    def table(self) -> Path:
+        return HERE / "results" / f"{self.name}.md"
+
+
+def dm(data: int, model: int, slices: int = 1) -> dict[str, int]:
+    return ({"slice": slices} if slices > 1 else {}) | {"data": data, "model": model}
+
+
+def train(config: Any, batch: int, seq: int, remat: str = "full", **options: Any) -> "Callable[[], Program]":
+    return hf(config, train=True, batch=batch, seq=seq, remat=remat, **options)
+
+
+def serve(config: Any, kind: str, batch: int, seq: int, **options: Any) -> "Callable[[], Program]":
+    """A step of decoding with caches of `seq` tokens, or one that fills as many."""
+    return hf(config, serve=kind, batch=batch, seq=seq, **options)
+
+
+SMALL = llama(8, 2048, 5632, 16, 8, 32000)
+WIDE = llama(8, 4096, 11008, 32, 8, 32000)
+EXPERTS = mixtral(4, 2048, 7168, 16, 8, 8, 32000)
+
+ROWS = (
+    # One slice, room to spare.
+    Row("llama-fsdp-v5e", train(SMALL, 64, 1024), "v5e:4x4", {"data": 16}, "fsdp"),
+    Row("llama-tp-v5e", train(SMALL, 32, 1024), "v5e:4x4", dm(4, 4), "tensor_parallel"),
+    Row("llama-fsdp_tp-v5p", train(WIDE, 64, 2048, "dots"), "v5p:2x4x4", dm(8, 4), "fsdp_tp"),
+    Row("llama-ours-v5p", train(WIDE, 128, 2048), "v5p:4x4x4", dm(16, 4)),
+    Row("llama-tp_sp-v6e", train(WIDE, 32, 2048), "v6e:4x8", dm(4, 8), "tensor_parallel_sp"),
+    Row("llama-ours-tpu7x", train(WIDE, 64, 2048), "tpu7x:2x2x4", dm(8, 4)),
+    Row("llama-fsdp-v4", train(SMALL, 128, 1024), "v4:4x4x4", {"data": 64}, "fsdp"),
+    Row("experts-ours-v5p", train(EXPERTS, 32, 1024), "v5p:2x2x4", dm(4, 4)),
+    Row("vit-dp-v6e", hf("vit-l16", train=True, batch=256), "v6e:4x4", {"data": 16}, "data_parallel"),
+    Row("llama-infer-v5e", hf(WIDE, infer=True, batch=16, seq=2048), "v5e:2x4", dm(2, 4)),
+    Row("jax-decoder-v4", jax_decoder(8, 2048, 8192, 16, 32000, 64, 1024), "v4:2x2x4", dm(4, 4)),
+    # Recurrences, and a table whose rows do not fill a register.
+    Row("mamba-v5e", jax_mamba(2, 1024, 2048, 16, 32, 1024), "v5e:4x4", {"data": 16}, "data_parallel"),
+    Row("rwkv-v5e", jax_rwkv(2, 1024, 16, 64, 64), "v5e:2x4", {"data": 8}, "data_parallel"),
+    Row("table-v5e", jax_table(1 << 20, 64, 4, 256, 65536), "v5e:4x4", {"data": 16}),
+    # One slice, near full.
+    Row("llama-fsdp-v5e-full", train(SMALL, 128, 1024, "none"), "v5e:4x4", {"data": 16}, "fsdp", 1.3),
+    Row("jax-mlp-v5e-full", jax_mlp(12, 4096, 524288), "v5e:2x4", {"data": 8}, "fsdp", 1.3),
+    Row("gpt2-xl-v6e-full", train("gpt2-xl", 256, 1024, "dots"), "v6e:4x4", dm(4, 4), "ours", 1.3),
+    Row("llama-tp-v4-full", train(WIDE, 32, 2048, "none"), "v4:2x2x4", dm(4, 4), "fsdp_tp", 1.3),
+    Row("jax-decoder-v5e-full", jax_decoder(8, 2048, 8192, 16, 32000, 768, 1024), "v5e:4x4", dm(4, 4), "ours", 1.3),
+    Row("llama-fsdp-v5p-full", train(WIDE, 384, 4096), "v5p:2x2x4", {"data": 16}, "fsdp", 1.3),
+    Row("llama-tpu7x-full", train(WIDE, 40, 4096, "none"), "tpu7x:2x2x2", dm(8, 2), "fsdp_tp_sp", 1.3),
+    # Several slices.
+    Row("llama-ours-v5e*2", train(SMALL, 64, 1024), "v5e:4x4*2", dm(4, 4, 2)),
+    Row("llama-fsdp-v6e*2", train(SMALL, 64, 1024), "v6e:4x4*2", {"slice": 2, "data": 16}, "fsdp"),
+    Row("llama-ours-v5p*2", train(WIDE, 64, 2048), "v5p:2x2x4*2", {"slice": 2, "data": 16}),
+    Row("llama-ours-v4*2", train(SMALL, 64, 1024), "v4:2x2x4*2", {"slice": 2, "data": 16}),
+    Row("llama-fsdp_tp-tpu7x*2", train(WIDE, 64, 2048), "tpu7x:2x2x1*2", {"slice": 2, "model": 8}, "fsdp_tp"),
+    # Serving.
+    Row("prefill-8b-v6e", serve("llama3-8b", "prefill", 8, 8192), "v6e:2x4", dm(2, 4)),
+    Row("prefill-70b-v5p", serve("llama3-70b", "prefill", 16, 4096), "v5p:2x2x4", dm(4, 4)),
+    Row("prefill-experts-v5p", serve("mixtral-8x7b", "prefill", 16, 4096), "v5p:2x2x4", dm(4, 4)),
+    Row("decode-8b-v6e", serve("llama3-8b", "decode", 64, 8192), "v6e:2x4", dm(2, 4)),
+    Row("decode-8b-v6e-full", serve("llama3-8b", "decode", 96, 8192), "v6e:2x4", dm(2, 4)),
+    Row("decode-8b-v5e", serve("llama3-8b", "decode", 64, 4096), "v5e:4x4", dm(4, 4)),
+    Row("decode-70b-v6e-full", serve("llama3-70b", "decode", 96, 8192), "v6e:4x4", dm(8, 2)),
+    Row("decode-experts-v6e", serve("mixtral-8x7b", "decode", 64, 4096), "v6e:4x4", dm(4, 4)),
+    # A whole model.
+    Row("llama3-8b-v5p", train("llama3-8b", 64, 8192), "v5p:4x8x8", dm(32, 8)),
+)
+
+MATRIX = Matrix("compile_fidelity", "Plans predicted against the TPU compiler", ROWS)
+
+
+def run(row: Row, time_limit: float, predict_only: bool, whole: bool) -> dict[str, Any]:
+    """Plan, compile (unless this very plan was compiled before) and compare one row."""
+    from autoshard.cost import Topology
+    from autoshard.exec import compile_figures
+    from autoshard.exec.ahead._compile import report
+    from autoshard.plan import Options, make_plan
+
+    program = row.program()
+    began = time.monotonic()
+    limit = int(Topology.parse(row.topology).usable_bytes * row.limit)
+    made = make_plan(program, Options(topology=row.topology, mesh=row.mesh, memory_limit=limit))
+    plan_s = time.monotonic() - began
+    plan = made.plan if row.plan == "ours" else made.baseline_plans.get(row.plan)
+    if plan is None:
+        raise SystemExit(f"{row.name}: no baseline {row.plan} here, only {', '.join(made.baseline_plans)}")
+    prediction = plan.prediction
+    figures: dict[str, Any] = {
+        "code": checked_out(),
+        "plan": row.plan,
+        "topology": row.topology,
+        "mesh": row.mesh,
+        "limit_bytes": Topology.parse(row.topology).usable_bytes,
+        "plan_s": plan_s,
+        "predicted": {
+            "memory": prediction.memory,
+            "peak_bytes": prediction.peak_bytes,
+            "peak_at": prediction.peak_at,
+            "step_time_s": prediction.step_time_s,
+            "wire_bytes": prediction.wire_bytes,
+        },
+    }
+    if predict_only:
+        return figures
+    left = compiled("compile_fidelity", program, plan, time_limit, whole)
+    figures["whole"] = left.coded
+    found = compile_figures(report(program, plan, left))
+    if found["time"]:
+        del found["time"]["spans"]  # thousands of lines a row
+    for record in (*found["collectives"], *found["unforeseen"]):
+        record["line"] = record["line"].rpartition("/")[2]  # not where the machine keeps its files
+    return figures | found
+
+
+def in_process(row: Row, time_limit: float, predict_only: bool, whole: bool) -> dict[str, Any]:
+    """`run` in a process of its own; what it could not do is `failed`."""
+    command = [sys.executable, sys.argv[0], row.name, "--inside", "--time-limit", str(time_limit)]
+    command += [flag for flag, asked in (("--predict", predict_only), ("--whole", whole)) if asked]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit + 300)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done within {time_limit + 300:.0f} s"}
+    if done.returncode:
+        return {"failed": " ".join(done.stderr.strip().splitlines()[-1:])}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(matrix: Matrix, description: str | None) -> int:
+    """The command of a script with such rows."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", help=f"rows to run (default: all): {', '.join(r.name for r in matrix.rows)}")
+    parser.add_argument("--time-limit", type=float, default=900.0, help="of one compilation, in seconds")
+    parser.add_argument("--predict", action="store_true", help="only plan, and print what is predicted")
+    parser.add_argument("--whole", action="store_true", help="compile with machine code, minutes a row")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    rows = [row for row in matrix.rows if not arguments.rows or row.name in arguments.rows]
+    if arguments.inside:
+        from autoshard import UserError
+
+        try:
+            print(json.dumps(run(rows[0], arguments.time_limit, arguments.predict, arguments.whole)))
+        except UserError as error:
+            raise SystemExit(str(error)) from error
+        return 0
+    for row in rows:
+        result: dict[str, Any] = {"row": row.name} | in_process(
+            row, arguments.time_limit, arguments.predict, arguments.whole
+        )
+        if arguments.predict:
+            if "failed" in result:
+                print(f"{row.name:<24} {result['failed']}", flush=True)
+            else:
+                peak = result["predicted"]["peak_bytes"]
+                share = peak / result["limit_bytes"]
+                print(
+                    f"{row.name:<24} {peak / 2**30:7.2f} GiB {share:7.1%} {result['plan_s']:6.1f} s "
+                    f"{result['predicted']['memory']} at {result['predicted']['peak_at'][-60:]}",
+                    flush=True,
+                )
+            continue
+        _keep(matrix, result)
+        print(f"{row.name}: {result.get('failed') or result['verdict']}", flush=True)
+    if not arguments.predict:
+        text = table(matrix, _load(matrix))
+        matrix.table.write_text(text)
+        print(text)
+    return 0
+
+
+def _load(matrix: Matrix) -> list[dict[str, Any]]:
+    kept = json.loads(matrix.results.read_text()) if matrix.results.exists() else []
+    known = {result["row"]: result for result in kept}
+    return [known[row.name] for row in matrix.rows if row.name in known]
+
+
+def _keep(matrix: Matrix, result: dict[str, Any]) -> None:
+    results = [known for known in _load(matrix) if known["row"] != result["row"]] + [result]
+    matrix.results.parent.mkdir(exist_ok=True)
+    scratch = matrix.results.with_suffix(f".{os.getpid()}.part")
+    scratch.write_text(json.dumps(results, indent=1) + "\n")
+    os.replace(scratch, matrix.results)
+
+
+def table(matrix: Matrix, results: list[dict[str, Any]]) -> str:
+    """The results as a page of Markdown."""
+    done = [result for result in results if "failed" not in result]
+    lines = [
+        f"# {matrix.title}",
+        "",
+        f"`python experiments/{matrix.folder}/{matrix.name}.py`; {matrix.compiler}. Bytes of one device, GiB.",
+        "`memory` and `wire` are",
+        "predicted over compiled; `wire` is of all axes together; `code` is the commit whose predictions these are.",
+        "",
+        "| row | topology | plan | predicted | compiled | memory | limit | verdicts | wire | by axis | unforeseen | "
+        "step s predicted | estimated | compile s | code |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    memory, shares, wires, seconds, false, agree, judged = [], [], [], [], 0, 0, 0
+    for result in done:
+        peak, limit = result["peak_bytes"], result["limit_bytes"]
+        ratio = peak["predicted"] / peak["compiled"] if peak["compiled"] else None
+        if ratio:
+            memory.append(abs(ratio - 1))
+            shares.append(abs(peak["predicted"] - peak["compiled"]) / limit)
+        ours = "fits" if peak["predicted"] <= limit else "does not fit"
+        theirs = result["verdict"]
+        false += ours == "fits" and theirs == "does not fit"
+        if abs(peak["predicted"] / limit - 1) > 0.1:
+            judged += 1
+            agree += ours == theirs
+        axes = []
+        for axis, wire in result["wire_bytes"].items():
+            if wire["compiled"] > 0.01 * sum(w["compiled"] for w in result["wire_bytes"].values()):
+                axes.append(f"{axis} {wire['predicted'] / wire['compiled']:.2f}")
+                wires.append(abs(wire["predicted"] / wire["compiled"] - 1))
+        total = [sum(w[key] for w in result["wire_bytes"].values()) for key in ("predicted", "compiled")]
+        blamed = f"{len(result['unforeseen'])}: {sum(u['share'] for u in result['unforeseen']):.0%}"
+        times = result["step_time_s"]
+        if times["estimated"]:
+            seconds.append(abs(times["predicted"] / times["estimated"] - 1))
+        lines.append(
+            f"| {result['row']} | {result['topology']} | {result['plan']} | {peak['predicted'] / 2**30:.2f} | "
+            f"{(peak['compiled'] or 0) / 2**30:.2f} | {f'{ratio:.2f}' if ratio else '-'} | {limit / 2**30:.2f} | "
+            f"{ours} / {theirs} | {f'{total[0] / total[1]:.2f}' if total[1] else '-'} | {', '.join(axes)} | "
+            f"{blamed if result['unforeseen'] else '-'} | {times['predicted']:.4g} | "
+            f"{times['estimated'] or 0:.4g} | {_compile_time(result)} | "
+            f"{result['code']} |"
+        )
+    lines += _unforeseen_lines(done)
+    lines += ["", f"Memory: {_spread(memory)}. Bytes on the wire by axis: {_spread(wires)}."]
+    lines += [f"Memory, as a share of what the chip has: {_spread(shares)}."]
+    lines += [f"Time, predicted over that of the compiler's schedule: {_spread(seconds)}."]
+    lines += [f"Predicted to fit where the compiler finds that they do not: {false}."]
+    lines += [f"Verdicts agree in {agree} of {judged} rows predicted more than 10 % away from the limit."]
+    lines += [f"- {result['row']}: {result['failed']}" for result in results if "failed" in result]
+    known = {result["row"] for result in results}
+    lines += [
+        f"- {row.name} ({row.topology}, {row.plan}): not compiled" for row in matrix.rows if row.name not in known
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _compile_time(result: dict[str, Any]) -> str:
+    """Seconds, and whether machine code was left out."""
+    return f"{result['compile_s']:.0f}" + ("" if result.get("whole", True) else " (quick)")
+
+
+def _unforeseen_lines(done: list[dict[str, Any]]) -> list[str]:
+    """What `unforeseen` stands for: every collective of more than 1 % of its row's bytes, and what is known of it."""
+    lines = []
+    for result in done:
+        for row in result["unforeseen"]:
+            specs = f", {row['before']} -> {row['after']}" if row["after"] else ""
+            note = f" ({row['note']})" if row["note"] else ""
+            lines.append(
+                f"- {result['row']}, {row['share']:.1%}: {row['count']} x {row['kind']} over {'+'.join(row['axes'])}, "
+                f"`{row['op'].rpartition('/')[2] or row['op']}`{specs}{note}"
+            )
+    return ["", "Unforeseen, of all bytes on the wire:", "", *lines] if lines else []
+
+
+def _spread(errors: list[float]) -> str:
+    if not errors:
+        return "no rows"
+    ordered = sorted(errors)
+    ninth = ordered[min(len(ordered) - 1, round(0.9 * (len(ordered) - 1)))]
+    return f"median error {statistics.median(ordered):.1%}, 90th percentile {ninth:.1%}, worst {ordered[-1]:.1%}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(MATRIX, __doc__))

@@ -1,0 +1,266 @@
+"""Our plan and every baseline really run on 8 CPU devices: predicted order against measured order.
+
+    python experiments/fidelity/cpu_order.py [ROW ...] [--again] [--seconds S] [--hold CMD] [--table]
+
+Every program is planned for `cpu:8`. Our plan and the baselines, as our solver completes them (`fsdp*`) and as XLA's
+own propagation does (`fsdp`), are compiled; plans that come to the same compiled program count as one. Then a step of
+each runs in turn, many rounds, in one process: median and quartiles of every plan are of the same minutes.
+
+Kendall's tau of a row is (concordant - discordant) / (decided pairs) over its plans with a prediction. A pair is
+decided when the quartile ranges of the two measured times do not overlap; the other pairs are ties, inside the
+measured spread, and count as neither. A decided pair with equal predictions is neither concordant nor discordant and
+stays in the denominator. The pooled tau counts the pairs of all rows together, each pair within its row.
+
+Results are kept by row in `experiments/results/cpu_order.json`; a broken run goes on where it stopped. `--hold` names
+a command that keeps other work off the machine while steps are timed: it starts before them, has to copy a line from
+its input to its output once it does so, and ends when its input does (`cat` is one that does nothing).
+"""
+
+import argparse
+import itertools as it
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from autoshard.plan import Plan
+    from autoshard.program import Program
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from experiments.lib.quiet_machine import held  # noqa: E402
+from experiments.lib.saved_results import BUILD, Results  # noqa: E402
+
+
+HERE = Path(__file__).parents[1]
+RESULTS = HERE / "results" / "cpu_order.json"
+BILLS = BUILD / "cpu_order" / "bills.json"
+"""What the step of every plan with a prediction consists of, for `cpu_refine.py`."""
+
+TOPOLOGY = "cpu:8"
+MESHES = {"4x2": {"data": 4, "model": 2}, "8": {"data": 8}}
+ROWS = [
+    *((name, "4x2") for name in (
+        "decoder, train", "decoder, wide, train", "decoder, infer", "jax decoder, train", "experts, train",
+        "T5, train", "ViT, train", "ViT, infer", "ResNet, train", "recurrence, train", "MLP, train", "deep MLP, infer",
+    )),
+    *((name, "8") for name in ("decoder, wide, train", "deep MLP, train", "experts, infer")),
+]  # fmt: skip
+ROUNDS, WARMUP = 60, 2
+MARK_TAU, MARK_RATIO = 0.8, 1.05
+
+Times = tuple[float, float, float]
+"""Lower quartile, median and upper quartile."""
+
+
+def tied(a: Times, b: Times) -> bool:
+    """Whether the quartile ranges of two measured times overlap."""
+    return a[0] <= b[2] and b[0] <= a[2]
+
+
+def count_pairs(plans: Sequence[tuple[float, Times]]) -> tuple[int, int, int]:
+    """(concordant, discordant, decided) pairs of (predicted seconds, measured times)."""
+    concordant = discordant = decided = 0
+    for (p, a), (q, b) in it.combinations(plans, 2):
+        if tied(a, b):
+            continue
+        decided += 1
+        agree = (p - q) * (a[1] - b[1])
+        concordant += agree > 0
+        discordant += agree < 0
+    return concordant, discordant, decided
+
+
+def kendall(plans: Sequence[tuple[float, Times]]) -> float | None:
+    """Kendall's tau of predicted and measured order, as the module says; None if no pair is decided."""
+    concordant, discordant, decided = count_pairs(plans)
+    return (concordant - discordant) / decided if decided else None
+
+
+def judge(name: str, mesh: str, seconds: float, hold: str | None, results: Path) -> None:
+    """Plan, compile and run one row; keep it."""
+    from autoshard.exec import ensure_devices
+
+    ensure_devices(8)
+    import jax
+
+    from experiments.lib.programs.cpu_programs import PROGRAMS
+
+    jax.config.update("jax_compilation_cache_dir", str(BUILD / "cpu_order"))
+    row, bills = row_of(PROGRAMS[name][1](), MESHES[mesh], seconds=seconds, hold=hold)
+    Results(BILLS).keep(f"{name} | {mesh}", bills)
+    Results(results).keep(f"{name} | {mesh}", row)
+
+
+def row_of(
+    program: "Program",
+    mesh: dict[str, int],
+    *,
+    wanted: Collection[str] | None = None,
+    rounds: int = ROUNDS,
+    seconds: float = math.inf,
+    hold: str | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Predicted and measured times of our plan and the baselines (or those `wanted`), and the bills of their steps."""
+    import jax
+
+    from autoshard.exec.run._steps import PlannedStep, first_arguments, quartiles, run_in_turn
+    from autoshard.plan import Options, make_plan
+    from autoshard.plan.price._again import plan_bills
+    from autoshard.report import candidates
+
+    made = make_plan(program, Options(topology=TOPOLOGY, mesh=mesh))
+    arguments = first_arguments(program, 0)
+    steps: dict[str, PlannedStep] = {}
+    plans: dict[str, dict[str, Any]] = {}
+    priced: dict[str, Plan] = {}
+    seen: dict[str, str] = {}
+    for label, plan, holds in candidates(made.plan, made.baseline_plans, propagated=True):
+        if wanted is not None and label not in wanted:
+            continue
+        print(f"{program.name}: {label}", file=sys.stderr, flush=True)
+        try:
+            step = PlannedStep(program, plan, arguments)
+        except jax.errors.JaxRuntimeError as error:
+            plans[label] = {"failed": " ".join(str(error).split())[:200]}
+            continue
+        text = bare(step.compiled.as_text())
+        if text in seen:
+            plans[seen[text]]["also"].append(label)
+            continue
+        seen[text], steps[label] = label, step
+        plans[label] = {"predicted_s": plan.prediction.step_time_s if holds else None, "also": []}
+        priced |= {label: plan} if holds else {}
+    with held(hold):
+        times = run_in_turn(steps, rounds=rounds, warmup=WARMUP, seconds=seconds)
+    for label, each in times.items():
+        plans[label] |= {"measured_s": quartiles(each), "rounds": len(each)}
+    cores, date = len(os.sched_getaffinity(0)), time.strftime("%Y-%m-%d")
+    bills = zip(priced, plan_bills(program, list(priced.values())), strict=True)
+    return (
+        {"plans": plans, "cores": cores, "date": date, "jax": jax.__version__},
+        {label: bill.to_json() for label, bill in bills},
+    )
+
+
+def bare(text: str) -> str:
+    """A compiled module without its name, and without where its ops come from."""
+    text = re.sub(r", metadata=\{[^}]*\}", "", text.partition("\n")[2])
+    return re.sub(r"(?ms)^(FileNames|FunctionNames|FileLocations|StackFrames)$.*?^$", "", text)
+
+
+def predicted(row: Mapping[str, Any]) -> list[tuple[float, Times]]:
+    """(predicted, measured) of the plans of a row that have both."""
+    plans = (plan for plan in row["plans"].values() if plan.get("predicted_s") and "measured_s" in plan)
+    return [(plan["predicted_s"], tuple(plan["measured_s"])) for plan in plans]
+
+
+def table(rows: Mapping[str, Any]) -> str:
+    """The results as a page of Markdown."""
+    known = {key: rows[key] for key in (f"{name} | {mesh}" for name, mesh in ROWS) if key in rows}
+    lines = [
+        "# Predicted and measured order on 8 CPU devices",
+        "",
+        "`python experiments/fidelity/cpu_order.py`; every plan really run, a step of each in turn. "
+        + "; ".join(sorted({f"{row['cores']} cores, jax {row['jax']}, {row['date']}" for row in known.values()})),
+        "`tau`: Kendall's tau of predicted and measured order over the pairs whose quartile ranges do not overlap",
+        "(`pairs`: those of all pairs). `ours / best`: our plan's median over the least median of any plan, propagated",
+        "baselines (`fsdp`) included. `error`: median error of the predicted step times of the row.",
+        "",
+        "| program | mesh | plans | ours ms | predicted | best | its ms | ours / best | tau | pairs | error |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    pooled, errors, ratios, taus = [0, 0, 0], [], [], []
+    for key, row in known.items():
+        plans = predicted(row)
+        measured = {name: plan["measured_s"] for name, plan in row["plans"].items() if "measured_s" in plan}
+        best = min(measured, key=lambda name: measured[name][1])
+        ratios.append(measured["plan"][1] / measured[best][1])
+        counts, tau = count_pairs(plans), kendall(plans)
+        pooled = [a + b for a, b in zip(pooled, counts, strict=True)]
+        taus += [tau] if tau is not None else []
+        mine = [abs(p / times[1] - 1.0) for p, times in plans]
+        errors += mine
+        lines.append(
+            f"| {key} | {len(plans)} | {_ms(measured['plan'][1])} | {_ms(row['plans']['plan']['predicted_s'])} "
+            f"| {best} | {_ms(measured[best][1])} | {ratios[-1]:.3f} | {'-' if tau is None else f'{tau:.2f}'} "
+            f"| {counts[2]} of {len(plans) * (len(plans) - 1) // 2} | {statistics.median(mine):.0%} |"
+        )
+    if known:
+        good = sum(tau >= MARK_TAU for tau in taus)
+        near = sum(ratio <= MARK_RATIO for ratio in ratios)
+        lines += [
+            "",
+            f"{len(known)} rows. Pooled tau {(pooled[0] - pooled[1]) / max(1, pooled[2]):.2f} over {pooled[2]} decided "
+            f"pairs; median of the rows {statistics.median(taus or [0.0]):.2f}, {good} of {len(taus)} at least "
+            f"{MARK_TAU}. Ours within {MARK_RATIO - 1:.0%} of the best measured in {near} of {len(ratios)} rows, at "
+            f"most {max(ratios):.3f} of it. Median error of predicted step times {statistics.median(errors):.0%}.",
+        ]
+    lines += [line for key, row in known.items() for line in _plans(key, row)]
+    return "\n".join(lines) + "\n"
+
+
+def _plans(key: str, row: Mapping[str, Any]) -> list[str]:
+    """The plans of one row, fastest first."""
+    lines = ["", f"## {key.replace(' | ', ', ')}", "", "| plan | predicted ms | measured ms | quartiles |"]
+    lines.append("| --- | --- | --- | --- |")
+    plans = {name: plan for name, plan in row["plans"].items() if "measured_s" in plan}
+    for name, plan in sorted(plans.items(), key=lambda item: item[1]["measured_s"][1]):
+        low, middle, high = plan["measured_s"]
+        names = " = ".join([name, *plan["also"]])
+        lines.append(f"| {names} | {_ms(plan['predicted_s'])} | {_ms(middle)} | {_ms(low)} to {_ms(high)} |")
+    lines += [
+        f"| {name} | failed: {plan['failed']} | - | - |" for name, plan in row["plans"].items() if "failed" in plan
+    ]
+    return lines
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", help="rows as `PROGRAM | MESH` (default: all)")
+    parser.add_argument("--again", action="store_true", help="also rows that are there")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of timed steps for each row")
+    parser.add_argument("--hold", metavar="CMD", help="a command that keeps the machine quiet while steps are timed")
+    parser.add_argument("--table", action="store_true", help="only write the table of what is known")
+    parser.add_argument("--out", type=Path, default=RESULTS, help=argparse.SUPPRESS)
+    parser.add_argument("--inside", nargs=2, metavar=("PROGRAM", "MESH"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.inside:
+        program, mesh = arguments.inside
+        judge(program, mesh, arguments.seconds, arguments.hold, arguments.out)
+        return 0
+    known = {f"{name} | {mesh}": (name, mesh) for name, mesh in ROWS}
+    if unknown := [row for row in arguments.rows if row not in known]:
+        parser.error(f"no row {unknown[0]!r}; there are {', '.join(known)}")
+    failed = 0
+    for key in () if arguments.table else arguments.rows or known:
+        if key in Results(arguments.out).rows and not arguments.again:
+            continue
+        # A process for each row: compiled programs and their state go with it.
+        command = [sys.executable, __file__, "--inside", *known[key], "--seconds", str(arguments.seconds)]
+        command += ["--out", str(arguments.out), *(["--hold", arguments.hold] if arguments.hold else [])]
+        if subprocess.run(command).returncode:
+            print(f"{key}: failed", file=sys.stderr, flush=True)
+            failed += 1
+        arguments.out.with_suffix(".md").write_text(table(Results(arguments.out).rows))
+    text = table(Results(arguments.out).rows)
+    arguments.out.with_suffix(".md").write_text(text)
+    print(text)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Predicted step times on 8 CPU devices before and after refining on other programs.
+
+    python experiments/fidelity/cpu_refine.py
+
+Takes the plans that `cpu_order.py` ran: what their steps consist of, and how long they took. The figures of the cost
+model are fitted, as `autoshard refine` fits them, to the measured steps of some programs, and then predict the steps
+of the others. Two ways to split: every family of programs left out in turn, and two halves, each predicted from the
+other. Of the programs that are fitted to only the few plans count that refine would run: those of least predicted
+time. Of the programs that are predicted all plans count. Nothing is run here.
+"""
+
+import dataclasses
+import itertools as it
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from autoshard.cost import Bill, Calibration, Fit, Observation, fit, load_calibration  # noqa: E402
+from experiments.fidelity.cpu_order import BILLS, RESULTS, TOPOLOGY  # noqa: E402
+from experiments.lib.programs.cpu_programs import PROGRAMS  # noqa: E402
+
+
+TABLE = Path(__file__).parents[1] / "results" / "cpu_refine.md"
+FEW = 4
+"""Plans of a program that refine runs."""
+MARK = 0.15
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """A plan that was run."""
+
+    row: str
+    plan: str
+    bill: Bill
+    seconds: float
+
+    @property
+    def program(self) -> str:
+        return self.row.partition(" | ")[0]
+
+    @property
+    def family(self) -> str:
+        return PROGRAMS[self.program][0]
+
+    def error(self, figures: Calibration) -> float:
+        """Relative error of the predicted step time."""
+        return abs(self.bill.seconds(figures) / self.seconds - 1.0)
+
+    def observation(self) -> Observation:
+        about = {"program": self.row, "plan": self.plan, "name": f"{self.row}: {self.plan}"}
+        return Observation(TOPOLOGY, "", "measure", "step", about, self.bill, {"seconds": self.seconds})
+
+
+def load() -> list[Step]:
+    """Every plan that was run and whose bill is kept."""
+    if not BILLS.exists():
+        raise SystemExit(f"{BILLS} is missing: run experiments/fidelity/cpu_order.py first.")
+    rows, bills = json.loads(RESULTS.read_text()), json.loads(BILLS.read_text())
+    return [
+        Step(row, name, Bill.from_json(bills[row][name]), plan["measured_s"][1])
+        for row, found in rows.items()
+        for name, plan in found["plans"].items()
+        if name in bills.get(row, {}) and "measured_s" in plan
+    ]
+
+
+def few(steps: Sequence[Step], figures: Calibration) -> list[Step]:
+    """Of every program the plans that refine would run."""
+    chosen: list[Step] = []
+    for _, mine in it.groupby(sorted(steps, key=lambda s: s.row), key=lambda s: s.row):
+        chosen += sorted(mine, key=lambda s: s.bill.seconds(figures))[:FEW]
+    return chosen
+
+
+def held_out(steps: Sequence[Step], apart: Mapping[str, int]) -> Iterable[tuple[list[Step], Fit]]:
+    """For every part: its steps, and the figures fitted to a few plans of every program of the other parts."""
+    shipped = load_calibration("cpu")
+    for part in sorted(set(apart.values())):
+        others = [step for step in steps if apart[step.row] != part]
+        seen = [step.observation() for step in few(others, shipped)]
+        yield [step for step in steps if apart[step.row] == part], fit(shipped, "cpu", seen)
+
+
+def splits(steps: Sequence[Step]) -> dict[str, dict[str, int]]:
+    """Name of a split -> row -> part."""
+    rows = sorted({step.row for step in steps})
+    families = sorted({step.family for step in steps})
+    family_of = {step.row: families.index(step.family) for step in steps}
+    return {
+        "each family left out": family_of,
+        "halves, by family": {row: family_of[row] % 2 for row in rows},
+        "halves, by row": {row: number % 2 for number, row in enumerate(rows)},
+    }
+
+
+def table(steps: Sequence[Step]) -> str:
+    """The results as a page of Markdown."""
+    shipped = load_calibration("cpu")
+    before = {step: step.error(shipped) for step in steps}
+    lines = [
+        "# Step times on 8 CPU devices, predicted before and after refining on other programs",
+        "",
+        f"`python experiments/fidelity/cpu_refine.py`, of the {len(steps)} plans that "
+        "`experiments/fidelity/cpu_order.py` ran. Figures "
+        f"are fitted to {FEW} plans of every program that is not predicted; errors are relative ones of step times.",
+        "",
+        "| split | median error before | after | within 15 % before | after |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    after: dict[str, dict[Step, float]] = {}
+    fitted: list[Fit] = []
+    for name, apart in splits(steps).items():
+        after[name] = {}
+        for mine, found in held_out(steps, apart):
+            after[name] |= {step: step.error(found.calibration) for step in mine}
+            fitted.append(found)
+        middles = (statistics.median(before.values()), statistics.median(after[name].values()))
+        near = (sum(e <= MARK for e in errors.values()) / len(steps) for errors in (before, after[name]))
+        lines.append(f"| {name} | {middles[0]:.1%} | {middles[1]:.1%} | " + " | ".join(f"{n:.0%}" for n in near) + " |")
+    first, errors = next(iter(after.items()))
+    lines += ["", f"By program, {first}:", "", "| program | mesh | plans | median error before | after |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for row in dict.fromkeys(step.row for step in steps):
+        mine = [step for step in steps if step.row == row]
+        middles = [statistics.median(kind[step] for step in mine) for kind in (before, errors)]
+        lines.append(f"| {row} | {len(mine)} | " + " | ".join(f"{m:.1%}" for m in middles) + " |")
+    lines += ["", "Fitted figures, least and most over all splits:", "", "| figure | shipped | least | most |"]
+    lines.append("| --- | --- | --- | --- |")
+    for name in sorted({each.figure for found in fitted for each in found.figures}):
+        values = [getattr(found.calibration, name) for found in fitted]
+        lines.append(f"| {name} | {getattr(shipped, name):.3g} | {min(values):.3g} | {max(values):.3g} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    text = table(load())
+    TABLE.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""First estimates of `autoshard estimate` beside plans of the same steps.
+
+    python experiments/fidelity/first_estimates.py [ROW ...]
+
+Rows that are in `results/first_estimates.json` are not planned again, unless they are named; a table is beside it.
+"""
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from autoshard.cost import Topology
+from autoshard.plan import Options, estimate_config, make_plan, settled_options
+from autoshard.program import open_source
+
+
+RESULTS = Path(__file__).parents[1] / "results"
+DATA, TABLE = RESULTS / "first_estimates.json", RESULTS / "first_estimates.md"
+
+ROWS = {
+    # name: (configuration, options, topology)
+    "llama3-8b v5p-128 full": ("llama3-8b", {"train": True, "batch": 64, "seq": 8192, "remat": "full"}, "v5p:4x4x4"),
+    "llama3-8b v5p-128 none": ("llama3-8b", {"train": True, "batch": 64, "seq": 4096, "remat": "none"}, "v5p:4x4x4"),
+    "llama3-8b v5e-16 full": ("llama3-8b", {"train": True, "batch": 16, "seq": 2048, "remat": "full"}, "v5e:4x4"),
+    "llama3-8b v6e-64 full": ("llama3-8b", {"train": True, "batch": 128, "seq": 4096, "remat": "full"}, "v6e:8x8"),
+    "gemma2-9b v6e-64 full": ("gemma2-9b", {"train": True, "batch": 128, "seq": 4096, "remat": "full"}, "v6e:8x8"),
+    "gpt2-xl v5e-16 full": ("gpt2-xl", {"train": True, "batch": 128, "seq": 1024, "remat": "full"}, "v5e:4x4"),
+    "gpt2-xl v5e-16 dots": ("gpt2-xl", {"train": True, "batch": 64, "seq": 1024, "remat": "dots"}, "v5e:4x4"),
+    "llama3-8b decode v6e-8": ("llama3-8b", {"serve": "decode", "batch": 64, "seq": 4096}, "v6e:2x4"),
+    "llama3-8b prefill v6e-8": ("llama3-8b", {"serve": "prefill", "batch": 8, "seq": 4096}, "v6e:2x4"),
+}
+
+HEAD = """# First estimates beside plans
+
+`python experiments/fidelity/first_estimates.py`. What `autoshard estimate` guesses from a model's dims by closed form,
+and what `autoshard plan` predicts of the same step with a searched mesh. Nothing in the formulas was fitted to these
+rows.
+
+| row | step guessed | planned | ratio | memory guessed | planned | ratio | layout | mesh | CPU s of the guess |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+def made(name: str) -> dict:
+    config, options, topology = ROWS[name]
+    began = time.process_time()
+    (guess,) = estimate_config(f"hf:{config}", Topology.parse(topology), **options)
+    cpu = time.process_time() - began
+    program = open_source(f"hf:{config}", kept=True, **settled_options(options, topology))
+    plan = make_plan(program, Options(topology=topology), kept=True).plan
+    return {
+        "guessed_s": guess.estimate.step_time_s,
+        "planned_s": plan.prediction.step_time_s,
+        "guessed_bytes": guess.estimate.peak_bytes,
+        "planned_bytes": plan.prediction.peak_bytes,
+        "layout": dict(guess.estimate.layout),
+        "mesh": dict(plan.mesh),
+        "cpu_s": cpu,
+    }
+
+
+def table(found: dict) -> str:
+    lines = []
+    for name, row in found.items():
+        sizes = [row[key] / 2**30 for key in ("guessed_bytes", "planned_bytes")]
+        times = [row[key] for key in ("guessed_s", "planned_s")]
+        cells = [name, *(f"{1e3 * each:.4g} ms" for each in times), f"{times[0] / times[1]:.2f}"]
+        cells += [*(f"{each:.2f} GiB" for each in sizes), f"{sizes[0] / sizes[1]:.2f}"]
+        cells += ["x".join(map(str, row["layout"].values())), ",".join(f"{k}={v}" for k, v in row["mesh"].items())]
+        cells.append(f"{row['cpu_s']:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    off = {
+        what: statistics.median(abs(row[f"guessed_{key}"] / row[f"planned_{key}"] - 1) for row in found.values())
+        for what, key in (("time", "s"), ("memory", "bytes"))
+    }
+    return HEAD + "\n".join(lines) + f"\n\nMedian off: time {off['time']:.1%}, memory {off['memory']:.1%}.\n"
+
+
+def main() -> int:
+    known = json.loads(DATA.read_text()) if DATA.exists() else {}
+    for name in ROWS:
+        if name not in known or name in sys.argv[1:]:
+            known[name] = made(name)
+            found = {each: known[each] for each in ROWS if each in known}
+            DATA.write_text(json.dumps(found, indent=1) + "\n")
+            TABLE.write_text(table(found))
+    print(table({each: known[each] for each in ROWS}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

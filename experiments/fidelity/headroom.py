@@ -1,0 +1,223 @@
+"""What full memory does to a step: one program and plan, its batch raised until the TPU compiler refuses it.
+
+    python experiments/fidelity/headroom.py [PROGRAM ...] [--share S ...] [--time-limit S] [--table] [--write]
+
+Each point is planned as the baseline FSDP, with the batch that the memory model says takes the share S of the chip,
+and compiled with no TPU: does it fit, with how much of the compiler's own recompute, and how long does a sample take
+beside the same plan with room to spare? Results are kept by program and share in
+`experiments/results/headroom.json`; a broken run goes on where it stopped. `--write` puts what nearly full memory
+costs, as these points and those of `compile_fidelity.py` have it, into `autoshard/plan/price/headroom.json`.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from autoshard.plan import Plan
+    from autoshard.program import Program
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from experiments.lib.programs.compile_programs import hf, jax_mlp, llama  # noqa: E402
+from experiments.lib.saved_results import Results, compiled  # noqa: E402
+
+
+HERE = Path(__file__).parents[1]
+RESULTS = HERE / "results" / "headroom.json"
+TABLE = HERE / "results" / "headroom.md"
+FIDELITY = HERE / "results" / "compile_fidelity.json"
+CONSTANTS = HERE.parent / "autoshard" / "plan" / "price" / "headroom.json"
+
+RECOMPUTE = "fits only with the compiler's own remat"
+LARGE = 1 / 3
+"""Predicted share of the memory from which on a program's error counts: small ones err by other causes."""
+
+SHARES = (0.70, 0.85, 0.92, 0.97, 1.0, 1.03, 1.10)
+"""Of the chip's memory, as predicted; the first is the one with room to spare."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program by its batch, under FSDP over all devices."""
+
+    program: "Callable[[int], Callable[[], Program]]"
+    topology: str
+    devices: int
+    first: int
+    """A batch per device that leaves room."""
+    grain: int
+    """Batches per device are multiples of this."""
+
+
+SMALL = llama(8, 2048, 5632, 16, 8, 32000)
+
+CASES = {
+    "MLP, unrolled": Case(lambda n: jax_mlp(12, 4096, n), "v5e:2x4", 8, 65536, 256),
+    "decoder, scanned": Case(
+        lambda n: hf(SMALL, train=True, remat="none", batch=n, seq=256), "v5e:4x4", 16, 24, 1
+    ),
+}  # fmt: skip
+
+
+def plan_at(case: Case, batch: int) -> "tuple[Program, Plan, int]":
+    """The program at a batch per device, its FSDP plan, and the chip's memory."""
+    from autoshard.cost import Topology
+    from autoshard.plan import Options, make_plan
+
+    program = case.program(batch * case.devices)()
+    limit = Topology.parse(case.topology).usable_bytes
+    made = make_plan(program, Options(topology=case.topology, mesh={"data": case.devices}, memory_limit=2 * limit))
+    return program, made.baseline_plans["fsdp"], limit
+
+
+def batch_for(case: Case, shares: Sequence[float]) -> list[int]:
+    """The batches per device at which the predicted peak is nearest to these shares of the limit."""
+    few, many = case.first, 2 * case.first
+    (_, low, limit), (_, high, _) = plan_at(case, few), plan_at(case, many)
+    slope = (high.prediction.peak_bytes - low.prediction.peak_bytes) / (many - few)
+    wanted = [few + (share * limit - low.prediction.peak_bytes) / slope for share in shares]
+    return [max(1, round(batch / case.grain)) * case.grain for batch in wanted]
+
+
+def judge(case: Case, batch: int, time_limit: float) -> dict[str, Any]:
+    """One point."""
+    from autoshard.exec import compile_figures
+    from autoshard.exec.ahead._compile import report
+
+    program, plan, limit = plan_at(case, batch)
+    figures = compile_figures(report(program, plan, compiled("headroom", program, plan, time_limit)))
+    flops = figures["flops"]
+    return {
+        "batch": batch,
+        "limit_bytes": limit,
+        "predicted_bytes": plan.prediction.peak_bytes,
+        "compiled_bytes": figures["peak_bytes"]["compiled"],
+        "verdict": figures["verdict"],
+        "flops": flops["compiled"] / flops["program"] if flops else None,
+        "estimated_s": figures["step_time_s"]["estimated"],
+        "predicted_s": plan.prediction.step_time_s,
+        "exposed_s": figures["time"]["exposed_comm_s"] if flops else None,
+        "hidden_s": figures["time"]["hidden_comm_s"] if flops else None,
+        "copy_s": figures["time"]["copy_s"] if flops else None,
+        "compile_s": figures["compile_s"],
+    }
+
+
+def constants(rows: dict[str, Any]) -> dict[str, Any]:
+    """What `autoshard.plan` charges near the limit. Of one program all points err alike: they count as one."""
+    points = [point for program in rows.values() for point in program.values()]
+    above = [_share(point, "compiled") for point in points if point["verdict"] == RECOMPUTE]
+    below = [_share(point, "compiled") for point in points if point["verdict"] == "fits"]
+    errors = [statistics.mean(map(_error, fitting)) for p in rows.values() if (fitting := _compiled_large(p.values()))]
+    errors += [_error(row) for row in _compiled_large(map(_flat, json.loads(FIDELITY.read_text())))]
+    unhidden = [share for program in rows.values() if (share := _unhidden(program)) is not None]
+    return {
+        "recompute_from": round((max(below) + min(above)) / 2, 3),
+        "unhidden": round(statistics.mean(unhidden), 2),
+        "error_mean": round(statistics.mean(errors), 4),
+        "error_deviation": round(statistics.stdev(errors), 4),
+        "source": f"libtpu 0.0.51: {len(points)} points of {len(rows)} programs (experiments/results/headroom.md); "
+        f"errors of {len(errors)} programs that take a third of the memory or more (also compile_fidelity.md)",
+    }
+
+
+def _unhidden(program: dict[str, Any]) -> float | None:
+    """Share of the communication hidden with room to spare that is waited for where the compiler recomputes."""
+    hidden = {
+        verdict: [point["hidden_s"] for point in program.values() if point["verdict"] == verdict]
+        for verdict in ("fits", RECOMPUTE)
+    }
+    if not all(hidden.values()) or not any(hidden["fits"]):
+        return None
+    return 1 - statistics.mean(hidden[RECOMPUTE]) / statistics.mean(hidden["fits"])
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of `compile_fidelity.py` as a point."""
+    peaks = row["peak_bytes"]
+    return row | {"predicted_bytes": peaks["predicted"], "compiled_bytes": peaks["compiled"]}
+
+
+def _compiled_large(points: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of a program that does not fit the compiler says what it needed after it tried to recompute, so these are out."""
+    fitting = [point for point in points if point["verdict"] in ("fits", RECOMPUTE)]
+    return [point for point in fitting if _share(point, "predicted") >= LARGE]
+
+
+def _share(point: dict[str, Any], which: str) -> float:
+    return point[f"{which}_bytes"] / point["limit_bytes"]
+
+
+def _error(point: dict[str, Any]) -> float:
+    return _share(point, "compiled") - _share(point, "predicted")
+
+
+def table(rows: dict[str, Any]) -> str:
+    """The results as a page of Markdown."""
+    lines = [
+        "# What full memory does to a step",
+        "",
+        "`python experiments/fidelity/headroom.py`; libtpu, no TPU. One FSDP plan per program, its batch raised.",
+        "Shares are of",
+        "the chip's memory; `recompute`: matrix flops beyond the program's; `hidden`: ms of communication beside",
+        "compute; `per sample`: estimated time of a sample over that of the first point, `foreseen` the same of our",
+        "prediction. What does not fit has under `compiled` what the compiler would need after it tried to recompute.",
+        "",
+        "| program | batch of a device | predicted | compiled | verdict | recompute | hidden | per sample | foreseen |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in CASES:
+        points = sorted(rows.get(name, {}).values(), key=lambda point: point["predicted_bytes"])
+        for point in points:
+            lines.append(f"| {name} | {point['batch']} | " + " | ".join(_cells(point, points[0])) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cells(point: dict[str, Any], first: dict[str, Any]) -> list[str]:
+    share = [f"{_share(point, which):.1%}" for which in ("predicted", "compiled")]
+    if point["estimated_s"] is None:
+        return [*share, point["verdict"], "-", "-", "-", "-"]
+    times = [
+        point[key] / point["batch"] / (first[key] / first["batch"]) if first[key] else 0.0
+        for key in ("estimated_s", "predicted_s")
+    ]
+    found = [f"{point['flops'] - 1:.1%}", f"{1e3 * point['hidden_s']:.1f}"]
+    return [*share, point["verdict"], *found, *(f"{time:.3f}" for time in times)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("programs", nargs="*", help=f"default: all of {', '.join(CASES)}")
+    parser.add_argument("--share", type=float, nargs="*", default=SHARES, help="predicted shares of the chip's memory")
+    parser.add_argument("--time-limit", type=float, default=600.0, help="of one compilation, in seconds")
+    parser.add_argument("--table", action="store_true", help="only write the table of what is known")
+    parser.add_argument("--write", action="store_true", help="write the constants, too")
+    arguments = parser.parse_args()
+    found = Results(RESULTS)
+    for name in () if arguments.table else arguments.programs or CASES:
+        case = CASES[name]
+        for share, batch in zip(arguments.share, batch_for(case, arguments.share), strict=True):
+            points = found.rows.get(name, {})
+            if points.get(f"{share:.2f}", {}).get("batch") != batch:
+                point = judge(case, batch, arguments.time_limit)
+                found.keep(name, points | {f"{share:.2f}": point})
+                print(f"{name} at {share:.0%}: {point['verdict']}", file=sys.stderr, flush=True)
+    if arguments.write:
+        CONSTANTS.write_text(json.dumps(constants(found.rows), indent=1) + "\n")
+    text = table(found.rows)
+    TABLE.write_text(text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Which collectives the TPU compiler lets compute hide, by generation: what `Calibration`'s overlaps rest on.
+
+    python experiments/fidelity/overlap.py [TOPOLOGY ...]
+
+A decoder of 8 layers, with FSDP within a slice and copies of it on every slice, is compiled for each topology with no
+TPU; its schedule is walked (`autoshard.exec.estimate`). The table, `experiments/results/overlap.md`, has for gathers,
+sums and permutes within a slice, and for all that goes between slices, the milliseconds on the links and what of them
+compute does not wait for. Compiled programs are kept under `build/overlap`.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from autoshard.exec import Estimate
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from experiments.lib.saved_results import compiled  # noqa: E402
+from experiments.quality.plan_quality import PROGRAMS  # noqa: E402
+
+
+TABLE = Path(__file__).parents[1] / "results" / "overlap.md"
+TOPOLOGIES = ("v3:4x4", "v4:2x2x4", "v5e:4x4", "v5p:2x2x4", "v6e:4x4", "tpu7x:2x2x4", "v5e:4x4*2", "v6e:4x4*2")
+CLASSES = {
+    "gathers": ("all-gather",),
+    "sums": ("reduce-scatter", "all-reduce"),
+    "permutes": ("collective-permute",),
+}
+
+
+def judged(topology: str, time_limit: float) -> "Estimate":
+    """The schedule of the decoder on a topology. Raises `UserError` if it cannot be compiled."""
+    from autoshard.cost import Topology, make_mesh
+    from autoshard.exec import estimate
+    from autoshard.plan import Options, make_plan
+
+    machine = Topology.parse(topology)
+    slices = machine.slices
+    mesh = {"slice": slices} if slices > 1 else {}
+    program = PROGRAMS["decoder 2048"](machine.num_devices)()
+    made = make_plan(program, Options(topology=topology, mesh=mesh | {"data": machine.num_devices // slices}))
+    plan = made.baseline_plans["fsdp"]
+    return estimate(compiled("overlap", program, plan, time_limit).text, make_mesh(machine, plan.mesh))
+
+
+def hidden(found: "Estimate", kinds: tuple[str, ...] | None, far: bool) -> str:
+    """Milliseconds on the links, and the share that compute hides, of some kinds or (None) of all."""
+    mine = [t for (kind, between), t in found.traffic.items() if between == far and (kinds is None or kind in kinds)]
+    sent, waited = sum(t.sent_s for t in mine), sum(t.waited_s for t in mine)
+    return f"{1e3 * sent:.2f}, {max(0.0, 1 - waited / sent):.0%}" if sent else "-"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("topologies", nargs="*", default=TOPOLOGIES)
+    parser.add_argument("--time-limit", type=float, default=900.0, help="of one compilation, in seconds")
+    arguments = parser.parse_args()
+    lines = [
+        "# What compute hides in the schedules of the TPU compiler",
+        "",
+        "`python experiments/fidelity/overlap.py`; libtpu, no TPU. A decoder with FSDP within a slice: milliseconds",
+        "on the",
+        "links in one step, and the share of them that compute does not wait for.",
+        "",
+        f"| topology | {' | '.join(CLASSES)} | between slices |",
+        "|" + " --- |" * (len(CLASSES) + 2),
+    ]
+    for topology in arguments.topologies:
+        print(topology, file=sys.stderr, flush=True)
+        found = judged(topology, arguments.time_limit)
+        cells = [hidden(found, kinds, far=False) for kinds in CLASSES.values()]
+        lines.append(f"| {topology} | {' | '.join(cells)} | {hidden(found, None, far=True)} |")
+    text = "\n".join(lines) + "\n"
+    TABLE.write_text(text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

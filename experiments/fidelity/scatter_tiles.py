@@ -1,0 +1,109 @@
+"""Which sums of weight gradients the TPU compiler scatters, and which it makes whole and slices.
+
+    python experiments/fidelity/scatter_tiles.py [--topology T=DATA,MODEL ...]
+
+One program of independent gradients `[k, n]`, summed over the batch (`data`) and the sequence (`model`) and split over
+`data` in one dim, is compiled for each topology with no TPU. The table, `experiments/results/scatter_tiles.md`, counts
+reduce-scatters by which dim is split and by the shard's elements of that dim in registers of 128 lanes. `waves` in
+`autoshard/plan/xla/_states.py` prices what it shows.
+"""
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+
+TABLE = Path(__file__).parents[1] / "results" / "scatter_tiles.md"
+TOPOLOGIES = ("v4:2x2x2=4,4", "v5e:4x4=4,4", "v5p:4x4x4=4,16", "v6e:4x4=4,4", "v5e:8x8=8,8")
+SHARDS = (64, 160, 256, 264, 320, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664)
+"""Elements of the split dim on one device; shards of fewer bytes than a few tiles are summed for their latency."""
+OTHER = 2048
+BATCH, SEQUENCE = 256, 256
+CLASSES = ("odd registers", "even registers", "part of a register")
+
+
+def gradients(topology: str, data: int, model: int) -> dict[tuple[int, int], bool]:
+    """(split dim, shard's elements) -> whether the compiled program scatters that gradient."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = Mesh(np.array(devices).reshape(data, model), ("data", "model"))
+    cases = [(dim, shard) for dim in (0, 1) for shard in SHARDS]
+    shapes = [(shard * data, OTHER) if dim == 0 else (OTHER, shard * data) for dim, shard in cases]
+    splits = [NamedSharding(mesh, PartitionSpec(*("data" if d == dim else None for d in (0, 1)))) for dim, _ in cases]
+
+    def step(xs: list[jax.Array], ys: list[jax.Array]) -> list[jax.Array]:
+        found = []
+        for number, (x, y, split) in enumerate(zip(xs, ys, splits, strict=True)):
+            with jax.named_scope(f"case{number}_"):
+                found.append(jax.lax.with_sharding_constraint(jnp.einsum("bsk,bsn->kn", x, y), split))
+        return found
+
+    inputs = [[jax.ShapeDtypeStruct((BATCH, SEQUENCE, s[d]), jnp.bfloat16) for s in shapes] for d in (0, 1)]
+    spread = NamedSharding(mesh, PartitionSpec("data", "model", None))
+    text = jax.jit(step, in_shardings=spread, out_shardings=splits).lower(*inputs).compile().as_text() or ""
+    scattered = {
+        int(number)
+        for line in text.splitlines()
+        if re.search(r" reduce-scatter\(|calls=%all-reduce-scatter", line)
+        for number in re.findall(r"case(\d+)_", line)
+    }
+    return {case: number in scattered for number, case in enumerate(cases)}
+
+
+def row(topology: str, found: dict[tuple[int, int], bool]) -> str:
+    cells = []
+    for dim in (0, 1):
+        for name in CLASSES:
+            mine = [done for (own, shard), done in found.items() if own == dim and _class(shard) == name]
+            cells.append(f"{sum(mine)} of {len(mine)}")
+    return f"| {topology} | {' | '.join(cells)} |"
+
+
+def _class(shard: int) -> str:
+    return CLASSES[2] if shard % 128 else CLASSES[0] if shard // 128 % 2 else CLASSES[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topology", action="append", help=f"default: {', '.join(TOPOLOGIES)}")
+    arguments = parser.parse_args()
+    import libtpu
+
+    os.environ |= {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+        "TPU_LIBRARY_PATH": libtpu.get_library_path(),
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "JAX_PLATFORMS": "cpu",
+    }
+    lines = [
+        "# Which sums of gradients are scattered",
+        "",
+        "`python experiments/fidelity/scatter_tiles.py`: gradients of matmuls, bf16, summed over all devices, split",
+        "over `data`",
+        "in the first or the last dim, compiled by libtpu with no TPU. How many become a reduce-scatter, by the shard",
+        "in registers of 128 elements.",
+        "",
+        f"| topology, data x model | {' | '.join(f'{dim}: {name}' for dim in ('first', 'last') for name in CLASSES)} |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for asked in arguments.topology or TOPOLOGIES:
+        topology, _, sizes = asked.partition("=")
+        data, model = map(int, sizes.split(","))
+        lines.append(row(f"{topology}, {data}x{model}", gradients(topology, data, model)))
+        print(lines[-1], flush=True)
+    if not arguments.topology:
+        TABLE.write_text("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""Fitting the few constants that published step times can tell; `experiments/fidelity/validate_sources.py` runs it.
+
+One matmul efficiency for each TPU generation, and three figures that all generations share. Every constant has a prior
+from elsewhere and a width, so that a generation with few runs stays near it; errors beyond `HUBER` count linearly, so
+that no single run pulls. Nothing is fitted to one model or one row.
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost import Calibration, Compute, load_calibration, robust_fit, with_flags
+from autoshard.plan.model._groups import find_groups
+from autoshard.plan.model._model import Model
+from autoshard.plan.price._predict import evaluate
+from autoshard.plan.price._reading import Reading, build_model
+from autoshard.plan.published._published import IncompleteError, MatmulRun, parse_run, read_rows
+from autoshard.plan.published._rebuild import LEFT_OUT, rebuild, source_group
+
+
+DATE = "2026-11-22"
+SIGMA, HUBER = 0.08, 0.10
+"""Expected error of one run in log time, and where an error starts to count linearly."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Constant:
+    """One constant to fit: a figure of the calibration, of one chip or (None) of all TPU generations."""
+
+    figure: str
+    chip: str | None
+    prior: float
+    width: float
+    why: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.figure} ({self.chip or 'all TPUs'})"
+
+
+_MXU = "mean of 0.937, 0.922, 0.939, which libtpu 0.0.51 estimates for a 16384^3 bf16 matmul on v4, v5e, v5p"
+_NETWORK = (
+    "86 % hidden in the schedule of our plan of a decoder on v6e:4x4*2 by libtpu 0.0.51; "
+    "with FSDP 54 to 58 % (experiments/fidelity/overlap.py)"
+)
+CONSTANTS = (
+    *(Constant("matmul_efficiency", chip, 0.93, 0.04, _MXU) for chip in ("v4", "v5e", "v5p", "v6e", "tpu7x")),
+    Constant("pipelined_overlap", None, 0.0, 0.25, "synchronous ops in the schedules of libtpu 0.0.51"),
+    Constant("network_overlap", None, 0.86, 0.25, _NETWORK),
+    Constant("network_contention", None, 0.1, 0.1, "assumed"),
+    Constant("attention_ops", None, 5.0, 2.0, "mask, maximum, exponential, sum and casts over two matmuls, counted"),
+)
+TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")
+OWN = {("tpu7x", "pipelined_overlap")}
+"""What is known of one chip by itself: the fit to all leaves it as it is."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """One published run, ready to be priced again with other constants."""
+
+    id: str
+    source: str
+    chip: str
+    theirs: float
+    model: Model | None
+    choices: NDArray[np.int64] | None
+    matmul: MatmulRun | None
+    work: float | None
+    """Model FLOPs of a step on one chip."""
+    complete: bool
+    """False if something had to be assumed to rebuild it; its error is then expected to be twice as large."""
+    flags: tuple[str, ...] = ()
+    """Compiler flags that it was run with."""
+    staged: bool = False
+    """Run in stages of a pipeline."""
+
+    def seconds(self, calibration: Calibration) -> float:
+        if self.matmul is not None:
+            n = self.matmul.size
+            return float(Compute(self.matmul.topology, calibration).dot_seconds(n, n, n))
+        m = self.model
+        assert m is not None and self.choices is not None
+        figures = with_flags(calibration, self.flags).calibration
+        reading = Reading(m.graph, m.structure, m.liveness, find_groups(m.program, m.graph, m.structure))
+        priced = build_model(m.program, reading, m.mesh, m.mesh.topology.usable_bytes, figures, staged=self.staged)
+        return evaluate(priced, self.choices).step_time_s
+
+
+def load_cases(path: str | pathlib.Path | None = None) -> list[Case]:
+    """Every complete TPU run of a file (default: the shipped one)."""
+    cases = []
+    for row in read_rows(path):
+        try:
+            run = parse_run(row)
+            if run.topology.backend != "tpu":
+                continue
+            model, choices = (None, None) if isinstance(run, MatmulRun) else rebuild(run)
+        except IncompleteError:
+            continue
+        print(row["id"], file=sys.stderr)
+        matmul = run if isinstance(run, MatmulRun) else None
+        work = None if isinstance(run, MatmulRun) else run.flops(causal=True) / run.topology.num_chips
+        chip, source = run.topology.chip.name, source_group(row["source"])
+        complete = "assume" not in row
+        flags = () if isinstance(run, MatmulRun) else run.flags
+        staged = not isinstance(run, MatmulRun) and run.pipeline is not None
+        case = Case(row["id"], source, chip, run.step_s, model, choices, matmul, work, complete, flags, staged)
+        cases.append(case)
+    return cases
+
+
+def with_constants(chip: str, values: Sequence[float]) -> Calibration:
+    """The shipped calibration of a chip with the fitted constants in place."""
+    return dataclasses.replace(load_calibration(chip), **figures_of(chip, values))
+
+
+def figures_of(chip: str, values: Sequence[float]) -> dict[str, float]:
+    """The constants that are figures of a chip, by figure."""
+    mine = zip(CONSTANTS, values, strict=True)
+    return {c.figure: v for c, v in mine if c.chip in (None, chip) and (chip, c.figure) not in OWN}
+
+
+def write_left_out(found: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """Stores for each source and chip the constants that were fitted without the source, to three digits."""
+    sources = {
+        source: {
+            chip: {figure: round(value, 3) for figure, value in figures_of(chip, values).items()}
+            for chip, values in chips.items()
+        }
+        for source, chips in found.items()
+    }
+    LEFT_OUT.write_text(json.dumps({"sources": sources}, indent=1) + "\n")
+
+
+def shipped(constant: Constant) -> float:
+    """A constant as it is shipped; of all generations that of the first which is no exception."""
+    return getattr(load_calibration(constant.chip or TPUS[0]), constant.figure)
+
+
+def errors(cases: Sequence[Case], values: Sequence[float] | None = None) -> NDArray[np.float64]:
+    """log(ours / theirs) of every case, with the shipped calibration if no constants are given."""
+    chips = {case.chip for case in cases}
+    own = {chip: load_calibration(chip) if values is None else with_constants(chip, values) for chip in chips}
+    return np.array([np.log(case.seconds(own[case.chip]) / case.theirs) for case in cases])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Line:
+    """Log errors at the priors, and how they change with each constant."""
+
+    errors: NDArray[np.float64]
+    slopes: NDArray[np.float64]
+    widths: NDArray[np.float64]
+    """Expected error of every case."""
+
+
+def priors() -> list[float]:
+    return [c.prior for c in CONSTANTS]
+
+
+def linear(cases: Sequence[Case]) -> Line:
+    """Errors around the priors, to first order; prices every case once for each constant that it depends on."""
+    now = errors(cases, priors())
+    slopes = np.zeros((len(cases), len(CONSTANTS)))
+    for k, constant in enumerate(CONSTANTS):
+        mine = [i for i, case in enumerate(cases) if constant.chip in (None, case.chip)]
+        if mine:
+            moved = priors()
+            moved[k] += 0.3 * constant.width
+            slopes[mine, k] = (errors([cases[i] for i in mine], moved) - now[mine]) / (0.3 * constant.width)
+    return Line(now, slopes, np.array([SIGMA if case.complete else 2.0 * SIGMA for case in cases]))
+
+
+def fit(line: Line, members: Sequence[int], rounds: int = 20) -> list[float]:
+    """The constants that suit some of the cases: least squares on Huber-weighted log errors, held by the priors."""
+    prior, width = np.array(priors()), np.array([c.width for c in CONSTANTS])
+    start, slopes, sigma = (part[list(members)] for part in (line.errors, line.slopes, line.widths))
+    limits = 0.0, [20.0 if c.figure == "attention_ops" else 0.98 for c in CONSTANTS]
+    return [float(v) for v in robust_fit(start, slopes, sigma, prior, width, limits, HUBER, rounds)]
+
+
+def groups(cases: Sequence[Case], key: str) -> Mapping[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for number, case in enumerate(cases):
+        found.setdefault(getattr(case, key), []).append(number)
+    return found
+
+
+def write(values: Sequence[float], figures: Collection[str]) -> None:
+    """Stores constants of these figures (all if none are named), to three digits, with what they were fitted to."""
+    file = pathlib.Path(__file__).parents[2] / "autoshard" / "cost" / "calibration.json"
+    document = json.loads(file.read_text())
+    for constant, value in zip(CONSTANTS, values, strict=True):
+        if figures and constant.figure not in figures:
+            continue
+        source = (
+            "fitted to published runs by experiments/fidelity/validate_sources.py; "
+            f"prior {constant.prior:g}: {constant.why}"
+        )
+        for chip in (constant.chip,) if constant.chip else TPUS:
+            if (chip, constant.figure) not in OWN:
+                document["chips"][chip][constant.figure] = {"value": round(value, 3), "source": source, "date": DATE}
+    file.write_text(json.dumps(document, indent=1) + "\n")

@@ -1,0 +1,26 @@
+"""Put what `make demo` prints into README.md, between its two markers.
+
+make demo > build/demo.txt && python experiments/lib/readme.py build/demo.txt
+"""
+
+import re
+import sys
+from pathlib import Path
+
+
+README = Path(__file__).parents[2] / "README.md"
+START, END = "<!-- demo: written by `make readme` -->\n", "<!-- end of demo -->"
+
+
+def main() -> None:
+    (source,) = sys.argv[1:]
+    lines = [line.rstrip() for line in Path(source).read_text(encoding="utf-8").splitlines()]
+    output = "\n".join(line for line in lines if not re.match(r"(mkdir|make|\S*bin/autoshard|\t)", line)).strip()
+    text = README.read_text(encoding="utf-8")
+    head, rest = text.split(START)
+    _, tail = rest.split(END)
+    README.write_text(f"{head}{START}```\n{output}\n```\n{END}{tail}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

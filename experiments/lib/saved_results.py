@@ -1,0 +1,93 @@
+"""What experiments keep on disk between runs: compiled programs by plan, and results by row.
+
+Compiled programs are large and stay under `build/`; results are small and are committed.
+"""
+
+import contextlib
+import gzip
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from autoshard.exec.ahead._compiled import Compiled
+    from autoshard.plan import Plan
+    from autoshard.program import Program
+
+BUILD = Path(__file__).parents[2] / "build"
+
+
+def checked_out() -> str:
+    """The commit that is checked out: rows that older code made are told apart."""
+    here = str(Path(__file__).parents[1])
+    done = subprocess.run(["git", "-C", here, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def digest(program: "Program", plan: "Plan") -> str:
+    """What a compiled program depends on: the program (without the line numbers in its module) and the plan."""
+    found = hashlib.sha256(program.fingerprint.encode())
+    what = (plan.topology, plan.mesh, plan.device_order, plan.arguments, plan.results, plan.pins, plan.regions)
+    found.update(repr(what).encode())
+    for flag in plan.provenance.get("xla_flags", {}).get("flags", []):
+        found.update(flag.encode())
+    return found.hexdigest()[:12]
+
+
+def compiled(folder: str, program: "Program", plan: "Plan", time_limit: float, whole: bool = False) -> "Compiled":
+    """From the folder of compiled plans, or from the compiler, `whole` with its machine code, which takes minutes.
+
+    Raises `UserError` as `compile_without_devices` does.
+    """
+    from autoshard.exec.ahead._libtpu import compile_without_devices
+
+    path = _path(folder, program, plan)
+    if path.exists():
+        known = pickle.loads(gzip.decompress(path.read_bytes()))
+        if known.coded or not whole:
+            return known
+    found = compile_without_devices(program, plan, time_limit, quick=not whole)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _whole(path) as part:
+        part.write_bytes(gzip.compress(pickle.dumps(found)))
+    return found
+
+
+def is_compiled(folder: str, program: "Program", plan: "Plan") -> bool:
+    """Whether `compiled` has it on disk."""
+    return _path(folder, program, plan).exists()
+
+
+def _path(folder: str, program: "Program", plan: "Plan") -> Path:
+    return BUILD / folder / f"{digest(program, plan)}.pickle.gz"
+
+
+class Results:
+    """Results by key in a JSON file, each written as soon as it is known."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    def keep(self, key: str, result: Any) -> None:
+        self.rows[key] = result
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with _whole(self.path) as part:
+            part.write_text(json.dumps(self.rows, indent=1, sort_keys=True) + "\n")
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A file beside `path` that takes its place once it is written."""
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,296 @@
+"""One process of `torch_xla_scripts.py`: run one of the scripts in `torch_xla/programs`, and say what was seen.
+
+    python -m experiments.lib.torch_xla_script NAME {hooked,unhooked,host} [--nudged]
+
+The script is run as it is; only `print` is another one, which takes down the numbers that it is given. A line that
+begins with "step" ends a step. After `WARM` steps the process runs `TURN` steps for each line of its input, and it runs
+the last `COUNTED` steps with the hook's own functions timed; what is compiled is counted before those. What later
+steps send is read from the programs that XLA runs. `--nudged` moves every parameter by one unit in the last place
+before it goes to the device: what rounding alone makes of the losses. On the `host` it is plain PyTorch: the device is
+the CPU, and there are no step boundaries.
+"""
+
+import argparse
+import functools
+import json
+import os
+import runpy
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from experiments.lib.torch_xla_run import EXECUTED
+
+
+PROGRAMS = Path(__file__).parents[1] / "torch_xla" / "programs"
+MESH = "4,2"
+STEPS, WARM, TURN, COUNTED = 28, 6, 3, 4
+"""Every script makes `STEPS` steps."""
+
+
+def script(name: str) -> Path:
+    """Return the file of a script, which stands in one of the folders of `PROGRAMS`."""
+    (path,) = PROGRAMS.glob(f"*/{name}.py")
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name")
+    parser.add_argument("how", choices=["hooked", "unhooked", "host"])
+    parser.add_argument("--nudged", action="store_true")
+    given = parser.parse_args()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is none of what is said here
+    os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8", TOKENIZERS_PARALLELISM="false")
+    dump = Path(tempfile.mkdtemp())
+    if given.how == "hooked":
+        os.environ["XLA_AUTO_SPMD_MESH"] = MESH
+        os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_pass_re=NONE"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        told = Told(out, dump, STEPS if given.how == "host" else WARM)
+        if given.how == "host":
+            exec(on_cpu(given.name), {"print": told, "__name__": "__main__"})
+        else:
+            run_on_xla(given.name, given.how == "hooked", given.nudged, told, dump)
+        said = list(dict.fromkeys(str(each.message) for each in caught if "autoshard" in str(each.message)))
+        json.dump({"end": told.found | {"said": said}}, out)
+    out.flush()
+    shutil.rmtree(dump, ignore_errors=True)
+    os._exit(0)  # torch_xla takes seconds to end
+
+
+def run_on_xla(name: str, hooked: bool, nudged: bool, told: "Told", dump: Path) -> None:
+    """Run a script on 8 devices in SPMD mode."""
+    import torch_xla.runtime as xr
+
+    import autoshard.torch_xla  # noqa: F401
+
+    xr.use_spmd(**({"auto": True} if hooked else {}))
+    if hooked:
+        note_plans(dump)
+    if nudged:
+        nudge()
+    runpy.run_path(str(script(name)), {"print": told}, "__main__")
+
+
+HOST = {
+    '"xla"': '"cpu"',
+    "torch_xla.device()": '"cpu"',
+    "xm.xla_device()": '"cpu"',
+    "torch_xla.sync()": "None",
+    "xm.mark_step()": "None",
+    "xm.optimizer_step(optimizer)": "optimizer.step()",
+}
+"""What a script says of the XLA device, and what says the same of the CPU."""
+
+
+def on_cpu(name: str) -> str:
+    """A script that knows of no XLA device."""
+    text = script(name).read_text()
+    for ours, theirs in HOST.items():
+        text = text.replace(ours, theirs)
+    return text
+
+
+def nudge() -> None:
+    """Have every module's parameters moved a little before they go to the device."""
+    import torch
+
+    modules: Any = torch.nn.Module
+    to = modules.to
+
+    @functools.wraps(to)
+    def moved(module: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.device.type == "cpu" and parameter.is_floating_point():
+                    parameter.mul_(1 + torch.finfo(parameter.dtype).eps)
+        return to(module, *args, **kwargs)
+
+    modules.to = moved
+
+
+class Told:
+    """Stands for `print` in a script."""
+
+    def __init__(self, out: TextIO, dump: Path, warm: int) -> None:
+        self._out = out
+        self._dump = dump
+        self._warm = warm
+        self._steps = 0
+        self._turn: list[float] = []
+        self._numbers: list[list[float]] = []
+        self._own: Own | None = None
+        self._shares: list[float] = []
+        self._compiled: list[int] = []
+        self.found: dict[str, Any] = {}
+        self._began = time.perf_counter()
+
+    def __call__(self, *words: Any, **_: Any) -> None:
+        numbers = [float(word) for word in words if isinstance(word, float)]
+        took = time.perf_counter() - self._began
+        self._numbers.append(numbers)
+        if words[0] == "step":
+            self._step(took)
+        elif self._own is not None:
+            self._own.take()  # of what lies before is no step's time
+        self._began = time.perf_counter()
+
+    def _step(self, took: float) -> None:
+        self._steps += 1
+        if self._own is None:  # what is put in their place is new to compiled modules
+            self._compiled.append(compiled())
+        if self._own is not None:
+            self._shares.append(self._own.take() / took)
+        elif self._steps > self._warm:
+            self._turn.append(took)
+        if self._steps == STEPS:
+            self._end()
+        elif self._warm <= self._steps <= STEPS - COUNTED and (self._steps - WARM) % TURN == 0:
+            self._out.write(json.dumps({"turn": self._turn}) + "\n")
+            self._out.flush()
+            self._turn = []
+            sys.stdin.readline()
+            if self._steps == STEPS - COUNTED:
+                self._own = Own()
+
+    def _end(self) -> None:
+        """What there is before the script lets go of it."""
+        told = {"shares": self._shares, "numbers": self._numbers, "compiled": self._compiled}
+        self.found = told | {"host": on_host(), "wire": wire(self._dump)} | parameters()
+
+
+class Own:
+    """Times the hook's own functions, each thread's outermost one, from here on."""
+
+    def __init__(self) -> None:
+        from autoshard.exec.torch_xla_hook import _apply_plan, _hooks, _inputs, _pins, _session
+
+        self._spent = 0.0
+        self._inside = threading.local()
+        for owner, names in (
+            (_hooks.ModuleHook, ("__call__",)),
+            (_pins.PinnedOps, ("before", "after", "__enter__", "__exit__")),
+            (_pins.CallPins, ("_constrain",)),
+            (_session.Session, ("on_call", "on_sync", "on_read", "whole")),
+            (_inputs.PlannedInputs, ("xla_spec", "can_apply")),
+            (_apply_plan.Applied, ("mark_input", "mark_batch")),
+        ):
+            for name in names:
+                setattr(owner, name, self._timed(getattr(owner, name)))
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self._inside, "now", False):
+                return function(*args, **kwargs)
+            self._inside.now = True
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._spent += time.perf_counter() - began
+                self._inside.now = False
+
+        return run
+
+    def take(self) -> float:
+        """Seconds since the last time."""
+        spent, self._spent = self._spent, 0.0
+        return spent
+
+
+def compiled() -> int:
+    """Programs that XLA has compiled, those that gather a split tensor for the host among them."""
+    import torch_xla.debug.metrics as metrics
+
+    return (metrics.metric_data("CompileTime") or (0,))[0]
+
+
+_planned_at: list[int] = []
+"""Of each plan, how many programs there were when it was made: the next one is its first step."""
+
+
+def note_plans(dump: Path) -> None:
+    """Have it noted which program is the first step of which plan."""
+    from autoshard.exec.torch_xla_hook import _session
+
+    modules: Any = _session
+    replay = modules.replay
+
+    @functools.wraps(replay)
+    def noted(*args: Any) -> Any:
+        _planned_at.append(len(list(dump.glob(EXECUTED))))
+        return replay(*args)
+
+    modules.replay = noted
+
+
+def wire(dump: Path) -> list[dict[str, Any]]:
+    """By plan, bytes on the wire by mesh axis: planned, and sent in later steps; none for plans of no later step.
+
+    Later steps run the first program after the plan's own, and before the next plan's, with half as many products and
+    more: others end a step that is cut, or update what is summed.
+    """
+    import autoshard.torch_xla
+    from autoshard.exec import plan_mesh, read_collectives, wire_by_axis
+    from autoshard.exec.hlo._hlo import parse_hlo
+
+    session = autoshard.torch_xla.session()
+    if session is None:
+        return []
+    modules = [parse_hlo(path.read_text()) for path in sorted(dump.glob(EXECUTED))]
+    counts = [
+        sum(op.opcode in PRODUCTS for each in module.computations.values() for op in each.instructions)
+        for module in modules
+    ]
+    found = []
+    for plan, first, end in zip(session.plans, _planned_at, [*_planned_at[1:], len(modules)], strict=True):
+        later = [number for number in range(first + 1, end) if 2 * counts[number] >= counts[first]]
+        if later and counts[first]:
+            sent = wire_by_axis(read_collectives(modules[later[0]], plan_mesh(plan)))
+            found.append({"planned": plan.prediction.wire_bytes, "sent": sent})
+    return found
+
+
+PRODUCTS = ("dot", "convolution")
+
+
+def on_host() -> list[str]:
+    """Ops that PyTorch/XLA has computed on the host, for want of a kernel; reads of a number are no op."""
+    import torch_xla.debug.metrics as metrics
+
+    names = (name for name in metrics.counter_names() if name.startswith("aten::"))
+    return sorted(name for name in names if name != "aten::_local_scalar_dense")
+
+
+def parameters() -> dict[str, Any]:
+    """How many parameters there are on the device, and how many of them are split; their numbers alike; plans."""
+    import torch
+
+    import autoshard.torch_xla
+    from autoshard.exec.torch_xla_hook import held_spec, is_split
+    from autoshard.exec.torch_xla_hook._tensors import live_on_xla
+
+    there = [each for each in live_on_xla() if isinstance(each, torch.nn.Parameter)]
+    split = [each for each in there if is_split(held_spec(each))]
+    session = autoshard.torch_xla.session()
+    plans = [] if session is None else session.plans
+    return {
+        "parameters": [len(split), len(there)],
+        "elements": [sum(each.numel() for each in split), sum(each.numel() for each in there)],
+        "plans": len(plans),
+        "notes": list(dict.fromkeys(note for plan in plans for note in plan.warnings)),
+    }
+
+
+if __name__ == "__main__":
+    main()

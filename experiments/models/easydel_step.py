@@ -1,0 +1,218 @@
+"""EasyDeL's own training step, planned, and compiled on the plan's mesh under the exported rules.
+
+    python experiments/models/easydel_step.py [--easydel FOLDER] [ROW ...] [--table]
+
+EasyDeL's `training_step` over an `EasyDeLState` is traced on a mesh of one device, where its own constraints say
+nothing, and planned for eight CPU devices on axes of EasyDeL's names. The exported rules are given to EasyDeL's own
+`match_partition_rules`; its step is then compiled on a mesh of `fsdp=4, tp=2` with the specs that they give, its own
+constraints in place, and bytes on the wire are read off.
+
+EasyDeL 0.3.0 pins versions that this environment has not (transformers 5.5, flax 0.12.3). Install it beside,
+`pip install --no-deps --target FOLDER easydel==0.3.0 eformer==0.0.99.12 ejkernel==0.0.78 ml-collections plum-dispatch
+mergedeep tblib contextlib2 braceexpand chex toolz beartype einops msgspec`, and give the folder; what it imports for
+storage, monitoring and data is stood in for where it is not installed.
+Results are kept by row in `experiments/results/easydel_step.json`.
+"""
+
+import functools
+import os
+import sys
+import time
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from experiments.lib.foreign_library import apart, asked, find  # noqa: E402
+from experiments.lib.saved_results import Results, checked_out  # noqa: E402
+
+
+HERE = Path(__file__).parents[1]
+RESULTS = HERE / "results" / "easydel_step.json"
+TABLE = HERE / "results" / "easydel_step.md"
+
+MESH = {"fsdp": 4, "tp": 2}
+BATCH, SEQ = 16, 64
+SMALL: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+}
+ROWS: dict[str, dict[str, Any]] = {
+    "Llama": {"model": "Llama", "limit": 1.0},
+    "Llama, less memory": {"model": "Llama", "limit": 0.7},
+    "Qwen3": {"model": "Qwen3", "limit": 1.0},
+}
+STOOD_IN = (
+    "google.cloud google.api_core google.auth tensorflow grain datasets wandb fastapi uvicorn uvloop gcsfs zstandard "
+    "partial_json_parser googleapiclient zmq grafanalib sentencepiece torchvision tensorboard tensorboardX lm_eval "
+    "openai trackio cloudpickle pyarrow"
+).split()
+"""Packages of storage, monitoring, serving and data."""
+
+
+def open_easydel(folder: Path | None, devices: int) -> Any:
+    """EasyDeL with that many devices."""
+    import pandas as pandas  # before what it looks for is stood in for
+
+    find(folder, STOOD_IN)
+    warnings.simplefilter("ignore")
+    import easydel  # pyright: ignore[reportMissingImports]
+
+    # It sets flags of GPUs, which this jaxlib does not know.
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    if folder is not None:
+        # Its step alone: the packages above it bring trainers over libraries of data.
+        for name in ("easydel.trainers", "easydel.trainers.trainer"):
+            module = types.ModuleType(name)
+            module.__path__ = [str(folder / name.replace(".", "/"))]
+            sys.modules[name] = module
+    return easydel
+
+
+def inputs(easydel: Any, row: dict[str, Any], dims: tuple[int, ...]) -> tuple[Any, Any, Any, Any]:
+    """The mesh, the step, an abstract state and an abstract batch."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from easydel.infra.loss_utils import LossConfig  # pyright: ignore[reportMissingImports]
+    from easydel.trainers.trainer._fn import training_step  # pyright: ignore[reportMissingImports]
+    from flax import nnx
+
+    config = getattr(easydel, f"{row['model']}Config")(**SMALL, sharding_axis_dims=dims, attn_mechanism="vanilla")
+    with config.mesh:
+        kind = getattr(easydel, f"{row['model']}ForCausalLM")
+        model = kind(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+        state = model.to_state().init_tx(optax.adamw(1e-3))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x, state)
+    batch = {name: jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32) for name in ("attention_mask", "input_ids", "labels")}
+    spec = jax.sharding.PartitionSpec() if dims == (1,) * 5 else jax.sharding.PartitionSpec(("dp", "fsdp"))
+    step = functools.partial(
+        training_step, loss_config=LossConfig(), learning_rate_fn=lambda _: 1e-3, partition_spec=spec
+    )
+    return config.mesh, step, shapes, batch
+
+
+def plan_row(folder: Path | None, row: dict[str, Any], send: Any) -> None:
+    """Trace, plan and export; `send` gets the figures and the rules."""
+    easydel = open_easydel(folder, 1)
+
+    import autoshard
+    from autoshard.report import make_export
+
+    mesh, step, state, batch = inputs(easydel, row, (1, 1, 1, 1, 1))
+    start = time.process_time()
+    with mesh:
+        program = autoshard.trace(step, (state, batch), name="EasyDeL", arg_names=("state", "batch"))
+    given: dict[str, Any] = {"topology": "cpu:8", "mesh": MESH, "pins": {"batch.*": "fsdp,-"}}
+    free = autoshard.plan(program, **given)
+    limit: dict[str, Any] = (
+        {} if row["limit"] == 1.0 else {"memory_limit": int(row["limit"] * free.prediction.peak_bytes)}
+    )
+    plan = autoshard.plan(program, **given, **limit)
+    made = make_export(plan, "rules", program)
+    assert made.prediction is not None
+    send.send(
+        {
+            "planning_cpu_s": time.process_time() - start,
+            "step_s": plan.prediction.step_time_s,
+            "wire": sum(plan.prediction.wire_bytes.values()),
+            "rules_wire": sum(made.prediction.wire_bytes.values()),
+            "words": list(plan.words),
+            "text": made.text,
+            "specs": {
+                name: [list(axes) for axes in spec.dims]
+                for name, spec in plan.arguments.items()
+                if plan.roles[name] == "parameter"
+            },
+        }
+    )
+
+
+def compile_row(folder: Path | None, row: dict[str, Any], planned: dict[str, Any], send: Any) -> None:
+    """What EasyDeL makes of the rules, and what its step sends under them."""
+    easydel = open_easydel(folder, 8)
+    import jax
+    from eformer.escale import match_partition_rules  # pyright: ignore[reportMissingImports]
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from autoshard.cost import Topology, make_mesh
+    from autoshard.exec import read_collectives, wire_by_axis
+
+    mesh, step, state, batch = inputs(easydel, row, (1, MESH["fsdp"], 1, MESH["tp"], 1))
+    said: dict[str, Any] = {}
+    exec(planned["text"], said)
+    rules = [*said["RULES"], (".*", PartitionSpec())]
+    # As its `shard_model(partition_rules=...)` does.
+    specs = match_partition_rules(state.model._get_partition_rules(rules), state)
+    found = {
+        ".".join(str(getattr(key, "key", getattr(key, "name", ""))) for key in path): spec
+        for path, spec in jax.tree_util.tree_leaves_with_path(
+            specs.graphstate, is_leaf=lambda x: isinstance(x, PartitionSpec)
+        )
+    }
+    wrong = []
+    for name, dims in planned["specs"].items():
+        wanted = [tuple(axes) for axes in dims]
+        spec = next(spec for own, spec in found.items() if own.removesuffix(".value") == name.split(".", 2)[2])
+        given = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
+        if given + [()] * (len(wanted) - len(given)) != wanted:
+            wrong.append(name)
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    inputs_at = NamedSharding(mesh, PartitionSpec("fsdp"))
+    with mesh:
+        run = jax.jit(step, in_shardings=(places, inputs_at), out_shardings=(places, None))
+        text = run.lower(state, batch).compile().as_text() or ""
+    wire = wire_by_axis(read_collectives(text, make_mesh(Topology.parse("cpu:8"), MESH)))
+    send.send({"specs_that_differ": wrong, "compiled_wire": sum(wire.values()), "rules": len(said["RULES"])})
+
+
+def write_table(rows: dict[str, dict[str, Any]]) -> None:
+    mesh = ", ".join(f"{axis}={size}" for axis, size in MESH.items())
+    lines = [
+        "# EasyDeL's own step under the rules of a plan",
+        "",
+        f"EasyDeL's `training_step`, planned for `cpu:8` with {mesh}, exported as `rules`, matched by EasyDeL's own",
+        "`match_partition_rules`, and compiled on its mesh with these specs and its own constraints of what is",
+        "computed. `python experiments/models/easydel_step.py` makes this table again.",
+        "",
+        "| model | parameters whose specs differ | rules | wire predicted, the plan whole | the rules and XLA's "
+        "propagation | wire compiled by EasyDeL | planning, processor |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, row in rows.items():
+        whole, held, compiled = (row[key] / 2**20 for key in ("wire", "rules_wire", "compiled_wire"))
+        lines.append(
+            f"| {name}: {'; '.join(row['words'])} | {len(row['specs_that_differ'])} of {row['parameters']} | "
+            f"{row['rules']} | {whole:.1f} MiB | {held:.1f} MiB | {compiled:.1f} MiB ({compiled / held - 1:+.1%}) | "
+            f"{row['planning_cpu_s']:.0f} s |"
+        )
+    TABLE.write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    given = asked(__doc__, "EasyDeL", ROWS)
+    if given is None:
+        return
+    folder, names = given
+    results = Results(RESULTS)
+    for name in names:
+        planned = apart(plan_row, folder, ROWS[name])
+        figures = {key: value for key, value in planned.items() if key not in ("text", "specs")}
+        print(name, figures, flush=True)
+        compiled = apart(compile_row, folder, ROWS[name], planned)
+        print(name, compiled, flush=True)
+        results.keep(name, figures | compiled | {"parameters": len(planned["specs"]), "commit": checked_out()})
+    write_table({name: results.rows[name] for name in ROWS if name in results.rows})
+
+
+if __name__ == "__main__":
+    main()

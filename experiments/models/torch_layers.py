@@ -1,0 +1,277 @@
+"""Models of transformers whose layers differ, share, are frozen or carry adapters, beside eager torch.
+
+    python experiments/models/torch_layers.py [--only TEXT] [--again]
+
+Each model is small, in float32, with random weights on the host. It becomes a training step by `from_torch`; the loss,
+the gradient of every parameter and the buffers are compared with eager torch, from the same weights and ids. Layers
+that compute the same are scanned: the table says how many. Rows are kept in `results/torch_layers.json`; exit code 1
+if any model differs.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if __name__ == "__main__":
+    # Who imports this may start processes that need PyTorch's backends.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from autoshard.errors import UserError  # noqa: E402
+from experiments.lib.programs.tiny_configs import tiny  # noqa: E402
+from experiments.lib.saved_results import Results, checked_out  # noqa: E402
+
+
+HERE = Path(__file__).parents[1] / "results"
+DATA, TABLE = HERE / "torch_layers.json", HERE / "torch_layers.md"
+BATCH, SEQ, LAYERS = 2, 16, 4
+
+ALIKE = ("llama", "mistral", "phi3", "gpt_neox", "gptj", "olmo2", "starcoder2", "stablelm", "bloom", "opt", "falcon")
+"""Layers that know their number at most for a cache."""
+NUMBERED = (
+    "gpt2",
+    "qwen2",
+    "qwen3",
+    "codegen",
+    "diffllama",
+    "smollm3",
+    "glm4",
+    "granite",
+    "exaone4",
+    "helium",
+    "arcee",
+)
+"""Layers that may compute by their number."""
+ALTERNATING = ("gemma2", "gemma3_text", "cohere2", "gpt_neo", "gpt_oss", "olmo3", "llama4_text", "vaultgemma", "lfm2")
+"""Kinds of attention that take turns."""
+SPARSE = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "glm4_moe",
+    "olmoe",
+    "dots1",
+)
+"""Experts, from some layer on or in every other one."""
+MIXED = ("mamba", "mamba2", "jamba", "bamba", "falcon_h1", "recurrent_gemma", "zamba2")
+"""State spaces, some with attention between them or with a block that layers share."""
+SHALLOW = {"falcon_h1", "zamba2"}
+"""Models whose fields fit no other number of layers than the reduced one."""
+FIELDS: dict[str, dict[str, Any]] = {
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
+    "gptj": {"rotary_dim": 8},
+    "codegen": {"rotary_dim": 8},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
+    "gpt_neo": {
+        "attention_types": [[["global", "local"], 2]],
+        "num_layers": LAYERS,
+        "attention_layers": ["global", "local"] * 2,
+    },
+    "gpt2": {"scale_attn_by_inverse_layer_idx": True},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+    "deepseek_v2": {"first_k_dense_replace": 1, "num_key_value_heads": 4},
+    "deepseek_v3": {"first_k_dense_replace": 1, "num_key_value_heads": 4},
+    "glm4_moe": {"first_k_dense_replace": 1},
+    "qwen2_moe": {"decoder_sparse_step": 2},
+    "qwen3_moe": {"mlp_only_layers": [1]},
+}
+
+
+def frozen_first(model: Any) -> None:
+    """Freeze the embedding and the first half of the layers."""
+    for name, parameter in model.named_parameters():
+        number = next((int(part) for part in name.split(".") if part.isdecimal()), -1)
+        parameter.requires_grad_("embed" not in name and "wte" not in name and not 0 <= number < LAYERS // 2)
+
+
+def frozen_last(model: Any) -> None:
+    """Freeze the last layer and every bias."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(f".{LAYERS - 1}." not in name and not name.endswith("bias"))
+
+
+def norms_alone(model: Any) -> None:
+    """Train norms and nothing else."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name or "ln_" in name)
+
+
+def attention_of_some(model: Any) -> None:
+    """Freeze the attention of every other layer."""
+    for name, parameter in model.named_parameters():
+        odd = any(f".{number}." in name for number in range(1, LAYERS, 2))
+        parameter.requires_grad_(not ("attn" in name and odd))
+
+
+FROZEN = {each.__name__: each for each in (frozen_first, frozen_last, norms_alone, attention_of_some)}
+
+
+def adapters() -> dict[str, Callable[[], Any]]:
+    """Return configurations of PEFT by name."""
+    peft: Any = importlib.import_module("peft")
+
+    projections = ["q_proj", "v_proj"]
+    lora: dict[str, Any] = {"r": 4, "target_modules": projections, "init_lora_weights": False}
+    return {
+        "LoRA": lambda: peft.LoraConfig(**lora),
+        "LoRA, every linear layer": lambda: peft.LoraConfig(**lora | {"target_modules": "all-linear"}),
+        "LoRA, patterns of ranks": lambda: peft.LoraConfig(**lora, rank_pattern={"layers.1.self_attn.q_proj": 2}),
+        "LoRA, patterns of scales": lambda: peft.LoraConfig(**lora, alpha_pattern={"layers.2.self_attn.v_proj": 32}),
+        "LoRA, some layers": lambda: peft.LoraConfig(**lora, layers_to_transform=[1, 3]),
+        "LoRA, whole modules beside it": lambda: peft.LoraConfig(**lora, modules_to_save=["lm_head"]),
+        "rsLoRA": lambda: peft.LoraConfig(**lora, use_rslora=True),
+        "DoRA": lambda: peft.LoraConfig(**lora, use_dora=True),
+        "VeRA": lambda: peft.VeraConfig(r=4, target_modules=["q_proj"], init_weights=False, vera_dropout=0.0),
+        "IA3": lambda: peft.IA3Config(target_modules=projections, feedforward_modules=[], init_ia3_weights=False),
+        "LN tuning": lambda: peft.LNTuningConfig(target_modules=["input_layernorm", "norm"]),
+        "LoHa": lambda: peft.LoHaConfig(r=4, target_modules=projections, init_weights=False),
+        "LoKr": lambda: peft.LoKrConfig(r=4, target_modules=projections, init_weights=False),
+    }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One model: its type, and what is frozen in it or added to it."""
+
+    group: str
+    kind: str
+    change: str = ""
+
+    @property
+    def name(self) -> str:
+        """The label of the row."""
+        return f"{self.kind}, {self.change}" if self.change else self.kind
+
+
+def rows() -> list[Row]:
+    """List all models."""
+    groups = {"alike": ALIKE, "numbered": NUMBERED, "alternating": ALTERNATING, "experts": SPARSE, "mixed": MIXED}
+    plain = [Row(group, kind) for group, kinds in groups.items() for kind in kinds]
+    frozen = [Row("frozen", kind, change) for kind in ("llama", "gpt2") for change in FROZEN]
+    return [*plain, *frozen, *(Row("adapters", "llama", name) for name in adapters())]
+
+
+def build(row: Row) -> Any:
+    """Build the model of a row on the host."""
+    import torch
+    import transformers
+
+    plain = tiny(row.kind, 0, causal=True)
+    deep = {key: LAYERS for key in plain if key in ("num_hidden_layers", "n_layer", "num_layers") and plain[key] == 2}
+    derived = {"layer_types", "mlp_layer_types"} if deep else set()
+    deeper = {key: value for key, value in plain.items() if key not in derived} | deep | FIELDS.get(row.kind, {})
+    fields = plain | FIELDS.get(row.kind, {}) if row.kind in SHALLOW else deeper
+    config = transformers.AutoConfig.for_model(fields.pop("model_type", row.kind), **fields)
+    config.use_cache = False
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    if row.group == "frozen":
+        FROZEN[row.change](model)
+    elif row.group == "adapters":
+        peft: Any = importlib.import_module("peft")
+        model = peft.get_peft_model(model, adapters()[row.change]())
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and scales that begin at a constant hide what is added to them
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return model
+
+
+def loss(out: Any, targets: Any) -> Any:
+    """Mean cross entropy of the tokens."""
+    import torch
+
+    return torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), targets.flatten())
+
+
+def work(row: Row) -> dict[str, Any]:
+    """Trace the model of a row and compare it."""
+    import jax
+    import torch
+
+    from autoshard.exec.run._eager_check import check_eager
+    from autoshard.program import from_torch
+
+    start = time.process_time()
+    model = build(row)
+    ids, targets = (torch.randint(0, 256, (BATCH, SEQ)) for _ in range(2))
+    try:
+        program = from_torch(model, (), {"input_ids": ids}, train=True, loss=loss, targets=targets)
+        check = check_eager(program)
+    except UserError as error:
+        return {"status": "refused", "text": str(error)}
+    finally:
+        jax.clear_caches()
+    worst = check.worst
+    if check.skipped or worst is None:
+        return {"status": "not compared", "text": check.skipped}
+    notes = [note for note in program.notes if "not scanned" in note]
+    return {
+        "status": "equal" if check.agrees else "differs",
+        "gradients": check.compared.get("gradient", 0),
+        "worst": worst.rel_diff,
+        "at": f"{worst.kind} {worst.name}",
+        "scanned": sum(len(program.weights[name]) > 1 for name in program.weights) > 0,
+        "stacks": list(program.stacks),
+        "text": " ".join(notes),
+        "seconds": time.process_time() - start,
+    }
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """Write the rows as Markdown."""
+    made = [(row, found[row.name]) for row in rows() if row.name in found]
+    equal = sum(result["status"] == "equal" for _, result in made)
+    lines = [
+        "# Layers of real models against eager torch",
+        "",
+        f"{equal} of {len(made)} models of transformers give the loss, gradients and buffers of eager torch.",
+        "",
+        "| kind | model | result | gradients | largest difference | stacks of layers | remark |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row, result in made:
+        worst = f"{result['worst']:.1e} ({result['at']})" if "worst" in result else ""
+        stacks = ", ".join(map(str, result.get("stacks", ())))
+        cells = (row.group, row.name, result["status"], result.get("gradients", ""), worst, stacks, result["text"])
+        lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run the rows that are missing and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="rows whose label holds this text")
+    parser.add_argument("--again", action="store_true", help="run rows again that are there")
+    asked = parser.parse_args()
+    kept = Results(DATA)
+    wanted = [row for row in rows() if asked.only in row.name]
+    for row in wanted:
+        if row.name in kept.rows and not asked.again:
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                result = work(row)
+            except Exception as error:
+                text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                result = {"status": "raised", "text": text}
+        kept.keep(row.name, result | {"commit": checked_out()})
+        print(row.name, result["status"], result.get("worst", ""), result.get("stacks", ""), result["text"], flush=True)
+        TABLE.write_text(table(kept.rows))
+    sys.exit(any(kept.rows[row.name]["status"] in ("differs", "raised") for row in wanted))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""The pipeline that is chosen for small random stacks, beside the best of all that there are.
+
+    python experiments/quality/pipeline_search.py [--only NUMBER] [--again] [--table]
+
+Thirty stacks of 2 to 8 layers on 8 devices, in one slice and in two; the last ten have large weights between slices.
+The search chooses stages, schedule and microbatches; the enumeration plans every one of them on every mesh, with
+nothing left out by a bound and with whatever axis for the stages. Both take a mesh of more axes only if it saves half a
+percent. Rows are kept in `experiments/results/pipeline_search.json`: a broken run goes on where it
+stopped.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import math
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from autoshard.program import Program
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from experiments.lib.saved_results import Results, checked_out  # noqa: E402
+
+
+HERE = Path(__file__).parents[1]
+RESULTS = HERE / "results" / "pipeline_search.json"
+TABLE = HERE / "results" / "pipeline_search.md"
+
+COUNT = 30
+LARGE = 10
+"""Stacks, the last ones, with large weights between slices: where pipelines may pay."""
+TOPOLOGIES = ("v5e:2x2*2", "v5e:2x4", "v5p:2x2x2", "v5p:2x2x1*2")
+EQUAL = 1e-6
+"""Relative difference of step times that are the same."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stack:
+    """A step of MLPs, one after the other, which are computed again in the backward pass."""
+
+    topology: str
+    layers: int
+    width: int
+    inner: int
+    tokens: int
+    batch: int
+
+    def program(self, stages: int = 1, schedule: str | None = None, microbatches: int = 1) -> "Program":
+        """In stages, or not."""
+        import jax
+        import jax.numpy as jnp
+
+        import autoshard
+        from autoshard.errors import UserError
+        from autoshard.program import pipelined, read_pipeline, trace
+
+        if stages == 1 and microbatches > 1:
+            raise UserError("the step has no microbatches without stages")
+
+        @jax.checkpoint
+        def layer(x: Any, own: Any) -> Any:
+            return x + jax.nn.gelu(x @ own["up"]) @ own["down"]
+
+        def step(params: Any, x: Any) -> Any:
+            def loss(p: Any) -> Any:
+                return (autoshard.stack(layer, p["layers"], x @ p["first"]) ** 2).mean()
+
+            value, grads = jax.value_and_grad(loss)(params)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+        def shape(*sizes: int) -> Any:
+            return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+
+        up, down = (self.layers, self.width, self.inner), (self.layers, self.inner, self.width)
+        weights = {"layers": {"up": shape(*up), "down": shape(*down)}, "first": shape(self.width, self.width)}
+        args = (weights, shape(self.batch, self.tokens, self.width))
+        with pipelined(read_pipeline(stages, microbatches, schedule)) as stacks:
+            program = trace(step, args, donate_argnums=0, name="mlps")
+        return dataclasses.replace(program, stacks=tuple(set(stacks)))
+
+    @property
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """As `--stages auto` has them, with one circular schedule."""
+        counts = tuple(n for n in (1, 2, 4, 8, 16, 32) if self.batch % n == 0)
+        return {"stages": (1, 2, 4, 8), "schedule": (None, "gpipe", "circular:2"), "microbatches": counts}
+
+
+def stack_of(number: int) -> Stack:
+    """The stack of a row."""
+    draw = random.Random(number)
+    if number >= COUNT - LARGE:
+        sizes = (8192, 32768, draw.choice((256, 512, 1024)), draw.choice((8, 16)))
+        return Stack("v5e:2x2*2", draw.choice((4, 5, 6, 7, 8)), *sizes)
+    width = draw.choice((512, 1024, 2048, 4096, 8192))
+    return Stack(
+        TOPOLOGIES[number % len(TOPOLOGIES)],
+        draw.choice((2, 3, 4, 5, 6, 7, 8)),
+        width,
+        width * draw.choice((2, 4)),
+        draw.choice((64, 128, 256, 512)),
+        draw.choice((8, 16)),
+    )
+
+
+def options_of(stack: Stack, **mesh: Any) -> Any:
+    from autoshard.plan import Options
+
+    return Options(topology=stack.topology, refine_axes=False, **mesh)
+
+
+def chosen(stack: Stack) -> tuple[tuple[Any, ...], float]:
+    """Stages, schedule and microbatches that the search takes, and the expected step."""
+    from autoshard.plan import plan_recipes
+
+    recipe, made = plan_recipes(stack.program, stack.choices, options_of(stack), of_source=True)
+    return tuple(recipe.arguments.values()), made.plan.prediction.expected_s
+
+
+def enumerated(stack: Stack) -> dict[tuple[Any, ...], float]:
+    """The expected step of every pipeline that can be, and of none, on its best mesh."""
+    from autoshard.base.crew import Crew
+    from autoshard.cost import Topology, candidate_meshes, load_calibration
+    from autoshard.errors import UserError
+    from autoshard.plan import read_asked
+    from autoshard.plan.mesh._trial import unusable
+    from autoshard.plan.model._axis_parts import LEAST_GAIN
+    from autoshard.plan.model._options import Limits
+    from autoshard.plan.price._reading import read_program
+    from autoshard.plan.price._task import Task
+    from autoshard.plan.solve._search import Infeasible, search
+    from autoshard.plan.write._stages import is_sensible
+
+    found: dict[tuple[Any, ...], float] = {}
+    topology = Topology.parse(stack.topology)
+    limit, figures = topology.usable_bytes, load_calibration(topology.chip)
+    choices = stack.choices
+    for values in itertools.product(*choices.values()):
+        said = dict(zip(choices, values, strict=True))
+        if not is_sensible(said, choices["microbatches"], (stack.layers,)):
+            continue
+        try:
+            program = stack.program(**said)
+        except UserError:
+            continue
+        reading = read_program(program, topology.backend)
+        task = Task(program, reading, read_asked(), limit, 0, figures)
+        best, fewest = math.inf, 0
+        for mesh in candidate_meshes(topology):
+            if unusable(reading, mesh):
+                continue
+            model = task.priced(mesh)
+            try:
+                solved = search(model, [], Limits(limit, 120.0, 0), print_nothing, task.required(model), None, Crew())
+            except Infeasible:
+                continue
+            step = solved.best.expected_s
+            if step < best * (1 - LEAST_GAIN if len(mesh.sizes) > fewest else 1.0):
+                best, fewest = step, len(mesh.sizes)
+        if best < math.inf:
+            found[values] = best
+    return found
+
+
+def print_nothing(line: str) -> None:
+    """Progress is not told."""
+
+
+def row_of(number: int) -> dict[str, Any]:
+    """What both come to."""
+    stack = stack_of(number)
+    began = time.process_time()
+    own, expected_s = chosen(stack)
+    middle = time.process_time()
+    every = enumerated(stack)
+    best = min(every, key=lambda values: every[values])
+    return {
+        "stack": dataclasses.asdict(stack),
+        "chosen": own,
+        "chosen_s": expected_s,
+        "best": best,
+        "best_s": every[best],
+        "best_without_s": min(step for values, step in every.items() if values[0] == 1),
+        "recipes": len(every),
+        "same": own == best or abs(expected_s / every[best] - 1) <= EQUAL,
+        "search_cpu_s": middle - began,
+        "enumeration_cpu_s": time.process_time() - middle,
+        "code": checked_out(),
+    }
+
+
+def words(values: Any) -> str:
+    stages, schedule, microbatches = values
+    return "none" if stages == 1 else f"{stages} stages, {schedule}, {microbatches} microbatches"
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    known = [(n, rows[str(n)]) for n in range(COUNT) if str(n) in rows]
+    lines = [
+        "# Pipelines chosen for small stacks",
+        "",
+        "`python experiments/quality/pipeline_search.py`. Stacks of MLPs (width x inner width, batch x tokens) on 8",
+        "devices.",
+        "The best is the least expected step of every pipeline on every mesh, none left out by a bound.",
+        "",
+        "| | topology | layers | sizes | batch | chosen | step | best of all | step | same |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for number, row in known:
+        stack = Stack(**row["stack"])
+        lines.append(
+            f"| {number} | {stack.topology} | {stack.layers} | {stack.width} x {stack.inner} | "
+            f"{stack.batch} x {stack.tokens} | {words(row['chosen'])} | {row['chosen_s'] * 1e3:.4g} ms | "
+            f"{words(row['best'])} | {row['best_s'] * 1e3:.4g} ms | {'yes' if row['same'] else 'no'} |"
+        )
+    staged = sum(row["best"][0] > 1 for _, row in known)
+    seconds = [sum(row[f"{which}_cpu_s"] for _, row in known) for which in ("search", "enumeration")]
+    lines += [
+        "",
+        f"{sum(row['same'] for _, row in known)} of {len(known)} the same; for {staged} of them a pipeline is best. "
+        f"{sum(row['recipes'] for _, row in known)} recipes; the searches took {seconds[0]:.0f} s of processor, the "
+        f"enumerations {seconds[1]:.0f} s. The step that is planned takes up to "
+        f"{max(row['chosen_s'] / row['best_s'] - 1 for _, row in known):.1%} longer than the best of all, whose axis "
+        "of stages may split other dims too.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", type=int)
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--table", action="store_true", help="only write the table of what is known")
+    asked = parser.parse_args()
+    results = Results(RESULTS)
+    for number in () if asked.table else range(COUNT):
+        if asked.only not in (None, number) or (str(number) in results.rows and not asked.again):
+            continue
+        results.keep(str(number), row_of(number))
+        print(number, {k: results.rows[str(number)][k] for k in ("chosen", "best", "same")}, flush=True)
+        TABLE.write_text(table(results.rows))
+    TABLE.write_text(table(results.rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Plan full-size decoders and set the plan's predicted step time beside the best baseline that fits.
+
+python experiments/quality/plan_vs_baselines.py [NAME ...]
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+
+HERE = Path(__file__).parents[1]
+OUT = HERE / "results" / "plan_vs_baselines.md"
+
+SAMPLE_S, SAMPLE_SHARE = 0.1, 0.02
+"""Seconds between two looks at the memory taken, at least, and as a share of the time since the start: looks are not
+free."""
+
+ROWS = [
+    # name, mode, batch, sequence, remat, topology, mesh
+    ("gpt2-xl", "train", 256, 1024, "dots", "v5e:8x8", "data=16,model=4"),
+    ("gpt2-xl", "infer", 64, 1024, "none", "v5e:4x4", "data=4,model=4"),
+    ("llama3-8b", "train", 64, 8192, "full", "v5p:4x8x8", "data=32,model=8"),
+    ("llama3-8b", "train", 64, 8192, "full", "v5p:4x4x4", "data=64"),
+    ("llama3-8b", "infer", 64, 8192, "none", "v5e:8x8", "data=16,model=4"),
+    ("llama3-70b", "train", 256, 8192, "full", "v5p:8x8x8", "data=64,model=8"),
+    ("llama3-70b", "infer", 64, 8192, "none", "v6e:8x8", "data=8,model=8"),
+]
+
+
+def run(program: str, options: list[str], limit_s: float = math.inf) -> dict:
+    """`autoshard plan PROGRAM OPTIONS --json` on its own; with wall and CPU seconds, and peak bytes of all.
+
+    It is ended after `limit_s` seconds of processor, helpers apart.
+    """
+    command = [sys.executable, "-m", "autoshard", "plan", program, *options, "--json", "--quiet"]
+    before, start, most = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), (0, 0)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process, late = subprocess.Popen(command, stdout=out, stderr=err), False
+        while process.poll() is None:
+            if late := late or spent(process.pid) > limit_s:
+                process.kill()  # its helpers end with it
+            most = tuple(map(max, most, resident(process.pid)))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(SAMPLE_S, SAMPLE_SHARE * (time.monotonic() - start)))
+        wall, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+        out.seek(0)
+        err.seek(0)
+        answer, said = out.read(), err.read()
+        if late:
+            said = f"not planned within {limit_s:.0f} s of processor"
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    seen = {"wall": wall, "cpu": used, "rss": most[0], "pss": most[1]}
+    lines = said.strip().splitlines()
+    return seen | (json.loads(answer) if process.returncode == 0 else {"error": lines[-1] if lines else "failed"})
+
+
+def spent(pid: int) -> float:
+    """Seconds of processor of one process; 0 once it has ended."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def resident(root: int) -> tuple[int, int]:
+    """Resident bytes of a process and all that it started: with pages that several share counted for each, and once."""
+    parents, sizes = {}, {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):  # it has just ended
+            fields = dict(re.findall(r"^(PPid|VmRSS):\s+(\d+)", status.read_text(), re.MULTILINE))
+            parents[int(status.parent.name)] = int(fields["PPid"])
+            sizes[int(status.parent.name)] = 1024 * int(fields.get("VmRSS", 0))
+    family = {root}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    shared = 0
+    for pid in family:
+        with contextlib.suppress(OSError):
+            found = re.search(r"^Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+            shared += 1024 * int(found[1]) if found else 0
+    return sum(sizes.get(pid, 0) for pid in family), shared
+
+
+def main() -> None:
+    wanted = set(sys.argv[1:])
+    lines = []
+    for row in ROWS:
+        if wanted and row[0] not in wanted:
+            continue
+        name, mode, batch, seq, remat, topology, mesh = row
+        options = [f"--{mode}", "--batch", str(batch), "--seq", str(seq), "--topology", topology, "--mesh", mesh]
+        found = run(f"hf:{name}", options + (["--remat", remat] if mode == "train" else []))
+        if "error" in found:
+            lines.append(f"| {name} | {mode} | {topology} | {mesh} | {found['error']} |")
+        else:
+            fitting = {k: b["step_time_s"] for k, b in found["baselines"].items() if b["fits"]}
+            best = min(fitting, key=lambda k: fitting[k], default="none fits")
+            ratio = f"{fitting[best] / found['step_time_s']:.3f}" if fitting else "-"
+            shown = f"{fitting[best] * 1e3:.1f}" if fitting else "-"
+            lines.append(
+                f"| {name} | {mode} {batch}x{seq} {remat} | {topology} | {mesh} | {found['step_time_s'] * 1e3:.1f} "
+                f"| {best} | {shown} | {ratio} | {found['mfu']:.1%} | {found['peak_bytes'] / 2**30:.1f} "
+                f"| {found['solver_gap']:.2%} | {found['plan_gap']:.2%} | {found['wall']:.1f} "
+                f"| {found['rss'] / 2**30:.2f} | {'; '.join(found['words'])} |"
+            )
+        print(lines[-1], flush=True)
+    head = (
+        "# The plan against the best baseline that fits, predicted\n\n"
+        "`python experiments/quality/plan_vs_baselines.py`\n\n"
+        "| model | step | topology | mesh | plan ms | best baseline | its ms | ratio | MFU | peak GiB | solver gap "
+        "| plan gap | wall s | planner GiB | plan |\n" + "| --- " * 15 + "|\n"
+    )
+    if not wanted:
+        OUT.parent.mkdir(exist_ok=True)
+        OUT.write_text(head + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""The recipe that we find for published training runs beside the one that they ran with: remat and batch.
+
+    python experiments/quality/published_recipes.py [ROW ...] [--time-limit S] [--whole] [--search] [--table]
+
+A row is a published run of MaxText's (`published.json`): its model, chips, sequence and compiler flags stay; what
+layers keep, compute again or send to the host, value by value (MaxText's `remat_policy: custom`), and the batch (the
+same, twice, half) are searched together with mesh and sharding, none of them compiled. The found plan is then compiled
+by libtpu for its verdict (`--search` leaves that out). MaxText's own estimator compiles every candidate of its named
+policies instead; what that takes is the processor time of compiling the found one, times the candidates.
+Results are kept by row in `experiments/results/published_recipes.json`: a broken run goes on where it stopped.
+"""
+
+import argparse
+import dataclasses
+import math
+import os
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from autoshard.plan.published._published import Run
+    from autoshard.program import Program
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from experiments.fidelity.published_runs import published_rows  # noqa: E402
+from experiments.lib.saved_results import Results, checked_out  # noqa: E402
+
+
+HERE = Path(__file__).parents[1]
+RESULTS = HERE / "results" / "published_recipes.json"
+TABLE = HERE / "results" / "published_recipes.md"
+
+ROWS = (
+    "recipe-v6e-llama3.1-8b-v6e-8",
+    "recipe-v6e-llama3.1-8b-v6e-32",
+    "maxtext-v4-22b-2x",
+    "maxtext-v5e-16b-1x",
+    "maxtext-v5e-32b-2x",
+    "maxtext-v5e-64b-1x",
+    "maxtext-v5p-32b-64c-2x",
+    "maxtext-v5p-128b-128c-1x",
+    "recipe-v6e-llama2-70b",
+    "recipe-v6e-gpt3-175b-bf16",
+)
+
+VALUES = {
+    "attn.q_proj": "query",
+    "attn.k_proj": "key",
+    "attn.v_proj": "value",
+    "attn.o_proj": "out",
+    "mlp.gate_proj": "gate",
+    "mlp.up_proj": "up",
+    "mlp.down_proj": "down",
+    "context": "context",
+    "input": "input",
+}
+"""A value of a layer as a policy names it -> as the decoder does."""
+
+BASES = {"none": "none", "dots": "minimal", "full": "full"}
+"""What becomes of values that a policy does not name -> by MaxText's names."""
+
+POLICIES = 8
+"""MaxText's remat policies for training, each of which its estimator compiles with each batch: full, minimal,
+minimal_with_context, minimal_offloaded, save_dot_except_mlp, save_dot_except_mlpwi, save_qkv_proj and
+qkv_proj_offloaded."""
+
+GIB = 2.0**30
+
+SHARES = (1.0, 2.0, 0.5)
+"""Of the published batch."""
+
+
+def processor_s() -> float:
+    """Seconds of processor of this process and of those that it waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def program_of(run: "Run", remat: str, batch: int) -> "Program":
+    """One step of the run's model with another remat, value by value, and batch."""
+    from autoshard.program import SAVED, decoder_program
+    from autoshard.program._policy import read_policy
+
+    policy = read_policy(remat)
+    known = {path.rpartition(".")[2]: value for path, value in VALUES.items()}
+    kept, away = ([known[name.rpartition(".")[2]] for name in names] for names in (policy.keep, policy.offload))
+    base = BASES[policy.base]
+    saved = None if base == "none" else [*SAVED[base], *(name for name in kept if name not in SAVED[base])]
+    program = decoder_program(
+        run.decoder,
+        batch=batch,
+        seq=run.seq,
+        remat=base,
+        saves=saved,
+        offloads=away,
+        attention="splash" if run.flash else "plain",
+        blocks=run.blocks,
+        optimizer=run.optimizer,
+        compute_dtype=run.compute,
+        weights=run.weights,
+        moments=run.state,
+        gradients=run.gradients,
+        stack_axis=run.stack_axis,
+    )
+    gated = [name for name in VALUES if name != "mlp.gate_proj" or run.decoder.gated]
+    return dataclasses.replace(program, savable=tuple(gated))
+
+
+def searched(run: "Run") -> tuple[dict[str, Any], "Program", Any]:
+    """The best recipe, what the search took, and its program and plan."""
+    from autoshard.plan import Options, plan_recipes, stated_plan
+
+    stated = stated_plan(run)[1].prediction
+    batches = [round(run.batch * share) for share in SHARES]
+    options = Options(topology=run.topology.name, mesh="auto", xla_flags=run.flags or None)
+    began, used = time.monotonic(), processor_s()
+    choices = {"batch": tuple(batches), "remat": tuple(BASES)}
+    recipe, made = plan_recipes(lambda **chosen: program_of(run, **chosen), choices, options, of_source=True)
+    spent, took = processor_s() - used, time.monotonic() - began
+    found, chosen = made.plan.prediction, recipe.arguments
+    tried = made.plan.provenance["recipe"]["tried"]
+    row = {
+        "published": {"remat": run.remat, "batch": run.batch, "step_s": stated.step_time_s},
+        "found": {**chosen, "step_s": found.step_time_s, "mesh": dict(made.plan.mesh), "peak_bytes": found.peak_bytes},
+        "faster": stated.step_time_s / run.batch * chosen["batch"] / found.step_time_s,
+        "tried": len(tried),
+        "planned": sum(each["step_time_s"] is not None for each in tried),
+        "search_s": took,
+        "search_processor_s": spent,
+        "code": checked_out(),
+    }
+    return row, program_of(run, **chosen), made.plan
+
+
+def judged(program: "Program", plan: Any, time_limit: float, whole: bool) -> dict[str, Any]:
+    """The compiler's verdict, and the processor time that it took, with machine code if `whole`; without the flag that
+    libtpu refuses off v5e."""
+    from autoshard import UserError
+    from autoshard.cost._flags import FUSED_GATHERS
+    from autoshard.exec.ahead._compile import report
+    from autoshard.exec.ahead._libtpu import compile_without_devices
+
+    said = plan.provenance.get("xla_flags")
+    if said is not None:
+        kept = [flag for flag in said["flags"] if FUSED_GATHERS not in flag]
+        plan = dataclasses.replace(plan, provenance={**plan.provenance, "xla_flags": {**said, "flags": kept}})
+    used = processor_s()
+    try:
+        found = report(program, plan, compile_without_devices(program, plan, time_limit, not whole))
+    except UserError as error:
+        return {"failed": str(error)}
+    verdict = {
+        "fits": found.estimate is not None,
+        "verdict": found.verdict.value,
+        "compiled_bytes": found.peak_compiled,
+    }
+    return verdict | {"compile_processor_s" if whole else "quick_processor_s": processor_s() - used}
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    known = [(name, rows[name]) for name in ROWS if name in rows]
+    lines = [
+        "# Recipes found for published runs",
+        "",
+        "`python experiments/quality/published_recipes.py`. Remat by value and the batch are searched with mesh and",
+        "sharding, under the run's own compiler flags; step times of both are predicted, the published one's as its",
+        "author states it. `faster`: predicted tokens a second over the published recipe's. `fits` is the compiler's",
+        "verdict, once it has every value in its place. `compile all`: processor time of compiling the found recipe",
+        f"with machine code, times {POLICIES * len(SHARES)} candidates, over the search's, where that was done (for",
+        "recipes as they were found at the time).",
+        "",
+        "| run | published | found | mesh | faster | GiB: ours, compiled | fits | plans | search s | compile all |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, row in known:
+        said, found = row["published"], row["found"]
+        size = row.get("compiled_bytes")
+        spent = row.get("compile_processor_s")
+        cells = [
+            name,
+            f"{said['remat']}, {said['batch']}: {said['step_s']:.3g} s",
+            f"{found['remat']}, {found['batch']}: {found['step_s']:.3g} s",
+            ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items()),
+            f"{row['faster']:.3f}",
+            f"{found['peak_bytes'] / GIB:.1f}, " + ("-" if size is None else f"{size / GIB:.1f}"),
+            row.get("verdict")
+            or {True: "yes", False: "no", None: row.get("failed", "not compiled")[:60]}[row.get("fits")],
+            f"{row['planned']} of {row['tried']}",
+            f"{row['search_processor_s']:.0f}",
+            f"{spent * POLICIES * len(SHARES) / row['search_processor_s']:.0f}x" if spent and "fits" in row else "-",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    if known:
+        mean = math.exp(statistics.fmean(math.log(row["faster"]) for _, row in known))
+        lines += ["", f"Geometric mean of `faster`: {mean:.3f}; least {min(row['faster'] for _, row in known):.3f}."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", nargs="*", default=ROWS)
+    parser.add_argument("--time-limit", type=float, default=1200.0)
+    parser.add_argument("--whole", action="store_true", help="compile with machine code, minutes of processor a row")
+    parser.add_argument("--search", action="store_true", help="compile nothing")
+    parser.add_argument("--table", action="store_true", help="only write the table of what is known")
+    asked = parser.parse_args()
+    results = Results(RESULTS)
+    runs = {row["id"]: run for row, run in published_rows()}
+    for name in () if asked.table else asked.rows:
+        known = {key: value for key, value in results.rows.get(name, {}).items() if key == "compile_processor_s"}
+        row, program, plan = searched(runs[name])
+        row |= known if not asked.whole else {}
+        results.keep(name, row)
+        print(name, row["found"], f"{row['faster']:.3f}", file=sys.stderr, flush=True)
+        if not asked.search:
+            results.keep(name, row | judged(program, plan, asked.time_limit, asked.whole))
+        TABLE.write_text(table(results.rows))
+    TABLE.write_text(table(results.rows))
+
+
+if __name__ == "__main__":
+    main()

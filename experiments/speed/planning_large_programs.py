@@ -1,0 +1,135 @@
+"""What planning takes of programs that are large in one way each: layers, arguments, parameters.
+
+    python experiments/speed/planning_large_programs.py [ROW ...] [--again] [--table] [--profile]
+
+80 layers of a decoder in plain JAX, written one after the other; a step of 10,000 arguments (a deep network with
+AdamW); a mixture of 1T parameters on 2048 chips. Every row is traced and planned in a process of its own, nothing
+cached, and kept in `results/planning_large_programs.json`. `--profile` prints where the time of the named rows goes
+instead.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from autoshard.program import Program
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+
+HERE = Path(__file__).parents[1]
+DATA, TABLE = (HERE / "results" / f"planning_large_programs.{end}" for end in ("json", "md"))
+MARK_S = 60
+MIXTURE = f"hf:{HERE / 'data' / 'mixture_1t.json'}"
+SPARSE = ("--train", "--batch", "2048", "--seq", "4096", "--remat", "full", "--topology", "v5p:8x16x16")
+SMALL = ("--topology", "v5p:4x4x4", "--mesh")
+ROWS = {
+    "80 layers": (__file__, ("--entry", "layers", *SMALL, "data=16,model=4")),
+    "80 layers, mesh searched": (__file__, ("--entry", "layers", *SMALL, "auto")),
+    "10,000 arguments": (__file__, ("--entry", "arguments", *SMALL, "data=16,model=4")),
+    "mixture of 1T": (MIXTURE, SPARSE),
+}
+PHASES = ("trace", "extract", "meshes", "price", "solve", "write")
+
+
+def layers() -> "Program":
+    """A decoder of 80 layers of width 4096, one after the other, with AdamW."""
+    from experiments.lib.programs.jax_case import train_program
+    from experiments.lib.programs.jax_layers import layered
+
+    return train_program("layers", layered(80, width=4096, batch=128, seq=2048), "adamw")
+
+
+def arguments() -> "Program":
+    """A step of 10,000 arguments: weights and biases of 1666 layers, their two moments, a count and the batch."""
+    from experiments.lib.programs.jax_case import Case, dense, f32, squares, train_program
+    from experiments.lib.programs.jax_case import layers as stack
+
+    width = 1024
+
+    def forward(params: Any, data: Any) -> Any:
+        return dense(params, data["x"])
+
+    batch = {"x": f32(4096, width), "y": f32(4096, width)}
+    return train_program("arguments", Case(stack([width] * 1667), batch, forward, squares(forward)), "adamw")
+
+
+def table(rows: dict[str, Any]) -> str:
+    lines = [
+        "# Large programs",
+        "",
+        "`python experiments/speed/planning_large_programs.py`. Of a whole `autoshard plan`, with start and trace,",
+        f"nothing cached; {MARK_S} s",
+        "of processor are aimed at. `GB`: the most that all its processes held at once, shared pages counted once.",
+        "",
+        f"| program | CPU s | wall s | GB | {' s | '.join(PHASES)} s | mesh | step ms | plan gap |",
+        "| --- " * (7 + len(PHASES)) + "|",
+    ]
+    for name in (name for name in ROWS if name in rows):
+        row = rows[name]
+        cells = [name, f"{row['cpu_s']:.0f}", f"{row['wall_s']:.0f}", f"{row['planner_bytes'] / 1e9:.1f}"]
+        if "error" in row:
+            lines.append(f"| {' | '.join([*cells, row['error']])} |")
+            continue
+        cells += [f"{row['phases'].get(phase, 0.0):.1f}" for phase in PHASES]
+        cells.append(row["mesh"])
+        cells += [f"{row['step_time_s'] * 1e3:.1f}", f"{row['plan_gap']:.2%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def profile(name: str) -> None:
+    """Prints where the time of one row goes, in this process."""
+    import cProfile
+    import pstats
+
+    from autoshard.cli import main as autoshard
+
+    program, options = ROWS[name]
+    profiler = cProfile.Profile()
+    profiler.runcall(autoshard, ["plan", program, *options, "--no-cache"])
+    kept = HERE.parent / "build" / f"scale-{name.split()[0]}.prof"
+    kept.parent.mkdir(exist_ok=True)
+    profiler.dump_stats(kept)
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(40).sort_stats("cumtime").print_stats(60)
+
+
+def main() -> None:
+    from experiments.lib.saved_results import Results, checked_out
+    from experiments.quality.plan_vs_baselines import run
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"default: all; {', '.join(ROWS)}")
+    parser.add_argument("--again", action="store_true", help="measure rows that are in the table too")
+    parser.add_argument("--table", action="store_true", help="only write the table")
+    parser.add_argument("--profile", action="store_true", help="print where the time of rows goes, keep nothing")
+    asked = parser.parse_args()
+    if unknown := [name for name in asked.rows if name not in ROWS]:
+        parser.error(f"no row {unknown[0]!r}; there are {', '.join(ROWS)}")
+    results = Results(DATA)
+    for name in () if asked.table else asked.rows or ROWS:
+        if asked.profile:
+            profile(name)
+            continue
+        if name in results.rows and not asked.again:
+            continue
+        program, options = ROWS[name]
+        found = run(program, [*options, "--no-cache"], limit_s=600.0)
+        row = {"cpu_s": found["cpu"], "wall_s": found["wall"], "planner_bytes": found["pss"], "code": checked_out()}
+        if "error" not in found:
+            row |= {key: found[key] for key in ("step_time_s", "plan_gap")} | {"phases": found["wall_s"]}
+            row["mesh"] = ", ".join(f"{axis}={n}" for axis, n in found["mesh"].items())
+        results.keep(name, row | {key: found[key] for key in ("error",) if key in found})
+        print(name, results.rows[name], file=sys.stderr, flush=True)
+        TABLE.write_text(table(results.rows))
+    if not asked.profile:
+        TABLE.write_text(table(results.rows))
+
+
+if __name__ == "__main__":
+    main()

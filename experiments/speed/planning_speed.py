@@ -1,0 +1,148 @@
+"""How long planning takes end to end, from a cold start: wall, CPU, peak memory and phases of every row.
+
+python experiments/speed/planning_speed.py [--again] [--out FOLDER] [LABEL ...]
+
+Rows that are in results/planning_speed.json are not run again, unless they are named or `--again` is given; the table
+beside it is written after every row. Wall seconds are of the machine as it was, CPU seconds those of all threads.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from autoshard.base.process import cores
+from experiments.quality.plan_vs_baselines import run
+
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+LONG = ("--batch", "64", "--seq", "8192", "--remat", "full")
+WIDE = ("--batch", "1024", "--seq", "4096", "--remat", "full")
+TEXT = ("--batch", "256", "--seq", "1024", "--remat", "full")
+LEFT = ("--batch", "256", "--seq", "8192", "--remat", "auto")
+FREE = ("--batch", "64", "--seq", "8192", "--remat", "auto", "--microbatches", "auto", "--host", "auto")
+SPENT = ("--batch", "256", "--seq", "4096", "--remat", "auto", "--experts", "auto")
+PEER = "102 s, 4.2 GB"
+ROWS = {
+    # label: (program, options, topology, mesh, seconds aimed at, GB aimed at, the peer's)
+    "llama3-8b 32x8": ("llama3-8b", LONG, "v5p:4x8x8", "data=32,model=8", 12, 2, PEER),
+    "llama3-8b searched": ("llama3-8b", LONG, "v5p:4x8x8", None, 30, 3, "no search"),
+    "llama3-8b 8x8x4": ("llama3-8b", LONG, "v5p:4x8x8", "data=8,fsdp=8,model=4", 20, 2, "not done after 240 s"),
+    "llama3-8b recipe": ("llama3-8b", FREE, "v5p:4x8x8", None, 40, 3, ""),
+    "llama3.1-405b searched": ("llama3.1-405b", WIDE, "v5p:8x16x16", None, 60, 6, ""),
+    "llama3.1-405b recipe": ("llama3.1-405b", LEFT, "v5p:8x16x16", None, 90, 6, ""),
+    "llama3.1-405b pipeline": ("llama3.1-405b", (*LEFT, "--stages", "auto"), "v5p:8x16x16*4", None, 120, 6, ""),
+    "maxtext-1024b pipeline": (
+        str(Path(__file__).parents[1] / "data" / "maxtext_1024b.json"),
+        ("--batch", "4096", "--seq", "2048", "--remat", "auto", "--stages", "auto"),
+        "v5p:8x8x16*2",
+        None,
+        120,
+        6,
+        "",
+    ),
+    "mixtral-8x7b searched": ("mixtral-8x7b", WIDE, "v5p:8x8x16", None, 60, 6, ""),
+    "deepseek-v3 searched": ("deepseek-v3", WIDE, "v5p:8x8x16", None, 60, 6, ""),
+    "deepseek-v3 recipe": ("deepseek-v3", SPENT, "v5p:8x16x16", None, 150, 6, ""),
+    "gpt2-xl searched": ("gpt2-xl", TEXT, "v5p:4x4x4", None, 20, 2, ""),
+    "vit-l16 searched": ("vit-l16", ("--batch", "1024"), "v5p:4x4x4", None, 20, 2, ""),
+    "t5-large searched": (
+        "t5-large",
+        ("--batch", "256", "--seq", "512", "--remat", "full"),
+        "v5p:4x4x4",
+        None,
+        20,
+        2,
+        "",
+    ),
+    "resnet-50 searched": ("resnet-50", ("--batch", "1024"), "v5p:4x4x4", None, 20, 2, ""),
+    "whisper-large searched": ("whisper-large", ("--batch", "256"), "v5p:4x4x4", None, 20, 2, ""),
+}
+PHASES = ("trace", "extract", "meshes", "price", "solve", "write")
+
+HEAD = f"""# How long planning takes
+
+`python experiments/speed/planning_speed.py`. One training step each, in a process of its own, nothing cached; the peer
+is meta-pytorch/autoparallel on two cores (trace, build and solve of Llama-3-8B on (32, 8), batch 64 x 8192). `loop`:
+what twenty million additions in Python took just before, which says how fast a shared machine is. `planner GB`: the
+most that all processes of a plan held at once, with pages that they share counted for each (in brackets once).
+The machine has {cores()} cores.
+
+| row | wall s | CPU s | planner GB | aim | peer | {" s | ".join(PHASES)} s | mesh | step ms | plan gap | loop s |
+{"| --- " * (10 + len(PHASES))}|
+"""
+
+
+def line(label: str, found: dict) -> str:
+    _, _, _, _, seconds, size, peer = ROWS[label]
+    cells = [
+        label,
+        f"{found['wall']:.1f}",
+        f"{found['cpu']:.1f}",
+        f"{found['rss'] / 1e9:.2f}" + (f" ({found['pss'] / 1e9:.2f})" if "pss" in found else ""),
+        f"{seconds} s, {size} GB",
+    ]
+    cells.append(peer)
+    if "error" in found:
+        return f"| {' | '.join([*cells, found['error']])} |"
+    cells += [f"{found['wall_s'].get(phase, 0.0):.1f}" for phase in PHASES]
+    cells.append(",".join(f"{axis}={n}" for axis, n in found["mesh"].items()))
+    cells += [f"{found['step_time_s'] * 1e3:.1f}", f"{found['plan_gap']:.2%}"]
+    cells.append(f"{found['loop_s']:.2f}" if "loop_s" in found else "-")
+    return f"| {' | '.join(cells)} |"
+
+
+def loop() -> float:
+    """Seconds of twenty million additions: how fast the machine is just now, since others share it."""
+    began = time.process_time()
+    total = 0
+    for number in range(20_000_000):
+        total += number
+    return time.process_time() - began
+
+
+def starts() -> str:
+    """Wall seconds of the two things that must not wait for heavy imports; the best of five."""
+    best = {}
+    for name, command in (("import autoshard", ["-c", "import autoshard"]), ("--help", ["-m", "autoshard", "--help"])):
+        times = []
+        for _ in range(5):
+            began = time.monotonic()
+            subprocess.run([sys.executable, *command], capture_output=True, check=True)
+            times.append(time.monotonic() - began)
+        best[name] = min(times)
+    return f"\n`import autoshard` takes {best['import autoshard']:.2f} s, `autoshard --help` {best['--help']:.2f} s.\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"default: all; {', '.join(ROWS)}")
+    parser.add_argument("--again", action="store_true", help="measure rows that are in the table too")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="for rows and table")
+    arguments = parser.parse_args()
+    named = arguments.rows
+    if unknown := [label for label in named if label not in ROWS]:
+        parser.error(f"no row {unknown[0]!r}; there are {', '.join(ROWS)}")
+    path = arguments.out / "planning_speed.json"
+    kept = json.loads(path.read_text()) if path.is_file() else {}
+    for label in named or ROWS:
+        if label in kept and not named and not arguments.again:
+            continue
+        program, options, topology, mesh, *_ = ROWS[label]
+        slow = loop()
+        where = ["--topology", topology, "--mesh", mesh or "auto"]
+        found = run(f"hf:{program}", ["--train", "--no-cache", *options, *where])
+        wanted = ("wall", "cpu", "rss", "pss", "error", "wall_s", "mesh", "step_time_s", "plan_gap", "meshes")
+        kept[label] = {key: found[key] for key in wanted if key in found} | {"loop_s": slow}
+        print(line(label, kept[label]), flush=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({label: kept[label] for label in ROWS if label in kept}, indent=1) + "\n")
+        lines = [line(each, kept[each]) for each in ROWS if each in kept]
+        path.with_suffix(".md").write_text(HEAD + "\n".join(lines) + "\n" + starts())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Planned PyTorch/XLA loops against unsharded ones: six small models, three meshes, two optimizers.
+
+`python experiments/torch_xla/torch_xla_matrix.py` fills `results/torch_xla_matrix.json` (rows that are there are not
+run again; `--again` runs them all) and writes the table beside it. Every row is a process of its own under the real
+torch_xla on 8 CPU devices; the unsharded losses come from one device in another process, and those of the unsharded run
+with the examples of each batch in another order say how far rounding alone takes them. Beside the losses stand the
+bytes on the wire by mesh axis: planned, and read from the HLO that XLA runs from the second step on.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "experiments" / "results" / "torch_xla_matrix.json"
+MODELS = ("mlp", "cnn", "gpt2", "llama", "vit", "mixtral")
+MESHES = ("8", "4,2", "2,4")
+UNSHARDED = {"unsharded": [], "reordered": ["--reorder"]}
+ALLOWED = 1e-5
+
+
+def run(model: str, options: list[str], steps: int) -> dict[str, Any]:
+    """Losses and compile counts by optimizer; without a mesh in `options` on one unsharded device."""
+    command = [sys.executable, "-m", "experiments.lib.torch_xla_run", model, "--steps", str(steps)]
+    process = subprocess.run(
+        command + options,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    lines = [line for line in process.stdout.splitlines() if line.startswith("{")]
+    if process.returncode or not lines:
+        said = process.stderr.strip().splitlines()
+        return {"error": said[-1] if said else f"exit code {process.returncode}"}
+    return json.loads(lines[-1])
+
+
+def largest_difference(losses: list[float], expected: list[float]) -> float:
+    """Of any step, relative to its loss."""
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+
+
+def on_the_wire(wire: dict[str, Any]) -> str:
+    """Planned bytes by axis, and executed over planned where they differ; axes of size 1 carry nothing."""
+    planned, executed = wire["planned"], wire["executed"][-1]
+    axes = sorted(axis for axis in {*planned, *executed} if planned.get(axis) or executed.get(axis))
+    if not axes:
+        return "nothing"
+    parts = []
+    for axis in axes:
+        a, b = planned.get(axis, 0), executed.get(axis, 0)
+        off = f"{b / a - 1:+.1%}" if a else f"{b} unplanned"
+        parts.append(f"{axis} {a}" if abs(a - b) < 1e-3 * a else f"{axis} {a} ({off})")
+    return ", ".join(parts)
+
+
+def table(rows: dict[str, Any]) -> str:
+    """The Markdown table of all rows that ran."""
+    head = (
+        "| model | mesh | optimizer | largest difference of a loss | from its order alone | compiled | split | "
+        "bytes on the wire (executed) | plan |"
+    )
+    lines = [head, "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
+    for model in MODELS:
+        plain, reordered = (rows.get(f"{model} {name}", {}) for name in UNSHARDED)
+        for mesh in MESHES:
+            found = rows.get(f"{model} {mesh}")
+            if found is None:
+                continue
+            errors = [each["error"] for each in (found, plain, reordered) if "error" in each]
+            if errors:
+                lines.append(f"| {model} | {mesh} | | {errors[0][:100]} | | | | | |")
+                continue
+            for optimizer, row in sorted(found.items(), reverse=True):  # momentum first
+                expected = plain[optimizer]["losses"]
+                off = largest_difference(row["losses"], expected)
+                noise = largest_difference(reordered[optimizer]["losses"], expected)
+                mark = "" if off < ALLOWED else " (above what is allowed)"
+                lines.append(
+                    f"| {model} | {mesh.replace(',', ' x ')} | {optimizer} | {off:.1e}{mark} | {noise:.1e} | "
+                    f"{row['compiles'][-1]} | {row['split_parameters']} parameters, {row['split_states']} states | "
+                    f"{on_the_wire(row['wire'])} | {'; '.join(row['words'])} |"
+                )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--meshes", nargs="+", default=MESHES, choices=MESHES)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--again", action="store_true", help="run rows that have been run")
+    given = parser.parse_args()
+    rows = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    for model in given.models:
+        wanted = UNSHARDED | {mesh: ["--mesh", mesh] for mesh in given.meshes}
+        for what, options in wanted.items():
+            name = f"{model} {what}"
+            if name in rows and "error" not in rows[name] and not given.again:
+                continue
+            print(name, flush=True)
+            rows[name] = run(model, options, given.steps)
+            RESULTS.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+    text = table(rows)
+    RESULTS.with_suffix(".md").write_text(
+        f"# Planned PyTorch/XLA loops against unsharded ones\n\n{given.steps} steps in fp32, 8 CPU devices; "
+        f"{ALLOWED:.0e} of a loss is allowed. Made by `python experiments/torch_xla/torch_xla_matrix.py`.\n\n{text}"
+    )
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""How long auto-sharding inside PyTorch/XLA plans the first step of a model, and how long where it was planned before.
+
+    python experiments/torch_xla/torch_xla_planning.py [NAME ...]
+
+A script trains a model of Hugging Face in a process of its own, on 8 CPU devices in a mesh of 4 x 2, up to the point
+where its first step is planned; the step itself is not run. Timed are the reading of the pending graph, the decision
+(which is what the planner does), and everything from the end of the step until its planned run could begin. `again` is
+a second process, which finds the decision of the first in the cache. Wall seconds, and in brackets processor seconds;
+`loop` is what twenty million additions in Python took just before: how fast a shared machine is.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from experiments.lib.saved_results import Results, checked_out  # noqa: E402
+
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "experiments" / "results" / "torch_xla_planning.json"
+MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int]]] = {
+    "gpt2-small": ("gpt2", {}, (8, 128)),
+    "bert-base": ("bert", {}, (8, 128)),
+    "llama-160m": (
+        "llama",
+        {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
+        (8, 128),
+    ),
+}
+"""Type of the model, what its configuration has otherwise than by default, rows and tokens of a batch."""
+PARTS = ("read", "decide", "everything")
+
+
+def plan_first_step(name: str) -> dict[str, Any]:
+    """In the process of the script: seconds of each part, wall and processor."""
+    os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8", XLA_AUTO_SPMD_MESH="4,2")
+    import torch
+    import torch_xla
+    import torch_xla.runtime as xr
+    import transformers
+
+    import autoshard.torch_xla
+    from autoshard.exec.torch_xla_hook import _session
+
+    took: dict[str, list[float]] = {}
+
+    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter(), time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                took[part] = [time.perf_counter() - began[0], time.process_time() - began[1]]
+
+        return run
+
+    class Planned(BaseException):
+        """The first step is planned: there is nothing more to see."""
+
+    whole = timed("everything", _session.Session._plan)
+
+    def planned(*args: Any) -> Any:
+        whole(*args)
+        raise Planned
+
+    modules: Any = _session
+    modules.capture = timed("read", _session.capture)
+    modules.kept_decision = timed("decide", _session.kept_decision)
+    modules.Session._plan = planned
+    kind, options, (rows, tokens) = MODELS[name]
+    xr.use_spmd(**{"auto": True})
+    config = transformers.AutoConfig.for_model(kind, **options)
+    model = transformers.AutoModelForCausalLM.from_config(config).to("xla").train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(0, config.vocab_size, (rows, tokens)).to("xla")
+    try:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        torch_xla.sync()
+    except Planned:
+        pass
+    session = autoshard.torch_xla.session()
+    assert session is not None
+    (plan,) = session.plans
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return took | {"parameters": size, "step_ms": 1e3 * plan.prediction.step_time_s}
+
+
+def measured(name: str) -> dict[str, Any]:
+    """What two processes found, the second with the cache of the first."""
+    began = time.perf_counter()
+    for _ in range(20_000_000):
+        pass
+    row: dict[str, Any] = {"loop": time.perf_counter() - began}
+    with tempfile.TemporaryDirectory() as cache:
+        for which in ("first", "again"):
+            done = subprocess.run(
+                [sys.executable, __file__, "--process", name],
+                capture_output=True,
+                text=True,
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "AUTOSHARD_CACHE_DIR": cache},
+            )
+            lines = [line for line in done.stdout.splitlines() if line.startswith("found ")]
+            if not lines:
+                raise RuntimeError(done.stderr[-2000:])
+            row[which] = json.loads(lines[0].removeprefix("found "))
+    return row
+
+
+def table(rows: dict[str, Any]) -> str:
+    heads = [f"{part} s, {which}" for which in ("first", "again") for part in PARTS]
+    lines = [
+        "| " + " | ".join(["model", "parameters", "batch", *heads, "predicted ms", "loop s"]) + " |",
+        "| " + " | ".join(["---"] * (5 + len(heads))) + " |",
+    ]
+    for name, row in rows.items():
+        cells = [name, f"{row['first']['parameters'] / 1e6:.0f} M", "x".join(map(str, MODELS[name][2]))]
+        for which in ("first", "again"):
+            cells += [f"{row[which][part][0]:.2f} ({row[which][part][1]:.2f})" for part in PARTS]
+        cells += [f"{row['first']['step_ms']:.0f}", f"{row['loop']:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="models; all of them without")
+    parser.add_argument("--process", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if unknown := [name for name in given.names if name not in MODELS]:
+        parser.error(f"no model {unknown[0]!r}; there are {', '.join(MODELS)}")
+    if given.process:
+        print("found " + json.dumps(plan_first_step(given.names[0])), flush=True)
+        os._exit(0)  # torch_xla takes seconds to end
+    results = Results(RESULTS)
+    for name in given.names or MODELS:
+        results.keep(name, measured(name) | {"commit": checked_out()})
+        print(name, results.rows[name], flush=True)
+    said = "\n\n".join(str(__doc__).split("\n\n")[2:])
+    head = "# How long the hook plans a first step"
+    RESULTS.with_suffix(".md").write_text(f"{head}\n\n{said}\n{table(results.rows)}")
+
+
+if __name__ == "__main__":
+    main()

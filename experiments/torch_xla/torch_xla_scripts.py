@@ -1,0 +1,358 @@
+"""Whole scripts as people write them, each run under auto-sharding and without it.
+
+    python experiments/torch_xla/torch_xla_scripts.py [NAME ...] [--again] [--table]
+
+Every file of `torch_xla/programs` is a script that knows nothing of autoshard. It is run in two processes in SPMD mode
+on 8 CPU devices: `hooked`, where `xr.use_spmd(auto=True)` plans for a mesh of 4 x 2, and `unhooked`, where
+`xr.use_spmd()` leaves every tensor whole on every device. All numbers that the script prints are compared, and programs
+compiled by the end are counted. The processes take turns of a few steps, so that both see the same machine: the ratio
+of steps is the median of turns next to each other. What of it is the hook's own is timed in the hooked process alone,
+as the time in its outermost functions over that of the step. Where numbers differ by more than is allowed, a third run
+says how far rounding alone takes them, unhooked with every parameter moved by one unit in its last place, and a fourth
+what plain PyTorch computes on the CPU, whose distance from the unhooked run is rounding too. What later steps send is
+read from the program that XLA runs in them, by mesh axis, beside what their plan has; the axis that differs most is
+shown, of those that carry 1% of the plan's bytes.
+
+Some compile more with the hook, which the table gives the causes of. A planned step is a program of its own, where
+without the hook that of the first step serves again. A step that is cut, by ops that PyTorch/XLA computes on the host
+or by numbers that are read in it, has pieces that run whole before there is a plan.
+
+Rows are kept in `experiments/results/torch_xla_scripts.json` with the table beside it.
+"""
+
+import argparse
+import ast
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from experiments.lib.saved_results import Results, checked_out  # noqa: E402
+
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = ROOT / "experiments" / "torch_xla" / "programs"
+RESULTS = ROOT / "experiments" / "results" / "torch_xla_scripts.json"
+LIMIT_S = 300.0
+ALLOWED, OVERHEAD, WIRE = 1e-5, 0.05, 0.05
+
+MORE = {
+    "accelerated": "the first small batch's planned step, which no later one repeats",
+    "accumulation": "the first small batch's planned step, which no later one repeats, nor what adds to its gradients",
+    "adafactor": "norms are read in the middle of the first update: two run before the plan, and pieces of it after",
+    "compiled_inference": "the planned first call runs uncompiled, the others as dynamo's program",
+    "dlrm": "gradients of four bags, on the host: with nothing split before there is a plan",
+    "evaluated_between": "the first planned evaluation, and what is read of its results",
+    "evaluated_first": "evaluation is planned before training and again after it",
+    "hf_trainer": "the first planned evaluation; batches that the loader had sent before there was a plan",
+    "parametrized": "a spectral norm with nothing split before there is a plan, and once with its results",
+    "policy_gradient": "playing is planned before training and again after it",
+    "schedule": "the loss, on the host: with nothing split before there is a plan",
+    "short_batches": "the first planned short batch",
+    "two_towers": "a piece of its step, with nothing split before there is a plan",
+}
+"""What is compiled more with the hook, as PyTorch/XLA's log of compilations (`PT_XLA_DEBUG_LEVEL=2`) shows."""
+
+
+SENDS = {
+    "accelerated": "its later small batches end in the update, of which the planned one has nothing",
+    "adafactor": "its steps are cut: the plan is of a piece",
+    "dlrm": "its steps are cut: the plan is of a piece",
+    "gradient_penalty": "gradients of gradients are not pinned",
+    "gru": "inside of a loop nothing is pinned",
+    "lstm": "what a layer gives is gathered for its own gradients, and again where the next layer takes it, stacked",
+    "parametrized": "its steps are cut: the plan is of a piece",
+    "two_towers": "its steps are cut: the plan is of a piece",
+}
+"""Why later steps send something else than is planned, as the compiled programs show."""
+
+
+class Run:
+    """A process of `torch_xla_script.py`, which waits for its turns."""
+
+    def __init__(self, name: str, *how: str) -> None:
+        self._stderr = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "experiments.lib.torch_xla_script", name, *how],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        )
+        self._late = threading.Timer(LIMIT_S, self._process.kill)
+        self._late.start()
+        self.end: dict[str, Any] | None = None
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._late.cancel()
+        self._process.kill()
+        with self._process, self._stderr:
+            pass  # waits, and closes what leads to it
+
+    def turn(self) -> list[float]:
+        """Seconds of the steps until the process waits; none in the end, when `end` is what it has found."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            self._stderr.seek(0)
+            said = [line for line in self._stderr.read().strip().splitlines() if "GSPMD" not in line]
+            raise RuntimeError(said[-1] if said else f"it ended with {self._process.returncode}")
+        found = json.loads(line)
+        self.end = found.get("end")
+        return found.get("turn", [])
+
+    def go_on(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+
+def compare(name: str) -> dict[str, Any]:
+    """What both runs of a script found."""
+    turns: dict[str, list[list[float]]] = {"hooked": [], "unhooked": []}
+    ends: dict[str, dict[str, Any]] = {}
+    try:
+        with Run(name, "hooked") as hooked, Run(name, "unhooked") as unhooked:
+            runs = {"hooked": hooked, "unhooked": unhooked}
+            for run in runs.values():
+                run.turn()
+                run.go_on()
+            number = 0
+            while len(ends) < 2:
+                for how in list(runs) if number % 2 else reversed(list(runs)):
+                    seconds = runs[how].turn()
+                    if (end := runs[how].end) is not None:
+                        ends[how] = end
+                    else:
+                        turns[how].append(seconds)
+                        runs[how].go_on()
+                number += 1
+    except (RuntimeError, BrokenPipeError) as error:
+        return {"error": str(error)[:300]}
+    ours, theirs = ends["hooked"], ends["unhooked"]
+    off = difference(ours["numbers"], theirs["numbers"])
+    row = {
+        "difference": off,
+        "numbers": sum(map(len, theirs["numbers"])),
+        "first": theirs["numbers"][0],
+        "last": theirs["numbers"][-1],
+        "compiled": [ours["compiled"][-1], theirs["compiled"][-1]],
+        "compiled by step": [ours["compiled"], theirs["compiled"]],
+        "turns": turns,
+        "shares": ours["shares"],
+        "wire": ours["wire"],
+        **{key: ours[key] for key in ("parameters", "elements", "plans", "notes", "said")},
+        "host": [ours["host"], theirs["host"]],
+    }
+    if off > ALLOWED:
+        row["rounding"] = apart(theirs["numbers"], name, "unhooked", "--nudged")
+        row["hooked to host"] = apart(ours["numbers"], name, "host")
+        row["unhooked to host"] = apart(theirs["numbers"], name, "host")
+    return row
+
+
+def apart(numbers: Sequence[Sequence[float]], name: str, *how: str) -> float | str:
+    """How far these numbers are from those of another run, or what went wrong in that."""
+    try:
+        with Run(name, *how) as run:
+            run.turn()
+            while run.end is None:
+                run.go_on()
+                run.turn()
+            return difference(numbers, run.end["numbers"])
+    except (RuntimeError, BrokenPipeError) as error:
+        return str(error)[:300]
+
+
+def difference(numbers: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:
+    """The largest of any number, relative to it; but no less than a hundredth of the largest printed in its place."""
+    if [len(each) for each in numbers] != [len(each) for each in others]:
+        return float("inf")
+    largest: dict[tuple[int, int], float] = {}
+    for row in others:
+        for place, value in enumerate(row):
+            largest[len(row), place] = max(largest.get((len(row), place), 0.0), abs(value))
+    most = 0.0
+    for ours, theirs in zip(numbers, others, strict=True):
+        for place, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            if (a == b) or (math.isnan(a) and math.isnan(b)):
+                continue
+            off = abs(a - b) / max(abs(b), largest[len(theirs), place] / 100)
+            most = max(most, math.inf if math.isnan(off) else off)
+    return most
+
+
+def ratios(row: dict[str, Any]) -> list[float]:
+    """Of each turn to the other process's next to it."""
+    pairs = zip(row["turns"]["hooked"], row["turns"]["unhooked"], strict=True)
+    return [statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs]
+
+
+def verdict(row: dict[str, Any], more: str = "", sends: str = "") -> str:
+    """What falls short, in words; empty if nothing does. `more` is why more is compiled, `sends` why not as planned."""
+    short = []
+    if row["difference"] > ALLOWED:
+        if is_within(row["hooked to host"], ALLOWED):
+            short.append("as plain PyTorch; PyTorch/XLA alone differs from that")
+        elif any(is_within(row["difference"], row[key], 2.0) for key in ("rounding", "unhooked to host")):
+            short.append("differs as rounding does")
+        else:
+            short.append("DIFFERS")
+    if row["compiled"][0] > row["compiled"][1]:
+        short.append(f"compiles more ({more})" if more else "compiles more")
+    if statistics.median(ratios(row)) > 1 + OVERHEAD:
+        short.append("slower")
+    if (sent := on_the_wire(row)) is not None and abs(sent[1]) > WIRE:
+        short.append(f"sends {'more' if sent[1] > 0 else 'less'}" + (f" ({sends})" if sends else ""))
+    if not row["parameters"][0]:
+        short.append("only the batch is split")
+    return ", ".join(short)
+
+
+def on_the_wire(row: dict[str, Any]) -> tuple[str, float] | None:
+    """The mesh axis on which later steps differ most from their plan, and by how much of it; None where none do."""
+    found = []
+    for each in row["wire"]:
+        planned = {axis: size for axis, size in each["planned"].items() if size > 0.01 * sum(each["planned"].values())}
+        found += [(axis, each["sent"].get(axis, 0) / size - 1) for axis, size in planned.items()]
+    return max(found, key=lambda pair: abs(pair[1]), default=None)
+
+
+def is_within(found: float | str, most: float | str, times: float = 1.0) -> bool:
+    """Whether a difference is known and at most so large."""
+    return not isinstance(found, str) and not isinstance(most, str) and found <= times * most
+
+
+def table(rows: dict[str, Any]) -> str:
+    """What is known, as Markdown."""
+    lines = [
+        "| script | what it is | numbers | largest difference (of rounding alone; hooked, unhooked to "
+        "plain PyTorch) | compiled, unhooked | ms a step, "
+        "unhooked | ratio (quartiles) | the hook's own share | parameters split, by number and by size | plans | "
+        "sent by later steps, to the plan | falls short |",
+        "| " + " | ".join(["---"] * 12) + " |",
+    ]
+    for name in sorted(PROGRAMS.glob("*/*.py")):
+        row = rows.get(name.stem)
+        if row is None:
+            continue
+        what = str(ast.get_docstring(ast.parse(name.read_text())))
+        if "error" in row:
+            lines.append(f"| {name.stem} | {what} | | | | | | | | | | {row['error']} |")
+            continue
+        steps = [1e3 * statistics.median(sum(row["turns"][how], [])) for how in ("hooked", "unhooked")]
+        low, middle, high = statistics.quantiles(ratios(row), n=4)
+        off = f"{row['difference']:.1e}"
+        if "rounding" in row:
+            off += f" ({', '.join(shown(row[key]) for key in ('rounding', 'hooked to host', 'unhooked to host'))})"
+        (split, count), (part, whole) = row["parameters"], row["elements"]
+        cells = [
+            name.stem,
+            what,
+            str(row["numbers"]),
+            off,
+            f"{row['compiled'][0]}, {row['compiled'][1]}",
+            f"{steps[0]:.1f}, {steps[1]:.1f}",
+            f"{middle:.2f} ({low:.2f} to {high:.2f})",
+            f"{statistics.median(row['shares']):.1%}",
+            f"{split} of {count}, {part / max(whole, 1):.0%}",
+            str(row["plans"]),
+            "" if (sent := on_the_wire(row)) is None else f"{sent[0]} {sent[1]:+.1%}",
+            "; ".join(
+                [
+                    *filter(None, [verdict(row, MORE.get(name.stem, ""), SENDS.get(name.stem, ""))]),
+                    *row["said"],
+                    *on_host(row),
+                ]
+            ),
+        ]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def on_host(row: dict[str, Any]) -> list[str]:
+    """Sentences on ops that PyTorch/XLA computes on the host: they cut the graph."""
+    ours, theirs = (set(names) for names in row["host"])
+    said = {"on the host without the hook too": ours & theirs, "on the host only with the hook": ours - theirs}
+    return [
+        f"{what}: {', '.join(sorted(name.removeprefix('aten::') for name in names))}"
+        for what, names in said.items()
+        if names
+    ]
+
+
+def shown(found: float | str) -> str:
+    return found if isinstance(found, str) else f"{found:.1e}"
+
+
+def summary(rows: dict[str, Any]) -> str:
+    """How many of the scripts fall short of what."""
+    good = [row for row in rows.values() if "error" not in row]
+    equal = sum(row["difference"] <= ALLOWED for row in good)
+    silent = sum("DIFFERS" in verdict(row) for row in good)
+    compiled = sum(row["compiled"][0] <= row["compiled"][1] for row in good)
+    fast = sum(statistics.median(ratios(row)) <= 1 + OVERHEAD for row in good)
+    own = sum(statistics.median(row["shares"]) <= OVERHEAD for row in good)
+    split = sum(row["parameters"][0] > 0 for row in good)
+    sent = [found[1] for row in good if (found := on_the_wire(row)) is not None]
+    exact = sum(abs(off) <= WIRE for off in sent)
+    return (
+        f"Of {len(rows)} scripts {len(good)} run; in {equal} no number differs by more than {ALLOWED:.0e}, and in "
+        f"{len(good) - equal - silent} of the others by no more than rounding, or PyTorch/XLA's own error; {compiled} "
+        f"compile no more than without the hook; in {split} parameters are split; the median step of {fast} takes at "
+        f"most {OVERHEAD:.0%} longer, and in {own} the hook's own part is at most {OVERHEAD:.0%} of it. Of {len(sent)} "
+        f"whose later steps are one program and send anything, {exact} send what is planned within {WIRE:.0%} on every "
+        f"axis, and {sum(off < -WIRE for off in sent)} less."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="scripts; all of them without")
+    parser.add_argument("--again", action="store_true", help="also rows that are there")
+    parser.add_argument("--table", action="store_true", help="only write the table of what is known")
+    given = parser.parse_args()
+    every = sorted(path.stem for path in PROGRAMS.glob("*/*.py"))
+    if unknown := [name for name in given.names if name not in every]:
+        parser.error(f"no script {unknown[0]!r}; there are {', '.join(every)}")
+    results = Results(RESULTS)
+    for name in () if given.table else given.names or every:
+        if name in results.rows and not given.again:
+            continue
+        began = time.monotonic()
+        row = compare(name)
+        results.keep(name, rounded(row) | {"seconds": round(time.monotonic() - began), "commit": checked_out()})
+        print(name, row.get("error") or f"{row['difference']:.1e} {verdict(row)}", flush=True)
+    said = "\n\n".join(str(__doc__).split("\n\n")[2:4])
+    head = f"# Whole scripts under auto-sharding, and without it\n\n{said}\n\n"
+    RESULTS.with_suffix(".md").write_text(f"{head}{summary(results.rows)}\n\n{table(results.rows)}")
+
+
+def rounded(found: Any) -> Any:
+    """Times and shares to a microsecond; what says how far apart two numbers are keeps two digits."""
+    if isinstance(found, float):
+        return float(f"{found:.4g}")
+    if isinstance(found, dict):
+        return {key: rounded(value) for key, value in found.items()}
+    return [rounded(value) for value in found] if isinstance(found, (list, tuple)) else found
+
+
+if __name__ == "__main__":
+    main()
