@@ -52,51 +52,13 @@ def mark(value: Any, path: str) -> Any:
 
 
 @contextlib.contextmanager
-def marking(layer: Any, names: Sequence[str], found: dict[str, None]) -> Iterator[None]:
-    """While inside, values of the torch module `layer` that `names` mean are marked; `found` notes all there are."""
+def naming(names: Sequence[str], found: dict[str, None]) -> Iterator[None]:
+    """Mark the values that `names` mean while inside, and record in `found` every value that a policy could name."""
     token = _layer.set(_Layer(names, found))
-    hooks = [
-        child.register_forward_hook(_hook(path)) for path, child in layer.named_modules() if path and multiplies(child)
-    ]
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
         _layer.reset(token)
-
-
-def multiplies(module: Any) -> bool:
-    """Whether a torch module is a linear layer: a matrix and at most a bias, and no table of rows."""
-    import torch
-
-    weight = module._parameters.get("weight")
-    own = [value for value in module._parameters.values() if value is not None]
-    tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    return weight is not None and weight.ndim == 2 and len(own) <= 2 and not isinstance(module, tables)
-
-
-def _hook(path: str) -> Any:
-    def after(module: Any, args: Any, out: Any) -> Any:
-        return mark_torch(out, path)
-
-    return after
-
-
-def mark_torch(value: Any, path: str) -> Any:
-    """`mark` for a torch tensor that holds a JAX value; anything else as it is."""
-    import torch
-
-    from autoshard.program._environment import environment
-
-    if not isinstance(value, torch.Tensor):
-        return value
-    parts = getattr(value, "_parts", None)
-    if parts is not None:  # several results side by side, held apart
-        value._parts = mark(parts, path)  # type: ignore[attr-defined]
-        return value
-    env = environment()
-    return value if mark_of(path) is None else env.j2t_iso(mark(env.t2j_iso(value), path))
 
 
 def short_names(paths: Iterable[str]) -> dict[str, str]:
@@ -118,18 +80,3 @@ def check_names(remat: str, names: Iterable[str], found: Iterable[str], what: st
             values = ", ".join(sorted(short_names(known).values()))
             there = f"its layers have {values}" if known else "no layers were found in it"
             raise UserError(f"remat `{remat}` names `{name}`, which is no value of `{what}`: {there}.")
-
-
-@contextlib.contextmanager
-def hooks_outside(layer: Any) -> Iterator[None]:
-    """While inside, a call of the layer runs no hooks of its own: the call that its forward stands in for runs them.
-
-    Hooks that collect outputs (transformers' `output_hidden_states`) would have each twice, and once from a trace that
-    is over.
-    """
-    kept = layer._forward_pre_hooks, layer._forward_hooks
-    layer._forward_pre_hooks, layer._forward_hooks = type(kept[0])(), type(kept[1])()
-    try:
-        yield
-    finally:
-        layer._forward_pre_hooks, layer._forward_hooks = kept

@@ -9,11 +9,12 @@ from autoshard.program import _shared
 from autoshard.program._environment import used_elsewhere
 from autoshard.program._gradients import is_constant, mark_constant
 from autoshard.program._layers import Block
-from autoshard.program._marks import INPUT, hooks_outside, mark_torch, marking
+from autoshard.program._marks import INPUT
 from autoshard.program._module_state import call_with, own_forward, replace_forward
 from autoshard.program._policy import Policy, jax_policy
 from autoshard.program._remat import listed_layers
 from autoshard.program._scan_run import BlockRun, LayerRemat, LayerWeights, NotRepeatedError, tensors_of
+from autoshard.program._torch_marks import hooks_outside, mark_torch, marking
 from autoshard.program._wide import WideNumberError
 
 

@@ -10,11 +10,12 @@ from autoshard.program._gradients import is_constant, mark_constant
 from autoshard.program._jaxpr_digest import computation_digest
 from autoshard.program._layer_differences import Difference, opaque_numbers, reads
 from autoshard.program._layers import Block
-from autoshard.program._marks import INPUT, hooks_outside, mark_torch, marking
+from autoshard.program._marks import INPUT
 from autoshard.program._module_state import Content, call_with, own_forward, reachable
 from autoshard.program._policy import Policy, jax_policy
 from autoshard.program._scan_stages import run_in_stages
 from autoshard.program._stack import Pipeline
+from autoshard.program._torch_marks import hooks_outside, mark_torch, marking
 
 
 class NotRepeatedError(Exception):

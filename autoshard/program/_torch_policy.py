@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import UserError
-from autoshard.program._marks import CONTEXT, INPUT, check_names, chosen_name, multiplies
+from autoshard.program._marks import CONTEXT, INPUT, check_names, chosen_name
 from autoshard.program._policy import Policy
+from autoshard.program._torch_marks import multiplies
 
 
 _PRODUCTS = ("mm.default", "addmm.default", "_scaled_mm.default", "_int_mm.default")
