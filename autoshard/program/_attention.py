@@ -7,7 +7,7 @@ another makes XLA's partitioner compute all heads everywhere. Masks are comparis
 from typing import Any
 
 from autoshard.program import _cached, _cudnn_attention, _flops, _splash
-from autoshard.program._cache import Held, only_shapes
+from autoshard.program._cached_keys import Held, only_shapes
 from autoshard.program._marks import CONTEXT, mark
 from autoshard.program._masks import seen_share, visible_scores
 from autoshard.program._ring import ring_attention, ring_refusal

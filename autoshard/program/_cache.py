@@ -1,52 +1,12 @@
 """Key-value caches as donated state: what a serving step reads and writes, stacked like the layers."""
 
 import contextlib
-import contextvars
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from autoshard.program._cached_keys import Held, active_cache, major_to_minor
 from autoshard.program._layer_differences import number_of
 from autoshard.program._layers import Block
-
-
-_LANES = 128
-"""Elements of a TPU register's row."""
-
-_active: "contextvars.ContextVar[ServingCache | None]" = contextvars.ContextVar("serving cache", default=None)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Held:
-    """What a layer's attention looks back on, where it lies."""
-
-    keys: Any
-    """The keys of all layers [layers, B, K, T, D]."""
-    values: Any
-    """Their values [layers, B, K, T, E]."""
-    layer: Any
-    """Which layer of them it is, a scalar."""
-    filled: int
-    """Places of T that a step is expected to read."""
-
-
-def query_position() -> Any:
-    """Position of the first query among the cached keys; None where keys and queries are the same tokens."""
-    cache = _active.get()
-    return None if cache is None else cache.position
-
-
-def held_by(key: Any) -> Held | None:
-    """The stacks that the keys were read from which a cache's `update` gave last; None if these are no such keys."""
-    cache = _active.get()
-    given = None if cache is None else cache.given
-    return given[1] if given is not None and given[0] is key else None
-
-
-def only_shapes() -> bool:
-    """Whether this is a first trace of a serving step, which asks what there is to cache."""
-    cache = _active.get()
-    return cache is not None and not cache.entries
 
 
 class ServingCache:
@@ -240,11 +200,11 @@ class ServingCache:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Let attention see where its queries stand."""
-        token = _active.set(self)
+        token = active_cache.set(self)
         try:
             yield
         finally:
-            _active.reset(token)
+            active_cache.reset(token)
 
 
 def _write(held: Any, new: Any, start: Any, index: Any) -> Any:
@@ -259,21 +219,5 @@ def _write(held: Any, new: Any, start: Any, index: Any) -> Any:
     new, places = new.astype(held.dtype), (0, 0, start, 0)
     if index is not None:
         new, places = new[None], (index, *places)
-    new = with_layout_constraint(new, Layout(major_to_minor=_major_to_minor(held.shape)))
+    new = with_layout_constraint(new, Layout(major_to_minor=major_to_minor(held.shape)))
     return jax.lax.dynamic_update_slice(held, new, places)
-
-
-def lies_in_order(shape: tuple[int, ...]) -> bool:
-    """Whether a TPU's compiler lays out a cache of this shape row by row."""
-    return _major_to_minor(shape) == tuple(range(len(shape)))
-
-
-def _major_to_minor(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The order in which a TPU's compiler lays out a cache that it is given, major dim first.
-
-    Row-major, but with positions innermost where a head does not fill the 128 lanes of a register and positions do:
-    heads of 64 would take twice their bytes (read off the entries of programs by libtpu 0.0.51).
-    """
-    order = tuple(range(len(shape)))
-    length, head = (-(-size // _LANES) * _LANES / size for size in shape[-2:])
-    return order if head <= length else (*order[:-2], order[-1], order[-2])

@@ -14,7 +14,7 @@ from typing import Any
 
 from autoshard.mlir import CallWork
 from autoshard.program import _flops
-from autoshard.program._cache import Held, lies_in_order
+from autoshard.program._cached_keys import Held, lies_in_order
 from autoshard.program._register import RuledFunction
 from autoshard.program._splash import LANES, interpreted
 from autoshard.rules import parse_call_rule

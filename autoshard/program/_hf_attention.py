@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from autoshard.program._attention import attend
-from autoshard.program._cache import held_by, query_position
+from autoshard.program._cached_keys import held_by, query_position
 from autoshard.program._environment import environment
 
 

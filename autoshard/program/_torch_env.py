@@ -28,13 +28,8 @@ def lowered_environment() -> Any:
     import torch
     from torchax.ops import ops_registry
 
-    lowerings = (
-        _lowerings.operation_table()
-        | _lowerings_nn.layer_table()
-        | _recurrent.recurrent_table()
-        | _writes.write_table()
-        | _pooling.pooling_table()
-    )
+    lowerings = _lowerings.operation_table() | _lowerings_nn.layer_table() | _recurrent.recurrent_table()
+    lowerings |= _writes.write_table() | _pooling.pooling_table()
     lowerings |= _lowerings_math.math_table() | _lowerings_edges.edge_table()
     for operation, lowering in lowerings.items():
         env._ops[operation] = ops_registry.Operator(

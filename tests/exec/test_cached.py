@@ -15,8 +15,8 @@ from autoshard.plan.model._factors import factor_states
 from autoshard.plan.model._heavy import heavy_strategies, result_states
 from autoshard.plan.xla._states import WHOLE
 from autoshard.program import Program, trace
-from autoshard.program._cache import Held
 from autoshard.program._cached import cached_attention
+from autoshard.program._cached_keys import Held
 
 
 LAYERS, BATCH, HEADS, GROUP, LENGTH, DIM = 2, 2, 2, 2, 8192, 128

@@ -9,7 +9,7 @@ import pytest
 from autoshard.exec import compile_plan
 from autoshard.plan import Options, make_plan
 from autoshard.program import Program, open_source
-from autoshard.program._cache import _major_to_minor
+from autoshard.program._cached_keys import major_to_minor
 
 
 CONFIG = {
@@ -65,6 +65,6 @@ def test_for_tpus_the_cache_is_held_once_and_read_once(tmp_path: Path, attention
 
 def test_a_cache_of_narrow_heads_is_laid_out_with_positions_innermost() -> None:
     """As TPU entries have them: GPT-2's heads of 64 would be padded to 128, and every cache copied."""
-    assert _major_to_minor((48, 16, 25, 1024, 64)) == (0, 1, 2, 4, 3)
-    assert _major_to_minor((32, 16, 8, 8192, 128)) == (0, 1, 2, 3, 4)
-    assert _major_to_minor((16, 8, 64, 64)) == (0, 1, 2, 3)
+    assert major_to_minor((48, 16, 25, 1024, 64)) == (0, 1, 2, 4, 3)
+    assert major_to_minor((32, 16, 8, 8192, 128)) == (0, 1, 2, 3, 4)
+    assert major_to_minor((16, 8, 64, 64)) == (0, 1, 2, 3)

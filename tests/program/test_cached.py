@@ -12,8 +12,8 @@ import pytest
 from autoshard.errors import UserError
 from autoshard.program import Program, _cached, _splash, open_source
 from autoshard.program._attention import attend
-from autoshard.program._cache import Held
 from autoshard.program._cached import _Blocks, cached_attention, cached_refusal, no_gain
+from autoshard.program._cached_keys import Held
 
 
 CONFIG = {
