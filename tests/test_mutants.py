@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments import mutants, mutations
+from experiments.correctness import mutants
+from experiments.lib import mutations
 
 
 SOURCE = '''"""No change of 1 + 1 in words."""

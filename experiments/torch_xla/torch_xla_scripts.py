@@ -249,7 +249,7 @@ def table(rows: dict[str, Any]) -> str:
         "sent by later steps, to the plan | falls short |",
         "| " + " | ".join(["---"] * 12) + " |",
     ]
-    for name in sorted(PROGRAMS.glob("*/*.py")):
+    for name in sorted(PROGRAMS.glob("*/*.py"), key=lambda path: path.stem):
         row = rows.get(name.stem)
         if row is None:
             continue
